@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import loop, loop_keel, memory, rollout, startup, update
+from benchmarks import loop, loop_keel, memory, preferences, rollout, startup, update
 from benchmarks.update import SMALL, Case
 from studies import draw, growth, turns
 
@@ -229,6 +229,14 @@ def test_rollout_times_keel(prepared: Path) -> None:
     assert 0 < row["mean_length"] <= loop.SMOKE.most
     assert all(len(one["lengths"]) == loop.SMOKE.completions for one in passes)
     assert "| ragged | keel |" in rollout.line(row)
+
+
+def test_preferences_writes_a_row_for_each_stage(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    preferences.main(["--smoke", "--folder", str(tmp_path), "--json", str(file)])
+    rows = json.loads(file.read_text("utf-8"))["rows"]
+    assert len(rows) == 10
+    assert all(0 < row["median"] <= row["p99"] <= row["worst"] for row in rows)
 
 
 # ---------------------------------------------------------------- turns

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from keel.algorithms.presets import PRESETS
-from studies.evidence import algorithms, pages
+from studies.evidence import algorithms, distillation, pages
 
 PAGES = sorted(pages.MEASURED_PAGES.glob("*.md"))
 
@@ -26,11 +27,30 @@ def test_every_table_is_on_a_page() -> None:
 
 @pytest.mark.parametrize("task", algorithms.TASKS)
 def test_every_preset_was_measured_with_ten_seeds(task: str) -> None:
-    found = pages.comparison(task)
-    assert {one["arm"] for one in found["arms"]} == {*PRESETS}
+    found = pages.comparison(algorithms.RESULTS / task)
+    assert {one["arm"] for one in found["arms"]} == {*algorithms.COMPARED}
     assert all(len(one["scores"]) == 10 for one in found["arms"])
-    assert len(found["pairs"]) == len(PRESETS) - 1
-    assert {*pages.curves(task)} == {*PRESETS}
+    assert len(found["pairs"]) == len(algorithms.COMPARED) - 1
+    assert {*pages.curves(algorithms.RESULTS / task)} == {*algorithms.COMPARED}
+
+
+@pytest.mark.parametrize("task", distillation.LEVELS)
+def test_presets_with_a_teacher_were_measured_with_ten_seeds(task: str) -> None:
+    assert {*PRESETS} - {*algorithms.COMPARED} == {distillation.STUDENT}
+    found = pages.comparison(distillation.MEASURED / task)
+    assert [one["arm"] for one in found["arms"]] == [*distillation.ARMS]
+    assert all(len(one["scores"]) == 10 for one in found["arms"])
+    for arm, courses in distillation.courses(task).items():
+        scores = next(one["scores"] for one in found["arms"] if one["arm"] == arm)
+        assert [course[2, -1] for course in courses] == scores
+
+
+def test_tokens_to_a_level_are_interpolated_between_evaluations() -> None:
+    course = np.array([[0, 5, 10], [0, 100, 300], [0.2, 0.6, 0.8]])
+    assert distillation.tokens_to(course, 0.4) == pytest.approx(50)
+    assert distillation.tokens_to(course, 0.7) == pytest.approx(200)
+    assert distillation.tokens_to(course, 0.1) == 0
+    assert distillation.tokens_to(course, 0.9) == np.inf
 
 
 def test_a_difference_is_bold_where_its_interval_leaves_out_0() -> None:

@@ -6,6 +6,8 @@ python -m studies.evidence compare     # each preset over ten seeds; writes resu
 python -m studies.evidence stability   # PPO, GRPO and GSPO at four rates
 python -m studies.evidence lengths     # how long answers become under GRPO and Dr. GRPO
 python -m studies.evidence memory      # peak memory by the models that an algorithm holds
+python -m studies.evidence replay      # reward models that go on learning, with earlier rows
+python -m studies.evidence distillation  # a student by a teacher and by GRPO; half an hour
 python -m studies.evidence pages       # tables and pictures from results/; a minute
 
 What is finished in --out is not run again.
@@ -16,9 +18,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from studies.evidence import algorithms, lengths, memory, pages
+from studies.evidence import algorithms, distillation, lengths, memory, pages, replay
 
-STUDIES = ("tune", "compare", "stability", "lengths", "memory", "pages")
+STUDIES = (
+    *("tune", "compare", "stability", "lengths", "memory"),
+    *("distillation", "replay", "pages"),
+)
 
 
 def main() -> None:
@@ -36,6 +41,8 @@ def main() -> None:
         "stability": lambda: algorithms.stability(out),
         "lengths": lambda: lengths.train(out),
         "memory": lambda: memory.measure(out),
+        "replay": lambda: replay.measure(out),
+        "distillation": lambda: distillation.run(out),
         "pages": pages.write,
     }
     for study in arguments.study or STUDIES:

@@ -1,4 +1,4 @@
-"""Every preset over ten seeds, at a learning rate chosen on other seeds.
+"""Presets over ten seeds, at a learning rate chosen on other seeds: all that need no teacher.
 
 A step samples 128 completions: 16 prompts with 8 each for algorithms that compare the answers to a
 prompt, 128 prompts with 1 each for the others. `tune` chooses each preset's rate by the mean score
@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
@@ -31,7 +32,9 @@ RATES = HERE / "rates.toml"
 TASKS = ("sort_digits", "reverse")
 RESULTS = HERE / "results"
 KEPT = ("scores.csv", "curves.csv")
-UNGROUPED = ("ppo", "ppo_kl_penalty", "reinforce", "reinforce_pp", "remax")
+COMPARED = tuple(name for name in PRESETS if not PRESETS[name].algorithm.needs_teacher)
+"""`studies.evidence.distillation` measures the others."""
+UNGROUPED = ("ppo", "ppo_kl_penalty", "reinforce", "reinforce_pp", "remax", "opd")
 BASELINE = "grpo"
 STABLE = ("ppo", "grpo", "gspo")
 STABLE_STEPS = "rl.steps=50"
@@ -46,9 +49,11 @@ def grid(name: str) -> tuple[float, ...]:
     return (1e-5, 3e-5, 1e-4, 3e-4) if several else (3e-5, 1e-4, 3e-4, 1e-3)
 
 
-def recipe(task: str, name: str, rate: float | None = None) -> dict[str, Any]:
-    """The recipe of a preset on a task."""
-    stage: dict[str, Any] = {"algorithm": {"preset": name}}
+def recipe(
+    task: str, name: str, rate: float | None = None, keys: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The recipe of a preset on a task; `keys` are further ones of its stage."""
+    stage: dict[str, Any] = {"algorithm": {"preset": name}, **keys}
     if rate is not None:
         stage["optimizer"] = {"learning_rate": rate}
     if name in UNGROUPED:
@@ -68,14 +73,16 @@ def write_recipes(
     folder: Path,
     task: str,
     rates: dict[str, float] | None = None,
-    names: Sequence[str] = tuple(PRESETS),
+    names: Sequence[str] = COMPARED,
+    keys: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[Path]:
-    """One recipe file for each preset."""
+    """One recipe file for each preset; `keys` are further ones of its stage, by preset."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name in names:
         path = folder / f"{name}.toml"
-        path.write_text(tomli_w.dumps(recipe(task, name, None if rates is None else rates[name])))
+        rate = None if rates is None else rates[name]
+        path.write_text(tomli_w.dumps(recipe(task, name, rate, keys.get(name, {}))))
         paths.append(path)
     return paths
 
@@ -90,26 +97,36 @@ def keel(*words: str | Path) -> None:
 
 def tune(out: Path, tasks: Sequence[str] = TASKS) -> None:
     """Try each preset's rates and write rates.toml."""
-    chosen = tomllib.loads(RATES.read_text()) if RATES.is_file() else {}
     for task in tasks:
-        folder = out / "tune" / task
-        grids: dict[tuple[float, ...], list[Path]] = defaultdict(list)
-        for path in write_recipes(folder / "recipes", task):
-            grids[grid(path.stem)].append(path)
-        scores: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for rates, paths in grids.items():
-            where = folder / f"from-{rates[0]:g}"
-            values = ",".join(f"{rate:g}" for rate in rates)
-            keel("compare", *paths, "--vary", f"{KEY}={values}", *TUNING_SEEDS, "--out", where)
-            with (where / "scores.csv").open() as lines:
-                for row in csv.DictReader(lines):
-                    name, _, rate = row["arm"].partition(f"-{KEY}=")
-                    scores[name][float(rate)].append(float(row["score"]))
-        chosen[task] = {
-            name: max(rates, key=lambda rate: statistics.fmean(rates[rate]))
-            for name, rates in scores.items()
-        }
-        RATES.write_text(tomli_w.dumps(chosen))
+        choose_rates(out / "tune" / task, task)
+
+
+def choose_rates(
+    folder: Path,
+    task: str,
+    names: Sequence[str] = COMPARED,
+    keys: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
+    """Try the rates of presets on a task and write the best into rates.toml."""
+    chosen = tomllib.loads(RATES.read_text()) if RATES.is_file() else {}
+    grids: dict[tuple[float, ...], list[Path]] = defaultdict(list)
+    for path in write_recipes(folder / "recipes", task, names=names, keys=keys):
+        grids[grid(path.stem)].append(path)
+    scores: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for rates, paths in grids.items():
+        where = folder / f"from-{rates[0]:g}"
+        values = ",".join(f"{rate:g}" for rate in rates)
+        keel("compare", *paths, "--vary", f"{KEY}={values}", *TUNING_SEEDS, "--out", where)
+        with (where / "scores.csv").open() as lines:
+            for row in csv.DictReader(lines):
+                # Of a single recipe, arms are named by the rate alone.
+                name, _, rate = f"-{row['arm']}".rpartition(f"-{KEY}=")
+                scores[name[1:] or names[0]][float(rate)].append(float(row["score"]))
+    chosen[task] = chosen.get(task, {}) | {
+        name: max(rates, key=lambda rate: statistics.fmean(rates[rate]))
+        for name, rates in scores.items()
+    }
+    RATES.write_text(tomli_w.dumps(chosen))
 
 
 def compare(out: Path, seeds: int = 10, tasks: Sequence[str] = TASKS) -> None:

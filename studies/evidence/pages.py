@@ -19,9 +19,10 @@ import numpy as np
 from keel.algorithms.presets import PRESETS
 from keel.analysis.plots import COLOURS, FAINT, drawing
 from keel.analysis.statistics import Array
-from studies.evidence import bias, gae, lengths, memory, ratios
+from studies.evidence import bias, distillation, gae, lengths, memory, ratios, replay
 from studies.evidence.algorithms import (
     BASELINE,
+    COMPARED,
     RATES,
     RESULTS,
     ROOT,
@@ -39,18 +40,28 @@ TITLES = {"sort_digits": "sorting digits", "reverse": "reversing words"}
 SECTION = "## Learning curve\n\n"
 
 
+def tasks_of(name: str) -> tuple[str, ...]:
+    """The tasks that a preset was measured on."""
+    return TASKS if name in COMPARED else tuple(distillation.LEVELS)
+
+
+def measured(name: str, task: str) -> Path:
+    """The folder of a comparison in which a preset was measured on a task."""
+    return (RESULTS if name in COMPARED else distillation.MEASURED) / task
+
+
 @cache
-def comparison(task: str) -> dict[str, Any]:
-    """What `keel compare` found on a task."""
-    found: dict[str, Any] = json.loads((RESULTS / task / "comparison.json").read_text())
+def comparison(folder: Path) -> dict[str, Any]:
+    """What `keel compare` found."""
+    found: dict[str, Any] = json.loads((folder / "comparison.json").read_text())
     return found
 
 
 @cache
-def curves(task: str) -> Mapping[str, Array]:
+def curves(folder: Path) -> Mapping[str, Array]:
     """By arm (4, steps): steps, interquartile mean of validation accuracy, the interval's ends."""
     rows = defaultdict(list)
-    with (RESULTS / task / "curves.csv").open() as file:
+    with (folder / "curves.csv").open() as file:
         for row in csv.DictReader(file):
             if row["metric"] == METRIC:
                 rows[row["arm"]].append([float(row[key]) for key in ("step", "iqm", "low", "high")])
@@ -59,12 +70,13 @@ def curves(task: str) -> Mapping[str, Array]:
 
 def arm(task: str, name: str) -> dict[str, Any]:
     """The summary of a preset."""
-    return next(one for one in comparison(task)["arms"] if one["arm"] == name)
+    arms = comparison(measured(name, task))["arms"]
+    return next(one for one in arms if one["arm"] == name)
 
 
 def pair(task: str, name: str) -> dict[str, Any]:
     """A preset against the baseline."""
-    return next(one for one in comparison(task)["pairs"] if one["a"] == name)
+    return next(one for one in comparison(measured(name, task))["pairs"] if one["a"] == name)
 
 
 def interval(one: Mapping[str, float], scale: float = 100, sign: str = "") -> str:
@@ -90,8 +102,9 @@ def emphasised(found: Mapping[str, float]) -> str:
 def section(name: str) -> str:
     """The section of a preset's page."""
     rates = tomllib.loads(RATES.read_text())
+    study, page = ("compare", "presets") if name in COMPARED else ("distillation",) * 2
     rows = []
-    for task in TASKS:
+    for task in tasks_of(name):
         accuracy = interval(arm(task, name)["score"])
         own = () if name == BASELINE else (difference(task, name),)
         rows.append((TITLES[task], f"{rates[task][name]:g}", accuracy, *own))
@@ -99,8 +112,8 @@ def section(name: str) -> str:
     head = head if name == BASELINE else (*head, f"points above {BASELINE}")
     return (
         f"{SECTION}![{name}](curves/{name}.png)\n\n{markdown(head, rows)}\n\n"
-        "`python -m studies.evidence compare`: ten seeds, interquartile mean with its interval; "
-        "[how it was\nmeasured](../evidence/presets.md).\n"
+        f"`python -m studies.evidence {study}`: ten seeds, interquartile mean with its interval; "
+        f"[how it was\nmeasured](../evidence/{page}.md).\n"
     )
 
 
@@ -113,10 +126,14 @@ def plot_preset(path: Path, name: str) -> None:
 def plot(path: Path, colours: Mapping[str, str]) -> None:
     """Validation accuracy of presets over the steps, a panel for each task."""
     with drawing(path, 3.0) as figure:
-        panels = figure.subplots(1, len(TASKS), sharey=True)
-        for axes, task in zip(panels, TASKS, strict=True):
+        shown = next(reversed(colours))
+        tasks = tasks_of(shown)
+        panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+        for axes, task in zip(panels, tasks, strict=True):
+            # In one panel all curves are of one comparison.
+            folder = measured(shown, task)
             for name, colour in colours.items():
-                _curve(axes, curves(task)[name], name, colour)
+                _curve(axes, curves(folder)[name], name, colour)
             axes.set_title(TITLES[task], fontsize=10)
             axes.set_xlabel("step")
         panels[0].set_ylabel("validation accuracy")
@@ -133,7 +150,7 @@ def _curve(axes: Any, values: Array, label: str, colour: str) -> None:
 # ---------------------------------------------------------------- tables of docs/evidence
 
 
-def presets_table(names: Sequence[str] = tuple(PRESETS)) -> str:
+def presets_table(names: Sequence[str] = COMPARED) -> str:
     """Presets on both tasks."""
     rows = []
     for name in names:
@@ -145,7 +162,7 @@ def presets_table(names: Sequence[str] = tuple(PRESETS)) -> str:
     return markdown(("preset", *head), rows)
 
 
-def costs_table(names: Sequence[str] = tuple(PRESETS)) -> str:
+def costs_table(names: Sequence[str] = COMPARED) -> str:
     """Seconds, tokens and models of presets: means of both tasks."""
     rows = []
     for name in names:
@@ -179,6 +196,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "three_costs": lambda: costs_table(STABLE),
     "stability": stability_table,
     "memory": memory.table,
+    "replay": replay.table,
+    "forgetting": replay.forgetting,
     "lengths": lambda: lengths.table(lengths.read()[1]),
     "difficulty": bias.difficulty_table,
     "drift": bias.drift_table,
@@ -186,6 +205,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "baselines": gae.baseline_table,
     "noise": lambda: ratios.table(wild=False),
     "wild": lambda: ratios.table(wild=True),
+    "distillation": distillation.table,
+    "savings": distillation.savings_table,
+    "teachers": distillation.teachers_table,
 }
 """The tables of docs/evidence, by name."""
 TABLE = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -51,6 +51,7 @@ ADVANTAGES: dict[str, Algorithm] = {
     "value_baseline": algorithm(
         advantage={"kind": "value_baseline"}, ratio="sequence", value=VALUE
     ),
+    "teacher_log_ratio": algorithm(advantage={"kind": "teacher_log_ratio", "gamma": 0.5}),
     "custom": algorithm(advantage=CUSTOM),
 }
 RATIOS: dict[str, Algorithm] = {

@@ -51,6 +51,7 @@ GOLDEN = {
     ],
     "dapo": ["J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.28) A_n)"],
     "gspo": ["J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.9997, 1.0004) A_n)"],
+    "opd": ["J(θ) = Σ_n w_n · ρ_n A_n"],
     "rloo": ["J(θ) = Σ_n w_n · A_n ℓ_n", "R̃_i = R_i − 0.03 Σ_{n∈i} d_n"],
     "reinforce_pp_baseline": [
         "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n) − 0.001 Σ_n w_n · ½ d_n²"
@@ -85,6 +86,7 @@ ADVANTAGE_LINES = {
     "reinforce": ["A_n = Σ_{k≥0} 1^k r_{n+k} − mean_S(R)"],
     "remax": ["A_n = R̃_i − R_greedy"],
     "opo": ["A_n = R_i − (Σ_{j∈g} L_j R_j) / (Σ_{j∈g} L_j)"],
+    "opd": ["A_n = ℓ_{teacher,n} − ℓ_{old,n}"],
 }  # fmt: skip
 
 
@@ -182,6 +184,32 @@ def test_who_is_in_memory() -> None:
     small = explain_preset("ppo", Setting(reward="rule", lora=True, value="head"))
     assert small.loaded == ("policy",)
     assert [use.role for use in small.models] == ["policy", "reference", "reward", "value"]
+
+
+def test_a_preset_without_reward_holds_a_teacher_and_no_reward_model() -> None:
+    found = explain_preset("opd")
+    assert [use.role for use in found.models] == ["policy", "teacher"]
+    assert found.loaded == ("policy", "teacher")
+    assert "R_i" not in found.unicode()
+    logged = explain_preset("opd", Setting(reward="model"))
+    assert logged.loaded == ("policy", "teacher", "reward")
+
+
+@pytest.mark.parametrize(
+    ("gamma", "formula", "words"),
+    [
+        (0.0, "A_n = ℓ_{teacher,n} − ℓ_{old,n}", "the next token, with the distribution of states"),
+        (0.5, "A_n = Σ_{k≥0} 0.5^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "biased by the discount"),
+        (1.0, "A_n = Σ_{k≥0} 1^k (ℓ_{teacher,n+k} − ℓ_{old,n+k})", "of whole completions."),
+    ],
+)
+def test_the_discount_of_a_teacher_says_which_divergence(
+    gamma: float, formula: str, words: str
+) -> None:
+    algorithm = samples.algorithm(advantage={"kind": "teacher_log_ratio", "gamma": gamma})
+    [term] = [t for t in explain_algorithm(algorithm).json()["terms"] if t["term"] == "advantage"]
+    assert term["equations"][0]["unicode"] == formula
+    assert words in term["text"]
 
 
 def test_a_beta_of_zero_frees_the_reference() -> None:

@@ -100,6 +100,15 @@ TABLE: dict[str, tuple[Any, ...]] = {
         None,
         1,
     ),
+    "opd": (
+        {"kind": "teacher_log_ratio", "gamma": 0.0, "whiten": False},
+        "token",
+        {"kind": "unclipped"},
+        "constant",
+        None,
+        None,
+        1,
+    ),
 }
 
 KEELS_CHOICE = {
@@ -109,6 +118,7 @@ KEELS_CHOICE = {
     "remax": {"divergence"},
     "opo": {"weights"},
     "cispo": {"surrogate"},
+    "opd": {"weights"},
 }
 
 
@@ -167,7 +177,7 @@ def test_every_choice_in_use_has_a_source(name: str) -> None:
     used |= {"epochs"} if preset.epochs * preset.minibatches > 1 else set()
     assert set(preset.sources) == used
     assert all(
-        "arXiv:" in text or "Williams 1992" in text or CHOICE in text
+        any(known in text for known in ("arXiv:", "Williams 1992", "Lu 2025", CHOICE))
         for text in preset.sources.values()
     )
 

@@ -67,6 +67,15 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         "correction.floor = 3 and correction.cap = 2 leave out 1",
         {"correction": {"kind": "mask", "floor": 1.0, "cap": 1.0}},
     ),
+    (
+        {
+            "advantage": {"kind": "teacher_log_ratio"},
+            "weights": {"kind": "constant"},
+            "divergence": {**REWARD, "estimator": "k1"},
+        },
+        "reads no reward: a divergence in it would be lost",
+        {"divergence": {"to": "reference", "where": "loss", "estimator": "k3"}},
+    ),
     ({"advantage": {"kind": "gae"}}, "reads a value model and none is trained", {"value": VALUE}),
     ({"value": VALUE}, "never reads the value model", {"value": "none"}),
     (

@@ -74,3 +74,11 @@ def test_shown_text_has_no_invisible_character(text: str) -> None:
 def test_long_text_is_cut_with_a_count() -> None:
     assert visible("x" * 1_000_000, 10) == "xxxxxxxxxx… (999,990 more characters)"
     assert visible("a\nb\tc\x1b", lines=True) == "a\nb\tc\\x1b"
+
+
+def test_prose_keeps_blanks_and_joins_letters() -> None:
+    prose = "\u3000天\u00a0b می\u200cشود 👩\u200d💻"
+    assert visible(prose, prose=True) == prose
+    assert "\u3000" not in visible(prose)
+    for text in ("a\u200db", "می\u200c", "\u200cم", "م\u200c\u200cم", "م\u202eم", "\u2028"):
+        assert visible(text, prose=True) == visible(text)

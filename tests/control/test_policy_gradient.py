@@ -26,7 +26,7 @@ from keel.types import KeelError
 from tests.control import stages, worlds
 from tests.control.worlds import Floats, Step
 
-REFUSED = {"remax", "grpo_process"}
+REFUSED = {"remax", "grpo_process", "opd"}
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import keel.objective
 from keel.objective import (
     background,
     correction,
+    distillation,
     divergences,
     gae,
     gaussian,
@@ -176,6 +177,8 @@ EXAMPLES: dict[Function, Example] = {
     divergences.k3: example(**PAIR),
     divergences.absolute: example(**PAIR),
     divergences.full: example(logits_NV=matrix(8, 5, 1), reference_logits_NV=matrix(8, 5, 2)),
+    distillation.teacher_log_ratio: example(
+        {**OWN, "gamma": 0.9}, old_log_prob_N=n(1), teacher_log_prob_N=n(2)),
     divergences.weighted: example(divergence_N=n(3), **TO_OLD),
     divergences.old_to_policy: example(**TO_OLD),
     divergences.policy_to_old: example(**TO_OLD),

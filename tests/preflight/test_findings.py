@@ -286,6 +286,7 @@ def stage(**keys: object) -> RLStage:
 
 
 GSPO = {"preset": "gspo"}
+TEACHER = {"name": "a/teacher"}
 OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
     ({"rollout": {"overlong_buffer": 256}}, None),
     ({"rollout": {"overlong_buffer": 257}}, "overlong-covers-all"),
@@ -308,7 +309,13 @@ OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
     ({"algorithm": GSPO, "minibatches": 1, "epochs": 2}, None),
     ({"algorithm": GSPO, "minibatches": 1, "rollout": {"old_log_probs": "engine"}}, None),
     ({"algorithm": {"preset": "grpo", "surrogate": {"high": 0.28}}}, None),
-    *(({"algorithm": name}, None) for name in PRESETS),
+    *(
+        (
+            {"algorithm": name} | ({"teacher": TEACHER} if preset.algorithm.needs_teacher else {}),
+            None,
+        )
+        for name, preset in PRESETS.items()
+    ),
 ]
 
 

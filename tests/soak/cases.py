@@ -16,12 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
+from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.data.tasks.base import BaseTask, split_of
 from keel.runs.reader import Run
 from keel.types import Completion, Prompt, Split
 from tests.training import judged
-from tests.training.small import small
+from tests.training.small import save_teacher, small
 
 Make = Callable[[Path], Recipe]
 """The recipe, with the data it needs put into a folder."""
@@ -67,8 +68,12 @@ def _varies(name: str) -> Shows:
 
 
 def _preset(name: str) -> tuple[Make, Shows]:
-    reward = STEPWISE if PRESETS[name].algorithm.needs_steps else DENSE
-    return _rl(f"algorithm.preset={name}", reward, "steps=3")
+    algorithm = PRESETS[name].algorithm
+    reward = STEPWISE if algorithm.needs_steps else DENSE
+    own = (f"algorithm.preset={name}", reward, "evaluation.prompts=4", "steps=3")
+    if not algorithm.needs_teacher:
+        return _rl(*own)
+    return (lambda folder: small(*own, save_teacher(folder / "teacher"))), lambda run: True
 
 
 def _kept(run: Run) -> bool:
@@ -237,6 +242,21 @@ def _twice_judged(folder: Path) -> Recipe:
 
 
 JUDGE: dict[str, Any] = {"stage": "reward_model", **ROWS, "steps": 3, "sampled": SAMPLED}
+
+
+def _rounds(folder: Path) -> Recipe:
+    """Two rounds of labels by people, a reward model that learns on, and PPO from it."""
+    people = {"labels": 8, "by": "d_optimal", "noise": 0.1, "price": 0.5}
+    judge = {
+        **JUDGE,
+        "base": {"stage": "reward_model", "replay": 0.5, "lora": {"rank": 4}},
+        "sampled": {**SAMPLED, "price": 0.01, "people": people},
+    }
+    whole = judged.recipe(IMITATE).model_dump(exclude={"stages"}, exclude_none=True)
+    repeat = {"stages": ["reward_model", "rl"], "times": 2}
+    return load_recipe({**whole, "stages": [IMITATE, judge, REINFORCE], "repeat": repeat})
+
+
 PIPELINES: dict[str, tuple[Make, Shows]] = {
     "sft": _stages(IMITATE),
     "sft-lora": _stages({**IMITATE, "optimizer": {"learning_rate": 1e-2}}, lora={"rank": 4}),
@@ -257,6 +277,7 @@ PIPELINES: dict[str, tuple[Make, Shows]] = {
     "sampled": _stages(JUDGE),
     "sampled-dpo": _stages(IMITATE, {"stage": "dpo", **ROWS, "sampled": SAMPLED}),
     "three-stages": _stages(IMITATE, JUDGE, REINFORCE),
+    "rounds": (_rounds, lambda run: len(run.info()["forgetting"]["versions"]) == 2),
 }
 
 

@@ -11,10 +11,12 @@ import multiprocessing
 import os
 import resource
 import signal
+import sqlite3
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -145,10 +147,18 @@ def differences(a: Path, b: Path) -> list[str]:
 def _files(folder: Path) -> dict[str, bytes | None]:
     """The content of every file by its name, None for a folder."""
     return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        str(path.relative_to(folder)): _content(path) if path.is_file() else None
         for path in folder.rglob("*")
         if path.relative_to(folder).parts[0] not in FREE
     }
+
+
+def _content(path: Path) -> bytes:
+    """What a file holds; of a database its rows, since its pages depend on who wrote them when."""
+    if path.suffix != ".db":
+        return path.read_bytes()
+    with closing(sqlite3.connect(path)) as database:
+        return "\n".join(database.iterdump()).encode()
 
 
 def _next(connection: Connection) -> dict[str, Any]:

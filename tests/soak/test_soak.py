@@ -29,6 +29,11 @@ KILLS = {
     "lora-ppo-reset": [Instant("byte", 9_000), Instant("operation", 60)],
     # Any time of the three stages.
     "three-stages": [Instant("second", 0.2), Instant("row", 5), Instant("operation", 100)],
+    # Amid the labels of the first round and of the second, and in a stage of each.
+    "rounds": [
+        *(Instant("operation", 45), Instant("row", 5), Instant("second", 0.5)),
+        *(Instant("row", 4), Instant("operation", 30)),
+    ],
     "dpo": [Instant("row", 2), Instant("operation", 40)],
     "best": [Instant("row", 4)],
     # With rollouts of the next step in the last checkpoint; in the midst of writing them.

@@ -11,6 +11,7 @@ from typing import Any
 
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
+from keel.models.policy import load_policy
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
@@ -34,6 +35,12 @@ def small(*overrides: str, recipe: str = "tiny") -> Recipe:
 def run(folder: Path, *overrides: str, recipe: str = "tiny") -> RunFolder:
     """A small run, whole."""
     return train(small(*overrides, recipe=recipe), folder)
+
+
+def save_teacher(folder: Path, seed: int = 5) -> str:
+    """Saves a random model that may teach the recipe `tiny`; the override that names it."""
+    load_policy(small().model, seed).save(folder)
+    return f"teacher.name={folder}"
 
 
 def metrics(folder: RunFolder) -> list[dict[str, Any]]:

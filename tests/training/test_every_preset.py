@@ -13,7 +13,7 @@ from keel.analysis.glossary import unknown
 from keel.config.load import load_recipe
 from keel.models.policy import load_policy
 from keel.runs.reader import load
-from tests.training.small import metrics, run
+from tests.training.small import metrics, run, save_teacher
 
 DENSE = "rewards.functions=[{function='place_match'}]"
 STEPS = "rewards.functions=[{function='tests.training.rewards:digits_in_order'}]"
@@ -26,7 +26,9 @@ def overrides(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_trains_and_logs_known_metrics(name: str, tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", *overrides(name))
+    taught = PRESETS[name].algorithm.needs_teacher
+    teacher = (save_teacher(tmp_path / "teacher"),) if taught else ()
+    folder = run(tmp_path / "run", *overrides(name), *teacher)
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad_norm"] > 0 for row in rows), "nothing was learned from"
@@ -48,6 +50,7 @@ def test_preset_trains_and_logs_known_metrics(name: str, tmp_path: Path) -> None
     assert ("kl/reference" in rows[1] or "kl" in rows[1]) == (row.divergence is not None)
     assert ("value/loss" in rows[1]) == row.needs_value
     assert ("reward/greedy" in rows[1]) == row.needs_greedy
+    assert ("teacher/kl" in rows[1]) == row.needs_teacher
     recipe = load_recipe(load(folder.path).recipe())
     start = load_policy(recipe.model, recipe.seed).trainable()
     end = load_file(load(folder.path).checkpoints()[-1].path / "trainable.safetensors")

@@ -90,6 +90,7 @@ STOPPED = {
     "reward-model-lora": 3,
     "dpo": 3,
     "dpo-ipo-lora": 2,
+    "opd": 2,
 }
 """The cases, and the step after which each is stopped and restored."""
 

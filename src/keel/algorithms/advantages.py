@@ -27,11 +27,11 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.objective import gae, group, segments
+    from keel.objective import distillation, gae, group, segments
     from keel.objective.signals import Signals
 else:
     gae, group = Lazy("gae"), Lazy("group")
-    segments = Lazy("segments")
+    distillation, segments = Lazy("distillation"), Lazy("segments")
 
 A = "A_n"
 _ADAPTIVE = UnusedIf(
@@ -53,6 +53,10 @@ class AdvantageTerm(TermChoice):
     """Whether rewards must come per step."""
     reads_greedy: ClassVar[bool] = False
     """Whether a greedy completion of each prompt must be sampled and scored too."""
+    reads_reward: ClassVar[bool] = True
+    """Whether it is made of rewards; where not, rewards are optional, and only logged."""
+    reads_teacher: ClassVar[bool] = False
+    """Whether it reads a teacher's log-probabilities (the default of `uses_teacher`)."""
     bootstraps: ClassVar[bool] = False
     """Whether V of the next state stands for what comes after it."""
     places_steps: ClassVar[bool] = False
@@ -89,6 +93,11 @@ class AdvantageTerm(TermChoice):
     def uses_groups(self) -> bool:
         """Whether it compares completions of one prompt, with these parameters."""
         return self.reads_groups
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether it reads a teacher, with these parameters."""
+        return self.reads_teacher
 
     def varies(self, algorithm: Choices) -> bool:
         """Whether it may differ between the tokens of one sequence."""
@@ -511,22 +520,63 @@ class ValueBaseline(AdvantageTerm):
         return equation(r"\hat{R}_n", r"\sum_{k\geq0} r_{n+k}"), text
 
 
+class TeacherLogRatio(AdvantageTerm):
+    """On-policy distillation: how much likelier a teacher finds a token than the policy did.
+
+    `gamma` discounts the log-ratios of the tokens that follow; 0 leaves them out.
+    """
+
+    kind: Literal["teacher_log_ratio"] = "teacher_log_ratio"
+    gamma: Unit = 0.0
+    whiten: bool = False
+    source: ClassVar[str] = "Lu 2025, On-Policy Distillation"
+    reads_reward: ClassVar[bool] = False
+    reads_teacher: ClassVar[bool] = True
+
+    def varies(self, algorithm: Choices) -> bool:
+        return True
+
+    def value(self, signals: Signals) -> Tensor:
+        old_N, teacher_N = signals.need("old_log_prob_N"), signals.need("teacher_log_prob_N")
+        return distillation.teacher_log_ratio(old_N, teacher_N, signals.lengths_S, gamma=self.gamma)
+
+    def describe(self, algorithm: Choices, setting: Setting) -> Description:
+        ratio = r"\ell_{\mathrm{teacher},%s} - \ell_{\mathrm{old},%s}"
+        of = "the next token, with the distribution of states held fixed"
+        total = equation(A, ratio % ("n", "n"))
+        if self.gamma > 0:
+            of = "whole completions" + ("" if self.gamma == 1 else ", biased by the discount")
+            discounted = rf"\sum_{{k\geq0}} {number(self.gamma)}^k"
+            total = equation(A, discounted, rf"({ratio % ('n+k', 'n+k')})")
+        text = (
+            r"Minus k1 of the policy to a frozen teacher $\pi_\mathrm{teacher}$, at the sampled "
+            "tokens; no reward is in it. On policy, the expected gradient is minus "
+            rf"$\nabla\mathrm{{KL}}(\pi \Vert \pi_\mathrm{{teacher}})$ of {of}."
+        )
+        return Description((total,), text)
+
+
 class CustomAdvantage(AdvantageTerm):
     """The user's own, of the signature of those in `keel.objective`: what it names, it gets.
 
-    `needs_value` and `per_token` say what the checks cannot read off a function.
+    `needs_value`, `needs_teacher` and `per_token` say what the checks cannot read off a function.
     """
 
     kind: Literal["custom"] = "custom"
     function: EntryPoint
     options: dict[str, Any] = Field(default_factory=dict)
     needs_value: bool = False
+    needs_teacher: bool = False
     per_token: bool = False
     whiten: bool = False
 
     @property
     def uses_value(self) -> bool:
         return self.needs_value
+
+    @property
+    def uses_teacher(self) -> bool:
+        return self.needs_teacher
 
     def varies(self, algorithm: Choices) -> bool:
         return self.per_token

@@ -252,6 +252,11 @@ class Divergence(FrozenModel):
                 'advantage "process_group_relative" reads the rewards of steps, not of tokens: '
                 'a divergence in the reward would be lost, set where = "loss"'
             )
+        if self.where == "reward" and not algorithm.needs_reward:
+            yield (
+                f'advantage "{algorithm.advantage.kind}" reads no reward: a divergence in it would '
+                'be lost, set where = "loss"'
+            )
         if self.to == "old" and self.adaptive is not None and self.adaptive.rule == "ziegler":
             yield (
                 "Ziegler's rule follows the divergence to the reference: to the old policy set "

@@ -121,8 +121,10 @@ def explain_algorithm(
 
 
 def preset_setting(preset: Preset) -> Setting:
-    """The loop settings that a preset goes with; all else unknown, and a reward model assumed."""
+    """The loop settings that a preset goes with; all else unknown, and a reward model assumed where
+    the advantage is made of rewards."""
     return Setting(
+        reward="model" if preset.algorithm.needs_reward else "rule",
         epochs=preset.epochs,
         minibatches=preset.minibatches if preset.minibatches > 1 else None,
         dynamic_sampling=preset.dynamic_sampling,
@@ -286,7 +288,7 @@ def _reading(algorithm: Algorithm, setting: Setting) -> str:
         r"wrote), $i$ is the completion that $n$ lies in, one of $S$, of $L_i$ tokens, $\ell_n = "
         r"\log \pi_\theta(o_n)$ in its context"
     )
-    if not algorithm.needs_steps:
+    if not algorithm.needs_steps and algorithm.needs_reward:
         tokens += ", $R_i$ the reward of completion $i$"
     if setting.temperature != 1.0:
         tokens += f", all logits divided by the temperature {number(setting.temperature)}"
@@ -312,14 +314,18 @@ def _batch(setting: Setting) -> str:
 
 
 def models(algorithm: Algorithm, setting: Setting) -> tuple[ModelUse, ...]:
-    """Policy, reference, reward, value: those that the algorithm has a part for."""
+    """Policy, reference, teacher, reward, value: those that the algorithm has a part for."""
     trained = "trained; adapters on a frozen base (LoRA)" if setting.lora else "trained"
     uses = [ModelUse("policy", trained, loaded=True)]
     if algorithm.needs_reference or setting.reference_measured:
         uses.append(_reference(algorithm, setting))
+    if algorithm.needs_teacher:
+        uses.append(
+            ModelUse("teacher", "another model with the same tokenizer, frozen", loaded=True)
+        )
     if setting.reward == "model":
         uses.append(ModelUse("reward", "a reward model, frozen", loaded=True))
-    else:
+    elif algorithm.needs_reward:
         uses.append(ModelUse("reward", "a rule: no model", loaded=False))
     if algorithm.needs_value:
         uses.append(

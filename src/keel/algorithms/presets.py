@@ -30,6 +30,7 @@ from keel.algorithms.spec import (
     Ratio,
     Sapo,
     Surrogate,
+    TeacherLogRatio,
     Unclipped,
     ValueLoss,
     Weights,
@@ -63,6 +64,7 @@ _GRPO = "arXiv:2402.03300"
 _DAPO = "arXiv:2503.14476"
 _RPP = "arXiv:2501.03262"
 _N_IMPL = "arXiv:2403.17031"
+_OPD = "Lu 2025, On-Policy Distillation"
 
 
 def _of(
@@ -345,6 +347,19 @@ _PRESETS: Final = (
             "epochs": "8 mini-batches, of 1,024 completions: arXiv:2507.20673, its experiments",
         },
         minibatches=8,
+    ),
+    Preset(
+        name="opd",
+        title="On-policy distillation: a teacher's log-probabilities as the advantage",
+        paper=_OPD,
+        algorithm=_of(TeacherLogRatio(), "token", Unclipped(), "constant"),
+        sources={
+            "advantage": f"{_OPD}, discount 0; arXiv:2601.02780 eq. 8",
+            "ratio": f"{_OPD}, importance sampling",
+            "surrogate": f"{_OPD}, importance sampling, no clip",
+            "weights": f"{_OPD}, a sum over tokens; over C: {CHOICE}",
+            "divergence": f"{_OPD}, none: the advantage is the divergence",
+        },
     ),
 )  # fmt: skip
 

@@ -25,6 +25,7 @@ from keel.algorithms.advantages import (
     NStep,
     Optimal,
     ProcessGroupRelative,
+    TeacherLogRatio,
     ValueBaseline,
 )
 from keel.algorithms.divergence import Adaptive, Divergence
@@ -81,6 +82,7 @@ __all__ = [
     "Ratio",
     "Sapo",
     "Surrogate",
+    "TeacherLogRatio",
     "Unclipped",
     "Unit",
     "UnusedIf",
@@ -128,6 +130,16 @@ class Algorithm(FrozenModel):
         """Whether a frozen reference policy must be in memory (β = 0 needs none)."""
         d = self.divergence
         return d is not None and d.to == "reference" and d.active
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the advantage reads a teacher's log-probabilities."""
+        return self.advantage.uses_teacher
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether the advantage is made of rewards; where not, they are optional."""
+        return self.advantage.reads_reward
 
     @property
     def needs_value(self) -> bool:

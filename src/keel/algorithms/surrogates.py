@@ -75,7 +75,10 @@ class Unclipped(SurrogateTerm):
         return surrogates.unclipped(log_ratio_N, advantage_N, lengths_S)
 
     def describe(self) -> Description:
-        text = "The importance-weighted advantage, unclipped: a divergence must hold it."
+        text = (
+            "The importance-weighted advantage, unclipped: where the ratio moves, a divergence "
+            "must hold it."
+        )
         return Description((equation("s", r"\rho_n A_n"),), text, "rho*A")
 
 

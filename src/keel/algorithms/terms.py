@@ -130,6 +130,8 @@ class Choices(Protocol):
     @property
     def per_token_advantage(self) -> bool: ...
     @property
+    def needs_reward(self) -> bool: ...
+    @property
     def reward_divergence(self) -> RewardDivergence | None: ...
 
 
@@ -270,7 +272,7 @@ class Term(Description):
 class ModelUse:
     """A role in the objective and what fills it; `loaded` where it takes weights of its own."""
 
-    role: Literal["policy", "reference", "reward", "value"]
+    role: Literal["policy", "reference", "teacher", "reward", "value"]
     what: str
     loaded: bool
 

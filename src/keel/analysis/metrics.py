@@ -113,6 +113,14 @@ POLICY = Section(
             "How far the policy is from the reference. Noisy, and at times negative.",
         ),
         Metric(
+            "teacher/kl",
+            "Mean per token of k1 = log π_old − log π_teacher, of the policy that sampled; minus "
+            "the mean advantage of on-policy distillation.",
+            "nats per token",
+            "Should fall towards 0. Flat and high: the teacher never agrees with what the policy "
+            "samples; begin with an sft stage. Noisy, and at times negative.",
+        ),
+        Metric(
             "kl/sequence",
             "Mean over completions of the summed k1 to the reference; what Ziegler's rule steers.",
             "nats per completion",

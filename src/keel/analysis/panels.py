@@ -93,6 +93,7 @@ RL = (
         "kl",
         (
             Line("kl/reference", "to the reference (k1)"),
+            Line("teacher/kl", "to the teacher (k1)"),
             Line("kl", "in the loss or reward"),
             Line("kl/old", "within the step"),
             Line("sampling/sampling_logp_difference/mean", "engine − trainer", right=True),

@@ -11,7 +11,7 @@ import numpy as np
 from keel.analysis.calibration import LabelReport, PairReport
 from keel.analysis.overoptimisation import Optimisation, distance, fit_overoptimisation
 from keel.analysis.plots import COLOURS, FAINT, INK, MARKERS, drawing, set_titles
-from keel.analysis.statistics import Array
+from keel.analysis.statistics import Array, Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -226,6 +226,38 @@ def _plot_binned(
         bins = np.array_split(np.arange(len(at)), 10)
         at, values = (np.array([x[one].mean() for one in bins]) for x in (at, values))
     axes.plot(at, values, color=colour, linestyle=style, marker=marker or None, markersize=5)
+
+
+def forgetting_picture(
+    versions: Sequence[str],
+    accuracy: Sequence[Sequence[Interval]],
+    path: Path,
+    title: str,
+) -> None:
+    """The accuracy of each version of a reward model on the validation rows of each version.
+
+    Versions are the rows, validation rows the columns: below the diagonal is what a version has
+    kept of earlier ones, above it are answers of policies that came later.
+
+    Raises:
+        KeelError: matplotlib is not installed, or the file cannot be written.
+    """
+    share = np.array([[one.mean for one in row] for row in accuracy])
+    with drawing(path, 1.5 + 0.6 * len(versions)) as figure:
+        axes = figure.subplots()
+        axes.grid(visible=False)
+        image = axes.imshow(share, cmap="cividis", vmin=0.5, vmax=1, aspect="auto")
+        for (row, column), value in np.ndenumerate(share):
+            one = accuracy[row][column]
+            text = f"{_percent(value)}\n{100 * one.low:.0f}–{100 * one.high:.0f}"
+            colour = "white" if value < 0.75 else INK
+            axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=9)
+        axes.set_xticks(range(len(versions)), versions)
+        axes.set_yticks(range(len(versions)), versions)
+        axes.set_xlabel("validation rows of")
+        axes.set_ylabel("model after")
+        figure.colorbar(image, ax=axes, label="accuracy")
+        set_titles(figure, title, "95 % intervals below")
 
 
 def _over_optimisation_legend(axes: Axes, labels: Sequence[str], fitted: bool) -> None:

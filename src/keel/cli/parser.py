@@ -209,28 +209,220 @@ def _control(commands: Verbs) -> None:
     _json(command)
 
 
+PREFERENCE_KINDS = (
+    *("pandalm", "llmbar", "trl", "steps", "hh", "ultrafeedback"),
+    *("helpsteer", "helpsteer-preference"),
+)
+LABEL_SOURCES = ("human", "judge", "rule", "reward_model")
+
+
 def _prefs(commands: Verbs) -> None:
     command = _command(
-        commands, "prefs", "Preference data: import published sets, summarise a file."
+        commands, "prefs", "Preference data: import, label, select, export, count costs."
     )
     actions = command.add_subparsers(
         dest="action", metavar="ACTION", required=True, parser_class=Parser
     )
-    help = "Write a published data set as JSONL rows of prompt/chosen/rejected."
+    help = "Add preference data to a store, or write a published set as rows of JSONL."
     importing = actions.add_parser("import", help=help, description=help)
-    importing.add_argument("kind", choices=("pandalm", "llmbar"), help="which data set it is")
-    importing.add_argument("path", metavar="FILE", help="its file or folder")
-    importing.add_argument("--out", metavar="FILE", required=True, help="must not exist")
+    importing.add_argument(
+        "kind", choices=PREFERENCE_KINDS, metavar="KIND", help=", ".join(PREFERENCE_KINDS)
+    )
+    importing.add_argument("path", metavar="FILE", help="its file (JSONL, Parquet) or folder")
+    target = importing.add_mutually_exclusive_group(required=True)
+    target.add_argument("--store", metavar="FILE", help="the store; made if there is none")
+    target.add_argument(
+        "--out", metavar="FILE", help="rows of prompt/chosen/rejected (pandalm, llmbar)"
+    )
     importing.add_argument(
         "--keep-empty", action="store_true", help="keep the rows in which an answer is empty"
     )
+    importing.add_argument(
+        "--source", choices=LABEL_SOURCES, help="who made the labels (default: the kind's, human)"
+    )
+    importing.add_argument("--annotator", metavar="NAME", help="the person or model of the labels")
+    importing.add_argument("--round", type=_index, metavar="N", help="the round (default 0)")
     _json(importing)
+    help = "Write a store's labels as rows of prompt/chosen/rejected, or of labelled steps."
+    export = actions.add_parser("export", help=help, description=help)
+    export.add_argument("store", metavar="STORE", help="a preference store")
+    export.add_argument(
+        "--out", metavar="FILE", required=True, help="JSONL, or .parquet; must not exist"
+    )
+    export.add_argument(
+        "--steps", action="store_true", help="rows of prompt/completions/labels instead"
+    )
+    help = "only labels of it; may be given several times"
+    export.add_argument("--source", action="append", choices=LABEL_SOURCES, help=help)
+    export.add_argument("--annotator", action="append", metavar="NAME", help=help)
+    export.add_argument("--round", action="append", type=_index, metavar="N", help=help)
+    _json(export)
     help = "Counts, lengths, duplicates, how far the judges agree."
     stats = actions.add_parser("stats", help=help, description=help)
     stats.add_argument(
-        "files", nargs="+", metavar="FILE", help="rows (JSONL, Parquet), or a data set's folder"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="stores, rows (JSONL, Parquet), or a data set's folder",
     )
     _json(stats)
+    _synthesize(actions)
+    _annotate(actions)
+    _prefs_select(actions)
+    _prefs_costs(actions)
+
+
+def _synthesize(actions: Verbs) -> None:
+    """The options of `keel prefs synthesize` and `keel prefs audit`."""
+    module = "keel.cli.prefs_synthesize"
+    help = "Have models write completions of prompts, and a judge compare them in both orders."
+    command = actions.add_parser("synthesize", help=help, description=help)
+    command.set_defaults(module=module)
+    command.add_argument("store", metavar="STORE", help="the store; made if there is none")
+    command.add_argument(
+        "--prompts", metavar="FILE", help="JSONL or Parquet (default: the store's prompts)"
+    )
+    form = "NAME@http://HOST:PORT/v1 or NAME@openai"
+    command.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help=f"writes completions: {form}, or a model folder; may be given several times",
+    )
+    command.add_argument("--judge", metavar="MODEL", help=f"compares pairs: {form}")
+    command.add_argument("--samples", type=_positive, metavar="N", help="of each model (default 4)")
+    command.add_argument("--pairs", type=_index, metavar="K", help="at most, a prompt (default 6)")
+    rubric = command.add_mutually_exclusive_group()
+    rubric.add_argument("--rubric", metavar="TEXT", help="what counts, for the judge")
+    rubric.add_argument("--rubric-file", metavar="FILE", help="a text file of it")
+    command.add_argument("--reference", metavar="COLUMN", help="an answer with full marks")
+    command.add_argument("--temperature", type=_price, metavar="T", help="default 1")
+    command.add_argument("--top-p", type=_probability, metavar="P", help="default 1")
+    command.add_argument("--max-tokens", type=_positive, metavar="N", help="default 512")
+    command.add_argument("--max-rows", type=_positive, metavar="N", help="of a folder, at once")
+    command.add_argument("--device", choices=("auto", "cpu", "cuda"), help="of a model folder")
+    command.add_argument("--round", type=_index, metavar="N", help="the round (default 0)")
+    command.add_argument("--seed", type=_index, metavar="N", help="default 0")
+    for option, value, help in (
+        ("--price", "MODEL=IN,OUT", "dollars for a million input and output tokens"),
+        ("--api-key-env", "MODEL=VARIABLE", "the environment variable of its API key"),
+        ("--model-set", "key=value", "an option of the models' servers, as in timeout=300"),
+        ("--judge-set", "key=value", "an option of the judge, as in max_tokens=1024"),
+    ):
+        command.add_argument(option, action="append", default=[], metavar=value, help=help)
+    command.add_argument(
+        "--budget", type=_price, metavar="DOLLARS", help="the most that the store may cost in all"
+    )
+    command.add_argument(
+        "--forecast-prompts", type=_positive, metavar="N", help="that it is made from (default 4)"
+    )
+    end = command.add_mutually_exclusive_group()
+    end.add_argument("--dry-run", action="store_true", help="forecast without any request")
+    end.add_argument("--only-forecast", action="store_true", help="pay for its prompts, then stop")
+    command.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenizer.json that counts tokens in a dry run"
+    )
+    _json(command)
+    help = "How a judge compared pairs: order, position, length, its own completions, people."
+    audit = actions.add_parser("audit", help=help, description=help)
+    audit.set_defaults(module=module)
+    audit.add_argument("store", metavar="STORE", help="a preference store")
+    _json(audit)
+
+
+def _annotate(actions: Verbs) -> None:
+    help = "Serve local web pages on which people label the pairs of a store."
+    annotate = actions.add_parser("annotate", help=help, description=help)
+    annotate.set_defaults(module="keel.cli.annotate")
+    annotate.add_argument("store", metavar="STORE", help="a preference store")
+    annotate.add_argument("--rubric", metavar="FILE", help="instructions: Markdown or text")
+    annotate.add_argument(
+        "--overlap", type=_positive, default=1, metavar="N", help="people a pair (default 1)"
+    )
+    annotate.add_argument("--round", type=_index, metavar="N", help="only pairs of this round")
+    annotate.add_argument(
+        "--gold", metavar="FILE", help="rows of prompt/chosen/rejected with the known answer"
+    )
+    annotate.add_argument(
+        "--gold-rate", type=_probability, default=0.1, metavar="P", help="their share (default 0.1)"
+    )
+    annotate.add_argument(
+        "--wage", type=_price, metavar="PER_HOUR", help="dollars; a label's cost is its time's"
+    )
+    annotate.add_argument(
+        "--seed", type=int, default=0, help="of the sides and of gold (default 0)"
+    )
+    annotate.add_argument(
+        "--host", default="127.0.0.1", help="where to listen (default: this machine only)"
+    )
+    annotate.add_argument("--port", type=_positive, help="default: 8765, or a free one")
+    annotate.add_argument("--no-browser", action="store_true", help="only print the address")
+
+
+def _prefs_select(actions: Verbs) -> None:
+    help = "Choose which pairs of a store to label next, and who labels them."
+    select = actions.add_parser("select", help=help, description=help)
+    select.set_defaults(module="keel.cli.prefs_select")
+    select.add_argument("store", metavar="STORE", help="a preference store")
+    select.add_argument(
+        "--model",
+        metavar="RUN|FOLDER",
+        help="an outcome reward model, whose hidden states are the features (default: words)",
+    )
+    select.add_argument("--stage", metavar="NAME", help="the run's stage that made the model")
+    select.add_argument(
+        "--by",
+        choices=("d_optimal", "bald", "margin", "random"),
+        help="default: d_optimal where half of the pairs or more have near-copies, else random",
+    )
+    select.add_argument(
+        "--ensemble", type=_positive, metavar="M", help="heads, instead of Laplace's posterior"
+    )
+    select.add_argument(
+        "--count",
+        type=_positive,
+        metavar="N",
+        help="how many pairs (default 100; with a budget, all)",
+    )
+    help = "choose among the pairs of this round"
+    select.add_argument("--round", type=_index, metavar="N", help=help)
+    help = "only these labels teach; may be given several times"
+    select.add_argument("--source", action="append", choices=LABEL_SOURCES, help=help)
+    help = "choose among N pairs, and learn from N, at random (default: all)"
+    select.add_argument("--pool", type=_positive, metavar="N", help=help)
+    select.add_argument("--seed", type=_index, default=0, metavar="N", help="default 0")
+    select.add_argument("--out", metavar="FILE", help="the chosen pairs as JSONL; must not exist")
+    _json(select)
+    who = select.add_argument_group("who labels: a judge or people, by the gain per dollar")
+    who.add_argument("--budget", type=_price, metavar="DOLLARS", help="to spend on this round")
+    who.add_argument("--judge-price", type=_price, metavar="DOLLARS", help="of a judge's label")
+    who.add_argument("--human-price", type=_price, metavar="DOLLARS", help="of a person's label")
+    help = "how often its label is right (default: its agreement with people in the store)"
+    who.add_argument("--judge-accuracy", type=_probability, metavar="P", help=help)
+    who.add_argument("--human-accuracy", type=_probability, metavar="P", help="default 1")
+
+
+def _prefs_costs(actions: Verbs) -> None:
+    help = "What labels and completions cost, by round; or what a plan would cost."
+    costs = actions.add_parser("costs", help=help, description=help)
+    costs.set_defaults(module="keel.cli.prefs_costs")
+    help = "a preference store, or a run folder: its store and its steps"
+    costs.add_argument("store", nargs="?", metavar="STORE", help=help)
+    help = "an hour of a run's steps costs so much"
+    costs.add_argument("--gpu-price", type=_price, metavar="DOLLARS", help=help)
+    help = "compute a plan's costs line by line (default: the shipped plan)"
+    costs.add_argument("--scenario", nargs="?", const="", metavar="FILE", help=help)
+    _json(costs)
+    entry = costs.add_argument_group("add an entry to the ledger")
+    help = "its id, so that it is counted once"
+    entry.add_argument("--add", metavar="ID", help=help)
+    entry.add_argument("--kind", choices=("api", "human", "gpu"), help="what it went to")
+    entry.add_argument("--amount", type=_price, metavar="X", help="how much")
+    entry.add_argument("--unit", choices=("dollars", "hours"), help="default dollars")
+    entry.add_argument("--purpose", metavar="TEXT", help="what for")
+    entry.add_argument("--round", type=_index, metavar="N", help="the round (default 0)")
+    entry.add_argument("--forecast", action="store_true", help="expected, and not spent yet")
 
 
 def _runs(commands: Verbs) -> None:
@@ -336,6 +528,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value
+
+
+def _index(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return value
 
 

@@ -1,4 +1,4 @@
-"""`keel prefs import` and `keel prefs stats`"""
+"""`keel prefs import`, `export` and `stats`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keel.cli import prefs_store
+from keel.data.database import is_database
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.published import (
@@ -23,6 +25,7 @@ from keel.data.preferences.published import (
     read_pandalm,
 )
 from keel.data.preferences.schema import Preference
+from keel.data.preferences.store.formats import ANNOTATORS
 from keel.data.preferences.summary import agreement, summarise
 from keel.data.tables import read_table
 from keel.runs.files import write_bytes
@@ -48,7 +51,9 @@ class Source:
 def run(arguments: argparse.Namespace) -> None:
     """The action that the command line names."""
     if arguments.action == "import":
-        _import(arguments)
+        (_import if arguments.store is None else prefs_store.import_file)(arguments)
+    elif arguments.action == "export":
+        prefs_store.export_file(arguments)
     else:
         _stats(arguments)
 
@@ -58,14 +63,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _import(arguments: argparse.Namespace) -> None:
     """Write a published data set as rows of prompt/chosen/rejected."""
-    out = Path(arguments.out)
-    if out.exists():
-        raise KeelError(f"{out}: is there already: give another --out, or move it away")
-    if not out.parent.is_dir():
-        raise KeelError(f"{out}: there is no folder {str(out.parent)!r}: make it, or fix --out")
+    out = prefs_store.new_file(arguments.out)
+    if arguments.kind not in ANNOTATORS:
+        raise KeelError(f"{arguments.kind}: give --store FILE, then keel prefs export writes rows")
+    for option in ("source", "annotator", "round"):
+        if getattr(arguments, option) is not None:
+            raise KeelError(f"--{option}: rows have none: give --store FILE")
     found = _reader(arguments.kind)(Path(arguments.path))
     kept = [row for row in found.rows if arguments.keep_empty or not row.is_empty]
-    _write(out, b"".join(record_line(row.row(), {}) for row in kept))
+    with prefs_store.write_errors(out):
+        write_bytes(out, b"".join(record_line(row.row(), {}) for row in kept))
     shares = [row.preference().probability for row in kept]
     result = {
         "out": str(out),
@@ -85,16 +92,6 @@ def _import(arguments: argparse.Namespace) -> None:
         print(f"read as text: {found.read_as_text} answers that were a JSON true or false")
 
 
-def _write(out: Path, content: bytes) -> None:
-    try:
-        write_bytes(out, content)
-    except KeelError as error:
-        # The fix that it names is a run's: there is nothing to resume here.
-        cause = error.__cause__
-        why = getattr(cause, "strerror", None) or cause or error
-        raise KeelError(f"cannot write {out}: {why}: give another --out") from error
-
-
 def _reader(kind: str) -> Any:
     return {"pandalm": read_pandalm, "llmbar": read_llmbar}[kind]
 
@@ -109,10 +106,13 @@ def _stats(arguments: argparse.Namespace) -> None:
         print(json.dumps(plain(results), ensure_ascii=False))
         return
     for number, result in enumerate(results):
-        print("\n" * bool(number) + "\n".join(_table(result)))
+        lines = prefs_store.table(result) if "labels_by" in result else _table(result)
+        print("\n" * bool(number) + "\n".join(lines))
 
 
 def _described(path: str) -> dict[str, Any]:
+    if is_database(Path(path)):
+        return prefs_store.described(path)
     source = _published(Path(path)) if Path(path).is_dir() else _rows(path)
     result: dict[str, Any] = {"file": path, **summarise(source.pairs)}
     if source.read_as_text:

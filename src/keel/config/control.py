@@ -206,7 +206,7 @@ class PolicyGradientStage(FrozenModel):
     @model_validator(mode="after")
     def _on_environments(self) -> PolicyGradientStage:
         algorithm = self.algorithm
-        if algorithm.needs_greedy or algorithm.needs_steps:
+        if algorithm.needs_greedy or algorithm.needs_steps or algorithm.needs_teacher:
             raise ValueError(
                 f'advantage "{algorithm.advantage.kind}" is for completions, not environments: '
                 "choose another"

@@ -104,6 +104,7 @@ FOREIGN: Final[dict[str, str]] = {
     "target_modules": "model.lora.targets",
     "sync_ref_model": "reference.reset_every",
     "ref_model_sync_steps": "reference.reset_every",
+    "teacher_model_name_or_path": "teacher.name",
     # data, rewards, bookkeeping
     "dataset_name": "tasks.name",
     "train_files": "tasks.path",

@@ -19,9 +19,31 @@ PROMPTS_AT_ONCE = 128
 _NEVER_EVALUATED = UnusedIf(
     lambda key: key.stage.evaluation.rows == 0, "evaluation.rows = 0 disables evaluation"
 )
+_NO_PEOPLE = UnusedIf(
+    lambda key: key.table.people is None, "labels are counted where people give some of them"
+)
 _NO_PAIRS = UnusedIf(
     lambda key: key.stage.records != "pairs", "the stage learns from {key.stage.records}"
 )
+
+
+class People(FrozenModel):
+    """People label the train pairs that a reward model is least sure of, in place of the rewards.
+
+    The run stops until they have: `keel prefs annotate RUN/preferences.db`, then
+    `keel train --resume`.
+    """
+
+    labels: Count = 100
+    """Number of pairs that people label."""
+    by: Literal["margin", "bald", "d_optimal", "random"] = "margin"
+    """How the pairs are chosen, from a Laplace posterior of the model's head on the labels of the
+    rewards."""
+    noise: Unit | None = None
+    """Simulate the people: they judge as the rewards do without their noise, and this share of
+    their labels is inverted. None: real people."""
+    price: Coefficient = 0.0
+    """Dollars for a label."""
 
 
 class SampledData(FrozenModel):
@@ -47,6 +69,9 @@ class SampledData(FrozenModel):
     noise: Unit = 0.0
     """Share of the train labels that are inverted, to imitate careless labelling. Validation labels
     are not."""
+    price: Annotated[Coefficient, _NO_PEOPLE] = 0.0
+    """Dollars that the rewards' label of a pair costs, for the ledger."""
+    people: Annotated[People | None, _NO_PAIRS] = None
 
     @property
     def sampling(self) -> SamplingSource:
@@ -107,6 +132,11 @@ class JudgingStage(StageConfig):
         if (self.data is None) == (self.sampled is None):
             raise ValueError(
                 "set exactly one of data (rows from a file) and sampled (answers of the policy)"
+            )
+        compares = self.reward_model == "outcome" and self.records == "pairs"
+        if self.sampled is not None and self.sampled.people is not None and not compares:
+            raise ValueError(
+                "sampled.people label pairs for an outcome reward model, which this is not: drop it"
             )
         return self
 

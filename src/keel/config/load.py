@@ -16,6 +16,7 @@ from keel.algorithms.spec import FrozenModel
 from keel.config.address import gather, layer
 from keel.config.errors import explain_validation
 from keel.config.fields import nearest, unknown
+from keel.config.repeat import write_out
 from keel.config.schema import Recipe
 from keel.config.secrets import wrong_secret
 from keel.config.sources import LEARNED
@@ -42,6 +43,7 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
     if isinstance(stages, list) and any(_of_control(stage) for stage in stages):
         raise KeelError("this is a recipe of keel control: run it with that")
     refuse_secrets(data)
+    data = write_out(data)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:

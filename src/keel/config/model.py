@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import FrozenModel, Positive, UnusedIf
+from keel.algorithms.spec import FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import AsTuple, Depth, Tokens, Width
 
 NO_CONVERSATION = UnusedIf(
@@ -19,6 +19,7 @@ _ON_CPU = UnusedIf(lambda key: key.facts.cpu, "there is no autocast on a CPU")
 _NOT_FLOAT32 = UnusedIf(
     lambda key: key.table.dtype != "float32", 'autocast is for model.dtype = "float32" only'
 )
+SAME_DTYPE = UnusedIf(lambda key: key.value == key.recipe.model.dtype, "it equals model.dtype")
 _BYTES = UnusedIf(lambda key: key.table.tokenizer == "bytes", "bytes need no alphabet")
 _NO_KV_HEADS = UnusedIf(
     lambda key: not key.facts.kv_heads, "{key.table.family} has no separate key-value heads"
@@ -92,6 +93,17 @@ class Model(FrozenModel):
         return self
 
 
+class TeacherModel(FrozenModel):
+    """The frozen teacher whose log-probabilities the advantage reads (on-policy distillation)."""
+
+    name: str
+    """Folder or hub name of a causal language model with the policy's tokenizer."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub."""
+    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
+    """Of its weights; `model` is `model.dtype`."""
+
+
 class BaseModelChoice(FrozenModel):
     """What a reward model's backbone starts from."""
 
@@ -102,9 +114,15 @@ class BaseModelChoice(FrozenModel):
     included."""
     lora: Lora | None = None
     """Adapters on a frozen backbone; the head is always trained."""
+    replay: Unit = 0.0
+    """Share of the train rows of the model's earlier stages that are added to the stage's own."""
 
     @model_validator(mode="after")
     def _one_base(self) -> BaseModelChoice:
         if self.name is not None and self.stage is not None:
             raise ValueError("set one of base.name (a model) and base.stage (an earlier stage)")
+        if self.replay and self.stage is None:
+            raise ValueError(
+                f"base.replay = {self.replay:g} is of the rows of an earlier stage: set base.stage"
+            )
         return self

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Algorithm, FrozenModel, Unit, UnusedIf
 from keel.config.fields import Answers, Count, Ids, Index, Real, Temperature, Tokens, Words
+from keel.config.model import SAME_DTYPE, TeacherModel
 from keel.config.presets import DEFAULT_PRESET, GROUP_SIZE, PROMPTS_PER_STEP
 from keel.config.sources import NEVER_EVALUATED, Prompts, Rewards, Seconds, TaskSource
 
@@ -22,7 +23,10 @@ _NO_REPLIES = UnusedIf(
 _NO_REFILLS = UnusedIf(
     lambda key: not key.table.dynamic_sampling, "rollout.dynamic_sampling is off: no refills"
 )
-_SAME_DTYPE = UnusedIf(lambda key: key.value == key.recipe.model.dtype, "it equals model.dtype")
+_NO_REWARD = UnusedIf(
+    lambda key: not key.stage.algorithm.needs_reward,
+    'advantage "{key.stage.algorithm.advantage.kind}" reads no reward',
+)
 _MANY_TURNS = UnusedIf(
     lambda key: key.table.max_turns > 1, "with several turns rewards are called after sampling"
 )
@@ -63,7 +67,7 @@ class Rollout(FrozenModel):
     mask_truncated: bool = False
     """Leave completions that reach `max_tokens` out of the loss. The weights of the others do not
     change."""
-    overlong_buffer: Index = 0
+    overlong_buffer: Annotated[Index, _NO_REWARD] = 0
     """Length of the soft length penalty at the end of the budget, in tokens (DAPO); the preset's
     unless set."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
@@ -71,7 +75,7 @@ class Rollout(FrozenModel):
     engine: str = "native"
     """`native`, or `module:function` of a function that returns an engine (see
     [extending](extending.md))."""
-    dtype: Annotated[Literal["model", "bfloat16"], _SAME_DTYPE] = "model"
+    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
     """Of the weights, keys and values of the native engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
     Evaluation always uses the model's dtype."""
@@ -135,7 +139,7 @@ class SamplingSource:
     `train_prompts` is the number of prompts that the stage samples to learn from, over all steps.
     `key` is the table of these settings within the stage ("" or "sampled."), `seed_name` the stream
     that their seeds come from, `first_draw` the name of the first step's draw in that stream.
-    `algorithm` and `evaluation` are those of a stage that trains on what it samples, else None.
+    `algorithm`, `evaluation` and `teacher` are those of a stage that trains on what it samples.
     """
 
     key: str
@@ -148,7 +152,13 @@ class SamplingSource:
     first_draw: tuple[str | int, ...]
     algorithm: NamedAlgorithm | None = None
     evaluation: Evaluation | None = None
+    teacher: TeacherModel | None = None
     train_prompts: int = 0
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether the stage learns from rewards, and not from a teacher alone."""
+        return self.algorithm is None or self.algorithm.needs_reward
 
     def setting(self, name: str) -> str:
         """The key of a setting of the rollouts, within the stage."""

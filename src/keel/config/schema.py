@@ -13,7 +13,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import EntryPoint, FrozenModel, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Tokens
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
-from keel.config.model import Model
+from keel.config.model import Model, TeacherModel
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.presets import resolve_algorithm
 from keel.config.sampling import (
@@ -139,6 +139,8 @@ class RLStage(StageConfig):
     skipped."""
     value: Annotated[Value, _NO_VALUE] = Value()
     reference: MeasuredReferenceConfig = MeasuredReferenceConfig()
+    teacher: TeacherModel | None = None
+    """The teacher of on-policy distillation."""
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
@@ -167,6 +169,12 @@ class RLStage(StageConfig):
             raise ValueError(
                 "rollout.dynamic_sampling drops groups without variance, and a group of one never "
                 "has any: set rollout.dynamic_sampling = false, or rollout.group_size = 2 or more"
+            )
+        if r.dynamic_sampling and not self.algorithm.needs_reward:
+            raise ValueError(
+                f'advantage "{self.algorithm.advantage.kind}" reads no reward, and '
+                "rollout.dynamic_sampling drops groups by their rewards: set "
+                "rollout.dynamic_sampling = false"
             )
         if r.async_level and (self.algorithm.correction is None or r.old_log_probs == "engine"):
             raise ValueError(
@@ -203,6 +211,21 @@ class RLStage(StageConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _teacher_is_read(self) -> RLStage:
+        kind = self.algorithm.advantage.kind
+        if self.algorithm.needs_teacher and self.teacher is None:
+            raise ValueError(
+                f'advantage "{kind}" reads a teacher: set teacher.name to the folder or hub name '
+                "of a model with the policy's tokenizer"
+            )
+        if self.teacher is not None and not self.algorithm.needs_teacher:
+            raise ValueError(
+                f'teacher.name = "{self.teacher.name}" is set, but advantage "{kind}" reads no '
+                'teacher: set algorithm = "opd", or teacher = "none"'
+            )
+        return self
+
     @property
     def sampling(self) -> SamplingSource:
         return SamplingSource(
@@ -217,6 +240,7 @@ class RLStage(StageConfig):
             first_draw=("rollout", 1, 0),
             algorithm=self.algorithm,
             evaluation=self.evaluation,
+            teacher=self.teacher,
         )
 
     @property

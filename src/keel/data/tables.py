@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import importlib.util
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,14 +84,15 @@ def read_table(
 
 
 def read_jsonl(path: Path, bad_rows: BadRows = "stop") -> Table:
-    """One JSON object a line; blank lines are passed over."""
+    """One JSON object a line; blank lines are passed over. A name in .gz is a compressed file."""
     where, bad = Where(str(path), ":"), Gathered(bad_rows)
     rows: list[Row] = []
     numbers: list[int] = []
     lines: list[int] = []
     try:
         # A byte that is no UTF-8 becomes half of a character, so that the line it is in is known.
-        with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
             for line, text in enumerate(file, start=1):
                 if text.isspace():
                     continue
@@ -100,8 +103,9 @@ def read_jsonl(path: Path, bad_rows: BadRows = "stop") -> Table:
                     continue
                 numbers.append(len(numbers) + len(bad.rows))
                 lines.append(line)
-    except OSError as error:
-        raise KeelError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error  # of a damaged .gz there is a text alone
+        raise KeelError(f"{path}: cannot be read: {why}") from None
     return _table(where, rows, numbers, lines, bad)
 
 

@@ -99,7 +99,7 @@ def outcome_of(result: RewardResult) -> float | None:
 def check_steps(algorithm: Algorithm, there: bool) -> None:
     """Raise KeelError for rewards of steps that the algorithm cannot use, or needs and lacks."""
     kind = algorithm.advantage.kind
-    if there and not reads_steps(algorithm):
+    if there and algorithm.needs_reward and not reads_steps(algorithm):
         raise KeelError(
             "rewards.functions gives rewards of steps, whose places would be lost, since "
             f'algorithm.advantage "{kind}" is of whole answers: set algorithm = '
@@ -138,6 +138,8 @@ def estimate(
         placed_N = segments.on_last(zero_S, lengths_S)
         placed_N = placed_N.index_add(0, step_end_K, judged.step_reward_K)
     reward_N = penalty_N + placed_N
+    teacher_N = actions.teacher_log_prob_N
+    old_N = None if teacher_N is None else actions.old_log_prob_N
     signals = Signals(
         outcome_S=outcome_S,
         penalty_N=penalty_N,
@@ -147,6 +149,8 @@ def estimate(
         groups_S=actions.groups_S,
         value_N=value_N,
         next_value_N=None if value_N is None else segments.shift(value_N, lengths_S),
+        old_log_prob_N=None if old_N is None else old_N.to(outcome_S),
+        teacher_log_prob_N=None if teacher_N is None else teacher_N.to(outcome_S),
         baseline_S=judged.baseline_S,
         step_reward_K=judged.step_reward_K,
         step_sequence_K=judged.step_sequence_K,
@@ -154,7 +158,7 @@ def estimate(
     )
     advantage_N = advantages(algorithm, signals)
     rewarded_N = None
-    if bool(unrewarded_S.any()):
+    if algorithm.needs_reward and bool(unrewarded_S.any()):
         rewarded_N = segments.spread((~unrewarded_S).to(advantage_N), lengths_S) > 0
     return Estimates(advantage_N, returns(algorithm, signals, advantage_N), rewarded_N)
 

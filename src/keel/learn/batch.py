@@ -29,8 +29,8 @@ class Actions:
     `lengths` is the number of actions of each sequence; sequences of one of `groups_S` have their
     start in common. Per action there are log-probabilities: of the engine that sampled it; of the
     policy before the update (`old_log_prob_N`; None on an on-policy step with one update, whose
-    current ones are equal); of the reference; and values. The last two are None where the algorithm
-    has no such model.
+    current ones are equal); of the reference; of the teacher; and values. The last three are None
+    where the algorithm has no such model.
     """
 
     lengths: tuple[int, ...]
@@ -38,6 +38,7 @@ class Actions:
     engine_log_prob_N: Float[Tensor, " N"]
     old_log_prob_N: Float[Tensor, " N"] | None = None
     reference_log_prob_N: Float[Tensor, " N"] | None = None
+    teacher_log_prob_N: Float[Tensor, " N"] | None = None
     value_N: Float[Tensor, " N"] | None = None
 
     @property

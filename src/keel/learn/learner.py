@@ -24,19 +24,21 @@ from keel.learn.optimizer import AdamW, step_all
 from keel.learn.token_budget import TokenBudget
 from keel.models.head import Scores
 from keel.models.policy import Policy
-from keel.models.reference import Reference
+from keel.models.reference import FrozenPolicy, Reference
 from keel.models.value import Critic, ValueHead
 from keel.types import KeelError
 
 
 @dataclass(frozen=True, eq=False)
 class Learner:
-    """The policy, and the reference and value model that the algorithm needs, with optimizers."""
+    """The policy, and the reference, teacher and value model that the algorithm needs, with
+    optimizers."""
 
     policy: Policy
     optimizer: AdamW
     budget: TokenBudget
     reference: Reference | None = None
+    teacher: FrozenPolicy | None = None
     value_head: ValueHead | None = None
     critic: Critic | None = None
     value_optimizer: AdamW | None = None
@@ -69,10 +71,10 @@ class Learner:
         return scores
 
     @torch.no_grad()
-    def score(self, batch: Batch, *, old: bool, reference: bool, values: bool = True) -> Batch:
+    def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch:
         """The batch with the log-probabilities of the policy (`old`) and of the reference, and
-        values where there is a value model."""
-        attempt = partial(self._score, batch, old, reference, values)
+        (`others`) with those of the teacher and with values, where there are such models."""
+        attempt = partial(self._score, batch, old, reference, others)
         return self.budget.fitting(attempt, batch.sizes)
 
     def clear(self) -> None:
@@ -80,8 +82,12 @@ class Learner:
         for optimizer in self.optimizers.values():
             optimizer.clear()
 
-    def _score(self, batch: Batch, old: bool, reference: bool, values: bool, tokens: int) -> Batch:
-        head = self.value_head if values else None
+    def _score(self, batch: Batch, old: bool, reference: bool, others: bool, tokens: int) -> Batch:
+        head = self.value_head if others else None
+        frozen = {
+            "reference_log_prob_N": self.reference if reference else None,
+            "teacher_log_prob_N": self.teacher if others else None,
+        }
         parts: dict[str, list[Tensor]] = {}
         for micro in batch.micro_batches(tokens):
             if old or head is not None:
@@ -90,11 +96,12 @@ class Learner:
                     parts.setdefault("old_log_prob_N", []).append(scores.log_prob_N)
                 if scores.value_N is not None:
                     parts.setdefault("value_N", []).append(scores.value_N)
-            if values and self.critic is not None:
+            if others and self.critic is not None:
                 parts.setdefault("value_N", []).append(self.critic.values(micro.packed))
-            if reference and self.reference is not None:
-                log_prob_N = self.reference.log_probs(micro.packed, self.temperature)
-                parts.setdefault("reference_log_prob_N", []).append(log_prob_N)
+            for name, model in frozen.items():
+                if model is not None:
+                    log_prob_N = model.log_probs(micro.packed, self.temperature)
+                    parts.setdefault(name, []).append(log_prob_N)
         found: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in parts.items()}
         return replace(batch, **found)
 

@@ -1,4 +1,4 @@
-"""The reference policy of the divergence term."""
+"""Frozen policies that score what the policy wrote: the reference of the divergence term."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from keel.models import lora
 from keel.models.families import head_of, hidden_states
@@ -22,7 +23,7 @@ def reference_for(policy: Policy, state: Mapping[str, Tensor] | None = None) -> 
     With LoRA it is the base with the adapter off, at no memory, or a second frozen adapter where
     the policy's has already learned; without LoRA, a frozen copy.
     """
-    reference = AdapterOff(policy) if policy.has_lora else FrozenCopy(policy)
+    reference: Reference = AdapterOff(policy) if policy.has_lora else FrozenCopy(policy)
     if state is not None:
         # A resumed policy has learned since; an empty state means that its base is the reference.
         reference.restore(state)
@@ -31,12 +32,12 @@ def reference_for(policy: Policy, state: Mapping[str, Tensor] | None = None) -> 
     return reference
 
 
-class Reference(ABC):
+class FrozenPolicy:
     """A policy that does not learn."""
 
-    def __init__(self, policy: Policy) -> None:
-        self.model = policy.model
-        self.autocast = policy.autocast
+    def __init__(self, model: PreTrainedModel, autocast: bool) -> None:
+        self.model = model
+        self.autocast = autocast
 
     @property
     def head(self) -> Head:
@@ -50,8 +51,12 @@ class Reference(ABC):
 
     @torch.no_grad()
     def log_probs(self, packed: Packed, temperature: float = 1.0) -> Float[Tensor, "N"]:
-        """log π_ref of each scored token; no gradient."""
+        """log π of each scored token; no gradient. The temperature divides the logits."""
         return log_probs(self.hidden(packed), self.head, packed.scored(), temperature)
+
+
+class Reference(FrozenPolicy, ABC):
+    """The policy as it was, or its base."""
 
     @abstractmethod
     def refresh(self, policy: Policy) -> None:
@@ -70,8 +75,8 @@ class FrozenCopy(Reference):
     """A copy of the policy's model."""
 
     def __init__(self, policy: Policy) -> None:
-        super().__init__(policy)
-        self.model = lora.plain_copy(policy.model).requires_grad_(False).eval()
+        copied = lora.plain_copy(policy.model).requires_grad_(False).eval()
+        super().__init__(copied, policy.autocast)
 
     def refresh(self, policy: Policy) -> None:
         _copy(lora.plain_weights(policy.model), self.state())
@@ -95,6 +100,9 @@ class FrozenCopy(Reference):
 
 class AdapterOff(Reference):
     """The policy's base with the adapter off, or with a second, frozen adapter after `refresh`."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy.model, policy.autocast)
 
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
         second = lora.has_reference(self.model)

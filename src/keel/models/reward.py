@@ -231,9 +231,16 @@ class RewardModel(nn.Module):
             closing=self.kind == "outcome",
         )
 
+    def states(self, answers: PackedAnswers) -> Float[Tensor, "K H"]:
+        """The last hidden state at each scored token, which the head reads."""
+        return states_at(self.model, answers.packed, answers.at_K, self.autocast)
+
     def logits(self, answers: PackedAnswers) -> Float[Tensor, " K"]:
         """The score, or the log-odds of right, at each scored token; float32 at least."""
-        states_KH = states_at(self.model, answers.packed, answers.at_K, self.autocast)
+        return self.read_out(self.states(answers))
+
+    def read_out(self, states_KH: Float[Tensor, "K H"]) -> Float[Tensor, " K"]:
+        """What the head makes of hidden states; float32 at least."""
         head = self.head
         dtype = torch.promote_types(head.weight.dtype, torch.float32)
         with torch.autocast(states_KH.device.type, enabled=False):

@@ -12,6 +12,8 @@ from torch import Tensor
 class Signals:
     """Rewards, values and places of a batch, by the names that a user's function may ask for.
 
+    `old_log_prob_N` and `teacher_log_prob_N` are there where the advantage reads a teacher.
+
     `penalty_N` is −β k1 where the divergence is in the reward, else 0; `reward_N` is the penalty
     plus the reward of each step on its last token and the outcome on the last of the sequence, and
     `reward_S` its sum over the sequence. NaN in `outcome_S` means that the sequence has no reward.
@@ -27,6 +29,8 @@ class Signals:
     groups_S: Int[Tensor, " S"]
     value_N: Float[Tensor, " N"] | None = None
     next_value_N: Float[Tensor, " N"] | None = None
+    old_log_prob_N: Float[Tensor, " N"] | None = None
+    teacher_log_prob_N: Float[Tensor, " N"] | None = None
     baseline_S: Float[Tensor, " S"] | None = None
     step_reward_K: Float[Tensor, " K"] | None = None
     step_end_K: Int[Tensor, " K"] | None = None

@@ -25,6 +25,7 @@ from keel.learn.advantages import check_entries
 from keel.learn.optimizer import trainable
 from keel.models.kernels.build import fingerprint
 from keel.models.policy import Policy, load_policy
+from keel.models.teacher import load_teacher
 from keel.models.value import load_critic
 from keel.preflight import settings
 from keel.preflight.context import Figure, StageContext, StageStops
@@ -38,6 +39,7 @@ from keel.preflight.tokens import eos_pair
 from keel.preflight.trial_process import TrialProcess
 from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
+from keel.training.recipe_checks import longest_sequence
 
 WEIGHTS_READ = 4_000_000
 """Weights that are read, of each tensor, to see how many a step would move."""
@@ -162,6 +164,10 @@ def _check_objective(context: StageContext) -> None:
         with context.stops("as its value model is made", f"{prefix}value.name"):
             seed = derive(recipe.seed, stage.name)
             load_critic(value.name, context.policy, recipe.model, seed)
+    if stage.teacher is not None:
+        with context.stops("as its teacher is made", f"{prefix}teacher.name"):
+            longest = longest_sequence(stage.sampling, context.policy)
+            load_teacher(stage.teacher, context.policy, recipe.model, longest)
 
 
 def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:

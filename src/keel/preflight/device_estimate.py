@@ -17,6 +17,7 @@ from keel.config.fields import unknown
 from keel.config.schema import Recipe
 from keel.config.stage import StageConfig
 from keel.models.loading import read_config
+from keel.models.teacher import teacher_spec
 from keel.types import KeelError
 
 GIB = 2**30
@@ -143,6 +144,13 @@ def _parts(recipe: Recipe, stage: StageConfig, sizes: Sizes) -> Iterator[Part]:
         yield Part("bfloat16 copy of the weights (autocast)", weights * working)
     if stage.keeps_reference and model.lora is None:
         yield Part("reference weights", weights * master)
+    teacher = None if stage.sampling is None else stage.sampling.teacher
+    if teacher is not None:
+        own = teacher_spec(teacher, model)
+        count = sizes_of(read_config(own)).parameters
+        yield Part("teacher weights", count * MASTER_BYTES[own.dtype])
+        if own.autocast and own.dtype == "float32":
+            yield Part("bfloat16 copy of the teacher's weights (autocast)", 2 * count, "learning")
     if stage.keeps_critic:
         yield Part("critic, its gradients and moments", 4 * weights * master)
     yield from _sampling(stage, sizes, working)

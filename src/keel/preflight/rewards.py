@@ -112,6 +112,9 @@ def check_sampled_rewards(context: StageContext, plan: SamplingPlan, scored: Sco
         values = scored.values(function.name)
         if values:
             context.figures[f"reward {function.name} (mean)"] = round(float(np.mean(values)), 4)
+    algorithm = plan.sampling.algorithm
+    if algorithm is not None and not algorithm.needs_reward:
+        return
     totals = [value for judged in scored.results for value in _rewards_of(judged)]
     if not totals and not scored.partial:
         context.add(reward_none(batch.completions, key))
@@ -132,7 +135,7 @@ def check_sampled_rewards(context: StageContext, plan: SamplingPlan, scored: Sco
         context.add(constant)
     if any(never) or any(one.kind == "gold-refused" for one in context.findings):
         return
-    dynamic, algorithm = plan.rollout.dynamic_sampling, plan.sampling.algorithm
+    dynamic = plan.rollout.dynamic_sampling
     of_steps = algorithm is not None and algorithm.needs_steps
     flat = sum(all_alike(one, of_steps) if dynamic else _flat(one) for one in scored.results)
     groups = len(scored.results)

@@ -127,7 +127,7 @@ def _check_names(context: StageContext, plan: SamplingPlan) -> None:
     """Whether rewards have valid names and options, those that cannot be made yet too."""
     key = f"{plan.key}rewards.functions"
     with context.stops("as its rewards are made", key):
-        names = check_rewards(plan.rewards)
+        names = check_rewards(plan.sampling)
     with context.stops("as its advantages are estimated", key):
         check_rewards_of_steps(plan.sampling)
     evaluation = plan.sampling.evaluation
@@ -176,9 +176,11 @@ def _scorer(
     """The stage's scorer; where rewards are missing, of the others, whatever their weights."""
     if partial and functions and not any(f.weight for f in functions):
         functions = [replace(f, weight=1.0) for f in functions]
+    algorithm = plan.sampling.algorithm
     made = scorer(
         plan.rewards, functions, stats.tasks,
         max_tokens=plan.rollout.max_tokens, overlong_buffer=plan.rollout.overlong_buffer,
+        needed=algorithm is None or algorithm.needs_reward,
     )  # fmt: skip
     made.check(stats.first)
     return made

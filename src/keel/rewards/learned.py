@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -118,12 +118,23 @@ class RemoteModel:
 class OutcomeReward:
     """The score of each completion, as one forward pass over packed answers gives it."""
 
-    def __init__(self, model: LocalModel | RemoteModel) -> None:
-        self.model = model
+    def __init__(self, model: LocalModel | RemoteModel, version: str | None) -> None:
+        self.model, self.version = model, version
         self.close = model.close
 
-    def __call__(self, *, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
-        """A score for each completion; Bradley–Terry scores have no zero of their own."""
+    def __call__(
+        self,
+        *,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        log_extra: Callable[[str, Sequence[Any]], None],
+    ) -> list[float]:
+        """A score for each completion; Bradley–Terry scores have no zero of their own.
+
+        Each is recorded with the stage that trained the model.
+        """
+        if self.version is not None:
+            log_extra("version", [self.version] * len(completions))
         return [scores[0] for scores in self.model.score(prompts, texts(completions))]
 
 
@@ -184,7 +195,8 @@ def outcome(
     name = which_model(context, model, stage)
     where = context.device.split(":")[0] if device is None else device
     spec = ModelSpec(name, "outcome", where, dtype, token_budget, "\n", trust_remote_code, raw)
-    return OutcomeReward(RemoteModel(spec, timeout, memory_mb) if process else LocalModel(spec))
+    scorer = RemoteModel(spec, timeout, memory_mb) if process else LocalModel(spec)
+    return OutcomeReward(scorer, stage)
 
 
 def process(

@@ -52,7 +52,8 @@ class Scorer:
     of one function (a score of a task is a call). With `on_error = "skip"` a completion that a
     function fails on goes without that component; with "stop" the failure is a KeelError that
     names the function, the step and, where it is known, the sample. Over the last
-    `overlong_buffer` tokens of `max_tokens`, a length penalty applies. `loop` runs async functions;
+    `overlong_buffer` tokens of `max_tokens`, a length penalty applies. Unless they are `needed`,
+    completions may go without a reward, and all weights may be 0. `loop` runs async functions;
     scorers of the same functions share it.
     """
 
@@ -65,6 +66,7 @@ class Scorer:
         on_error: Literal["stop", "skip"] = "stop",
         overlong_buffer: int = 0,
         max_tokens: int = 0,
+        needed: bool = True,
         loop: LoopThread | None = None,
     ) -> None:
         self.tasks = dict(tasks or {})
@@ -73,6 +75,7 @@ class Scorer:
         self.timeout = timeout
         self.overlong_buffer = overlong_buffer
         self.max_tokens = max_tokens
+        self.needed = needed
         self.loop = loop or LoopThread()
         self._config = CallConfig(self.functions, self.tasks, timeout, on_error, self.loop)
         names = [f.name for f in self.functions]
@@ -81,7 +84,7 @@ class Scorer:
                 raise KeelError(
                     f"two rewards are named {name!r}: set a different `name` on one of them"
                 )
-        if not any(f.weight for f in self.functions):
+        if needed and not any(f.weight for f in self.functions):
             raise KeelError(
                 f"every reward has weight 0 ({', '.join(names)}), so nothing is learned from: "
                 "give one a weight"
@@ -107,7 +110,7 @@ class Scorer:
             f.name: [output for call in calls for output in call.outputs[f.name]]
             for f in self.functions
         }
-        if self.by_task_alone:
+        if self.by_task_alone and self.needed:
             _check_results(batch, outputs[TASK])
         # In the order of the calls: gates first.
         called = sorted(self.functions, key=lambda f: f.gate_below is None)

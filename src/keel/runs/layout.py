@@ -3,8 +3,8 @@
     recipe.toml  run.json  metrics.jsonl  timings.jsonl  events.jsonl  curve.png  film.gif
     rollouts/[STAGE-]step-000012.parquet  evaluations/[STAGE-]step-000012.parquet
     checkpoints/[STAGE-]step-000100/  trackers/
-    inputs/  rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/  quarantine/
-    faults/
+    inputs/  preferences.db  rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/
+    quarantine/  faults/
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
 the stage's name; records of the .jsonl files always do. All but timings.jsonl, events.jsonl,
@@ -90,6 +90,7 @@ class RunFolder:
     inputs = _Inside("inputs")  # the model and data that were passed to keel.train as objects
     models_folder = _Inside("models")
     rows_folder = _Inside("rows")
+    preferences = _Inside("preferences.db")  # the labels of pairs, with what they cost
 
     @staticmethod
     def create(
@@ -145,6 +146,10 @@ class RunFolder:
     def rows(self, stage: str, split: Split) -> Path:
         """The rows that a stage sampled to learn from."""
         return self.rows_folder / f"{stage}-{split}.jsonl"
+
+    def pool(self, stage: str) -> Path:
+        """The pairs that a stage sampled, before people label some of them."""
+        return self.rows_folder / f"{stage}-pool.jsonl"
 
     def rollouts(self, stage: int, step: int) -> Path:
         """The rollouts of a step (counted within its stage, from 1)."""

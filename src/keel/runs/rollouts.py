@@ -24,7 +24,7 @@ EXTRA = "extra/"
 """Prefix of the columns that hold what rewards recorded with `log_extra`."""
 LOSS = "loss/"
 """Prefix of the columns that hold each token's part of a term of the loss."""
-SCORED = ("old_log_probs", "reference_log_probs", "values")
+SCORED = ("old_log_probs", "reference_log_probs", "teacher_log_probs", "values")
 """Values of tokens that the models gave before the update."""
 LEARNED = ("advantages", "ratios", "divergences", "entropies")
 """Values of tokens that the update computed, besides the terms of the loss."""
@@ -37,13 +37,14 @@ class RolloutRow:
 
     `group` counts the groups of the step, or of the evaluation, from 0. `pieces` are the texts of
     the tokens, `log_probs` the engine's. `values` are further values of tokens, 0 where `written`
-    is false: `old_log_probs`, those that the ratio divides by, `reference_log_probs`, `values` (of
-    the value model), `advantages`, and means over the updates of `ratios`, `divergences` (D_n) and
-    `entropies`, in nats; `loss/policy`, `loss/divergence`, `loss/value` and `loss/entropy` are the
-    terms of the loss, which add up to the step's metric `loss`. `expected` is the answer that the
-    data has. `reward` is None without any reward. `steps` are the rewards of steps, `outcome` the
-    part of the reward that is of the whole answer, where the advantage has one (None: it does not).
-    `mode` and `passed` are of evaluations: how it was sampled, and whether it is correct.
+    is false: `old_log_probs`, those that the ratio divides by, `reference_log_probs`,
+    `teacher_log_probs`, `values` (of the value model), `advantages`, and means over the updates of
+    `ratios`, `divergences` (D_n) and `entropies`, in nats; `loss/policy`, `loss/divergence`,
+    `loss/value` and `loss/entropy` are the terms of the loss, which add up to the step's metric
+    `loss`. `expected` is the answer that the data has. `reward` is None without any reward. `steps`
+    are the rewards of steps, `outcome` the part of the reward that is of the whole answer, where
+    the advantage has one (None: it does not). `mode` and `passed` are of evaluations: how it was
+    sampled, and whether it is correct.
     """
 
     group: int

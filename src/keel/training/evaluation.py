@@ -228,7 +228,7 @@ def evaluate_reward_model(
     Raises KeelError where the model, the file or the folder for the pictures will not do.
     """
     name, made_by = reward_model_of(model, stage)
-    made = _stage_of(model, made_by)
+    made = judging_stage(model, made_by)
     if pictures is not None:
         _make(pictures)
     kind: Literal["outcome", "process"] = "process" if rows == "steps" else "outcome"
@@ -261,7 +261,7 @@ def evaluate_reward_model(
     return measured
 
 
-def _stage_of(run: Path | str, stage: str | None) -> JudgingStage | None:
+def judging_stage(run: Path | str, stage: str | None) -> JudgingStage | None:
     """The stage of a run that made a reward model; None of a model that is not of a run."""
     if stage is None:
         return None

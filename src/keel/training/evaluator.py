@@ -53,7 +53,8 @@ class Evaluator:
         """The report: `mean`, `low`, `high` (95 %), `n` of greedy pass@1; with k > 0 also `sampled`
         and `pass@k`.
 
-        Where no reward is declared as correctness, `measure` is "reward", the figures are of the
+        Where no reward is declared as correctness (or, of a stage that needs no reward, none gives
+        a value), `measure` is "reward", the figures are of the
         reward (of `evaluation.component`, else the whole), and there is no pass@k. Every evaluation
         samples with the same random numbers. `spent` is what paid rewards cost, if there are any.
         """
@@ -92,7 +93,7 @@ class Evaluator:
         )
         groups, results = self._judge(k, sampling, step, spent)
         rows = self._rows(groups, results, "sampled")
-        if self.judging is None:
+        if not self._judges([result for judged in results for result in judged]):
             return {"sampled": _mean_reward([self._rewards(judged) for judged in results])}, rows
         right = [sum(self._passed(v) for v in judged) for judged in results]
         solved = sum(count > 0 for count in right)
@@ -111,8 +112,9 @@ class Evaluator:
         """The completions as records."""
         rows = completion_rows(groups, results, self.sampler.tokenizer)
         judged = [result for group in results for result in group]
+        known = self._judges(judged)
         return [
-            replace(row, mode=mode, passed=None if self.judging is None else self._passed(result))
+            replace(row, mode=mode, passed=self._passed(result) if known else None)
             for row, result in zip(rows, judged, strict=True)
         ]
 
@@ -127,11 +129,18 @@ class Evaluator:
         return groups, scored.results
 
     def _greedy(self, results: Sequence[RewardResult]) -> dict[str, Any]:
-        if self.judging is None:
+        if not self._judges(results):
             rewards = [self._rewards([result]) for result in results]
             return {**_mean_reward(rewards), "measure": "reward"}
         passed = [self._passed(result) for result in results]
         return {**wilson_interval(sum(passed), len(passed)).as_dict(), "measure": "pass@1"}
+
+    def _judges(self, results: Sequence[RewardResult]) -> bool:
+        """Whether there is a reward declared as correctness, and, of a stage that needs no reward,
+        whether it gave any value."""
+        if self.judging is None or self.scorer.needed:
+            return self.judging is not None
+        return any(result.components.get(self.judging.name) is not None for result in results)
 
     def _passed(self, result: RewardResult) -> bool:
         assert self.judging is not None

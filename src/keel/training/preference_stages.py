@@ -9,10 +9,12 @@ from typing import Any, cast
 
 import torch
 
+from keel.analysis.statistics import Interval
 from keel.config.fields import derive
 from keel.config.judging import (
     DPOStage,
     JudgingStage,
+    People,
     ProcessRewardModelStage,
     RewardModelStage,
     SampledData,
@@ -26,12 +28,20 @@ from keel.learn.optimizer import AdamW, trainable
 from keel.models.chat import decode
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
-from keel.models.reward import Kind, Reader, RewardModel, continued_reward_model, reward_model_from
+from keel.models.reward import (
+    Kind,
+    Reader,
+    RewardModel,
+    continued_reward_model,
+    load_reward_model,
+    reward_model_from,
+)
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.training import sampled_data, supervised
 from keel.training.dpo import DPO
 from keel.training.judged_data import Ready, encoder, ready
+from keel.training.people import choose_pairs, label_pairs
 from keel.training.reward_metrics import (
     Measured,
     measure_pairs,
@@ -39,6 +49,13 @@ from keel.training.reward_metrics import (
     reward_model_metrics,
 )
 from keel.training.reward_model import labels_backward, pairs_backward
+from keel.training.reward_versions import (
+    is_newest,
+    measure_forgetting,
+    rows_of,
+    versions,
+    with_replay,
+)
 from keel.training.setup import (
     RunContext,
     build_sampler,
@@ -111,7 +128,7 @@ def _train(
     """Train a reward model, and save it in the run folder."""
     records = cast(Records, stage.records)
     encode = encoder(records, model.reader(stage.raw), separator)
-    rows = _examples(run, stage, make, encode, model.context)
+    rows = _examples(run, stage, make, encode, model.context, model)
     judge = partial(model.judge, token_budget=stage.token_budget)
     optimizer, modules = AdamW(trainable(model), stage.optimizer), {"reward_model": model}
     if run.resume_from is not None:
@@ -123,11 +140,38 @@ def _train(
         optimizer=optimizer, modules=modules,
     )  # fmt: skip
     progress = supervised.run(loop, progress)
-    target = run.writer.folder.model(stage.name)
-    if progress.step == stage.steps and not target.exists():
+    if progress.step == stage.steps:
+        _keep(run, stage, model, encode, threshold)
+    return progress
+
+
+def _keep(
+    run: RunContext,
+    stage: JudgingStage,
+    model: RewardModel,
+    encode: Callable[[Any], Any],
+    threshold: float,
+) -> None:
+    """Save a trained reward model in the run folder; of its newest version measure what it has
+    forgotten."""
+    folder, recipe = run.writer.folder, run.recipe
+    target = folder.model(stage.name)
+    if not target.exists():
         with checkpoint.writing(target) as aside:
             model.save(aside)
-    return progress
+    if len(versions(recipe, stage)) == 1 or not is_newest(recipe, stage):
+        return
+    kind, records = cast(Kind, stage.reward_model), cast(Records, stage.records)
+
+    def accuracy(version: str, rows: Sequence[Any]) -> Interval:
+        loaded = load_reward_model(_other_model(recipe, str(folder.model(version))), kind)
+        judge = partial(loaded.judge, token_budget=stage.token_budget)
+        encoded = [encode(row) for row in rows[: stage.evaluation.rows]]
+        fitting = [row for row in encoded if row.longest <= (loaded.context or row.longest)]
+        return reward_model_metrics(records, fitting, judge, threshold).report.accuracy
+
+    if stage.evaluation.rows:
+        measure_forgetting(folder, recipe, stage, accuracy)
 
 
 def _loop(
@@ -203,9 +247,10 @@ def _sampled_files(
 ) -> PreferenceData:
     """The stage's data as files of the run folder, sampled unless they are there."""
     folder, policy = run.writer.folder, run.policy
-    train, held = (folder.rows(stage.name, split) for split in ("train", "validation"))
-    made = PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
-    if train.exists() and held.exists():
+    made = rows_of(folder, stage)
+    train = folder.rows(stage.name, "train")
+    sampled = train if choice.people is None else folder.pool(stage.name)
+    if sampled.exists() and folder.rows(stage.name, "validation").exists():
         return made
     seed = derive(run.recipe.seed, stage.name, "sampled")
     source = open_prompts(
@@ -237,15 +282,22 @@ def _examples(
     make: sampled_data.Make,
     encode: Callable[[Any], Any],
     context: int | None,
+    model: RewardModel | None = None,
 ) -> Ready[Any]:
-    """The stage's examples, in tokens; a new stage notes those left out."""
+    """The stage's examples, in tokens; a new stage notes those left out.
+
+    People label the pairs that `model` is least sure of.
+    """
+    limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
+    limit = min(limits) if limits else None
     if stage.sampled is None:
         data = cast(PreferenceData, stage.data)
     else:
         data = _sampled_files(run, stage, stage.sampled, make)
+        if stage.sampled.people is not None and model is not None:
+            _ask_people(run, stage, stage.sampled, stage.sampled.people, model, encode, limit)
     splits = READERS[cast(Records, stage.records)](data, run.recipe.seed)
-    limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
-    limit = min(limits) if limits else None
+    splits = with_replay(run.writer.folder, run.recipe, stage, splits)
     sieve: Sieve[Any, Any] = Sieve(encode, limit)
     if data.bad_rows == "quarantine":
         splits = sieve.without_bad(splits)
@@ -262,6 +314,28 @@ def _examples(
     if reasons and run.resume_from is None:
         run.writer.note(f"{stage.name}: rows left out: {', '.join(reasons)} ({kept})")
     return rows
+
+
+def _ask_people(
+    run: RunContext,
+    stage: JudgingStage,
+    choice: SampledData,
+    people: People,
+    model: RewardModel,
+    encode: Callable[[Any], Any],
+    limit: int | None,
+) -> None:
+    """Have people label some of the sampled pairs, unless they have."""
+    folder, round = run.writer.folder, len(versions(run.recipe, stage))
+    if folder.rows(stage.name, "train").exists():
+        return
+    seed = derive(run.recipe.seed, stage.name, "people")
+    choose = partial(
+        choose_pairs, people=people, model=model, encode=encode, limit=limit,
+        token_budget=stage.token_budget, seed=seed,
+    )  # fmt: skip
+    line = label_pairs(folder, stage.name, round, choice, people, choose, seed)
+    run.writer.note(f"{stage.name}: {line}")
 
 
 def _quarantined(run: RunContext, stage: JudgingStage, left: Sequence[LeftOut]) -> str:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -15,7 +16,7 @@ from keel.config.errors import explain_validation
 from keel.config.fields import unknown
 from keel.config.sampling import Evaluation, SamplingSource
 from keel.config.schema import Recipe, Stage
-from keel.config.sources import Rewards, RewardSource, TaskSource
+from keel.config.sources import RewardSource, TaskSource
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS
 from keel.data.tasks import build_task, stored
@@ -25,6 +26,7 @@ from keel.engines.registry import check_engine
 from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
 from keel.models.reward import check_classifier
+from keel.models.teacher import check_teacher
 from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.learned import HOW
 from keel.rewards.registry import MADE, NamedReward, load_reward
@@ -47,6 +49,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
     for stage in recipe.stages[current + 1 :]:
         if stage.sampling is not None:
             _named_stage(stage.name, check_evaluated, stage.sampling)
+            _named_stage(stage.name, partial(_check_teacher, recipe, policy), stage.sampling)
         data, records = stage.preference_data, stage.records
         # The records of a Python function may be expensive to make.
         if data is not None and records is not None and data.name in preferences.KINDS:
@@ -56,20 +59,32 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
             check_classifier(policy.model.config, kind)
 
 
-def check_rewards(rewards: Rewards) -> list[str]:
+def longest_sequence(sampling: SamplingSource, policy: Policy) -> int | None:
+    """The most tokens that a prompt and its completion may have; None where there is no limit."""
+    prompt, answer = sampling.prompts.max_tokens, sampling.rollout.max_tokens
+    return policy.context if prompt is None else prompt + answer
+
+
+def _check_teacher(recipe: Recipe, policy: Policy, sampling: SamplingSource) -> None:
+    if sampling.teacher is not None:
+        longest = longest_sequence(sampling, policy)
+        check_teacher(sampling.teacher, policy, recipe.model, longest)
+
+
+def check_rewards(sampling: SamplingSource) -> list[str]:
     """The names of a stage's rewards, without loading a model or calling a server.
 
     Raises KeelError as the stage would: for an unknown option, a duplicate name, or weights that
-    are all 0.
+    are all 0 where the stage learns from rewards.
     """
-    named = [_named(source) for source in rewards.functions]
-    with closing(Scorer([replace(one, function=None) for one in named])) as scorer:
+    named = [replace(_named(source), function=None) for source in sampling.rewards.functions]
+    with closing(Scorer(named, needed=sampling.needs_reward)) as scorer:
         return [one.name for one in scorer.functions]
 
 
 def check_evaluated(sampling: SamplingSource) -> None:
     """The rewards of a stage, and which of them decides its evaluation. Raises KeelError."""
-    names = check_rewards(sampling.rewards)
+    names = check_rewards(sampling)
     if sampling.evaluation is not None and sampling.evaluation.prompts:
         check_component(sampling.evaluation, names)
 

@@ -382,14 +382,16 @@ def _learnable(loop: Loop, rollouts: Rollouts) -> list[int]:
     """The sequences that are in the loss.
 
     Truncated ones are left out if the recipe masks them; those without a reward are left out unless
-    the advantage compares a group, which gives them 0.
+    the advantage compares a group, which gives them 0, or reads no reward.
     """
+    algorithm = loop.algorithm
+    needed = algorithm.needs_reward and not algorithm.needs_groups
     results = [v for judged in rollouts.results for v in judged]
     completions = [c for group in rollouts.groups for c in group.completions]
     keep = []
     for i, (completion, result) in enumerate(zip(completions, results, strict=True)):
         cut = loop.loss.mask_truncated and completion.finish == "length"
-        unrewarded = result.reward is None and not loop.algorithm.needs_groups
+        unrewarded = needed and result.reward is None
         if not cut and not unrewarded and completion.written.any():
             keep.append(i)
     return keep
@@ -397,13 +399,15 @@ def _learnable(loop: Loop, rollouts: Rollouts) -> list[int]:
 
 @torch.no_grad()
 def _before_update(batch: Batch, estimates: Estimates) -> dict[str, float]:
-    """Metrics of the policy and the value model as they were before the update."""
+    """Metrics of the policy, the teacher and the value model before the update."""
     metrics: dict[str, float] = {}
     old_N, reference_N = batch.old_log_prob_N, batch.reference_log_prob_N
     if old_N is not None and reference_N is not None:
         k1_N = divergences.k1(old_N, reference_N)
         metrics["kl/reference"] = metrics["kl"] = float(k1_N.mean())
         metrics["kl/sequence"] = float(k1_N.sum()) / batch.sequences
+    if old_N is not None and batch.teacher_log_prob_N is not None:
+        metrics["teacher/kl"] = float(divergences.k1(old_N, batch.teacher_log_prob_N).mean())
     value_N, return_N = batch.value_N, estimates.return_N
     if value_N is not None and return_N is not None:
         metrics["value/mean"] = float(value_N.mean())
@@ -440,7 +444,7 @@ def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
     """KL(old‖π), token mean, of the updated policy (arXiv:1707.06347 §4)."""
     total, count = 0.0, 0
     for part in parts:
-        now = loop.learner.score(part, old=True, reference=False, values=False)
+        now = loop.learner.score(part, old=True, reference=False, others=False)
         assert part.old_log_prob_N is not None
         assert now.old_log_prob_N is not None
         total += float(divergences.k3(part.old_log_prob_N, now.old_log_prob_N).sum())
@@ -476,6 +480,7 @@ def _token_values(batch: Batch, updated: UpdateResult) -> dict[str, Tensor]:
     scored = {
         "old_log_probs": batch.old_log_prob_N,
         "reference_log_probs": batch.reference_log_prob_N,
+        "teacher_log_probs": batch.teacher_log_prob_N,
         "values": batch.value_N,
     }
     present = {name: value_N for name, value_N in scored.items() if value_N is not None}

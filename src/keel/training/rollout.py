@@ -134,9 +134,9 @@ class Sampler:
 def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
     """The rollouts of a step, without groups that hold nothing to learn from.
 
-    A group without any reward is dropped and counted; with dynamic sampling (DAPO,
-    arXiv:2503.14476 §3.2) so is one whose rewards before the length penalty are all equal (as all
-    wrong or all right), and the step is refilled.
+    A group without any reward is dropped and counted, where the advantage reads rewards; with
+    dynamic sampling (DAPO, arXiv:2503.14476 §3.2) so is one whose rewards before the length penalty
+    are all equal (as all wrong or all right), and the step is refilled.
     """
     config = sampler.config
     kept: list[tuple[Group, Results]] = []
@@ -155,7 +155,7 @@ def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
         keep = [
             not all_alike(judged, algorithm.needs_steps)
             if config.dynamic_sampling
-            else bool(_rewards(judged))
+            else bool(_rewards(judged)) or not algorithm.needs_reward
             for _, judged in pairs
         ]
         every += pairs

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,11 @@ def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: M
     choice = source.choice
     counts = []
     for split in ("train", "validation"):
-        target = folder.rows(stage, split)
+        train = split == "train"
+        pool = train and choice.people is not None
+        target = folder.pool(stage) if pool else folder.rows(stage, split)
         if target.exists():
             continue
-        train = split == "train"
         prompts = (
             source.sampler.stream.take(choice.train)
             if train
@@ -60,11 +62,16 @@ def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: M
                 "from, since all answers to a prompt have the same reward, or none: raise "
                 "sampled.group_size or sampled.temperature, or fix sampled.rewards"
             )
-        make_folder(target.parent)
-        lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) for row in rows]
-        write_text(target, "\n".join(lines) + "\n")
+        write_jsonl(target, rows)
         counts.append(f"{len(rows)} {split} rows from {len(prompts)} prompts")
     return "; ".join(counts)
+
+
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows to a file, one a line, completely or not at all."""
+    make_folder(path.parent)
+    lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) for row in rows]
+    write_text(path, "\n".join(lines) + "\n")
 
 
 def pairs(
@@ -81,9 +88,11 @@ def pairs(
     rows = []
     for at in order.tolist():
         chosen, rejected = different[at]
-        if rng.random() < choice.noise:
+        inverted = bool(rng.random() < choice.noise)
+        if inverted:
             chosen, rejected = rejected, chosen
-        rows.append({"prompt": _content(group), "chosen": chosen.text, "rejected": rejected.text})
+        row = {"prompt": _content(group), "chosen": chosen.text, "rejected": rejected.text}
+        rows.append(row if choice.people is None else {**row, "inverted": inverted})
     return rows
 
 
@@ -129,7 +138,7 @@ def _examples(
 ) -> Iterator[dict[str, Any]]:
     choice, sampler = source.choice, source.sampler
     if split == "validation":  # accuracy is relative to the rewards themselves
-        choice = choice.model_copy(update={"noise": 0.0})
+        choice = choice.model_copy(update={"noise": 0.0, "people": None})
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
         seed = derive(source.seed, "answers", SEED_NAMES[split], start)
         part = prompts[start : start + PROMPTS_AT_ONCE]

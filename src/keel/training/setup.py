@@ -27,6 +27,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.models.reference import reference_for
+from keel.models.teacher import load_teacher
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.rewards import load_reward
 from keel.rewards.executor import LoopThread
@@ -35,6 +36,7 @@ from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
 from keel.runs.writer import RunWriter
+from keel.training.recipe_checks import longest_sequence
 from keel.training.rl import LossConfig, Schedule
 from keel.training.rollout import Sampler
 from keel.training.state import (
@@ -155,7 +157,13 @@ def loss_config(stage: RLStage) -> LossConfig:
         mask_truncated=stage.rollout.mask_truncated,
         old_log_probs=stage.rollout.old_log_probs,
         score_old=trainer
-        and (several_updates or adaptive or penalised or stage.reference.measured),
+        and (
+            several_updates
+            or adaptive
+            or penalised
+            or stage.reference.measured
+            or algorithm.needs_teacher
+        ),
         score_reference=stage.keeps_reference,
     )
 
@@ -244,9 +252,10 @@ def scorer(
     *,
     max_tokens: int,
     overlong_buffer: int = 0,
+    needed: bool = True,
     loop: LoopThread | None = None,
 ) -> Scorer:
-    """The scorer of a stage's rewards."""
+    """The scorer of a stage's rewards; `needed`: the stage learns from them."""
     return Scorer(
         functions,
         tasks,
@@ -254,6 +263,7 @@ def scorer(
         on_error=rewards.on_error,
         max_tokens=max_tokens,
         overlong_buffer=overlong_buffer,
+        needed=needed,
         loop=loop,
     )
 
@@ -317,11 +327,16 @@ def build_learner(
     value_model: ValueHead | Critic | None = critic if value_head is None else value_head
     state = None if resume_from is None else read_reference(resume_from)
     reference = reference_for(policy, state) if stage.keeps_reference else None
+    teacher = None
+    if stage.teacher is not None:
+        longest = longest_sequence(stage.sampling, policy)
+        teacher = load_teacher(stage.teacher, policy, model, longest)
     learner = Learner(
         policy=policy,
         optimizer=AdamW(trainable(policy), stage.optimizer),
         budget=budget,
         reference=reference,
+        teacher=teacher,
         value_head=value_head,
         critic=critic,
         value_optimizer=None

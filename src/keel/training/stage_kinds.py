@@ -154,7 +154,14 @@ def build_loop(
         state=progress.stream,
     )
     functions = load_rewards(stage.rewards, reward_context(run.recipe, run.folder, policy))
-    scored = partial(scorer, stage.rewards, functions, source.tasks, max_tokens=rollout.max_tokens)
+    scored = partial(
+        scorer,
+        stage.rewards,
+        functions,
+        source.tasks,
+        max_tokens=rollout.max_tokens,
+        needed=stage.algorithm.needs_reward,
+    )
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
     sampler = build_sampler(policy, source, shaped, rollout, seed, model=model)
     evaluated = scored(loop=shaped.loop)

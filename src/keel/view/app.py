@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from keel.types import KeelError
 from keel.view.address import Address
-from keel.view.guard import LOOPBACK, Guard
 from keel.view.library import Library
+from keel.view.server import require_nicegui, serve_pages
 
 
 def serve(
@@ -25,27 +23,19 @@ def serve(
 ) -> None:
     """Serve the pages of the runs in and below `folders` until interrupted.
 
-    `port` None takes 8765, or a free one where that is taken. On another host than the loopback a
-    new token is needed, which the announced address holds. `price` is of an hour of the machine.
+    `host` and `port` as in `serve_pages`. `price` is of an hour of the machine.
 
     Raises KeelError where there is no run, NiceGUI is missing, or the address is taken.
     """
-    try:
-        from nicegui import app, ui
-    except ImportError as error:
-        raise KeelError(
-            "keel view needs NiceGUI: pip install 'keel-rl[view]' (keel report writes one HTML "
-            "file without it)"
-        ) from error
+    require_nicegui("keel view", " (keel report writes one HTML file without it)")
+    from nicegui import ui
+
     from keel.view.curves import curves_page
     from keel.view.frame import Shown, page, problem
     from keel.view.rollouts import rollouts_page
     from keel.view.runs import diagnosis_page, objective_page, runs_page
 
     library = Library(folders)
-    local = host in LOOPBACK
-    token = None if local else secrets.token_urlsafe(24)
-    port = _free_port(host, port)
     start = "/curves" if len(library.names()) == 1 else "/"
 
     def show(build: Callable[[Library, Address], None], path: str) -> None:
@@ -77,23 +67,7 @@ def serve(
         show(objective_page, "/objective")
 
     _preload(library)
-    app.add_middleware(Guard, hosts=LOOPBACK if local else None, token=token)
-    named = f"[{host}]" if ":" in host else host
-    if host in ("0.0.0.0", "::"):
-        named = socket.gethostname()
-    query = "" if token is None else f"?token={token}"
-    url = f"http://{named}:{port}{start}{query}"
-    app.on_startup(lambda: announce(f"keel view: {url} (Ctrl-C stops it)"))
-    ui.run(
-        host=host,
-        port=port,
-        title="Keel",
-        favicon="📈",
-        dark=None,
-        reload=False,
-        show=f"{start}{query}" if browser else False,
-        show_welcome_message=False,
-    )
+    serve_pages("keel view", start, host=host, port=port, browser=browser, announce=announce)
 
 
 def _preload(library: Library) -> None:
@@ -103,22 +77,3 @@ def _preload(library: Library) -> None:
             library.get(name).update()
         except KeelError:
             continue  # its page says what is wrong
-
-
-def _free_port(host: str, wanted: int | None) -> int:
-    """The port to bind; raises KeelError where it is taken, or the host is not of this machine."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in (8765, 0) if wanted is None else (wanted,):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                why = error.strerror or error
-                if wanted is None and port != 0:
-                    continue
-                raise KeelError(
-                    f"cannot serve on {host}:{port}: {why}: choose another --port or --host"
-                ) from error
-            return int(probe.getsockname()[1])
-    raise KeelError(f"no free port on {host}: name one with --port")

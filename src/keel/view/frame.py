@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ body { font-size: 15px; }
           grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); }
 .pictures { grid-template-columns: repeat(auto-fill, minmax(min(100%, 600px), 1fr)); }
 .panel { border: 1px solid rgba(128,128,128,.28); border-radius: 8px; padding: 10px 12px; }
-.panel h2, .page h2 { font-size: 16px; font-weight: 600; line-height: 1.3; margin: 0; }
+.panel h2, .page h2, .q-card h2 { font-size: 16px; font-weight: 600; line-height: 1.3; margin: 0; }
 .chart { width: 100%; height: 270px; }
 .text, .tokens { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate;
                  font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 13px; }
@@ -65,57 +65,92 @@ Keys = Mapping[str, tuple[str, Callable[[], object]]]
 """A page's own keys: what each does, in words, and the function."""
 
 
+FIELDS = ("input", "select", "textarea")
+"""Elements in which a key is text, and nothing more."""
+
+
 @contextmanager
 def page(shown: Shown, title: str, keys: Keys | None = None) -> Iterator[None]:
     """The frame of a page: header with navigation, theme and help; the block fills it."""
     address = shown.address
-    ui.add_css(STYLE)
-    ui.page_title(visible(f"{title} · Keel", 120))
-    ui.dark_mode({"dark": True, "light": False}.get(address.theme or ""))
-    own = dict(keys or {})
+    begin(title, address.theme)
 
     def toggle() -> None:
-        now = "light" if shown.address.theme == "dark" else "dark"
-        shown.change(theme=now)
+        shown.change(theme=other_theme(shown.address.theme))
         ui.navigate.to(shown.address.url(shown.path))
 
     every: dict[str, tuple[str, Callable[[], object]]] = {
         key: (f"open {name}", lambda path=path: ui.navigate.to(shown.address.url(path)))  # type: ignore[misc]
         for path, name, key in PAGES
     }
-    every |= {"t": ("switch between dark and light", toggle), **own}
+    every |= {"t": ("switch between dark and light", toggle), **(keys or {})}
     with ui.dialog() as help_, ui.card():
-        ui.html("<h2>Keys</h2>", sanitize=False)
-        for key, (what, _) in [*every.items(), ("?", ("this list", None))]:
-            ui.label(f"{key}   {what}").classes("text")
+        every["?"] = ("this list", help_.open)
+        list_keys(every)
+    listen(every, ignore=(*FIELDS, "button"))
+    with header(toggle, help_), ui.element("nav").style("display: flex; flex-wrap: wrap; gap: 2px"):
+        for path, name, key in PAGES:
+            link = ui.link(name, address.url(path)).classes("nav")
+            link.props(f'title="{name} ({key})"')
+            if path == shown.path:
+                link.classes("here").props("aria-current=page")
+    with ui.column().classes("page"):
+        yield
+
+
+def begin(title: str, theme: str | None) -> None:
+    """The style, title and theme of a page."""
+    ui.add_css(STYLE)
+    ui.page_title(visible(f"{title} · Keel", 120))
+    ui.dark_mode({"dark": True, "light": False}.get(theme or ""))
+
+
+def other_theme(theme: str | None) -> str:
+    return "light" if theme == "dark" else "dark"
+
+
+def listen(keys: Keys, *, ignore: Sequence[str] = FIELDS, held: bool = True) -> None:
+    """Call a key's function when it is pressed; again and again while it is `held`, or once."""
 
     async def pressed(event: events.KeyEventArguments) -> None:
-        held = event.modifiers
-        if not event.action.keydown or held.ctrl or held.alt or held.meta:
+        modified = event.modifiers
+        if not event.action.keydown or modified.ctrl or modified.alt or modified.meta:
             return
-        if event.key.name == "?":
-            help_.open()
-        elif event.key.name in every:
-            doing = every[event.key.name][1]()
+        name = _key(event.key)
+        if name in keys:
+            doing = keys[name][1]()
             if isinstance(doing, Awaitable):
                 await doing
 
-    ui.keyboard(on_key=pressed)
+    ui.keyboard(on_key=pressed, repeating=held, ignore=list(ignore))  # type: ignore[arg-type]
+
+
+def _key(key: events.KeyboardKey) -> str:
+    """The name of a key; of letters the small one, in other scripts that of a Latin keyboard."""
+    if len(key.name) != 1:
+        return key.name
+    latin = key.name if key.name.isascii() else key.code.removeprefix("Key").removeprefix("Digit")
+    return latin.lower()
+
+
+def list_keys(keys: Keys) -> None:
+    """What each key does."""
+    ui.html("<h2>Keys</h2>", sanitize=False)
+    for key, (what, _) in keys.items():
+        ui.label(f"{key}   {what}").classes("text")
+
+
+@contextmanager
+def header(toggle: Callable[[], object], help_: ui.dialog) -> Iterator[None]:
+    """The bar at the top, with buttons for theme and help; the block fills its left."""
     with ui.header().classes("items-center").style("padding: 6px 14px; gap: 6px"):
         ui.label("Keel").style("font-weight: 700; margin-right: 8px")
-        with ui.element("nav").style("display: flex; flex-wrap: wrap; gap: 2px"):
-            for path, name, key in PAGES:
-                link = ui.link(name, address.url(path)).classes("nav")
-                link.props(f'title="{name} ({key})"')
-                if path == shown.path:
-                    link.classes("here").props("aria-current=page")
+        yield
         ui.space()
         button = ui.button(icon="contrast", on_click=toggle).props("flat round dense color=white")
         button.props('aria-label="dark or light" data-testid=theme')
         help_button = ui.button(icon="keyboard", on_click=help_.open)
         help_button.props('flat round dense color=white aria-label="keys"')
-    with ui.column().classes("page"):
-        yield
 
 
 def linked(table: ui.table, column: str) -> None:

@@ -39,7 +39,7 @@ class Guard:
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         by_query = self._fits(given)
         if wrong is None and not by_query and not self._fits(_cookie(headers.get("cookie", ""))):
-            wrong = "this page needs the token that keel view printed: open the address with it"
+            wrong = "this page needs the token that the command printed: open the address with it"
         if wrong is not None:
             await _refuse(scope, receive, send, wrong)
             return

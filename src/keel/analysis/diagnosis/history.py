@@ -15,6 +15,8 @@ Array = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 GROUP_ADVANTAGES = ("group_relative", "leave_one_out", "process_group_relative", "optimal")
 """Advantages that are 0 where all rewards of a group are equal."""
+UNREWARDED_ADVANTAGES = ("teacher_log_ratio",)
+"""Advantages that read no reward: what rewards show says nothing of the signal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,11 @@ class StageHistory:
         kind = self.setting("algorithm.advantage.kind")
         baseline = self.setting("algorithm.advantage.group_baseline", False)
         return several and (kind in GROUP_ADVANTAGES or bool(baseline))
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether advantages are made of rewards."""
+        return self.setting("algorithm.advantage.kind") not in UNREWARDED_ADVANTAGES
 
     @property
     def pass_at_1(self) -> str | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keel.config.fields import unknown
+from keel.config.fields import BadRows, unknown
 from keel.data.preferences.agreement import Agreement, Bootstrap, cohen_kappa, percent_agreement
-from keel.data.preferences.schema import Preference
+from keel.data.preferences.schema import Origin, Preference
+from keel.data.tables import Gathered, Where
+from keel.runs.quarantine import LeftOut
 from keel.types import KeelError
 
 TIE, FIRST, SECOND = 0, 1, 2
@@ -26,6 +28,7 @@ class Annotated:
     prompt: str
     answers: tuple[str, str]
     votes: tuple[int, ...]
+    origin: Origin | None = field(default=None, compare=False, repr=False)
 
     @property
     def share(self) -> float:
@@ -66,10 +69,14 @@ class Annotated:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What a published file holds; `read_as_text` counts answers that were true or false."""
+    """What a published file holds; `read_as_text` counts answers that were true or false.
+
+    `bad` are the rows that could not be read.
+    """
 
     rows: tuple[Annotated, ...]
     read_as_text: int = 0
+    bad: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,11 @@ class Cell:
     path: Path
     number: int
     row: Mapping[str, Any]
+
+    @property
+    def origin(self) -> Origin:
+        """Where the row stands."""
+        return Origin(str(self.path), ": row ", self.number, self.row)
 
     def get(self, column: str) -> Any:
         """What the column holds. Raises KeelError where there is no such column."""
@@ -143,12 +155,25 @@ def read_cells(path: Path, what: str) -> list[Cell]:
     return [Cell(path, number, row) for number, row in enumerate(found, start=1)]
 
 
+def _rows(
+    path: Path, what: str, make: Callable[[Cell], Annotated], bad: Gathered
+) -> list[Annotated]:
+    """The rows of a published file, those that cannot be read taken by `bad`."""
+    rows = []
+    for cell in read_cells(path, what):
+        try:
+            rows.append(make(cell))
+        except KeelError as error:
+            bad.take(error, Where(str(path)), cell.number, cell.row)
+    return rows
+
+
 SETS = ("Natural", "Neighbor", "GPTInst", "GPTOut", "Manual")
 AS_PUBLISHED = "dataset.json"
 """The one name that every set's file has where it was published; its folder names the set."""
 
 
-def read_llmbar(path: Path) -> Imported:
+def read_llmbar(path: Path, bad_rows: BadRows = "stop") -> Imported:
     """One file, or those under a folder; the label is the one vote.
 
     Of a folder with the published layout (`Natural/dataset.json`) only files of that name are read,
@@ -156,7 +181,7 @@ def read_llmbar(path: Path) -> Imported:
     other folder every `*.json`. Raises KeelError.
     """
     if not path.is_dir():
-        return Imported(_file(path))
+        return _files([path], bad_rows)
     files = sorted(path.rglob(AS_PUBLISHED)) or sorted(path.rglob("*.json"))
     if not files:
         raise KeelError(f"{path}: holds no *.json: give LLMBar's folder or one of its files")
@@ -167,7 +192,7 @@ def read_llmbar(path: Path) -> Imported:
         if first.setdefault(_set(file), file) is not file:
             name = _set(file)
             raise KeelError(f"{file}: the set {name!r} is in {first[name]} as well: move one away")
-    return Imported(tuple(row for file in files for row in _file(file)))
+    return _files(files, bad_rows)
 
 
 def is_llmbar(folder: Path) -> bool:
@@ -181,17 +206,21 @@ def _set(path: Path) -> str:
     return path.resolve().parent.name if path.name == AS_PUBLISHED else path.stem
 
 
-def _file(path: Path) -> tuple[Annotated, ...]:
-    """Rows are named by their set and their number from 0: llmbar/Natural/0."""
-    rows = []
-    for cell in read_cells(path, "a file of LLMBar"):
-        prompt = cell.text("input")
-        if not prompt.strip():
-            raise cell.wrong("input", "is empty")
-        answers = cell.text("output_1"), cell.text("output_2")
-        vote = cell.verdict("label", (FIRST, SECOND))
-        rows.append(Annotated(f"llmbar/{_set(path)}/{cell.number - 1}", prompt, answers, (vote,)))
-    return tuple(rows)
+def _files(paths: Sequence[Path], bad_rows: BadRows) -> Imported:
+    bad = Gathered(bad_rows)
+    rows = [row for p in paths for row in _rows(p, "a file of LLMBar", _llmbar, bad)]
+    return Imported(tuple(rows), bad=tuple(bad.rows))
+
+
+def _llmbar(cell: Cell) -> Annotated:
+    """A row, named by its set and its number from 0: llmbar/Natural/0."""
+    prompt = cell.text("input")
+    if not prompt.strip():
+        raise cell.wrong("input", "is empty")
+    answers = cell.text("output_1"), cell.text("output_2")
+    vote = cell.verdict("label", (FIRST, SECOND))
+    id = f"llmbar/{_set(cell.path)}/{cell.number - 1}"
+    return Annotated(id, prompt, answers, (vote,), cell.origin)
 
 
 TEST_SET = "testset-v1.json"
@@ -227,26 +256,29 @@ class Against:
     split: int
 
 
-def read_pandalm(path: Path) -> Imported:
+def read_pandalm(path: Path, bad_rows: BadRows = "stop") -> Imported:
     """The test set, from its file or the folder that holds it.
 
     The prompt is the instruction, and the input, where there is one, after a blank line. Raises
     KeelError, naming file, row and column.
     """
-    file = path / TEST_SET if path.is_dir() else path
-    rows, read_as_text = [], 0
-    for cell in read_cells(file, f"PandaLM's {TEST_SET}"):
-        parts = [cell.text("instruction"), cell.text("input")]
-        prompt = "\n\n".join(part for part in parts if part.strip())
-        if not prompt:
-            raise cell.wrong("instruction", "is empty")
-        answers = cell.text("response1"), cell.text("response2")
-        read_as_text += sum(isinstance(cell.row[c], bool) for c in ("response1", "response2"))
-        votes = tuple(cell.verdict(person, (TIE, FIRST, SECOND)) for person in PEOPLE)
-        rows.append(Annotated(f"pandalm/{_number(cell)}", prompt, answers, votes))
+    file, bad = path / TEST_SET if path.is_dir() else path, Gathered(bad_rows)
+    rows = _rows(file, f"PandaLM's {TEST_SET}", _pandalm, bad)
     if len({row.id for row in rows}) < len(rows):
         raise KeelError(f"{file}: two rows have the same idx: fix the file, or download it again")
-    return Imported(tuple(rows), read_as_text)
+    answers = [o.row[c] for row in rows if (o := row.origin) for c in ("response1", "response2")]
+    read_as_text = sum(isinstance(answer, bool) for answer in answers)
+    return Imported(tuple(rows), read_as_text, tuple(bad.rows))
+
+
+def _pandalm(cell: Cell) -> Annotated:
+    parts = [cell.text("instruction"), cell.text("input")]
+    prompt = "\n\n".join(part for part in parts if part.strip())
+    if not prompt:
+        raise cell.wrong("instruction", "is empty")
+    answers = cell.text("response1"), cell.text("response2")
+    votes = tuple(cell.verdict(person, (TIE, FIRST, SECOND)) for person in PEOPLE)
+    return Annotated(f"pandalm/{_number(cell)}", prompt, answers, votes, cell.origin)
 
 
 def read_judges(folder: Path, rows: Sequence[Annotated]) -> list[PandaLMJudge]:

@@ -96,7 +96,9 @@ class Client:
         try:
             import httpx2
         except ImportError:
-            raise KeelError("an LLM judge needs httpx2: pip install 'keel-rl[judge]'") from None
+            raise KeelError(
+                "a model on a server needs httpx2: pip install 'keel-rl[judge]'"
+            ) from None
         self.url = OPENAI if url is None else url
         _check_address(self.url)
         # OpenAI's key is for OpenAI alone; other servers get the key that was named for them.
@@ -163,14 +165,14 @@ class Client:
             wait = _retry_after(headers)
             if wait > LONGEST_WAIT:
                 return KeelError(
-                    f"the judge at {self.url} asks to wait {wait:.0f} s ({why}): resume then"
+                    f"the server at {self.url} asks to wait {wait:.0f} s ({why}): resume then"
                 )
             return Failure(why, billed=status in GATEWAY, wait=wait)
         if "response_format" in body and ("response_format" in message or "json_" in message):
             return Unstructured(why)
         if 300 <= status < 400:
             return KeelError(
-                f"the judge at {self.url} redirects to another address ({why}), which is not "
+                f"the server at {self.url} redirects to another address ({why}), which is not "
                 "followed: set url to the server itself"
             )
         hint = "check the options model, max_tokens, extra and without"
@@ -178,7 +180,7 @@ class Client:
             hint = f"check the key in {self.key_from}" if self.key_from else "set api_key_env"
         elif status == 404:
             hint = "check the options url and model"
-        return KeelError(f"the judge at {self.url} refuses the request ({why}): {hint}")
+        return KeelError(f"the server at {self.url} refuses the request ({why}): {hint}")
 
     def _parse(self, text: str) -> Reply:
         """The reply in a body. A request with another body was probably billed."""

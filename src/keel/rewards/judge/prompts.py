@@ -86,6 +86,22 @@ class Question:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages that are answered in plain text."""
+
+    messages: tuple[Mapping[str, str], ...]
+
+    def format(self, structured: Structured) -> None:
+        """The `response_format` of a request: none."""
+
+
+def chat(prompt: Content) -> Chat:
+    """A prompt as messages; a text is the user's."""
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return Chat(tuple({"role": turn["role"], "content": turn["content"]} for turn in turns))
+
+
 def score_question(
     prompt: Content,
     answer: str,

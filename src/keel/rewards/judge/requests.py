@@ -7,18 +7,20 @@ import hashlib
 import json
 import random
 import threading
+import time
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from keel.rewards.judge.client import Client, Failure, Refused, Unstructured
 from keel.rewards.judge.options import JudgeOptions
-from keel.rewards.judge.prompts import ParsedReply, Question, Structured, parse
+from keel.rewards.judge.prompts import Chat, ParsedReply, Question, Structured, parse
 from keel.rewards.judge.store import Cost, JudgeStore, StoredAnswer
 from keel.types import KeelError
 
+R = TypeVar("R")
 LONGEST_BACKOFF = 60.0
 
 
@@ -44,12 +46,14 @@ class Asker:
     A request that was sent is waited for and its answer stored, even where its caller was
     cancelled: it is paid for. The n-th request without an answer is followed by another after
     `backoff · 2^(n−1)` seconds, less up to half, at most `retries` times. `sleep` waits for that.
+    `seconds` has how long each answer took, by its key, of those that this process got.
     """
 
     def __init__(self, client: Client, store: JudgeStore, options: JudgeOptions) -> None:
         self.client = client
         self.store = store
         self.options = options
+        self.seconds: dict[str, float] = {}
         self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._structured = options.structured
         self._slots = asyncio.Semaphore(options.concurrency)
@@ -65,8 +69,14 @@ class Asker:
         Raises KeelError where the server gives no answers, or the spend limit is reached. Then no
         further question is sent.
         """
-        asked = asyncio.run_coroutine_threadsafe(self._judge_all(questions), self._own_loop())
-        return await asyncio.wrap_future(asked)
+        return await self._in_loop(self._judge_all(questions))
+
+    async def complete(self, chat: Chat, sample: int) -> tuple[str, StoredAnswer]:
+        """The key and the answer of a sample, whose seed is the options' plus its number.
+
+        Raises KeelError as `judge` does.
+        """
+        return await self._in_loop(self._answer(chat, sample))
 
     def close(self) -> None:
         """Cancel what waits, store the answers to what was sent (for at most the time that a
@@ -79,6 +89,15 @@ class Asker:
             self._thread.join()
             loop.close()
         self.store.close()
+
+    async def _in_loop(self, asking: Coroutine[Any, Any, R]) -> R:
+        """Run in the thread of its own."""
+        try:
+            loop = self._own_loop()
+        except asyncio.CancelledError:
+            asking.close()
+            raise
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, loop))
 
     async def _judge_all(self, questions: Sequence[Question]) -> list[Judgement]:
         if self._closing:
@@ -104,7 +123,7 @@ class Asker:
                 break
         return Judgement(parsed, costs)
 
-    async def _answer(self, question: Question, sample: int) -> tuple[str, StoredAnswer]:
+    async def _answer(self, question: Question | Chat, sample: int) -> tuple[str, StoredAnswer]:
         """The key and the answer of one sample, from the cache or the server."""
         key = self._key(question, sample)
         jitter = random.Random(key)
@@ -126,7 +145,7 @@ class Asker:
                     useless += failure.answered
                     if failures > self.options.retries:
                         raise KeelError(
-                            f"the judge {self.options.model!r} at {self.client.url} gave no answer "
+                            f"the model {self.options.model!r} at {self.client.url} gave no answer "
                             f"in {failures} attempts, last {failure}: check the server, or raise "
                             "retries"
                         ) from None
@@ -136,7 +155,7 @@ class Asker:
         return key, answer
 
     async def _start(
-        self, key: str, question: Question, sample: int, name: str
+        self, key: str, question: Question | Chat, sample: int, name: str
     ) -> asyncio.Task[None] | None:
         """Wait for a slot, reserve the worst case and send; None where the answer arrived."""
         await self._slots.acquire()
@@ -164,6 +183,7 @@ class Asker:
         self, reservation: int, key: str, body: Mapping[str, Any], worst: Cost, name: str
     ) -> None:
         """One request; its answer is stored, or its reservation dropped or, if billed, left."""
+        start = time.monotonic()
         try:
             reply = await self.client.post(body, name)
             cost = worst if reply.usage is None else self.options.prices.cost(*reply.usage)
@@ -176,6 +196,7 @@ class Asker:
             if not (isinstance(error, Failure) and error.billed):
                 self.store.release(reservation)
             raise
+        self.seconds[key] = time.monotonic() - start
         self.store.commit(reservation, key, answer, self.options.model)
 
     def _sent(self, key: str, sending: asyncio.Task[None]) -> None:
@@ -192,7 +213,7 @@ class Asker:
             await asyncio.wait(sending)
         await self.client.close()
 
-    def _body(self, question: Question, sample: int, form: Structured) -> dict[str, Any]:
+    def _body(self, question: Question | Chat, sample: int, form: Structured) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.options.model, "messages": list(question.messages)}
         body |= self.options.sampling
         if "seed" not in self.options.without:
@@ -201,7 +222,7 @@ class Asker:
             body["response_format"] = shape
         return body
 
-    def _key(self, question: Question, sample: int) -> str:
+    def _key(self, question: Question | Chat, sample: int) -> str:
         """The key of a sample: server, model, messages, parameters, format and number."""
         body = self._body(question, sample, self.options.structured)
         whole = {"url": self.client.url, "body": body, "draw": sample}

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keel.data.database import Database, Format
 from keel.types import KeelError
 
 ROUNDING = 1e-9
 """Dollars that sums of floats may be off by."""
 FRAME = 64
 """Most tokens that a chat template adds to a message, and to the whole; usual are 3 to 12."""
-VERSION = 2
-"""Version of the tables."""
-TABLES = """
-CREATE TABLE IF NOT EXISTS answers (
-    key TEXT PRIMARY KEY, model TEXT, text TEXT, finish TEXT, refusal TEXT,
-    tokens_in INTEGER, tokens_out INTEGER, dollars REAL
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS requests (
-    id INTEGER PRIMARY KEY, tokens_in INTEGER, tokens_out INTEGER, dollars REAL
-);
-CREATE TABLE IF NOT EXISTS spent (
-    id INTEGER PRIMARY KEY CHECK (id = 0), tokens_in INTEGER, tokens_out INTEGER, dollars REAL
-);
-INSERT OR IGNORE INTO spent VALUES (0, 0, 0, 0);
-"""
+FORMAT = Format(
+    application=0,
+    version=2,
+    tables=frozenset(("answers", "requests", "spent")),
+    statements=(
+        """CREATE TABLE IF NOT EXISTS answers (
+            key TEXT PRIMARY KEY, model TEXT, text TEXT, finish TEXT, refusal TEXT,
+            tokens_in INTEGER, tokens_out INTEGER, dollars REAL
+        ) WITHOUT ROWID""",
+        """CREATE TABLE IF NOT EXISTS requests (
+            id INTEGER PRIMARY KEY, tokens_in INTEGER, tokens_out INTEGER, dollars REAL
+        )""",
+        """CREATE TABLE IF NOT EXISTS spent (
+            id INTEGER PRIMARY KEY CHECK (id = 0), tokens_in INTEGER, tokens_out INTEGER,
+            dollars REAL
+        )""",
+        "INSERT OR IGNORE INTO spent VALUES (0, 0, 0, 0)",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,10 @@ class Prices:
         return self.cost(bytes_in + FRAME * (len(messages) + 1), max_tokens)
 
 
+class SpendLimitReached(KeelError):
+    """The limit does not cover the next request; all that was paid for is stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpendLimit:
     """The most that may be spent, over all runs that share a cache; None is no limit."""
@@ -94,13 +100,13 @@ class SpendLimit:
             self.tokens is None or cost.tokens <= self.tokens
         )
 
-    def error(self, spent: Cost, lost: Cost, worst: Cost) -> KeelError:
+    def error(self, spent: Cost, lost: Cost, worst: Cost) -> SpendLimitReached:
         """The error where the rest does not cover the worst case of the next request."""
         if SpendLimit(tokens=self.tokens).covers(spent + lost + worst):
             option, value = "budget", f"{self.dollars:g} dollars"
         else:
             option, value = "budget_tokens", f"{self.tokens}"
-        return KeelError(
+        return SpendLimitReached(
             f"{option} = {value} is used up: {spent} spent, {lost} on requests without a stored "
             f"answer, and the next may need {worst}: raise {option}"
         )
@@ -140,36 +146,20 @@ class JudgeStore:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._lock = threading.RLock()
-        with self._errors():
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
-                ":memory:" if path is None else path,
-                timeout=60.0,
-                isolation_level=None,
-                check_same_thread=False,
-            )
-            try:
-                self._open()
-            except BaseException:
-                self._db.close()
-                raise
+        self._db = Database(path, FORMAT, f"cache = {str(path)!r}")
 
     def find(self, key: str) -> StoredAnswer | None:
         """The stored answer to a question."""
         columns = "text, finish, refusal, tokens_in, tokens_out, dollars"
-        with self._lock, self._errors():
-            query = f"SELECT {columns} FROM answers WHERE key = ?"
-            found = self._db.execute(query, (key,)).fetchone()
-        if found is None:
+        found = self._db.rows(f"SELECT {columns} FROM answers WHERE key = ?", (key,))
+        if not found:
             return None
-        text, finish, refusal, *cost = found
+        text, finish, refusal, *cost = found[0]
         return StoredAnswer(text, finish, refusal, Cost(*cost))
 
     def reserve(self, worst: Cost, limit: SpendLimit) -> int | None:
         """Reserve the worst case of a request; its id, or None beyond the limit."""
-        with self._transaction():
+        with self._db.transaction():
             if not limit.covers(self._sum("spent") + self._sum("requests") + worst):
                 return None
             return self._db.execute(
@@ -183,7 +173,7 @@ class JudgeStore:
         Where another process stored one first, that one stays and both are counted as spent.
         """
         cost = (answer.cost.tokens_in, answer.cost.tokens_out, answer.cost.dollars)
-        with self._transaction():
+        with self._db.transaction():
             self._db.execute("DELETE FROM requests WHERE id = ?", (reservation,))
             self._db.execute(
                 "UPDATE spent SET tokens_in = tokens_in + ?, tokens_out = tokens_out + ?,"
@@ -197,12 +187,17 @@ class JudgeStore:
 
     def release(self, reservation: int) -> None:
         """Drop the reservation of a request that was not billed."""
-        with self._transaction():
+        with self._db.transaction():
             self._db.execute("DELETE FROM requests WHERE id = ?", (reservation,))
+
+    def costs(self) -> list[tuple[str, str, Cost]]:
+        """Each stored answer's key, model and cost."""
+        sql = "SELECT key, model, tokens_in, tokens_out, dollars FROM answers ORDER BY key"
+        return [(key, model, Cost(*cost)) for key, model, *cost in self._db.rows(sql)]
 
     def account(self) -> Account:
         """What was spent so far, by every process that used the file."""
-        with self._transaction():
+        with self._db.transaction():
             answers, lost = (
                 self._db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
                 for table in ("answers", "requests")
@@ -211,47 +206,7 @@ class JudgeStore:
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._db.close()
-
-    def _open(self) -> None:
-        # One statement, so that no other process writes between; it changes nothing.
-        version, names = self._db.execute(
-            "SELECT (SELECT user_version FROM pragma_user_version),"
-            " (SELECT COALESCE(GROUP_CONCAT(name), '') FROM sqlite_master)"
-        ).fetchone()
-        ours = version == VERSION and {"answers", "requests", "spent"} <= set(names.split(","))
-        if not ours and (version or names):
-            raise sqlite3.DatabaseError("it belongs to another program or version")
-        self._db.execute("PRAGMA journal_mode = WAL")
-        # A commit survives a kill of the process; a power failure may undo the last ones.
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        with self._transaction():
-            for statement in TABLES.split(";"):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {VERSION}")
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """All or nothing, while no other thread or process writes."""
-        with self._lock, self._errors():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:  # a full disk ends it by itself
-                    self._db.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, sqlite3.Error) as error:
-            raise KeelError(
-                f"cache = {str(self.path)!r} cannot be used: {error}: name another file"
-            ) from None
+        self._db.close()
 
     def _sum(self, table: str) -> Cost:
         columns = ("tokens_in", "tokens_out", "dollars")

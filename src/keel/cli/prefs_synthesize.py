@@ -1,0 +1,271 @@
+"""`keel prefs synthesize` and `keel prefs audit`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from keel.config.fields import unknown
+from keel.config.load import parse_override
+from keel.config.presets import merge
+from keel.data.preferences.store.audit import audit_judges
+from keel.data.preferences.store.records import PromptRecord
+from keel.data.preferences.store.store import PreferenceStore
+from keel.runs.values import plain
+from keel.types import KeelError, Sampling
+from keel.workflows.synthesis.forecast import forecast_lines
+from keel.workflows.synthesis.options import (
+    SAMPLING,
+    CompletionModel,
+    ModelFolder,
+    ModelServer,
+    SynthesisOptions,
+    parse_model,
+)
+from keel.workflows.synthesis.run import SynthesisReport, estimate, read_prompts, synthesize
+
+STOPPED = 3
+"""The exit code where the budget ended it."""
+OPTIONS = ("samples", "pairs", "rubric", "reference", "round", "seed", "budget", "forecast_prompts")
+FIGURES = {
+    "order_consistency": "same in both orders",
+    "position_bias": "position bias",
+    "longer_preferred": "longer preferred",
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The action that the command line names; `STOPPED` where the budget is used up."""
+    if arguments.action == "audit":
+        with PreferenceStore(Path(arguments.store)) as store:
+            found = audit_judges(store)
+        if arguments.json:
+            _print_json({"store": arguments.store, "judges": found})
+        else:
+            print("\n".join([arguments.store, *audit_lines(found)]))
+        return 0
+    options = _options(arguments)
+    prompts = None if arguments.prompts is None else read_prompts(arguments.prompts)
+    path = Path(arguments.store)
+    if arguments.dry_run:
+        _dry_run(arguments, options, prompts, path)
+        return 0
+    if arguments.tokenizer is not None:
+        raise KeelError("--tokenizer: it counts tokens in a dry run alone: add --dry-run")
+    with PreferenceStore(path, create=prompts is not None) as store:
+        report = synthesize(
+            store,
+            options,
+            prompts,
+            only_forecast=arguments.only_forecast,
+            note=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    if arguments.json:
+        _print_json({"store": arguments.store, **report.as_dict()})
+    else:
+        print("\n".join(_lines(arguments.store, report)))
+    if report.stopped is None:
+        return 0
+    print(
+        f"keel: stopped: {report.stopped.replace('raise budget', 'run it again with a larger')} "
+        f"--budget (now {options.budget:g}); what was paid for is kept and not paid again",
+        file=sys.stderr,
+    )
+    return STOPPED
+
+
+# ---------------------------------------------------------------- options
+
+
+def _options(arguments: argparse.Namespace) -> SynthesisOptions:
+    """Raises KeelError for options that do not fit."""
+    prices = {name: _price(text) for name, text in _pairs("price", arguments.price)}
+    keys = dict(_pairs("api-key-env", arguments.api_key_env))
+    models = [parse_model(text) for text in arguments.model]
+    judge = None if arguments.judge is None else parse_model(arguments.judge)
+    if isinstance(judge, ModelFolder):
+        raise KeelError(
+            f"--judge {judge.model!r}: a judge is asked over HTTP: write NAME@http://HOST:PORT/v1 "
+            "or NAME@openai"
+        )
+    if not models and judge is None:
+        raise KeelError("nothing to do: give --model to write completions, --judge to compare them")
+    names = [one.model for one in (*models, judge) if isinstance(one, ModelServer)]
+    for option, given in (("--price", prices), ("--api-key-env", keys)):
+        for name in given:
+            if name not in names:
+                raise KeelError(f"{option}: {unknown('model on a server', name, names)}")
+    for option, needed in (("model_set", models), ("judge_set", judge)):
+        if getattr(arguments, option) and not needed:
+            name = option.partition("_")[0]
+            raise KeelError(f"--{name}-set: there is no --{name} that it could be of: drop it")
+
+    def whole(model: CompletionModel, changes: Sequence[str]) -> CompletionModel:
+        if isinstance(model, ModelFolder):
+            own = {"device": arguments.device, "max_rows": arguments.max_rows}
+            return replace(model, **{name: v for name, v in own.items() if v is not None})
+        options: dict[str, Any] = {}
+        for change in changes:
+            options = merge(options, parse_override(change))
+        return replace(
+            model,
+            price=prices.get(model.model),
+            api_key_env=keys.get(model.model),
+            options=options,
+        )
+
+    chosen: dict[str, Any] = {name: getattr(arguments, name) for name in OPTIONS}
+    if arguments.rubric_file is not None:
+        chosen["rubric"] = _read_text(arguments.rubric_file)
+    return SynthesisOptions(
+        models=tuple(whole(model, arguments.model_set) for model in models),
+        judge=None if judge is None else whole(judge, arguments.judge_set),  # type: ignore[arg-type]
+        sampling=_sampling(arguments),
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    names = ("temperature", "top_p", "max_tokens")
+    given = {name: getattr(arguments, name) for name in names}
+    return replace(SAMPLING, **{name: value for name, value in given.items() if value is not None})
+
+
+def _pairs(option: str, words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for word in words:
+        name, equals, value = word.rpartition("=")
+        if not equals or not name or not value:
+            raise KeelError(f"--{option} {word!r}: write MODEL=VALUE")
+        yield name, value
+
+
+def _price(text: str) -> tuple[float, float]:
+    try:
+        ends = [float(part) for part in text.split(",")]
+    except ValueError:
+        ends = []
+    if len(ends) != 2 or not all(0 <= end < math.inf for end in ends):
+        raise KeelError(f"--price {text!r}: write IN,OUT in dollars a million tokens, as in 2.5,10")
+    return ends[0], ends[1]
+
+
+def _read_text(path: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise KeelError(f"--rubric-file {path}: cannot be read: {why}") from None
+    if not text:
+        raise KeelError(f"--rubric-file {path}: it is empty: write what counts")
+    return text
+
+
+# ---------------------------------------------------------------- a dry run
+
+
+def _dry_run(
+    arguments: argparse.Namespace,
+    options: SynthesisOptions,
+    prompts: list[PromptRecord] | None,
+    path: Path,
+) -> None:
+    """The forecast from texts alone. Nothing is sent, and nothing is written."""
+    with ExitStack() as stack:
+        if prompts is not None and not path.exists():
+            folder = stack.enter_context(TemporaryDirectory())
+            path = Path(folder) / "empty.db"
+        store = stack.enter_context(PreferenceStore(path, create=prompts is not None))
+        chosen = list(store.prompts()) if prompts is None else prompts
+        ratio = None if arguments.tokenizer is None else _ratio(arguments.tokenizer, chosen)
+        found = estimate(store, options, chosen, ratio)
+    if arguments.json:
+        _print_json({"store": arguments.store, "forecast": found.as_dict()})
+    else:
+        print("\n".join(forecast_lines(found, options.budget)))
+
+
+def _ratio(name: str, prompts: Sequence[PromptRecord]) -> float | None:
+    """Tokens a byte of (at most a thousand of) the prompts, by a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    path = Path(name)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # of its own kinds, for a file that is none
+        raise KeelError(f"--tokenizer {name}: no tokenizer.json that loads: {error}") from None
+    contents = [prompt.content for prompt in prompts[:1000]]
+    turns = [
+        [one] if isinstance(one, str) else [turn["content"] for turn in one] for one in contents
+    ]
+    texts = ["\n".join(one) for one in turns]
+    tokens = sum(len(one.ids) for one in tokenizer.encode_batch(texts, add_special_tokens=False))
+    size = sum(len(text.encode()) for text in texts)
+    return tokens / size if tokens else None
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def _print_json(result: Mapping[str, Any]) -> None:
+    print(json.dumps(plain(result), ensure_ascii=False))
+
+
+def _lines(store: str, report: SynthesisReport) -> list[str]:
+    new = ", ".join(f"{count} {name}" for name, count in report.added.items())
+    lines = [f"{store}: new: {new}"]
+    if any(report.left.values()):
+        left = ", ".join(f"{count} {name}" for name, count in report.left.items() if count)
+        lines.append(f"left: {left}")
+    if report.too_long:
+        lines.append(f"left out: {report.too_long} prompts too long for a model folder")
+    for unit, amount in report.ledger["actual"].items():
+        forecast = report.ledger["forecast"].get(unit)
+        of = "" if forecast is None else f", forecast {forecast:.6g}"
+        lines.append(f"  {unit:<20}{amount:>12.6g}{of}")
+    account = report.account
+    if account is not None and account.lost:
+        lines.append(
+            f"  {account.lost} requests were sent and have no stored answer: at most "
+            f"{account.lost_cost}"
+        )
+    return [*lines, *audit_lines(report.audit)]
+
+
+def audit_lines(judges: Sequence[Mapping[str, Any]]) -> list[str]:
+    """An audit for people, a line each."""
+    lines = []
+    for judge in judges:
+        lines.append(
+            f"judge {judge['judge']}: {judge['pairs']} pairs in both orders, {judge['ties']} ties, "
+            f"{judge['no_verdict']} without a verdict"
+        )
+        rubric = " ".join(judge["rubric"].split())
+        lines.append(f"  rubric: {rubric if len(rubric) <= 70 else rubric[:69] + '…'}")
+        lines += [_figure(name, judge[key]) for key, name in FIGURES.items()]
+        lines += [_figure(f"wins of {row['model']}", row["win_rate"]) for row in judge["models"]]
+        if judge["own"] is not None:
+            lines.append(_figure("its own completions", judge["own"]))
+        if judge["own_by_people"] is not None:
+            lines.append(_figure("these, by people", judge["own_by_people"]))
+        if judge["people"] is not None:
+            lines.append(_figure("accuracy, of people", judge["people"]["accuracy"]))
+            lines.append(_figure("Cohen's κ, of people", judge["people"]["cohen_kappa"]))
+    return lines or ["no pair has a judge's labels in both orders"]
+
+
+def _figure(name: str, value: Mapping[str, Any]) -> str:
+    found = value.get("mean", value.get("value"))
+    if not value["n"] or found is None or math.isnan(found):
+        return f"  {name:<22}undefined   n = {value['n']}"
+    ends = value["low"], value["high"]
+    interval = f"[{ends[0]:.3f}, {ends[1]:.3f}]" if all(map(math.isfinite, ends)) else "–"
+    return f"  {name:<22}{found:>9.3f}   {interval}   n = {value['n']}"

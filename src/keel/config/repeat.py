@@ -1,0 +1,106 @@
+"""`[repeat]`: stages that a recipe runs several times, written out one by one. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from keel.algorithms.spec import FrozenModel
+from keel.config.address import stage_name
+from keel.config.errors import explain_validation
+from keel.config.fields import AsTuple, Count, unknown
+from keel.types import KeelError
+
+
+class Repeat(FrozenModel):
+    """Stages that follow each other, and how often they are run in turn."""
+
+    stages: Annotated[tuple[str, ...], AsTuple, Field(min_length=1)]
+    """Names of the stages, in their order."""
+    times: Count
+    """How often they are run."""
+
+
+def write_out(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A gathered recipe without `repeat`, its repeated stages written out as NAME-1, NAME-2, ….
+
+    In them and after them the name of a reward model's stage, in `base.stage` and in rewards, means
+    its newest version: the last stage before that has the name or trains its model further.
+    `base.stage` and `base.replay` are left out where there is none before. Raises KeelError where
+    the stages do not follow each other.
+    """
+    rest = {key: value for key, value in data.items() if key != "repeat"}
+    if "repeat" not in data:
+        return rest
+    try:
+        repeat = Repeat.model_validate(data["repeat"])
+    except ValidationError as error:
+        raise KeelError(f"repeat.{explain_validation(error, {}, Repeat)}") from None
+    stages = data.get("stages")
+    if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
+        return rest
+    start, end = _block(repeat, [stage_name(stage) for stage in stages])
+    block = [
+        {**stage, "name": f"{stage_name(stage)}-{round}"}
+        for round in range(1, repeat.times + 1)
+        for stage in stages[start:end]
+    ]
+    origins = [stage_name(stage) for stage in stages[start:end]] * repeat.times
+    names = [stage_name(stage) for stage in stages]
+    written = [*stages[:start], *block, *stages[end:]]
+    return {**rest, "stages": _resolved(written, [*names[:start], *origins, *names[end:]], start)}
+
+
+def _block(repeat: Repeat, names: list[str]) -> tuple[int, int]:
+    for name in repeat.stages:
+        if name not in names:
+            raise KeelError(f"repeat.stages: {unknown('stage', name, names)}")
+    start = names.index(repeat.stages[0])
+    end = start + len(repeat.stages)
+    if tuple(names[start:end]) != repeat.stages:
+        raise KeelError(
+            f"repeat.stages = {list(repeat.stages)} do not follow each other in the recipe, whose "
+            f"stages are {names}: name those from the first to the last in their order"
+        )
+    return start, end
+
+
+def _resolved(stages: list[Mapping[str, Any]], origins: list[str], start: int) -> list[Any]:
+    """The stages with the newest versions of reward models in place of their names."""
+    newest: dict[str, str] = {}
+    models: dict[str, set[str]] = {}
+    """Of a stage as the recipe names it, the names that mean a version of its model."""
+    found = []
+    for at, (stage, origin) in enumerate(zip(stages, origins, strict=True)):
+        copy = deepcopy(dict(stage))
+        base = copy.get("base")
+        before = base.get("stage") if isinstance(base, dict) else None
+        if at >= start:
+            for table in _references(copy):
+                table["stage"] = newest.get(table["stage"], table["stage"])
+            if isinstance(base, dict) and before == origin and origin not in newest:
+                copy["base"] = {k: v for k, v in base.items() if k not in ("stage", "replay")}
+        versions = {origin}
+        if isinstance(before, str):
+            versions |= models.get(before, {before})
+        for name in versions:
+            newest[name] = stage_name(copy)
+        models[origin] = versions
+        found.append(copy)
+    return found
+
+
+def _references(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The tables of a stage whose `stage` names another one."""
+    tables = [stage.get("base")]
+    for owner in (stage, stage.get("sampled")):
+        rewards = owner.get("rewards") if isinstance(owner, dict) else None
+        functions = rewards.get("functions") if isinstance(rewards, dict) else None
+        for function in functions if isinstance(functions, list) else ():
+            tables.append(function.get("options") if isinstance(function, dict) else None)
+    for table in tables:
+        if isinstance(table, dict) and isinstance(table.get("stage"), str):
+            yield table

@@ -1,0 +1,153 @@
+"""One SQLite file that several threads and processes share, safe to kill at any instant."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from keel.types import KeelError
+
+CACHE_KIB = 65_536
+"""Memory for pages, at most: keys are hashes, so that an index is written to everywhere at once."""
+MAGIC = b"SQLite format 3\0"
+"""The first bytes of every SQLite file."""
+FIXES = {
+    sqlite3.SQLITE_FULL: "free space on its disk",
+    sqlite3.SQLITE_READONLY: "make the file and its folder writable",
+    sqlite3.SQLITE_CANTOPEN: "make the file and its folder readable and writable",
+    sqlite3.SQLITE_BUSY: "another process is writing to it: wait for it to end",
+    sqlite3.SQLITE_LOCKED: "another process is writing to it: wait for it to end",
+}
+"""What to do about an error, by SQLite's primary result code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Whose file it is: SQLite's application_id, a version, and the statements that make it.
+
+    The statements are executed at each opening, so they begin with CREATE ... IF NOT EXISTS.
+    """
+
+    application: int
+    version: int
+    statements: Sequence[str]
+    tables: frozenset[str]
+
+
+class Database:
+    """A connection to a file of one format; `path` None keeps everything in memory.
+
+    `name` begins each error. `synchronous` NORMAL: a commit survives a kill of the process, and a
+    power failure may undo the last ones; FULL: it survives both. `timeout` is how many seconds a
+    write waits for another process. Raises KeelError where the file cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        form: Format,
+        name: str,
+        *,
+        synchronous: Literal["NORMAL", "FULL"] = "NORMAL",
+        timeout: float = 60.0,
+    ) -> None:
+        self.name, self._synchronous = name, synchronous
+        self._lock = threading.RLock()
+        with self.errors():
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(
+                ":memory:" if path is None else path,
+                timeout=timeout,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            try:
+                self._open(form)
+            except BaseException:
+                self._db.close()
+                raise
+
+    def _open(self, form: Format) -> None:
+        # One statement, so that no other process writes between; it changes nothing.
+        application, version, names = self._db.execute(
+            "SELECT (SELECT application_id FROM pragma_application_id),"
+            " (SELECT user_version FROM pragma_user_version),"
+            " (SELECT COALESCE(GROUP_CONCAT(name), '') FROM sqlite_master)"
+        ).fetchone()
+        ours = application == form.application and form.tables <= set(names.split(","))
+        if (not ours or version != form.version) and (application or version or names):
+            other = f"version {version}, and this Keel needs {form.version}"
+            raise sqlite3.DatabaseError(
+                f"it is of {other}" if ours else "it belongs to another program or version"
+            )
+        self._db.execute("PRAGMA foreign_keys = ON")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+        if ours:
+            return
+        with self.transaction():
+            for statement in form.statements:
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA application_id = {form.application}")
+            self._db.execute(f"PRAGMA user_version = {form.version}")
+
+    @contextmanager
+    def transaction(self, lasting: bool = True) -> Iterator[None]:
+        """All or nothing, while no other thread or process writes.
+
+        One that is not `lasting` may be undone by a power failure, and does not wait for the disk.
+        """
+        with self._lock, self.errors():
+            self._db.execute(f"PRAGMA synchronous = {self._synchronous if lasting else 'NORMAL'}")
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # a full disk ends it by itself
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
+        """Execute one statement, inside `transaction`."""
+        return self._db.execute(sql, values)
+
+    def execute_many(self, sql: str, values: Iterable[Sequence[Any]]) -> int:
+        """Execute a statement for each row, inside `transaction`; how many rows it changed."""
+        return self._db.executemany(sql, values).rowcount
+
+    def rows(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Every row of a query."""
+        with self._lock, self.errors():
+            return self._db.execute(sql, values).fetchall()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns an error of SQLite or of the file into one line with a fix."""
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            # The low byte of an extended code is the primary one.
+            code = getattr(error, "sqlite_errorcode", None)
+            fix = FIXES.get(0 if code is None else code & 0xFF, "name another file")
+            raise KeelError(f"{self.name} cannot be used: {error}: {fix}") from None
+
+
+def is_database(path: Path) -> bool:
+    """Whether a file is one of SQLite's."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False

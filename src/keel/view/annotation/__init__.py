@@ -1,0 +1,1 @@
+"""The pages on which people label the pairs of a preference store."""

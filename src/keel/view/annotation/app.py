@@ -1,0 +1,57 @@
+"""The server of `keel prefs annotate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keel.data.preferences.annotation.session import AnnotationProject
+from keel.view.server import require_nicegui, serve_pages
+
+COMMAND = "keel prefs annotate"
+
+
+def serve_annotation(
+    project: AnnotationProject,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    browser: bool = True,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve the pages on which people label pairs, and their summary, until interrupted.
+
+    `host` and `port` as in `serve_pages`. Raises KeelError where NiceGUI is missing, or the address
+    is taken.
+    """
+    require_nicegui(COMMAND)
+    from nicegui import ui
+
+    from keel.view.annotation.labelling import LabellingPage
+    from keel.view.annotation.sign_in import sign_in_page
+    from keel.view.annotation.style import PageAddress
+    from keel.view.annotation.summary import summary_page
+
+    def address() -> PageAddress:
+        return PageAddress.read(ui.context.client.request.query_params)
+
+    @ui.page("/")
+    async def _labelling() -> None:
+        shown = address()
+        if shown.annotator:
+            await LabellingPage(project, shown).build()
+        else:
+            sign_in_page(project, shown)
+
+    @ui.page("/summary")
+    async def _summary() -> None:
+        await summary_page(project, address())
+
+    serve_pages(
+        COMMAND,
+        "/",
+        host=host,
+        port=port,
+        browser=browser,
+        announce=announce,
+        others=("/summary",),
+    )

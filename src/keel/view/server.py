@@ -1,0 +1,95 @@
+"""Where the pages are served, and who may ask for them. Torch-free."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+
+from keel.types import KeelError
+from keel.view.guard import LOOPBACK, Guard
+
+TOKEN = "KEEL_TOKEN"
+"""The environment variable of a token that stays the same from start to start."""
+
+
+def require_nicegui(command: str, instead: str = "") -> None:
+    """Raises KeelError where NiceGUI is not installed; `instead` names another way."""
+    if importlib.util.find_spec("nicegui") is None:
+        raise KeelError(f"{command} needs NiceGUI: pip install 'keel-rl[view]'{instead}")
+
+
+def serve_pages(
+    command: str,
+    start: str,
+    *,
+    host: str,
+    port: int | None,
+    browser: bool,
+    announce: Callable[[str], None],
+    others: Sequence[str] = (),
+) -> None:
+    """Serve the pages that were defined until interrupted; `start` and `others` are announced.
+
+    `port` None takes 8765, or a free one where that is taken. On another host than the loopback a
+    token is needed, which the announced addresses hold: a new one, or that of `KEEL_TOKEN`.
+
+    Raises KeelError where the address is taken.
+    """
+    from nicegui import app, ui
+
+    local = host in LOOPBACK
+    token = None if local else _token()
+    port = _free_port(host, port)
+    app.add_middleware(Guard, hosts=LOOPBACK if local else None, token=token)
+    named = f"[{host}]" if ":" in host else host
+    if host in ("0.0.0.0", "::"):
+        named = socket.gethostname()
+    query = "" if token is None else f"?token={token}"
+
+    def ready() -> None:
+        url = f"http://{named}:{port}"
+        announce(f"{command}: {url}{start}{query} (Ctrl-C stops it)")
+        for path in others:
+            announce(f"{path.strip('/')}: {url}{path}{query}")
+
+    app.on_startup(ready)
+    ui.run(
+        host=host,
+        port=port,
+        title="Keel",
+        favicon="📈",
+        dark=None,
+        reload=False,
+        show=f"{start}{query}" if browser else False,
+        show_welcome_message=False,
+    )
+
+
+def _token() -> str:
+    given = os.environ.get(TOKEN)
+    if given is not None and not re.fullmatch("[A-Za-z0-9_-]{16,}", given):
+        raise KeelError(f"{TOKEN}: use 16 or more letters, digits, - and _, or unset it")
+    return given or secrets.token_urlsafe(24)
+
+
+def _free_port(host: str, wanted: int | None) -> int:
+    """The port to bind; raises KeelError where it is taken, or the host is not of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in (8765, 0) if wanted is None else (wanted,):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                why = error.strerror or error
+                if wanted is None and port != 0:
+                    continue
+                raise KeelError(
+                    f"cannot serve on {host}:{port}: {why}: choose another --port or --host"
+                ) from error
+            return int(probe.getsockname()[1])
+    raise KeelError(f"no free port on {host}: name one with --port")

@@ -1,0 +1,1 @@
+"""Synthetic preferences: completions from models, and pairs of them judged by a model."""

@@ -1,0 +1,199 @@
+"""What synthesises preferences: models, their servers and prices, and the settings. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from keel.config.errors import explain_validation
+from keel.config.fields import unknown
+from keel.rewards.judge.client import Client
+from keel.rewards.judge.options import JudgeOptions
+from keel.rewards.judge.prompts import RUBRIC
+from keel.rewards.judge.requests import Asker
+from keel.rewards.judge.store import JudgeStore
+from keel.types import KeelError, Sampling
+
+OPENAI = "openai"
+"""After the @ of a model: OpenAI's own server."""
+SERVER_KEYS = (
+    *("limit_name", "extra", "without", "concurrency", "retries", "backoff", "timeout"),
+    *("max_tokens", "seed", "structured", "attempts", "temperature"),
+)
+"""Options of a judge that `ModelServer.options` may have."""
+JUDGE_ONLY = SERVER_KEYS[7:]
+"""Those that a model which writes completions gets from `SynthesisOptions`."""
+_SERVED = re.compile(rf"(.+?)@({OPENAI}|https?://.*)")
+REQUESTS = ".requests"
+"""What the name of the file of paid requests ends with; it lies next to the store."""
+COMPLETION_SECONDS = 120.0
+"""How long a completion may take, unless the options say otherwise."""
+SAMPLING = Sampling(max_tokens=512)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServer:
+    """A model on an OpenAI-compatible server; `url` None is OpenAI's.
+
+    `price` is dollars for a million input and output tokens, None where they are unknown.
+    `api_key_env` names the environment variable of the API key. `options` are those of a judge
+    (`SERVER_KEYS`, see `keel.rewards.judge.options`), such as `timeout` or `extra`.
+    """
+
+    model: str
+    url: str | None = None
+    price: tuple[float, float] | None = None
+    api_key_env: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model that the native engine samples from, a folder or a hub name; it costs no dollars.
+
+    At most `max_rows` completions are sampled at once.
+    """
+
+    model: str
+    device: str = "auto"
+    max_rows: int = 64
+
+
+CompletionModel = ModelServer | ModelFolder
+
+
+@dataclass(frozen=True, slots=True)
+class SynthesisOptions:
+    """What is sampled, paired and judged.
+
+    Every one of `models` writes `samples` completions a prompt with `sampling`. Each prompt gets at
+    most `pairs` pairs, which the `judge` (None: no one) compares by the `rubric`; `reference` is a
+    column of the prompt with an answer that deserves full marks. `budget` is the most dollars that
+    all runs on the store may cost together. `forecast_prompts` is how many prompts the forecast is
+    made from.
+    """
+
+    models: Sequence[CompletionModel] = ()
+    judge: ModelServer | None = None
+    samples: int = 4
+    sampling: Sampling = SAMPLING
+    pairs: int = 6
+    rubric: str = RUBRIC
+    reference: str | None = None
+    round: int = 0
+    seed: int = 0
+    budget: float | None = None
+    forecast_prompts: int = 4
+
+    def __post_init__(self) -> None:
+        names = [model.model for model in self.models]
+        twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+        if twice is not None:
+            raise KeelError(f"model {twice!r} is given twice: raise samples instead")
+        if self.sampling.temperature == 0 and self.samples > 1:
+            raise KeelError(
+                f"temperature = 0 makes the {self.samples} completions of a model equal: raise "
+                "temperature, or set samples = 1"
+            )
+        if self.budget is not None and self.budget <= 0:
+            raise KeelError(f"budget = {self.budget:g}: give dollars above 0")
+        for server in self.servers:
+            if self.budget is not None and server.price is None:
+                raise KeelError(
+                    f"budget = {self.budget:g}: the price of {server.model!r} is unknown: give its "
+                    "price (0,0 where it is free), or drop the budget"
+                )
+
+    @property
+    def servers(self) -> tuple[ModelServer, ...]:
+        """Every model that requests are sent to, the judge last."""
+        servers = [model for model in self.models if isinstance(model, ModelServer)]
+        return (*servers, *([self.judge] if self.judge is not None else []))
+
+    def sampling_of(self, model: CompletionModel) -> dict[str, Any]:
+        """The settings that are stored with each of a model's completions."""
+        found: dict[str, Any] = {
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "max_tokens": self.sampling.max_tokens,
+            "seed": self.seed,
+        }
+        if isinstance(model, ModelServer) and (extra := model.options.get("extra")):
+            found["extra"] = dict(extra)
+        return found
+
+    @property
+    def identity(self) -> list[Any]:
+        """What its completions, pairs and labels depend on; neither prices nor servers."""
+        return [
+            {model.model: self.sampling_of(model) for model in self.models},
+            None if self.judge is None else self.judge.model,
+            *(self.samples, self.pairs, self.rubric, self.reference, self.round),
+        ]
+
+
+def parse_model(text: str) -> CompletionModel:
+    """`NAME@http://HOST:PORT/v1`, `NAME@openai`, or a model folder or hub name.
+
+    Raises KeelError for a server without a model's name.
+    """
+    found = _SERVED.fullmatch(text)
+    if found is not None:
+        name, where = found.groups()
+        return ModelServer(name, None if where == OPENAI else where)
+    if "@" in text and not Path(text).exists():
+        # An address may hold a password, so it is not repeated.
+        shown = "with an address" if "://" in text else repr(text)
+        raise KeelError(
+            f"model {shown}: write NAME@http://HOST:PORT/v1, NAME@{OPENAI}, or a model folder"
+        )
+    return ModelFolder(text)
+
+
+def judge_options(options: SynthesisOptions, server: ModelServer, judges: bool) -> JudgeOptions:
+    """The options of the requests to a server. Raises KeelError where they do not fit."""
+    known = SERVER_KEYS if judges else SERVER_KEYS[:7]
+    for key in server.options:
+        if key not in known:
+            raise KeelError(f"options of {server.model}: {unknown('key', key, known)}")
+    given: dict[str, Any] = {"model": server.model, "seed": options.seed}
+    if not judges:
+        sampling = options.sampling
+        given |= {
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            "structured": "text",
+            "timeout": COMPLETION_SECONDS,
+        }
+        if sampling.top_p != 1:
+            given["extra"] = {"top_p": sampling.top_p}
+    extra = {**given.get("extra", {}), **server.options.get("extra", {})}
+    given |= {**server.options, "extra": extra, "url": server.url}
+    given["api_key_env"] = server.api_key_env
+    if server.price is not None:
+        given |= dict(zip(("price_in", "price_out"), server.price, strict=True))
+        if options.budget is not None and any(server.price):
+            given["budget"] = options.budget
+    try:
+        return JudgeOptions.model_validate(given)
+    except ValidationError as error:
+        raise KeelError(
+            f"model {server.model!r}: {explain_validation(error, given, JudgeOptions)}"
+        ) from None
+
+
+def requests_path(store: Path) -> Path:
+    """The file of a store's paid requests."""
+    return store.with_name(store.name + REQUESTS)
+
+
+def build_asker(store: Path, options: SynthesisOptions, server: ModelServer, judges: bool) -> Asker:
+    """What sends requests to a server. Raises KeelError for options, or a key that is not set."""
+    chosen = judge_options(options, server, judges)
+    client = Client(chosen.url, chosen.api_key_env, chosen.timeout)
+    return Asker(client, JudgeStore(requests_path(store)), chosen)

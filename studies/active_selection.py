@@ -1,0 +1,372 @@
+"""Labels chosen by uncertainty against labels chosen at random: accuracy, labels saved, dollars.
+
+    python -m studies.active_selection --data ../shared/data --seeds 10
+
+Problems: four synthetic ones with a hidden reward and noisy labels (features of one size in every
+direction; pools of which half or most pairs are near-copies of a few; a nonlinear reward on random
+features), and two real ones (right and wrong GSM8K solutions, PandaLM's answers with the share of
+three people's votes) on 48 principal components of hashed words. Every arm of a seed starts from
+the same random labels and sees the same labels of the same pairs; real hold-outs are by problem or
+prompt. Intervals are over seeds, with Bonferroni's correction for the arms of a problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+
+from keel.analysis.comparison import RESAMPLES, around, difference_interval  # noqa: E402
+from keel.analysis.statistics import Array, Interval  # noqa: E402
+from keel.analysis.uncertainty import predictive_report, spread_report  # noqa: E402
+from keel.data.preferences.acquisition import (  # noqa: E402
+    METHODS,
+    Method,
+    laplace_beliefs,
+    select_pairs,
+)
+from keel.data.preferences.posterior import (  # noqa: E402
+    HeadPosterior,
+    likeliest_posterior,
+    probit_logit,
+)
+from keel.data.preferences.published import read_pandalm  # noqa: E402
+from keel.data.preferences.routing import Labeller, label_gains, route_labels  # noqa: E402
+from keel.data.preferences.word_features import BUCKETS, COMPONENTS, hashed_words  # noqa: E402
+from studies.gsm8k_pairs import real_pairs, share_of  # noqa: E402
+
+START, BATCH, MOST, POOL, HELD = 20, 20, 300, 600, 400
+REACHED = 200
+"""The labels whose accuracy, chosen at random, the other arms are to reach."""
+WIDTH = 20
+PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
+LABELLERS = (Labeller("judge", 0.02, 0.75), Labeller("people", 0.5, 0.95))
+ROUNDS, ROUND_DOLLARS = 16, 2.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """A pool with the labels that are given when asked, and pairs to be measured on.
+
+    `sign_C` says which answer of a held-out pair is better (1 or −1), `difference_C` by how much,
+    where that is known; `held_label_C` are the held-out pairs' labels, `name_C` their clusters.
+    """
+
+    feature_CH: Array
+    label_C: Array
+    held_CH: Array
+    sign_C: Array
+    held_label_C: Array
+    name_C: Sequence[str]
+    difference_C: Array | None = None
+
+
+# ---------------------------------------------------------------- problems
+
+
+def sigmoid(x: Array) -> Array:
+    return np.asarray(1 / (1 + np.exp(-x)))
+
+
+def drawn(
+    reward: Callable[[Array], Array], feature: Array, generator: np.random.Generator
+) -> Array:
+    """Labels of Bradley–Terry."""
+    return np.asarray(generator.random(len(feature)) < sigmoid(reward(feature)), dtype=np.float64)
+
+
+def linear(seed: int, share: float) -> Problem:
+    """A linear reward; the difference of two answers has a standard deviation of 2.
+
+    A `share` of the pool's pairs are near-copies of eight.
+    """
+    generator = np.random.default_rng([seed, share > 0])
+    head = generator.normal(size=WIDTH) * 2 / np.sqrt(WIDTH)
+    pool = generator.normal(size=(POOL, WIDTH))
+    if share:
+        few = generator.normal(size=(8, WIDTH))
+        copies = int(share * POOL)
+        pool[:copies] = few[generator.integers(0, 8, copies)]
+        pool[:copies] += 0.05 * generator.normal(size=(copies, WIDTH))
+    held = generator.normal(size=(HELD, WIDTH))
+    difference = held @ head
+    return Problem(
+        pool,
+        drawn(lambda φ: φ @ head, pool, generator),
+        held,
+        np.sign(difference),
+        drawn(lambda φ: φ @ head, held, generator),
+        [f"seed {seed}"] * HELD,
+        difference,
+    )
+
+
+def nonlinear(seed: int) -> Problem:
+    """A reward that no head on the 64 random Fourier features fits exactly."""
+    generator = np.random.default_rng([seed, 2])
+    inward, outward = generator.normal(size=(6, 12)), generator.normal(size=12)
+    frequency, phase = generator.normal(size=(6, 64)) * 0.7, generator.uniform(0, 2 * np.pi, 64)
+
+    def sides(count: int) -> tuple[Array, Array]:
+        answers = generator.normal(size=(2, count, 6))
+        features = np.cos(answers @ frequency + phase) * np.sqrt(2 / 64) * 3
+        reward = np.tanh(answers @ inward) @ outward
+        return features[0] - features[1], reward[0] - reward[1]
+
+    pool, gap = sides(POOL)
+    held, held_gap = sides(HELD)
+    asked = [generator.random(len(g)) < sigmoid(g) for g in (gap, held_gap)]
+    names = [f"seed {seed}"] * HELD
+    return Problem(
+        pool, asked[0].astype(float), held, np.sign(held_gap), asked[1].astype(float), names
+    )
+
+
+def hashed(text: str) -> Array:
+    """log(1 + count) of the words in each bucket."""
+    counts = np.zeros(BUCKETS)
+    found = hashed_words(text)
+    counts[list(found)] = list(found.values())
+    return counts
+
+
+def real(seed: int, name: str, rows: Sequence[tuple[str, Array, float]]) -> Problem:
+    """Of (cluster, feature difference, label): a third of the clusters held out, the rest the pool.
+
+    The components are those of the pool's features, whose labels are not needed for that.
+    """
+    generator = np.random.default_rng([seed, 3])
+    turned = np.where(generator.random(len(rows)) < 0.5, 1.0, -1.0)
+    feature = np.array([row[1] for row in rows]) * turned[:, None]
+    label = 0.5 + turned * (np.array([row[2] for row in rows]) - 0.5)
+    apart = np.array([share_of(row[0], f"{name} seed {seed}", 3) == 0 for row in rows])
+    pool = generator.permutation(np.flatnonzero(~apart))[: 2 * POOL]
+    held = np.flatnonzero(apart & (label != 0.5))
+    _, spread, directions = np.linalg.svd(feature[pool], full_matrices=False)
+    project = directions[:COMPONENTS].T / np.sqrt((spread[:COMPONENTS] ** 2).sum() / len(pool))
+    project *= np.sqrt(COMPONENTS)
+    return Problem(
+        feature[pool] @ project,
+        label[pool],
+        feature[held] @ project,
+        np.sign(label[held] - 0.5),
+        label[held],
+        [rows[i][0] for i in held],
+    )
+
+
+def problems(data: Path) -> dict[str, Callable[[int], Problem]]:
+    """By name, each made from a seed."""
+    solutions = [
+        (pair.problem, hashed(pair.right) - hashed(pair.wrong), 1.0)
+        for pair in real_pairs(data / "gsm8k")
+    ]
+    panda = [
+        (row.prompt, hashed(row.answers[0]) - hashed(row.answers[1]), row.share)
+        for row in read_pandalm(data / "pandalm").rows
+    ]
+    return {
+        "even": lambda seed: linear(seed, 0),
+        "half redundant": lambda seed: linear(seed, 0.5),
+        "redundant": lambda seed: linear(seed, 0.9),
+        "nonlinear": nonlinear,
+        "gsm8k": lambda seed: real(seed, "gsm8k", solutions),
+        "pandalm": lambda seed: real(seed, "pandalm", panda),
+    }
+
+
+# ---------------------------------------------------------------- labels chosen one batch at a time
+
+
+def accuracy(problem: Problem, posterior: HeadPosterior) -> float:
+    said = np.sign(posterior.differences(problem.held_CH)) * problem.sign_C
+    return float(np.mean((said + 1) / 2))
+
+
+def learn(problem: Problem, method: Method, seed: int) -> tuple[list[float], HeadPosterior]:
+    """Accuracy after each batch, and the last posterior."""
+    generator = np.random.default_rng([seed, 4])
+    asked = list(generator.permutation(len(problem.label_C))[:START])
+    curve = []
+    while True:
+        known = problem.feature_CH[asked], problem.label_C[asked]
+        posterior = likeliest_posterior(*known, precisions=PRECISIONS)
+        curve.append(accuracy(problem, posterior))
+        if len(asked) >= MOST:
+            return curve, posterior
+        rest = np.setdiff1d(np.arange(len(problem.label_C)), asked)
+        beliefs = laplace_beliefs(posterior, problem.feature_CH[rest])
+        asked += rest[select_pairs(method, BATCH, beliefs, seed + len(asked)).index].tolist()
+
+
+def labels_needed(curve: Array, level: float) -> float:
+    """Labels until the accuracy is reached, on the line between batches; the most where never."""
+    above = np.flatnonzero(curve >= level)
+    if not above.size:
+        return float(MOST)
+    at = int(above[0])
+    if at == 0:
+        return float(START)
+    share = (level - curve[at - 1]) / (curve[at] - curve[at - 1])
+    return float(START + BATCH * (at - 1 + share))
+
+
+def needed_interval(arm: Array, random: Array, confidence: float) -> Interval:
+    """Labels that the arm's mean curve over seeds needs for what random has after `REACHED`."""
+    at, seeds = (REACHED - START) // BATCH, len(arm)
+
+    def of(chosen: Array) -> float:
+        return labels_needed(arm[chosen].mean(axis=0), float(random[chosen, at].mean()))
+
+    generator = np.random.default_rng(0)
+    found = [of(generator.integers(0, seeds, seeds)) for _ in range(RESAMPLES)]
+    return around(of(np.arange(seeds)), np.array(found), seeds, confidence)
+
+
+def shown(value: Interval, scale: float = 1.0, digits: int = 1) -> str:
+    mean, low, high = (f"{scale * x:.{digits}f}" for x in (value.mean, value.low, value.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def curves_table(name: str, curves: Mapping[Method, Array]) -> list[str]:
+    """A line an arm: accuracies, the differences from random, the labels needed."""
+    confidence = 1 - 0.05 / (len(curves) - 1)
+    random = curves["random"]
+    lines = []
+    for method, curve in curves.items():
+        middle = [100 * curve[:, (n - START) // BATCH].mean() for n in (100, REACHED, MOST)]
+        cells = [name, method, *(f"{value:.1f}" for value in middle)]
+        if method != "random":
+            gap = difference_interval(curve.mean(axis=1), random.mean(axis=1), confidence)
+            needed = needed_interval(curve, random, confidence)
+            cells += [shown(gap, 100, 2), shown(needed, 1, 0)]
+        else:
+            cells += ["", str(REACHED)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+# ---------------------------------------------------------------- is the uncertainty right
+
+
+def calibration(made: Sequence[tuple[Problem, HeadPosterior]], name: str) -> str:
+    """A line: the predictive probability's worth; deviations where the reward is known."""
+    errors, deviations, plain, predictive, labels, names = ([] for _ in range(6))  # type: ignore[var-annotated]
+    for problem, posterior in made:
+        difference = posterior.differences(problem.held_CH)
+        variance = posterior.variances(problem.held_CH)
+        if problem.difference_C is not None:
+            errors += (difference - problem.difference_C).tolist()
+            deviations += np.sqrt(variance).tolist()
+        plain += difference.tolist()
+        predictive += probit_logit(difference, variance).tolist()
+        labels += problem.held_label_C.tolist()
+        names += problem.name_C
+    report = predictive_report(plain, predictive, labels, names)
+    before = predictive_report(plain, plain, labels, names).pairs.ece
+    cells = [name, f"{100 * before:.1f}", f"{100 * report.pairs.ece:.1f}", shown(report.gain, 1, 4)]
+    if errors:
+        spread = spread_report(errors, deviations, names)
+        cells += [shown(spread.ratio, 1, 2), shown(spread.within, 100, 0)]
+    else:
+        cells += ["", ""]
+    return "| " + " | ".join(cells) + " |"
+
+
+# ---------------------------------------------------------------- judge or people
+
+
+def spend(problem: Problem, labellers: Sequence[Labeller], seed: int) -> list[float]:
+    """Accuracy after each round of dollars; a labeller labels a pair at most once.
+
+    A label of accuracy a has the weight (2a − 1)², its share of information at p = ½.
+    """
+    generator = np.random.default_rng([seed, 5])
+    flips = {one.name: generator.random(POOL) > one.accuracy for one in LABELLERS}
+    prices, curve = [one.price for one in labellers], []
+    used = np.zeros((len(labellers), POOL), dtype=bool)
+    pairs: list[int] = []
+    labels: list[float] = []
+    weights: list[float] = []
+    money = 0.0
+    for _ in range(ROUNDS):
+        known = problem.feature_CH[pairs], labels
+        posterior = likeliest_posterior(*known, precisions=PRECISIONS, weight_C=weights)
+        gains = label_gains(laplace_beliefs(posterior, problem.feature_CH), labellers)
+        money += ROUND_DOLLARS
+        routing = route_labels(np.where(used, 0.0, gains), prices, money)
+        money -= routing.spent
+        for pair, who in zip(routing.index.tolist(), routing.labeller.tolist(), strict=True):
+            used[who, pair] = True
+            flip = flips[labellers[who].name][pair]
+            pairs.append(pair)
+            labels.append(float(abs(problem.label_C[pair] - flip)))
+            weights.append((2 * labellers[who].accuracy - 1) ** 2)
+        known = problem.feature_CH[pairs], labels
+        posterior = likeliest_posterior(*known, precisions=PRECISIONS, weight_C=weights)
+        curve.append(accuracy(problem, posterior))
+    return curve
+
+
+def routing_table(seeds: Sequence[int]) -> list[str]:
+    """Accuracy at dollars: the judge alone, people alone, either by information a dollar."""
+    arms = {"judge": LABELLERS[:1], "people": LABELLERS[1:], "routed": LABELLERS}
+    curves = {
+        name: np.array([spend(linear(seed, 0), arm, seed) for seed in seeds])
+        for name, arm in arms.items()
+    }
+    lines = []
+    for name, curve in curves.items():
+        cells = [name]
+        cells += [f"{100 * curve[:, at].mean():.1f}" for at in (0, 3, 7, ROUNDS - 1)]
+        if name != "routed":
+            gaps = [
+                difference_interval(curves["routed"][:, at], curve[:, at], 1 - 0.05 / 4)
+                for at in (3, ROUNDS - 1)
+            ]
+            cells += [shown(gap, 100) for gap in gaps]
+        else:
+            cells += ["", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--problems", nargs="+")
+    chosen = parser.parse_args()
+    seeds, start = range(chosen.seeds), time.perf_counter()
+    made = problems(chosen.data)
+    table, right = [], []
+    for name in chosen.problems or made:
+        instances = [made[name](seed) for seed in seeds]
+        curves: dict[Method, Array] = {}
+        for method in METHODS:
+            runs = [learn(p, method, seed) for p, seed in zip(instances, seeds, strict=True)]
+            curves[method] = np.array([curve for curve, _ in runs])
+            if method == "random":
+                last = [posterior for _, posterior in runs]
+                right.append(calibration(list(zip(instances, last, strict=True)), name))
+        table += curves_table(name, curves)
+        took = f"{name}: {time.perf_counter() - start:.0f} s"
+        print(took, *table[-len(METHODS) :], right[-1], sep="\n", file=sys.stderr, flush=True)
+    print(f"| problem | labels by | at 100, % | at {REACHED} | at {MOST} | less random | needed |")
+    print("|---|---|---|---|---|---|---|", *table, sep="\n")
+    print("\n| problem | ECE of σ(d) | predictive | gain, nats | ratio | within |")
+    print("|---|---|---|---|---|---|", *right, sep="\n")
+    print("\n| labels by | $2, % | $8 | $16 | $32 | routed less it at $8 | at $32 |")
+    print("|---|---|---|---|---|---|---|", *routing_table(seeds), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""On-policy distillation against GRPO: what a student reaches, by the tokens that it sampled.
+
+A teacher of eight times the student's weights is trained once for a task: supervised on right
+answers, then by GRPO. The student starts where all presets of `studies.evidence.algorithms` start,
+and learns from the teacher (opd) or from the reward (GRPO), each at its own learning rate.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from keel.analysis.statistics import Array, Interval, bootstrap_interval, iqm, mean_interval
+from keel.runs.reader import load
+from studies.evidence.algorithms import (
+    BASELINE,
+    HERE,
+    RATES,
+    RESULTS,
+    choose_rates,
+    keel,
+    keep,
+    write_recipes,
+)
+from studies.evidence.gae import markdown
+
+STUDENT = "opd"
+ARMS = (STUDENT, BASELINE)
+MEASURED = RESULTS / "distillation"
+TEACHER_SEED = 1000
+LEVELS = {"sort_digits": 0.8}
+"""By task an accuracy that GRPO reaches on most seeds, for the tokens that it takes."""
+EARLY = 20
+"""A step at which accuracies are compared besides the last."""
+EVALUATED = {"evaluation": {"every": 5}}
+
+
+def teacher_recipe(task: str) -> dict[str, Any]:
+    """The recipe of a task's teacher."""
+    return {
+        "extends": str(HERE / f"{task}.toml"),
+        "seed": TEACHER_SEED,
+        "model": {"build": {"hidden_size": 128, "layers": 4, "heads": 4}},
+        "sft": {"demonstration": "keel.data.tasks.generated:gold", "steps": 400},
+        "rl": {"steps": 20, "optimizer": {"learning_rate": 1e-4}},
+    }
+
+
+def train_teacher(out: Path, task: str) -> Path:
+    """The folder of a task's teacher, trained and exported unless it is there."""
+    folder = out / "teachers"
+    model, run, recipe = folder / task, folder / f"{task}-run", folder / f"{task}.toml"
+    if not model.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe.write_text(tomli_w.dumps(teacher_recipe(task)))
+        keel("train", recipe, "--run", run)
+        keel("export", run, model)
+    return model
+
+
+def run(out: Path, seeds: int = 10, tasks: Sequence[str] = tuple(LEVELS)) -> None:
+    """Train teachers and students, and keep the results."""
+    MEASURED.mkdir(parents=True, exist_ok=True)
+    _tune(out)
+    teachers, found = {}, {}
+    for task in tasks:
+        folder = out / "distillation" / task
+        teacher = {"teacher": {"name": str(train_teacher(out, task))}}
+        rates = tomllib.loads(RATES.read_text())[task]
+        keys = {STUDENT: {**teacher, **EVALUATED}, BASELINE: EVALUATED}
+        paths = write_recipes(folder / "recipes", task, rates, ARMS, keys)
+        baseline = ("--baseline", BASELINE)
+        keel("compare", *paths, "--seeds", str(seeds), *baseline, "--out", folder / "arms")
+        keep(folder / "arms", MEASURED / task, "distillation")
+        found[task] = list(_measured(folder / "arms" / "runs", seeds))
+        teachers[task] = _teacher(out / "teachers" / f"{task}-run")
+    for task, rows in found.items():
+        with (MEASURED / task / "tokens.csv").open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(
+                [("arm", "seed", "step", "tokens", "accuracy"), *rows]
+            )
+    text = json.dumps(teachers, ensure_ascii=False, indent=1) + "\n"
+    (MEASURED / "teachers.json").write_text(text)
+
+
+def _tune(out: Path) -> None:
+    """Choose the student's rate on the first task, for all, unless rates.toml has it."""
+    first = next(iter(LEVELS))
+    if STUDENT not in tomllib.loads(RATES.read_text())[first]:
+        teacher = {"teacher": {"name": str(train_teacher(out, first))}}
+        folder = out / "distillation" / first / "tune"
+        choose_rates(folder, first, (STUDENT,), {STUDENT: teacher})
+        rates = tomllib.loads(RATES.read_text())
+        own = {STUDENT: rates[first][STUDENT]}
+        RATES.write_text(tomli_w.dumps({task: {**rates[task], **own} for task in rates}))
+
+
+def _measured(runs: Path, seeds: int) -> Iterable[tuple[str, int, int, int, float]]:
+    """Arm, seed, step, tokens sampled by then and accuracy, for each evaluation of each run."""
+    for arm in ARMS:
+        for seed in range(seeds):
+            one = load(runs / arm / f"seed-{seed}")
+            tokens, last = 0, one.info()["evaluation"]["rl"]["before"]["mean"]
+            yield arm, seed, 0, tokens, last
+            for row in one.metrics("rl"):
+                tokens += int(row["rollout/tokens"])
+                if row.get("eval/pass@1") is not None:
+                    yield arm, seed, row["step"], tokens, row["eval/pass@1"]
+
+
+def _teacher(folder: Path) -> dict[str, Any]:
+    """A teacher's accuracy after its stages."""
+    evaluations = load(folder).info()["evaluation"]["rl"]
+    return {
+        when: {key: evaluations[when][key] for key in ("mean", "low", "high", "n")}
+        for when in ("before", "after")
+    }
+
+
+# ---------------------------------------------------------------- read from the results
+
+
+@cache
+def courses(task: str) -> Mapping[str, list[Array]]:
+    """By arm and seed (3, evaluations): steps, tokens sampled by then, accuracy."""
+    rows: dict[str, dict[int, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
+    with (MEASURED / task / "tokens.csv").open() as file:
+        for row in csv.DictReader(file):
+            rows[row["arm"]][int(row["seed"])].append(
+                [float(row[key]) for key in ("step", "tokens", "accuracy")]
+            )
+    return {arm: [np.array(one).T for one in seeds.values()] for arm, seeds in rows.items()}
+
+
+def tokens_to(course: Array, level: float) -> float:
+    """The tokens sampled until the accuracy first reaches a level, on a line between evaluations;
+    infinite where it does not."""
+    _, tokens, accuracy = course
+    at = int(np.argmax(accuracy >= level))
+    if accuracy[at] < level:
+        return np.inf
+    if at == 0:
+        return 0.0
+    share = (level - accuracy[at - 1]) / (accuracy[at] - accuracy[at - 1])
+    return float(tokens[at - 1] + share * (tokens[at] - tokens[at - 1]))
+
+
+def savings(task: str) -> tuple[Interval, list[int]]:
+    """How many times the tokens of opd GRPO takes to the level: the geometric mean over seeds with
+    Student's interval, and by arm the seeds that never reach it, which count as if they had at
+    their end."""
+    ends = {
+        arm: [min(tokens_to(one, LEVELS[task]), one[1, -1]) for one in courses(task)[arm]]
+        for arm in ARMS
+    }
+    late = [sum(one[2].max() < LEVELS[task] for one in courses(task)[arm]) for arm in ARMS]
+    found = mean_interval(np.log(ends[BASELINE]) - np.log(ends[STUDENT]))
+    low, mean, high = (float(np.exp(x)) for x in (found.low, found.mean, found.high))
+    return Interval(mean, low, high, found.n), late
+
+
+def accuracies(task: str, arm: str, step: int) -> Array:
+    """The accuracy of each seed at a step."""
+    return np.array([course[2, course[0] == step].item() for course in courses(task)[arm]])
+
+
+def table() -> str:
+    """Tokens to the level, and accuracies at equal steps, on both tasks."""
+    rows = []
+    for task in LEVELS:
+        for arm in ARMS:
+            reached = [tokens_to(course, LEVELS[task]) for course in courses(task)[arm]]
+            known = [x for x in reached if np.isfinite(x)]
+            sampled = np.mean([course[1, -1] for course in courses(task)[arm]])
+            cells = []
+            for step in (EARLY, int(courses(task)[arm][0][0, -1])):
+                found = bootstrap_interval(accuracies(task, arm, step), iqm)
+                low, high = 100 * found.low, 100 * found.high
+                cells.append(f"{100 * found.mean:.1f} [{low:.1f}, {high:.1f}]")
+            middle = f"{np.median(reached):,.0f}" if len(known) > len(reached) / 2 else "–"
+            level, share = f"{LEVELS[task]:.0%}", f"{len(known)} of {len(reached)}"
+            rows.append((task, arm, level, share, middle, *cells, f"{sampled:,.0f}"))
+    head = ("task", "arm", "level", "seeds that reach it", "tokens to it, median",
+            f"accuracy after {EARLY} steps, %", "after all, %", "tokens in all")  # fmt: skip
+    return markdown(head, rows)
+
+
+def savings_table() -> str:
+    """The ratio of tokens, and differences in accuracy, paired by seed."""
+    rows = []
+    for task in LEVELS:
+        ratio, late = savings(task)
+        cells = []
+        for step in (EARLY, int(courses(task)[STUDENT][0][0, -1])):
+            ours, other = (accuracies(task, arm, step) for arm in ARMS)
+            found = mean_interval(100 * (ours - other))
+            cells.append(f"{found.mean:+.1f} [{found.low:.1f}, {found.high:.1f}]")
+        shown = f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+        rows.append((task, shown, " and ".join(map(str, late)), *cells))
+    head = ("task", "tokens of grpo over those of opd", "seeds below the level, opd and grpo",
+            f"points above grpo after {EARLY} steps", "after all")  # fmt: skip
+    return markdown(head, rows)
+
+
+def teachers_table() -> str:
+    """Accuracy of the teachers."""
+    found = json.loads((MEASURED / "teachers.json").read_text())
+    rows = []
+    for task in LEVELS:
+        cells = []
+        for when in ("before", "after"):
+            one = found[task][when]
+            low, high = 100 * one["low"], 100 * one["high"]
+            cells.append(f"{100 * one['mean']:.1f} [{low:.1f}, {high:.1f}]")
+        rows.append((task, *cells))
+    return markdown(("task", "after supervised fine-tuning, %", "after GRPO, %"), rows)

@@ -1,0 +1,70 @@
+"""Iterative GRPO with different shares of replayed rows: what reward models forget, and what the
+policy's true score is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keel.analysis.comparison import difference_interval, iqm_interval
+from keel.analysis.statistics import Array
+from studies.evidence.algorithms import HERE, RESULTS, keel
+from studies.evidence.gae import markdown
+from studies.evidence.lengths import shown
+
+SHARES = ("0", "0.1", "1")
+KEPT = RESULTS / "replay.json"
+KEY = "update.base.replay"
+VERSIONS = ("reward_model", "update-1", "update-2", "update-3")
+
+
+def measure(out: Path, seeds: int = 10) -> None:
+    """Run all shares and write results/replay.json: of each, by seed, the accuracy of the last
+    version of the reward model on each version's validation rows, and the policy's accuracy."""
+    vary = ("--vary", f"{KEY}={','.join(SHARES)}", "--seeds", str(seeds))
+    keel("compare", HERE / "replay.toml", *vary, "--out", out / "replay")
+    compared = json.loads((out / "replay" / "comparison.json").read_text())["arms"]
+    found: dict[str, Any] = {}
+    for share, arm in zip(SHARES, compared, strict=True):
+        folders = [out / "replay" / "runs" / arm["arm"] / f"seed-{seed}" for seed in range(seeds)]
+        matrices = [json.loads((one / "run.json").read_text())["forgetting"] for one in folders]
+        means = [[[cell["mean"] for cell in row] for row in one["accuracy"]] for one in matrices]
+        found[share] = {"accuracy": means, "score": arm["scores"]}
+    KEPT.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def table(path: Path = KEPT) -> str:
+    """Accuracy of the last version on old and on new rows, and the policy's, in percent, with the
+    difference from no replay on the same seeds."""
+    values = {share: _figures(one) for share, one in json.loads(path.read_text()).items()}
+    none = values[SHARES[0]]
+    rows = []
+    for share, figures in values.items():
+        cells = [f"{100 * float(share):.0f} %"]
+        for figure, base in zip(figures, none, strict=True):
+            cells.append(shown(iqm_interval(figure)))
+            same = share == SHARES[0]
+            cells.append("–" if same else shown(difference_interval(figure, base)))
+        rows.append(cells)
+    head = ("old rows", "less none", "new rows", "less none", "policy", "less none")
+    return markdown(("replay", *head), rows)
+
+
+def forgetting(path: Path = KEPT) -> str:
+    """Mean accuracy of each version on each version's rows without replay, in percent."""
+    accuracy = 100 * np.array(json.loads(path.read_text())[SHARES[0]]["accuracy"]).mean(axis=0)
+    head = ("model after", *(f"rows of {name}" for name in VERSIONS))
+    rows = [
+        (name, *(f"{value:.1f}" for value in row))
+        for name, row in zip(VERSIONS, accuracy, strict=True)
+    ]
+    return markdown(head, rows)
+
+
+def _figures(found: dict[str, Any]) -> tuple[Array, Array, Array]:
+    """By seed: accuracy on the rows of earlier versions, on those of the last, and the policy's."""
+    accuracy = 100 * np.array(found["accuracy"])
+    return accuracy[:, -1, :-1].mean(axis=1), accuracy[:, -1, -1], 100 * np.array(found["score"])
