@@ -19,6 +19,7 @@ SHARES = ("0", "0.1", "1")
 KEPT = RESULTS / "replay.json"
 KEY = "update.base.replay"
 VERSIONS = ("reward_model", "update-1", "update-2", "update-3")
+LAST = VERSIONS[-1]
 
 
 def measure(out: Path, seeds: int = 10) -> None:
@@ -30,8 +31,9 @@ def measure(out: Path, seeds: int = 10) -> None:
     found: dict[str, Any] = {}
     for share, arm in zip(SHARES, compared, strict=True):
         folders = [out / "replay" / "runs" / arm["arm"] / f"seed-{seed}" for seed in range(seeds)]
-        matrices = [json.loads((one / "run.json").read_text())["forgetting"] for one in folders]
-        means = [[[cell["mean"] for cell in row] for row in one["accuracy"]] for one in matrices]
+        kept = [json.loads((one / "run.json").read_text())["forgetting"] for one in folders]
+        matrices = [one[LAST]["accuracy"] for one in kept]
+        means = [[[cell["mean"] for cell in row] for row in one] for one in matrices]
         found[share] = {"accuracy": means, "score": arm["scores"]}
     KEPT.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -80,6 +80,21 @@ def test_a_recipe_that_was_written_out_loads_as_it_is(tmp_path: Any) -> None:
     assert load_recipe(str(path)) == loaded.model_copy(update={"name": loaded.name})
 
 
+def test_a_first_model_may_have_a_name_and_a_later_stage_itself() -> None:
+    named = {**reward_model("judge"), "base": {"stage": "judge", "name": "folder"}}
+    loaded = load_recipe(recipe([named, policy("ppo", "judge")], ["judge", "ppo"]))
+    bases = [stage.base_model for stage in loaded.stages if stage.base_model is not None]
+    assert [(base.name, base.stage) for base in bases] == [("folder", None), (None, "judge-1")]
+    once = {**recipe([reward_model("judge"), policy("ppo", "judge")], []), "repeat": "none"}
+    assert [stage.name for stage in load_recipe(once).stages] == ["judge", "ppo"]
+
+
+def test_two_models_from_one_base_are_refused() -> None:
+    both = [reward_model("help", "judge"), reward_model("harm", "judge"), policy("ppo", "help")]
+    with pytest.raises(KeelError, match=r"two stages have base\.stage = 'judge'"):
+        load_recipe(recipe([reward_model("judge"), *both], ["help", "harm", "ppo"]))
+
+
 @pytest.mark.parametrize(
     ("repeat", "message"),
     [

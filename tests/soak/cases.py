@@ -277,7 +277,7 @@ PIPELINES: dict[str, tuple[Make, Shows]] = {
     "sampled": _stages(JUDGE),
     "sampled-dpo": _stages(IMITATE, {"stage": "dpo", **ROWS, "sampled": SAMPLED}),
     "three-stages": _stages(IMITATE, JUDGE, REINFORCE),
-    "rounds": (_rounds, lambda run: len(run.info()["forgetting"]["versions"]) == 2),
+    "rounds": (_rounds, lambda run: list(run.info()["forgetting"]) == ["reward_model-2"]),
 }
 
 

@@ -115,7 +115,7 @@ POLICY = Section(
         Metric(
             "teacher/kl",
             "Mean per token of k1 = log π_old − log π_teacher, of the policy that sampled; minus "
-            "the mean advantage of on-policy distillation.",
+            "the mean advantage of on-policy distillation at γ = 0.",
             "nats per token",
             "Should fall towards 0. Flat and high: the teacher never agrees with what the policy "
             "samples; begin with an sft stage. Noisy, and at times negative.",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from keel.config.repeat import round_of
 from keel.data.preferences.cost_plan import (
     CostPlan,
     PartCost,
@@ -41,6 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
     if path.is_dir():
         run = load(path)
         path, training = run.folder.preferences, list(_training(run, arguments.gpu_price))
+        if not path.exists():
+            raise KeelError(f"{run.folder.path}: no people label in this run, so it has no ledger")
     elif arguments.gpu_price is not None:
         raise KeelError("--gpu-price is of a run's steps: give a run folder instead of a store")
     with PreferenceStore(path) as store:
@@ -57,8 +60,7 @@ def _training(run: Run, price: float | None) -> Iterator[CostItem]:
     for stage in run.stages:
         steps = run.timings(stage)
         hours = run.seconds(stage) / 3600
-        name, _, number = stage.rpartition("-")
-        round = int(number) if name and number.isdecimal() else 0
+        round = round_of(stage)
         dollars = None if price is None else price * hours
         what = f"steps of {stage}"
         priced = len(steps) if price is not None else 0

@@ -14,6 +14,7 @@ import numpy as np
 from keel.analysis.statistics import Array, Interval
 from keel.cli.prefs_store import new_file, write_errors
 from keel.data.preferences.acquisition import select_pairs
+from keel.data.preferences.annotation.gold import gold_labels
 from keel.data.preferences.routing import Labeller, Routing, label_gains, route_labels
 from keel.data.preferences.selection import (
     HeldOutCheck,
@@ -116,11 +117,14 @@ def _refuse(arguments: argparse.Namespace) -> None:
                 raise KeelError(f"--{name} has no effect with --by random: drop one of the two")
 
 
-def _places(pool: LabelPool, arguments: argparse.Namespace) -> tuple[list[int], list[int]]:
-    """The pairs to choose among, and those to learn from."""
-    asked = np.ones(len(pool.ids), dtype=bool)
+def _places(
+    store: PreferenceStore, pool: LabelPool, arguments: argparse.Namespace
+) -> tuple[list[int], list[int]]:
+    """The pairs to choose among, and those to learn from. Gold pairs have a known label."""
+    gold = gold_labels(store)
+    asked = np.array([id not in gold for id in pool.ids], dtype=bool)
     if arguments.round is not None:
-        asked = pool.rounds == arguments.round
+        asked &= pool.rounds == arguments.round
     if not asked.any():
         which = "" if arguments.round is None else f" of round {arguments.round}"
         raise KeelError(f"{arguments.store}: there is no pair{which}: add pairs first")
@@ -188,7 +192,7 @@ def _choose(
     arguments: argparse.Namespace,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What is known of the pool, and a row for each pair that is chosen."""
-    candidates, labelled = _places(pool, arguments)
+    candidates, labelled = _places(store, pool, arguments)
     if arguments.by == "random" and labellers is None:
         order = np.random.default_rng(arguments.seed).permutation(candidates)
         rows = [_row(pool, place) for place in order[: arguments.count or COUNT]]

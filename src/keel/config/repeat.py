@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ def write_out(data: Mapping[str, Any]) -> dict[str, Any]:
     the stages do not follow each other.
     """
     rest = {key: value for key, value in data.items() if key != "repeat"}
-    if "repeat" not in data:
+    if data.get("repeat", "none") in ("none", None):
         return rest
     try:
         repeat = Repeat.model_validate(data["repeat"])
@@ -43,6 +43,7 @@ def write_out(data: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
         return rest
     start, end = _block(repeat, [stage_name(stage) for stage in stages])
+    _one_chain(stages[start:end])
     block = [
         {**stage, "name": f"{stage_name(stage)}-{round}"}
         for round in range(1, repeat.times + 1)
@@ -51,7 +52,8 @@ def write_out(data: Mapping[str, Any]) -> dict[str, Any]:
     origins = [stage_name(stage) for stage in stages[start:end]] * repeat.times
     names = [stage_name(stage) for stage in stages]
     written = [*stages[:start], *block, *stages[end:]]
-    return {**rest, "stages": _resolved(written, [*names[:start], *origins, *names[end:]], start)}
+    origins = [*names[:start], *origins, *names[end:]]
+    return {**rest, "stages": _resolved(written, origins, start, start + len(block))}
 
 
 def _block(repeat: Repeat, names: list[str]) -> tuple[int, int]:
@@ -68,8 +70,28 @@ def _block(repeat: Repeat, names: list[str]) -> tuple[int, int]:
     return start, end
 
 
-def _resolved(stages: list[Mapping[str, Any]], origins: list[str], start: int) -> list[Any]:
-    """The stages with the newest versions of reward models in place of their names."""
+def _one_chain(stages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises KeelError where two stages of a round train one model further."""
+    bases = [stage["base"].get("stage") for stage in stages if isinstance(stage.get("base"), dict)]
+    for base in bases:
+        if base is not None and bases.count(base) > 1:
+            raise KeelError(
+                f"repeat.stages: two stages have base.stage = {base!r}, and one would go on from "
+                "the other: give each a stage of its own that it starts from"
+            )
+
+
+def round_of(stage: str) -> int:
+    """The round of a stage that was written out, by its name; 0 of any other."""
+    name, _, number = stage.rpartition("-")
+    return int(number) if name and number.isdecimal() else 0
+
+
+def _resolved(
+    stages: list[Mapping[str, Any]], origins: list[str], start: int, end: int
+) -> list[Any]:
+    """The stages with the newest versions of reward models in place of their names; those from
+    `start` to `end` are repeated."""
     newest: dict[str, str] = {}
     models: dict[str, set[str]] = {}
     """Of a stage as the recipe names it, the names that mean a version of its model."""
@@ -81,8 +103,9 @@ def _resolved(stages: list[Mapping[str, Any]], origins: list[str], start: int) -
         if at >= start:
             for table in _references(copy):
                 table["stage"] = newest.get(table["stage"], table["stage"])
-            if isinstance(base, dict) and before == origin and origin not in newest:
-                copy["base"] = {k: v for k, v in base.items() if k not in ("stage", "replay")}
+            if isinstance(base, dict) and before == origin and at < end:
+                dropped = ("name",) if origin in newest else ("stage", "replay")
+                copy["base"] = {k: v for k, v in base.items() if k not in dropped}
         versions = {origin}
         if isinstance(before, str):
             versions |= models.get(before, {before})

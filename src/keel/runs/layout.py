@@ -151,6 +151,10 @@ class RunFolder:
         """The pairs that a stage sampled, before people label some of them."""
         return self.rows_folder / f"{stage}-pool.jsonl"
 
+    def chosen(self, stage: str) -> Path:
+        """Which pairs of the pool people label."""
+        return self.rows_folder / f"{stage}-chosen.jsonl"
+
     def rollouts(self, stage: int, step: int) -> Path:
         """The rollouts of a step (counted within its stage, from 1)."""
         return self.rollouts_folder / (self._name(stage, step) + ".parquet")

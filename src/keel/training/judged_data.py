@@ -80,7 +80,9 @@ def ready(
     Raises KeelError where no train row is left, or none of a validation split that had some.
     """
     train, long = _fitting(map(encode, splits.train), limit)
-    held, long_validation = _fitting(map(encode, _some(splits.validation, validation_rows)), limit)
+    held, long_validation = _fitting(
+        map(encode, some_rows(splits.validation, validation_rows)), limit
+    )
     if not train:
         raise KeelError(
             f"stage {stage!r}: each of the {len(splits.train)} train rows is longer than "
@@ -164,7 +166,8 @@ def sizes_of(rows: Sequence[EncodedPair] | Sequence[Marked], device: torch.devic
     return sizes_on(device, [row.length for row in rows])
 
 
-def _some(rows: Sequence[R], n: int) -> Sequence[R]:
+def some_rows(rows: Sequence[R], n: int) -> Sequence[R]:
+    """At most n of the rows, the same ones each time."""
     if len(rows) <= n:
         return rows
     return [rows[at] for at in sorted(np.random.default_rng(0).permutation(len(rows))[:n].tolist())]

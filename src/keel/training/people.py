@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keel.config.fields import derive
 from keel.config.judging import People, SampledData
+from keel.config.repeat import round_of
 from keel.data.preferences import fields
 from keel.data.preferences.acquisition import laplace_beliefs, select_pairs
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.posterior import likeliest_posterior
 from keel.data.preferences.schema import Preference
+from keel.data.preferences.store.pool import prefer_pairs
 from keel.data.preferences.store.records import (
     CompletionRecord,
     CostKind,
@@ -25,11 +29,12 @@ from keel.data.preferences.store.records import (
     Record,
 )
 from keel.data.preferences.store.store import PreferenceStore
+from keel.data.preferences.word_features import scaled_features
 from keel.models.reward import RewardModel
 from keel.runs.layout import RunFolder
 from keel.training.judged_data import EncodedPair
 from keel.training.pair_features import pair_features
-from keel.training.sampled_data import write_jsonl
+from keel.training.sampled_data import read_jsonl, write_jsonl
 from keel.types import KeelError
 
 SIMULATED = "simulated"
@@ -39,10 +44,28 @@ Choose = Callable[[Sequence[Row]], list[int]]
 """The pairs of a pool that people label, by their place in it, the first one first."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolPair:
+    """A pair of the pool in the store: its records, and whether `chosen` is its first completion.
+
+    Completions are ordered by id, so that the order says nothing of who is preferred.
+    """
+
+    records: tuple[PromptRecord, CompletionRecord, CompletionRecord, PairRecord]
+    chosen_first: bool
+
+    @property
+    def id(self) -> str:
+        return self.records[-1].id
+
+    def judged(self, value: float) -> float:
+        """P(the first completion is better), of P(`chosen` is better) or the reverse."""
+        return value if self.chosen_first else 1 - value
+
+
 def label_pairs(
     folder: RunFolder,
     stage: str,
-    round: int,
     choice: SampledData,
     people: People,
     choose: Choose,
@@ -50,42 +73,85 @@ def label_pairs(
 ) -> str:
     """Write the train rows of a stage: its pool, with the labels of people for some pairs.
 
-    Every pair and label is in the run's store. Returns a line of what was labelled. Raises
-    KeelError while people have not labelled all that are chosen.
+    People get the chosen pairs alone; once these are labelled, every pair is in the run's store.
+    Pairs that people have labelled in earlier rounds are not chosen again. Returns a line of what
+    was labelled. Raises KeelError while people have not labelled all that are chosen.
     """
-    pool = [json.loads(line) for line in folder.pool(stage).read_text("utf-8").splitlines()]
-    chosen = choose(pool)
+    round = round_of(stage)
+    pool = read_jsonl(folder.pool(stage))
+    pairs = [_in_store(row, round) for row in pool]
     with PreferenceStore(folder.preferences, create=True) as store:
-        forecast: dict[CostKind, float] = {
-            "api": len(pool) * choice.price,
-            "human": len(chosen) * people.price,
-        }
-        store.add(
-            CostRecord(f"{stage}/{kind}", kind, amount, "dollars", "labels", round, forecast=True)
-            for kind, amount in forecast.items()
-        )
-        pairs = _add_pool(store, pool, chosen, round, choice.price)
+        known = _labels(store)
+        chosen = _chosen(folder.chosen(stage), pool, pairs, known, choose)
+        _forecast(store, stage, round, len(pool) * choice.price, len(chosen) * people.price)
+        if people.noise is None:
+            _ask(store, folder, stage, [pairs[at] for at in chosen], round, choice.price)
+        _add(store, pairs, round, choice.price)
         if people.noise is not None:
             rng = np.random.default_rng(derive(seed, "people"))
-            values = [(pairs[at], _simulated(pool[at], people.noise, rng)) for at in chosen]
+            values = [pairs[at].judged(_simulated(pool[at], people.noise, rng)) for at in chosen]
             store.add(
-                LabelRecord(pair, value, "human", SIMULATED, round=round, cost=people.price)
-                for pair, value in values
+                LabelRecord(pairs[at].id, value, "human", SIMULATED, round=round, cost=people.price)
+                for at, value in zip(chosen, values, strict=True)
             )
-        labels = _labels(store, set(pairs))
-    missing = sum(pairs[at] not in labels for at in chosen)
-    if missing:
-        raise KeelError(
-            f"stage {stage!r} waits for people: {missing} of {len(chosen)} pairs have no label: "
-            f"label them with keel prefs annotate {folder.preferences}, then go on with "
-            f"keel train --resume --run {folder.path}"
-        )
-    rows = [_row(pool[at], labels.get(pairs[at])) for at in range(len(pool))]
+        labels = _labels(store)
+        own = {pairs[at].id for at in chosen}
+        costs = [label.cost for label in store.labels(source="human") if label.pair in own]
+    rows = [_row(row, pair, labels.get(pair.id)) for row, pair in zip(pool, pairs, strict=True)]
     write_jsonl(folder.rows(stage, "train"), rows)
-    spent = len(pool) * choice.price, len(chosen) * people.price
+    labelled = sum(row["source"] == "people" for row in rows)
+    spent = math.fsum(cost for cost in costs if cost is not None)
     return (
-        f"{len(pool)} pairs labelled by the rewards (${spent[0]:,.2f}), {len(chosen)} of them by "
-        f"people (${spent[1]:,.2f})"
+        f"{len(pool)} pairs labelled by the rewards (${len(pool) * choice.price:,.2f}), "
+        f"{labelled} of them by people (${spent:,.2f})"
+    )
+
+
+def _ask(
+    store: PreferenceStore,
+    folder: RunFolder,
+    stage: str,
+    chosen: Sequence[PoolPair],
+    round: int,
+    price: float,
+) -> None:
+    """Have people label the chosen pairs. Raises KeelError until all are labelled or skipped."""
+    _add(store, chosen, round, price)
+    labels = _labels(store)
+    missing = [pair.id for pair in chosen if pair.id not in labels]
+    if missing:
+        highest = max((pair.priority for pair in store.pairs()), default=0.0)
+        prefer_pairs(store, missing, highest)
+        raise KeelError(
+            f"stage {stage!r} waits for people: {len(missing)} of {len(chosen)} pairs have no "
+            f"label: label them with keel prefs annotate {folder.preferences}"
+        )
+
+
+def _chosen(
+    path: Path,
+    pool: Sequence[Row],
+    pairs: Sequence[PoolPair],
+    labelled: Collection[str],
+    choose: Choose,
+) -> list[int]:
+    """The pairs that people label, by their place in the pool; kept in a file, since another
+    machine may choose others."""
+    if not path.exists():
+        first = {pair.id: at for at, pair in reversed(list(enumerate(pairs)))}
+        fresh = sorted(at for id, at in first.items() if id not in labelled)
+        write_jsonl(path, [{"row": fresh[at]} for at in choose([pool[at] for at in fresh])])
+    return [row["row"] for row in read_jsonl(path)]
+
+
+def _forecast(store: PreferenceStore, stage: str, round: int, api: float, human: float) -> None:
+    """What the labels of a round are expected to cost, unless it is there."""
+    known = {cost.id for cost in store.costs(forecast=True)}
+    amounts: dict[CostKind, float] = {"api": api, "human": human}
+    store.add(
+        CostRecord(f"{stage}/{kind}", kind, amount, "dollars", "labels", round, forecast=True)
+        for kind, amount in amounts.items()
+        if f"{stage}/{kind}" not in known
     )
 
 
@@ -106,35 +172,32 @@ def choose_pairs(
     """
     rows = [encode(fields.pair(Fields(row, f"pair {at}"), str(at))) for at, row in enumerate(pool)]
     kept = [at for at, row in enumerate(rows) if limit is None or row.longest <= limit]
-    found = pair_features(model, [rows[at] for at in kept], token_budget).feature_CH
+    features = pair_features(model, [rows[at] for at in kept], token_budget).feature_CH
+    found = scaled_features(features)
     beliefs = laplace_beliefs(likeliest_posterior(found, np.ones(len(found))), found)
     selected = select_pairs(people.by, people.labels, beliefs, derive(seed, "choice"))
     return [kept[at] for at in selected.index.tolist()]
 
 
-def _add_pool(
-    store: PreferenceStore, pool: Sequence[Row], chosen: Sequence[int], round: int, price: float
-) -> list[str]:
-    """Add the pairs of a round with the rewards' labels, and let people have the chosen ones first.
+def _in_store(row: Row, round: int) -> PoolPair:
+    prompt = PromptRecord(row["prompt"])
+    two = [
+        CompletionRecord(prompt.id, row[side], model="policy", round=round)
+        for side in ("chosen", "rejected")
+    ]
+    first, second = sorted(two, key=lambda one: one.id)
+    pair = PairRecord(prompt.id, first.id, second.id, round)
+    return PoolPair((prompt, first, second, pair), first is two[0])
 
-    Returns the pairs' ids in the store.
-    """
+
+def _add(store: PreferenceStore, pairs: Sequence[PoolPair], round: int, price: float) -> None:
+    """Add pairs with the rewards' labels."""
     records: list[Record] = []
-    pairs = []
-    for row in pool:
-        prompt = PromptRecord(row["prompt"])
-        better, worse = (
-            CompletionRecord(prompt.id, row[side], model="policy", round=round)
-            for side in ("chosen", "rejected")
-        )
-        pair = PairRecord(prompt.id, better.id, worse.id, round)
-        label = LabelRecord(pair.id, 1.0, "judge", "rewards", round=round, cost=price)
-        records += [prompt, better, worse, pair, label]
-        pairs.append(pair.id)
+    for pair in pairs:
+        value = pair.judged(1.0)
+        label = LabelRecord(pair.id, value, "judge", "rewards", round=round, cost=price)
+        records += [*pair.records, label]
     store.add(records)
-    first = {pairs[at]: float(len(chosen) - rank) for rank, at in enumerate(chosen)}
-    store.set_priorities(first.items())
-    return pairs
 
 
 def _simulated(row: Row, noise: float, rng: np.random.Generator) -> float:
@@ -143,21 +206,21 @@ def _simulated(row: Row, noise: float, rng: np.random.Generator) -> float:
     return float(right if rng.random() >= noise else not right)
 
 
-def _labels(store: PreferenceStore, pairs: Collection[str]) -> dict[str, float | None]:
+def _labels(store: PreferenceStore) -> dict[str, float | None]:
     """The mean label of people for each pair that they saw; None where all skipped it."""
     found: dict[str, list[float]] = {}
     for label in store.labels(source="human"):
-        if label.pair in pairs:
-            found.setdefault(label.pair, []).extend([] if label.value is None else [label.value])
+        found.setdefault(label.pair, []).extend([] if label.value is None else [label.value])
     return {pair: float(np.mean(values)) if values else None for pair, values in found.items()}
 
 
-def _row(row: Row, label: float | None) -> Row:
+def _row(row: Row, pair: PoolPair, label: float | None) -> Row:
     """A row of the pool as one to learn from; without a person's label the rewards' one holds."""
     plain = {name: row[name] for name in ("prompt", "chosen", "rejected")}
     if label is None:
         return {**plain, "source": "rewards"}
-    if label < 0.5:
+    better = pair.judged(label)
+    if better < 0.5:
         plain |= {"chosen": row["rejected"], "rejected": row["chosen"]}
-    sure = max(label, 1 - label)
+    sure = max(better, 1 - better)
     return {**plain, "source": "people", **({} if sure == 1 else {"probability": sure})}

@@ -163,15 +163,21 @@ def _keep(
         return
     kind, records = cast(Kind, stage.reward_model), cast(Records, stage.records)
 
-    def accuracy(version: str, rows: Sequence[Any]) -> Interval:
+    limits = [limit for limit in (stage.max_tokens, model.context) if limit is not None]
+    sieve: Sieve[Any, Any] = Sieve(encode, None)
+
+    def accuracies(version: str, held: Sequence[Sequence[Any]]) -> list[Interval]:
         loaded = load_reward_model(_other_model(recipe, str(folder.model(version))), kind)
         judge = partial(loaded.judge, token_budget=stage.token_budget)
-        encoded = [encode(row) for row in rows[: stage.evaluation.rows]]
-        fitting = [row for row in encoded if row.longest <= (loaded.context or row.longest)]
-        return reward_model_metrics(records, fitting, judge, threshold).report.accuracy
+        found = []
+        for rows in held:
+            encoded = [one for row in rows if (one := sieve.readable(row)) is not None]
+            fitting = [row for row in encoded if all(row.longest <= limit for limit in limits)]
+            found.append(reward_model_metrics(records, fitting, judge, threshold).report.accuracy)
+        return found
 
     if stage.evaluation.rows:
-        measure_forgetting(folder, recipe, stage, accuracy)
+        measure_forgetting(folder, recipe, stage, accuracies)
 
 
 def _loop(
@@ -326,7 +332,7 @@ def _ask_people(
     limit: int | None,
 ) -> None:
     """Have people label some of the sampled pairs, unless they have."""
-    folder, round = run.writer.folder, len(versions(run.recipe, stage))
+    folder = run.writer.folder
     if folder.rows(stage.name, "train").exists():
         return
     seed = derive(run.recipe.seed, stage.name, "people")
@@ -334,7 +340,7 @@ def _ask_people(
         choose_pairs, people=people, model=model, encode=encode, limit=limit,
         token_budget=stage.token_budget, seed=seed,
     )  # fmt: skip
-    line = label_pairs(folder, stage.name, round, choice, people, choose, seed)
+    line = label_pairs(folder, stage.name, choice, people, choose, seed)
     run.writer.note(f"{stage.name}: {line}")
 
 

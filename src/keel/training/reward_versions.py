@@ -23,11 +23,12 @@ from keel.config.stage import Records
 from keel.data.preferences.dataset import READERS, Splits
 from keel.runs.files import make_folder
 from keel.runs.layout import RunFolder
+from keel.runs.reader import read_run_json
 from keel.runs.writer import update_run_json
-from keel.training.judged_data import cluster_of
+from keel.training.judged_data import cluster_of, some_rows
 
-Accuracy = Callable[[str, Sequence[Any]], Interval]
-"""The accuracy of a version (the name of its stage) on validation rows."""
+Accuracies = Callable[[str, Sequence[Sequence[Any]]], Sequence[Interval]]
+"""The accuracies of a version (the name of its stage) on several sets of validation rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +90,20 @@ def with_replay(
 
 
 def measure_forgetting(
-    folder: RunFolder, recipe: Recipe, stage: JudgingStage, accuracy: Accuracy
+    folder: RunFolder, recipe: Recipe, stage: JudgingStage, accuracies: Accuracies
 ) -> Forgetting:
-    """Every version on every version's validation rows; kept in run.json, and plotted."""
+    """Every version on every version's validation rows, at most `evaluation.rows` of each; kept in
+    run.json under the name of the stage, and plotted."""
     chain = versions(recipe, stage)
-    held = [_read(folder, recipe, one).validation for one in chain]
+    held = [
+        some_rows(_read(folder, recipe, one).validation, stage.evaluation.rows) for one in chain
+    ]
     found = Forgetting(
         tuple(one.name for one in chain),
-        tuple(tuple(accuracy(one.name, rows) for rows in held) for one in chain),
+        tuple(tuple(accuracies(one.name, held)) for one in chain),
     )
-    update_run_json(folder, {"forgetting": found.as_dict()})
+    kept = read_run_json(folder).get("forgetting", {})
+    update_run_json(folder, {"forgetting": {**kept, stage.name: found.as_dict()}})
     target: Path = folder.pictures / f"{stage.name}-forgetting.png"
     make_folder(target.parent)
     title = f"{recipe.name}: accuracy of each version of the reward model"

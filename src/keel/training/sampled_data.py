@@ -74,6 +74,11 @@ def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_text(path, "\n".join(lines) + "\n")
 
 
+def read_jsonl(path: Path) -> Rows:
+    """The rows of such a file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
 def pairs(
     group: Group, results: Sequence[RewardResult], choice: SampledData, rng: np.random.Generator
 ) -> Rows:

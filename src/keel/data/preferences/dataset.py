@@ -82,11 +82,12 @@ class Sieve(Generic[T, E]):
         self.encode = encode
         self.limit = limit
         self.left_out: list[LeftOut] = []
-        self._encoded: dict[str, E] = {}
+        self._encoded: dict[int, E] = {}
+        """By the row itself: rows of two files may have the same id."""
 
     def __call__(self, row: T) -> E:
         origin = row.origin
-        found = self._encoded.pop(row.id, None)
+        found = self._encoded.pop(id(row), None)
         try:
             found = self.encode(row) if found is None else found
         except KeelError as error:
@@ -95,6 +96,13 @@ class Sieve(Generic[T, E]):
             reason = f"{origin.place}: {found.longest} tokens, more than {self.limit}"
             self.left_out.append(LeftOut(origin.source, origin.line, reason, origin.row, "long"))
         return found
+
+    def readable(self, row: T) -> E | None:
+        """A row in tokens; None for one that cannot be encoded."""
+        try:
+            return self.encode(row)
+        except KeelError:
+            return None
 
     def without_bad(self, splits: Splits[T]) -> Splits[T]:
         """The rows that can be encoded; the others go among the splits' left out.
@@ -110,7 +118,7 @@ class Sieve(Generic[T, E]):
 
     def _takes(self, row: T, bad: list[LeftOut]) -> bool:
         try:
-            self._encoded[row.id] = self.encode(row)
+            self._encoded[id(row)] = self.encode(row)
         except KeelError as error:
             origin = row.origin
             if origin is None:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from keel.config.errors import explain_validation
 from keel.config.fields import unknown
+from keel.config.secrets import wrong_secret
 from keel.rewards.judge.client import Client
 from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.judge.prompts import RUBRIC
@@ -161,6 +162,9 @@ def judge_options(options: SynthesisOptions, server: ModelServer, judges: bool) 
     for key in server.options:
         if key not in known:
             raise KeelError(f"options of {server.model}: {unknown('key', key, known)}")
+    wrong = wrong_secret(server.options)
+    if wrong is not None:
+        raise KeelError(f"options of {server.model}: {wrong}")
     given: dict[str, Any] = {"model": server.model, "seed": options.seed}
     if not judges:
         sampling = options.sampling

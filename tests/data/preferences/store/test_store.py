@@ -263,6 +263,18 @@ def test_labels_of_others_fill_places_and_skips_do_not(tmp_path: Path) -> None:
         assert taken(store)
 
 
+def test_a_pair_of_another_round_is_shown_again_after_undo(tmp_path: Path) -> None:
+    with made(tmp_path / "a.db", 1) as store:
+        store.add(pair(1, round=2))
+        lease = store.lease_next("ann", 0.0, round=0)
+        assert lease is not None
+        store.submit(lease, human("p0", 1.0))
+        assert store.undo("ann", 1.0) == human("p0", 1.0)
+        again = store.lease_next("ann", 2.0, round=2)
+        assert again is not None
+        assert again.pair == "p0"
+
+
 def test_undo_takes_back_the_last_label(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 3) as store:
         assert store.undo("ann", 0.0) is None

@@ -301,9 +301,10 @@ class PreferenceStore:
         """Lease the next pair (of a round) to a person; None where there is none for them.
 
         The pair with the highest priority, then the first added, that fewer than `overlap` people
-        have or have labelled, and that this one has not. Whoever has a pair already gets it again.
-        `gold` are pairs (by id) with a known label, which are for everyone: they are leased only
-        where `gold_next`, the first that the person has not labelled, whoever else has it.
+        have or have labelled, and that this one has not. Whoever has a pair already gets it again,
+        of any round.
+        `gold` are pairs (by id) with a known label, which are for everyone: they are leased
+        only where `gold_next`, the first that the person has not labelled, whoever else has it.
         `now` is the time in seconds. A lease that is past its `expires` is withdrawn when someone
         else asks for a pair. A pair that was skipped goes to another person.
         """
@@ -314,10 +315,9 @@ class PreferenceStore:
             execute = self.database.execute
             # The earliest: after an undo, the pair of the label that was undone.
             own = execute(
-                "SELECT l.id, l.pair FROM leases l JOIN pairs p ON p.id = l.pair"
-                f" WHERE l.label IS NULL AND l.annotator = ? AND (1{clause}"
-                " OR p.id IN (SELECT value FROM json_each(?))) ORDER BY l.id LIMIT 1",
-                (annotator, *values, listed),
+                "SELECT id, pair FROM leases WHERE label IS NULL AND annotator = ?"
+                " ORDER BY id LIMIT 1",
+                (annotator,),
             ).fetchone()
             if own is not None:
                 execute("UPDATE leases SET expires = ? WHERE id = ?", (expires, own[0]))

@@ -19,7 +19,7 @@ from keel.data.preferences.store.records import (
 )
 
 R = TypeVar("R")
-_encode = json.JSONEncoder(ensure_ascii=False).encode
+_encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
 
 
 class TableLayout(Generic[R]):
