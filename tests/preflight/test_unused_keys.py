@@ -138,6 +138,7 @@ CASES: list[tuple[Any, ...]] = [
     ("chat_template.thinking", judging("dpo", chat_template={"thinking": True}), ()),
     ("sampled.pairs",
      judging("reward_model", objective="labels", sampled={**SAMPLED, "pairs": 3}), ()),
+    ("sampled.price", judging("reward_model", sampled={**SAMPLED, "price": 0.01}), ()),
     ("sampled.validation",
      judging("dpo", sampled={**SAMPLED, "validation": 9}, evaluation={"rows": 0}), ()),
     ("sampled.tasks.0.weight",
