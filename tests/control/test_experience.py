@@ -39,7 +39,7 @@ def assert_rows(part: Experience, wanted: list[int], vectors: bool = False) -> N
         assert torch.equal(getattr(part, name), n + more)
     assert torch.equal(part.observation_NO, torch.stack([n, n + 100], 1).float())
     assert torch.equal(part.action_N, torch.stack([n, -n], 1).float() if vectors else n)
-    absent = {"reference_log_prob_N"}
+    absent = {"reference_log_prob_N", "teacher_log_prob_N"}
     assert {f.name for f in fields(part) if getattr(part, f.name) is None} == absent
 
 

@@ -35,7 +35,7 @@ PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...)),
     *(enum.Enum, PurePath, re.Pattern, torch.dtype, torch.device, torch.layout, torch.Size),
     *(np.generic, np.dtype, types.ModuleType, AddedToken, types.GenericAlias, logging.Logger),
-    *(operator.itemgetter, types.UnionType),
+    *(operator.itemgetter, operator.attrgetter, types.UnionType),
 )
 """What its repr shows in full."""
 HANDLES = (
