@@ -146,6 +146,15 @@ def test_random_needs_no_features(here: Path, capsys: Capture) -> None:
     assert leased(here / "a.db", 5) == orders[2]
 
 
+def test_gold_pairs_are_not_selected(here: Path, capsys: Capture) -> None:
+    store_of(here / "a.db", 12, 0)
+    gold = [LabelRecord(f"p{number}", 1.0, "rule", "gold") for number in range(7)]
+    with PreferenceStore(here / "a.db") as store:
+        store.add_labels(gold)
+    found = printed(["prefs", "select", "a.db", "--by", "random", "--count", "12"], capsys)
+    assert {row["pair"] for row in found["chosen"]} == {f"p{number}" for number in range(7, 12)}
+
+
 def test_rounds_sources_and_pools(here: Path, capsys: Capture) -> None:
     store_of(here / "a.db", 60, 40)
     with PreferenceStore(here / "a.db") as store:

@@ -101,6 +101,7 @@ def test_two_models_from_one_base_are_refused() -> None:
         ({"stages": ["judge", "nothing"], "times": 2}, "unknown stage 'nothing'"),
         ({"stages": ["ppo", "judge"], "times": 2}, "do not follow each other"),
         ({"stages": ["judge"], "times": 0}, "repeat.times = 0"),
+        ({"stages": ["judge"], "times": 10**9}, "repeat.times = 1000000000"),
         ({"stages": [], "times": 2}, "repeat.stages"),
         ({"stage": ["judge"], "times": 2}, "repeat"),
         (3, "repeat"),

@@ -121,6 +121,36 @@ def test_run_waits_for_real_people_and_goes_on_with_their_labels(tmp_path: Path)
             assert (row["chosen"], row["rejected"]) == chosen
 
 
+def test_a_waiting_run_takes_a_changed_number_and_price_of_labels(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match="8 of 8 pairs"):
+        train(recipe(stage(labels=8, price=0.5)), tmp_path / "run")
+    folder = RunFolder.open(tmp_path / "run")
+    text = folder.recipe.read_text()
+    assert "labels = 8\n" in text
+    folder.recipe.write_text(text.replace("labels = 8\n", "labels = 3\n").replace("0.5", "0.7"))
+    with pytest.raises(KeelError, match="3 of 3 pairs"):
+        train(None, folder.path, resume=True)
+    with PreferenceStore(folder.preferences) as store:
+        assert len(list(store.pairs())) == 8
+        first = max(store.pairs(), key=lambda pair: pair.priority)
+        chosen = lines(folder.chosen("reward_model"))[0]["row"]
+        pool = lines(folder.pool("reward_model"))
+        assert store.prompt(first.prompt).content == pool[chosen]["prompt"]
+
+
+def test_a_pool_that_people_have_labelled_gives_nothing_to_choose(tmp_path: Path) -> None:
+    made = recipe(stage(labels=10_000, noise=0.0, price=0.5))
+    folder = train(made, tmp_path / "run")
+    assert {row["source"] for row in rows(folder)} == {"people"}
+    folder.rows("reward_model", "train").unlink()
+    folder.chosen("reward_model").unlink()
+    for entry in folder.list_checkpoints():
+        shutil.rmtree(entry.path)
+    train(None, folder.path, resume=True)
+    assert lines(folder.chosen("reward_model")) == []
+    assert {row["source"] for row in rows(folder)} == {"people"}
+
+
 def test_a_stage_that_was_stopped_labels_nothing_twice(tmp_path: Path) -> None:
     made = recipe(stage(labels=20, noise=0.1, price=0.5))
     whole = train(made, tmp_path / "whole")

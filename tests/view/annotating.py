@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from keel.data.preferences.store.records import (
     PromptRecord,
     Record,
 )
+from tests.view.chromium import free_port
 
 MODEL = "secret-model"
 """In the name of every model of the pairs: no page may hold it."""
@@ -44,9 +44,7 @@ class Server:
     """The command in a process of its own, which can be killed and started again."""
 
     def __init__(self, store: Path, *options: str, token: str | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.store, self.options, self.token = store, options, token
         self.start()
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,29 +13,14 @@ import pytest
 from keel.data.preferences.store.store import PreferenceStore
 from tests.view import hostile
 from tests.view.annotating import MODEL, Annotator, Server, pair
+from tests.view.chromium import WAIT, needs_chromium, sync_api, tab
 
-sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
-pytestmark = [
-    pytest.mark.skipif(
-        CHROMIUM is None and "KEEL_REQUIRE_SHARED" not in os.environ,
-        reason="there is no Chromium (apt install chromium, or set CHROMIUM)",
-    ),
-]
-WAIT = 60_000
+pytestmark = [needs_chromium]
 RUBRIC = "# What is better\n\n- <b>true</b> before fluent"
 ARABIC = "عاصمة فرنسا هي باريس.\nThe Louvre is there."
 CHINESE = "\u3000\u3000太阳光由各种颜色的光组成。"
 PERSIAN = "می\u200cشود"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield launched
-        launched.close()
 
 
 @pytest.fixture(scope="module")
@@ -63,29 +47,13 @@ Open = Callable[..., Annotator]
 @pytest.fixture
 def annotator(browser: sync_api.Browser) -> Iterator[Open]:
     """Opens tabs, which may reach their server alone, and must log no error."""
-    problems: list[str] = []
-    opened = []
+    with ExitStack() as tabs:
 
-    def start(server: Server, name: str, width: int = 1280, height: int = 800) -> Annotator:
-        page = browser.new_page(viewport={"width": width, "height": height})
-        opened.append(page)
-        page.set_default_timeout(WAIT)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
-        page.on(
-            "request",
-            lambda request: (
-                problems.append(f"left the machine: {request.url}")
-                if not request.url.startswith((server.url, "data:", "blob:"))
-                else None
-            ),
-        )
-        return Annotator(page, server.url, name)
+        def start(server: Server, name: str, width: int = 1280, height: int = 800) -> Annotator:
+            page = tabs.enter_context(tab(browser, server.url, width, height))
+            return Annotator(page, server.url, name)
 
-    yield start
-    for page in opened:
-        page.close()
-    assert problems == []
+        yield start
 
 
 def show_first(store: PreferenceStore, number: int, *texts: str, prompt: str = "") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import time
 import uuid
@@ -17,16 +16,9 @@ import pytest
 from keel.data.preferences.store.store import PreferenceStore
 from tests.data.preferences.store.made import taken
 from tests.view.annotating import Annotator, Server, pair
+from tests.view.chromium import WAIT, launch, needs_chromium, sync_api
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        CHROMIUM is None and "KEEL_REQUIRE_SHARED" not in os.environ,
-        reason="there is no Chromium (apt install chromium, or set CHROMIUM)",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_chromium]
 PAIRS, BROWSER_KILL = 200, 60
 SERVER_KILLS = {90: 0.0, 120: 0.02, 150: 0.2}
 """After how many labels the server is killed, and how many seconds after a key."""
@@ -40,12 +32,11 @@ class OwnBrowser:
 
     def __init__(self, playwright: Any) -> None:
         self.mark = f"--keel-test={uuid.uuid4().hex}"
-        arguments = ["--no-sandbox", self.mark]
-        self.browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        self.browser = launch(playwright, self.mark)
 
     def tab(self) -> Any:
         page = self.browser.new_context().new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(WAIT)
         return page
 
     def kill(self) -> int:

@@ -20,17 +20,10 @@ from keel.runs.reader import load
 from keel.runs.writer import Recorder
 from tests.training.small import run
 from tests.view import hostile
+from tests.view.chromium import WAIT, free_port, needs_chromium, sync_api, tab
 
-sync_api = pytest.importorskip("playwright.sync_api")
 expect = sync_api.expect
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
-pytestmark = [
-    pytest.mark.skipif(
-        CHROMIUM is None and "KEEL_REQUIRE_SHARED" not in os.environ,
-        reason="there is no Chromium (apt install chromium, or set CHROMIUM)",
-    ),
-]
-WAIT = 60_000
+pytestmark = [needs_chromium]
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     # NiceGUI serves its own tests differently.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     with subprocess.Popen(
-        [*command, str(_port())], stdout=subprocess.PIPE, text=True, env=environment
+        [*command, str(free_port())], stdout=subprocess.PIPE, text=True, env=environment
     ) as server:
         assert server.stdout is not None
         line = server.stdout.readline()
@@ -60,41 +53,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         server.terminate()
 
 
-def _port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield launched
-        launched.close()
-
-
 @pytest.fixture
 def page(browser: sync_api.Browser, served: Served) -> Iterator[sync_api.Page]:
     """A page that may reach its server alone, and must log no error."""
-    opened = browser.new_page(viewport={"width": 1280, "height": 900})
-    opened.set_default_timeout(WAIT)
-    problems: list[str] = []
-    opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
-    opened.on(
-        "request",
-        lambda request: (
-            problems.append(f"left the machine: {request.url}")
-            if not request.url.startswith((served.url, "data:", "blob:"))
-            else None
-        ),
-    )
-    yield opened
-    opened.close()
-    assert problems == []
+    with tab(browser, served.url) as opened:
+        yield opened
 
 
 def part(page: sync_api.Page, name: str) -> sync_api.Locator:

@@ -20,7 +20,7 @@ _NEVER_EVALUATED = UnusedIf(
     lambda key: key.stage.evaluation.rows == 0, "evaluation.rows = 0 disables evaluation"
 )
 _NO_PEOPLE = UnusedIf(
-    lambda key: key.table.people is None, "labels are counted where people give some of them"
+    lambda key: key.table.people is None, "the cost of labels is recorded with sampled.people only"
 )
 _NO_PAIRS = UnusedIf(
     lambda key: key.stage.records != "pairs", "the stage learns from {key.stage.records}"

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 from keel.algorithms.spec import FrozenModel
 from keel.config.address import stage_name
 from keel.config.errors import explain_validation
-from keel.config.fields import AsTuple, Count, unknown
+from keel.config.fields import AsTuple, unknown
 from keel.types import KeelError
 
 
@@ -20,7 +20,7 @@ class Repeat(FrozenModel):
 
     stages: Annotated[tuple[str, ...], AsTuple, Field(min_length=1)]
     """Names of the stages, in their order."""
-    times: Count
+    times: Annotated[int, Field(ge=1, le=1000)]
     """How often they are run."""
 
 

@@ -54,9 +54,9 @@ class Evaluator:
         and `pass@k`.
 
         Where no reward is declared as correctness (or, of a stage that needs no reward, none gives
-        a value), `measure` is "reward", the figures are of the
-        reward (of `evaluation.component`, else the whole), and there is no pass@k. Every evaluation
-        samples with the same random numbers. `spent` is what paid rewards cost, if there are any.
+        a value), `measure` is "reward", the figures are of the reward (of `evaluation.component`,
+        else the whole), and there is no pass@k. Every evaluation samples with the same random
+        numbers. `spent` is what paid rewards cost, if there are any.
         """
         budget = self.sampler.config
         greedy = Sampling(

@@ -82,7 +82,7 @@ def label_pairs(
     pairs = [_in_store(row, round) for row in pool]
     with PreferenceStore(folder.preferences, create=True) as store:
         known = _labels(store)
-        chosen = _chosen(folder.chosen(stage), pool, pairs, known, choose)
+        chosen = _chosen(folder.chosen(stage), pool, pairs, known, choose)[: people.labels]
         _forecast(store, stage, round, len(pool) * choice.price, len(chosen) * people.price)
         if people.noise is None:
             _ask(store, folder, stage, [pairs[at] for at in chosen], round, choice.price)
@@ -136,7 +136,7 @@ def _chosen(
     choose: Choose,
 ) -> list[int]:
     """The pairs that people label, by their place in the pool; kept in a file, since another
-    machine may choose others."""
+    machine may choose others. Fewer may be wanted later; more are chosen in the next round."""
     if not path.exists():
         first = {pair.id: at for at, pair in reversed(list(enumerate(pairs)))}
         fresh = sorted(at for id, at in first.items() if id not in labelled)
@@ -172,6 +172,8 @@ def choose_pairs(
     """
     rows = [encode(fields.pair(Fields(row, f"pair {at}"), str(at))) for at, row in enumerate(pool)]
     kept = [at for at, row in enumerate(rows) if limit is None or row.longest <= limit]
+    if not kept:
+        return []
     features = pair_features(model, [rows[at] for at in kept], token_budget).feature_CH
     found = scaled_features(features)
     beliefs = laplace_beliefs(likeliest_posterior(found, np.ones(len(found))), found)

@@ -70,8 +70,8 @@ def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: M
 def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows to a file, one a line, completely or not at all."""
     make_folder(path.parent)
-    lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) for row in rows]
-    write_text(path, "\n".join(lines) + "\n")
+    lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows]
+    write_text(path, "".join(lines))
 
 
 def read_jsonl(path: Path) -> Rows:

@@ -263,6 +263,14 @@ def test_labels_of_others_fill_places_and_skips_do_not(tmp_path: Path) -> None:
         assert taken(store)
 
 
+def test_turns_with_their_keys_in_any_order_are_one_prompt(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Hé"}], [{"content": "Hé", "role": "user"}]
+    one, other = (PromptRecord(turn) for turn in turns)
+    assert one.id == other.id
+    with made(tmp_path / "a.db") as store:
+        assert [store.add_prompts([prompt]) for prompt in (one, other)] == [1, 0]
+
+
 def test_a_pair_of_another_round_is_shown_again_after_undo(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 1) as store:
         store.add(pair(1, round=2))
