@@ -37,7 +37,7 @@ STUDENT = "opd"
 ARMS = (STUDENT, BASELINE)
 MEASURED = RESULTS / "distillation"
 TEACHER_SEED = 1000
-LEVELS = {"sort_digits": 0.8}
+LEVELS = {"sort_digits": 0.8, "reverse": 0.5}
 """By task an accuracy that GRPO reaches on most seeds, for the tokens that it takes."""
 EARLY = 20
 """A step at which accuracies are compared besides the last."""
@@ -70,11 +70,12 @@ def train_teacher(out: Path, task: str) -> Path:
 def run(out: Path, seeds: int = 10, tasks: Sequence[str] = tuple(LEVELS)) -> None:
     """Train teachers and students, and keep the results."""
     MEASURED.mkdir(parents=True, exist_ok=True)
-    _tune(out)
     teachers, found = {}, {}
     for task in tasks:
         folder = out / "distillation" / task
         teacher = {"teacher": {"name": str(train_teacher(out, task))}}
+        if STUDENT not in tomllib.loads(RATES.read_text())[task]:
+            choose_rates(folder / "tune", task, (STUDENT,), {STUDENT: teacher})
         rates = tomllib.loads(RATES.read_text())[task]
         keys = {STUDENT: {**teacher, **EVALUATED}, BASELINE: EVALUATED}
         paths = write_recipes(folder / "recipes", task, rates, ARMS, keys)
@@ -90,18 +91,6 @@ def run(out: Path, seeds: int = 10, tasks: Sequence[str] = tuple(LEVELS)) -> Non
             )
     text = json.dumps(teachers, ensure_ascii=False, indent=1) + "\n"
     (MEASURED / "teachers.json").write_text(text)
-
-
-def _tune(out: Path) -> None:
-    """Choose the student's rate on the first task, for all, unless rates.toml has it."""
-    first = next(iter(LEVELS))
-    if STUDENT not in tomllib.loads(RATES.read_text())[first]:
-        teacher = {"teacher": {"name": str(train_teacher(out, first))}}
-        folder = out / "distillation" / first / "tune"
-        choose_rates(folder, first, (STUDENT,), {STUDENT: teacher})
-        rates = tomllib.loads(RATES.read_text())
-        own = {STUDENT: rates[first][STUDENT]}
-        RATES.write_text(tomli_w.dumps({task: {**rates[task], **own} for task in rates}))
 
 
 def _measured(runs: Path, seeds: int) -> Iterable[tuple[str, int, int, int, float]]:
