@@ -36,7 +36,11 @@ DOCS = ROOT / "docs"
 PRESET_PAGES = DOCS / "algorithms"
 MEASURED_PAGES = DOCS / "evidence"
 METRIC = "eval/pass@1"
-TITLES = {"sort_digits": "sorting digits", "reverse": "reversing words"}
+TITLES = {
+    "sort_digits": "sorting digits",
+    "reverse": "reversing words",
+    distillation.RARE: "sorting, right answers rare",
+}
 SECTION = "## Learning curve\n\n"
 
 

@@ -1,9 +1,11 @@
-"""Rewards of the evidence's recipes."""
+"""Rewards and demonstrations of the evidence's recipes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 
 def characters(
@@ -27,3 +29,8 @@ def characters(
 def characters_written(*, completions: Sequence[str], **_: Any) -> list[float]:
     """The length of each answer, which differs even where a policy knows nothing."""
     return [float(len(text)) for text in completions]
+
+
+def seldom_right(prompt: Any, gold: str, rng: np.random.Generator) -> str:
+    """The gold answer with its first and last character exchanged in 99 of 100."""
+    return gold[-1] + gold[1:-1] + gold[0] if rng.random() < 0.99 and len(gold) > 1 else gold
