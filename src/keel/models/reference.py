@@ -15,6 +15,7 @@ from keel.models.families import head_of, hidden_states
 from keel.models.head import Head, log_probs
 from keel.models.packed import Packed
 from keel.models.policy import Policy
+from keel.models.sharded import within
 
 
 def reference_for(policy: Policy, state: Mapping[str, Tensor] | None = None) -> Reference:
@@ -47,12 +48,15 @@ class FrozenPolicy:
     @torch.no_grad()
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
         """Its hidden states at the scored tokens; no gradient."""
-        return hidden_states(self.model, packed, self.autocast)
+        return within(self.model, lambda: hidden_states(self.model, packed, self.autocast))
 
     @torch.no_grad()
     def log_probs(self, packed: Packed, temperature: float = 1.0) -> Float[Tensor, "N"]:
         """log π of each scored token; no gradient. The temperature divides the logits."""
-        return log_probs(self.hidden(packed), self.head, packed.scored(), temperature)
+        hidden_NH = self.hidden(packed)
+        return within(
+            self.model, lambda: log_probs(hidden_NH, self.head, packed.scored(), temperature)
+        )
 
 
 class Reference(FrozenPolicy, ABC):
