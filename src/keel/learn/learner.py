@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,29 @@ from keel.types import KeelError
 
 T = TypeVar("T")
 P = TypeVar("P", Batch, TrainBatch[Batch])
+
+
+class HasState(Protocol):
+    """What gives its tensors by name."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+
+class HasStateDict(Protocol):
+    """As torch's modules."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What a checkpoint holds: the policy, the optimizers' moments, the modules that learn with it,
+    and the reference."""
+
+    policy: Policy
+    optimizers: Mapping[str, HasState]
+    modules: Mapping[str, HasStateDict]
+    reference: HasState | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +137,34 @@ class Learner:
         own = cut(batch.select(share)) if share else []
         missing = max(ranks.gather(len(own))) - len(own)
         return own + missing * cut(batch.select([0])), len(own)
+
+    def update(
+        self,
+        algorithm: Algorithm,
+        batch: TrainBatch[Batch],
+        beta: float,
+        rates: tuple[float | None, float],
+    ) -> Losses:
+        """`update` of these models."""
+        return update(self, algorithm, batch, beta, rates)
+
+    def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
+        """`cause_of` with these models."""
+        return cause_of(self, algorithm, batch, beta)
+
+    def refresh_reference(self) -> None:
+        """Copy the policy to the reference."""
+        assert self.reference is not None
+        self.reference.refresh(self.policy)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that learn, by the model's names, for engines to sample with."""
+        named = self.policy.model.named_parameters()
+        return {name: weight for name, weight in named if weight.requires_grad}
+
+    def saved(self) -> Saved:
+        """What a checkpoint holds of the models."""
+        return Saved(self.policy, self.optimizers, self.modules, self.reference)
 
     def clear(self) -> None:
         """Drop all gradients."""

@@ -7,15 +7,15 @@ added over the ranks, not averaged, since the loss's weights were set for the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from keel.models.head import Scores
@@ -25,6 +25,11 @@ COMPUTE = "computes"
 """The method that `within` calls on a sharded model."""
 
 pytree.register_dataclass(Scores)  # FSDP2 looks for the tensors of a model's outputs
+
+
+def mesh_of(device: torch.device, count: int) -> DeviceMesh:
+    """All ranks in a row."""
+    return init_device_mesh(device.type, (count,))
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -65,8 +70,6 @@ def whole(tensor: Tensor) -> Tensor:
 def assign(target: Tensor, value: Tensor) -> None:
     """Copy a whole value into a tensor, of which a sharded one takes its own part."""
     if isinstance(target, DTensor):
-        from torch.distributed.tensor import distribute_tensor
-
         value = distribute_tensor(
             value.to(target.device, target.dtype), target.device_mesh, target.placements,
             src_data_rank=None,
@@ -74,6 +77,7 @@ def assign(target: Tensor, value: Tensor) -> None:
     target.copy_(value)
 
 
-def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """`whole` of each, one after the other."""
-    return {name: whole(tensor) for name, tensor in tensors.items()}
+def wholes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`whole` of each by its name, one after the other."""
+    for name, tensor in tensors.items():
+        yield name, whole(tensor).detach()

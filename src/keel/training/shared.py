@@ -1,0 +1,236 @@
+"""A stage's learner and engine on several processes (`cluster.processes`).
+
+Rank 0 runs the loop. The models that learn are sharded over all ranks, and each rank samples and
+trains on some of the sequences. Each rank has the policy whole as well, to sample with; rank 0's is
+the run's policy, which checkpoints hold, so that a run resumes on any number of processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keel.algorithms.spec import Algorithm
+from keel.cluster.group import Group as ProcessGroup
+from keel.cluster.group import start
+from keel.config.schema import Recipe, RLStage
+from keel.engines.registry import build_engine
+from keel.learn.batch import Batch, TrainBatch
+from keel.learn.finite import Cause
+from keel.learn.learner import Learner, Losses, Saved
+from keel.learn.ranks import Ranks, spans
+from keel.learn.token_budget import TokenBudget
+from keel.models.policy import Policy, load_policy
+from keel.models.sharded import wholes
+from keel.training.setup import build_learner
+from keel.types import Engine, Group, Prompt, Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """What a rank has: the policy whole, which samples by `engine`, and the sharded learner."""
+
+    policy: Policy
+    learner: Learner
+    engine: Engine
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """Tensors by name, gathered from all ranks."""
+
+    tensors: Mapping[str, Tensor]
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self.tensors)
+
+    state_dict = state
+
+
+@dataclass(frozen=True, eq=False)
+class SharedLearner(Learner):
+    """A learner whose work all ranks do; made of rank 0's own."""
+
+    group: ProcessGroup[Member] | None = None
+
+    def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch:
+        found: Batch = self._call(_score, batch, old, reference, others)
+        return found
+
+    def update(
+        self,
+        algorithm: Algorithm,
+        batch: TrainBatch[Batch],
+        beta: float,
+        rates: tuple[float | None, float],
+    ) -> Losses:
+        found: Losses = self._call(_update, algorithm, batch, beta, rates)
+        return found
+
+    def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
+        found: Cause = self._call(_cause_of, algorithm, batch, beta)
+        return found
+
+    def refresh_reference(self) -> None:
+        self._call(_refresh_reference)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole policy's weights, which are now those of the learner on every rank."""
+        found: dict[str, Tensor] = self._call(_take_over)
+        return found
+
+    def saved(self) -> Saved:
+        found: Saved = self._call(_saved)
+        return found
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        assert self.group is not None
+        return self.group.call(function, *arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedEngine:
+    """Samples some of the prompts on each rank; see `keel.types.Engine`."""
+
+    group: ProcessGroup[Member]
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+    ) -> list[Group]:
+        found: list[Group] = self.group.call(_sample, list(prompts), n, sampling, seed)
+        return found
+
+    def sync(self, weights: Mapping[str, Any]) -> None:
+        """`SharedLearner.weights` has brought them to every rank."""
+
+
+@contextmanager
+def shared_learner(
+    recipe: Recipe,
+    stage: RLStage,
+    policy: Policy,
+    seed: int,
+    budget: TokenBudget,
+    resume_from: Path | None,
+) -> Iterator[tuple[SharedLearner, SharedEngine]]:
+    """The learner and the engine of a stage on `cluster.processes` ranks, while the block runs."""
+    weights = {name: p.detach().cpu() for name, p in policy.state_dict().items()}
+    parts = (recipe, stage, seed, budget.tokens, resume_from)
+    others = partial(_other_member, *parts, weights, len(policy.tokenizer))
+    own = partial(_member, *parts, policy)
+    threads = torch.get_num_threads()
+    each = threads if recipe.threads is not None else max(threads // recipe.cluster.processes, 1)
+    torch.set_num_threads(each)
+    try:
+        with start(recipe.cluster.processes, own, others, each) as group:
+            learner = group.member.learner
+            values = {f.name: getattr(learner, f.name) for f in fields(Learner)}
+            values["budget"] = budget
+            yield SharedLearner(**values, group=group), SharedEngine(group)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- on every rank
+
+
+def _other_member(
+    recipe: Recipe,
+    stage: RLStage,
+    seed: int,
+    tokens: int,
+    resume_from: Path | None,
+    weights: Mapping[str, Tensor],
+    vocabulary: int,
+    ranks: Ranks,
+) -> Member:
+    policy = load_policy(recipe.model, recipe.seed)
+    policy.load_state_dict(weights)
+    return _member(recipe, stage, seed, tokens, resume_from, policy, ranks)
+
+
+def _member(
+    recipe: Recipe,
+    stage: RLStage,
+    seed: int,
+    tokens: int,
+    resume_from: Path | None,
+    policy: Policy,
+    ranks: Ranks,
+) -> Member:
+    learner = build_learner(
+        stage,
+        recipe.model,
+        copy.deepcopy(policy),
+        seed,
+        TokenBudget(tokens),
+        resume_from,
+        ranks,
+    )
+    engine = build_engine(
+        stage.rollout.engine,
+        model=policy.model,
+        tokenizer=policy.tokenizer,
+        max_rows=stage.rollout.max_rows,
+        autocast=policy.autocast,
+        dtype=stage.rollout.dtype,
+    )
+    return Member(policy, learner, engine)
+
+
+def _score(member: Member, batch: Batch, old: bool, reference: bool, others: bool) -> Batch:
+    return member.learner.score(batch, old=old, reference=reference, others=others)
+
+
+def _update(
+    member: Member,
+    algorithm: Algorithm,
+    batch: TrainBatch[Batch],
+    beta: float,
+    rates: tuple[float | None, float],
+) -> Losses:
+    return member.learner.update(algorithm, batch, beta, rates)
+
+
+def _cause_of(member: Member, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
+    return member.learner.cause_of(algorithm, batch, beta)
+
+
+def _refresh_reference(member: Member) -> None:
+    member.learner.refresh_reference()
+
+
+@torch.no_grad()
+def _take_over(member: Member) -> dict[str, Tensor]:
+    own = dict(member.policy.model.named_parameters())
+    for name, weight in wholes(member.learner.weights()):
+        own[name].copy_(weight)
+    return {name: weight for name, weight in own.items() if weight.requires_grad}
+
+
+def _saved(member: Member) -> Saved:
+    learner = member.learner
+    return Saved(
+        member.policy,
+        {name: Gathered(dict(wholes(o.state()))) for name, o in learner.optimizers.items()},
+        {name: Gathered(dict(wholes(m.state_dict()))) for name, m in learner.modules.items()},
+        None if learner.reference is None else Gathered(dict(wholes(learner.reference.state()))),
+    )
+
+
+def _sample(
+    member: Member, prompts: list[Prompt], n: int, sampling: Sampling, seed: int
+) -> list[Group]:
+    ranks = member.learner.ranks
+    own = spans([len(prompt.tokens) + sampling.max_tokens for prompt in prompts], ranks.count)
+    share = own[ranks.number]
+    groups = member.engine.sample(prompts[share.start : share.stop], n, sampling, seed)
+    return [group for part in ranks.gather(groups) for group in part]
