@@ -47,7 +47,7 @@ def test_ranks_equal_one_process(tmp_path: Path, case: str) -> None:
     alone, weights = updated(tmp_path, case, 1)
     assert len(alone) == 20
     assert max(update["grad_norm"] for update in alone) > 0.01
-    for count in (2, 3):
+    for count in (2, 3) if case == "gspo" else (2,):
         shared, found = updated(tmp_path, case, count)
         for one, other in zip(alone, shared, strict=True):
             assert other == pytest.approx(one, abs=TOLERANCE)

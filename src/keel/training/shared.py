@@ -31,7 +31,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, load_policy
 from keel.models.sharded import wholes
 from keel.training.setup import build_learner
-from keel.types import Engine, Group, Prompt, Sampling
+from keel.types import Engine, Group, KeelError, Prompt, Sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,15 @@ def shared_learner(
     budget: TokenBudget,
     resume_from: Path | None,
 ) -> Iterator[tuple[SharedLearner, SharedEngine]]:
-    """The learner and the engine of a stage on `cluster.processes` ranks, while the block runs."""
+    """The learner and the engine of a stage on `cluster.processes` ranks, while the block runs.
+
+    Raises KeelError where the policy is not on a CPU, or a rank fails to start.
+    """
+    if policy.device.type != "cpu":
+        raise KeelError(
+            f"cluster.processes = {recipe.cluster.processes}: several processes run on a CPU only "
+            'so far: set model.device = "cpu", or cluster.processes = 1'
+        )
     weights = {name: p.detach().cpu() for name, p in policy.state_dict().items()}
     parts = (recipe, stage, seed, budget.tokens, resume_from)
     others = partial(_other_member, *parts, weights, len(policy.tokenizer))
