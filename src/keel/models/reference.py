@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -15,7 +16,7 @@ from keel.models.families import head_of, hidden_states
 from keel.models.head import Head, log_probs
 from keel.models.packed import Packed
 from keel.models.policy import Policy
-from keel.models.sharded import within
+from keel.models.sharded import whole, within
 
 
 def reference_for(policy: Policy, state: Mapping[str, Tensor] | None = None) -> Reference:
@@ -43,7 +44,9 @@ class FrozenPolicy:
     @property
     def head(self) -> Head:
         """How its logits are made from its hidden states."""
-        return head_of(self.model)
+        head = head_of(self.model)
+        bias = None if head.bias is None else whole(head.bias)
+        return replace(head, weight=whole(head.weight), bias=bias)
 
     @torch.no_grad()
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
