@@ -1,6 +1,6 @@
-"""Worker processes that compute together with the one that drives them.
+"""RankProcess processes that compute together with the one that drives them.
 
-Each rank builds a member of its own; `Group.call` runs a function of the member on all ranks at
+Each rank builds a member of its own; `RankGroup.call` runs a function of the member on all ranks at
 once, which may use collective operations. Calls go over a pipe, since a rank may wait for the next
 one as long as it takes; the workers end when the pipe closes, however the driver ends.
 """
@@ -33,7 +33,7 @@ PATIENCE = 20.0
 
 
 @dataclass(frozen=True, eq=False)
-class Worker:
+class RankProcess:
     """Another rank's process, and the pipe to it."""
 
     number: int
@@ -41,10 +41,10 @@ class Worker:
     pipe: Connection
 
 
-class Group(Generic[M]):
+class RankGroup(Generic[M]):
     """The ranks: this process, which is rank 0, and its workers."""
 
-    def __init__(self, ranks: Ranks, member: M, workers: list[Worker]) -> None:
+    def __init__(self, ranks: Ranks, member: M, workers: list[RankProcess]) -> None:
         self.ranks, self.member, self._workers = ranks, member, workers
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -84,7 +84,7 @@ class Group(Generic[M]):
 @contextmanager
 def start(
     count: int, build: Callable[[Ranks], M], others: Callable[[Ranks], M], threads: int
-) -> Iterator[Group[M]]:
+) -> Iterator[RankGroup[M]]:
     """A group of `count` processes on this machine, for as long as the block runs.
 
     `build` makes this rank's member, `others` (a function of a module, or a partial one) that of
@@ -93,7 +93,7 @@ def start(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-ranks-"))
         meeting = f"file://{Path(folder) / 'rendezvous'}"
-        workers: list[Worker] = []
+        workers: list[RankProcess] = []
         stack.callback(_end, workers)
         spawn = get_context("spawn")
         for number in range(1, count):
@@ -106,18 +106,18 @@ def start(
             )
             process.start()
             theirs.close()
-            workers.append(Worker(number, process, ours))
+            workers.append(RankProcess(number, process, ours))
         for worker in workers:
             _began(worker)
         ranks = Ranks(0, count)
         dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=count)
         stack.callback(_leave)
-        group = Group(ranks, build(ranks), workers)
+        group = RankGroup(ranks, build(ranks), workers)
         group._wait()
         yield group
 
 
-def _began(worker: Worker) -> None:
+def _began(worker: RankProcess) -> None:
     """Wait for a worker's process to be there."""
     connection.wait([worker.pipe, worker.process.sentinel])
     try:
@@ -131,7 +131,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _end(workers: list[Worker]) -> None:
+def _end(workers: list[RankProcess]) -> None:
     for worker in workers:
         worker.pipe.close()
     for worker in workers:
@@ -141,7 +141,7 @@ def _end(workers: list[Worker]) -> None:
             worker.process.join()
 
 
-def _lost(workers: list[Worker]) -> str | None:
+def _lost(workers: list[RankProcess]) -> str | None:
     """Which worker has ended and why, the first that did; None where all are alive."""
     connection.wait([worker.process.sentinel for worker in workers], PATIENCE)
     for worker in workers:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
-from keel.cluster.group import Group as ProcessGroup
-from keel.cluster.group import start
+from keel.cluster.group import RankGroup, start
 from keel.config.schema import Recipe, RLStage
 from keel.engines.registry import build_engine
 from keel.learn.batch import Batch, TrainBatch
@@ -44,7 +43,7 @@ class Member:
 
 
 @dataclass(frozen=True, eq=False)
-class Gathered:
+class GatheredTensors:
     """Tensors by name, gathered from all ranks."""
 
     tensors: Mapping[str, Tensor]
@@ -59,7 +58,7 @@ class Gathered:
 class SharedLearner(Learner):
     """A learner whose work all ranks do; made of rank 0's own."""
 
-    group: ProcessGroup[Member] | None = None
+    group: RankGroup[Member] | None = None
 
     def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch:
         found: Batch = self._call(_score, batch, old, reference, others)
@@ -100,7 +99,7 @@ class SharedLearner(Learner):
 class SharedEngine:
     """Samples some of the prompts on each rank; see `keel.types.Engine`."""
 
-    group: ProcessGroup[Member]
+    group: RankGroup[Member]
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
@@ -228,9 +227,14 @@ def _saved(member: Member) -> Saved:
     learner = member.learner
     return Saved(
         member.policy,
-        {name: Gathered(dict(wholes(o.state()))) for name, o in learner.optimizers.items()},
-        {name: Gathered(dict(wholes(m.state_dict()))) for name, m in learner.modules.items()},
-        None if learner.reference is None else Gathered(dict(wholes(learner.reference.state()))),
+        {name: GatheredTensors(dict(wholes(o.state()))) for name, o in learner.optimizers.items()},
+        {
+            name: GatheredTensors(dict(wholes(m.state_dict())))
+            for name, m in learner.modules.items()
+        },
+        None
+        if learner.reference is None
+        else GatheredTensors(dict(wholes(learner.reference.state()))),
     )
 
 
