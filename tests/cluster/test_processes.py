@@ -69,9 +69,10 @@ def assert_equal_runs(one: Path, other: Path) -> None:
             "reference.reset_every=3",
             "algorithm.divergence.beta=0.05",
         ),
+        ("algorithm=dr_grpo",),  # nothing is scored before the update
         ("algorithm.divergence.estimator=full", "model.lora.rank=4", "rollout.prompts_per_step=1"),
     ],
-    ids=["critic", "head-lora", "reset", "full-lora"],
+    ids=["critic", "head-lora", "reset", "unscored", "full-lora"],
 )
 def test_two_processes_train_as_one(tmp_path: Path, keys: tuple[str, ...]) -> None:
     one = train(tmp_path / "one", 1, "steps=6", *keys)

@@ -142,22 +142,25 @@ def _end(workers: list[RankProcess]) -> None:
 
 
 def _lost(workers: list[RankProcess]) -> str | None:
-    """Which worker has ended and why, the first that did; None where all are alive."""
+    """Which worker has ended and why; None where all are alive.
+
+    One that was killed comes first: the others end because they lost it.
+    """
     connection.wait([worker.process.sentinel for worker in workers], PATIENCE)
-    for worker in workers:
-        name = f"rank {worker.number} (process {worker.process.pid})"
+    names = {worker: f"rank {worker.number} (process {worker.process.pid})" for worker in workers}
+    for worker, name in names.items():
+        code = worker.process.exitcode
+        if code is not None and code < 0:
+            return f"{name} was killed by {signal.Signals(-code).name}"
+    for worker, name in names.items():
         with suppress(EOFError, OSError):
             while worker.pipe.poll():
                 error = worker.pipe.recv()
                 if error is not None:
                     return f"{name} stopped: {error}"
-    # A worker that lost another one ends by itself; the cause was ended from outside.
-    ended = [(w, w.process.exitcode) for w in workers if w.process.exitcode is not None]
-    for worker, code in sorted(ended, key=lambda one: one[1] or 0):
-        name = f"rank {worker.number} (process {worker.process.pid})"
-        if code is not None and code < 0:
-            return f"{name} was killed by {signal.Signals(-code).name}"
-        return f"{name} ended with exit status {code}"
+    for worker, name in names.items():
+        if worker.process.exitcode is not None:
+            return f"{name} ended with exit status {worker.process.exitcode}"
     return None
 
 
@@ -192,5 +195,9 @@ def _work(
     except KeelError as error:
         with suppress(OSError):
             pipe.send(str(error))
+    except Exception as error:  # of gloo too, where another rank is gone
+        kind, text = type(error).__name__, " ".join(str(error).split())
+        with suppress(OSError):
+            pipe.send(f"{kind}: {text}")
     finally:
         _leave()

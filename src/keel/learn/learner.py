@@ -20,7 +20,7 @@ from keel.learn.finite import (
     stop_unless_finite,
 )
 from keel.learn.loss import Loss, loss
-from keel.learn.optimizer import AdamW, step_all
+from keel.learn.optimizer import AdamW, bad_weight, step_all
 from keel.learn.ranks import ONE, Ranks, spans
 from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.head import Scores
@@ -151,6 +151,12 @@ class Learner:
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
         """`cause_of` with these models."""
         return cause_of(self, algorithm, batch, beta)
+
+    def bad_weight(self) -> str | None:
+        """The first weight that learns and is not finite."""
+        return bad_weight(
+            [p for optimizer in self.optimizers.values() for p in optimizer.parameters]
+        )
 
     def refresh_reference(self) -> None:
         """Copy the policy to the reference."""
@@ -308,7 +314,8 @@ def _end_to_end(
     if ranks.count == 1:
         return own
     every = [found for found in ranks.gather({n: v.cpu() for n, v in own.items()}) if found]
-    return {name: torch.cat([found[name] for found in every]).to(device) for name in every[0]}
+    joined = every[0] if every else ()
+    return {name: torch.cat([found[name] for found in every]).to(device) for name in joined}
 
 
 def _by_gradient(

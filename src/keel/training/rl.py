@@ -255,7 +255,8 @@ def update_models(
                 error,
                 action=loop.on_nonfinite,
                 skipped=progress.skipped + skipped,
-                optimizers=list(loop.learner.optimizers.values()),
+                began=loop.learner.optimizer.began,
+                weight=loop.learner.bad_weight,
                 diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
                 keep=partial(non_finite.write_batch, batch=part.batch),
             )

@@ -8,6 +8,7 @@ the run's policy, which checkpoints hold, so that a run resumes on any number of
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -78,6 +79,10 @@ class SharedLearner(Learner):
         found: Cause = self._call(_cause_of, algorithm, batch, beta)
         return found
 
+    def bad_weight(self) -> str | None:
+        found: str | None = self._call(_bad_weight)
+        return found
+
     def refresh_reference(self) -> None:
         self._call(_refresh_reference)
 
@@ -131,7 +136,7 @@ def shared_learner(
         )
     weights = {name: p.detach().cpu() for name, p in policy.state_dict().items()}
     parts = (recipe, stage, seed, budget.tokens, resume_from)
-    others = partial(_other_member, *parts, weights, len(policy.tokenizer))
+    others = partial(_other_member, *parts, weights)
     own = partial(_member, *parts, policy)
     threads = torch.get_num_threads()
     each = threads if recipe.threads is not None else max(threads // recipe.cluster.processes, 1)
@@ -156,7 +161,6 @@ def _other_member(
     tokens: int,
     resume_from: Path | None,
     weights: Mapping[str, Tensor],
-    vocabulary: int,
     ranks: Ranks,
 ) -> Member:
     policy = load_policy(recipe.model, recipe.seed)
@@ -211,6 +215,10 @@ def _cause_of(member: Member, algorithm: Algorithm, batch: TrainBatch[Batch], be
     return member.learner.cause_of(algorithm, batch, beta)
 
 
+def _bad_weight(member: Member) -> str | None:
+    return member.learner.bad_weight()
+
+
 def _refresh_reference(member: Member) -> None:
     member.learner.refresh_reference()
 
@@ -225,24 +233,33 @@ def _take_over(member: Member) -> dict[str, Tensor]:
 
 def _saved(member: Member) -> Saved:
     learner = member.learner
+
+    def gathered(tensors: Mapping[str, Tensor]) -> GatheredTensors:
+        every = wholes(tensors)
+        kept = [pair for pair in every if learner.ranks.number == 0]  # rank 0 writes
+        return GatheredTensors(dict(kept))
+
     return Saved(
         member.policy,
-        {name: GatheredTensors(dict(wholes(o.state()))) for name, o in learner.optimizers.items()},
-        {
-            name: GatheredTensors(dict(wholes(m.state_dict())))
-            for name, m in learner.modules.items()
-        },
-        None
-        if learner.reference is None
-        else GatheredTensors(dict(wholes(learner.reference.state()))),
+        {name: gathered(optimizer.state()) for name, optimizer in learner.optimizers.items()},
+        {name: gathered(module.state_dict()) for name, module in learner.modules.items()},
+        None if learner.reference is None else gathered(learner.reference.state()),
     )
 
 
 def _sample(
     member: Member, prompts: list[Prompt], n: int, sampling: Sampling, seed: int
 ) -> list[Group]:
+    """All occurrences of a prompt on one rank, since random numbers depend on their order."""
     ranks = member.learner.ranks
-    own = spans([len(prompt.tokens) + sampling.max_tokens for prompt in prompts], ranks.count)
-    share = own[ranks.number]
-    groups = member.engine.sample(prompts[share.start : share.stop], n, sampling, seed)
-    return [group for part in ranks.gather(groups) for group in part]
+    costs: Counter[str] = Counter()
+    for prompt in prompts:
+        costs[prompt.id] += len(prompt.tokens) + sampling.max_tokens
+    ids = list(costs)
+    own = {ids[at] for at in spans(list(costs.values()), ranks.count)[ranks.number]}
+    places = [at for at, prompt in enumerate(prompts) if prompt.id in own]
+    groups = member.engine.sample([prompts[at] for at in places], n, sampling, seed)
+    found = dict(
+        pair for part in ranks.gather(list(zip(places, groups, strict=True))) for pair in part
+    )
+    return [found[at] for at in range(len(prompts))]
