@@ -90,7 +90,7 @@ def children(process: int) -> list[int]:
             words = (place / "cmdline").read_bytes()
         except (OSError, IndexError):
             continue
-        if parent == process and b"spawn_main" in words:
+        if parent == process and b"keel.cluster.worker" in words:
             found.append(int(place.name))
     return found
 

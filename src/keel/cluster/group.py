@@ -7,38 +7,71 @@ one as long as it takes; the workers end when the pipe closes, however the drive
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
-import torch.distributed as dist
-
+from keel.cluster.worker import join, leave
 from keel.learn.finite import NotFinite
 from keel.learn.ranks import Ranks
+from keel.sandbox.lifeline import Lifeline
 from keel.types import KeelError
 
 M = TypeVar("M")
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""The driver's to act on: it stops between steps, for which it needs its workers."""
 PATIENCE = 20.0
 """Seconds to wait for the end of a worker that others have lost, or that is to end."""
+WORKER = "keel.cluster.worker"
+BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals for the driver alone, which stops between steps and needs its workers until then."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankProcess:
-    """Another rank's process, and the pipe to it."""
+    """Another rank's process, and the pipe to it; it ends with this process, however that ends."""
 
     number: int
-    process: SpawnProcess
+    process: subprocess.Popen[bytes]
     pipe: Connection
+    lifeline: Lifeline
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.number} (process {self.process.pid})"
+
+    def send(self, value: object) -> None:
+        # Not `pipe.send`: torch would move tensors into shared memory, a descriptor for each.
+        self.pipe.send_bytes(pickle.dumps(value))
+
+
+def _started(number: int) -> RankProcess:
+    ours, theirs = Pipe()
+    lifeline = Lifeline()
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # a process starts with this mask
+    process = subprocess.Popen(
+        # -P: no file of the working folder replaces a module.
+        [sys.executable, "-P", "-m", WORKER, str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(), lifeline.inner),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        start_new_session=True,
+    )
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    lifeline.tie(process.pid)
+    lifeline.give()
+    return RankProcess(number, process, ours, lifeline)
 
 
 class RankGroup(Generic[M]):
@@ -55,15 +88,29 @@ class RankGroup(Generic[M]):
         Raises:
             KeelError: a worker has ended; with its rank and why.
         """
-        try:
+        with self.naming_the_lost():
             for worker in self._workers:
-                worker.pipe.send((function, arguments))
+                worker.send((function, arguments))
             try:
                 result = function(self.member, *arguments)
             except NotFinite:
-                self._wait()
+                self.wait()
                 raise
-            self._wait()
+            self.wait()
+        return result
+
+    def wait(self) -> None:
+        """Until the workers have done what was called."""
+        for worker in self._workers:
+            error = worker.pipe.recv()
+            if error is not None:
+                raise KeelError(f"{worker.name} stopped: {error}")
+
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Turns what a lost worker causes here into an error that names it."""
+        try:
+            yield
         except KeelError:
             raise
         except Exception as error:
@@ -71,14 +118,6 @@ class RankGroup(Generic[M]):
             if lost is None:
                 raise
             raise KeelError(lost) from error
-        return result
-
-    def _wait(self) -> None:
-        """Until the workers have done what was called."""
-        for worker in self._workers:
-            error = worker.pipe.recv()
-            if error is not None:
-                raise KeelError(f"rank {worker.number}: {error}")
 
 
 @contextmanager
@@ -95,50 +134,28 @@ def start(
         meeting = f"file://{Path(folder) / 'rendezvous'}"
         workers: list[RankProcess] = []
         stack.callback(_end, workers)
-        spawn = get_context("spawn")
         for number in range(1, count):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
-                target=_work,
-                args=(Ranks(number, count), meeting, threads, others, theirs),
-                name=f"keel-rank-{number}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            workers.append(RankProcess(number, process, ours))
+            workers.append(_started(number))
         for worker in workers:
-            _began(worker)
-        ranks = Ranks(0, count)
-        dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=count)
-        stack.callback(_leave)
-        group = RankGroup(ranks, build(ranks), workers)
-        group._wait()
+            worker.send((Ranks(worker.number, count), meeting, threads, others))
+        group: RankGroup[Any] = RankGroup(Ranks(0, count), None, workers)
+        with group.naming_the_lost():
+            group.wait()
+            join(group.ranks, meeting)
+            stack.callback(leave)
+            group.member = build(group.ranks)
+            group.wait()
         yield group
-
-
-def _began(worker: RankProcess) -> None:
-    """Wait for a worker's process to be there."""
-    connection.wait([worker.pipe, worker.process.sentinel])
-    try:
-        worker.pipe.recv()
-    except EOFError:
-        raise KeelError(_lost([worker]) or f"rank {worker.number} did not start") from None
-
-
-def _leave() -> None:
-    with suppress(Exception):  # of connections to ranks that are gone
-        dist.destroy_process_group()
 
 
 def _end(workers: list[RankProcess]) -> None:
     for worker in workers:
         worker.pipe.close()
     for worker in workers:
-        worker.process.join(PATIENCE)
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join()
+        with suppress(subprocess.TimeoutExpired):
+            worker.process.wait(PATIENCE)
+        worker.lifeline.cut()
+        worker.process.wait()
 
 
 def _lost(workers: list[RankProcess]) -> str | None:
@@ -146,58 +163,23 @@ def _lost(workers: list[RankProcess]) -> str | None:
 
     One that was killed comes first: the others end because they lost it.
     """
-    connection.wait([worker.process.sentinel for worker in workers], PATIENCE)
-    names = {worker: f"rank {worker.number} (process {worker.process.pid})" for worker in workers}
-    for worker, name in names.items():
-        code = worker.process.exitcode
-        if code is not None and code < 0:
-            return f"{name} was killed by {signal.Signals(-code).name}"
-    for worker, name in names.items():
+    connection.wait([worker.pipe for worker in workers], PATIENCE)
+    errors = {}
+    for worker in workers:
         with suppress(EOFError, OSError):
             while worker.pipe.poll():
                 error = worker.pipe.recv()
                 if error is not None:
-                    return f"{name} stopped: {error}"
-    for worker, name in names.items():
-        if worker.process.exitcode is not None:
-            return f"{name} ended with exit status {worker.process.exitcode}"
+                    errors[worker.number] = f"{worker.name} stopped: {error}"
+        with suppress(subprocess.TimeoutExpired):
+            worker.process.wait(1.0)
+    codes = [(worker, worker.process.poll()) for worker in workers]
+    for worker, code in codes:
+        if code is not None and code < 0:
+            return f"{worker.name} was killed by {signal.Signals(-code).name}"
+    for worker, code in codes:
+        if worker.number in errors:
+            return errors[worker.number]
+        if code is not None:
+            return f"{worker.name} ended with exit status {code}"
     return None
-
-
-# ---------------------------------------------------------------- in a worker
-
-
-def _work(
-    ranks: Ranks,
-    meeting: str,
-    threads: int,
-    build: Callable[[Ranks], Any],
-    pipe: Connection,
-) -> None:
-    """A worker's life: what the driver calls, until the pipe closes."""
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(threads)
-    try:
-        pipe.send(None)
-        dist.init_process_group(
-            "gloo", init_method=meeting, rank=ranks.number, world_size=ranks.count
-        )
-        member = build(ranks)
-        pipe.send(None)
-        while True:
-            function, arguments = pipe.recv()
-            with suppress(NotFinite):
-                function(member, *arguments)
-            pipe.send(None)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass
-    except KeelError as error:
-        with suppress(OSError):
-            pipe.send(str(error))
-    except Exception as error:  # of gloo too, where another rank is gone
-        kind, text = type(error).__name__, " ".join(str(error).split())
-        with suppress(OSError):
-            pipe.send(f"{kind}: {text}")
-    finally:
-        _leave()

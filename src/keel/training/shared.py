@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from keel.learn.ranks import Ranks, spans
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, load_policy
 from keel.models.sharded import wholes
+from keel.runs import checkpoint
 from keel.training.setup import build_learner
-from keel.types import Engine, Group, KeelError, Prompt, Sampling
+from keel.types import Engine, Group, Prompt, Sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,22 +129,21 @@ def shared_learner(
 ) -> Iterator[tuple[SharedLearner, SharedEngine]]:
     """The learner and the engine of a stage on `cluster.processes` ranks, while the block runs.
 
-    Raises KeelError where the policy is not on a CPU, or a rank fails to start.
+    Raises KeelError where a rank fails to start.
     """
-    if policy.device.type != "cpu":
-        raise KeelError(
-            f"cluster.processes = {recipe.cluster.processes}: several processes run on a CPU only "
-            'so far: set model.device = "cpu", or cluster.processes = 1'
-        )
-    weights = {name: p.detach().cpu() for name, p in policy.state_dict().items()}
     parts = (recipe, stage, seed, budget.tokens, resume_from)
-    others = partial(_other_member, *parts, weights)
     own = partial(_member, *parts, policy)
     threads = torch.get_num_threads()
     each = threads if recipe.threads is not None else max(threads // recipe.cluster.processes, 1)
     torch.set_num_threads(each)
     try:
-        with start(recipe.cluster.processes, own, others, each) as group:
+        with ExitStack() as stack:
+            place = Path(stack.enter_context(TemporaryDirectory(prefix="keel-policy-")))
+            weights = place / "policy.safetensors"
+            checkpoint.save_tensors(weights, policy.state_dict())
+            others = partial(_other_member, *parts, weights)
+            group = stack.enter_context(start(recipe.cluster.processes, own, others, each))
+            weights.unlink()
             learner = group.member.learner
             values = {f.name: getattr(learner, f.name) for f in fields(Learner)}
             values["budget"] = budget
@@ -160,11 +161,11 @@ def _other_member(
     seed: int,
     tokens: int,
     resume_from: Path | None,
-    weights: Mapping[str, Tensor],
+    weights: Path,
     ranks: Ranks,
 ) -> Member:
     policy = load_policy(recipe.model, recipe.seed)
-    policy.load_state_dict(weights)
+    policy.load_state_dict(checkpoint.load_tensors(weights))
     return _member(recipe, stage, seed, tokens, resume_from, policy, ranks)
 
 
