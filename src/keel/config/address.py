@@ -11,7 +11,9 @@ from typing import Any
 
 from keel.config.presets import merge, without_loop_defaults
 
-SHARED = frozenset({"name", "description", "seed", "threads", "model", "stages", "repeat"})
+SHARED = frozenset(
+    {"name", "description", "seed", "threads", "model", "cluster", "stages", "repeat"}
+)
 
 
 def stage_name(stage: Mapping[str, Any]) -> str:

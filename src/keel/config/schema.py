@@ -311,6 +311,14 @@ Stage = Annotated[
 ]
 
 
+class Cluster(FrozenModel):
+    """The processes that a recipe runs on."""
+
+    processes: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes on this machine that share the stages of kind rl: each samples and trains on some
+    of the sequences, with a part of the weights (FSDP2)."""
+
+
 class Recipe(FrozenModel):
     """One experiment."""
 
@@ -323,6 +331,7 @@ class Recipe(FrozenModel):
     threads: Threads | None = None
     """CPU threads; None: the default of torch."""
     model: Model
+    cluster: Cluster = Cluster()
     stages: Annotated[tuple[Stage, ...], AsTuple, Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -334,6 +343,30 @@ class Recipe(FrozenModel):
                 raise ValueError(f'two stages are named "{name}": give each a name of its own')
             if len(name) > 64:
                 raise ValueError(f'a stage is named "{name[:24]}…": give it at most 64 characters')
+        return self
+
+    @model_validator(mode="after")
+    def _shared_by_processes(self) -> Recipe:
+        """What several processes cannot do yet, before anything starts."""
+        for stage in self.stages if self.cluster.processes > 1 else ():
+            if not isinstance(stage, RLStage):
+                continue
+            several = f"cluster.processes = {self.cluster.processes}"
+            if stage.rollout.engine != "native":
+                raise ValueError(
+                    f'{stage.name}.rollout.engine = "{stage.rollout.engine}" samples in one '
+                    f'process: set cluster.processes = 1, or rollout.engine = "native"'
+                )
+            if stage.rollout.async_level:
+                raise ValueError(
+                    f"{stage.name}.rollout.async_level = {stage.rollout.async_level} does not go "
+                    f"with {several}, whose processes sample and train in turn: set it to 0"
+                )
+            if self.model.lora is not None and stage.reference.reset_every is not None:
+                raise ValueError(
+                    f"{stage.name}.reference.reset_every with model.lora does not go with "
+                    f"{several}: leave one of them out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from keel.learn.batch import TrainBatch
 from keel.learn.optimizer import Named, bad_weight
+from keel.models.sharded import whole
 from keel.types import KeelError
 
 DECISIVE = frozenset({"loss", "loss/policy", "value/loss", "grad_norm", "value/grad_norm"})
@@ -126,4 +127,4 @@ def _bad(metrics: Mapping[str, float]) -> list[str]:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    return bool(whole(torch.isfinite(tensor).all()))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,41 @@ from keel.learn.finite import (
     stop_unless_finite,
 )
 from keel.learn.loss import Loss, loss
-from keel.learn.optimizer import AdamW, step_all
-from keel.learn.token_budget import TokenBudget
+from keel.learn.optimizer import AdamW, bad_weight, step_all
+from keel.learn.ranks import ONE, Ranks, spans
+from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.head import Scores
+from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import FrozenPolicy, Reference
 from keel.models.value import Critic, ValueHead
 from keel.types import KeelError
+
+T = TypeVar("T")
+P = TypeVar("P", Batch, TrainBatch[Batch])
+
+
+class HasState(Protocol):
+    """What gives its tensors by name."""
+
+    def state(self) -> dict[str, Tensor]: ...
+
+
+class HasStateDict(Protocol):
+    """As torch's modules."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What a checkpoint holds: the policy, the optimizers' moments, the modules that learn with it,
+    and the reference."""
+
+    policy: Policy
+    optimizers: Mapping[str, HasState]
+    modules: Mapping[str, HasStateDict]
+    reference: HasState | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +71,7 @@ class Learner:
     critic: Critic | None = None
     value_optimizer: AdamW | None = None
     temperature: float = 1.0
+    ranks: Ranks = ONE
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -75,7 +104,73 @@ class Learner:
         """The batch with the log-probabilities of the policy (`old`) and of the reference, and
         (`others`) with those of the teacher and with values, where there are such models."""
         attempt = partial(self._score, batch, old, reference, others)
-        return self.budget.fitting(attempt, batch.sizes)
+        return self.fitting(attempt, batch.sizes)
+
+    def fitting(
+        self,
+        attempt: Callable[[int], T],
+        sizes: PackedSizes,
+        undo: Callable[[], None] | None = None,
+    ) -> T:
+        """`TokenBudget.fitting`; with several ranks there is one attempt, since a rank alone cannot
+        begin again."""
+        if self.ranks.count == 1:
+            return self.budget.fitting(attempt, sizes, undo or (lambda: None))
+        with oom_context("models computed a batch", f"lower token_budget, {LESS}"):
+            return attempt(self.budget.tokens)
+
+    def passes(
+        self, batch: P, sizes: PackedSizes, cut: Callable[[P], list[P]]
+    ) -> tuple[list[P], int]:
+        """The micro-batches that this rank computes, and how many of them are its own.
+
+        `cut` makes micro-batches of a batch. Those beyond the rank's own repeat a sequence and have
+        no effect: sharded models compute on all ranks at once, so that all need as many passes.
+        """
+        ranks = self.ranks
+        if ranks.count == 1:
+            own = cut(batch)
+            return own, len(own)
+        common = sizes.shared or (0,) * len(sizes.lengths)
+        costs = [n - shared for n, shared in zip(sizes.lengths, common, strict=True)]
+        share = spans(costs, ranks.count)[ranks.number]
+        own = cut(batch.select(share)) if share else []
+        missing = max(ranks.gather(len(own))) - len(own)
+        return own + missing * cut(batch.select([0])), len(own)
+
+    def update(
+        self,
+        algorithm: Algorithm,
+        batch: TrainBatch[Batch],
+        beta: float,
+        rates: tuple[float | None, float],
+    ) -> Losses:
+        """`update` of these models."""
+        return update(self, algorithm, batch, beta, rates)
+
+    def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
+        """`cause_of` with these models."""
+        return cause_of(self, algorithm, batch, beta)
+
+    def bad_weight(self) -> str | None:
+        """The first weight that learns and is not finite."""
+        return bad_weight(
+            [p for optimizer in self.optimizers.values() for p in optimizer.parameters]
+        )
+
+    def refresh_reference(self) -> None:
+        """Copy the policy to the reference."""
+        assert self.reference is not None
+        self.reference.refresh(self.policy)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that learn, by the model's names, for engines to sample with."""
+        named = self.policy.model.named_parameters()
+        return {name: weight for name, weight in named if weight.requires_grad}
+
+    def saved(self) -> Saved:
+        """What a checkpoint holds of the models."""
+        return Saved(self.policy, self.optimizers, self.modules, self.reference)
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -88,22 +183,24 @@ class Learner:
             "reference_log_prob_N": self.reference if reference else None,
             "teacher_log_prob_N": self.teacher if others else None,
         }
-        parts: dict[str, list[Tensor]] = {}
-        for micro in batch.micro_batches(tokens):
+        found: list[dict[str, Tensor]] = []
+        micros, own = self.passes(batch, batch.sizes, lambda part: part.micro_batches(tokens))
+        for micro in micros:
+            made: dict[str, Tensor] = {}
             if old or head is not None:
                 scores = self.policy.scores(micro.packed, self.temperature, value_head=head)
                 if old:
-                    parts.setdefault("old_log_prob_N", []).append(scores.log_prob_N)
+                    made["old_log_prob_N"] = scores.log_prob_N
                 if scores.value_N is not None:
-                    parts.setdefault("value_N", []).append(scores.value_N)
+                    made["value_N"] = scores.value_N
             if others and self.critic is not None:
-                parts.setdefault("value_N", []).append(self.critic.values(micro.packed))
+                made["value_N"] = self.critic.values(micro.packed)
             for name, model in frozen.items():
                 if model is not None:
-                    log_prob_N = model.log_probs(micro.packed, self.temperature)
-                    parts.setdefault(name, []).append(log_prob_N)
-        found: dict[str, Any] = {name: torch.cat(tensors) for name, tensors in parts.items()}
-        return replace(batch, **found)
+                    made[name] = model.log_probs(micro.packed, self.temperature)
+            found.append(made)
+        whole: dict[str, Any] = _end_to_end(self.ranks, found[:own], batch.target_N.device)
+        return replace(batch, **whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +228,7 @@ def update(
     """
     chosen, others = _by_gradient(algorithm, batch, beta)
     with_gradient = batch.select(chosen) if others else batch
-    made = learner.budget.fitting(
+    made = learner.fitting(
         partial(backward, learner, algorithm, with_gradient, beta),
         with_gradient.actions.sizes,
         undo=learner.clear,
@@ -140,7 +237,7 @@ def update(
     if others:
         without = batch.select(others)
         attempt = partial(_losses, learner, algorithm, without, beta)
-        more = learner.budget.fitting(attempt, without.actions.sizes)
+        more = learner.fitting(attempt, without.actions.sizes)
         metrics = {name: value + more.metrics[name] for name, value in metrics.items()}
         places = batch.actions.action_index([*chosen, *others]).argsort()
         tokens = {name: torch.cat([v, more.tokens[name]])[places] for name, v in tokens.items()}
@@ -160,12 +257,14 @@ def backward(
     learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float, tokens: int
 ) -> Losses:
     """Add a batch's gradient to the parameters', `tokens` at a time; its losses."""
+    micros, own = _passes(learner, batch, tokens)
     parts = []
-    for micro in _micro_batches(batch, tokens):
+    for number, micro in enumerate(micros):
         part = loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta)
-        part.total.backward()  # type: ignore[no-untyped-call]
-        parts.append(replace(part, total=part.total.detach()))
-    return _joined(parts)
+        total = part.total if number < own else part.total * 0
+        total.backward()  # type: ignore[no-untyped-call]
+        parts.append(replace(part, total=total.detach()))
+    return _joined(learner, parts[:own], batch)
 
 
 @torch.no_grad()
@@ -173,28 +272,50 @@ def _losses(
     learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float, tokens: int
 ) -> Losses:
     """The losses of a batch without its gradient."""
-    return _joined(
-        [
-            loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta)
-            for micro in _micro_batches(batch, tokens)
-        ]
-    )
+    micros, own = _passes(learner, batch, tokens)
+    parts = [
+        loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta) for micro in micros
+    ]
+    return _joined(learner, parts[:own], batch)
 
 
-def _micro_batches(batch: TrainBatch[Batch], tokens: int) -> list[TrainBatch[Batch]]:
-    spans = batch.actions.spans(tokens)
-    return [batch] if len(spans) == 1 else [batch.select(span) for span in spans]
+def _passes(
+    learner: Learner, batch: TrainBatch[Batch], tokens: int
+) -> tuple[list[TrainBatch[Batch]], int]:
+    def cut(part: TrainBatch[Batch]) -> list[TrainBatch[Batch]]:
+        spans = part.actions.spans(tokens)
+        return [part] if len(spans) == 1 else [part.select(span) for span in spans]
+
+    return learner.passes(batch, batch.actions.sizes, cut)
 
 
-def _joined(parts: Sequence[Loss]) -> Losses:
-    """Metrics summed, values of tokens end to end."""
+def _joined(learner: Learner, parts: Sequence[Loss], batch: TrainBatch[Batch]) -> Losses:
+    """Metrics summed, values of tokens end to end, over the ranks."""
     sums: dict[str, Tensor] = {}
     for part in parts:
         for name, value in part.metrics.items():
             sums[name] = sums[name] + value if name in sums else value
-    metrics = {name: float(value) for name, value in sums.items()}
-    names = parts[0].tokens
-    return Losses(metrics, {name: torch.cat([p.tokens[name] for p in parts]) for name in names})
+    own = {name: float(value) for name, value in sums.items()}
+    metrics: dict[str, float] = {}
+    for found in learner.ranks.gather(own):
+        for name, number in found.items():
+            metrics[name] = metrics.get(name, 0.0) + number
+    device = batch.actions.target_N.device
+    tokens = _end_to_end(learner.ranks, [dict(part.tokens) for part in parts], device)
+    return Losses(metrics, tokens)
+
+
+def _end_to_end(
+    ranks: Ranks, parts: Sequence[Mapping[str, Tensor]], device: torch.device
+) -> dict[str, Tensor]:
+    """The values of the tokens of all ranks, in order."""
+    names = parts[0] if parts else ()
+    own = {name: torch.cat([part[name] for part in parts]) for name in names}
+    if ranks.count == 1:
+        return own
+    every = [found for found in ranks.gather({n: v.cpu() for n, v in own.items()}) if found]
+    joined = every[0] if every else ()
+    return {name: torch.cat([found[name] for found in every]).to(device) for name in joined}
 
 
 def _by_gradient(

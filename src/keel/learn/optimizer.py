@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from keel.config.optimisation import Optimizer
 from keel.learn.token_budget import LESS, oom_context
+from keel.models.sharded import assign, whole
 from keel.types import KeelError
 
 Named = list[tuple[str, nn.Parameter]]
@@ -93,6 +94,9 @@ class AdamW:
             for key in keys:
                 # The fused step counts on the parameter's own device.
                 value = state[f"{name}/{key}"].clone().to(parameter.device)
+                if key != "step":
+                    assign(moment := torch.empty_like(parameter), value)
+                    value = moment
                 self.inner.state[parameter][key] = value
 
 
@@ -122,7 +126,7 @@ def bad_weight(parameters: Named) -> str | None:
     """The name of the first weight that holds a NaN or an infinity."""
     with torch.no_grad():
         for name, parameter in parameters:
-            if not bool(parameter.isfinite().all()):
+            if not bool(whole(parameter.isfinite().all())):
                 return name
     return None
 
@@ -145,7 +149,7 @@ def _check(parameters: Named) -> None:
 def _clip(parameters: list[nn.Parameter], limit: float) -> float:
     """Shorten the gradient, all of it together, to `limit`; its norm before."""
     if len(parameters) > 1 or parameters[0].grad is None:
-        return float(nn.utils.clip_grad_norm_(parameters, limit))
+        return float(whole(nn.utils.clip_grad_norm_(parameters, limit)))
     norm = _norm([parameters[0].grad])
     if norm > limit:
         parameters[0].grad.mul_(limit / (norm + 1e-6))
@@ -155,6 +159,6 @@ def _clip(parameters: list[nn.Parameter], limit: float) -> float:
 def _norm(tensors: Sequence[Tensor]) -> float:
     """The length of all of them as one vector."""
     if len(tensors) > 1:
-        return float(nn.utils.get_total_norm(tensors))
+        return float(whole(nn.utils.get_total_norm(tensors)))
     # The same of one vector, without the cost of grouping tensors.
-    return float(torch.linalg.vector_norm(tensors[0]))
+    return float(whole(torch.linalg.vector_norm(tensors[0])))

@@ -82,7 +82,7 @@ class ValueHead(nn.Module):
         """Values of the states, with the gradient to the states."""
         with torch.autocast(hidden_NH.device.type, enabled=False):
             out: Tensor = self.linear(hidden_NH.to(self.linear.weight.dtype))
-        return out[:, 0]
+        return out[:, 0].clone()  # FSDP2 warns of a view
 
 
 def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]:

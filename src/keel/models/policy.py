@@ -21,6 +21,7 @@ from keel.models.head import Head, Scores, ValueHead, readout
 from keel.models.loading import check_pair, check_served, load_model, load_tokenizer
 from keel.models.packed import Packed
 from keel.models.probe import prepare
+from keel.models.sharded import within
 from keel.models.tokenizer_round_trip import Served, quiet
 
 BASE = "base.json"
@@ -107,7 +108,7 @@ class Policy(nn.Module):
 
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
         """The hidden states that the scored tokens are predicted from."""
-        return hidden_states(self.model, packed, self.autocast)
+        return within(self.model, lambda: hidden_states(self.model, packed, self.autocast))
 
     def scores(
         self,
@@ -123,15 +124,19 @@ class Policy(nn.Module):
         One forward pass; logits are computed in chunks. The temperature divides the logits of
         policy and reference.
         """
-        hidden_NH = self.hidden(packed)
         other = None
         if reference is not None:
             with torch.no_grad():
                 other = (reference.hidden(packed), reference.head)
-        out = readout(
-            hidden_NH, self.head, packed.scored(), temperature, entropy=entropy, reference=other
-        )
-        return out if value_head is None else replace(out, value_N=value_head(hidden_NH))
+
+        def compute() -> Scores:
+            hidden_NH = hidden_states(self.model, packed, self.autocast)
+            out = readout(
+                hidden_NH, self.head, packed.scored(), temperature, entropy=entropy, reference=other
+            )
+            return out if value_head is None else replace(out, value_N=value_head(hidden_NH))
+
+        return within(self.model, compute)
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from keel.models.families import head_of, hidden_states
 from keel.models.head import Head, log_probs
 from keel.models.packed import Packed
 from keel.models.policy import Policy
+from keel.models.sharded import whole, within
 
 
 def reference_for(policy: Policy, state: Mapping[str, Tensor] | None = None) -> Reference:
@@ -42,17 +44,22 @@ class FrozenPolicy:
     @property
     def head(self) -> Head:
         """How its logits are made from its hidden states."""
-        return head_of(self.model)
+        head = head_of(self.model)
+        bias = None if head.bias is None else whole(head.bias)
+        return replace(head, weight=whole(head.weight), bias=bias)
 
     @torch.no_grad()
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
         """Its hidden states at the scored tokens; no gradient."""
-        return hidden_states(self.model, packed, self.autocast)
+        return within(self.model, lambda: hidden_states(self.model, packed, self.autocast))
 
     @torch.no_grad()
     def log_probs(self, packed: Packed, temperature: float = 1.0) -> Float[Tensor, "N"]:
         """log π of each scored token; no gradient. The temperature divides the logits."""
-        return log_probs(self.hidden(packed), self.head, packed.scored(), temperature)
+        hidden_NH = self.hidden(packed)
+        return within(
+            self.model, lambda: log_probs(hidden_NH, self.head, packed.scored(), temperature)
+        )
 
 
 class Reference(FrozenPolicy, ABC):

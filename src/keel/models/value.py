@@ -14,6 +14,7 @@ from keel.models.lora import plain_copy
 from keel.models.packed import Packed
 from keel.models.policy import Policy
 from keel.models.probe import prepare
+from keel.models.sharded import within
 from keel.types import KeelError
 
 __all__ = ["Critic", "ValueHead", "critic_from_policy", "load_critic", "value_head_for"]
@@ -36,7 +37,10 @@ class Critic(nn.Module):
 
     def values(self, packed: Packed) -> Float[Tensor, "N"]:
         """V of the state before each scored token, read at `source_N`."""
-        values: Tensor = self.head(hidden_states(self.backbone, packed, self.autocast))
+        hidden_NH = within(
+            self.backbone, lambda: hidden_states(self.backbone, packed, self.autocast)
+        )
+        values: Tensor = self.head(hidden_NH)
         return values
 
 

@@ -22,7 +22,7 @@ from keel.config.entry import load_entry
 from keel.config.judging import PROMPTS_AT_ONCE, JudgingStage
 from keel.config.optimisation import Checkpoints, Trackers
 from keel.config.sampling import Evaluation, Rollout
-from keel.config.schema import Recipe, RLStage, SFTStage, Stage
+from keel.config.schema import Cluster, Recipe, RLStage, SFTStage, Stage
 from keel.config.sources import PreferenceData, Rewards, RewardSource, TaskSource
 from keel.data.tasks.base import BaseTask
 from keel.engines.native import NativeEngine
@@ -81,7 +81,8 @@ def trial_of(contexts: Sequence[StageContext], load: Load, path: Path) -> Trial 
         omitted[stage.name] = tuple(short.omitted())
     if not stages:
         return None
-    changes: dict[str, Any] = {"stages": tuple(stages)}
+    # One process: what several need together is not measured.
+    changes: dict[str, Any] = {"stages": tuple(stages), "cluster": Cluster()}
     if load.device in ("cpu", "cuda"):
         changes["model"] = recipe.model.model_copy(update={"device": load.device})
     return Trial(recipe.model_copy(update=changes), examples, sampled, omitted)

@@ -12,7 +12,6 @@ from typing import Any
 from keel.config.optimisation import OnNonfinite
 from keel.learn.batch import Batch, TrainBatch
 from keel.learn.finite import Cause, NotFinite, tensors_of
-from keel.learn.optimizer import AdamW, bad_weight
 from keel.learn.token_budget import LESS, oom_context
 from keel.runs import checkpoint
 from keel.runs.files import make_folder, write_text
@@ -57,27 +56,28 @@ def report(
     *,
     action: OnNonfinite,
     skipped: int,
-    optimizers: Sequence[AdamW],
+    began: bool,
+    weight: Callable[[], str | None],
     diagnose: Callable[[], tuple[Cause, str]],
     keep: Callable[[Path], None],
 ) -> None:
     """Record a step that was not taken, `skipped` ones before it: its cause and its batch.
 
-    `diagnose` gives the cause and the sequence at fault, `keep` writes the batch into a folder;
-    both run for the first steps of a stage and for the one that ends the run.
+    `began` says whether the first optimizer has ever stepped, `weight` names a weight that is not
+    finite. `diagnose` gives the cause and the sequence at fault, `keep` writes the batch into a
+    folder; both run for the first steps of a stage and for the one that ends the run.
 
     Raises:
         KeelError: the recipe stops here (`action`), the weights themselves are not finite, or
             none of the stage's first steps was taken.
     """
-    if action == "skip" and not optimizers[0].began and skipped + 1 >= MAX_CONSECUTIVE_SKIPS:
+    if action == "skip" and not began and skipped + 1 >= MAX_CONSECUTIVE_SKIPS:
         raise KeelError(
             f"{found.line}, as in all {skipped + 1} optimizer steps of {found.stage}, so that "
             f"nothing was learned: see the causes in {writer.folder.faults}, and lower "
             "optimizer.learning_rate or fix what they name"
         )
-    parameters = [pair for optimizer in optimizers for pair in optimizer.parameters]
-    if action == "skip" and skipped >= MAX_DIAGNOSED and bad_weight(parameters) is None:
+    if action == "skip" and skipped >= MAX_DIAGNOSED and weight() is None:
         limit = f"the first {MAX_DIAGNOSED} are diagnosed"
         writer.note(f"{found.line}; the optimizer step was not taken ({limit})")
         return

@@ -23,7 +23,7 @@ from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import Cause, NotFinite
-from keel.learn.learner import Learner, Losses, cause_of, update
+from keel.learn.learner import Learner, Losses
 from keel.learn.loss import prepare
 from keel.learn.optimizer import learning_rate
 from keel.learn.token_budget import LESS, oom_context
@@ -202,8 +202,7 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
 @oom_context("the engine took the weights over", LESS)
 def sync(loop: Loop) -> None:
     """Copy the current weights into the engines of rollouts and of evaluation."""
-    named = loop.learner.policy.model.named_parameters()
-    weights = {name: weight for name, weight in named if weight.requires_grad}
+    weights = loop.learner.weights()
     loop.sampler.engine.sync(weights)
     if loop.evaluator is not None:
         loop.evaluator.sampler.engine.sync(weights)
@@ -246,7 +245,7 @@ def update_models(
     skipped = 0
     for at, part in enumerate([*parts] * schedule.epochs):
         try:
-            made = update(loop.learner, algorithm, part.batch, progress.beta, rates)
+            made = loop.learner.update(algorithm, part.batch, progress.beta, rates)
             taken.append((part, made))
         except NotFinite as error:
             stage = loop.writer.folder.stages[progress.stage]
@@ -256,7 +255,8 @@ def update_models(
                 error,
                 action=loop.on_nonfinite,
                 skipped=progress.skipped + skipped,
-                optimizers=list(loop.learner.optimizers.values()),
+                began=loop.learner.optimizer.began,
+                weight=loop.learner.bad_weight,
                 diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
                 keep=partial(non_finite.write_batch, batch=part.batch),
             )
@@ -347,13 +347,13 @@ def save(loop: Loop, progress: Progress) -> None:
 
 def state_of(loop: Loop, progress: Progress) -> State:
     """Everything that later steps depend on."""
-    learner = loop.learner
+    saved = loop.learner.saved()
     return State(
         progress,
-        learner.policy,
-        learner.optimizers,
-        learner.modules,
-        learner.reference,
+        saved.policy,
+        saved.optimizers,
+        saved.modules,
+        saved.reference,
         loop.prefetcher.pending,
     )
 
@@ -365,12 +365,12 @@ def _reset_reference(loop: Loop, number: int) -> None:
     """Copy the policy to the reference where the schedule does after this step."""
     reference, every = loop.learner.reference, loop.schedule.reference_reset_every
     if reference is not None and every is not None and number % every == 0:
-        reference.refresh(loop.learner.policy)
+        loop.learner.refresh_reference()
 
 
 def _diagnose(loop: Loop, rollouts: Rollouts, part: Minibatch, beta: float) -> tuple[Cause, str]:
     """The cause of a loss or gradient that is not finite, and the sequence that it comes from."""
-    cause = cause_of(loop.learner, loop.algorithm, part.batch, beta)
+    cause = loop.learner.cause_of(loop.algorithm, part.batch, beta)
     if cause.sequence is None:
         return cause, ""
     prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]

@@ -76,6 +76,11 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
         torch.set_num_threads(recipe.threads)
     keep_freed()
     policy = load_policy(recipe.model, recipe.seed)
+    if recipe.cluster.processes > 1 and policy.device.type != "cpu":
+        raise KeelError(
+            f"cluster.processes = {recipe.cluster.processes}: several processes run on a CPU only "
+            'so far: set model.device = "cpu", or cluster.processes = 1'
+        )
     if start is not None:
         check_base(policy, recipe.model, start)
         restore_policy(start, policy)

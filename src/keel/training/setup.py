@@ -23,10 +23,12 @@ from keel.engines.registry import build_engine
 from keel.learn.advantages import check_entries
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
+from keel.learn.ranks import ONE, Ranks
 from keel.learn.token_budget import TokenBudget
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
-from keel.models.reference import reference_for
+from keel.models.reference import FrozenPolicy, reference_for
+from keel.models.sharded import mesh_of, shard
 from keel.models.teacher import load_teacher
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.rewards import load_reward
@@ -46,7 +48,7 @@ from keel.training.state import (
     restore_optimizers,
 )
 from keel.training.supervised import SupervisedLoop
-from keel.types import KeelError, Prompt, Task
+from keel.types import Engine, KeelError, Prompt, Task
 
 ENCODED_BEFORE = 10_000
 """Stored examples of a stage that are encoded before the first step, to find the bad ones."""
@@ -277,12 +279,13 @@ def build_sampler(
     *,
     model: PreTrainedModel | None = None,
     less: str = "",
+    engine: Engine | None = None,
 ) -> Sampler:
     """What samples completions with the weights of `model`, in the recipe's `rollout.dtype`.
 
-    Without `model`, with the policy's own weights in their own dtype.
+    Without `model`, with the policy's own weights in their own dtype; or by an `engine`.
     """
-    engine = build_engine(
+    engine = engine or build_engine(
         rollout.engine,
         model=policy.model if model is None else model,
         tokenizer=policy.tokenizer,
@@ -309,10 +312,12 @@ def build_learner(
     seed: int,
     budget: TokenBudget,
     resume_from: Path | None = None,
+    ranks: Ranks = ONE,
 ) -> Learner:
     """The policy and the models that the algorithm needs, each with its optimizer.
 
-    New ones, or as the checkpoint `resume_from` of this stage holds them.
+    New ones, or as the checkpoint `resume_from` of this stage holds them; with several `ranks` each
+    of them, the policy too, is sharded.
     """
     algorithm = stage.algorithm
     check_entries(algorithm)
@@ -331,6 +336,11 @@ def build_learner(
     if stage.teacher is not None:
         longest = longest_sequence(stage.sampling, policy)
         teacher = load_teacher(stage.teacher, policy, model, longest)
+    modules = {"value_head": value_head, "critic": critic}
+    if resume_from is not None:
+        restore_modules(resume_from, {n: m for n, m in modules.items() if m is not None})
+    if ranks.count > 1:
+        shard_all(ranks, policy, reference, teacher, value_head, critic)
     learner = Learner(
         policy=policy,
         optimizer=AdamW(trainable(policy), stage.optimizer),
@@ -343,8 +353,28 @@ def build_learner(
         if value_model is None
         else AdamW(trainable(value_model), stage.value.optimizer or stage.optimizer),
         temperature=stage.rollout.temperature,
+        ranks=ranks,
     )
     if resume_from is not None:
-        restore_modules(resume_from, learner.modules)
         restore_optimizers(resume_from, learner.optimizers)
     return learner
+
+
+def shard_all(
+    ranks: Ranks,
+    policy: Policy,
+    reference: FrozenPolicy | None,
+    teacher: FrozenPolicy | None,
+    value_head: ValueHead | None,
+    critic: Critic | None,
+) -> None:
+    """Spread every model of a learner over the ranks, each once."""
+    mesh = mesh_of(policy.device, ranks.count)
+    frozen = [one.model for one in (reference, teacher) if one is not None]
+    own = [] if critic is None else [critic.backbone, critic.head]
+    heads = [] if value_head is None else [value_head]
+    done: set[int] = set()
+    for model in (policy.model, *frozen, *own, *heads):
+        if id(model) not in done:
+            shard(model, mesh)
+        done.add(id(model))

@@ -23,6 +23,7 @@ from keel.config.fields import derive
 from keel.config.objective import explain_stage
 from keel.config.schema import Recipe, RLStage, SFTStage
 from keel.config.sources import LEARNED
+from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.loading import describe_model
 from keel.models.policy import frozen_copy
@@ -54,7 +55,9 @@ from keel.training.setup import (
     token_budget,
 )
 from keel.training.sft import Demonstrations
+from keel.training.shared import shared_learner
 from keel.training.state import Progress, restore_optimizers
+from keel.types import Engine
 
 
 def train_sft(run: RunContext, stage: SFTStage, progress: Progress) -> Progress:
@@ -95,14 +98,25 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
     # With prefetched rollouts the engine has weights of its own; copied before the learner adds
     # the reference's adapter to the policy.
     sampled_with = frozen_copy(run.policy.model) if stage.rollout.async_level else run.policy.model
-    learner = build_learner(
-        stage,
-        recipe.model,
-        run.policy,
-        seed,
-        token_budget(stage, progress, writer),
-        run.resume_from,
-    )
+    budget = token_budget(stage, progress, writer)
+    parts = (recipe.model, run.policy, seed, budget, run.resume_from)
+    if recipe.cluster.processes > 1:
+        with shared_learner(recipe, stage, *parts[1:]) as (shared, engine):
+            return _train_rl(run, stage, progress, shared, sampled_with, seed, engine)
+    learner = build_learner(stage, *parts)
+    return _train_rl(run, stage, progress, learner, sampled_with, seed)
+
+
+def _train_rl(
+    run: RunContext,
+    stage: RLStage,
+    progress: Progress,
+    learner: Learner,
+    sampled_with: PreTrainedModel,
+    seed: int,
+    engine: Engine | None = None,
+) -> Progress:
+    recipe, writer = run.recipe, run.writer
     if run.resume_from is None and stage.algorithm.divergence is not None:
         progress = replace(progress, beta=stage.algorithm.divergence.beta)
     objective = explain_stage(stage, lora=recipe.model.lora is not None)
@@ -113,7 +127,7 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
             "importance ratio stays 1, so neither its bounds nor a divergence to the old policy "
             "act: set minibatches or epochs higher"
         )
-    loop = build_loop(run, stage, learner, sampled_with, progress, seed)
+    loop = build_loop(run, stage, learner, sampled_with, progress, seed, engine)
     with closing(loop.sampler.scorer):
         progress = rl.run(loop, progress)
         for function in loop.sampler.scorer.functions:
@@ -136,13 +150,14 @@ def paid(judge: Judge) -> str:
 def build_loop(
     run: RunContext,
     stage: RLStage,
-    learner: rl.Learner,
+    learner: Learner,
     model: PreTrainedModel,
     progress: Progress,
     seed: int,
+    engine: Engine | None = None,
 ) -> rl.Loop:
     """The loop of a stage, with its tasks, rewards and engines; `model` has the weights that
-    rollouts are sampled with."""
+    rollouts are sampled with, unless there is an `engine` for them."""
     policy, rollout = run.policy, stage.rollout
     source = open_prompts(
         run,
@@ -163,12 +178,13 @@ def build_loop(
         needed=stage.algorithm.needs_reward,
     )
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
-    sampler = build_sampler(policy, source, shaped, rollout, seed, model=model)
+    sampler = build_sampler(policy, source, shaped, rollout, seed, model=model, engine=engine)
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)
     evaluated.check(prompts)
     # Evaluation is of the policy itself, not of a rounded or an earlier copy.
-    exact = build_sampler(policy, source, shaped, rollout, seed)
+    same = engine if rollout.dtype == "model" else None
+    exact = build_sampler(policy, source, shaped, rollout, seed, engine=same)
     evaluator = Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None
     prefetcher = RolloutPrefetcher(
         partial(collect, sampler, stage.algorithm),

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from keel.config.model import Model
+from keel.learn.learner import HasState, HasStateDict
 from keel.learn.optimizer import AdamW
 from keel.models.policy import BASE, Policy, load_policy
-from keel.models.reference import Reference
 from keel.runs import checkpoint
 from keel.training.prefetch import Pending, save_pending
 from keel.types import KeelError
@@ -58,9 +58,9 @@ class State:
 
     progress: Progress
     policy: Policy
-    optimizers: Mapping[str, AdamW]
-    modules: Mapping[str, nn.Module] = field(default_factory=dict)
-    reference: Reference | None = None
+    optimizers: Mapping[str, HasState]
+    modules: Mapping[str, HasStateDict] = field(default_factory=dict)
+    reference: HasState | None = None
     pending: Pending | None = None
 
     def save(self, folder: Path) -> None:

@@ -19,7 +19,7 @@ from keel.learn.finite import (
     in_weights,
     stop_unless_finite,
 )
-from keel.learn.optimizer import AdamW, learning_rate
+from keel.learn.optimizer import AdamW, bad_weight, learning_rate
 from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
@@ -162,7 +162,8 @@ def take_step(loop: SupervisedLoop[Any], progress: Progress, number: int) -> Gra
                 error,
                 action=loop.on_nonfinite,
                 skipped=progress.skipped,
-                optimizers=[loop.optimizer],
+                began=loop.optimizer.began,
+                weight=lambda: bad_weight(loop.optimizer.parameters),
                 diagnose=lambda: _diagnose(loop, batch),
                 keep=lambda folder: loop.examples.write(folder, batch),
             )

@@ -1,0 +1,185 @@
+"""RankProcess processes that compute together with the one that drives them.
+
+Each rank builds a member of its own; `RankGroup.call` runs a function of the member on all ranks at
+once, which may use collective operations. Calls go over a pipe, since a rank may wait for the next
+one as long as it takes; the workers end when the pipe closes, however the driver ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe, connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from keel.cluster.worker import join, leave
+from keel.learn.finite import NotFinite
+from keel.learn.ranks import Ranks
+from keel.sandbox.lifeline import Lifeline
+from keel.types import KeelError
+
+M = TypeVar("M")
+PATIENCE = 20.0
+"""Seconds to wait for the end of a worker that others have lost, or that is to end."""
+WORKER = "keel.cluster.worker"
+BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals for the driver alone, which stops between steps and needs its workers until then."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankProcess:
+    """Another rank's process, and the pipe to it; it ends with this process, however that ends."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    lifeline: Lifeline
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.number} (process {self.process.pid})"
+
+    def send(self, value: object) -> None:
+        # Not `pipe.send`: torch would move tensors into shared memory, a descriptor for each.
+        self.pipe.send_bytes(pickle.dumps(value))
+
+
+def _started(number: int) -> RankProcess:
+    ours, theirs = Pipe()
+    lifeline = Lifeline()
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # a process starts with this mask
+    process = subprocess.Popen(
+        # -P: no file of the working folder replaces a module.
+        [sys.executable, "-P", "-m", WORKER, str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(), lifeline.inner),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        start_new_session=True,
+    )
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    lifeline.tie(process.pid)
+    lifeline.give()
+    return RankProcess(number, process, ours, lifeline)
+
+
+class RankGroup(Generic[M]):
+    """The ranks: this process, which is rank 0, and its workers."""
+
+    def __init__(self, ranks: Ranks, member: M, workers: list[RankProcess]) -> None:
+        self.ranks, self.member, self._workers = ranks, member, workers
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(member, *arguments)` on all ranks at once; this rank's result.
+
+        The function is one of a module, and raises either on all ranks or not at all.
+
+        Raises:
+            KeelError: a worker has ended; with its rank and why.
+        """
+        with self.naming_the_lost():
+            for worker in self._workers:
+                worker.send((function, arguments))
+            try:
+                result = function(self.member, *arguments)
+            except NotFinite:
+                self.wait()
+                raise
+            self.wait()
+        return result
+
+    def wait(self) -> None:
+        """Until the workers have done what was called."""
+        for worker in self._workers:
+            error = worker.pipe.recv()
+            if error is not None:
+                raise KeelError(f"{worker.name} stopped: {error}")
+
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Turns what a lost worker causes here into an error that names it."""
+        try:
+            yield
+        except KeelError:
+            raise
+        except Exception as error:
+            lost = _lost(self._workers)
+            if lost is None:
+                raise
+            raise KeelError(lost) from error
+
+
+@contextmanager
+def start(
+    count: int, build: Callable[[Ranks], M], others: Callable[[Ranks], M], threads: int
+) -> Iterator[RankGroup[M]]:
+    """A group of `count` processes on this machine, for as long as the block runs.
+
+    `build` makes this rank's member, `others` (a function of a module, or a partial one) that of
+    each worker, which has `threads` CPU threads. Raises KeelError where a worker fails to start.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-ranks-"))
+        meeting = f"file://{Path(folder) / 'rendezvous'}"
+        workers: list[RankProcess] = []
+        stack.callback(_end, workers)
+        for number in range(1, count):
+            workers.append(_started(number))
+        for worker in workers:
+            worker.send((Ranks(worker.number, count), meeting, threads, others))
+        group: RankGroup[Any] = RankGroup(Ranks(0, count), None, workers)
+        with group.naming_the_lost():
+            group.wait()
+            join(group.ranks, meeting)
+            stack.callback(leave)
+            group.member = build(group.ranks)
+            group.wait()
+        yield group
+
+
+def _end(workers: list[RankProcess]) -> None:
+    for worker in workers:
+        worker.pipe.close()
+    for worker in workers:
+        with suppress(subprocess.TimeoutExpired):
+            worker.process.wait(PATIENCE)
+        worker.lifeline.cut()
+        worker.process.wait()
+
+
+def _lost(workers: list[RankProcess]) -> str | None:
+    """Which worker has ended and why; None where all are alive.
+
+    One that was killed comes first: the others end because they lost it.
+    """
+    connection.wait([worker.pipe for worker in workers], PATIENCE)
+    errors = {}
+    for worker in workers:
+        with suppress(EOFError, OSError):
+            while worker.pipe.poll():
+                error = worker.pipe.recv()
+                if error is not None:
+                    errors[worker.number] = f"{worker.name} stopped: {error}"
+        with suppress(subprocess.TimeoutExpired):
+            worker.process.wait(1.0)
+    codes = [(worker, worker.process.poll()) for worker in workers]
+    for worker, code in codes:
+        if code is not None and code < 0:
+            return f"{worker.name} was killed by {signal.Signals(-code).name}"
+    for worker, code in codes:
+        if worker.number in errors:
+            return errors[worker.number]
+        if code is not None:
+            return f"{worker.name} ended with exit status {code}"
+    return None

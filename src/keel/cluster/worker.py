@@ -1,0 +1,65 @@
+"""A worker's process: `python -m keel.cluster.worker FD`, started by `keel.cluster.group`."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from keel.learn.finite import NotFinite
+from keel.learn.ranks import Ranks
+from keel.runs.process import keep_freed
+from keel.types import KeelError
+
+
+def join(ranks: Ranks, meeting: str) -> None:
+    """Meet the other ranks."""
+    dist.init_process_group("gloo", init_method=meeting, rank=ranks.number, world_size=ranks.count)
+
+
+def leave() -> None:
+    """Close the connections, of which some may lead to ranks that are gone."""
+    with suppress(Exception):
+        dist.destroy_process_group()
+
+
+def work(pipe: Connection) -> None:
+    """Make a member, then call what the driver calls, until the pipe closes.
+
+    Each is answered by None. An error ends the worker, with its text as the answer; one that is
+    raised on all ranks is the driver's to report.
+    """
+    ranks, meeting, threads, build = pickle.loads(pipe.recv_bytes())
+    torch.set_num_threads(threads)
+    keep_freed()
+    pipe.send(None)
+    join(ranks, meeting)
+    member = build(ranks)
+    pipe.send(None)
+    while True:
+        function, arguments = pickle.loads(pipe.recv_bytes())
+        with suppress(NotFinite):
+            function(member, *arguments)
+        pipe.send(None)
+
+
+def main(descriptor: int) -> None:
+    pipe = Connection(descriptor)
+    try:
+        work(pipe)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    except Exception as error:  # of gloo too, where another rank is gone
+        kind = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
+        with suppress(OSError):
+            pipe.send(kind + " ".join(str(error).split()))
+    finally:
+        leave()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,177 @@
+"""Runs on several processes: as one process's, and what happens where a process ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from keel.config.load import load_recipe
+from keel.types import KeelError
+from tests.soak.killing import differences
+
+TOLERANCE = 1e-5
+"""float32 sums in another order, over the twelve steps of the recipe `tiny`."""
+EVERY_TWO = ("threads=1", "checkpoints.every=2")
+
+
+def keel(*words: str | Path) -> subprocess.Popen[str]:
+    """A command of Keel."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "keel", *map(str, words)], stderr=subprocess.PIPE, text=True
+    )
+
+
+def train(folder: Path, processes: int, *keys: str) -> Path:
+    """A run of `tiny` to its end."""
+    run = keel("train", "tiny", *EVERY_TWO, f"cluster.processes={processes}", *keys,
+               "--run", folder, "--quiet")  # fmt: skip
+    assert (run.communicate(timeout=300)[1], run.returncode) == ("", 0)
+    return folder
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, Any]:
+    newest = max((folder / "checkpoints").iterdir())
+    return load_file(newest / "trainable.safetensors")
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    for a, b in zip(metrics(one), metrics(other), strict=True):
+        assert a == pytest.approx(b, abs=TOLERANCE, nan_ok=True)
+    before, after = weights(one), weights(other)
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        assert (weight - after[name]).abs().max() <= TOLERANCE, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("algorithm=ppo", "epochs=2"),
+        ("algorithm=ppo", "value.kind=head", "model.lora.rank=4"),
+        (
+            "algorithm=gspo",
+            "minibatches=2",
+            "reference.reset_every=3",
+            "algorithm.divergence.beta=0.05",
+        ),
+        ("algorithm=dr_grpo",),  # nothing is scored before the update
+        ("algorithm.divergence.estimator=full", "model.lora.rank=4", "rollout.prompts_per_step=1"),
+    ],
+    ids=["critic", "head-lora", "reset", "unscored", "full-lora"],
+)
+def test_two_processes_train_as_one(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    one = train(tmp_path / "one", 1, "steps=6", *keys)
+    two = train(tmp_path / "two", 2, "steps=6", *keys)
+    assert_equal_runs(one, two)
+    assert len(metrics(one)) == 6
+
+
+def children(process: int) -> list[int]:
+    """The ranks that a process has started."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (place / "cmdline").read_bytes()
+        except (OSError, IndexError):
+            continue
+        if parent == process and b"keel.cluster.worker" in words:
+            found.append(int(place.name))
+    return found
+
+
+def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
+    file = folder / "metrics.jsonl"
+    while not (file.exists() and file.read_text().count("\n") >= step):
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_killed_rank_is_named_and_its_run_resumes_on_any_number(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 2)
+    killed = tmp_path / "killed"
+    run = keel("train", "tiny", *EVERY_TWO, "cluster.processes=2", "--run", killed, "--quiet")
+    until_step(run, killed, 5)
+    (rank,) = children(run.pid)
+    os.kill(rank, signal.SIGKILL)
+    began = time.monotonic()
+    error = run.communicate(timeout=60)[1]
+    assert time.monotonic() - began < 60
+    assert run.returncode == 2
+    assert f"rank 1 (process {rank}) was killed by SIGKILL" in error
+    assert "resume with: keel train --resume" in error
+    assert error.count("\n") == 1
+    for processes in (1, 2, 3):
+        copy = shutil.copytree(killed, tmp_path / f"on-{processes}")
+        recipe = copy / "recipe.toml"
+        text = recipe.read_text().replace("processes = 2", f"processes = {processes}")
+        recipe.write_text(text)
+        resumed = keel("train", "--resume", "--run", copy, "--quiet")
+        resumed.communicate(timeout=300)
+        assert resumed.returncode == 0
+        assert_equal_runs(whole, copy)
+    assert differences(whole, tmp_path / "on-2") == []
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = keel("train", "tiny", *EVERY_TWO, "cluster.processes=3", "--run", folder, "--quiet")
+    until_step(run, folder, 3)
+    ranks = children(run.pid)
+    assert len(ranks) == 2
+    run.kill()
+    run.communicate()
+    end = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_with_a_checkpoint_and_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 2)
+    folder = tmp_path / "stopped"
+    run = keel("train", "tiny", *EVERY_TWO, "cluster.processes=2", "--run", folder, "--quiet")
+    until_step(run, folder, 3)
+    for process in (run.pid, *children(run.pid)):  # a terminal sends it to all of them
+        os.kill(process, signal.SIGINT)
+    run.communicate(timeout=60)
+    assert run.returncode == 130
+    resumed = keel("train", "--resume", "--run", folder, "--quiet")
+    resumed.communicate(timeout=300)
+    assert resumed.returncode == 0
+    assert differences(whole, folder) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            ("rollout.async_level=1", "algorithm.correction.kind=truncate"),
+            "rollout.async_level = 1 does not go with cluster",
+        ),
+        (("rollout.engine=a:b",), 'rollout.engine = "a:b" samples in one process'),
+        (("model.lora.rank=4", "reference.reset_every=2"), "reset_every with model.lora"),
+        (("cluster.processes=0",), "cluster.processes"),
+    ],
+)
+def test_what_processes_cannot_do_is_refused(keys: tuple[str, ...], words: str) -> None:
+    with pytest.raises(KeelError, match=words):
+        load_recipe("tiny", ["cluster.processes=2", *keys])

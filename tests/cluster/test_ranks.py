@@ -1,0 +1,68 @@
+"""Updates that several processes share, with sharded models, against one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from keel.learn.ranks import spans
+
+TOLERANCE = 1e-5
+"""float32 sums in another order, over ten updates at a rate of 1e-3."""
+
+
+def updated(
+    folder: Path, case: str, count: int
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """The metrics of ten steps on `count` ranks, and the weights after them."""
+    out = folder / str(count)
+    out.mkdir()
+    words = [str(count), str(folder / f"rendezvous-{count}"), case, str(out)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.updates", str(rank), *words],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * count, errors
+    metrics = json.loads((out / "metrics.json").read_text())
+    return [update for step in metrics for update in step], load_file(out / "weights.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ppo", "grpo", "gspo", "ppo+lora", "grpo+lora", "gspo+lora"])
+def test_ranks_equal_one_process(tmp_path: Path, case: str) -> None:
+    """Losses, norms of gradients and weights after ten steps of two updates, on ragged batches."""
+    alone, weights = updated(tmp_path, case, 1)
+    assert len(alone) == 20
+    assert max(update["grad_norm"] for update in alone) > 0.01
+    for count in (2, 3) if case == "gspo" else (2,):
+        shared, found = updated(tmp_path, case, count)
+        for one, other in zip(alone, shared, strict=True):
+            assert other == pytest.approx(one, abs=TOLERANCE)
+        assert found.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, rtol=0, atol=TOLERANCE, msg=name)
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 8))
+def test_shares_are_neighbours_and_nearly_equal(costs: list[int], count: int) -> None:
+    shares = spans(costs, count)
+    assert len(shares) == count
+    assert [place for share in shares for place in share] == [*range(len(costs))]
+    assert all(a.stop == b.start for a, b in pairwise(shares))
+    for share in shares:
+        # Each end lies within half of the largest cost of its place.
+        gap = abs(sum(costs[at] for at in share) - sum(costs) / count)
+        assert gap <= max(costs, default=0)

@@ -1,0 +1,131 @@
+"""Ten updates on ragged batches in one of several processes; run as a module by its test.
+
+python -m tests.cluster.updates RANK COUNT RENDEZVOUS CASE OUT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from keel.algorithms.presets import PRESETS
+from keel.config.model import BuildModel, Lora, Model
+from keel.config.optimisation import Optimizer
+from keel.learn.advantages import estimate, outcome
+from keel.learn.batch import from_groups
+from keel.learn.learner import Learner, update
+from keel.learn.optimizer import AdamW, trainable
+from keel.learn.ranks import ONE, Ranks
+from keel.learn.token_budget import TokenBudget
+from keel.models.policy import load_policy
+from keel.models.reference import reference_for
+from keel.models.sharded import shard, whole
+from keel.models.value import critic_from_policy
+from keel.training.rl import minibatches
+from keel.types import Completion, Group, Prompt, RewardResult
+
+STEPS, PROMPTS, ANSWERS, MOST = 10, 4, 3, 24
+TOKENS = 64
+"""The token budget: several micro-batches a rank, of different numbers."""
+
+
+def main(rank: int, count: int, rendezvous: str, case: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    if count > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count
+        )
+    name, _, lora = case.partition("+")
+    learner = built(name, bool(lora), Ranks(rank, count) if count > 1 else ONE)
+    metrics = [step(learner, name, number) for number in range(STEPS)]
+    weights = {name: whole(p.detach()) for name, p in trainable(learner.policy)}
+    if learner.critic is not None:
+        weights |= {f"critic/{name}": whole(p.detach()) for name, p in trainable(learner.critic)}
+    if rank == 0:
+        save_file(
+            {name: w.contiguous() for name, w in weights.items()}, out / "weights.safetensors"
+        )
+        (out / "metrics.json").write_text(json.dumps(metrics))
+
+
+def built(name: str, lora: bool, ranks: Ranks) -> Learner:
+    """The learner of a preset, of a small Llama; sharded where there are several ranks."""
+    algorithm = PRESETS[name].algorithm
+    build = BuildModel(hidden_size=32, layers=2, heads=4, kv_heads=2, context=64)
+    adapter = Lora(rank=4, alpha=8.0) if lora else None
+    policy = load_policy(Model(build=build, lora=adapter), seed=0)
+    reference = reference_for(policy)
+    critic = None if algorithm.value is None else critic_from_policy(policy)
+    if ranks.count > 1:
+        mesh = init_device_mesh("cpu", (ranks.count,))
+        shard(policy.model, mesh)
+        if not lora:
+            shard(reference.model, mesh)
+        if critic is not None:
+            shard(critic.backbone, mesh)
+            shard(critic.head, mesh)
+    choice = Optimizer(learning_rate=1e-3)
+    return Learner(
+        policy=policy,
+        optimizer=AdamW(trainable(policy), choice),
+        budget=TokenBudget(TOKENS),
+        reference=reference,
+        critic=critic,
+        value_optimizer=None if critic is None else AdamW(trainable(critic), choice),
+        ranks=ranks,
+    )
+
+
+def step(learner: Learner, name: str, number: int) -> list[dict[str, float]]:
+    """The updates on one batch of random completions; their metrics."""
+    preset = PRESETS[name]
+    groups, results = sampled(number)
+    batch = from_groups(groups)
+    batch = learner.score(batch, old=True, reference=True)
+    estimates = estimate(preset.algorithm, batch, outcome(groups, results, None), 0.05)
+    parts = minibatches(
+        preset.algorithm, batch, estimates, range(batch.sequences),
+        count=2, max_tokens=MOST, seed=number,
+    )  # fmt: skip
+    return [
+        dict(update(learner, preset.algorithm, part.batch, 0.05, (1e-3, 1e-3)).metrics)
+        for part in parts
+    ]
+
+
+def sampled(number: int) -> tuple[list[Group], list[list[RewardResult]]]:
+    """Ragged completions, among them one of a token and one whose rewards are all equal."""
+    rng = np.random.default_rng(number)
+    groups, results = [], []
+    for at in range(PROMPTS):
+        prompt = Prompt(
+            str(at), "", tokens=tuple(rng.integers(0, 40, rng.integers(1, 12)).tolist())
+        )
+        lengths: Sequence[int] = [int(n) for n in rng.integers(1, MOST + 1, ANSWERS)]
+        completions = tuple(completion(rng, n) for n in lengths)
+        groups.append(Group(prompt, completions))
+        rewards = rng.normal(size=ANSWERS) if at else np.ones(ANSWERS)
+        results.append([RewardResult(float(reward)) for reward in rewards])
+    return groups, results
+
+
+def completion(rng: np.random.Generator, length: int) -> Completion:
+    written = rng.random(length) < 0.8
+    written[-1] = True
+    scores = np.where(written, rng.normal(-3, 0.3, length), 0).astype(np.float32)
+    tokens = rng.integers(0, 40, length)
+    return Completion(tokens, scores, written, "eos", "")
+
+
+if __name__ == "__main__":
+    words: list[Any] = sys.argv[1:]
+    main(int(words[0]), int(words[1]), words[2], words[3], Path(words[4]))
