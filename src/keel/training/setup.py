@@ -46,7 +46,7 @@ from keel.training.state import (
     restore_optimizers,
 )
 from keel.training.supervised import SupervisedLoop
-from keel.types import KeelError, Prompt, Task
+from keel.types import KeelError, Prompt, Task, VersionedEngine
 
 ENCODED_BEFORE = 10_000
 """Stored examples of a stage that are encoded before the first step, to find the bad ones."""
@@ -277,10 +277,12 @@ def build_sampler(
     *,
     model: PreTrainedModel | None = None,
     less: str = "",
+    step: int = 0,
 ) -> Sampler:
     """What samples completions with the weights of `model`, in the recipe's `rollout.dtype`.
 
-    Without `model`, with the policy's own weights in their own dtype.
+    Without `model`, with the policy's own weights in their own dtype. The engine's count of syncs
+    begins at `step`, the steps that the stage has taken.
     """
     engine = build_engine(
         rollout.engine,
@@ -289,7 +291,11 @@ def build_sampler(
         max_rows=rollout.max_rows,
         autocast=policy.autocast,
         dtype="model" if model is None else rollout.dtype,
+        server=rollout.vllm,
+        timeout=rollout.timeout,
     )
+    if isinstance(engine, VersionedEngine):
+        engine.weight_version = step
     return Sampler(
         engine=engine,
         tokenizer=policy.tokenizer,

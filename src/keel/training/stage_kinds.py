@@ -163,12 +163,17 @@ def build_loop(
         needed=stage.algorithm.needs_reward,
     )
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
-    sampler = build_sampler(policy, source, shaped, rollout, seed, model=model)
+    sampler = build_sampler(policy, source, shaped, rollout, seed, model=model, step=progress.step)
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)
     evaluated.check(prompts)
-    # Evaluation is of the policy itself, not of a rounded or an earlier copy.
-    exact = build_sampler(policy, source, shaped, rollout, seed)
+    # Evaluation is of the policy itself, not of a rounded or an earlier copy; but one server
+    # is enough.
+    exact = (
+        sampler
+        if rollout.engine == "vllm"
+        else build_sampler(policy, source, shaped, rollout, seed, step=progress.step)
+    )
     evaluator = Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None
     prefetcher = RolloutPrefetcher(
         partial(collect, sampler, stage.algorithm),
