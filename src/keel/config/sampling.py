@@ -98,8 +98,8 @@ class Rollout(FrozenModel):
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Whether log π_old is computed by the trainer before the update, or taken from the engine."""
     engine: str = "native"
-    """`native`, `vllm` ([how to](howto/vllm.md)), or `module:function` of a function that returns an engine (see
-    [extending](extending.md))."""
+    """`native`, `vllm` ([how to](howto/vllm.md)), or `module:function` of a function that returns
+    an engine (see [extending](extending.md))."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
     """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.

@@ -38,7 +38,7 @@ def build_engine(
     neither, and where the function raises or returns something else.
     """
     if name in ENGINES:
-        rest = {"autocast": autocast, "dtype": DTYPES.get(dtype)}
+        rest: dict[str, Any] = {"autocast": autocast, "dtype": DTYPES.get(dtype)}
         if name == "vllm":
             rest = {"server": server, "dtype": dtype, "timeout": timeout}
         return ENGINES[name](model, tokenizer, max_rows=max_rows, **rest)

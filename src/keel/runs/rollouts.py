@@ -84,8 +84,8 @@ def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
     Columns: stage, step, group, prompt_id, task, prompt_format ("text", or "messages" in JSON),
     prompt, expected, completion, tokens, pieces, log_probs, each of the rows' values, written,
     finish, weight_version, reward, `reward/NAME` for each component and `extra/NAME` for each
-    extra. Where some row has rewards of steps also step_ends (the index of each step's last token), step_rewards and
-    outcome; in evaluations mode and passed.
+    extra. Where some row has rewards of steps also step_ends (the index of each step's last token),
+    step_rewards and outcome; in evaluations mode and passed.
     """
     import pyarrow as pa
 

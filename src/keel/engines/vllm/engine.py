@@ -26,6 +26,7 @@ from keel.engines.vllm.server import MODEL, ServerProcess, make_folder, memory_f
 from keel.models.chat import decode
 from keel.models.families import context_length
 from keel.models.lora import lora_layers, plain_weights
+from keel.models.tokenizer_round_trip import quiet
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
@@ -214,7 +215,8 @@ class VllmEngine:
         return [*options, *self.server.arguments]
 
     def _save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder, state_dict=plain_weights(self.model))
+        with quiet():
+            self.model.save_pretrained(folder, state_dict=plain_weights(self.model))
         self.tokenizer.save_pretrained(folder)
 
     def _transfer(self, weights: Mapping[str, Any]) -> None:

@@ -44,7 +44,8 @@ class ServerProcess:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(folder / "model")]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(folder / "model")]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         command += ["--worker-extension-cls", f"{WORKER}.WorkerExtension"]
