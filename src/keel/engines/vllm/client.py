@@ -142,6 +142,11 @@ class Client:
         except ValueError:
             raise ServerFailure(f"{path} of {self.url}: a reply that is no JSON") from None
 
+    def busy(self) -> bool:
+        """Whether a request is under way."""
+        with self._lock:
+            return bool(self._open)
+
     def close(self) -> None:
         """End all requests that are under way; vLLM aborts what nobody waits for."""
         with self._lock:

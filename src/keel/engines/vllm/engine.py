@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from keel.engines.native import copy_weights
 from keel.engines.sampler import check, occurrences
 from keel.engines.stopping import GOING, LENGTH, REASONS, STOP, Stops, budgets, eos_ids
 from keel.engines.vllm.client import Client, Sampled, ServerFailure
-from keel.engines.vllm.server import MODEL, ServerProcess, make_folder, memory_folder
+from keel.engines.vllm.server import MODEL, ServerProcess, memory_folder
 from keel.models.chat import decode
 from keel.models.families import context_length
 from keel.models.lora import lora_layers, plain_weights
@@ -83,8 +84,11 @@ class VllmEngine:
         self.process: ServerProcess | None = None
         self._client: Client | None = None
         self._name = MODEL
-        self._folder = memory_folder()
+        self._folder = Path(tempfile.mkdtemp(prefix="keel-vllm-"))
+        self._log = self._folder.with_suffix(".log")
         finalize(self, rmtree, self._folder, ignore_errors=True)
+        self._unlink = finalize(self, self._log.unlink, missing_ok=True)
+        """Removes the log with the engine, unless an error names it."""
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
@@ -171,10 +175,10 @@ class VllmEngine:
                 call()
                 return
             except ServerFailure as failure:
-                process = self.process
+                log = "" if self.process is None else f": see {self._log}"
                 self.close()
-                log = "" if process is None else f": see {process.log}"
                 if self.server.url is not None or not left:
+                    self._unlink.detach()
                     tried = "" if self.server.url else f" (restarted {MAX_RESTARTS} times)"
                     raise KeelError(f"the vLLM server failed{tried}: {failure}{log}") from None
             self.restarts += 1
@@ -191,16 +195,19 @@ class VllmEngine:
             self._transfer(plain_weights(self.model))
             return
         assert self.server.interpreter is not None
-        log = Path(tempfile.gettempdir()) / f"{self._folder.name}.log"
-        make_folder(self._save, self._folder)
-        process = ServerProcess(self.server.interpreter, self._folder, log, self._options())
+        self._save(self._folder / "model")
+        arguments = self._options()
+        process = ServerProcess(self.server.interpreter, self._folder, self._log, arguments)
         try:
             client = Client(process.url, self.timeout)
             process.wait(client, self.server.start_timeout)
             client.prepare_updates()
         except BaseException:
+            self._unlink.detach()
             process.stop()
             raise
+        finally:
+            rmtree(self._folder / "model", ignore_errors=True)
         self.process, self._client = process, client
 
     def _options(self) -> list[str]:
@@ -221,14 +228,14 @@ class VllmEngine:
 
     def _transfer(self, weights: Mapping[str, Any]) -> None:
         assert self._client is not None
-        path = self._folder / "weights.safetensors"
-        save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, path)
+        path = memory_folder() / "weights.safetensors"
         try:
+            save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, path)
             self._client.update(str(path), self.weight_version)
         except KeelError as error:
             raise KeelError(f"the vLLM server did not take the weights over: {error}") from None
         finally:
-            path.unlink(missing_ok=True)
+            rmtree(path.parent, ignore_errors=True)
 
     def _changed(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the server has to load: the weights, those that adapters change merged."""
@@ -314,9 +321,8 @@ def _pool(threads: int, client: Client) -> Iterator[ThreadPoolExecutor]:
     pool = ThreadPoolExecutor(threads, thread_name_prefix="keel-vllm")
     try:
         yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        client.close()
-        raise
     finally:
-        pool.shutdown()
+        pool.shutdown(wait=False, cancel_futures=True)
+        while client.busy():
+            client.close()
+            time.sleep(0.01)

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -103,12 +103,6 @@ class ServerProcess:
     def stop(self) -> None:
         """End the server with all its processes."""
         self._stop()
-
-
-def make_folder(save: Callable[[Path], None], folder: Path) -> None:
-    """Write the model for a server into a folder, in place of an earlier one."""
-    shutil.rmtree(folder / "model", ignore_errors=True)
-    save(folder / "model")
 
 
 def memory_folder() -> Path:
