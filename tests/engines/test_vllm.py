@@ -5,6 +5,7 @@ One server serves all tests of the module.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
+from keel.runs.rollouts import read_table
 from keel.types import Completion, Group, Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
 
@@ -248,6 +250,24 @@ time.sleep(600)
             break
         time.sleep(0.1)
     assert not _alive(server)
+
+
+def test_a_grpo_run_learns_to_sort_digits(tmp_path: Path) -> None:
+    """After a short supervised stage; the figure is the mean reward of the steps."""
+    run = tmp_path / "run"
+    keys = ["sft.steps=120", "rl.steps=16", "rl.evaluation.prompts=0", "rl.rollouts_every=1"]
+    keys += ['rl.rollout.engine="vllm"', 'rl.algorithm.correction.kind="truncate"']
+    command = [sys.executable, "-m", "keel", "train", "quickstart", *keys, "--run", str(run)]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "sampling/sampling_logp_difference/max" in record]
+    rewards = [step["reward"] for step in steps]
+    assert len(rewards) == 16
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.1
+    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-3
+    for step in (1, 16):
+        table = read_table(next((run / "rollouts").glob(f"*{step:06d}.parquet")))
+        assert set(table["weight_version"].to_pylist()) == {step - 1}
 
 
 def _alive(pid: int) -> bool:

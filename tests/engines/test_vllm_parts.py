@@ -17,7 +17,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.registry import build_engine
-from keel.engines.vllm.client import Client, ServerFailure
+from keel.engines.vllm.client import VllmClient, ServerFailure
 from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
 from keel.engines.vllm.server import ServerProcess, last_error
 from keel.types import KeelError, Sampling
@@ -65,7 +65,7 @@ def url() -> Iterator[str]:
 
 
 def test_a_refusal_is_the_users_and_a_failure_the_servers(url: str) -> None:
-    client = Client(url, 10.0)
+    client = VllmClient(url, 10.0)
     assert client.healthy()
     with pytest.raises(KeelError, match=r"refuses /refuses \(HTTP 400: .*no such.*model"):
         client.request("GET", "/refuses")
@@ -75,16 +75,16 @@ def test_a_refusal_is_the_users_and_a_failure_the_servers(url: str) -> None:
 
 def test_a_reply_without_token_ids_is_refused(url: str) -> None:
     with pytest.raises(KeelError, match="returns no token ids"):
-        Client(url, 10.0).complete("policy", [3], {"seed": 1})
+        VllmClient(url, 10.0).complete("policy", [3], {"seed": 1})
 
 
 def test_a_request_has_a_deadline_that_names_it(url: str) -> None:
     with pytest.raises(ServerFailure, match=r"/hangs of .* no answer within 0.1 s"):
-        Client(url, 0.1).request("GET", "/hangs")
+        VllmClient(url, 0.1).request("GET", "/hangs")
 
 
 def test_close_ends_a_request_under_way(url: str) -> None:
-    client = Client(url, 600.0)
+    client = VllmClient(url, 600.0)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(client.request, "GET", "/hangs")
         while not future.done():
@@ -95,13 +95,13 @@ def test_close_ends_a_request_under_way(url: str) -> None:
 
 
 def test_no_server_is_not_healthy() -> None:
-    assert not Client("http://127.0.0.1:9", 1.0).healthy()
+    assert not VllmClient("http://127.0.0.1:9", 1.0).healthy()
 
 
 @pytest.mark.parametrize("bad", ["127.0.0.1:8000", "https://host", "http://host/v1", ""])
 def test_a_wrong_address_is_refused(bad: str) -> None:
     with pytest.raises(KeelError, match=r"rollout\.vllm\.url = .* is no address"):
-        Client(bad, 1.0)
+        VllmClient(bad, 1.0)
 
 
 def test_a_python_that_does_not_exist_is_refused(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def start() -> None:
         starts.append(1)
-        engine._client = Client("http://127.0.0.1:9", 1.0)
+        engine._client = VllmClient("http://127.0.0.1:9", 1.0)
 
     monkeypatch.setattr(engine, "_start", start)
     with pytest.raises(KeelError, match=f"restarted {MAX_RESTARTS} times"):

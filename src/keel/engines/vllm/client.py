@@ -31,7 +31,7 @@ class Sampled:
     finish: str
 
 
-class Client:
+class VllmClient:
     """Sends requests, each on a connection of its own; `timeout` seconds limit each.
 
     Methods may be called from several threads. `close` ends all requests that are under way.
@@ -148,7 +148,7 @@ class Client:
             return bool(self._open)
 
     def close(self) -> None:
-        """End all requests that are under way; vLLM aborts what nobody waits for."""
+        """End all requests that are under way; vLLM aborts what no client waits for."""
         with self._lock:
             connections = list(self._open)
         for connection in connections:

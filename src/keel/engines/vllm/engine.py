@@ -22,7 +22,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.native import copy_weights
 from keel.engines.sampler import check, occurrences
 from keel.engines.stopping import GOING, LENGTH, REASONS, STOP, Stops, budgets, eos_ids
-from keel.engines.vllm.client import Client, Sampled, ServerFailure
+from keel.engines.vllm.client import VllmClient, Sampled, ServerFailure
 from keel.engines.vllm.server import MODEL, ServerProcess, memory_folder
 from keel.models.chat import decode
 from keel.models.families import context_length
@@ -44,7 +44,7 @@ class VllmEngine:
 
     Prompts and completions are token ids. Each completion is a request with a seed of its own, so
     that it does not depend on the rest of the call as far as vLLM's kernels allow. Where it ends,
-    and why, is decided by `Stops` over its tokens, as in the native engine; vLLM is told the same
+    and why, is decided by `Stops` over its tokens, as in the native engine; vLLM gets the same
     stops to spare it tokens. The server starts with the first call, from a copy of `model` as it is
     then. One that fails is started again with the current weights, and what was not done is redone.
     """
@@ -82,7 +82,7 @@ class VllmEngine:
         self.restarts = 0
         """How often a server that failed was started again."""
         self.process: ServerProcess | None = None
-        self._client: Client | None = None
+        self._client: VllmClient | None = None
         self._name = MODEL
         self._folder = Path(tempfile.mkdtemp(prefix="keel-vllm-"))
         self._log = self._folder.with_suffix(".log")
@@ -188,7 +188,7 @@ class VllmEngine:
 
     def _start(self) -> None:
         if self.server.url is not None:
-            client = Client(self.server.url, self.timeout)
+            client = VllmClient(self.server.url, self.timeout)
             self._name = client.model()
             client.prepare_updates()
             self._client = client
@@ -199,7 +199,7 @@ class VllmEngine:
         arguments = self._options()
         process = ServerProcess(self.server.interpreter, self._folder, self._log, arguments)
         try:
-            client = Client(process.url, self.timeout)
+            client = VllmClient(process.url, self.timeout)
             process.wait(client, self.server.start_timeout)
             client.prepare_updates()
         except BaseException:
@@ -316,7 +316,7 @@ def _vllm_stops(stops: Stops, sampling: Sampling) -> dict[str, Any]:
 
 
 @contextmanager
-def _pool(threads: int, client: Client) -> Iterator[ThreadPoolExecutor]:
+def _pool(threads: int, client: VllmClient) -> Iterator[ThreadPoolExecutor]:
     """Threads for requests; where the block fails, the requests under way are ended first."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix="keel-vllm")
     try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from keel.engines.vllm.client import Client
+from keel.engines.vllm.client import VllmClient
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.sandbox.lifeline import Lifeline
 from keel.types import KeelError
@@ -78,7 +78,7 @@ class ServerProcess:
         lifeline.give()
         self._stop = weakref.finalize(self, _end, self.process, lifeline)
 
-    def wait(self, client: Client, seconds: float) -> None:
+    def wait(self, client: VllmClient, seconds: float) -> None:
         """Wait until the server answers. Raises KeelError where it ends or takes longer."""
         end = time.monotonic() + seconds
         while not client.healthy():
