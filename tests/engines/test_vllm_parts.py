@@ -17,7 +17,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.registry import build_engine
-from keel.engines.vllm.client import VllmClient, ServerFailure
+from keel.engines.vllm.client import ServerFailure, VllmClient
 from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
 from keel.engines.vllm.server import ServerProcess, last_error
 from keel.types import KeelError, Sampling

@@ -22,7 +22,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.native import copy_weights
 from keel.engines.sampler import check, occurrences
 from keel.engines.stopping import GOING, LENGTH, REASONS, STOP, Stops, budgets, eos_ids
-from keel.engines.vllm.client import VllmClient, Sampled, ServerFailure
+from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
 from keel.engines.vllm.server import MODEL, ServerProcess, memory_folder
 from keel.models.chat import decode
 from keel.models.families import context_length
