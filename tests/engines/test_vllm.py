@@ -20,10 +20,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from keel.config.model import Lora
 from keel.config.sampling import VllmServer
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
+from keel.models.lora import add_lora, plain_copy
 from keel.runs.rollouts import read_table
 from keel.types import Completion, Group, Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
@@ -195,6 +197,31 @@ def test_each_of_twenty_syncs_reaches_the_server(
                 np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
         new = [_log_probs(model, g.prompt, g.completions[0], 1.0) for g in before]
         assert max(float(np.abs(a - b).max()) for a, b in zip(old, new, strict=True)) > 0.01
+
+
+def test_a_server_by_address_gets_all_weights_first(
+    engine: VllmEngine, model: PreTrainedModel
+) -> None:
+    """Of a model that the server does not have, adapters merged; then those of each sync."""
+    engine.sample(ragged_prompts(1), 1, SAMPLING, 0)
+    assert engine.process is not None
+    other = _model()
+    add_lora(other, Lora(rank=2), 0)
+    noise = torch.Generator().manual_seed(1)
+    second = VllmEngine(other, TOKENIZER, server=VllmServer(url=engine.process.url), max_rows=8)
+    trained = {name: p for name, p in other.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    for number in range(3):
+        with torch.no_grad():
+            for weight in trained.values():
+                weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
+        if number:
+            second.sync(trained)
+        for group in second.sample(ragged_prompts(3), 1, SAMPLING, number):
+            c = group.completions[0]
+            wanted = _log_probs(plain_copy(other), group.prompt, c, 1.0)
+            np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
+    engine.sync(dict(model.named_parameters()))
 
 
 def test_several_turns_have_the_version_of_the_first(engine: VllmEngine) -> None:
