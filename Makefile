@@ -1,10 +1,11 @@
 # Targets: install, demo, test (before each commit), check (everything), docs, bench, soak.
 PYTHON ?= python3
 VENV   := .venv
+VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: install demo test check docs bench soak clean
+.PHONY: install demo test test-vllm check docs bench soak clean
 
 install: $(VENV)/.dev
 
@@ -13,6 +14,14 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m "not slow"
+
+# The tests of the vLLM engine with a real server; its environment takes some gigabytes of disk.
+test-vllm: $(VENV)/.dev $(VLLM)/.done
+	KEEL_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -n0 -m vllm
+
+$(VLLM)/.done: constraints-vllm.txt
+	sh benchmarks/install_vllm.sh $(VLLM) $(PYTHON)
+	@touch $@
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -78,6 +78,9 @@ class Completion:
 
     `text` is what the policy wrote, without what arrived in between. `turns` holds both where
     anything arrived: messages in order, of role "assistant" (the policy's) or "environment".
+
+    `weight_version` is the number of syncs that the engine had taken when the completion was begun,
+    counted from the start of the stage; of several turns, that of the first, which is the oldest.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -86,6 +89,7 @@ class Completion:
     finish: FinishReason
     text: str
     turns: tuple[Message, ...] = ()
+    weight_version: int = 0
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -152,6 +156,13 @@ class Engine(Protocol):
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over the policy's weights (name to tensor)."""
         ...
+
+
+@runtime_checkable
+class VersionedEngine(Engine, Protocol):
+    """An engine that counts its syncs, from the number that it is given at the start."""
+
+    weight_version: int
 
 
 OnGroup = Callable[[int, Group], None]

@@ -306,6 +306,13 @@ OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
         },
         "ratio-stays-1",
     ),
+    (
+        {
+            "algorithm": {**GSPO, "correction": {"kind": "truncate"}},
+            "rollout": {"engine": "vllm"},
+        },
+        "resume-not-exact",
+    ),
     ({"algorithm": GSPO, "minibatches": 1, "epochs": 2}, None),
     ({"algorithm": GSPO, "minibatches": 1, "rollout": {"old_log_probs": "engine"}}, None),
     ({"algorithm": {"preset": "grpo", "surrogate": {"high": 0.28}}}, None),

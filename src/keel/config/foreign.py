@@ -131,7 +131,10 @@ COMPLETIONS = (
     "counts completions in TRL: set rollout.prompts_per_step to that number, times the processes "
     "for a number per device, over rollout.group_size"
 )
-ENGINE = "Keel samples with an engine of its own: leave the key out"
+ENGINE = (
+    'Keel samples with an engine of its own: leave the key out, or set rollout.engine = "vllm" '
+    "(its keys are in rollout.vllm)"
+)
 EXPLAINED: Final[dict[str, str]] = {
     "per_device_train_batch_size": COMPLETIONS,
     "generation_batch_size": COMPLETIONS,

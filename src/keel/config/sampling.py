@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -30,10 +31,34 @@ _NO_REWARD = UnusedIf(
 _MANY_TURNS = UnusedIf(
     lambda key: key.table.max_turns > 1, "with several turns rewards are called after sampling"
 )
+_NO_VLLM = UnusedIf(
+    lambda key: key.stage.sampling.rollout.engine != "vllm", "another engine samples"
+)
+_RUNS_ALREADY = UnusedIf(lambda key: key.table.url is not None, "rollout.vllm.url is set")
 _NOT_SAMPLED = UnusedIf(
     lambda key: key.table.samples == 0 and key.stage is not key.recipe.stages[-1],
     "evaluation.samples = 0 leaves sampling out",
 )
+
+
+class VllmServer(FrozenModel):
+    """The server of `rollout.engine = "vllm"`."""
+
+    url: Annotated[str | None, _NO_VLLM] = None
+    """Address of a server that runs on this machine, instead of one that Keel starts."""
+    python: Annotated[str | None, _NO_VLLM, _RUNS_ALREADY] = None
+    """The Python of the environment that has vLLM; unset: the variable `KEEL_VLLM_PYTHON`."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _NO_VLLM, _RUNS_ALREADY] = 0.4
+    """Share of the GPU's memory that vLLM may use; the trainer needs the rest."""
+    arguments: Annotated[Words, _NO_VLLM, _RUNS_ALREADY] = ()
+    """Further arguments of `vllm serve`."""
+    start_timeout: Annotated[Seconds, _NO_VLLM, _RUNS_ALREADY] = 600.0
+    """Seconds in which the server has to answer after its start."""
+
+    @property
+    def interpreter(self) -> str | None:
+        """The Python that has vLLM; None where none is named."""
+        return self.python or os.environ.get("KEEL_VLLM_PYTHON") or None
 
 
 class Rollout(FrozenModel):
@@ -73,21 +98,23 @@ class Rollout(FrozenModel):
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Whether log π_old is computed by the trainer before the update, or taken from the engine."""
     engine: str = "native"
-    """`native`, or `module:function` of a function that returns an engine (see
-    [extending](extending.md))."""
+    """`native`, `vllm` ([how to](howto/vllm.md)), or `module:function` of a function that returns
+    an engine (see [extending](extending.md))."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
-    """Of the weights, keys and values of the native engine. bfloat16 samples with a rounded copy,
+    """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
-    Evaluation always uses the model's dtype."""
+    Evaluation uses the model's dtype, except with the vLLM engine: one server does both."""
     timeout: Seconds = 1800.0
     """Seconds without a new token after which the engine is considered hung."""
     max_rows: Answers = 256
-    """Sequences that the native engine decodes at once."""
+    """Sequences that the engine decodes at once."""
     overlap_rewards: Annotated[bool, _MANY_TURNS] = False
     """Score the first groups while the last ones are still being sampled."""
     async_level: Literal[0, 1] = 0
     """With 1 the rollouts of the next step are sampled, by a copy of the model, while this step is
     trained on. Needs `algorithm.correction`."""
+    vllm: VllmServer = VllmServer()
+    """The vLLM server."""
 
     @model_validator(mode="after")
     def _on_policy(self) -> Rollout:

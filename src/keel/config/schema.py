@@ -194,6 +194,13 @@ class RLStage(StageConfig):
                 "and nothing corrects for that: set algorithm.correction.kind = "
                 f'"truncate"{both}, or rollout.dtype = "model"'
             )
+        if r.engine == "vllm" and self.algorithm.correction is None:
+            both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
+            raise ValueError(
+                'rollout.engine = "vllm" samples with log-probs that are not quite the trainer\'s, '
+                "and nothing corrects for that: set algorithm.correction.kind = "
+                f'"truncate"{both}, or rollout.engine = "native"'
+            )
         if self.value.kind == "head" and self.value.name:
             raise ValueError(
                 "value.name is the backbone of a critic, and a head is on the policy's: set "

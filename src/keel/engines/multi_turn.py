@@ -182,6 +182,7 @@ def _cut(completion: Completion, length: int) -> Completion:
         written=completion.written[:length],
         finish="length",
         text="",
+        weight_version=completion.weight_version,
     )
 
 
@@ -198,5 +199,6 @@ def _extended(dialog: _Conversation, more: Completion, tokenizer: Any) -> _Conve
         finish=more.finish,
         text=own,
         turns=(*dialog.completion.conversation, Message(role=role, content=added)),
+        weight_version=dialog.completion.weight_version,
     )
     return replace(dialog, completion=completion)

@@ -71,6 +71,7 @@ class NativeEngine:
         self.prefill_tokens = prefill_tokens
         self.autocast = autocast
         self.dtype = dtype
+        self.weight_version = 0
         self.context = context_length(model)
         self.eos = eos_ids(model, tokenizer)
         if model.config._attn_implementation != ATTENTION:
@@ -138,7 +139,7 @@ class NativeEngine:
                 heartbeat()
                 raise_if_cancelled()
                 for number in over.tolist():
-                    group = groups[number] = run.group(prompts[number], number, self.tokenizer)
+                    group = groups[number] = run.group(prompts[number], number, self)
                     if on_group is not None and group is not None:
                         on_group(number, group)
         done = []
@@ -158,20 +159,29 @@ class NativeEngine:
 
         Raises KeelError for a name that the model does not have, or a shape that differs.
         """
-        own = self.model.state_dict(keep_vars=True)
-        for name, new in weights.items():
-            if name not in own:
-                raise KeelError(f"the engine's model has no weight '{name}': sync the same model")
-            old = own[name]
-            if old.shape != new.shape:
-                raise KeelError(
-                    f"weight '{name}' has shape {tuple(new.shape)} but the engine's model "
-                    f"{tuple(old.shape)}: sync the same model"
-                )
-            if old.device == new.device and old.data_ptr() == new.data_ptr():
-                continue
-            with torch.no_grad():
-                old.copy_(new)
+        copy_weights(self.model, weights)
+        self.weight_version += 1
+
+
+def copy_weights(model: PreTrainedModel, weights: Mapping[str, Any]) -> None:
+    """Copy weights into a model by its own names; tensors that it shares are left alone.
+
+    Raises KeelError for a name that the model does not have, or a shape that differs.
+    """
+    own = model.state_dict(keep_vars=True)
+    for name, new in weights.items():
+        if name not in own:
+            raise KeelError(f"the engine's model has no weight '{name}': sync the same model")
+        old = own[name]
+        if old.shape != new.shape:
+            raise KeelError(
+                f"weight '{name}' has shape {tuple(new.shape)} but the engine's model "
+                f"{tuple(old.shape)}: sync the same model"
+            )
+        if old.device == new.device and old.data_ptr() == new.data_ptr():
+            continue
+        with torch.no_grad():
+            old.copy_(new)
 
 
 class Conversation:
@@ -250,13 +260,13 @@ class _Run:
             self.log_probs[sequence].extend(scores)
         return self._ended()
 
-    def group(self, prompt: Prompt, number: int, tokenizer: Any) -> Group | None:
+    def group(self, prompt: Prompt, number: int, engine: NativeEngine) -> Group | None:
         """The finished group of a prompt; None where its logits were not finite."""
         sequences = range(number * self.batch.n, (number + 1) * self.batch.n)
         log_probs = [np.array(self.log_probs[s]).astype(np.float32) for s in sequences]
         if not all(np.isfinite(scores).all() for scores in log_probs):
             return None
-        texts = decode(tokenizer, [self.tokens[s].tolist() for s in sequences])
+        texts = decode(engine.tokenizer, [self.tokens[s].tolist() for s in sequences])
         completions = [
             Completion(
                 tokens=np.array(self.tokens[sequence], dtype=np.int64),
@@ -264,6 +274,7 @@ class _Run:
                 written=np.ones(len(scores), dtype=np.bool_),
                 finish=REASONS[int(self.codes[sequence])],
                 text=text,
+                weight_version=engine.weight_version,
             )
             for sequence, scores, text in zip(sequences, log_probs, texts, strict=True)
         ]

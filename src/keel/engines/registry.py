@@ -9,11 +9,13 @@ from transformers import PreTrainedModel
 
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
+from keel.config.sampling import VllmServer
 from keel.engines.native import NativeEngine
+from keel.engines.vllm.engine import VllmEngine
 from keel.models.loading import DTYPES
 from keel.types import Engine, KeelError
 
-ENGINES = {"native": NativeEngine}
+ENGINES: dict[str, Callable[..., Engine]] = {"native": NativeEngine, "vllm": VllmEngine}
 
 
 def build_engine(
@@ -24,18 +26,22 @@ def build_engine(
     max_rows: int = 256,
     autocast: bool = True,
     dtype: str = "model",
+    server: VllmServer | None = None,
+    timeout: float = 1800.0,
 ) -> Engine:
     """An engine that samples with the weights of `model`, or with those of the last `sync`.
 
     `name` is one of `ENGINES`, or `module:function` of a function that takes the same keyword
     arguments and returns a `keel.types.Engine`. `max_rows` is how many sequences are decoded at
-    once, `dtype` that of the weights, keys and values ("model": the model's own). Raises KeelError
-    for a name that is neither, and where the function raises or returns something else.
+    once, `dtype` that of the weights, keys and values ("model": the model's own). `server` and
+    `timeout` (seconds of a request) are of the vLLM engine. Raises KeelError for a name that is
+    neither, and where the function raises or returns something else.
     """
     if name in ENGINES:
-        return ENGINES[name](
-            model, tokenizer, max_rows=max_rows, autocast=autocast, dtype=DTYPES.get(dtype)
-        )
+        rest: dict[str, Any] = {"autocast": autocast, "dtype": DTYPES.get(dtype)}
+        if name == "vllm":
+            rest = {"server": server, "dtype": dtype, "timeout": timeout}
+        return ENGINES[name](model, tokenizer, max_rows=max_rows, **rest)
     function = _function(name)
     try:
         engine = function(

@@ -101,7 +101,7 @@ class Stops:
     def __init__(
         self, eos: Sequence[int], sampling: Sampling, tokenizer: Any, vocabulary: int
     ) -> None:
-        self._strings, special = split_stops(sampling.stop, tokenizer)
+        self.strings, special = split_stops(sampling.stop, tokenizer)
         stops = [*sampling.stop_ids, *special]
         outside = [number for number in stops if not 0 <= number < vocabulary]
         if outside:
@@ -112,15 +112,19 @@ class Stops:
         self._table = np.full(vocabulary, GOING, dtype=np.int8)
         self._table[stops] = STOP
         self._table[list(eos)] = EOS
-        self.by_token = None if self._strings else self._table
+        self.by_token = None if self.strings else self._table
         """The code of each token (int8, V), if only tokens and the budget end a row."""
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids) if self._strings else frozenset()
+        self._special = frozenset(tokenizer.all_special_ids) if self.strings else frozenset()
         # A token of text has at least one byte. The first tokens of a window may lose a space or
         # half a character, so a few more are decoded than a string can span.
-        longest = max((len(text.encode()) for text in self._strings), default=0)
+        longest = max((len(text.encode()) for text in self.strings), default=0)
         self._window = longest + 8
         self._tails: dict[int, list[int]] = {}
+
+    def ids(self) -> list[int]:
+        """The token ids that end a completion, end-of-sequence ids included."""
+        return [int(number) for number in np.flatnonzero(self._table)]
 
     def check(
         self,
@@ -132,7 +136,7 @@ class Stops:
         codes = self._table[tokens]
         if spent.any():
             codes[(codes == GOING) & spent] = LENGTH
-        if self._strings:
+        if self.strings:
             self._check_strings(sequences, tokens, codes)
         return codes
 
@@ -148,5 +152,5 @@ class Stops:
                 tail.append(token)
                 del tail[: -self._window]
         for row, text in enumerate(decode(self._tokenizer, tails)):
-            if codes[row] in (GOING, LENGTH) and any(stop in text for stop in self._strings):
+            if codes[row] in (GOING, LENGTH) and any(stop in text for stop in self.strings):
                 codes[row] = STOP

@@ -107,6 +107,15 @@ def of_objective(stage: RLStage, prefix: str) -> Iterator[Finding]:
             f"{prefix}minibatches",
             f"set it to 2 or more{usual}, or epochs",
         )
+    if stage.rollout.engine == "vllm":
+        yield Finding(
+            "resume-not-exact",
+            "a resumed run may sample other tokens than one that was not interrupted",
+            "vLLM sums in an order that depends on what is sampled at the same time and on its "
+            "cache, so near-ties fall either way; seeds and weights are restored exactly",
+            f"{prefix}rollout.engine",
+            'set it to "native" where a resumed run has to be equal bit for bit',
+        )
 
 
 def frozen_weights(share: float, rate: float, key: str) -> Finding | None:

@@ -26,6 +26,7 @@ from keel.config.schema import Cluster, Recipe, RLStage, SFTStage, Stage
 from keel.config.sources import PreferenceData, Rewards, RewardSource, TaskSource
 from keel.data.tasks.base import BaseTask
 from keel.engines.native import NativeEngine
+from keel.engines.vllm.engine import VllmEngine
 from keel.models.families import context_length
 from keel.models.packed import sizes_on
 from keel.preflight.context import LongestExample, StageContext
@@ -330,6 +331,8 @@ def full_length(name: str, sampled: Callable[[], int]) -> Callable[..., FullLeng
         if name == "native":
             inner = native = NativeEngine(model, tokenizer, **options)
             native.eos = ()
+        elif name == "vllm":
+            inner = VllmEngine(model, tokenizer, **options)
         else:
             dtype = options["dtype"]
             options["dtype"] = "model" if dtype is None else str(dtype).removeprefix("torch.")

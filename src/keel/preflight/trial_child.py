@@ -119,7 +119,7 @@ def run_trial(job: TrialJob) -> None:
     monitor = TrialMonitor(PeakMeter(device), folder / "events.jsonl")
     monitor.emit(resets=monitor.meter.resets)
     for name in job.engines:
-        ENGINES[name] = full_length(name, lambda: job.sampled[monitor.name])  # type: ignore[assignment]
+        ENGINES[name] = full_length(name, lambda: job.sampled[monitor.name])
     if device.type == "cuda":
         # A checkpoint takes no memory of the device, and many gigabytes of the disk.
         RunWriter.checkpoint = lambda *_, **__: None  # type: ignore[method-assign]

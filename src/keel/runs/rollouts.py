@@ -44,7 +44,8 @@ class RolloutRow:
     `loss`. `expected` is the answer that the data has. `reward` is None without any reward. `steps`
     are the rewards of steps, `outcome` the part of the reward that is of the whole answer, where
     the advantage has one (None: it does not). `mode` and `passed` are of evaluations: how it was
-    sampled, and whether it is correct.
+    sampled, and whether it is correct. `weight_version` is the number of syncs that the engine had
+    taken.
     """
 
     group: int
@@ -66,6 +67,7 @@ class RolloutRow:
     extras: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
     outcome: float | None = None
+    weight_version: int = 0
 
     def __post_init__(self) -> None:
         arrays = {"log_probs": self.log_probs, "written": self.written, **self.values}
@@ -81,9 +83,9 @@ def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
 
     Columns: stage, step, group, prompt_id, task, prompt_format ("text", or "messages" in JSON),
     prompt, expected, completion, tokens, pieces, log_probs, each of the rows' values, written,
-    finish, reward, `reward/NAME` for each component and `extra/NAME` for each extra. Where some row
-    has rewards of steps also step_ends (the index of each step's last token), step_rewards and
-    outcome; in evaluations mode and passed.
+    finish, weight_version, reward, `reward/NAME` for each component and `extra/NAME` for each
+    extra. Where some row has rewards of steps also step_ends (the index of each step's last token),
+    step_rewards and outcome; in evaluations mode and passed.
     """
     import pyarrow as pa
 
@@ -112,6 +114,7 @@ def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
     fields += (
         ("written", pa.list_(pa.bool_()), [_array(row.written, np.bool_) for row in rows]),
         ("finish", text, [row.finish for row in rows]),
+        ("weight_version", pa.int32(), [row.weight_version for row in rows]),
         ("reward", numbers, [row.reward for row in rows]),
     )
     if any(row.mode for row in rows):

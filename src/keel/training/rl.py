@@ -181,6 +181,7 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
         if not rollouts.groups:
             loop.writer.note(f"step {number}: no group had anything to learn from")
             _reset_reference(loop, number)
+            sync(loop)  # so that an engine has taken as many syncs as there were steps
             return StepResult(rollouts, None, {}, metrics, beta)
         with clock("score"):
             batch = score(loop, rollouts)
@@ -204,7 +205,7 @@ def sync(loop: Loop) -> None:
     """Copy the current weights into the engines of rollouts and of evaluation."""
     weights = loop.learner.weights()
     loop.sampler.engine.sync(weights)
-    if loop.evaluator is not None:
+    if loop.evaluator is not None and loop.evaluator.sampler.engine is not loop.sampler.engine:
         loop.evaluator.sampler.engine.sync(weights)
 
 

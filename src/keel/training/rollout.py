@@ -333,6 +333,7 @@ def completion_rows(
             log_probs=completion.log_probs,
             written=completion.written,
             finish=completion.finish,
+            weight_version=completion.weight_version,
             reward=result.reward,
             components=result.components,
             steps=result.steps,

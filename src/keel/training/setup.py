@@ -48,7 +48,7 @@ from keel.training.state import (
     restore_optimizers,
 )
 from keel.training.supervised import SupervisedLoop
-from keel.types import Engine, KeelError, Prompt, Task
+from keel.types import Engine, KeelError, Prompt, Task, VersionedEngine
 
 ENCODED_BEFORE = 10_000
 """Stored examples of a stage that are encoded before the first step, to find the bad ones."""
@@ -279,11 +279,13 @@ def build_sampler(
     *,
     model: PreTrainedModel | None = None,
     less: str = "",
+    step: int = 0,
     engine: Engine | None = None,
 ) -> Sampler:
     """What samples completions with the weights of `model`, in the recipe's `rollout.dtype`.
 
-    Without `model`, with the policy's own weights in their own dtype; or by an `engine`.
+    Without `model`, with the policy's own weights in their own dtype; or by an `engine`. A new
+    engine's count of syncs begins at `step`, the steps that the stage has taken.
     """
     engine = engine or build_engine(
         rollout.engine,
@@ -292,7 +294,11 @@ def build_sampler(
         max_rows=rollout.max_rows,
         autocast=policy.autocast,
         dtype="model" if model is None else rollout.dtype,
+        server=rollout.vllm,
+        timeout=rollout.timeout,
     )
+    if isinstance(engine, VersionedEngine):
+        engine.weight_version = step
     return Sampler(
         engine=engine,
         tokenizer=policy.tokenizer,

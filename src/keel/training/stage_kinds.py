@@ -178,13 +178,20 @@ def build_loop(
         needed=stage.algorithm.needs_reward,
     )
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
-    sampler = build_sampler(policy, source, shaped, rollout, seed, model=model, engine=engine)
+    sampler = build_sampler(
+        policy, source, shaped, rollout, seed, model=model, step=progress.step, engine=engine
+    )
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)
     evaluated.check(prompts)
-    # Evaluation is of the policy itself, not of a rounded or an earlier copy.
+    # Evaluation is of the policy itself, not of a rounded or an earlier copy; but one server
+    # is enough.
     same = engine if rollout.dtype == "model" else None
-    exact = build_sampler(policy, source, shaped, rollout, seed, engine=same)
+    exact = (
+        sampler
+        if rollout.engine == "vllm"
+        else build_sampler(policy, source, shaped, rollout, seed, step=progress.step, engine=same)
+    )
     evaluator = Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None
     prefetcher = RolloutPrefetcher(
         partial(collect, sampler, stage.algorithm),

@@ -1,0 +1,1 @@
+"""The vLLM engine: sampling by a vLLM server on this machine."""

@@ -1,0 +1,328 @@
+"""The vLLM engine: completions from a server, with the native engine's semantics."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from keel.config.fields import derive
+from keel.config.sampling import VllmServer
+from keel.engines.native import copy_weights
+from keel.engines.sampler import check, occurrences
+from keel.engines.stopping import GOING, LENGTH, REASONS, STOP, Stops, budgets, eos_ids
+from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
+from keel.engines.vllm.server import MODEL, ServerProcess, memory_folder
+from keel.models.chat import decode
+from keel.models.families import context_length
+from keel.models.lora import lora_layers, plain_weights
+from keel.models.tokenizer_round_trip import quiet
+from keel.runs.watchdog import heartbeat, raise_if_cancelled
+from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
+
+MAX_RESTARTS = 3
+"""Restarts of the server in one call, after which it fails."""
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures (but 0) to this one."""
+TICK = 0.5
+"""Seconds between two looks at whether the call was cancelled."""
+
+
+class VllmEngine:
+    """Samples with a vLLM server that Keel starts, or with one that runs (see `keel.types.Engine`).
+
+    Prompts and completions are token ids. Each completion is a request with a seed of its own, so
+    that it does not depend on the rest of the call as far as vLLM's kernels allow. Where it ends,
+    and why, is decided by `Stops` over its tokens, as in the native engine; vLLM gets the same
+    stops to spare it tokens. The server starts with the first call, from a copy of `model` as it is
+    then. One that fails is started again with the current weights, and what was not done is redone.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        server: VllmServer | None = None,
+        max_rows: int = 256,
+        dtype: str = "model",
+        timeout: float = 1800.0,
+    ) -> None:
+        """Check the settings; nothing is started yet.
+
+        Raises KeelError where no Python with vLLM is named, and for a model without an
+        end-of-sequence token.
+        """
+        server = VllmServer() if server is None else server
+        if server.url is None and server.interpreter is None:
+            raise KeelError(
+                'rollout.engine = "vllm" needs a Python that has vLLM: set rollout.vllm.python or '
+                "KEEL_VLLM_PYTHON, or give the address of a server in rollout.vllm.url"
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.server = server
+        self.max_rows = max_rows
+        self.dtype = dtype
+        self.timeout = timeout
+        self.context = context_length(model)
+        self.eos = eos_ids(model, tokenizer)
+        self.weight_version = 0
+        self.restarts = 0
+        """How often a server that failed was started again."""
+        self.process: ServerProcess | None = None
+        self._client: VllmClient | None = None
+        self._name = MODEL
+        self._folder = Path(tempfile.mkdtemp(prefix="keel-vllm-"))
+        self._log = self._folder.with_suffix(".log")
+        finalize(self, rmtree, self._folder, ignore_errors=True)
+        self._unlink = finalize(self, self._log.unlink, missing_ok=True)
+        """Removes the log with the engine, unless an error names it."""
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+    ) -> list[Group]:
+        """`n` completions for each prompt; see `keel.types.Engine`. Raises as `stream`."""
+        return self.stream(prompts, n, sampling, seed)
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        on_group: OnGroup | None = None,
+    ) -> list[Group]:
+        """`sample` with `on_group` called for each group; see `keel.types.StreamingEngine`.
+
+        Raises KeelError for invalid settings, a prompt without tokens or too long for the context,
+        log-probs that are not finite, and a server that keeps failing.
+        """
+        if n < 1:
+            raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
+        check(sampling)
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+            raise KeelError(
+                f"sampling.temperature = {sampling.temperature} is raised to {LOWEST_TEMPERATURE} "
+                f"by vLLM: set it to {LOWEST_TEMPERATURE} or above, or to 0 (greedy)"
+            )
+        limits = budgets(prompts, sampling, self.context).tolist()
+        stops = _vllm_stops(self._stops(sampling), sampling)
+        times = occurrences([prompt.id for prompt in prompts])
+        requests: dict[tuple[int, int], tuple[list[int], dict[str, Any]]] = {}
+        for p, prompt in enumerate(prompts):
+            for i in range(n):
+                number = derive(seed, "vllm", prompt.id, times[p], i)
+                settings = {**stops, "max_tokens": limits[p], "seed": number}
+                requests[p, i] = (list(prompt.tokens), settings)
+        done: dict[tuple[int, int], Completion] = {}
+        groups: dict[int, Group] = {}
+
+        def take(place: tuple[int, int], sampled: Sampled) -> None:
+            p, _ = place
+            done[place] = self._completion(prompts[p], sampled, limits[p], sampling)
+            if all((p, i) in done for i in range(n)):
+                groups[p] = Group(prompts[p], tuple(done[p, i] for i in range(n)))
+                if on_group is not None:
+                    on_group(p, groups[p])
+
+        def run() -> None:
+            self._complete({k: v for k, v in requests.items() if k not in done}, take)
+
+        if requests:
+            self._redoing(run)
+        return [groups[p] for p in range(len(prompts))]
+
+    def sync(self, weights: Mapping[str, Any]) -> None:
+        """Take over the policy's weights, by the names of `model`.
+
+        The server loads them through vLLM's weight transfer, from a file in memory; LoRA adapters
+        are merged into a copy of the weights that they change. Its prefix cache is emptied.
+        """
+        copy_weights(self.model, weights)
+        self.weight_version += 1
+        if self._client is not None:
+            self._redoing(partial(self._transfer, self._changed(weights)), restart_is_enough=True)
+
+    def close(self) -> None:
+        """End the server that this engine started."""
+        if self.process is not None:
+            self.process.stop()
+        self.process = self._client = None
+
+    # ---------------------------------------------------------------- the server
+
+    def _redoing(self, call: Callable[[], None], restart_is_enough: bool = False) -> None:
+        """Call, and again after each restart of a server that failed.
+
+        A server starts with the current weights, so after one a transfer needs no repetition.
+        """
+        for left in reversed(range(MAX_RESTARTS + 1)):
+            try:
+                if self._client is None:
+                    self._start()
+                call()
+                return
+            except ServerFailure as failure:
+                log = "" if self.process is None else f": see {self._log}"
+                self.close()
+                if self.server.url is not None or not left:
+                    self._unlink.detach()
+                    tried = "" if self.server.url else f" (restarted {MAX_RESTARTS} times)"
+                    raise KeelError(f"the vLLM server failed{tried}: {failure}{log}") from None
+            self.restarts += 1
+            if restart_is_enough:
+                self._redoing(lambda: None)
+                return
+
+    def _start(self) -> None:
+        if self.server.url is not None:
+            client = VllmClient(self.server.url, self.timeout)
+            self._name = client.model()
+            client.prepare_updates()
+            self._client = client
+            self._transfer(plain_weights(self.model))
+            return
+        assert self.server.interpreter is not None
+        self._save(self._folder / "model")
+        arguments = self._options()
+        process = ServerProcess(self.server.interpreter, self._folder, self._log, arguments)
+        try:
+            client = VllmClient(process.url, self.timeout)
+            process.wait(client, self.server.start_timeout)
+            client.prepare_updates()
+        except BaseException:
+            self._unlink.detach()
+            process.stop()
+            raise
+        finally:
+            rmtree(self._folder / "model", ignore_errors=True)
+        self.process, self._client = process, client
+
+    def _options(self) -> list[str]:
+        dtype = self.dtype if self.dtype != "model" else str(self.model.dtype).split(".")[-1]
+        options = ["--dtype", dtype, "--max-num-seqs", str(self.max_rows)]
+        if self.context is not None:
+            options += ["--max-model-len", str(self.context)]
+        if self.model.device.type == "cpu":
+            options += ["--enforce-eager"]
+        else:
+            options += ["--gpu-memory-utilization", str(self.server.gpu_memory_utilization)]
+        return [*options, *self.server.arguments]
+
+    def _save(self, folder: Path) -> None:
+        with quiet():
+            self.model.save_pretrained(folder, state_dict=plain_weights(self.model))
+        self.tokenizer.save_pretrained(folder)
+
+    def _transfer(self, weights: Mapping[str, Any]) -> None:
+        assert self._client is not None
+        path = memory_folder() / "weights.safetensors"
+        try:
+            save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, path)
+            self._client.update(str(path), self.weight_version)
+        except KeelError as error:
+            raise KeelError(f"the vLLM server did not take the weights over: {error}") from None
+        finally:
+            rmtree(path.parent, ignore_errors=True)
+
+    def _changed(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the server has to load: the weights, those that adapters change merged."""
+        layers = [name for name, _ in lora_layers(self.model)]
+        if not layers:
+            return weights
+        plain = plain_weights(self.model)
+        names = {f"{layer}.weight" for layer in layers} | set(weights)
+        return {name: tensor for name, tensor in plain.items() if name in names}
+
+    # ---------------------------------------------------------------- completions
+
+    def _complete(
+        self,
+        requests: Mapping[tuple[int, int], tuple[list[int], dict[str, Any]]],
+        take: Callable[[tuple[int, int], Sampled], None],
+    ) -> None:
+        """Send requests, at most `max_rows` at once, and hand each result over in this thread."""
+        client = self._client
+        assert client is not None
+        with _pool(min(self.max_rows, len(requests)), client) as pool:
+            places: dict[Future[Sampled], tuple[int, int]] = {
+                pool.submit(client.complete, self._name, prompt, settings): place
+                for place, (prompt, settings) in requests.items()
+            }
+            waiting = set(places)
+            while waiting:
+                ready, waiting = wait(waiting, TICK, return_when=FIRST_COMPLETED)
+                raise_if_cancelled()
+                for future in sorted(ready, key=lambda one: places[one]):
+                    take(places[future], future.result())
+                    heartbeat()
+
+    def _stops(self, sampling: Sampling) -> Stops:
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        return Stops(self.eos, sampling, self.tokenizer, vocabulary)
+
+    def _completion(
+        self, prompt: Prompt, sampled: Sampled, limit: int, sampling: Sampling
+    ) -> Completion:
+        """The completion in a reply, cut where the native engine would have ended it."""
+        stops, one = self._stops(sampling), np.zeros(1, dtype=np.int64)
+        code, length = GOING, 0
+        for length, token in enumerate(sampled.tokens, start=1):
+            spent = np.array([length >= limit])
+            code = int(stops.check(one, np.array([token], dtype=np.int64), spent)[0])
+            if code != GOING:
+                break
+        if code == GOING:  # vLLM's own decoding found a stop string, or its context was shorter
+            code = STOP if sampled.finish == "stop" else LENGTH
+        tokens = np.array(sampled.tokens[:length], dtype=np.int64)
+        log_probs = np.array(sampled.log_probs[:length], dtype=np.float32)
+        if not np.isfinite(log_probs).all() or (log_probs < -9998).any():
+            raise KeelError(
+                f"the log-probs for prompt '{prompt.id}' are not finite: the weights are broken or "
+                "have diverged; use an earlier checkpoint or a lower learning rate"
+            )
+        return Completion(
+            tokens=tokens,
+            log_probs=log_probs,
+            written=np.ones(length, dtype=np.bool_),
+            finish=REASONS[code],
+            text=decode(self.tokenizer, [tokens.tolist()])[0],
+            weight_version=self.weight_version,
+        )
+
+
+def _vllm_stops(stops: Stops, sampling: Sampling) -> dict[str, Any]:
+    """The settings of all requests of a call, in vLLM's terms."""
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "stop": list(stops.strings),
+        "stop_token_ids": stops.ids(),
+    }
+
+
+@contextmanager
+def _pool(threads: int, client: VllmClient) -> Iterator[ThreadPoolExecutor]:
+    """Threads for requests; where the block fails, the requests under way are ended first."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="keel-vllm")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        while client.busy():
+            client.close()
+            time.sleep(0.01)

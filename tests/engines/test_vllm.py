@@ -1,0 +1,305 @@
+"""The vLLM engine with a real server: sampling, log-probs, syncs, and a server that is killed.
+
+One server serves all tests of the module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from keel.config.model import Lora
+from keel.config.sampling import VllmServer
+from keel.engines.multi_turn import generate_multi_turn
+from keel.engines.native import NativeEngine
+from keel.engines.vllm.engine import VllmEngine
+from keel.models.lora import add_lora, plain_copy
+from keel.runs.rollouts import read_table
+from keel.types import Completion, Group, Prompt, Sampling
+from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif("KEEL_VLLM_PYTHON" not in os.environ, reason="KEEL_VLLM_PYTHON is not set"),
+]
+SAMPLING = Sampling(max_tokens=24)
+GREEDY = replace(SAMPLING, temperature=0.0)
+ROUNDING = 1e-4
+"""float32 sums in another order; a wrong temperature or weight is off by more than 0.01."""
+
+
+def _model() -> PreTrainedModel:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return tiny("llama", dtype=torch.float32, hidden_size=64, **heads)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return _model()
+
+
+@pytest.fixture(scope="module")
+def engine(model: PreTrainedModel) -> Iterator[VllmEngine]:
+    engine = VllmEngine(model, TOKENIZER, server=VllmServer(), max_rows=32, timeout=60.0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def native(model: PreTrainedModel) -> NativeEngine:
+    return NativeEngine(model, TOKENIZER)
+
+
+def _all(groups: list[Group]) -> list[Completion]:
+    return [completion for group in groups for completion in group.completions]
+
+
+def _same(ours: list[Group], theirs: list[Group]) -> None:
+    for a, b in zip(_all(ours), _all(theirs), strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert (a.finish, a.text) == (b.finish, b.text)
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=ROUNDING)
+
+
+def _log_probs(model: PreTrainedModel, prompt: Prompt, c: Completion, t: float) -> np.ndarray:
+    """Those of the model's weights for a completion at a temperature, by plain transformers."""
+    stock = _model()
+    stock.load_state_dict(model.state_dict())
+    ids = [*prompt.tokens, *c.tokens.tolist()]
+    scores = (stock_logits(stock, ids).double() / t).log_softmax(-1)
+    places = torch.arange(len(prompt.tokens) - 1, len(ids) - 1)
+    return scores[places, torch.tensor(ids)[places + 1]].float().numpy()
+
+
+def test_greedy_equals_the_native_engine(engine: VllmEngine, native: NativeEngine) -> None:
+    asked = ragged_prompts(6)
+    _same(engine.sample(asked, 1, GREEDY, 0), native.sample(asked, 1, GREEDY, 0))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
+def test_log_probs_are_the_models_at_the_temperature(
+    engine: VllmEngine, model: PreTrainedModel, temperature: float
+) -> None:
+    sampling = replace(SAMPLING, temperature=temperature)
+    for group in engine.sample(ragged_prompts(4), 3, sampling, 1):
+        for c in group.completions:
+            wanted = _log_probs(model, group.prompt, c, temperature)
+            np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
+
+
+def test_a_completion_depends_on_its_seed_and_not_on_the_call(engine: VllmEngine) -> None:
+    asked = ragged_prompts(5)
+    whole = engine.sample(asked, 4, SAMPLING, 7)
+    part = engine.sample(asked[3:], 4, SAMPLING, 7)
+    _same(part, whole[3:])
+    other = engine.sample(asked[3:], 4, SAMPLING, 8)
+    assert [c.tokens.tolist() for c in _all(other)] != [c.tokens.tolist() for c in _all(part)]
+    assert len({tuple(c.tokens.tolist()) for c in whole[0].completions}) > 1
+
+
+def test_stops_end_completions_as_natively(engine: VllmEngine, native: NativeEngine) -> None:
+    asked = ragged_prompts(6)
+    free = _all(native.sample(asked, 1, GREEDY, 0))
+    longest = max(free, key=len)
+    word = longest.text[4:6]
+    token = int(longest.tokens[7])
+    for sampling in (
+        replace(GREEDY, stop=(word,)),
+        replace(GREEDY, stop_ids=(token,)),
+        replace(GREEDY, stop=("<eos>", word[0]), stop_ids=(token,)),
+        replace(GREEDY, max_tokens=5, stop=(word,)),
+        replace(GREEDY, max_tokens=1),
+    ):
+        theirs = native.sample(asked, 1, sampling, 0)
+        assert [c.finish for c in _all(theirs)] != [c.finish for c in free] or (
+            sampling.max_tokens < GREEDY.max_tokens
+        )
+        _same(engine.sample(asked, 1, sampling, 0), theirs)
+
+
+def test_the_end_of_sequence_token_is_part_of_the_completion(engine: VllmEngine) -> None:
+    ended = [c for c in _all(engine.sample(ragged_prompts(8), 8, SAMPLING, 3)) if c.finish == "eos"]
+    assert ended
+    assert all(c.tokens[-1] == 1 and 1 not in c.tokens[:-1] for c in ended)
+
+
+def test_the_context_limits_a_completion(engine: VllmEngine, native: NativeEngine) -> None:
+    asked = [Prompt(id="long", content="", tokens=tuple(2 + i % 30 for i in range(90)))]
+    sampling = replace(GREEDY, max_tokens=50)
+    theirs = native.sample(asked, 1, sampling, 0)
+    assert len(theirs[0].completions[0]) <= 6
+    _same(engine.sample(asked, 1, sampling, 0), theirs)
+
+
+def test_truncation_keeps_to_the_likeliest_tokens(
+    engine: VllmEngine, model: PreTrainedModel
+) -> None:
+    for sampling in (replace(SAMPLING, top_k=1), replace(SAMPLING, top_p=1e-4)):
+        cut = engine.sample(ragged_prompts(3), 2, sampling, 5)
+        for group in cut:
+            for c in group.completions:
+                np.testing.assert_allclose(c.log_probs, 0.0, atol=ROUNDING)
+
+
+def test_groups_are_handed_over_once_each(engine: VllmEngine) -> None:
+    seen: dict[int, Group] = {}
+
+    def take(place: int, group: Group) -> None:
+        assert place not in seen
+        seen[place] = group
+
+    groups = engine.stream(ragged_prompts(4), 3, SAMPLING, 2, take)
+    assert [seen[place] for place in range(4)] == groups
+
+
+def test_what_on_group_raises_ends_the_call(engine: VllmEngine) -> None:
+    def fail(place: int, group: Group) -> None:
+        raise ZeroDivisionError
+
+    before = engine.restarts
+    with pytest.raises(ZeroDivisionError):
+        engine.stream(ragged_prompts(4), 4, SAMPLING, 2, fail)
+    assert len(engine.sample(ragged_prompts(2), 2, SAMPLING, 2)) == 2
+    assert engine.restarts == before
+
+
+def test_each_of_twenty_syncs_reaches_the_server(
+    engine: VllmEngine, model: PreTrainedModel
+) -> None:
+    """By the log-probs: those of the new weights, far from those of the weights before."""
+    noise = torch.Generator().manual_seed(0)
+    asked, start = ragged_prompts(2), engine.weight_version
+    for number in range(1, 21):
+        before = engine.sample(asked, 1, SAMPLING, number)
+        old = [_log_probs(model, g.prompt, g.completions[0], 1.0) for g in before]
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(0.02 * torch.randn(weight.shape, generator=noise))
+        engine.sync(dict(model.named_parameters()))
+        # The same prompts again, whose prefixes the server may have cached.
+        for group in engine.sample(asked, 2, SAMPLING, number):
+            for c in group.completions:
+                assert c.weight_version == start + number
+                wanted = _log_probs(model, group.prompt, c, 1.0)
+                np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
+        new = [_log_probs(model, g.prompt, g.completions[0], 1.0) for g in before]
+        assert max(float(np.abs(a - b).max()) for a, b in zip(old, new, strict=True)) > 0.01
+
+
+def test_a_server_by_address_gets_all_weights_first(
+    engine: VllmEngine, model: PreTrainedModel
+) -> None:
+    """Of a model that the server does not have, adapters merged; then those of each sync."""
+    engine.sample(ragged_prompts(1), 1, SAMPLING, 0)
+    assert engine.process is not None
+    other = _model()
+    add_lora(other, Lora(rank=2), 0)
+    noise = torch.Generator().manual_seed(1)
+    second = VllmEngine(other, TOKENIZER, server=VllmServer(url=engine.process.url), max_rows=8)
+    trained = {name: p for name, p in other.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    for number in range(3):
+        with torch.no_grad():
+            for weight in trained.values():
+                weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
+        if number:
+            second.sync(trained)
+        for group in second.sample(ragged_prompts(3), 1, SAMPLING, number):
+            c = group.completions[0]
+            wanted = _log_probs(plain_copy(other), group.prompt, c, 1.0)
+            np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
+    engine.sync(dict(model.named_parameters()))
+
+
+def test_several_turns_have_the_version_of_the_first(engine: VllmEngine) -> None:
+    groups = generate_multi_turn(
+        engine, ragged_prompts(2), 2, SAMPLING, 0, tasks={}, tokenizer=TOKENIZER, max_turns=3
+    )
+    assert {c.weight_version for c in _all(groups)} == {engine.weight_version}
+
+
+def test_a_server_that_is_killed_in_a_call_is_started_again(
+    engine: VllmEngine, model: PreTrainedModel
+) -> None:
+    """With the weights of the last sync; what was done is kept, the rest is redone, all once."""
+    asked = ragged_prompts(6)
+    engine.sample(asked, 1, SAMPLING, 0)
+    wanted = engine.sample(asked, 8, SAMPLING, 11)
+    before, seen = engine.restarts, []
+
+    def kill(place: int, group: Group) -> None:
+        if not seen:
+            assert engine.process is not None
+            os.kill(engine.process.process.pid, signal.SIGKILL)
+            engine.process.process.wait()
+        seen.append(place)
+
+    engine.max_rows, rows = 4, engine.max_rows
+    groups = engine.stream(asked, 8, SAMPLING, 11, kill)
+    engine.max_rows = rows
+    assert engine.restarts == before + 1
+    assert sorted(seen) == list(range(6))
+    _same(groups, wanted)
+
+
+def test_the_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import sys, time
+from pathlib import Path
+from keel.engines.vllm.server import ServerProcess
+folder = Path({str(tmp_path)!r})
+server = ServerProcess({os.environ["KEEL_VLLM_PYTHON"]!r}, folder, folder / "log", [])
+print(server.process.pid, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        server = int(parent.stdout.readline())
+    os.kill(server, 0)
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        if not _alive(server):
+            break
+        time.sleep(0.1)
+    assert not _alive(server)
+
+
+def test_a_grpo_run_learns_to_sort_digits(tmp_path: Path) -> None:
+    """After a short supervised stage; the figure is the mean reward of the steps."""
+    run = tmp_path / "run"
+    keys = ["sft.steps=120", "rl.steps=16", "rl.evaluation.prompts=0", "rl.rollouts_every=1"]
+    keys += ['rl.rollout.engine="vllm"', 'rl.algorithm.correction.kind="truncate"']
+    command = [sys.executable, "-m", "keel", "train", "quickstart", *keys, "--run", str(run)]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "sampling/sampling_logp_difference/max" in record]
+    rewards = [step["reward"] for step in steps]
+    assert len(rewards) == 16
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.1
+    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-3
+    for step in (1, 16):
+        table = read_table(next((run / "rollouts").glob(f"*{step:06d}.parquet")))
+        assert set(table["weight_version"].to_pylist()) == {step - 1}
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

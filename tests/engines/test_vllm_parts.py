@@ -1,0 +1,167 @@
+"""What of the vLLM engine needs no vLLM: its HTTP client, its process, its settings."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+
+from keel.config.sampling import VllmServer
+from keel.engines.multi_turn import generate_multi_turn
+from keel.engines.native import NativeEngine
+from keel.engines.registry import build_engine
+from keel.engines.vllm.client import ServerFailure, VllmClient
+from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
+from keel.engines.vllm.server import ServerProcess, last_error
+from keel.types import KeelError, Sampling
+from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
+
+REPLIES = {
+    "/refuses": (400, {"error": {"message": "no such\nmodel"}}),
+    "/fails": (500, {"error": "engine dead"}),
+    "/health": (200, None),
+    "/v1/completions": (200, {"choices": [{"text": "no ids"}]}),
+}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server that answers as `REPLIES` says, and never at all on /hangs."""
+    released = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/hangs":
+                released.wait()
+                return
+            status, body = REPLIES[self.path]
+            content = b"" if body is None else json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        released.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_a_refusal_is_the_users_and_a_failure_the_servers(url: str) -> None:
+    client = VllmClient(url, 10.0)
+    assert client.healthy()
+    with pytest.raises(KeelError, match=r"refuses /refuses \(HTTP 400: .*no such.*model"):
+        client.request("GET", "/refuses")
+    with pytest.raises(ServerFailure, match=r"HTTP 500: .*engine dead"):
+        client.request("GET", "/fails")
+
+
+def test_a_reply_without_token_ids_is_refused(url: str) -> None:
+    with pytest.raises(KeelError, match="returns no token ids"):
+        VllmClient(url, 10.0).complete("policy", [3], {"seed": 1})
+
+
+def test_a_request_has_a_deadline_that_names_it(url: str) -> None:
+    with pytest.raises(ServerFailure, match=r"/hangs of .* no answer within 0.1 s"):
+        VllmClient(url, 0.1).request("GET", "/hangs")
+
+
+def test_close_ends_a_request_under_way(url: str) -> None:
+    client = VllmClient(url, 600.0)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(client.request, "GET", "/hangs")
+        while not future.done():
+            client.close()
+        with pytest.raises(ServerFailure, match="failed in /hangs"):
+            future.result()
+    assert not client.busy()
+
+
+def test_no_server_is_not_healthy() -> None:
+    assert not VllmClient("http://127.0.0.1:9", 1.0).healthy()
+
+
+@pytest.mark.parametrize("bad", ["127.0.0.1:8000", "https://host", "http://host/v1", ""])
+def test_a_wrong_address_is_refused(bad: str) -> None:
+    with pytest.raises(KeelError, match=r"rollout\.vllm\.url = .* is no address"):
+        VllmClient(bad, 1.0)
+
+
+def test_a_python_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match=r"rollout\.vllm\.python = '/no/python' does not start"):
+        ServerProcess("/no/python", tmp_path, tmp_path / "log", [])
+
+
+def _engine(**server: object) -> VllmEngine:
+    model = tiny("llama", dtype=torch.float32)
+    return VllmEngine(model, TOKENIZER, server=VllmServer.model_validate(server), timeout=1.0)
+
+
+def test_a_python_without_vllm_names_the_log() -> None:
+    engine = _engine(python=sys.executable)
+    with pytest.raises(KeelError, match=r"ended with status 1 .*No module named 'vllm'") as error:
+        engine.sample(ragged_prompts(1), 1, Sampling(max_tokens=2), 0)
+    log = Path(str(error.value).rsplit("see ", 1)[1])
+    assert "No module named 'vllm'" in last_error(log)
+    log.unlink()
+
+
+def test_a_server_by_address_is_not_restarted() -> None:
+    engine = _engine(url="http://127.0.0.1:9")
+    with pytest.raises(KeelError, match=r"vLLM server failed: the connection to http://127.0.0.1"):
+        engine.sample(ragged_prompts(1), 1, Sampling(max_tokens=2), 0)
+    assert engine.restarts == 0
+
+
+def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, starts = _engine(python=sys.executable), []
+
+    def start() -> None:
+        starts.append(1)
+        engine._client = VllmClient("http://127.0.0.1:9", 1.0)
+
+    monkeypatch.setattr(engine, "_start", start)
+    with pytest.raises(KeelError, match=f"restarted {MAX_RESTARTS} times"):
+        engine.sample(ragged_prompts(1), 1, Sampling(max_tokens=2), 0)
+    assert len(starts) == MAX_RESTARTS + 1
+
+
+def test_without_a_python_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KEEL_VLLM_PYTHON", raising=False)
+    with pytest.raises(KeelError, match=r"set rollout\.vllm\.python or KEEL_VLLM_PYTHON"):
+        build_engine("vllm", model=tiny("llama", dtype=torch.float32), tokenizer=TOKENIZER)
+
+
+def test_a_temperature_that_vllm_changes_is_refused() -> None:
+    sampling = Sampling(max_tokens=2, temperature=0.005)
+    with pytest.raises(KeelError, match=r"raised to 0\.01"):
+        _engine(python=sys.executable).sample(ragged_prompts(1), 1, sampling, 0)
+
+
+def test_the_native_engine_counts_its_syncs() -> None:
+    engine = NativeEngine(tiny("llama", dtype=torch.float32), TOKENIZER)
+    engine.weight_version = 5
+    prompts, sampling = ragged_prompts(2), Sampling(max_tokens=4)
+    assert engine.sample(prompts, 1, sampling, 0)[0].completions[0].weight_version == 5
+    engine.sync({})
+    for group in generate_multi_turn(
+        engine, prompts, 2, sampling, 0, tasks={}, tokenizer=TOKENIZER, max_turns=2
+    ):
+        assert {c.weight_version for c in group.completions} == {6}
