@@ -78,6 +78,9 @@ class Completion:
 
     `text` is what the policy wrote, without what arrived in between. `turns` holds both where
     anything arrived: messages in order, of role "assistant" (the policy's) or "environment".
+
+    `columns` are what the program that led the conversation returned; rewards may ask for them by
+    name, as for those of the prompt.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -86,6 +89,7 @@ class Completion:
     finish: FinishReason
     text: str
     turns: tuple[Message, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -152,6 +156,29 @@ class Engine(Protocol):
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over the policy's weights (name to tensor)."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInput:
+    """What a program (`rollout.program`) gets for one completion.
+
+    `messages` and `columns` are the prompt's, `index` is the completion's place in its group. An
+    OpenAI client with `base_url` and `api_key` reaches the policy under the name `model`. The URL
+    is of this completion alone: what comes over it is the completion.
+    """
+
+    messages: list[dict[str, Any]]
+    columns: Mapping[str, Any]
+    base_url: str
+    api_key: str
+    model: str
+    prompt_id: str
+    index: int
+
+
+Program = Callable[[ProgramInput], Any]
+"""Leads the conversation of one completion; may be a coroutine function. It returns None, a number
+(the column `reward`), or a mapping of columns for rewards."""
 
 
 OnGroup = Callable[[int, Group], None]

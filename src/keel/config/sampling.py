@@ -30,6 +30,10 @@ _NO_REWARD = UnusedIf(
 _MANY_TURNS = UnusedIf(
     lambda key: key.table.max_turns > 1, "with several turns rewards are called after sampling"
 )
+_NO_PROGRAM = UnusedIf(lambda key: key.table.program is None, "rollout.program is not set")
+_PROGRAM = UnusedIf(
+    lambda key: key.table.program is not None, "rollout.program decides what is said in turn"
+)
 _NOT_SAMPLED = UnusedIf(
     lambda key: key.table.samples == 0 and key.stage is not key.recipe.stages[-1],
     "evaluation.samples = 0 leaves sampling out",
@@ -57,7 +61,7 @@ class Rollout(FrozenModel):
     """Strings that end a completion."""
     stop_ids: Ids = ()
     """Token ids that end a completion."""
-    max_turns: Annotated[Answers, _NO_REPLIES] = 1
+    max_turns: Annotated[Answers, _PROGRAM, _NO_REPLIES] = 1
     """Turns of the policy in one completion, for tasks that reply."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards (without length penalty) are all equal, and sample others in their
@@ -75,15 +79,21 @@ class Rollout(FrozenModel):
     engine: str = "native"
     """`native`, or `module:function` of a function that returns an engine (see
     [extending](extending.md))."""
+    program: str | None = None
+    """`module:function` of a program that leads each conversation over an OpenAI-compatible
+    endpoint (see [agents](howto/agents.md))."""
+    max_programs: Annotated[Answers, _NO_PROGRAM] = 64
+    """Programs that run at once."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
     """Of the weights, keys and values of the native engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
     Evaluation always uses the model's dtype."""
     timeout: Seconds = 1800.0
-    """Seconds without a new token after which the engine is considered hung."""
+    """Seconds without a new token after which the engine is considered hung; and without a request,
+    the program."""
     max_rows: Answers = 256
     """Sequences that the native engine decodes at once."""
-    overlap_rewards: Annotated[bool, _MANY_TURNS] = False
+    overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
     """Score the first groups while the last ones are still being sampled."""
     async_level: Literal[0, 1] = 0
     """With 1 the rollouts of the next step are sampled, by a copy of the model, while this step is
