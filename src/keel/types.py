@@ -81,6 +81,9 @@ class Completion:
 
     `weight_version` is the number of syncs that the engine had taken when the completion was begun,
     counted from the start of the stage; of several turns, that of the first, which is the oldest.
+
+    `columns` are what the program that led the conversation returned; rewards may ask for them by
+    name, as for those of the prompt.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -90,6 +93,7 @@ class Completion:
     text: str
     turns: tuple[Message, ...] = ()
     weight_version: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -163,6 +167,29 @@ class VersionedEngine(Engine, Protocol):
     """An engine that counts its syncs, from the number that it is given at the start."""
 
     weight_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInput:
+    """What a program (`rollout.program`) gets for one completion.
+
+    `messages` and `columns` are the prompt's, `index` is the completion's place in its group. An
+    OpenAI client with `base_url` and `api_key` reaches the policy under the name `model`. The URL
+    is of this completion alone: what comes over it is the completion.
+    """
+
+    messages: list[dict[str, Any]]
+    columns: Mapping[str, Any]
+    base_url: str
+    api_key: str
+    model: str
+    prompt_id: str
+    index: int
+
+
+Program = Callable[[ProgramInput], Any]
+"""Leads the conversation of one completion; may be a coroutine function. It returns None, a number
+(the column `reward`), or a mapping of columns for rewards."""
 
 
 OnGroup = Callable[[int, Group], None]

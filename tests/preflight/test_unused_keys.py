@@ -87,6 +87,8 @@ CASES: list[tuple[Any, ...]] = [
     ("sampled.rewards.functions.0.correctness", judging("dpo", sampled={
         **SAMPLED, "rewards": {"functions": [{"function": "task", "correctness": True}]}}), ()),
     ("rollout.max_turns", rl(), ("rollout.max_turns=3",)),
+    ("rollout.max_turns", rl(), ("rollout.max_turns=3", "rollout.program=mine.py:run")),
+    ("rollout.max_programs", rl(), ("rollout.max_programs=3",)),
     ("rollout.overlap_rewards", rl(),
      ("rollout.max_turns=2", "rollout.overlap_rewards=true"), replace(HERE, replies={})),
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ("model.dtype=float64",), CHAT),

@@ -35,6 +35,10 @@ _NO_VLLM = UnusedIf(
     lambda key: key.stage.sampling.rollout.engine != "vllm", "another engine samples"
 )
 _RUNS_ALREADY = UnusedIf(lambda key: key.table.url is not None, "rollout.vllm.url is set")
+_NO_PROGRAM = UnusedIf(lambda key: key.table.program is None, "rollout.program is not set")
+_PROGRAM = UnusedIf(
+    lambda key: key.table.program is not None, "rollout.program decides what is said in turn"
+)
 _NOT_SAMPLED = UnusedIf(
     lambda key: key.table.samples == 0 and key.stage is not key.recipe.stages[-1],
     "evaluation.samples = 0 leaves sampling out",
@@ -82,7 +86,7 @@ class Rollout(FrozenModel):
     """Strings that end a completion."""
     stop_ids: Ids = ()
     """Token ids that end a completion."""
-    max_turns: Annotated[Answers, _NO_REPLIES] = 1
+    max_turns: Annotated[Answers, _PROGRAM, _NO_REPLIES] = 1
     """Turns of the policy in one completion, for tasks that reply."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards (without length penalty) are all equal, and sample others in their
@@ -100,15 +104,21 @@ class Rollout(FrozenModel):
     engine: str = "native"
     """`native`, `vllm` ([how to](howto/vllm.md)), or `module:function` of a function that returns
     an engine (see [extending](extending.md))."""
+    program: str | None = None
+    """`module:function` of a program that leads each conversation over an OpenAI-compatible
+    endpoint (see [agents](howto/agents.md))."""
+    max_programs: Annotated[Answers, _NO_PROGRAM] = 64
+    """Programs that run at once."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
     """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
     Evaluation uses the model's dtype, except with the vLLM engine: one server does both."""
     timeout: Seconds = 1800.0
-    """Seconds without a new token after which the engine is considered hung."""
+    """Seconds without a new token after which the engine is considered hung; and without a request,
+    the program."""
     max_rows: Answers = 256
     """Sequences that the engine decodes at once."""
-    overlap_rewards: Annotated[bool, _MANY_TURNS] = False
+    overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
     """Score the first groups while the last ones are still being sampled."""
     async_level: Literal[0, 1] = 0
     """With 1 the rollouts of the next step are sampled, by a copy of the model, while this step is

@@ -30,7 +30,7 @@ class _Conversation:
         return self.budget - len(self.completion)
 
 
-class _Sampler(Protocol):
+class CompletionSource(Protocol):
     """The part of `Engine` that a conversation needs."""
 
     def sample(
@@ -42,7 +42,7 @@ class _Sampler(Protocol):
 class _CachesPrefixes(Protocol):
     """An engine with a prefix cache; see `NativeEngine.conversation`."""
 
-    def conversation(self) -> AbstractContextManager[_Sampler]: ...
+    def conversation(self) -> AbstractContextManager[CompletionSource]: ...
 
 
 def generate_multi_turn(
@@ -73,7 +73,7 @@ def generate_multi_turn(
         raise KeelError(f"max_turns = {max_turns}: give at least 1")
     if max_turns == 1:
         return engine.sample(prompts, n, sampling, seed)
-    with _with_cache(engine) as sampler:
+    with with_cache(engine) as sampler:
         groups = sampler.sample(prompts, n, sampling, seed)
         dialogs = _begin(groups, sampling, getattr(engine, "context", None))
         going = list(range(len(dialogs)))
@@ -99,7 +99,7 @@ def generate_multi_turn(
     ]
 
 
-def _with_cache(engine: Engine) -> AbstractContextManager[_Sampler]:
+def with_cache(engine: Engine) -> AbstractContextManager[CompletionSource]:
     """The engine, with its prefix cache if it has one."""
     return engine.conversation() if isinstance(engine, _CachesPrefixes) else nullcontext(engine)
 
@@ -146,7 +146,7 @@ def _with_reply(dialog: _Conversation, text: str, tokenizer: Any) -> _Conversati
 
 
 def _next_turns(
-    sampler: _Sampler,
+    sampler: CompletionSource,
     dialogs: Sequence[_Conversation],
     turn: int,
     sampling: Sampling,
@@ -168,12 +168,13 @@ def _next_turns(
     budget = max(dialog.left for dialog in dialogs)
     groups = sampler.sample(prompts, 1, replace(sampling, max_tokens=budget), seed)
     return [
-        _cut(group.completions[0], dialog.left)
+        cut(group.completions[0], dialog.left)
         for group, dialog in zip(groups, dialogs, strict=True)
     ]
 
 
-def _cut(completion: Completion, length: int) -> Completion:
+def cut(completion: Completion, length: int) -> Completion:
+    """The first `length` tokens of a completion; one that is cut has no text."""
     if len(completion) <= length:
         return completion
     return Completion(

@@ -276,7 +276,7 @@ def encode_answered(
     head, _, tail = probe.rpartition(PROBE)
     what = f"the answer of {name}"
     closing = len(encode_text(tail, what, tokenizer)) if tail else 0
-    specials = re.compile("|".join(map(re.escape, _specials(tokenizer))) or r"(?!)")
+    specials = re.compile("|".join(map(re.escape, special_texts(tokenizer))) or r"(?!)")
     if specials.findall(text) == specials.findall(probe):
         return encode_text(text, what, tokenizer), closing
     # Only special tokens outside of the answer are the template's.
@@ -302,7 +302,7 @@ def _common(a: str, b: str) -> int:
     )
 
 
-def _specials(tokenizer: Any) -> list[str]:
+def special_texts(tokenizer: Any) -> list[str]:
     """The special tokens as they are spelled, longest first."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     spelled = {str(token) for token in added if getattr(token, "special", True)}

@@ -136,7 +136,7 @@ class _ShortStage:
                 f"memory of sampling beyond {self.sampled} tokens of {rows} completions at a time: "
                 "this model would take minutes here"
             )
-        if rollout.max_turns > 1:
+        if rollout.max_turns > 1 or rollout.program is not None:
             yield "memory of what earlier turns of a conversation leave to later ones"
         for source in sampling.rewards.functions:
             if source.function in LEARNED and not self._kept(source):
@@ -153,6 +153,7 @@ class _ShortStage:
         prompts = min(rollout.prompts_per_step, max(learned, self._prompts(rollout)))
         self.sampled = self._sampled_tokens(rollout, prompts)
         short = {"prompts_per_step": prompts, "stop": (), "stop_ids": (), "mask_truncated": False}
+        short["program"] = None
         evaluated = self._evaluated(rollout, evaluation, prompts)
         silent = {"every": 0, "component": None, "prompts": evaluated}
         return {

@@ -147,8 +147,8 @@ def _numbers(calls: Logs) -> dict[str, float]:
     return out
 
 
-def column_names(prompts: Iterable[Prompt]) -> tuple[str, ...]:
-    """Every column that some prompt has."""
+def column_names(prompts: Iterable[Prompt | Completion]) -> tuple[str, ...]:
+    """Every column that some prompt, or completion, has."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return tuple(name for name in names if name not in RESERVED)
 
@@ -160,7 +160,13 @@ def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, 
     """
     given: dict[str, Any] = {
         **dict.fromkeys(function.required, [None] * len(batch)),
-        **{name: [prompt.columns.get(name) for prompt in batch.prompts] for name in batch.names},
+        **{
+            name: [
+                c.columns.get(name, p.columns.get(name))
+                for p, c in zip(batch.prompts, batch.completions, strict=True)
+            ]
+            for name in (*batch.names, *column_names(batch.completions))
+        },
         "prompts": [
             p.content if isinstance(p.content, str) else _turns(p.content) for p in batch.prompts
         ],

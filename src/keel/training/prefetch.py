@@ -120,11 +120,15 @@ class _Thread(threading.Thread):
 def as_kept(rollouts: Rollouts) -> Rollouts:
     """What a step and its records need of rollouts, in a form that a checkpoint can hold.
 
-    Prompts lose their columns, which only rewards read; what rewards logged becomes plain values.
+    Prompts and completions lose their columns, which only rewards read; what rewards
+    logged becomes plain values.
     """
     return replace(
         rollouts,
-        groups=tuple(Group(_bare(group.prompt), group.completions) for group in rollouts.groups),
+        groups=tuple(
+            Group(_bare(group.prompt), tuple(replace(c, columns={}) for c in group.completions))
+            for group in rollouts.groups
+        ),
         extras={name: plain(values) for name, values in rollouts.extras.items()},
     )
 

@@ -22,6 +22,7 @@ from keel.data.preferences.dataset import READERS
 from keel.data.tasks import build_task, stored
 from keel.data.tasks.base import places
 from keel.data.tasks.stored import KINDS
+from keel.engines.endpoint.programs import load_program
 from keel.engines.registry import check_engine
 from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
@@ -46,6 +47,8 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
         if stage.sampling is not None:
             _named_stage(stage.name, check_rewards_of_steps, stage.sampling)
             _named_stage(stage.name, check_engine, stage.sampling.rollout.engine)
+            if stage.sampling.rollout.program is not None:
+                _named_stage(stage.name, load_program, stage.sampling.rollout.program)
     for stage in recipe.stages[current + 1 :]:
         if stage.sampling is not None:
             _named_stage(stage.name, check_evaluated, stage.sampling)

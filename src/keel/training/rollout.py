@@ -15,6 +15,7 @@ from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.sampling import Rollout as SamplingConfig
 from keel.data.tasks.mixture import PromptStream
+from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.multi_turn import generate_multi_turn
 from keel.learn.advantages import outcome_of
 from keel.learn.batch import Batch
@@ -63,6 +64,7 @@ class Sampler:
     seed: int
     less: str = ""
     """The hint of an error, where the recipe has no table `rollout`."""
+    program: ProgramConfig | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -85,7 +87,8 @@ class Sampler:
         With `overlap_rewards` the scorer runs while the engine samples the last completions, if
         the engine streams groups and completions have one turn.
         """
-        overlaps = self.config.overlap_rewards and self.config.max_turns == 1
+        one_turn = self.config.max_turns == 1 and self.program is None
+        overlaps = self.config.overlap_rewards and one_turn
         if not overlaps or not isinstance(self.engine, StreamingEngine):
             groups = self.sample(prompts, n, sampling, seed)
             return groups, scorer(groups, step)
@@ -114,6 +117,16 @@ class Sampler:
             ):
                 if on_group is not None and isinstance(self.engine, StreamingEngine):
                     return self.engine.stream(prompts, n, sampling, seed, on_group)
+                if self.program is not None:
+                    return sample_with_program(
+                        self.engine,
+                        prompts,
+                        n,
+                        sampling,
+                        seed,
+                        program=self.program,
+                        tokenizer=self.tokenizer,
+                    )
                 return generate_multi_turn(
                     self.engine,
                     prompts,

@@ -19,6 +19,7 @@ from keel.config.schema import Recipe, RLStage
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
+from keel.engines.endpoint.programs import ProgramConfig, load_program
 from keel.engines.registry import build_engine
 from keel.learn.advantages import check_entries
 from keel.learn.learner import Learner
@@ -299,6 +300,15 @@ def build_sampler(
     )
     if isinstance(engine, VersionedEngine):
         engine.weight_version = step
+    program = None
+    if rollout.program is not None:
+        program = ProgramConfig(
+            name=rollout.program,
+            function=load_program(rollout.program),
+            limit=rollout.max_programs,
+            timeout=rollout.timeout,
+            template_kwargs=source.encoder.template_kwargs,
+        )
     return Sampler(
         engine=engine,
         tokenizer=policy.tokenizer,
@@ -308,6 +318,7 @@ def build_sampler(
         config=rollout,
         seed=seed,
         less=less,
+        program=program,
     )
 
 

@@ -1,0 +1,316 @@
+"""Completions by programs: each talks to the policy over an endpoint of its own.
+
+A batch has one request of every running program: what is sampled together, and from which cached
+sequences, does not depend on how long programs take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from keel.config.entry import load_entry
+from keel.config.secrets import without_secrets
+from keel.engines.endpoint.protocol import MODEL, ChatRequest, RefusedRequest
+from keel.engines.endpoint.server import Endpoint
+from keel.engines.endpoint.session import ChatEncoder, Session
+from keel.engines.multi_turn import CompletionSource, cut, with_cache
+from keel.engines.sampler import occurrences
+from keel.runs.watchdog import (
+    TICK,
+    Hung,
+    heartbeat,
+    place,
+    raise_if_cancelled,
+    stack_of,
+    stack_of_task,
+)
+from keel.types import Engine, Group, KeelError, Program, ProgramInput, Prompt, Sampling
+
+POLL = 0.1
+"""Seconds between two checks of time limits while programs are waited for."""
+ENDING = 2.0
+"""Seconds that programs get to end once they are no longer needed."""
+
+Answer = Future[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramConfig:
+    """A program by its name in the recipe, how many run at once, and its time limit: seconds
+    without a request."""
+
+    name: str
+    function: Program
+    limit: int
+    timeout: float
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_program(name: str) -> Program:
+    """The function that `rollout.program` names. Raises KeelError."""
+    function: Program = load_entry(name, "program")
+    if not callable(function):
+        raise KeelError(
+            f"rollout.program = {name!r} is a {type(function).__name__}: name a function"
+        )
+    return function
+
+
+def sample_with_program(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    seed: int,
+    *,
+    program: ProgramConfig,
+    tokenizer: Any,
+) -> list[Group]:
+    """`n` completions for each prompt, each of which a run of the program leads.
+
+    `sampling.max_tokens` limits all tokens after a completion's first request; a program that
+    raises where none are left has ended. The prompt of a group has the tokens that its first
+    requests begin with. Raises KeelError for a program that raises or makes no request, and Hung
+    for one that makes none in time.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise KeelError(
+            f"rollout.program = {program.name!r} needs a chat template, and the tokenizer has "
+            "none: set model.chat_template"
+        )
+    runs: list[_ProgramRun] = []
+    encoder = ChatEncoder(tokenizer, program.template_kwargs)
+    context = getattr(engine, "context", None)
+    for prompt, time_ in zip(prompts, occurrences([p.id for p in prompts]), strict=True):
+        for index in range(n):
+            name = f"{prompt.id}/{time_}/{index}"
+            session = Session(prompt, name, encoder, sampling.max_tokens, context)
+            runs.append(_ProgramRun(session, index))
+    _Programs(engine, runs, program, sampling, seed).run()
+    groups = []
+    for at, prompt in enumerate(prompts):
+        own = runs[at * n : (at + 1) * n]
+        shared = _shared([run.session.first for run in own])
+        completions = tuple(run.session.completion(shared, run.columns) for run in own)
+        tokens = tuple(own[0].session.first[:shared])
+        groups.append(Group(replace(prompt, tokens=tokens), completions))
+    return groups
+
+
+def _shared(several: Sequence[Sequence[int]]) -> int:
+    """How many tokens all begin with."""
+    together = zip(*several, strict=False)
+    return next((at for at, ids in enumerate(together) if len({*ids}) > 1), min(map(len, several)))
+
+
+@dataclass(eq=False)
+class _ProgramRun:
+    """One run of the program, its session, and the request that waits for the engine."""
+
+    session: Session
+    index: int
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    answer: Answer | None = None
+    budget: int = 0
+    silent: float = 0.0
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    thread: _ProgramThread | None = None
+
+
+class _ProgramThread(threading.Thread):
+    def __init__(self, function: Program, given: ProgramInput, ended: Any) -> None:
+        super().__init__(name="keel-program", daemon=True)
+        self._function, self._given, self._ended = function, given, ended
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self) -> None:
+        try:
+            self.result = self._function(self._given)
+            if inspect.isawaitable(self.result):
+                self.result = asyncio.run(self._wait(self.result))
+        except BaseException as error:
+            self.error = error
+        self._ended()
+
+    async def _wait(self, work: Any) -> Any:
+        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+        return await work
+
+    def stack(self) -> str:
+        """Where it is now."""
+        return stack_of(self.ident) if self._task is None else stack_of_task(self._task)
+
+    def cancel(self) -> None:
+        """Cancel a coroutine; a function ends at its next request."""
+        if self._loop is not None and self._task is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._task.cancel)
+
+
+class _Programs:
+    """Runs the programs of a call. Everything but the programs and HTTP is in the caller's thread,
+    which gets requests and ends as events."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        runs: Sequence[_ProgramRun],
+        config: ProgramConfig,
+        sampling: Sampling,
+        seed: int,
+    ) -> None:
+        self._engine, self._config = engine, config
+        self._sampling, self._seed = sampling, seed
+        self._left = list(reversed(runs))
+        self._live: dict[str, _ProgramRun] = {}
+        self._events: queue.SimpleQueue[tuple[str, ChatRequest | None, Answer]] = (
+            queue.SimpleQueue()
+        )
+
+    def run(self) -> None:
+        with Endpoint(self._submit) as endpoint, with_cache(self._engine) as source:
+            try:
+                self._start(endpoint)
+                while self._live:
+                    self._gather(endpoint)
+                    self._sample(source)
+            finally:
+                self._end()
+
+    def _submit(self, key: str, request: ChatRequest | None) -> Answer:
+        answer: Answer = Future()
+        self._events.put((key, request, answer))
+        return answer
+
+    def _start(self, endpoint: Endpoint) -> None:
+        """Start programs up to the limit."""
+        while self._left and len(self._live) < self._config.limit:
+            run = self._left.pop()
+            prompt, key = run.session.prompt, run.key
+            content = prompt.content
+            turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
+            given = ProgramInput(
+                messages=[dict(turn) for turn in turns],
+                columns=dict(prompt.columns),
+                base_url=endpoint.url(key),
+                api_key="keel",
+                model=MODEL,
+                prompt_id=prompt.id,
+                index=run.index,
+            )
+            self._live[key] = run
+            run.thread = _ProgramThread(
+                self._config.function, given, lambda key=key: self._submit(key, None)
+            )
+            run.thread.start()
+
+    def _gather(self, endpoint: Endpoint) -> None:
+        """Wait until every running program has a request. Raises what ends the call."""
+        while any(run.answer is None for run in self._live.values()):
+            start = time.monotonic()
+            with suppress(queue.Empty):
+                key, request, answer = self._events.get(timeout=POLL)
+                if request is None:
+                    self._ended(self._live.pop(key))
+                    self._start(endpoint)
+                else:
+                    self._receive(key, request, answer)
+            heartbeat()
+            raise_if_cancelled()
+            passed = min(time.monotonic() - start, 2 * TICK)
+            for run in self._live.values():
+                run.silent = run.silent + passed if run.answer is None else 0.0
+                if run.silent > self._config.timeout:
+                    raise self._hung(run)
+
+    def _receive(self, key: str, request: ChatRequest, answer: Answer) -> None:
+        run = self._live.get(key)
+        try:
+            if run is None:
+                raise RefusedRequest("this completion has ended", "not_found", 404)
+            if run.answer is not None:
+                raise RefusedRequest("a request of this completion is being answered: wait for it")
+            if request == run.session.request:  # a client that tries again
+                answer.set_result(run.session.response)
+                return
+            run.budget = run.session.prepare(request)
+            run.answer = answer
+        except RefusedRequest as error:
+            answer.set_exception(error)
+
+    def _sample(self, source: CompletionSource) -> None:
+        """Answer one request of each running program."""
+        runs = sorted(self._live.values(), key=lambda run: run.session.name)
+        if not runs:
+            return
+        prompts = [run.session.asked for run in runs]
+        sampling = replace(self._sampling, max_tokens=max(run.budget for run in runs))
+        groups = source.sample(prompts, 1, sampling, self._seed)
+        for run, group in zip(runs, groups, strict=True):
+            response = run.session.add(cut(group.completions[0], run.budget))
+            assert run.answer is not None
+            run.answer.set_result(response)
+            run.answer = None
+
+    def _ended(self, run: _ProgramRun) -> None:
+        """Take what a program returned. Raises KeelError for one that failed."""
+        assert run.thread is not None
+        error, result = run.thread.error, run.thread.result
+        if error is not None and not run.session.full:
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            raise KeelError(without_secrets(f"{self._name(run)} raised {line}")) from error
+        if not run.session.response:
+            raise KeelError(f"{self._name(run)} made no request: send one to base_url")
+        if error is not None or result is None:
+            return
+        if isinstance(result, Mapping):
+            run.columns = dict(result)
+        elif isinstance(result, int | float):
+            run.columns = {"reward": float(result)}
+        else:
+            kind = type(result).__name__
+            raise KeelError(
+                f"{self._name(run)} returned a {kind}: return None, a number or a mapping"
+            )
+
+    def _hung(self, run: _ProgramRun) -> Hung:
+        assert run.thread is not None
+        stack = run.thread.stack()
+        return Hung(
+            f"{self._name(run)} makes no request within {self._config.timeout:g} s (it is "
+            f"{place(stack)}): fix it, or raise rollout.timeout",
+            stack,
+        )
+
+    def _name(self, run: _ProgramRun) -> str:
+        prompt = run.session.prompt.id
+        return f"rollout.program {self._config.name!r} (prompt {prompt!r}, completion {run.index})"
+
+    def _end(self) -> None:
+        """End the programs that still run, after an error."""
+        gone = RefusedRequest("the run has stopped", "not_found", 404)
+        threads = [run.thread for run in self._live.values() if run.thread is not None]
+        for run in self._live.values():
+            if run.answer is not None:
+                run.answer.set_exception(gone)
+        for thread in threads:
+            thread.cancel()
+        until = time.monotonic() + ENDING
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < until:
+            with suppress(queue.Empty):
+                _, request, answer = self._events.get(timeout=POLL)
+                if request is not None:
+                    answer.set_exception(gone)

@@ -1,0 +1,192 @@
+"""Programs that talk to the policy over HTTP: what is recorded, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
+from keel.engines.native import NativeEngine
+from keel.models.build import byte_tokenizer
+from keel.runs.watchdog import Hung
+from keel.types import Completion, Group, KeelError, ProgramInput, Prompt, Sampling
+from tests.engines.scripted import ScriptedEngine
+from tests.engines.tiny import stock_logits, tiny
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+TOKENIZER = byte_tokenizer(512)
+TOKENIZER.chat_template = TEMPLATE
+EOS = TOKENIZER.eos_token_id
+PROMPTS = [Prompt(f"p{at}", [{"role": "user", "content": f"{at}+1?"}]) for at in range(3)]
+
+
+def post(given: ProgramInput, messages: list[dict[str, Any]], **keys: Any) -> dict[str, Any]:
+    body = json.dumps({"model": given.model, "messages": messages, **keys}).encode()
+    url = f"{given.base_url}/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+
+def two_turns(given: ProgramInput) -> None:
+    messages = given.messages
+    messages.append(post(given, messages))
+    time.sleep(random.random() * 0.02)
+    messages.append({"role": "tool", "content": "tool says <eos> 7", "tool_call_id": "x"})
+    post(given, messages)
+
+
+def sample(engine: Any, program: Any, n: int = 2, tokens: int = 80, **keys: Any) -> list[Group]:
+    keys = {"limit": 4, "timeout": 60.0, **keys}
+    config = ProgramConfig(name="mine:run", function=program, **keys)
+    return sample_with_program(
+        engine, PROMPTS, n, Sampling(tokens), 3, program=config, tokenizer=TOKENIZER
+    )
+
+
+def engine() -> NativeEngine:
+    options = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 512, "eos_token_id": EOS}
+    return NativeEngine(tiny("llama", **options), TOKENIZER)
+
+
+class Recorder:
+    """Passes calls on to an engine, and keeps its completions by the id of their prompt."""
+
+    def __init__(self, inner: NativeEngine) -> None:
+        self.inner, self.seen = inner, {}  # type: ignore[var-annotated]
+
+    def sample(self, prompts: Any, n: int, sampling: Sampling, seed: int) -> list[Group]:
+        groups = self.inner.sample(prompts, n, sampling, seed)
+        self.seen |= {g.prompt.id: (g.prompt.tokens, g.completions[0]) for g in groups}
+        return groups
+
+    def sync(self, weights: Any) -> None:
+        self.inner.sync(weights)
+
+
+def test_written_tokens_are_those_that_the_engine_sampled() -> None:
+    """Bytes that are no UTF-8 are not encoded again: random weights write many of them."""
+    recorder = Recorder(engine())
+
+    def program(given: ProgramInput) -> None:
+        messages = given.messages
+        messages.append(post(given, messages, max_tokens=20))
+        messages.append({"role": "tool", "content": "tool says <eos> 7"})
+        post(given, messages, max_tokens=20)
+
+    groups = sample(recorder, program)
+    model = tiny("llama", vocab_size=len(TOKENIZER), max_position_embeddings=512, eos_token_id=EOS)
+    drifted, roles = 0, ["assistant", "environment"]
+    for group in groups:
+        for index, completion in enumerate(group.completions):
+            first = recorder.seen[f"{group.prompt.id}/0/{index}/0"]
+            second = recorder.seen[f"{group.prompt.id}/0/{index}/1"]
+            own = [*first[1].tokens.tolist(), *second[1].tokens.tolist()]
+            assert completion.tokens[completion.written].tolist() == own
+            assert group.prompt.tokens == first[0]
+            before = (*first[0], *first[1].tokens.tolist())
+            assert second[0][: len(before)] == before
+            context = TOKENIZER.decode(list(second[0][len(before) :]))
+            assert context.endswith("\nt:tool says <eos> 7<eos>\na:")
+            assert list(second[0][len(before) :]).count(EOS) <= 2
+            text = TOKENIZER.decode(first[1].tokens.tolist())
+            drifted += TOKENIZER.encode(text) != first[1].tokens.tolist()
+            tokens = [*group.prompt.tokens, *completion.tokens.tolist()]
+            logits = stock_logits(model, tokens)[len(group.prompt.tokens) - 1 : -1]
+            expected = logits.log_softmax(-1)[range(len(completion)), completion.tokens].numpy()
+            written = completion.written
+            np.testing.assert_allclose(completion.log_probs[written], expected[written], atol=1e-4)
+            assert [t["role"] for t in completion.turns] == [*roles, "assistant"]
+    assert drifted > 0
+
+
+def plain(groups: list[Group]) -> list[tuple[Any, ...]]:
+    def one(c: Completion) -> tuple[Any, ...]:
+        return c.tokens.tobytes(), c.log_probs.tobytes(), c.written.tobytes(), c.finish, c.turns
+
+    return [(g.prompt.tokens, *map(one, g.completions)) for g in groups]
+
+
+def test_time_changes_nothing() -> None:
+    def program(given: ProgramInput) -> None:
+        try:
+            two_turns(given)
+        except urllib.error.HTTPError as error:
+            error.close()
+
+    once = plain(sample(engine(), program))
+    assert plain(sample(engine(), program, limit=4)) == once
+
+
+def test_tool_calls_are_read_and_returned_as_they_were() -> None:
+    call = 'I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    seen: list[dict[str, Any]] = []
+    lines = iter([call, "7"] * 6)
+
+    def program(given: ProgramInput) -> float:
+        messages = given.messages
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        messages.append(post(given, messages, tools=tools))
+        seen.append(messages[-1])
+        messages.append({"role": "tool", "content": "7", "tool_call_id": "call_0_0"})
+        assert post(given, messages, tools=tools)["content"] == "7"
+        return 0.5
+
+    scripted = ScriptedEngine(lambda prompt, index: next(lines), TOKENIZER)
+    groups = sample(scripted, program, n=1, tokens=300, limit=1)
+    assert seen[0]["content"] == "I add."
+    assert json.loads(seen[0]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+    assert groups[0].completions[0].text == call + "7"
+    assert groups[0].completions[0].columns == {"reward": 0.5}
+
+
+def test_a_conversation_that_differs_is_refused() -> None:
+    def program(given: ProgramInput) -> None:
+        post(given, given.messages)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(given, [{"role": "user", "content": "another"}])
+        with caught.value as error:
+            assert "messages[0] differs" in error.read().decode()
+
+    sample(ScriptedEngine(lambda prompt, index: "yes", TOKENIZER), program)
+
+
+def test_a_program_without_budget_ends_with_length() -> None:
+    def program(given: ProgramInput) -> None:
+        try:
+            two_turns(given)
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise ValueError("no more budget") from None
+
+    groups = sample(ScriptedEngine(lambda prompt, index: "yes", TOKENIZER), program, tokens=4)
+    assert {c.finish for group in groups for c in group.completions} == {"length"}
+
+
+def hangs(given: ProgramInput) -> None:
+    time.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "kind"),
+    [
+        (lambda given: 1 / 0, "raised ZeroDivisionError", KeelError),
+        (lambda given: None, "made no request", KeelError),
+        (hangs, "makes no request within 0.3 s", Hung),
+    ],
+)
+def test_programs_that_fail_are_named(program: Any, line: str, kind: type[Exception]) -> None:
+    scripted = ScriptedEngine(lambda prompt, index: "yes", TOKENIZER)
+    with pytest.raises(kind, match=line) as caught:
+        sample(scripted, program, timeout=0.3, limit=1)
+    assert "'mine:run' (prompt 'p0', completion 0)" in str(caught.value)
