@@ -26,7 +26,8 @@ def end_probability(mean: float, most: int) -> float:
 
 def survival(mean: float, most: int) -> Array:
     """S_t = (1 − p)^t: the share of sequences that sample a token at t = 0 … most − 1."""
-    return (1.0 - end_probability(mean, most)) ** np.arange(most)
+    alive: Array = np.power(1.0 - end_probability(mean, most), np.arange(most, dtype=np.float64))
+    return alive
 
 
 def any_alive(survival_t: Array, rows: float) -> Array:

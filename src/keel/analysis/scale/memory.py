@@ -67,7 +67,7 @@ def rank_memory(shape: ModelShape, machine: Hardware, spread: Parallelism) -> Ra
     )
     states = state_bytes(shape, spread)
     weights = 2 * parameters(shape) / spread.tensor
-    sampling = weights + OVERHEAD + (0.0 if spread.separate else states)
+    sampling = weights + OVERHEAD + (0.0 if spread.separate or spread.offloaded else states)
     limit = USABLE * machine.memory
     return RankMemory(
         states=states,

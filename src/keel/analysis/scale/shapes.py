@@ -127,7 +127,8 @@ class Parallelism:
     Trained on `trainers`: each copy of the model is split over `model` devices (`pipeline` of them
     stages), and its states over `shards` more (FSDP); the rest are replicas. Sampled on `samplers`
     by engines of `tensor` devices. Synchronous steps use the same devices for both; asynchronous
-    ones are `separate`. `micro_tokens` pass a rank at once; `checkpointing` recomputes layers.
+    ones are `separate`. `micro_tokens` pass a rank at once; `checkpointing` recomputes layers;
+    `offloaded` moves the trainer's states to the host while the same devices sample.
     """
 
     trainers: int
@@ -139,6 +140,7 @@ class Parallelism:
     separate: bool = False
     checkpointing: bool = True
     micro_tokens: int = 16_384
+    offloaded: bool = False
 
     @property
     def devices(self) -> int:
