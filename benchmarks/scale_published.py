@@ -1,7 +1,7 @@
 """Published runs, and what the cost model says of them with its default efficiencies.
 
-The figures are of the sources named; where a source leaves something out, `Published.assumed` says
-what was put in its place. Nothing of the model was fitted to them.
+The figures are of the sources named; the constants below say what
+is assumed where a source leaves something out. Nothing of the model was fitted to them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from keel.analysis.scale.counts import parameters, training_flops
 from keel.analysis.scale.shapes import Parallelism, Workload
 from keel.analysis.scale.step import StepCost, step_cost
 
-NEMO = "[NeMo RL 0.4](https://github.com/NVIDIA-NeMo/RL/blob/main/docs/about/performance-summary.md)"
+NEMO = (
+    "[NeMo RL 0.4](https://github.com/NVIDIA-NeMo/RL/blob/main/docs/about/performance-summary.md)"
+)
 DEEPSEEK = "[DeepSeek-V3](https://arxiv.org/abs/2412.19437), section 1"
 BAICHUAN = "[Baichuan-7B, issue 137](https://github.com/baichuan-inc/Baichuan-7B/issues/137)"
-LLAMA = "[Llama 3.1's model card](https://github.com/meta-llama/llama-models)"
+LLAMA = (
+    "[Llama 3.1's model card]"
+    "(https://github.com/meta-llama/llama-models/blob/main/models/llama3_1/MODEL_CARD.md)"
+)
 PROMPT = 110
-"""Tokens of a prompt in NeMo's runs: its tokens per second, seconds and devices give the tokens of a
-step, which exceed the completions' by 102 to 130 a sequence."""
+"""Tokens of a prompt in NeMo's runs: its tokens per second, seconds and devices give the tokens of
+a step, which exceed the completions' by 102 to 130 a sequence."""
 GROUP = 32
 """Completions of a prompt there: assumed; it decides prefill alone, which is under 1 %."""
 

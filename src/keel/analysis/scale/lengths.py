@@ -6,12 +6,15 @@ wide as their mean. Real lengths may have two modes; then the tail differs from 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
 
+@lru_cache(maxsize=256)
 def end_probability(mean: float, most: int) -> float:
     """The p for which lengths cut at `most` have this mean: Σ_{t<most} (1 − p)^t = mean."""
     if not 1 <= mean <= most:
@@ -45,6 +48,7 @@ def tail_share(mean: float, most: int, rows: float) -> float:
     return 1.0 - mean / expected_maximum(mean, most, rows)
 
 
+@lru_cache(maxsize=256)
 def mean_position(mean: float, most: int) -> float:
     """The mean place of a token in its completion, and the mean length in flight so far:
     Σ_t t·S_t / Σ_t S_t."""

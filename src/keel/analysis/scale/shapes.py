@@ -75,7 +75,8 @@ class Efficiency:
     `train` and `forward` are of the flop/s, `sparse` multiplies them for a mixture of experts;
     `decode` is of the flop/s in decoding, `bandwidth` of the memory's and `network` of the links'.
     A decode step takes `step_overhead`, `layer_overhead` for each layer, and `hop` for each
-    all-reduce between the devices of an engine (ten times that across nodes).
+    all-reduce between the devices of an engine (ten times that across nodes). A micro-batch of the
+    trainer takes `pass_overhead`.
     """
 
     train: float = 0.40
@@ -87,6 +88,7 @@ class Efficiency:
     step_overhead: float = 5e-3
     layer_overhead: float = 0.0
     hop: float = 15e-6
+    pass_overhead: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from keel.analysis.scale.counts import (
     training_flops,
     weight_bytes_read,
 )
-from keel.analysis.scale.lengths import any_alive, end_probability, expected_maximum, mean_position
+from keel.analysis.scale.lengths import any_alive, end_probability, mean_position
 from keel.analysis.scale.memory import rank_memory, rows_that_fit
 from keel.analysis.scale.shapes import Efficiency, Hardware, ModelShape, Parallelism, Workload
 
@@ -146,14 +146,10 @@ def carried_generation_seconds(
     )
 
 
-def staleness(
-    work: Workload, decode_step: float, step_seconds: float, rows: float, carried: bool
-) -> int:
-    """Versions of the policy that the oldest token of a batch may lie behind: 1 where generation
-    is one batch ahead; where sequences are carried on, 1 + ⌈E[max]·decode / step⌉."""
-    if not carried:
-        return 1
-    return 1 + math.ceil(expected_maximum(work.mean, work.most, rows) * decode_step / step_seconds)
+def staleness(longest: float, decode_step: float, step_seconds: float) -> int:
+    """Versions of the policy that the oldest token of a batch may lie behind where generation runs
+    ahead: 1 + ⌊longest·decode / step⌋, with `longest` the expected maximum of the lengths."""
+    return 1 + int(longest * decode_step / step_seconds)
 
 
 # ---------------------------------------------------------------- learning
@@ -187,7 +183,8 @@ def pass_seconds(
 ) -> float:
     """A pass over the batch: max(computation, communication), which FSDP overlaps.
 
-    computation = tokens·flops / (trainers·peak·efficiency·(1 − bubble)) · granularity;
+    computation = tokens·flops / (trainers·peak·efficiency·(1 − bubble)) · granularity
+    + micro-batches·overhead;
     communication = micro-batches · (all-gathers of 2·N/model bytes: one forward, one backward; and
     a reduce-scatter of 4·N/model) / link (FSDP: Zhao et al., arXiv:2304.11277), and where there are
     replicas an all-reduce of 4·N / (model·shards) in each optimizer step.
@@ -203,6 +200,7 @@ def pass_seconds(
     bubble = pipeline_bubble(spread.pipeline, count)
     computing = work.tokens * flops / (spread.trainers * machine.flops * reached * share)
     computing *= granularity(work, spread) / (1.0 - bubble)
+    computing += count * work.minibatches * rate.pass_overhead
     own = parameters(shape) / spread.model
     moved = ring_bytes(2 * own, spread.shards) * (2 if learn else 1)
     moved += ring_bytes(4 * own, spread.shards) if learn else 0.0
