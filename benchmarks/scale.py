@@ -8,7 +8,8 @@ predicted of models and settings that were not fitted.
 
 Parts: a float32 matmul, a copy of memory, the native engine's decode steps of equal lengths, the
 update of a batch (`keel.learn.learner.backward`), the optimizer's step, and an all-reduce of a
-model's gradients between two processes (gloo). Three numbers are fitted to the decode steps
+model's gradients between two processes (gloo). Seconds are the processor's, except of the
+all-reduce. Three numbers are fitted to the decode steps
 (seconds of a step, of a layer, and a share of the matmul's flop/s), and two to the updates
 (seconds of a micro-batch, a share of the flop/s). Then
 `keel train` runs whole steps of other widths, depths, batches and lengths (`benchmarks.loop_keel`),
@@ -118,14 +119,20 @@ SMOKE = Scope((Size(32, 1), Size(64, 2)), (8,), (Step(Size(48, 2), 8, 8, 8),), 1
 # ---------------------------------------------------------------- parts
 
 
-def median_seconds(once: Callable[[], object], repeats: int) -> float:
-    """The median of some passes, after one that does not count."""
+def median_seconds(
+    once: Callable[[], object], repeats: int, clock: Callable[[], float] = time.process_time
+) -> float:
+    """The median of some passes, after one that does not count.
+
+    The clock is of the process, which other programs on the machine change less than the wall's;
+    with one thread and nothing to wait for, both show the same on a quiet machine.
+    """
     once()
     passes = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         once()
-        passes.append(time.perf_counter() - start)
+        passes.append(clock() - start)
     return statistics.median(passes)
 
 
@@ -252,7 +259,7 @@ def reduce_rank(rank: int, place: str, numbers: int, repeats: int) -> float:
     """One of the two processes of an all-reduce."""
     dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
     values = torch.ones(numbers)
-    seconds = median_seconds(lambda: dist.all_reduce(values), repeats)
+    seconds = median_seconds(lambda: dist.all_reduce(values), repeats, time.perf_counter)
     dist.destroy_process_group()
     return seconds
 
@@ -343,7 +350,8 @@ def predict(device: Hardware, rate: Efficiency, step: Step, mlp: int) -> dict[st
 
 
 def whole_step(folder: Path, step: Step, repeats: int) -> dict[str, Any]:
-    """Medians of the phases of some steps of `keel train`, the first uncounted."""
+    """Medians over some steps of `keel train`, the first uncounted: seconds of the processor, and
+    by the wall clock those of a step and of two of its phases."""
     place = model_in(folder, step.size, step.mean, step.most)
     kind = "equal" if step.mean == step.most else "ragged"
     job = {
@@ -371,7 +379,8 @@ def whole_step(folder: Path, step: Step, repeats: int) -> dict[str, Any]:
         name: statistics.median(row[name] for row in found["phases"][1:])
         for name in ("rollout", "update")
     }
-    return {**phases, "seconds": statistics.median(found["seconds"][1:])}
+    both = {name: statistics.median(found[name][1:]) for name in ("cpu", "seconds")}
+    return {**phases, **both}
 
 
 def measure(scope: Scope, folder: Path) -> dict[str, Any]:
@@ -421,6 +430,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--pages", action="store_true", help="write the page, measure nothing")
     parser.add_argument("--rank", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_args(words)
+    if asked.smoke and asked.write:
+        parser.error("--smoke measures too little to be written: drop --write or --smoke")
     if asked.rank:
         rank, place, numbers, repeats = asked.rank
         print(reduce_rank(int(rank), place, int(numbers), int(repeats)))

@@ -62,21 +62,15 @@ def fitted_table(found: Mapping[str, Any]) -> str:
     return markdown(("part", "figure", ""), rows)
 
 
-def step_errors(found: Mapping[str, Any], phases: Sequence[str]) -> list[float]:
-    """Predicted over measured less one, of the sum of phases of each step."""
-    return [
-        sum(one["predicted"][name] for name in phases)
-        / sum(one["measured"][name] for name in phases)
-        - 1
-        for one in found["steps"]
-    ]
+def step_errors(found: Mapping[str, Any]) -> list[float]:
+    """Predicted over measured less one, of whole steps."""
+    return [sum(one["predicted"].values()) / one["measured"]["cpu"] - 1 for one in found["steps"]]
 
 
 def steps_table(found: Mapping[str, Any]) -> str:
     """Steps of sizes and settings that were not fitted."""
-    phases = ("rollout", "update")
     rows = []
-    for one, error in zip(found["steps"], step_errors(found, phases), strict=True):
+    for one, error in zip(found["steps"], step_errors(found), strict=True):
         law = f"{one['mean']}" if one["mean"] == one["most"] else f"{one['mean']} of {one['most']}"
         measured, predicted = one["measured"], one["predicted"]
         rows.append(
@@ -84,12 +78,16 @@ def steps_table(found: Mapping[str, Any]) -> str:
                 f"{one['hidden']} × {one['layers']}",
                 f"{one['completions']}",
                 law,
-                *(f"{measured[name]:.2f} / {predicted[name]:.2f}" for name in phases),
+                f"{measured['cpu']:.2f}",
+                f"{predicted['rollout']:.2f} + {predicted['update']:.2f}",
                 percent(error),
             )
         )
-    head = ("width × layers", "completions", "tokens", *(f"{name}, s" for name in phases), "error")
-    return markdown(head, rows) + "\n\n" + _errors("Steps", step_errors(found, phases))
+    head = (
+        *("width × layers", "completions", "tokens", "step measured, s"),
+        *("rollout + update predicted, s", "error"),
+    )
+    return markdown(head, rows) + "\n\n" + _errors("Steps", step_errors(found))
 
 
 def _errors(what: str, errors: Sequence[float]) -> str:
