@@ -12,7 +12,7 @@ from benchmarks.scale_published import Published, published
 from keel.analysis.scale.catalogue import DEFAULT, HARDWARE, MODELS
 from keel.analysis.scale.counts import multiplied, parameters
 from keel.analysis.scale.lengths import expected_maximum
-from keel.analysis.scale.plan import MODEL, WORTH, Plan, best_plan, scaling_limit
+from keel.analysis.scale.plan import MODEL, WORTH, ScalePlan, best_plan, scaling_limit
 from keel.analysis.scale.shapes import Workload
 from keel.analysis.scale.step import staleness
 
@@ -197,7 +197,7 @@ def plans_table() -> str:
     return markdown(head, rows)
 
 
-def lag(plan: Plan) -> int:
+def lag(plan: ScalePlan) -> int:
     """Versions that the oldest token of an asynchronous batch lies behind."""
     rows = max(WORK.sequences * plan.spread.tensor / plan.spread.samplers, 1.0)
     # All rows of an engine are decoded at once: a mean sequence takes the batch's seconds.

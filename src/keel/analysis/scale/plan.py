@@ -21,7 +21,7 @@ WORTH = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScalePlan:
     """A layout with its memory and seconds; `fits` is false where no layout does, and then the
     layout is the one that needs the least memory."""
 
@@ -69,7 +69,7 @@ def best_plan(
     work: Workload,
     separate: bool,
     models: Sequence[int] = (1, *MODEL),
-) -> Plan:
+) -> ScalePlan:
     """The layout with the fewest seconds among those that fit, of the first of `models` with one.
 
     Asynchronous steps carry unfinished sequences on.
@@ -94,7 +94,7 @@ def best_plan(
     spread = min(found or tight, key=lambda one: one[0])[1]
     memory = rank_memory(shape, machine, spread)
     cost = step_cost(shape, machine, rate, spread, work, separate)
-    return Plan(spread, memory, cost, bool(found))
+    return ScalePlan(spread, memory, cost, bool(found))
 
 
 @dataclass(frozen=True, slots=True)
