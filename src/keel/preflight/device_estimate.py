@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from keel.analysis.scale.counts import activation_bytes
+from keel.analysis.scale.memory import LOGITS
 from keel.config.fields import unknown
 from keel.config.schema import Recipe
 from keel.config.stage import StageConfig
@@ -32,8 +34,6 @@ DEVICES = {
 """The memory that torch sees, in GiB."""
 LIBRARIES = GIB
 """The CUDA context and workspaces."""
-LOGITS = 3 * 32 * 2**20
-"""Chunks of logits and of their gradients, see `keel.models.head`."""
 PROMPT_TOKENS = 512
 """Assumed of a prompt where the recipe sets no prompts.max_tokens."""
 MASTER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -154,14 +154,15 @@ def _parts(recipe: Recipe, stage: StageConfig, sizes: Sizes) -> Iterator[Part]:
     if stage.keeps_critic:
         yield Part("critic, its gradients and moments", 4 * weights * master)
     yield from _sampling(stage, sizes, working)
-    # Of a layer, the backward pass keeps the inputs of both norms in float32 and in the working
-    # type their outputs, queries, keys, values, the attention's output and the MLP's three widths.
-    inputs = 4 * sizes.hidden
-    inside = 2 * sizes.hidden + 2 * sizes.query + 2 * sizes.key_value + 3 * sizes.mlp
-    layer = 2 * inputs + working * inside
-    per_token = sizes.layers * layer
-    if model.activation_checkpointing:  # each layer's input, and all of one layer
-        per_token = sizes.layers * inputs + layer
+    per_token = activation_bytes(
+        sizes.layers,
+        sizes.hidden,
+        sizes.query,
+        sizes.key_value,
+        sizes.mlp,
+        working,
+        saved=not model.activation_checkpointing,
+    )
     yield Part("activations of a micro-batch", stage.token_budget * per_token, "learning")
     yield Part("chunks of logits", LOGITS, "learning")
 
