@@ -32,7 +32,10 @@ CALLS = {
     *("gym.vector.AsyncVectorEnv", "gymnasium.vector.AsyncVectorEnv"),
 }
 NAMES = {"AsyncVectorEnv", "ProcessPoolExecutor", "read_pickle", "to_pickle", "_load_from_state"}
-ORDERS_ONLY = {"sandbox/inside.py", "sandbox/bubblewrap.py", "workflows/processes.py"}
+ORDERS_ONLY = {
+    *("sandbox/inside.py", "sandbox/bubblewrap.py", "workflows/processes.py"),
+    *("cluster/group.py", "cluster/worker.py"),
+}
 """They serialize what this process tells a child to run; what comes back is text."""
 KEYWORDS = {"allow_pickle", "weights_only", "pickle_module"}
 

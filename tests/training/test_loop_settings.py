@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from keel.config.load import load_recipe
 from keel.config.schema import RLStage
-from keel.training import rl as loop
+from keel.learn.learner import Learner
 from tests.training.small import metrics, notes, run
 
 DENSE = "rewards.functions=[{function='place_match'}]"
@@ -35,13 +35,13 @@ def test_uneven_minibatches_differ_by_one_completion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    update = loop.update
+    update = Learner.update
 
     def watched(learner, row, batch, *rest):  # type: ignore[no-untyped-def]
         sizes.append(batch.sequences)
         return update(learner, row, batch, *rest)
 
-    monkeypatch.setattr(loop, "update", watched)
+    monkeypatch.setattr(Learner, "update", watched)
     run(tmp_path, "algorithm=grpo", DENSE, "steps=1", "minibatches=3")
     assert sorted(sizes) == [5, 5, 6]
 

@@ -52,6 +52,10 @@ class RankProcess:
         # Not `pipe.send`: torch would move tensors into shared memory, a descriptor for each.
         self.pipe.send_bytes(pickle.dumps(value))
 
+    def receive(self) -> str:
+        """Why the worker stopped; empty where it did what it was called for."""
+        return self.pipe.recv_bytes().decode()
+
 
 def _started(number: int) -> RankProcess:
     ours, theirs = Pipe()
@@ -102,8 +106,8 @@ class RankGroup(Generic[M]):
     def wait(self) -> None:
         """Until the workers have done what was called."""
         for worker in self._workers:
-            error = worker.pipe.recv()
-            if error is not None:
+            error = worker.receive()
+            if error:
                 raise KeelError(f"{worker.name} stopped: {error}")
 
     @contextmanager
@@ -168,8 +172,8 @@ def _lost(workers: list[RankProcess]) -> str | None:
     for worker in workers:
         with suppress(EOFError, OSError):
             while worker.pipe.poll():
-                error = worker.pipe.recv()
-                if error is not None:
+                error = worker.receive()
+                if error:
                     errors[worker.number] = f"{worker.name} stopped: {error}"
         with suppress(subprocess.TimeoutExpired):
             worker.process.wait(1.0)

@@ -30,21 +30,21 @@ def leave() -> None:
 def work(pipe: Connection) -> None:
     """Make a member, then call what the driver calls, until the pipe closes.
 
-    Each is answered by None. An error ends the worker, with its text as the answer; one that is
-    raised on all ranks is the driver's to report.
+    Each is answered by an empty text. An error ends the worker, with its text as the answer; one
+    that is raised on all ranks is the driver's to report.
     """
     ranks, meeting, threads, build = pickle.loads(pipe.recv_bytes())
     torch.set_num_threads(threads)
     keep_freed()
-    pipe.send(None)
+    pipe.send_bytes(b"")
     join(ranks, meeting)
     member = build(ranks)
-    pipe.send(None)
+    pipe.send_bytes(b"")
     while True:
         function, arguments = pickle.loads(pipe.recv_bytes())
         with suppress(NotFinite):
             function(member, *arguments)
-        pipe.send(None)
+        pipe.send_bytes(b"")
 
 
 def main(descriptor: int) -> None:
@@ -56,7 +56,7 @@ def main(descriptor: int) -> None:
     except Exception as error:  # of gloo too, where another rank is gone
         kind = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
         with suppress(OSError):
-            pipe.send(kind + " ".join(str(error).split()))
+            pipe.send_bytes((kind + " ".join(str(error).split())).encode())
     finally:
         leave()
 
