@@ -169,6 +169,15 @@ class VersionedEngine(Engine, Protocol):
     weight_version: int
 
 
+@runtime_checkable
+class PinnableEngine(VersionedEngine, Protocol):
+    """An engine that can go on with weights while it has taken over newer ones."""
+
+    def pinned(self) -> Engine:
+        """What samples with the weights of now, also after a later `sync`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ProgramInput:
     """What a program (`rollout.program`) gets for one completion.

@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 from keel.cluster.worker import join, leave
 from keel.learn.finite import NotFinite
 from keel.learn.ranks import Ranks
+from keel.runs.process import ProcessLost
 from keel.sandbox.lifeline import Lifeline
 from keel.types import KeelError
 
@@ -121,7 +122,7 @@ class RankGroup(Generic[M]):
             lost = _lost(self._workers)
             if lost is None:
                 raise
-            raise KeelError(lost) from error
+            raise ProcessLost(lost) from error
 
 
 @contextmanager

@@ -120,9 +120,11 @@ class Rollout(FrozenModel):
     """Sequences that the engine decodes at once."""
     overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
     """Score the first groups while the last ones are still being sampled."""
-    async_level: Literal[0, 1] = 0
-    """With 1 the rollouts of the next step are sampled, by a copy of the model, while this step is
-    trained on. Needs `algorithm.correction`."""
+    async_level: Annotated[int, Field(ge=0, le=64)] = 0
+    """How many steps ahead rollouts are sampled: with 1 those of the next step, by a copy of the
+    model, while this step is trained on. No completion is trained on more than so many updates
+    after the weights that it was begun with. Needs `algorithm.correction`; more than 1 needs
+    `cluster.ray`."""
     vllm: VllmServer = VllmServer()
     """The vLLM server."""
 

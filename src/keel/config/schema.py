@@ -23,7 +23,7 @@ from keel.config.sampling import (
     Rollout,
     SamplingSource,
 )
-from keel.config.sources import Prompts, Rewards, TaskSource
+from keel.config.sources import Prompts, Rewards, Seconds, TaskSource
 from keel.config.stage import StageConfig
 
 VALUE_LEARNING_RATE = 1e-5
@@ -318,12 +318,35 @@ Stage = Annotated[
 ]
 
 
+_NO_RAY = UnusedIf(lambda key: key.table.ray is None, "cluster.ray is not set")
+
+
 class Cluster(FrozenModel):
     """The processes that a recipe runs on."""
 
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes on this machine that share the stages of kind rl: each samples and trains on some
-    of the sequences, with a part of the weights (FSDP2)."""
+    """Processes that share the stages of kind rl: each trains on some of the sequences, with a part
+    of the weights (FSDP2). Without Ray they are on this machine and sample too."""
+    ray: str | None = None
+    """Have Ray place and watch the processes of stages of kind rl: the address of a Ray cluster
+    (`auto`, or HOST:PORT), or `local` to start Ray on this machine
+    ([how to](howto/ray.md))."""
+    rollout_workers: Annotated[int, Field(ge=1, le=1024), _NO_RAY] = 1
+    """Processes that sample, each with the whole model and an engine of its own."""
+    reward_workers: Annotated[int, Field(ge=0, le=1024), _NO_RAY] = 0
+    """Processes that rewards run in: the first reward in the first, and so on; 0: in the process
+    that runs the loop, where judges and tasks' own verdicts always are."""
+    cpus: Annotated[float, Field(gt=0, le=1024), _NO_RAY] = 1.0
+    """CPUs that Ray reserves for each process; it has as many threads."""
+    gpus: Annotated[float, Field(ge=0, le=16), _NO_RAY] = 0.0
+    """GPUs that Ray reserves for each process that trains or samples."""
+    reward_gpus: Annotated[float, Field(ge=0, le=16), _NO_RAY] = 0.0
+    """GPUs that Ray reserves for each reward worker."""
+    deadline: Annotated[Seconds, _NO_RAY] = 1800.0
+    """Seconds in which a process has to answer a call. A rollout or reward worker that does not is
+    replaced and its work done again; a trainer that does not is lost."""
+    restarts: Annotated[int, Field(ge=0, le=1000), _NO_RAY] = 3
+    """How often in a row the run goes on from one checkpoint after a trainer was lost."""
 
 
 class Recipe(FrozenModel):
@@ -359,20 +382,41 @@ class Recipe(FrozenModel):
             if not isinstance(stage, RLStage):
                 continue
             several = f"cluster.processes = {self.cluster.processes}"
-            if stage.rollout.engine != "native":
+            if stage.rollout.engine != "native" and self.cluster.ray is None:
                 raise ValueError(
                     f'{stage.name}.rollout.engine = "{stage.rollout.engine}" samples in one '
                     f'process: set cluster.processes = 1, or rollout.engine = "native"'
                 )
-            if stage.rollout.async_level:
+            if stage.rollout.async_level and self.cluster.ray is None:
                 raise ValueError(
                     f"{stage.name}.rollout.async_level = {stage.rollout.async_level} does not go "
-                    f"with {several}, whose processes sample and train in turn: set it to 0"
+                    f"with {several}, whose processes sample and train in turn: set it to 0, or "
+                    'set cluster.ray = "local", which has processes that sample'
                 )
             if self.model.lora is not None and stage.reference.reset_every is not None:
                 raise ValueError(
                     f"{stage.name}.reference.reset_every with model.lora does not go with "
                     f"{several}: leave one of them out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _sampled_ahead(self) -> Recipe:
+        """What it takes to sample more than one step ahead."""
+        for stage in self.stages:
+            rollout = stage.rollout if isinstance(stage, RLStage) else None
+            if rollout is None or rollout.async_level < 2:
+                continue
+            level = f"{stage.name}.rollout.async_level = {rollout.async_level}"
+            if self.cluster.ray is None:
+                raise ValueError(
+                    f"{level} needs workers that keep several versions of the weights: set "
+                    'cluster.ray = "local", or rollout.async_level = 1'
+                )
+            if rollout.dynamic_sampling:
+                raise ValueError(
+                    f"{level} does not go with rollout.dynamic_sampling, where a step decides "
+                    "which prompts are left for the next: set rollout.async_level = 1"
                 )
         return self
 

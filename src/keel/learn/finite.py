@@ -34,6 +34,9 @@ class NotFinite(KeelError):
         )
         self.names = tuple(names)
 
+    def __reduce__(self) -> tuple[type[NotFinite], tuple[tuple[str, ...]]]:
+        return NotFinite, (self.names,)
+
 
 def stop_unless_finite(metrics: Mapping[str, float]) -> None:
     """Raises NotFinite where a metric that decides on a step is NaN or infinite."""

@@ -57,6 +57,40 @@ class Saved:
     reference: HasState | None
 
 
+class Trainer(Protocol):
+    """What the loop of reinforcement learning trains: a `Learner`, here or in other processes."""
+
+    @property
+    def budget(self) -> TokenBudget: ...
+    @property
+    def device(self) -> torch.device:
+        """Where batches have to be."""
+        ...
+
+    @property
+    def has_reference(self) -> bool: ...
+    @property
+    def learns_values(self) -> bool: ...
+    @property
+    def began(self) -> bool:
+        """Whether the policy's optimizer has ever stepped."""
+        ...
+
+    def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch: ...
+    def update(
+        self,
+        algorithm: Algorithm,
+        batch: TrainBatch[Batch],
+        beta: float,
+        rates: tuple[float | None, float],
+    ) -> Losses: ...
+    def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause: ...
+    def bad_weight(self) -> str | None: ...
+    def refresh_reference(self) -> None: ...
+    def weights(self) -> dict[str, Tensor]: ...
+    def saved(self) -> Saved: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Learner:
     """The policy, and the reference, teacher and value model that the algorithm needs, with
@@ -72,6 +106,22 @@ class Learner:
     value_optimizer: AdamW | None = None
     temperature: float = 1.0
     ranks: Ranks = ONE
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.device
+
+    @property
+    def has_reference(self) -> bool:
+        return self.reference is not None
+
+    @property
+    def learns_values(self) -> bool:
+        return self.value_optimizer is not None
+
+    @property
+    def began(self) -> bool:
+        return self.optimizer.began
 
     @property
     def modules(self) -> dict[str, nn.Module]:

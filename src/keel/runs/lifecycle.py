@@ -22,7 +22,7 @@ from keel.runs.callbacks import Callbacks
 from keel.runs.checkpoint import SHOWN, Recorded
 from keel.runs.files import locked, refuse_if_taken
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
-from keel.runs.process import catching
+from keel.runs.process import ProcessLost, catching
 from keel.runs.reader import read_run_json
 from keel.runs.writer import Reached, Recorder, RunWriter, truncate_after, update_run_json
 from keel.types import KeelError
@@ -226,7 +226,7 @@ def _reporting(place: RunFolder, reached: Reached, resume: bool, command: str) -
         message = _fixable(place, error)
         if message is None:
             raise
-        if not resume and _leaves_nothing(place):
+        if not resume and not isinstance(error, ProcessLost) and _leaves_nothing(place):
             raise KeelError(message) from error
         text = f"stopped {reached.describe(place.stages)}: {message}"
         with suppress(KeelError), Recorder(place) as recorder:

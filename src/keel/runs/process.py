@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
+from keel.types import KeelError
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
@@ -210,6 +212,11 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 
 codecs.register_error(_ESCAPE, _escape)
+
+
+class ProcessLost(KeelError):
+    """Another process that a run needs has ended, or does not answer."""
+
 
 # ---------------------------------------------------------------- memory and threads
 

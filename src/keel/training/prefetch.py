@@ -1,31 +1,46 @@
-"""The next step's rollouts, sampled while this one is trained on: one step off policy.
+"""The rollouts of steps, sampled before they are trained on.
 
-They are sampled with the weights from before the update, so that they are a function of recipe and
-seed and not of time. A checkpoint holds those that no step has trained on yet, so that a resumed
-run does not sample or score them again.
+`rollout.async_level` is how many steps ahead: the rollouts of step n + level are sampled while step
+n is trained on, with the weights from before its update, so that no completion is trained on more
+than `level` updates after the weights that it was begun with. Which weights those are is a function
+of the step and not of time, and prompts are taken in the order of the steps: a run is a function of
+recipe and seed. A checkpoint waits for what is being sampled, and holds the rollouts that no step
+has trained on yet, so that a resumed run does not sample or score them again.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from keel.algorithms.spec import Algorithm
 from keel.runs import checkpoint
 from keel.runs.values import plain
-from keel.runs.watchdog import cancelled_by
-from keel.training.rollout import Rollouts
-from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
+from keel.runs.watchdog import cancelled_by, raise_if_cancelled
+from keel.training.rollout import Rollouts, Sampler, collect, take
+from keel.types import (
+    Completion,
+    Group,
+    KeelError,
+    PinnableEngine,
+    Prompt,
+    RewardResult,
+    Step,
+)
 
 PENDING = "pending.json"
 PATIENCE = 30.0
 """Seconds to wait for cancelled sampling: a decode step, a prefill, a reply are shorter."""
+POLL = 0.1
+"""Seconds between two checks whether sampling is cancelled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,57 +51,141 @@ class Pending:
     rollouts: Rollouts
 
 
-class RolloutPrefetcher:
-    """Samples the rollouts of steps; with `ahead` those of the next step too, while one trains.
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A step's place among those that are sampled at once: rewards are called step by step."""
 
-    `sample` gives those of a step, with the engine's weights. `pending` are those of the next step
-    that a checkpoint held.
+    before: threading.Event
+    done: threading.Event
+
+    def wait(self) -> None:
+        """Until the rewards of the steps before have been called."""
+        while not self.before.wait(POLL):
+            raise_if_cancelled()
+
+
+Sample = Callable[[], Rollouts]
+Begin = Callable[[int, Turn], Sample]
+"""Takes the prompts of a step, in the order of the steps; returns what samples and scores them."""
+
+
+def begin_alone(sampler: Sampler, algorithm: Algorithm, step: int, turn: Turn) -> Sample:
+    """A step that is sampled while no other is, with the engine's weights."""
+    return partial(collect, sampler, algorithm, step)
+
+
+def begin_pinned(sampler: Sampler, algorithm: Algorithm, step: int, turn: Turn) -> Sample:
+    """A step that is sampled with the weights of now, whatever the engine takes over meanwhile."""
+    assert isinstance(sampler.engine, PinnableEngine)
+    first = take(sampler.stream, sampler.config.prompts_per_step)
+    sampler = replace(sampler, engine=sampler.engine.pinned(), before_rewards=turn.wait)
+    return partial(collect, sampler, algorithm, step, first)
+
+
+class RolloutPrefetcher:
+    """Samples the rollouts of steps, `level` steps ahead.
+
+    With `at_once` sampling goes on while the engines take over new weights, and several steps are
+    sampled at once; else a step's update ends only when the rollouts of the next are there.
+    `pending` are those that a checkpoint held.
     """
 
     def __init__(
-        self, sample: Callable[[int], Rollouts], ahead: bool, pending: Pending | None = None
+        self,
+        begin: Begin,
+        level: int,
+        at_once: bool = False,
+        pending: Sequence[Pending] = (),
     ) -> None:
-        self.sample = sample
-        self.ahead = ahead
-        self.pending = pending
+        self._begin = begin
+        self.level = level
+        self._at_once = at_once
+        self._kept = {one.step: one.rollouts for one in pending}
+        self._running: dict[int, _Thread] = {}
+        self._last_turn = threading.Event()
+        self._last_turn.set()
 
-    def __call__(self, step: int) -> Rollouts:
-        """The rollouts of a step, sampled before or now."""
-        pending, self.pending = self.pending, None
-        if pending is not None and pending.step == step:
-            return pending.rollouts
-        return self.sample(step)
+    @property
+    def pending(self) -> tuple[Pending, ...]:
+        """The rollouts that no step has trained on yet, once all are there."""
+        with self._ended_on_error():
+            for step in list(self._running):
+                self._finish(step)
+        return tuple(Pending(step, self._kept[step]) for step in sorted(self._kept))
+
+    def __call__(self, step: int, last: int) -> Rollouts:
+        """The rollouts of a step, sampled before or now; those of later ones are begun."""
+        if not self._at_once:
+            kept = self._kept.pop(step, None)
+            return self._now(step) if kept is None else kept
+        with self._ended_on_error():
+            for number in range(step, min(step + self.level - 1, last) + 1):
+                self._start(number)
+            self._finish(step)
+        return self._kept.pop(step)
 
     @contextmanager
     def prefetch(self, step: int, last: int) -> Iterator[None]:
-        """Sample the rollouts of a step, unless it is after the `last`, while the block runs.
+        """Begin the rollouts that are due while a step trains, unless they are after the `last`.
 
-        Raises what sampling raises, after the block; an error in the block cancels the sampling.
-        In either case no thread is left, except one that hangs in a task's or a user's code.
+        Raises what sampling raises, after the block or when its step comes; an error in the block
+        cancels the sampling. In either case no thread is left, except one that hangs in a task's or
+        a user's code.
         """
-        if not self.ahead or step > last:
+        with self._ended_on_error():
+            if 0 < self.level <= last - step:
+                self._start(step + self.level)
             yield
-            return
-        thread = _Thread(lambda: self.sample(step))
-        thread.start()
+            if not self._at_once:
+                for number in list(self._running):
+                    self._finish(number)
+
+    def close(self) -> None:
+        """Cancel what is being sampled."""
+        running, self._running = list(self._running.values()), {}
+        for thread in running:
+            thread.cancel()
+        for thread in running:
+            thread.join(PATIENCE)
+
+    def _now(self, step: int) -> Rollouts:
+        sample, turn = self._work(step)
+        try:
+            return sample()
+        finally:
+            turn.done.set()
+
+    def _start(self, step: int) -> None:
+        if step not in self._kept and step not in self._running:
+            sample, turn = self._work(step)
+            thread = self._running[step] = _Thread(sample, turn)
+            thread.start()
+
+    def _work(self, step: int) -> tuple[Sample, Turn]:
+        turn = Turn(self._last_turn, threading.Event())
+        self._last_turn = turn.done
+        return self._begin(step, turn), turn
+
+    def _finish(self, step: int) -> None:
+        if step in self._running:
+            self._kept[step] = as_kept(self._running[step].result())
+            del self._running[step]
+
+    @contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            thread.give_up()
-            raise
-        try:
-            self.pending = Pending(step, as_kept(thread.result()))
-        except BaseException:
-            thread.give_up()
+            self.close()
             raise
 
 
 class _Thread(threading.Thread):
     """Samples with the caller's number of torch threads, which decides the last bits."""
 
-    def __init__(self, sample: Callable[[], Rollouts]) -> None:
+    def __init__(self, sample: Sample, turn: Turn) -> None:
         super().__init__(name="keel-ahead", daemon=True)
-        self._sample = sample
+        self._sample, self._turn = sample, turn
         self._threads = torch.get_num_threads()
         self._rollouts: Rollouts | None = None
         self._error: BaseException | None = None
@@ -99,6 +198,8 @@ class _Thread(threading.Thread):
                 self._rollouts = self._sample()
         except BaseException as error:
             self._error = error
+        finally:
+            self._turn.done.set()
 
     def result(self) -> Rollouts:
         """Wait for the rollouts. Raises what sampling raised."""
@@ -108,10 +209,9 @@ class _Thread(threading.Thread):
         assert self._rollouts is not None
         return self._rollouts
 
-    def give_up(self) -> None:
-        """Cancel the sampling (`raise_if_cancelled`), and wait `PATIENCE` for its end."""
+    def cancel(self) -> None:
+        """End the sampling at its next check (`raise_if_cancelled`)."""
         self._cancelled.set()
-        self.join(PATIENCE)
 
 
 # ---------------------------------------------------------------- to the disk and back
@@ -133,10 +233,14 @@ def as_kept(rollouts: Rollouts) -> Rollouts:
     )
 
 
-def save_pending(folder: Path, pending: Pending) -> None:
+def save_pending(folder: Path, pending: Sequence[Pending]) -> None:
     """Write rollouts, as they are kept, into a checkpoint."""
+    checkpoint.save_json(folder / PENDING, {"pending": [_state(one) for one in pending]})
+
+
+def _state(pending: Pending) -> dict[str, Any]:
     rollouts = pending.rollouts
-    state = {
+    return {
         "step": pending.step,
         "groups": [_group(group) for group in rollouts.groups],
         "results": [[asdict(result) for result in judged] for judged in rollouts.results],
@@ -145,16 +249,17 @@ def save_pending(folder: Path, pending: Pending) -> None:
         "extras": json.dumps(rollouts.extras),
         "metrics": rollouts.metrics,
     }
-    checkpoint.save_json(folder / PENDING, state)
 
 
-def read_pending(folder: Path | None) -> Pending | None:
-    """The rollouts that a checkpoint holds, if any."""
+def read_pending(folder: Path | None) -> tuple[Pending, ...]:
+    """The rollouts that a checkpoint holds."""
     if folder is None or not (folder / PENDING).exists():
-        return None
+        return ()
     state = checkpoint.load_json(folder / PENDING)
     try:
-        return Pending(state["step"], _read(state))
+        # A checkpoint of an earlier version has those of one step.
+        states = state.get("pending", [state])
+        return tuple(Pending(one["step"], _read(one)) for one in states)
     except (KeyError, TypeError, ValueError) as error:
         raise KeelError(
             f"{folder / PENDING} was written by another version of Keel ({error}): resume with "

@@ -23,7 +23,7 @@ from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import Cause, NotFinite
-from keel.learn.learner import Learner, Losses
+from keel.learn.learner import Losses, Trainer
 from keel.learn.loss import prepare
 from keel.learn.optimizer import learning_rate
 from keel.learn.token_budget import LESS, oom_context
@@ -37,6 +37,7 @@ from keel.training.evaluator import metrics as evaluation_metrics
 from keel.training.prefetch import RolloutPrefetcher
 from keel.training.rollout import Rollouts, Sampler, rollout_records
 from keel.training.state import Progress, State
+from keel.types import VersionedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Loop:
     rollouts_every: int
     checkpoints: Checkpoints
     on_nonfinite: OnNonfinite
-    learner: Learner
+    learner: Trainer
     sampler: Sampler
     prefetcher: RolloutPrefetcher
     evaluator: Evaluator | None
@@ -175,9 +176,9 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
     algorithm, schedule, beta = loop.algorithm, loop.schedule, progress.beta
     clock = loop.writer.clock
     with clock("rollout"):
-        rollouts = loop.prefetcher(number)
-    metrics = {**rollouts.metrics, "step/tokens": 0.0}
-    with loop.prefetcher.prefetch(number + 1, schedule.steps):
+        rollouts = loop.prefetcher(number, schedule.steps)
+    metrics = {**rollouts.metrics, **_staleness(loop, rollouts, number), "step/tokens": 0.0}
+    with loop.prefetcher.prefetch(number, schedule.steps):
         if not rollouts.groups:
             loop.writer.note(f"step {number}: no group had anything to learn from")
             _reset_reference(loop, number)
@@ -212,7 +213,7 @@ def sync(loop: Loop) -> None:
 def score(loop: Loop, rollouts: Rollouts) -> Batch:
     """The rollouts as a batch, with the scores that the algorithm needs before the first update."""
     learner, config = loop.learner, loop.loss
-    batch = from_groups(rollouts.groups, learner.policy.device)
+    batch = from_groups(rollouts.groups, learner.device)
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
     return learner.score(batch, old=config.score_old, reference=config.score_reference)
@@ -256,7 +257,7 @@ def update_models(
                 error,
                 action=loop.on_nonfinite,
                 skipped=progress.skipped + skipped,
-                began=loop.learner.optimizer.began,
+                began=loop.learner.began,
                 weight=loop.learner.bad_weight,
                 diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
                 keep=partial(non_finite.write_batch, batch=part.batch),
@@ -270,7 +271,7 @@ def update_models(
         **_engine_difference(loop.loss, batch.select(keep), taken),
         **metrics,
         "learning_rate": rates[0] or 0.0,
-        **({} if loop.learner.value_optimizer is None else {"value/learning_rate": rates[1]}),
+        **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
         "beta": progress.beta,
     }
     tokens = [(part, losses.tokens) for part, losses in taken]
@@ -362,10 +363,24 @@ def state_of(loop: Loop, progress: Progress) -> State:
 # ---------------------------------------------------------------- details
 
 
+def _staleness(loop: Loop, rollouts: Rollouts, number: int) -> dict[str, float]:
+    """How many updates the weights that completions were begun with are behind the policy's."""
+    if loop.prefetcher.level == 0 or not isinstance(loop.sampler.engine, VersionedEngine):
+        return {}
+    versions = [c.weight_version for group in rollouts.groups for c in group.completions]
+    if not versions:
+        return {}
+    behind = [number - 1 - version for version in versions]
+    return {
+        "rollout/staleness/mean": float(np.mean(behind)),
+        "rollout/staleness/max": float(max(behind)),
+    }
+
+
 def _reset_reference(loop: Loop, number: int) -> None:
     """Copy the policy to the reference where the schedule does after this step."""
-    reference, every = loop.learner.reference, loop.schedule.reference_reset_every
-    if reference is not None and every is not None and number % every == 0:
+    every = loop.schedule.reference_reset_every
+    if loop.learner.has_reference and every is not None and number % every == 0:
         loop.learner.refresh_reference()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,8 @@ class Sampler:
     less: str = ""
     """The hint of an error, where the recipe has no table `rollout`."""
     program: ProgramConfig | None = None
+    before_rewards: Callable[[], None] | None = None
+    """Where several steps are sampled at once: waits for the rewards of those before."""
 
     @property
     def sampling(self) -> Sampling:
@@ -88,9 +90,11 @@ class Sampler:
         the engine streams groups and completions have one turn.
         """
         one_turn = self.config.max_turns == 1 and self.program is None
-        overlaps = self.config.overlap_rewards and one_turn
+        overlaps = self.config.overlap_rewards and one_turn and self.before_rewards is None
         if not overlaps or not isinstance(self.engine, StreamingEngine):
             groups = self.sample(prompts, n, sampling, seed)
+            if self.before_rewards is not None:
+                self.before_rewards()
             return groups, scorer(groups, step)
         with scorer.overlapping(prompts, step) as overlap:
             groups = self.sample(prompts, n, sampling, seed, overlap.add)
@@ -144,8 +148,26 @@ class Sampler:
             raise Hung(message, error.stack) from error
 
 
-def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Prompts from the stream, and how many it had left out by then."""
+
+    prompts: list[Prompt]
+    left_out: int
+
+
+def take(stream: PromptStream, count: int) -> Taken:
+    """The next prompts of a stream."""
+    prompts = stream.take(count)
+    return Taken(prompts, sum(stream.left_out.values()))
+
+
+def collect(
+    sampler: Sampler, algorithm: Algorithm, step: int, first: Taken | None = None
+) -> Rollouts:
     """The rollouts of a step, without groups that hold nothing to learn from.
+
+    `first` are its prompts where they have been taken before.
 
     A group without any reward is dropped and counted, where the advantage reads rewards; with
     dynamic sampling (DAPO, arXiv:2503.14476 §3.2) so is one whose rewards before the length penalty
@@ -159,7 +181,8 @@ def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
     extras: dict[str, list[object]] = {}
     refills = 0
     while True:
-        prompts = sampler.stream.take(config.prompts_per_step - len(kept))
+        taken = first or take(sampler.stream, config.prompts_per_step - len(kept))
+        prompts, first = taken.prompts, None
         seed = derive(sampler.seed, "rollout", step, refills)
         groups, scored = sampler.judged(
             prompts, config.group_size, sampler.sampling, seed, sampler.scorer, step
@@ -194,7 +217,7 @@ def collect(sampler: Sampler, algorithm: Algorithm, step: int) -> Rollouts:
             **failures,
             **describe(every),
             **_dropped(every, kept, refills, config),
-            "prompts/left_out": float(sum(sampler.stream.left_out.values())),
+            "prompts/left_out": float(taken.left_out),
         },
     )
     return _with_greedy(sampler, rollouts, step) if algorithm.needs_greedy and kept else rollouts

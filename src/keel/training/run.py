@@ -20,7 +20,7 @@ from keel.models.policy import load_policy
 from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import texts
-from keel.runs.process import keep_freed
+from keel.runs.process import ProcessLost, keep_freed
 from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json
@@ -61,13 +61,28 @@ def train(
     for key, value in texts(tomllib.loads(place.recipe.read_text("utf-8"))):
         if re.fullmatch(rf"{PYTHON}:\w+", value):
             load_entry(value, key)
-    with lifecycle.run_lifecycle(place, resume, callbacks) as (writer, start):
-        progress = Progress(stage=0) if start is None else _progress_of(start, recipe)
-        writer.recorder.event("resumed" if resume else "started", step=progress.step)
-        writer.callbacks.add(DiagnosisMonitor(writer.warn))
-        with keeping_stacks(writer):
-            run_stages(recipe, writer, progress, start)
-    return place
+    before: Path | None = None
+    left, lost = recipe.cluster.restarts, ""
+    while True:
+        try:
+            with lifecycle.run_lifecycle(place, resume, callbacks) as (writer, start):
+                progress = Progress(stage=0) if start is None else _progress_of(start, recipe)
+                writer.recorder.event("resumed" if resume else "started", step=progress.step)
+                if lost:
+                    writer.note(lost)
+                if start != before:
+                    before, left = start, recipe.cluster.restarts
+                writer.callbacks.add(DiagnosisMonitor(writer.warn))
+                with keeping_stacks(writer):
+                    run_stages(recipe, writer, progress, start)
+            return place
+        except KeelError as error:
+            if not isinstance(error.__cause__, ProcessLost) or recipe.cluster.ray is None:
+                raise
+            if left == 0:
+                raise
+            left, resume = left - 1, True
+            lost = f"{error.__cause__}: going on from the newest checkpoint"
 
 
 def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Path | None) -> None:
@@ -75,7 +90,10 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
     keep_freed()
-    policy = load_policy(recipe.model, recipe.seed)
+    local = recipe.model
+    if recipe.cluster.ray is not None:  # whose processes compute
+        local = recipe.model.model_copy(update={"device": "cpu"})
+    policy = load_policy(local, recipe.seed)
     if recipe.cluster.processes > 1 and policy.device.type != "cpu":
         raise KeelError(
             f"cluster.processes = {recipe.cluster.processes}: several processes run on a CPU only "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
@@ -243,9 +243,23 @@ def reward_context(
     )
 
 
-def load_rewards(rewards: Rewards, around: RewardContext) -> list[NamedReward]:
-    """The reward functions, in order."""
-    return [load_reward(source, around) for source in rewards.functions]
+class HasReward(Protocol):
+    """A reward function that is elsewhere."""
+
+    def named(self) -> NamedReward:
+        """It, with the arguments that it wants."""
+        ...
+
+
+def load_rewards(
+    rewards: Rewards, around: RewardContext, remote: Mapping[int, HasReward] | None = None
+) -> list[NamedReward]:
+    """The reward functions, in order; those of some places may be `remote`."""
+    elsewhere = remote or {}
+    return [
+        elsewhere[place].named() if place in elsewhere else load_reward(source, around)
+        for place, source in enumerate(rewards.functions)
+    ]
 
 
 def scorer(

@@ -11,19 +11,20 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from keel.analysis.overoptimisation import optimisation_of
 from keel.analysis.plots import reward_curve
 from keel.analysis.reward_plots import over_optimisation_picture
+from keel.cluster.ray_token import before_import
 from keel.config.entry import load_entry
 from keel.config.fields import derive
 from keel.config.objective import explain_stage
 from keel.config.schema import Recipe, RLStage, SFTStage
 from keel.config.sources import LEARNED
-from keel.learn.learner import Learner
+from keel.learn.learner import Trainer
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.loading import describe_model
 from keel.models.policy import frozen_copy
@@ -39,8 +40,12 @@ from keel.training.preference_stages import (
     train_process_reward_model,
     train_reward_model,
 )
-from keel.training.prefetch import RolloutPrefetcher, read_pending
-from keel.training.rollout import collect
+from keel.training.prefetch import (
+    RolloutPrefetcher,
+    begin_alone,
+    begin_pinned,
+    read_pending,
+)
 from keel.training.setup import (
     RunContext,
     build_learner,
@@ -57,7 +62,10 @@ from keel.training.setup import (
 from keel.training.sft import Demonstrations
 from keel.training.shared import shared_learner
 from keel.training.state import Progress, restore_optimizers
-from keel.types import Engine
+from keel.types import Engine, PinnableEngine
+
+if TYPE_CHECKING:
+    from keel.training.remote import RemoteReward
 
 
 def train_sft(run: RunContext, stage: SFTStage, progress: Progress) -> Progress:
@@ -95,6 +103,8 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
     """Reinforcement learning; plots the reward curve at its end."""
     recipe, writer = run.recipe, run.writer
     seed = derive(recipe.seed, stage.name)
+    if recipe.cluster.ray is not None:
+        return _train_with_ray(run, stage, progress, seed)
     # With prefetched rollouts the engine has weights of its own; copied before the learner adds
     # the reference's adapter to the policy.
     sampled_with = frozen_copy(run.policy.model) if stage.rollout.async_level else run.policy.model
@@ -107,14 +117,28 @@ def train_rl(run: RunContext, stage: RLStage, progress: Progress) -> Progress:
     return _train_rl(run, stage, progress, learner, sampled_with, seed)
 
 
+def _train_with_ray(run: RunContext, stage: RLStage, progress: Progress, seed: int) -> Progress:
+    assert run.recipe.cluster.ray is not None
+    before_import(run.recipe.cluster.ray)
+    from keel.training.remote import remote_stage  # Ray is optional, and takes a second to import
+
+    parts = (run.recipe, stage, run.policy, seed, token_budget(stage, progress, run.writer))
+    around = reward_context(run.recipe, run.folder, run.policy)
+    with remote_stage(*parts, run.resume_from, progress.step, around, run.writer.note) as remote:
+        model = run.policy.model
+        learner, engine = remote.learner, remote.engine
+        return _train_rl(run, stage, progress, learner, model, seed, engine, remote.rewards)
+
+
 def _train_rl(
     run: RunContext,
     stage: RLStage,
     progress: Progress,
-    learner: Learner,
+    learner: Trainer,
     sampled_with: PreTrainedModel,
     seed: int,
     engine: Engine | None = None,
+    rewards: Mapping[int, RemoteReward] | None = None,
 ) -> Progress:
     recipe, writer = run.recipe, run.writer
     if run.resume_from is None and stage.algorithm.divergence is not None:
@@ -127,8 +151,8 @@ def _train_rl(
             "importance ratio stays 1, so neither its bounds nor a divergence to the old policy "
             "act: set minibatches or epochs higher"
         )
-    loop = build_loop(run, stage, learner, sampled_with, progress, seed, engine)
-    with closing(loop.sampler.scorer):
+    loop = build_loop(run, stage, learner, sampled_with, progress, seed, engine, rewards)
+    with closing(loop.sampler.scorer), closing(loop.prefetcher):
         progress = rl.run(loop, progress)
         for function in loop.sampler.scorer.functions:
             if isinstance(function.function, Judge):
@@ -150,14 +174,16 @@ def paid(judge: Judge) -> str:
 def build_loop(
     run: RunContext,
     stage: RLStage,
-    learner: Learner,
+    learner: Trainer,
     model: PreTrainedModel,
     progress: Progress,
     seed: int,
     engine: Engine | None = None,
+    remote: Mapping[int, RemoteReward] | None = None,
 ) -> rl.Loop:
     """The loop of a stage, with its tasks, rewards and engines; `model` has the weights that
-    rollouts are sampled with, unless there is an `engine` for them."""
+    rollouts are sampled with, unless there is an `engine` for them. The rewards of some places in
+    the recipe may be `remote`."""
     policy, rollout = run.policy, stage.rollout
     source = open_prompts(
         run,
@@ -168,7 +194,9 @@ def build_loop(
         max_tokens=rollout.max_tokens,
         state=progress.stream,
     )
-    functions = load_rewards(stage.rewards, reward_context(run.recipe, run.folder, policy))
+    functions = load_rewards(
+        stage.rewards, reward_context(run.recipe, run.folder, policy), remote or {}
+    )
     scored = partial(
         scorer,
         stage.rewards,
@@ -193,9 +221,13 @@ def build_loop(
         else build_sampler(policy, source, shaped, rollout, seed, step=progress.step, engine=same)
     )
     evaluator = Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None
+    pinnable = isinstance(sampler.engine, PinnableEngine)
+    # With dynamic sampling a step decides which prompts are left for the next.
+    at_once = pinnable and rollout.async_level > 0 and not rollout.dynamic_sampling
     prefetcher = RolloutPrefetcher(
-        partial(collect, sampler, stage.algorithm),
-        ahead=rollout.async_level > 0,
+        partial(begin_pinned if at_once else begin_alone, sampler, stage.algorithm),
+        rollout.async_level,
+        at_once,
         pending=read_pending(run.resume_from),
     )
     return rl.Loop(

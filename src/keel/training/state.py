@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class State:
     optimizers: Mapping[str, HasState]
     modules: Mapping[str, HasStateDict] = field(default_factory=dict)
     reference: HasState | None = None
-    pending: Pending | None = None
+    pending: Sequence[Pending] = ()
 
     def save(self, folder: Path) -> None:
         """Write the files of a checkpoint.
@@ -83,7 +83,7 @@ class State:
         reference = {} if self.reference is None else self.reference.state()
         if reference:
             checkpoint.save_tensors(folder / REFERENCE, reference)
-        if self.pending is not None:
+        if self.pending:
             save_pending(folder, self.pending)
         checkpoint.save_json(folder / STATE, asdict(self.progress))
 

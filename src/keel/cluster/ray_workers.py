@@ -1,0 +1,416 @@
+"""Processes that Ray places and watches: the adapter to Ray.
+
+Each process holds one object, and runs functions on it (`Host`). `RayGroup` are processes that
+compute together; `RayPool` are processes that each do units of work, of which one that dies or
+takes too long is replaced and its unit done again. Every wait has a deadline, whose error names
+what is waited for.
+
+Ray serializes calls and results with pickle: who can call its processes can run code, so that one
+that is started here has a token (`ray_token`), which is to be set before this is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from keel.runs.process import ProcessLost, keep_freed
+from keel.runs.watchdog import heartbeat, raise_if_cancelled
+from keel.types import KeelError
+
+try:
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+except ImportError as error:
+    raise KeelError("cluster.ray needs Ray: pip install 'keel-rl[ray]'") from error
+
+T = TypeVar("T")
+POLL = 0.2
+"""Seconds between two looks at what is running."""
+PATIENCE = 20.0
+"""Seconds in which the end of a process has to be known, after others have lost it."""
+ATTEMPTS = 10
+"""How often a unit of work is done again, or a process that fails to start is started again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What Ray reserves for each process."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+@contextmanager
+def connected(address: str, processes: float) -> Iterator[None]:
+    """Connect to Ray while the block runs.
+
+    `address` is that of a cluster, or "local": then a Ray on this machine is started, with room for
+    so many processes, and ends with the block. Raises KeelError where there is none.
+    """
+    local = address == "local"
+    options: dict[str, Any] = {"include_dashboard": False, "num_cpus": processes} if local else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise KeelError(f'cluster.ray = "{address}": no connection: {message}') from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Tensors by name that are sent once, and that processes read where they need them."""
+
+    reference: Any
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Shared:
+        """Tensors from any device."""
+        content = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+        return cls(ray.put(content))
+
+    def get(self) -> dict[str, Tensor]:
+        return load(ray.get(self.reference))
+
+
+class Host:
+    """A process that holds one object."""
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        keep_freed()
+        self._held: Any = None
+
+    def place(self) -> tuple[int, str]:
+        """Its process and node."""
+        return os.getpid(), socket.gethostname()
+
+    def address(self) -> str:
+        """Where other processes can meet: this node and a free port of it."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def build(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._held = function(*arguments)
+
+    def call(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], answers: bool = True
+    ) -> Any:
+        result = function(self._held, *arguments)
+        return result if answers else None
+
+
+@dataclass(frozen=True, eq=False)
+class Worker:
+    """The handle of a Host."""
+
+    role: str
+    handle: Any
+    pid: int
+    node: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} (process {self.pid} on {self.node})"
+
+
+def started(role: str, resources: Resources, threads: int, seconds: float) -> Worker:
+    """A new process. Raises KeelError where it is not there in time, for want of resources."""
+    remote = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=0)(Host)
+    handle = remote.remote(threads)
+    try:
+        pid, node = ray.get(handle.place.remote(), timeout=seconds)
+    except GetTimeoutError as error:
+        raise KeelError(
+            f"{role} was not placed within {seconds:g} s: it needs {resources.cpus:g} CPUs and "
+            f"{resources.gpus:g} GPUs, and the cluster has {_available()} free: lower "
+            "cluster.cpus, cluster.gpus or the numbers of processes, or raise cluster.deadline"
+        ) from error
+    except RayActorError as error:
+        raise ProcessLost(f"{role} ended while it started: {_line(error)}") from error
+    return Worker(role, handle, pid, node)
+
+
+def address_of(worker: Worker, seconds: float) -> str:
+    """Where other processes can meet a process: HOST:PORT."""
+    found: str = ray.get(worker.handle.address.remote(), timeout=seconds)
+    return found
+
+
+def ended(workers: Sequence[Worker]) -> None:
+    """End processes, whatever they do."""
+    for worker in workers:
+        with suppress(Exception):
+            ray.kill(worker.handle)
+
+
+class RayGroup:
+    """Processes that compute together: each call runs on all at once."""
+
+    def __init__(self, workers: Sequence[Worker], seconds: float) -> None:
+        self._workers, self._seconds = workers, seconds
+
+    def build(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
+        """Make the object that each holds, by the function with the arguments of each."""
+        pairs = zip(self._workers, arguments, strict=True)
+        self._wait([worker.handle.build.remote(function, own) for worker, own in pairs])
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """`function(held, *arguments)` on all; the result of the first.
+
+        Raises:
+            ProcessLost: one has ended; with its name.
+            KeelError: one raised it, or there is no result within the deadline.
+        """
+        sent = ray.put(arguments)
+        first = self._workers[0]
+        calls = [w.handle.call.remote(_with, (function, [sent]), w is first) for w in self._workers]
+        return self._wait(calls)[0]
+
+    def _wait(self, calls: Sequence[Any]) -> list[Any]:
+        names = dict(zip(calls, self._workers, strict=True))
+        until = time.monotonic() + self._seconds
+        waiting = list(calls)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=POLL)
+            heartbeat()
+            raise_if_cancelled()
+            for call in done:
+                try:
+                    ray.get(call)
+                except RayActorError as error:
+                    raise ProcessLost(f"{names[call].name} has ended: {_line(error)}") from error
+                except RayTaskError as error:
+                    if isinstance(error.cause, KeelError):
+                        raise error.cause from None
+                    self._raise_lost(error)
+                    raise KeelError(f"{names[call].name} failed: {_line(error.cause)}") from error
+            if waiting and time.monotonic() > until:
+                hanging = ", ".join(names[call].name for call in waiting)
+                raise ProcessLost(
+                    f"no answer within {self._seconds:g} s from {hanging}: fix it, or raise "
+                    "cluster.deadline"
+                )
+        results: list[Any] = ray.get(list(calls))
+        return results
+
+    def _raise_lost(self, error: Exception) -> None:
+        """Raise ProcessLost where the error of one came of the end of another."""
+        until = time.monotonic() + PATIENCE
+        places = {w.handle.place.remote(): w for w in self._workers}
+        waiting = list(places)
+        while waiting and time.monotonic() < until:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=POLL)
+            for call in done:
+                try:
+                    ray.get(call)
+                except RayActorError as lost:
+                    raise ProcessLost(f"{places[call].name} has ended: {_line(lost)}") from error
+
+
+def _with(held: Any, function: Callable[..., Any], sent: list[Any]) -> Any:
+    """Arguments that all processes share are sent once, and fetched by each."""
+    return function(held, *ray.get(sent[0]))
+
+
+@dataclass(eq=False)
+class _Unit:
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    future: Future[Any] = field(default_factory=Future)
+    attempts: int = 0
+
+
+class RayPool:
+    """Processes of one role, each of which does one unit of work at a time, in order."""
+
+    def __init__(
+        self,
+        role: str,
+        count: int,
+        build: tuple[Callable[..., Any], tuple[Any, ...]],
+        start: Callable[[str], Worker],
+        seconds: float,
+        note: Callable[[str], None],
+    ) -> None:
+        """`build` makes what a process holds; `start` starts one, `note` tells of a loss."""
+        self.count = count
+        self._role, self._build, self._start_one = role, build, start
+        self._seconds, self._note = seconds, note
+        self._queue: deque[_Unit] = deque()
+        self._free: list[Worker] = []
+        self._running: dict[Any, tuple[Worker, _Unit | None, float]] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._failures = 0
+        for number in range(count):
+            self._begin_worker(start(f"{role} {number}"))
+        self._thread = threading.Thread(target=self._run, name=f"keel-{role}", daemon=True)
+        self._thread.start()
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [*self._free, *(worker for worker, _, _ in self._running.values())]
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Have `function(held, *arguments)` done by the next free process.
+
+        The future raises what the function raised; KeelError where the unit was lost too often.
+        """
+        unit = _Unit(function, arguments)
+        with self._changed:
+            if self._error is not None:
+                unit.future.set_exception(self._error)
+            else:
+                self._queue.append(unit)
+                self._changed.notify()
+        return unit.future
+
+    def wait(self, futures: Sequence[Future[T]]) -> Iterator[tuple[int, T]]:
+        """The place and result of each, as they come. Raises the first error."""
+        waiting = dict(enumerate(futures))
+        while waiting:
+            done = [at for at, future in waiting.items() if future.done()]
+            for at in done:
+                yield at, waiting.pop(at).result()
+            if not done:
+                heartbeat()
+                raise_if_cancelled()
+                time.sleep(0.005)
+
+    def close(self) -> None:
+        """End the processes."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(PATIENCE)
+        ended(self.workers)
+
+    def _begin_worker(self, worker: Worker) -> None:
+        call = worker.handle.build.remote(*self._build)
+        self._running[call] = (worker, None, time.monotonic())
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._hand_out()
+                self._collect()
+        except BaseException as error:
+            self._fail(error)
+
+    def _hand_out(self) -> None:
+        with self._changed:
+            if not self._running and not (self._queue and self._free) and not self._closed:
+                self._changed.wait(POLL)
+            while self._queue and self._free:
+                unit = self._queue.popleft()
+                if unit.future.cancelled():
+                    continue
+                worker = self._free.pop(0)
+                call = worker.handle.call.remote(unit.function, unit.arguments)
+                self._running[call] = (worker, unit, time.monotonic())
+
+    def _collect(self) -> None:
+        if not self._running:
+            return
+        # Short, so that a unit that comes meanwhile soon begins.
+        done, _ = ray.wait(list(self._running), num_returns=1, timeout=0.02)
+        for call in done:
+            worker, unit, _ = self._running.pop(call)
+            try:
+                result = ray.get(call)
+            except RayActorError as error:
+                self._replace(worker, unit, f"has ended ({_line(error)})")
+                continue
+            except RayTaskError as error:
+                self._free.append(worker)
+                cause = error.cause
+                known = isinstance(cause, KeelError)
+                raised = cause if known else KeelError(f"{worker.name} failed: {_line(cause)}")
+                if unit is None:
+                    raise raised from error
+                _settle(unit, error=raised)
+                continue
+            self._failures = 0
+            self._free.append(worker)
+            if unit is not None:
+                _settle(unit, result)
+        late = time.monotonic() - self._seconds
+        for call, (worker, unit, since) in list(self._running.items()):
+            if unit is not None and unit.future.cancelled():
+                del self._running[call]
+                self._replace(worker, None, "was told to stop what it did")
+            elif since < late:
+                del self._running[call]
+                self._replace(worker, unit, f"gave no answer within {self._seconds:g} s")
+
+    def _replace(self, worker: Worker, unit: _Unit | None, why: str) -> None:
+        ended([worker])
+        self._failures += 1
+        if unit is not None:
+            unit.attempts += 1
+            with self._changed:
+                self._queue.appendleft(unit)
+        if self._failures > ATTEMPTS or (unit is not None and unit.attempts >= ATTEMPTS):
+            raise KeelError(
+                f"{worker.name} {why}, as others did before it: fix that, or raise cluster.deadline"
+            )
+        self._note(f"{worker.name} {why}: replaced; what it was doing is done again")
+        for _ in range(ATTEMPTS):
+            try:
+                self._begin_worker(self._start_one(worker.role))
+            except ProcessLost:
+                continue
+            return
+        raise KeelError(f"{worker.role} ends each time it is started: see Ray's logs")
+
+    def _fail(self, error: BaseException) -> None:
+        """No unit can be done any more."""
+        with self._changed:
+            units = [*self._queue, *(u for _, u, _ in self._running.values() if u is not None)]
+            self._queue.clear()
+            self._error = error
+        for unit in units:
+            _settle(unit, error=error)
+
+
+def _settle(unit: _Unit, result: Any = None, error: BaseException | None = None) -> None:
+    """Give a unit its outcome, unless nobody wants it any more."""
+    with suppress(InvalidStateError):
+        if error is None:
+            unit.future.set_result(result)
+        else:
+            unit.future.set_exception(error)
+
+
+def _available() -> str:
+    free = ray.available_resources()
+    return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
+
+
+def _line(error: BaseException) -> str:
+    """The reason, without what Ray adds on where to look."""
+    text = str(error)
+    detail = text.partition("Worker exit detail: ")[2] or text
+    words = " ".join(detail.split())
+    kind = "" if isinstance(error, RayError | KeelError) else f"{type(error).__name__}: "
+    return kind + words[:300].partition(". ")[0]
