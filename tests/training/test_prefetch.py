@@ -27,7 +27,8 @@ from keel.training.prefetch import (
     PENDING,
     Pending,
     RolloutPrefetcher,
-    _Thread,
+    Sample,
+    Turn,
     as_kept,
     read_pending,
     save_pending,
@@ -209,8 +210,7 @@ def test_resume_without_async_level_uses_saved_rollouts(tmp_path: Path) -> None:
 
 def test_saved_rollouts_equal_the_recorded_ones(tmp_path: Path) -> None:
     folder = train(small(*KEYS, "checkpoints.every=1", "steps=2"), tmp_path / "run")
-    pending = read_pending(folder.checkpoint(0, 1))
-    assert isinstance(pending, Pending)
+    (pending,) = read_pending(folder.checkpoint(0, 1))
     assert pending.step == 2
     rows = load(folder.path).rollouts(2)
     completions = [c for group in pending.rollouts.groups for c in group.completions]
@@ -220,8 +220,8 @@ def test_saved_rollouts_equal_the_recorded_ones(tmp_path: Path) -> None:
         assert completion.log_probs.dtype == np.float32
         assert completion.written.dtype == np.bool_
         assert (row["completion"], row["finish"]) == (completion.text, completion.finish)
-    assert read_pending(folder.checkpoint(0, 2)) is None
-    assert read_pending(None) is None
+    assert read_pending(folder.checkpoint(0, 2)) == ()
+    assert read_pending(None) == ()
 
 
 def written(folder: Path, keys: dict[str, Any]) -> Pending:
@@ -233,9 +233,8 @@ def written(folder: Path, keys: dict[str, Any]) -> Pending:
 
 def test_saved_rollouts_keep_user_keys_and_turns(tmp_path: Path) -> None:
     keys = {"$type": "tuple", "items": [1]}
-    save_pending(tmp_path, written(tmp_path, keys))
-    again = read_pending(tmp_path)
-    assert again is not None
+    save_pending(tmp_path, [written(tmp_path, keys)])
+    (again,) = read_pending(tmp_path)
     assert again.rollouts.extras == {"seen": [keys]}
     assert again.rollouts.groups[0].prompt.content == [{"role": "user", **keys}]
     words = (("assistant", "go"), ("environment", "no, 12"), ("assistant", ""))
@@ -249,15 +248,16 @@ def test_saved_rollouts_keep_user_keys_and_turns(tmp_path: Path) -> None:
         turns=turns,
     )
     group = Group(Prompt("p", "x", {}, "t", (5,)), (completion,))
-    save_pending(tmp_path, Pending(1, Rollouts((group,), ((RewardResult(0.0),),))))
-    again = read_pending(tmp_path)
-    assert again is not None
+    both = [Pending(step, Rollouts((group,), ((RewardResult(0.0),),))) for step in (1, 2)]
+    save_pending(tmp_path, both)
+    again, second = read_pending(tmp_path)
+    assert second.step == 2
     assert again.rollouts.groups[0].completions[0].turns == turns
     assert again.rollouts.groups[0].completions[0].transcript == "gono, 12"
 
 
 def test_saved_rollouts_of_another_version_are_refused(tmp_path: Path) -> None:
-    save_pending(tmp_path, written(tmp_path, {}))
+    save_pending(tmp_path, [written(tmp_path, {})])
     path = tmp_path / PENDING
     path.write_text(path.read_text().replace('"columns"', '"surplus"'))
     with pytest.raises(KeelError, match=r"another version of Keel .*surplus.*resume with that"):
@@ -309,20 +309,20 @@ def test_failure_of_the_update_cancels_rewards_ahead(
         raise KeelError("the update fell over")
 
     left: list[bool] = []
-    real = _Thread.give_up
+    real = RolloutPrefetcher.close
 
-    def give_up(thread: _Thread) -> None:
-        real(thread)
-        left.append(thread.is_alive())
+    def close(prefetcher: RolloutPrefetcher) -> None:
+        real(prefetcher)
+        left.extend(name == "keel-ahead" for name in threads())
 
-    monkeypatch.setattr(_Thread, "give_up", give_up)
+    monkeypatch.setattr(RolloutPrefetcher, "close", close)
     monkeypatch.setattr(rl, "update_models", update)
     monkeypatch.setattr("tests.training.test_prefetch.falls_later", awaits if awaited else waits)
     keys = (*AHEAD, "rewards.functions=[{function='tests.training.test_prefetch:falls_later'}]")
     keys += (f"rollout.overlap_rewards={overlap}", "rewards.timeout=500", "evaluation.prompts=0")
     with pytest.raises(KeelError, match="the update fell over"):
         train(small(*keys), tmp_path / "run")
-    assert left == [False]
+    assert left == []
     assert threads() == []
     over.set()
 
@@ -360,14 +360,14 @@ def test_failure_of_the_update_cancels_generation_ahead(
 def test_prefetch_thread_ends_at_its_next_check() -> None:
     began = threading.Event()
 
-    def draw(step: int) -> Rollouts:
+    def draw() -> Rollouts:
         began.set()
         while True:
             time.sleep(0.01)
             raise_if_cancelled()
 
     def learn() -> None:
-        with RolloutPrefetcher(draw, ahead=True).prefetch(2, 9):
+        with RolloutPrefetcher(lambda step, turn: draw, 1).prefetch(1, 9):
             assert began.wait(WAIT)
             raise KeyboardInterrupt
 
@@ -379,13 +379,13 @@ def test_prefetch_thread_ends_at_its_next_check() -> None:
 def test_prefetch_thread_that_never_checks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     began, over = threading.Event(), threading.Event()
 
-    def draw(step: int) -> Rollouts:
+    def draw() -> Rollouts:
         began.set()
         over.wait(WAIT)
         raise AssertionError
 
     def learn() -> None:
-        with RolloutPrefetcher(draw, ahead=True).prefetch(2, 9):
+        with RolloutPrefetcher(lambda step, turn: draw, 1).prefetch(1, 9):
             assert began.wait(WAIT)
             raise KeelError("the update fell over")
 
@@ -401,15 +401,96 @@ def test_prefetch_thread_that_never_checks_is_abandoned(monkeypatch: pytest.Monk
 
 
 def test_no_prefetch_after_the_last_step_or_when_off() -> None:
-    def draw(step: int) -> Rollouts:
+    def draw() -> Rollouts:
         raise AssertionError
 
-    sampling = RolloutPrefetcher(draw, ahead=True)
-    with sampling.prefetch(10, 9):
+    sampling = RolloutPrefetcher(lambda step, turn: draw, 1)
+    with sampling.prefetch(9, 9):
         assert threads() == []
-    with RolloutPrefetcher(draw, ahead=False).prefetch(2, 9):
+    with RolloutPrefetcher(lambda step, turn: draw, 0).prefetch(1, 9):
         assert threads() == []
-    assert sampling.pending is None
+    assert sampling.pending == ()
+
+
+# ---------------------------------------------------------------- several steps ahead
+
+
+def rollouts_of(step: int) -> Rollouts:
+    return Rollouts((), (), metrics={"step": float(step)})
+
+
+def test_steps_ahead_begin_in_order_with_the_weights_of_their_time() -> None:
+    """At level 2 the steps 1 to 3 begin with the first weights, each later one an update later."""
+    begun: list[tuple[int, int]] = []
+    version = 0
+
+    def begin(step: int, turn: Turn) -> Sample:
+        begun.append((step, version))
+        return lambda: rollouts_of(step)
+
+    sampling = RolloutPrefetcher(begin, 2, at_once=True)
+    for step in range(1, 7):
+        assert sampling(step, 6).metrics == {"step": step}
+        with sampling.prefetch(step, 6):
+            version += 1
+    assert begun == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 3)]
+    assert sampling.pending == ()
+    assert threads() == []
+
+
+def test_rewards_of_steps_at_once_are_called_in_order() -> None:
+    scored: list[int] = []
+    slow = threading.Event()
+
+    def begin(step: int, turn: Turn) -> Sample:
+        def sample() -> Rollouts:
+            if step == 1:
+                assert slow.wait(WAIT)
+            turn.wait()
+            scored.append(step)
+            return rollouts_of(step)
+
+        if step == 3:
+            slow.set()
+        return sample
+
+    sampling = RolloutPrefetcher(begin, 3, at_once=True)
+    sampling(1, 9)
+    assert [one.step for one in sampling.pending] == [2, 3]
+    assert scored == [1, 2, 3]
+
+
+def test_what_a_checkpoint_held_is_not_sampled_again() -> None:
+    begun: list[int] = []
+
+    def begin(step: int, turn: Turn) -> Sample:
+        begun.append(step)
+        return lambda: rollouts_of(step)
+
+    held = [Pending(step, rollouts_of(-step)) for step in (4, 5)]
+    sampling = RolloutPrefetcher(begin, 2, at_once=True, pending=held)
+    assert sampling(4, 9).metrics == {"step": -4.0}
+    with sampling.prefetch(4, 9):
+        pass
+    assert begun == [6]
+    assert [one.step for one in sampling.pending] == [5, 6]
+
+
+def test_an_error_of_one_step_cancels_the_others() -> None:
+    def begin(step: int, turn: Turn) -> Sample:
+        def sample() -> Rollouts:
+            if step == 1:
+                raise KeelError("step 1 fell over")
+            while True:
+                time.sleep(0.01)
+                raise_if_cancelled()
+
+        return sample
+
+    sampling = RolloutPrefetcher(begin, 3, at_once=True)
+    with pytest.raises(KeelError, match="step 1 fell over"):
+        sampling(1, 9)
+    assert threads() == []
 
 
 MIXES: Mapping[str, Sequence[str]] = {

@@ -54,7 +54,8 @@ SAVED: dict[str, str] = {
     r"\.stream\._(draws|taken\[.*\]|left_out\[.*\])$": "progress.stream",
     r"\.budget\.tokens$": "progress.token_budget",
     r"\.inner\.state(#|\.key#\d+|\[#\d+\].*)$": "the optimizers' moments",
-    r"\.prefetcher\.pending\b": "the rollouts that no step has learned from",
+    r"\.prefetcher\._kept\b": "the rollouts that no step has learned from",
+    r"\.engine\.weight_version$": "the number of the stage's steps",
     r"\.engine\.model\._(parameters|buffers|modules)\b": "where it is a copy: the policy's weights",
     r"\['reference'\]|\.peft_config#$": "the reference: a second adapter, made when it is re-set",
     r"\._modules\['(lora_\w+|base_layer)'\]\._modules#$": "the same",
@@ -72,6 +73,7 @@ FREE: dict[str, str] = {
     r"\.config\.(dtype|architectures(#|\[0\])?)$": (
         "transformers fills them in when it saves, with what the weights and the class say"
     ),
+    r"\.prefetcher\._last_turn\b": "the order of steps that are sampled at once",
     r"\.(scorer|judge)\._loop\._": "the event loop of rewards that are coroutines",
 }
 """Leaves that change and decide nothing, with the reason."""
