@@ -326,6 +326,19 @@ SAMPLING = Section(
             "",
         ),
         Metric(
+            "rollout/staleness/mean",
+            "Updates between the weights that completions were begun with and those they are "
+            "trained on; mean over completions, where rollout.async_level is set.",
+            "updates",
+            "At most rollout.async_level.",
+        ),
+        Metric(
+            "rollout/staleness/max",
+            "The same of the completion with the oldest weights.",
+            "updates",
+            "",
+        ),
+        Metric(
             "rollout/refills",
             "How often the step sampled again because groups without variance were dropped.",
             "refills",

@@ -14,5 +14,6 @@ def before_import(address: str) -> None:
     which nobody can call it; unless the program that calls Keel has imported Ray already.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # they do the work, and yield to nothing
     if address == "local" and "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

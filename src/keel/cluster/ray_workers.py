@@ -108,8 +108,10 @@ class Host:
             free.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
-    def build(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def build(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int, str]:
+        """Make the object; where this is."""
         self._held = function(*arguments)
+        return self.place()
 
     def call(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], answers: bool = True
@@ -118,41 +120,52 @@ class Host:
         return result if answers else None
 
 
-@dataclass(frozen=True, eq=False)
+class Trainer(Host):
+    """A Host by the name that the system shows its process with, as the next two."""
+
+
+class RolloutWorker(Host):
+    """See `Trainer`."""
+
+
+class RewardWorker(Host):
+    """See `Trainer`."""
+
+
+KINDS = {"trainer": Trainer, "rollout worker": RolloutWorker, "reward worker": RewardWorker}
+
+
+@dataclass(eq=False)
 class Worker:
-    """The handle of a Host."""
+    """The handle of a Host; `where` is its process and node, once it is there."""
 
     role: str
     handle: Any
-    pid: int
-    node: str
+    resources: Resources
+    where: tuple[int, str] | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.role} (process {self.pid} on {self.node})"
+        if self.where is None:
+            return self.role
+        return f"{self.role} (process {self.where[0]} on {self.where[1]})"
+
+    def missing(self, seconds: float) -> KeelError:
+        """The error where it is not there after so many seconds."""
+        free = ray.available_resources()
+        return KeelError(
+            f"{self.role} was not ready within {seconds:g} s: it needs {self.resources.cpus:g} "
+            f"CPUs and {self.resources.gpus:g} GPUs, and the cluster has {free.get('CPU', 0):g} "
+            f"and {free.get('GPU', 0):g} free: lower cluster.cpus, cluster.gpus or the numbers of "
+            "processes, or raise cluster.deadline"
+        )
 
 
-def started(role: str, resources: Resources, threads: int, seconds: float) -> Worker:
-    """A new process. Raises KeelError where it is not there in time, for want of resources."""
-    remote = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=0)(Host)
-    handle = remote.remote(threads)
-    try:
-        pid, node = ray.get(handle.place.remote(), timeout=seconds)
-    except GetTimeoutError as error:
-        raise KeelError(
-            f"{role} was not placed within {seconds:g} s: it needs {resources.cpus:g} CPUs and "
-            f"{resources.gpus:g} GPUs, and the cluster has {_available()} free: lower "
-            "cluster.cpus, cluster.gpus or the numbers of processes, or raise cluster.deadline"
-        ) from error
-    except RayActorError as error:
-        raise ProcessLost(f"{role} ended while it started: {_line(error)}") from error
-    return Worker(role, handle, pid, node)
-
-
-def address_of(worker: Worker, seconds: float) -> str:
-    """Where other processes can meet a process: HOST:PORT."""
-    found: str = ray.get(worker.handle.address.remote(), timeout=seconds)
-    return found
+def started(role: str, resources: Resources, threads: int) -> Worker:
+    """A new process, which may take a while to be there; `role` is one of `KINDS` with a number."""
+    kind = KINDS[role.rstrip(" 0123456789")]
+    remote = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=0)(kind)
+    return Worker(role, remote.remote(threads), resources)
 
 
 def ended(workers: Sequence[Worker]) -> None:
@@ -167,6 +180,22 @@ class RayGroup:
 
     def __init__(self, workers: Sequence[Worker], seconds: float) -> None:
         self._workers, self._seconds = workers, seconds
+
+    def meet(self) -> str:
+        """Wait until all are there; where they can meet, as HOST:PORT.
+
+        Raises KeelError where one is not there within the deadline.
+        """
+        places = [worker.handle.place.remote() for worker in self._workers]
+        for worker, place in zip(self._workers, places, strict=True):
+            try:
+                worker.where = ray.get(place, timeout=self._seconds)
+            except GetTimeoutError as error:
+                raise worker.missing(self._seconds) from error
+            except RayActorError as error:
+                raise ProcessLost(f"{worker.role} ended at its start: {_line(error)}") from error
+        found: str = self._wait([self._workers[0].handle.address.remote()])[0]
+        return found
 
     def build(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Make the object that each holds, by the function with the arguments of each."""
@@ -186,7 +215,7 @@ class RayGroup:
         return self._wait(calls)[0]
 
     def _wait(self, calls: Sequence[Any]) -> list[Any]:
-        names = dict(zip(calls, self._workers, strict=True))
+        names = dict(zip(calls, self._workers, strict=False))  # some calls are of the first alone
         until = time.monotonic() + self._seconds
         waiting = list(calls)
         while waiting:
@@ -240,20 +269,19 @@ class _Unit:
 
 
 class RayPool:
-    """Processes of one role, each of which does one unit of work at a time, in order."""
+    """Processes, each of which does one unit of work at a time, in order."""
 
     def __init__(
         self,
-        role: str,
-        count: int,
+        roles: Sequence[str],
         build: tuple[Callable[..., Any], tuple[Any, ...]],
         start: Callable[[str], Worker],
         seconds: float,
         note: Callable[[str], None],
     ) -> None:
         """`build` makes what a process holds; `start` starts one, `note` tells of a loss."""
-        self.count = count
-        self._role, self._build, self._start_one = role, build, start
+        self.count = len(roles)
+        self._build, self._start_one = build, start
         self._seconds, self._note = seconds, note
         self._queue: deque[_Unit] = deque()
         self._free: list[Worker] = []
@@ -262,9 +290,9 @@ class RayPool:
         self._closed = False
         self._error: BaseException | None = None
         self._failures = 0
-        for number in range(count):
-            self._begin_worker(start(f"{role} {number}"))
-        self._thread = threading.Thread(target=self._run, name=f"keel-{role}", daemon=True)
+        for role in roles:
+            self._begin_worker(start(role))
+        self._thread = threading.Thread(target=self._run, name=f"keel-{roles[0]}", daemon=True)
         self._thread.start()
 
     @property
@@ -352,13 +380,17 @@ class RayPool:
                 continue
             self._failures = 0
             self._free.append(worker)
-            if unit is not None:
+            if unit is None:
+                worker.where = result
+            else:
                 _settle(unit, result)
         late = time.monotonic() - self._seconds
         for call, (worker, unit, since) in list(self._running.items()):
             if unit is not None and unit.future.cancelled():
                 del self._running[call]
                 self._replace(worker, None, "was told to stop what it did")
+            elif since < late and unit is None:
+                raise worker.missing(self._seconds)
             elif since < late:
                 del self._running[call]
                 self._replace(worker, unit, f"gave no answer within {self._seconds:g} s")
@@ -375,13 +407,7 @@ class RayPool:
                 f"{worker.name} {why}, as others did before it: fix that, or raise cluster.deadline"
             )
         self._note(f"{worker.name} {why}: replaced; what it was doing is done again")
-        for _ in range(ATTEMPTS):
-            try:
-                self._begin_worker(self._start_one(worker.role))
-            except ProcessLost:
-                continue
-            return
-        raise KeelError(f"{worker.role} ends each time it is started: see Ray's logs")
+        self._begin_worker(self._start_one(worker.role))
 
     def _fail(self, error: BaseException) -> None:
         """No unit can be done any more."""
@@ -400,11 +426,6 @@ def _settle(unit: _Unit, result: Any = None, error: BaseException | None = None)
             unit.future.set_result(result)
         else:
             unit.future.set_exception(error)
-
-
-def _available() -> str:
-    free = ray.available_resources()
-    return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
 
 
 def _line(error: BaseException) -> str:

@@ -28,7 +28,6 @@ from keel.cluster.ray_workers import (
     Resources,
     Shared,
     Worker,
-    address_of,
     connected,
     ended,
     started,
@@ -270,7 +269,7 @@ def remote_stage(
     processes = cluster.processes + cluster.rollout_workers + cluster.reward_workers
     threads = max(int(cluster.cpus), 1)
     compute = Resources(cluster.cpus, cluster.gpus)
-    start = partial(started, threads=threads, seconds=cluster.deadline)
+    start = partial(started, threads=threads)
     notes: list[str] = []  # of other threads; told by this one
 
     def tell() -> None:
@@ -285,15 +284,8 @@ def remote_stage(
         for number in range(cluster.processes):
             trainers.append(start(f"trainer {number}", resources=compute))
         group = RayGroup(trainers, cluster.deadline)
-        meeting = f"tcp://{address_of(trainers[0], cluster.deadline)}"
-        parts = (recipe, stage, seed, budget.tokens, resume_from, [whole], threads)
-        group.build(
-            _trainer,
-            [(*parts, Ranks(n, cluster.processes), meeting) for n in range(cluster.processes)],
-        )
         pool = RayPool(
-            "rollout worker",
-            cluster.rollout_workers,
+            [f"rollout worker {number}" for number in range(cluster.rollout_workers)],
             (_rollout_worker, (recipe, stage, [whole])),
             partial(start, resources=compute),
             cluster.deadline,
@@ -311,8 +303,7 @@ def remote_stage(
             }
             if own:
                 one = RayPool(
-                    f"reward worker {number}",
-                    1,
+                    [f"reward worker {number}"],
                     (_RewardWorker, (own, around)),
                     partial(start, resources=held),
                     cluster.deadline,
@@ -320,6 +311,10 @@ def remote_stage(
                 )
                 stack.callback(one.close)
                 rewards |= {place: RemoteReward(one, place) for place in own}
+        meeting = f"tcp://{group.meet()}"
+        parts = (recipe, stage, seed, budget.tokens, resume_from, [whole])
+        ranks = [Ranks(number, cluster.processes) for number in range(cluster.processes)]
+        group.build(_trainer, [(*parts, own, meeting) for own in ranks])
         reference, values = group.call(_describe)
         learner = RemoteLearner(group, policy, budget, reference, values)
         learned = {n: w for n, w in policy.model.named_parameters() if w.requires_grad}
@@ -339,7 +334,7 @@ def _check_entries(recipe: Recipe) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class RolloutWorker:
+class _RolloutWorker:
     """An engine, and the version of its weights."""
 
     engine: Engine
@@ -387,7 +382,6 @@ def _trainer(
     tokens: int,
     resume_from: Path | None,
     whole: list[Shared],
-    threads: int,
     ranks: Ranks,
     meeting: str,
 ) -> Learner:
@@ -399,7 +393,7 @@ def _trainer(
     )
 
 
-def _rollout_worker(recipe: Recipe, stage: RLStage, whole: list[Shared]) -> RolloutWorker:
+def _rollout_worker(recipe: Recipe, stage: RLStage, whole: list[Shared]) -> _RolloutWorker:
     policy = _load(recipe, whole)
     engine = build_engine(
         stage.rollout.engine,
@@ -411,11 +405,11 @@ def _rollout_worker(recipe: Recipe, stage: RLStage, whole: list[Shared]) -> Roll
         server=stage.rollout.vllm,
         timeout=stage.rollout.timeout,
     )
-    return RolloutWorker(engine, [-1])
+    return _RolloutWorker(engine, [-1])
 
 
 def _sample(
-    worker: RolloutWorker,
+    worker: _RolloutWorker,
     version: int,
     weights: list[Shared],
     prompts: list[Prompt],

@@ -1,0 +1,96 @@
+"""Runs by Ray in processes of their own, and the processes that Ray has started for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+WAIT = 300.0
+"""Seconds: Ray alone takes 15 to start, and each of its processes imports torch."""
+WORDS = (
+    "threads=1",
+    "checkpoints.every=2",
+    "cluster.ray=local",
+    "cluster.rollout_workers=2",
+    "cluster.reward_workers=1",
+)
+AHEAD = ("rollout.async_level=2", "algorithm.correction.kind=truncate")
+
+
+def keel(*words: str | Path) -> subprocess.Popen[str]:
+    """A command of Keel in a session of its own, so that all of it can be ended."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "keel", *map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finished(run: subprocess.Popen[str]) -> str:
+    """Wait for the end of a run that is to be without error; what it printed."""
+    printed = run.communicate(timeout=WAIT)[1]
+    assert run.returncode == 0, printed
+    return printed
+
+
+def steps(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
+    end = time.monotonic() + WAIT
+    while steps(folder) < step:
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def workers(kind: str, since: int) -> list[int]:
+    """The processes of Ray of one kind, as `RolloutWorker`, started after the process `since`.
+
+    A run's processes do not descend from it, but have the address of its Ray in their arguments.
+    """
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes()
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        if words.startswith(f"ray::{kind}".encode()) and _ancestor(parent, since):
+            found.append(int(place.name))
+    return sorted(found)
+
+
+def _ancestor(process: int, of: int) -> bool:
+    """Whether a process is `of` or descends from it."""
+    while process > 1 and process != of:
+        try:
+            text = Path(f"/proc/{process}/stat").read_text()
+        except OSError:
+            return False
+        process = int(text.rpartition(")")[2].split()[1])
+    return process == of
+
+
+def kill(run: subprocess.Popen[str], kind: str, number: int = 0) -> int:
+    """Kill a process of a kind as soon as there is one; its id."""
+    end = time.monotonic() + WAIT
+    while len(found := workers(kind, run.pid)) <= number:
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.kill(found[number], signal.SIGKILL)
+    return found[number]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,110 @@
+"""Runs by Ray: as one process's, and what happens where processes end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keel.config.load import load_recipe
+from keel.types import KeelError
+from tests.cluster.ray_runs import AHEAD, WORDS, finished, keel, kill, metrics, until_step
+from tests.soak.killing import differences
+
+pytest.importorskip("ray")
+
+
+@pytest.mark.slow
+def test_rollout_and_reward_workers_change_no_bit(tmp_path: Path) -> None:
+    one, ray = tmp_path / "one", tmp_path / "ray"
+    keys = ("threads=1", "steps=4", "algorithm=ppo", "epochs=2")
+    finished(keel("train", "tiny", *keys, "--run", one, "--quiet"))
+    finished(keel("train", "tiny", *keys, *WORDS, "--run", ray, "--quiet"))
+    assert metrics(one) == metrics(ray)
+    last = sorted((one / "checkpoints").iterdir())[-1].name
+    for name in ("trainable.safetensors", "optimizer.safetensors", "value_optimizer.safetensors"):
+        a, b = (run / "checkpoints" / last / name for run in (one, ray))
+        assert a.read_bytes() == b.read_bytes(), name
+
+
+@pytest.mark.slow
+def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path) -> None:
+    """Two trainers; one of each kind is killed, then the process that runs the loop itself."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = ("train", "tiny", *WORDS, *AHEAD, "steps=40", "cluster.processes=2")
+    finished(keel(*words, "--run", whole, "--quiet"))
+    assert max(row["rollout/staleness/max"] for row in metrics(whole)) == 2
+    run = keel(*words, "--run", killed, "--quiet")
+    notes = []
+    for step, kind in ((3, "RolloutWorker"), (6, "RewardWorker"), (9, "Trainer")):
+        until_step(run, killed, step)
+        notes.append((kind, kill(run, kind)))
+    until_step(run, killed, 12)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.communicate()
+    told = (killed / "events.jsonl").read_text()
+    for kind, process in notes:
+        name = {"RolloutWorker": "rollout worker", "RewardWorker": "reward worker"}.get(kind)
+        assert f"{name or 'trainer'} " in told
+        assert f"(process {process} on " in told
+    finished(keel("train", "--resume", "--run", killed, "--quiet"))
+    assert differences(whole, killed) == []
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_always_lost_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = keel("train", "tiny", *WORDS, "cluster.restarts=0", "--run", folder, "--quiet")
+    until_step(run, folder, 2)
+    process = kill(run, "Trainer")
+    error = run.communicate(timeout=60)[1]
+    assert run.returncode == 2
+    assert f"trainer 0 (process {process} on " in error
+    assert "resume with: keel train --resume" in error
+
+
+@pytest.mark.slow
+def test_no_room_for_the_processes_is_one_line(tmp_path: Path) -> None:
+    keys = ("cluster.gpus=1", "cluster.deadline=5")
+    run = keel("train", "tiny", *WORDS, *keys, "--run", tmp_path / "run", "--quiet")
+    error = run.communicate(timeout=120)[1]
+    assert run.returncode == 2
+    assert "was not ready within 5 s: it needs 1 CPUs and 1 GPUs" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (("rollout.async_level=2", "algorithm.correction.kind=truncate"), "set cluster.ray"),
+        ((*WORDS, *AHEAD, "rollout.dynamic_sampling=true"), "dynamic_sampling"),
+        ((*WORDS, "rollout.async_level=2"), "algorithm.correction"),
+        (("cluster.rollout_workers=2",), "cluster.ray is not set"),
+    ],
+)
+def test_what_ray_cannot_do_is_refused(keys: tuple[str, ...], words: str) -> None:
+    with pytest.raises(KeelError, match=words):
+        load_recipe("tiny", [*keys])
+
+
+FUNCTION = """
+import sys, keel
+def reward(completions, **_):
+    return [0.0 for _ in completions]
+try:
+    keel.train("tiny", sys.argv[1], rewards=reward, cluster={"ray": "local"}, progress=False)
+except keel.KeelError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_python_functions_are_refused(tmp_path: Path) -> None:
+    """Those that were passed to keel.train are known to their process alone."""
+    words = [sys.executable, "-c", FUNCTION, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert "cluster.ray: other processes cannot call functions" in done.stdout, done.stderr
