@@ -4,8 +4,8 @@
 
 Each run is the quickstart's supervised stage and then GRPO by Ray: one trainer, and two rollout
 workers whose engine sleeps a millisecond for each token (`slow_engine`). Levels 0 and 2 take the
-same steps on the same prompts, with the same truncated importance sampling. Told are the seconds of
-the steps of the stage rl, of which starting Ray is no part, and greedy validation accuracy.
+same steps on the same prompts, with the same truncated importance sampling. It prints the seconds
+of the steps of the stage rl, of which starting Ray is no part, and greedy validation accuracy.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def run(seed: int, level: int, steps: int, folder: Path) -> dict[str, Any]:
     finished(keel("train", "quickstart", *keys, "--run", folder, "--quiet"))
     lines = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
     seconds = [row["total"] for row in lines if row["stage"] == "rl"]
-    told = json.loads((folder / "run.json").read_text())["evaluation"]["rl"]
+    results = json.loads((folder / "run.json").read_text())["evaluation"]["rl"]
     rows = [row for row in metrics(folder) if row["stage"] == "rl"]
     return {
         "seed": seed,
         "level": level,
-        "before": told["before"]["mean"],
-        "after": told["after"]["mean"],
+        "before": results["before"]["mean"],
+        "after": results["after"]["mean"],
         "seconds": sum(seconds),
         "staleness": max(row.get("rollout/staleness/max", 0) for row in rows),
         "reward": float(np.mean([row["reward"] for row in rows[-10:]])),

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from tests.cluster.ray_runs import AHEAD, WORDS, finished, keel, kill, steps, until_step
 from tests.soak.killing import differences
 
-KINDS = ("RolloutWorker", "RewardWorker", "Trainer", "loop")
+KINDS = ("RolloutHost", "RewardHost", "TrainerHost", "loop")
 """As the system shows their processes, and the process that runs the loop."""
 
 
@@ -45,25 +45,25 @@ def prompts(folder: Path) -> Counter[str]:
 
 def disturbed(words: list[str], folder: Path, kills: int, chance: random.Random) -> list[str]:
     """A run whose processes are killed; what was killed, and after which step."""
-    told: list[str] = []
+    killed: list[str] = []
     run = keel(*words, "--run", folder, "--quiet")
     until_step(run, folder, 1)
-    while len(told) < kills:
-        kind = KINDS[len(told) % len(KINDS)]
+    while len(killed) < kills:
+        kind = KINDS[len(killed) % len(KINDS)]
         time.sleep(chance.uniform(0.0, 3.0))
-        assert run.poll() is None, (run.communicate(), told)
+        assert run.poll() is None, (run.communicate(), killed)
         if kind == "loop":
             os.killpg(run.pid, signal.SIGKILL)
             run.communicate()
             run = keel("train", "--resume", "--run", folder, "--quiet")
         else:
-            kill(run, kind, chance.randrange(1 if kind == "RewardWorker" else 2))
-        told.append(f"{kind} after step {steps(folder)}")
-        print(told[-1], flush=True)
+            kill(run, kind, chance.randrange(1 if kind == "RewardHost" else 2))
+        killed.append(f"{kind} after step {steps(folder)}")
+        print(killed[-1], flush=True)
         step = steps(folder)
         _until_it_goes_on(run, folder, step)
     finished(run)
-    return told
+    return killed
 
 
 def _until_it_goes_on(run: subprocess.Popen[str], folder: Path, step: int) -> None:
@@ -94,10 +94,10 @@ def main() -> None:
         whole, killed = Path(place) / "whole", Path(place) / "killed"
         finished(keel(*words, "--run", whole, "--quiet"))
         start = time.perf_counter()
-        told = disturbed(words, killed, arguments.kills, random.Random(arguments.seed))
+        done = disturbed(words, killed, arguments.kills, random.Random(arguments.seed))
         counts = prompts(killed)
         result = {
-            "kills": len(told),
+            "kills": len(done),
             "seconds": round(time.perf_counter() - start, 1),
             "steps": steps(killed),
             "differences": differences(whole, killed),

@@ -54,7 +54,7 @@ def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
 
 
 def workers(kind: str, since: int) -> list[int]:
-    """The processes of Ray of one kind, as `RolloutWorker`, started after the process `since`.
+    """The processes of Ray of one kind, as `RolloutHost`, started after the process `since`.
 
     A run's processes do not descend from it, but have the address of its Ray in their arguments.
     """

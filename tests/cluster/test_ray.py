@@ -40,17 +40,17 @@ def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path)
     assert max(row["rollout/staleness/max"] for row in metrics(whole)) == 2
     run = keel(*words, "--run", killed, "--quiet")
     notes = []
-    for step, kind in ((3, "RolloutWorker"), (6, "RewardWorker"), (9, "Trainer")):
+    for step, kind in ((3, "RolloutHost"), (6, "RewardHost"), (9, "TrainerHost")):
         until_step(run, killed, step)
         notes.append((kind, kill(run, kind)))
     until_step(run, killed, 12)
     os.killpg(run.pid, signal.SIGKILL)
     run.communicate()
-    told = (killed / "events.jsonl").read_text()
+    events = (killed / "events.jsonl").read_text()
     for kind, process in notes:
-        name = {"RolloutWorker": "rollout worker", "RewardWorker": "reward worker"}.get(kind)
-        assert f"{name or 'trainer'} " in told
-        assert f"(process {process} on " in told
+        name = {"RolloutHost": "rollout worker", "RewardHost": "reward worker"}.get(kind)
+        assert f"{name or 'trainer'} " in events
+        assert f"(process {process} on " in events
     finished(keel("train", "--resume", "--run", killed, "--quiet"))
     assert differences(whole, killed) == []
 
@@ -60,7 +60,7 @@ def test_a_trainer_that_is_always_lost_ends_the_run_with_its_name(tmp_path: Path
     folder = tmp_path / "run"
     run = keel("train", "tiny", *WORDS, "cluster.restarts=0", "--run", folder, "--quiet")
     until_step(run, folder, 2)
-    process = kill(run, "Trainer")
+    process = kill(run, "TrainerHost")
     error = run.communicate(timeout=60)[1]
     assert run.returncode == 2
     assert f"trainer 0 (process {process} on " in error

@@ -11,7 +11,7 @@ def before_import(address: str) -> None:
     """Call it before Ray is imported, with the address of `cluster.ray`.
 
     A Ray on this machine listens on all its interfaces, so it gets a token of its own, without
-    which nobody can call it; unless the program that calls Keel has imported Ray already.
+    which no call is answered, unless the program that calls Keel has imported Ray already.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # they do the work, and yield to nothing

@@ -75,13 +75,13 @@ def connected(address: str, processes: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SentTensors:
     """Tensors by name that are sent once, and that processes read where they need them."""
 
     reference: Any
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Shared:
+    def of(cls, tensors: Mapping[str, Tensor]) -> SentTensors:
         """Tensors from any device."""
         content = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
         return cls(ray.put(content))
@@ -120,23 +120,23 @@ class Host:
         return result if answers else None
 
 
-class Trainer(Host):
+class TrainerHost(Host):
     """A Host by the name that the system shows its process with, as the next two."""
 
 
-class RolloutWorker(Host):
-    """See `Trainer`."""
+class RolloutHost(Host):
+    """See `TrainerHost`."""
 
 
-class RewardWorker(Host):
-    """See `Trainer`."""
+class RewardHost(Host):
+    """See `TrainerHost`."""
 
 
-KINDS = {"trainer": Trainer, "rollout worker": RolloutWorker, "reward worker": RewardWorker}
+KINDS = {"trainer": TrainerHost, "rollout worker": RolloutHost, "reward worker": RewardHost}
 
 
 @dataclass(eq=False)
-class Worker:
+class RayProcess:
     """The handle of a Host; `where` is its process and node, once it is there."""
 
     role: str
@@ -161,14 +161,14 @@ class Worker:
         )
 
 
-def started(role: str, resources: Resources, threads: int) -> Worker:
+def started(role: str, resources: Resources, threads: int) -> RayProcess:
     """A new process, which may take a while to be there; `role` is one of `KINDS` with a number."""
     kind = KINDS[role.rstrip(" 0123456789")]
     remote = ray.remote(num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=0)(kind)
-    return Worker(role, remote.remote(threads), resources)
+    return RayProcess(role, remote.remote(threads), resources)
 
 
-def ended(workers: Sequence[Worker]) -> None:
+def ended(workers: Sequence[RayProcess]) -> None:
     """End processes, whatever they do."""
     for worker in workers:
         with suppress(Exception):
@@ -178,7 +178,7 @@ def ended(workers: Sequence[Worker]) -> None:
 class RayGroup:
     """Processes that compute together: each call runs on all at once."""
 
-    def __init__(self, workers: Sequence[Worker], seconds: float) -> None:
+    def __init__(self, workers: Sequence[RayProcess], seconds: float) -> None:
         self._workers, self._seconds = workers, seconds
 
     def meet(self) -> str:
@@ -275,7 +275,7 @@ class RayPool:
         self,
         roles: Sequence[str],
         build: tuple[Callable[..., Any], tuple[Any, ...]],
-        start: Callable[[str], Worker],
+        start: Callable[[str], RayProcess],
         seconds: float,
         note: Callable[[str], None],
     ) -> None:
@@ -284,8 +284,8 @@ class RayPool:
         self._build, self._start_one = build, start
         self._seconds, self._note = seconds, note
         self._queue: deque[_Unit] = deque()
-        self._free: list[Worker] = []
-        self._running: dict[Any, tuple[Worker, _Unit | None, float]] = {}
+        self._free: list[RayProcess] = []
+        self._running: dict[Any, tuple[RayProcess, _Unit | None, float]] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -296,7 +296,7 @@ class RayPool:
         self._thread.start()
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[RayProcess]:
         return [*self._free, *(worker for worker, _, _ in self._running.values())]
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -333,7 +333,7 @@ class RayPool:
         self._thread.join(PATIENCE)
         ended(self.workers)
 
-    def _begin_worker(self, worker: Worker) -> None:
+    def _begin_worker(self, worker: RayProcess) -> None:
         call = worker.handle.build.remote(*self._build)
         self._running[call] = (worker, None, time.monotonic())
 
@@ -388,14 +388,14 @@ class RayPool:
         for call, (worker, unit, since) in list(self._running.items()):
             if unit is not None and unit.future.cancelled():
                 del self._running[call]
-                self._replace(worker, None, "was told to stop what it did")
+                self._replace(worker, None, "was to stop what it did")
             elif since < late and unit is None:
                 raise worker.missing(self._seconds)
             elif since < late:
                 del self._running[call]
                 self._replace(worker, unit, f"gave no answer within {self._seconds:g} s")
 
-    def _replace(self, worker: Worker, unit: _Unit | None, why: str) -> None:
+    def _replace(self, worker: RayProcess, unit: _Unit | None, why: str) -> None:
         ended([worker])
         self._failures += 1
         if unit is not None:
@@ -420,7 +420,7 @@ class RayPool:
 
 
 def _settle(unit: _Unit, result: Any = None, error: BaseException | None = None) -> None:
-    """Give a unit its outcome, unless nobody wants it any more."""
+    """Give a unit its outcome, unless it is cancelled."""
     with suppress(InvalidStateError):
         if error is None:
             unit.future.set_result(result)
@@ -431,7 +431,7 @@ def _settle(unit: _Unit, result: Any = None, error: BaseException | None = None)
 def _line(error: BaseException) -> str:
     """The reason, without what Ray adds on where to look."""
     text = str(error)
-    detail = text.partition("Worker exit detail: ")[2] or text
+    detail = text.partition("RayProcess exit detail: ")[2] or text
     words = " ".join(detail.split())
     kind = "" if isinstance(error, RayError | KeelError) else f"{type(error).__name__}: "
     return kind + words[:300].partition(". ")[0]

@@ -25,9 +25,9 @@ from keel.algorithms.spec import Algorithm
 from keel.cluster.ray_workers import (
     RayGroup,
     RayPool,
+    RayProcess,
     Resources,
-    Shared,
-    Worker,
+    SentTensors,
     connected,
     ended,
     started,
@@ -137,7 +137,7 @@ class PinnedEngine:
 
     pool: RayPool
     version: int
-    weights: Shared
+    weights: SentTensors
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
@@ -181,7 +181,7 @@ class RemoteEngine:
     """Samples on the rollout workers with the weights of the last sync."""
 
     pool: RayPool
-    weights: Shared
+    weights: SentTensors
     weight_version: int
     notes: Callable[[], None]
 
@@ -200,7 +200,7 @@ class RemoteEngine:
         return self.pinned().stream(prompts, n, sampling, seed, on_group)
 
     def sync(self, weights: Mapping[str, Tensor]) -> None:
-        self.weights = Shared.of(weights)
+        self.weights = SentTensors.of(weights)
         self.weight_version += 1
         self.notes()
 
@@ -270,7 +270,7 @@ def remote_stage(
     threads = max(int(cluster.cpus), 1)
     compute = Resources(cluster.cpus, cluster.gpus)
     start = partial(started, threads=threads)
-    notes: list[str] = []  # of other threads; told by this one
+    notes: list[str] = []  # of other threads
 
     def tell() -> None:
         while notes:
@@ -278,8 +278,8 @@ def remote_stage(
 
     with ExitStack() as stack:
         stack.enter_context(connected(cluster.ray, processes * cluster.cpus))
-        whole = Shared.of(policy.state_dict())
-        trainers: list[Worker] = []
+        whole = SentTensors.of(policy.state_dict())
+        trainers: list[RayProcess] = []
         stack.callback(ended, trainers)
         for number in range(cluster.processes):
             trainers.append(start(f"trainer {number}", resources=compute))
@@ -318,7 +318,7 @@ def remote_stage(
         reference, values = group.call(_describe)
         learner = RemoteLearner(group, policy, budget, reference, values)
         learned = {n: w for n, w in policy.model.named_parameters() if w.requires_grad}
-        yield RemoteStage(learner, RemoteEngine(pool, Shared.of(learned), step, tell), rewards)
+        yield RemoteStage(learner, RemoteEngine(pool, SentTensors.of(learned), step, tell), rewards)
         tell()
 
 
@@ -369,7 +369,7 @@ class _RewardWorker:
             close()
 
 
-def _load(recipe: Recipe, whole: list[Shared]) -> Policy:
+def _load(recipe: Recipe, whole: list[SentTensors]) -> Policy:
     policy = load_policy(recipe.model, recipe.seed)
     policy.load_state_dict(whole[0].get())
     return policy
@@ -381,7 +381,7 @@ def _trainer(
     seed: int,
     tokens: int,
     resume_from: Path | None,
-    whole: list[Shared],
+    whole: list[SentTensors],
     ranks: Ranks,
     meeting: str,
 ) -> Learner:
@@ -393,7 +393,7 @@ def _trainer(
     )
 
 
-def _rollout_worker(recipe: Recipe, stage: RLStage, whole: list[Shared]) -> _RolloutWorker:
+def _rollout_worker(recipe: Recipe, stage: RLStage, whole: list[SentTensors]) -> _RolloutWorker:
     policy = _load(recipe, whole)
     engine = build_engine(
         stage.rollout.engine,
@@ -411,7 +411,7 @@ def _rollout_worker(recipe: Recipe, stage: RLStage, whole: list[Shared]) -> _Rol
 def _sample(
     worker: _RolloutWorker,
     version: int,
-    weights: list[Shared],
+    weights: list[SentTensors],
     prompts: list[Prompt],
     n: int,
     sampling: Sampling,
