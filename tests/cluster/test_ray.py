@@ -92,12 +92,14 @@ def test_what_ray_cannot_do_is_refused(keys: tuple[str, ...], words: str) -> Non
 
 
 FUNCTION = """
-import sys, keel
+import sys
+import keel
+from keel.types import KeelError
 def reward(completions, **_):
     return [0.0 for _ in completions]
 try:
     keel.train("tiny", sys.argv[1], rewards=reward, cluster={"ray": "local"}, progress=False)
-except keel.KeelError as error:
+except KeelError as error:
     print(error)
 """
 
