@@ -1,6 +1,6 @@
 """Ten updates on ragged batches in one of several processes; run as a module by its test.
 
-python -m tests.cluster.updates RANK COUNT RENDEZVOUS CASE OUT
+python -m tests.cluster.updates RANK COUNT RENDEZVOUS CASE OUT DEVICE
 """
 
 from __future__ import annotations
@@ -33,19 +33,23 @@ from keel.models.value import critic_from_policy
 from keel.training.rl import minibatches
 from keel.types import Completion, Group, Prompt, RewardResult
 
+Device = Literal["cpu", "cuda"]
 STEPS, PROMPTS, ANSWERS, MOST = 10, 4, 3, 24
 TOKENS = 64
 """The token budget: several micro-batches a rank, of different numbers."""
 
 
-def main(rank: int, count: int, rendezvous: str, case: str, out: Path) -> None:
+def main(rank: int, count: int, rendezvous: str, case: str, out: Path, device: Device) -> None:
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     if count > 1:
+        backend = "gloo" if device == "cpu" else "nccl"
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count
+            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=count
         )
     name, _, lora = case.partition("+")
-    learner = built(name, bool(lora), Ranks(rank, count) if count > 1 else ONE)
+    learner = built(name, bool(lora), Ranks(rank, count) if count > 1 else ONE, device)
     metrics = [step(learner, name, number) for number in range(STEPS)]
     weights = {name: whole(p.detach()) for name, p in trainable(learner.policy)}
     if learner.critic is not None:
@@ -61,7 +65,7 @@ def built(
     name: str,
     lora: bool,
     ranks: Ranks,
-    device: Literal["cpu", "cuda"] = "cpu",
+    device: Device = "cpu",
     autocast: Autocast = False,
 ) -> Learner:
     """The learner of a preset, of a small Llama; sharded where there are several ranks."""
@@ -135,4 +139,4 @@ def completion(rng: np.random.Generator, length: int) -> Completion:
 
 if __name__ == "__main__":
     words: list[Any] = sys.argv[1:]
-    main(int(words[0]), int(words[1]), words[2], words[3], Path(words[4]))
+    main(int(words[0]), int(words[1]), words[2], words[3], Path(words[4]), words[5])
