@@ -1,11 +1,11 @@
-# Targets: install, demo, test (before each commit), check (everything), docs, bench, soak.
+# Targets: install, demo, test (before each commit), test-gpu, test-vllm, check, docs, bench, soak.
 PYTHON ?= python3
 VENV   := .venv
 VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: install demo test test-vllm check docs bench soak clean
+.PHONY: install demo test test-gpu test-vllm check docs bench soak clean
 
 install: $(VENV)/.dev
 
@@ -13,7 +13,12 @@ demo: $(VENV)/.core
 	$(BIN)/keel train quickstart
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
+
+# The tests of what runs on CUDA GPUs; those of more GPUs than there are, and of vLLM without
+# KEEL_VLLM_PYTHON, are skipped with the reason.
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -n0 -rs -m gpu tests/gpu
 
 # The tests of the vLLM engine with a real server; its environment takes some gigabytes of disk.
 test-vllm: $(VENV)/.dev $(VLLM)/.done
@@ -30,7 +35,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --config runtime-imports.toml
 	$(MAKE) docs
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto -m "not gpu"
 
 # The documentation as a site in site/; a broken link fails.
 docs: $(VENV)/.docs

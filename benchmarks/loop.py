@@ -12,6 +12,10 @@ learning rate (1e-7) changes nothing. `equal` ones are 60 tokens each. `short` p
 tokens, `long` ones 450 to 550. With the suffix -bf16, Keel samples in bfloat16, with the truncated
 correction; TRL stays in fp32.
 
+With --bf16 each row is measured in bfloat16 too, in the same alternating run: Keel's updates
+(model.autocast = "bfloat16") and TRL's own (bf16 = True). It can pay only where the processor has
+products of bfloat16, which the first line of the output says.
+
 Both load one folder and use the same prompts, reward, seed, AdamW and GRPO: β 0 (TRL's default; no
 reference model), ε 0.2, group-relative rewards, one pass, gradient norm 1. Other settings are each
 library's defaults, except TRL's micro-batches (--trl-micro): 16 completions, which is faster than
@@ -56,6 +60,8 @@ ENVIRONMENT = (
     "name a Python that has TRL, by --trl-python or KEEL_TRL_PYTHON; one is made by: "
     "python -m venv X; X/bin/pip install torch==2.13.0 trl==1.16 transformers==5.23.0"
 )
+BF16 = "-bf16"
+"""Ends the name of a side that updates in bfloat16."""
 MIB = 2**20
 
 
@@ -89,11 +95,12 @@ class Case:
         name = f"{self.lengths}-{self.group}-{self.prompts}"
         return name if self.rollouts == "fp32" else f"{name}-{self.rollouts}"
 
-    @property
-    def keel(self) -> tuple[str, ...]:
-        """Keys of the recipe that the row sets."""
-        rounded = ("rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")
-        return rounded if self.rollouts == "bf16" else ()
+    def keel(self, bf16: bool) -> tuple[str, ...]:
+        """Keys of the recipe that the row sets; `bf16`: its updates are in bfloat16."""
+        rollouts = ("rollout.dtype=bfloat16",) if self.rollouts == "bf16" else ()
+        updates = ("model.autocast=bfloat16",) if bf16 else ()
+        keys = rollouts + updates
+        return (*keys, "algorithm.correction.kind=truncate") if keys else ()
 
 
 def case_of(name: str) -> Case:
@@ -120,8 +127,15 @@ class Bench:
     micro: int
     continuous: bool
     keel: tuple[str, ...] = ()
+    bf16: bool = False
 
-    def job(self, case: Case) -> dict[str, Any]:
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """What is measured of each row, in this order and back."""
+        plain = ("keel",) if self.trl_python is None else ("keel", "trl")
+        return (*plain, *(f"{side}{BF16}" for side in plain)) if self.bf16 else plain
+
+    def job(self, case: Case, bf16: bool = False) -> dict[str, Any]:
         """The settings of a process."""
         size = self.size
         return {
@@ -138,15 +152,17 @@ class Bench:
             "threads": self.threads,
             "micro": min(self.micro, size.completions),
             "continuous": self.continuous,
-            "keel": [*case.keel, *self.keel],
+            "bf16": bf16,
+            "keel": [*case.keel(bf16), *self.keel],
         }
 
     def measure(self, side: str, case: Case) -> dict[str, Any]:
         """One measurement of a side, in a fresh process."""
         with tempfile.TemporaryDirectory(dir=self.folder) as place:
             job, result = Path(place) / "job.json", Path(place) / "result.json"
-            job.write_text(json.dumps({**self.job(case), "folder": place + "/run"}), "utf-8")
-            if side == "trl":
+            settings = {**self.job(case, side.endswith(BF16)), "folder": place + "/run"}
+            job.write_text(json.dumps(settings), "utf-8")
+            if side.startswith("trl"):
                 assert self.trl_python is not None
                 command = [self.trl_python, str(TRL), str(job), str(result)]
             else:
@@ -199,7 +215,7 @@ def summed(runs: list[dict[str, Any]], completions: int) -> dict[str, Any]:
 
 def compare(bench: Bench, case: Case, repeats: int) -> dict[str, Any]:
     """A case's figures, from alternating measurements."""
-    sides = ["keel"] if bench.trl_python is None else ["keel", "trl"]
+    sides = bench.sides
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for repeat in range(repeats):
         for side in sides[:: 1 if repeat % 2 == 0 else -1]:
@@ -210,6 +226,10 @@ def compare(bench: Bench, case: Case, repeats: int) -> dict[str, Any]:
         keel, trl = found["keel"], found["trl"]
         found["ratio"] = keel["tokens_per_second"] / trl["tokens_per_second"]
         found["memory_ratio"] = keel["peak"] / trl["peak"]
+        if bench.bf16:
+            fast = found[f"keel{BF16}"]["tokens_per_second"]
+            found["bf16_ratio"] = fast / found[f"trl{BF16}"]["tokens_per_second"]
+            found["bf16_to_fp32_ratio"] = fast / trl["tokens_per_second"]
     return found
 
 
@@ -222,17 +242,21 @@ HEAD = (
 def lines(row: dict[str, Any]) -> str:
     """A row for each side."""
     out = []
-    for side in ("keel", "trl"):
+    for side in ("keel", "trl", f"keel{BF16}", f"trl{BF16}"):
         if side not in row:
             continue
         found = row[side]
         ours = side == "keel" and "ratio" in row
         ratio = f"{row['ratio']:.2f}" if ours else ""
+        if side == f"keel{BF16}" and "bf16_ratio" in row:
+            ratio = f"{row['bf16_ratio']:.2f} (to fp32 {row['bf16_to_fp32_ratio']:.2f})"
         memory = f"{row['memory_ratio']:.2f}" if ours else ""
+        name = "TRL" if side.startswith("trl") else "Keel"
+        name += ", bf16 rollouts" * (row["rollouts"] == "bf16" and name == "Keel")
+        name += ", bf16 updates" * side.endswith(BF16)
         phases = ", ".join(f"{k} {v:.2f}" for k, v in found["phases"].items() if v >= 0.005)
         out.append(
-            f"| {row['lengths']} | {row['group']} | {row['prompts']} "
-            f"| {'TRL' if side == 'trl' else 'Keel' + ', bf16' * (row['rollouts'] == 'bf16')} "
+            f"| {row['lengths']} | {row['group']} | {row['prompts']} | {name} "
             f"| {found['tokens_per_second']:,.0f} | {ratio} | {found['seconds']:.2f} | {phases} "
             f"| {found['mean_length']:.1f} | {found['peak'] / MIB:,.0f} "
             f"| {found['peak_above_import'] / MIB:,.0f} | {memory} |"
@@ -257,6 +281,12 @@ def tune(bench: Bench) -> list[dict[str, Any]]:
             flush=True,
         )
     return rows
+
+
+def bf16_products() -> list[str]:
+    """The processor's instructions that multiply bfloat16 (Linux on x86-64); none in most."""
+    words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
+    return sorted(words & {"avx512_bf16", "amx_bf16"})
 
 
 def versions(python: str) -> dict[str, str]:
@@ -294,6 +324,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--trl-continuous", action="store_true")
     parser.add_argument("--tune", action="store_true", help="try TRL's settings, and no more")
     parser.add_argument("--keel", nargs="+", default=[], metavar="KEY=VALUE", help="of the recipe")
+    parser.add_argument("--bf16", action="store_true", help="each row also with bf16 updates")
     parser.add_argument("--keel-only", action="store_true", help="leave TRL out")
     parser.add_argument("--smoke", action="store_true", help="two tiny rows, in seconds")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -318,6 +349,8 @@ def report(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
     kept = ("seed", "learning_rate", "steps", "threads", "micro", "continuous", "keel")
     return {
         "ragged_ratio": ragged.get("ratio"),
+        "ragged_bf16_ratio": ragged.get("bf16_ratio"),
+        "ragged_bf16_to_fp32_ratio": ragged.get("bf16_to_fp32_ratio"),
         "equal_ratio": equal.get("ratio"),
         "memory_ratio": ragged.get("memory_ratio"),
         "rows": rows,
@@ -327,6 +360,7 @@ def report(bench: Bench, rows: list[dict[str, Any]]) -> dict[str, Any]:
             "trl": None if bench.trl_python is None else versions(bench.trl_python),
             "machine": platform.machine(),
             "cores": os.cpu_count(),
+            "bf16_products": bf16_products(),
         },
     }
 
@@ -348,11 +382,14 @@ def main() -> None:
             micro=arguments.trl_micro,
             continuous=arguments.trl_continuous,
             keel=tuple(arguments.keel),
+            bf16=arguments.bf16,
         )
         size = bench.folder / "size.json"
         size.write_text(json.dumps(asdict(bench.size)), "utf-8")
         call([sys.executable, str(KEEL), "prepare", str(size), place], bench.threads)
-        print(f"{os.cpu_count()} cores, {bench.threads} threads, {heading}\n", flush=True)
+        products = " and ".join(bf16_products()) or "none"
+        print(f"{os.cpu_count()} cores, {bench.threads} threads, {heading}")
+        print(f"bf16 products of the processor: {products}\n", flush=True)
         if arguments.tune:
             tune(bench)
             return

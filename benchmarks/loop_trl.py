@@ -92,7 +92,7 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
         "output_dir": job["folder"],
         "seed": job["seed"],
         "use_cpu": True,
-        "bf16": False,
+        "bf16": job["bf16"],
         "max_steps": job["steps"],
         "per_device_train_batch_size": job["micro"],
         "gradient_accumulation_steps": parts,

@@ -21,12 +21,12 @@ TOLERANCE = 1e-5
 
 
 def updated(
-    folder: Path, case: str, count: int
+    folder: Path, case: str, count: int, device: str = "cpu"
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The metrics of ten steps on `count` ranks, and the weights after them."""
     out = folder / str(count)
     out.mkdir()
-    words = [str(count), str(folder / f"rendezvous-{count}"), case, str(out)]
+    words = [str(count), str(folder / f"rendezvous-{count}"), case, str(out), device]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.updates", str(rank), *words],

@@ -1,6 +1,6 @@
 """Ten updates on ragged batches in one of several processes; run as a module by its test.
 
-python -m tests.cluster.updates RANK COUNT RENDEZVOUS CASE OUT
+python -m tests.cluster.updates RANK COUNT RENDEZVOUS CASE OUT DEVICE
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from keel.algorithms.presets import PRESETS
-from keel.config.model import BuildModel, Lora, Model
+from keel.config.model import Autocast, BuildModel, Lora, Model
 from keel.config.optimisation import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
@@ -33,19 +33,23 @@ from keel.models.value import critic_from_policy
 from keel.training.rl import minibatches
 from keel.types import Completion, Group, Prompt, RewardResult
 
+Device = Literal["cpu", "cuda"]
 STEPS, PROMPTS, ANSWERS, MOST = 10, 4, 3, 24
 TOKENS = 64
 """The token budget: several micro-batches a rank, of different numbers."""
 
 
-def main(rank: int, count: int, rendezvous: str, case: str, out: Path) -> None:
+def main(rank: int, count: int, rendezvous: str, case: str, out: Path, device: Device) -> None:
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     if count > 1:
+        backend = "gloo" if device == "cpu" else "nccl"
         dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count
+            backend, init_method=f"file://{rendezvous}", rank=rank, world_size=count
         )
     name, _, lora = case.partition("+")
-    learner = built(name, bool(lora), Ranks(rank, count) if count > 1 else ONE)
+    learner = built(name, bool(lora), Ranks(rank, count) if count > 1 else ONE, device)
     metrics = [step(learner, name, number) for number in range(STEPS)]
     weights = {name: whole(p.detach()) for name, p in trainable(learner.policy)}
     if learner.critic is not None:
@@ -57,16 +61,23 @@ def main(rank: int, count: int, rendezvous: str, case: str, out: Path) -> None:
         (out / "metrics.json").write_text(json.dumps(metrics))
 
 
-def built(name: str, lora: bool, ranks: Ranks) -> Learner:
+def built(
+    name: str,
+    lora: bool,
+    ranks: Ranks,
+    device: Device = "cpu",
+    autocast: Autocast = False,
+) -> Learner:
     """The learner of a preset, of a small Llama; sharded where there are several ranks."""
     algorithm = PRESETS[name].algorithm
     build = BuildModel(hidden_size=32, layers=2, heads=4, kv_heads=2, context=64)
     adapter = Lora(rank=4, alpha=8.0) if lora else None
-    policy = load_policy(Model(build=build, lora=adapter), seed=0)
+    model = Model(build=build, lora=adapter, device=device, autocast=autocast)
+    policy = load_policy(model, seed=0)
     reference = reference_for(policy)
     critic = None if algorithm.value is None else critic_from_policy(policy)
     if ranks.count > 1:
-        mesh = init_device_mesh("cpu", (ranks.count,))
+        mesh = init_device_mesh(device, (ranks.count,))
         shard(policy.model, mesh)
         if not lora:
             shard(reference.model, mesh)
@@ -89,7 +100,7 @@ def step(learner: Learner, name: str, number: int) -> list[dict[str, float]]:
     """The updates on one batch of random completions; their metrics."""
     preset = PRESETS[name]
     groups, results = sampled(number)
-    batch = from_groups(groups)
+    batch = from_groups(groups, learner.policy.device)
     batch = learner.score(batch, old=True, reference=True)
     estimates = estimate(preset.algorithm, batch, outcome(groups, results, None), 0.05)
     parts = minibatches(
@@ -128,4 +139,4 @@ def completion(rng: np.random.Generator, length: int) -> Completion:
 
 if __name__ == "__main__":
     words: list[Any] = sys.argv[1:]
-    main(int(words[0]), int(words[1]), words[2], words[3], Path(words[4]))
+    main(int(words[0]), int(words[1]), words[2], words[3], Path(words[4]), words[5])

@@ -15,7 +15,10 @@ NO_CONVERSATION = UnusedIf(
 )
 _BUILT = UnusedIf(lambda key: key.table.build is not None, "the model is built, not loaded")
 _LOCAL = UnusedIf(lambda key: key.facts.local, "model.name is a folder, which has no revisions")
-_ON_CPU = UnusedIf(lambda key: key.facts.cpu, "there is no autocast on a CPU")
+_ON_CPU = UnusedIf(
+    lambda key: key.facts.cpu and isinstance(key.value, bool),
+    'a CPU computes in float32 unless it is "auto" or "bfloat16"',
+)
 _NOT_FLOAT32 = UnusedIf(
     lambda key: key.table.dtype != "float32", 'autocast is for model.dtype = "float32" only'
 )
@@ -24,6 +27,10 @@ _BYTES = UnusedIf(lambda key: key.table.tokenizer == "bytes", "bytes need no alp
 _NO_KV_HEADS = UnusedIf(
     lambda key: not key.facts.kv_heads, "{key.table.family} has no separate key-value heads"
 )
+
+
+Autocast = bool | Literal["auto", "bfloat16"]
+"""A value of `model.autocast`."""
 
 
 class BuildModel(FrozenModel):
@@ -76,8 +83,9 @@ class Model(FrozenModel):
     """Dtype of the master weights. bfloat16 weights hardly change at small learning rates."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is CUDA where there is a GPU."""
-    autocast: Annotated[bool, _ON_CPU, _NOT_FLOAT32] = True
-    """Compute in bfloat16 on a GPU; no effect on a CPU."""
+    autocast: Annotated[Autocast, _ON_CPU, _NOT_FLOAT32] = True
+    """Compute in bfloat16 on a GPU; weights, log-probabilities and losses stay in float32. On a CPU
+    only `bfloat16` does so, or `auto`, where a timing at the start of the run finds it faster."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
     activation_checkpointing: bool = False

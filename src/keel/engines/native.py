@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keel.config.model import Autocast
 from keel.engines.kv_cache import DecodeRows, Prefill, PrefixCache
 from keel.engines.model_runner import pass_of
 from keel.engines.multi_step import steps_of
@@ -53,12 +54,13 @@ class NativeEngine:
         *,
         max_rows: int = 256,
         prefill_tokens: int = 16_384,
-        autocast: bool = True,
+        autocast: Autocast = True,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Share `model`, with packed attention installed where it is not yet.
 
-        `autocast` as in the policy: float32 weights on a GPU work in bfloat16. With a `dtype` each
+        `autocast` as in the policy: float32 weights on a GPU work in bfloat16; on a CPU compiled
+        code samples in float32 all the same. With a `dtype` each
         call of `sample` works on a copy of the backbone's weights in it, with the model's own head:
         log-probabilities then differ from the trainer's. Raises KeelError for a model without an
         end-of-sequence token.

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
+from keel.config.model import Autocast
 from keel.config.sampling import VllmServer
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
@@ -24,7 +25,7 @@ def build_engine(
     model: PreTrainedModel,
     tokenizer: Any,
     max_rows: int = 256,
-    autocast: bool = True,
+    autocast: Autocast = True,
     dtype: str = "model",
     server: VllmServer | None = None,
     timeout: float = 1800.0,

@@ -180,7 +180,11 @@ class PackedLayout:
         rules: Rules,
     ) -> Float[Tensor, "1 T H D"]:
         """Causal attention within each sequence; see `Layout.attend`."""
-        query, key, value = in_one_dtype(query, key, value)
+        if torch.is_autocast_enabled("cpu") and query.device.type == "cpu":
+            # The compiled code is float32; where it does not apply, autocast rounds later.
+            query, key, value = query.float(), key.float(), value.float()
+        else:
+            query, key, value = in_one_dtype(query, key, value)
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         return self.attend_tokens(query, key, value, rules).unsqueeze(0)
 

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from keel.config.model import Autocast
 from keel.models.attention import PackedLayout
 from keel.models.head import Head
 from keel.models.packed import Packed
@@ -154,19 +155,21 @@ def head_of(model: PreTrainedModel) -> Head:
     )
 
 
-def uses_autocast(model: PreTrainedModel, wanted: bool) -> bool:
-    """Whether the model works in bfloat16 autocast: float32 weights on a GPU."""
-    return wanted and model.device.type == "cuda" and model.dtype == torch.float32
+def uses_autocast(model: PreTrainedModel, wanted: Autocast) -> bool:
+    """Whether the model works in bfloat16 autocast: float32 weights on a GPU, or on a CPU where
+    `wanted` names bfloat16 (`auto` is settled at the start of a run: `keel.models.precision`)."""
+    on = wanted == "bfloat16" if model.device.type == "cpu" else bool(wanted)
+    return on and model.dtype == torch.float32
 
 
-def autocast_for(model: PreTrainedModel, wanted: bool) -> torch.autocast:
-    """bfloat16 autocast for float32 weights on a GPU; elsewhere no effect."""
+def autocast_for(model: PreTrainedModel, wanted: Autocast) -> torch.autocast:
+    """bfloat16 autocast where `uses_autocast`; elsewhere no effect."""
     enabled = uses_autocast(model, wanted)
     return torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def hidden_states(
-    model: PreTrainedModel, packed: Packed, autocast: bool = True
+    model: PreTrainedModel, packed: Packed, autocast: Autocast = True
 ) -> Float[Tensor, "N H"]:
     """The last hidden state that each scored token is predicted from, at `source_N`."""
     fed, at_N = packed.fed
@@ -174,7 +177,7 @@ def hidden_states(
 
 
 def states_at(
-    model: PreTrainedModel, packed: Packed, at_K: Int[Tensor, " K"], autocast: bool = True
+    model: PreTrainedModel, packed: Packed, at_K: Int[Tensor, " K"], autocast: Autocast = True
 ) -> Float[Tensor, "K H"]:
     """The last hidden states at these indices among the T.
 

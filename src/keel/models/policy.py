@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from keel.config.model import Model
+from keel.config.model import Autocast, Model
 from keel.models import lora
 from keel.models.families import context_length, head_of, hidden_states
 from keel.models.head import Head, Scores, ValueHead, readout
@@ -49,7 +49,7 @@ class Policy(nn.Module):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        autocast: bool = True,
+        autocast: Autocast = True,
         activation_checkpointing: bool = False,
         served: Served | None = None,
         revision: str | None = None,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keel.config.model import Autocast
 from keel.models.attention import install
 from keel.models.families import autocast_for, head_of, states_at, uses_autocast
 from keel.models.head import logits
@@ -30,7 +31,7 @@ errors there.
 """
 
 
-def prepare(model: PreTrainedModel, autocast: bool) -> None:
+def prepare(model: PreTrainedModel, autocast: Autocast) -> None:
     """Give a stock model packed attention, and refuse it if that changes its logits.
 
     Raises KeelError with the family's name and the largest difference.
@@ -38,13 +39,13 @@ def prepare(model: PreTrainedModel, autocast: bool) -> None:
     _prepare(model, autocast, "logits")
 
 
-def prepare_backbone(model: PreTrainedModel, autocast: bool) -> None:
+def prepare_backbone(model: PreTrainedModel, autocast: Autocast) -> None:
     """`prepare` for a model without a language head: its hidden states are compared."""
     _prepare(model, autocast, "hidden states")
 
 
 @torch.no_grad()
-def _prepare(model: PreTrainedModel, autocast: bool, what: str) -> None:
+def _prepare(model: PreTrainedModel, autocast: Autocast, what: str) -> None:
     family = model.config.model_type
     sequences = probe_sequences(model)
     stock = _stock(model.eval(), sequences, autocast, what)
@@ -84,7 +85,9 @@ def probe_sequences(model: PreTrainedModel) -> list[Tensor]:
     ]
 
 
-def _stock(model: PreTrainedModel, sequences: list[Tensor], autocast: bool, what: str) -> Tensor:
+def _stock(
+    model: PreTrainedModel, sequences: list[Tensor], autocast: Autocast, what: str
+) -> Tensor:
     """Logits or hidden states of every position, one sequence at a time."""
     module = model if what == "logits" else model.base_model
     field = "logits" if what == "logits" else "last_hidden_state"
@@ -93,7 +96,7 @@ def _stock(model: PreTrainedModel, sequences: list[Tensor], autocast: bool, what
     return torch.cat([getattr(out, field)[0] for out in outputs])
 
 
-def _packed_states(model: PreTrainedModel, sequences: list[Tensor], autocast: bool) -> Tensor:
+def _packed_states(model: PreTrainedModel, sequences: list[Tensor], autocast: Autocast) -> Tensor:
     packed = pack(sequences, [torch.zeros(0, dtype=torch.long)] * len(sequences), model.device)
     everywhere = torch.arange(len(packed.tokens_T), device=model.device)
     return states_at(model, packed, everywhere, autocast)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from keel.config.model import Autocast
 from keel.models import lora
 from keel.models.families import head_of, hidden_states
 from keel.models.head import Head, log_probs
@@ -37,7 +38,7 @@ def reference_for(policy: Policy, state: Mapping[str, Tensor] | None = None) -> 
 class FrozenPolicy:
     """A policy that does not learn."""
 
-    def __init__(self, model: PreTrainedModel, autocast: bool) -> None:
+    def __init__(self, model: PreTrainedModel, autocast: Autocast) -> None:
         self.model = model
         self.autocast = autocast
 

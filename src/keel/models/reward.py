@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from keel.config.model import Lora, Model
+from keel.config.model import Autocast, Lora, Model
 from keel.graders.steps import split_steps
 from keel.models import lora
 from keel.models.chat import as_turns, encode, encode_answered, encode_text
@@ -194,7 +194,7 @@ class RewardModel(nn.Module):
         tokenizer: PreTrainedTokenizerBase,
         kind: Kind,
         *,
-        autocast: bool = True,
+        autocast: Autocast = True,
     ) -> None:
         super().__init__()
         self.model = model

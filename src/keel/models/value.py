@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.config.model import Model
+from keel.config.model import Autocast, Model
 from keel.models.families import hidden_states
 from keel.models.head import ValueHead
 from keel.models.loading import load_model
@@ -28,7 +28,7 @@ def value_head_for(policy: Policy) -> ValueHead:
 class Critic(nn.Module):
     """A value model with its own backbone."""
 
-    def __init__(self, backbone: PreTrainedModel, autocast: bool = True) -> None:
+    def __init__(self, backbone: PreTrainedModel, autocast: Autocast = True) -> None:
         super().__init__()
         self.backbone = backbone
         self.autocast = autocast

@@ -25,6 +25,7 @@ from keel.learn.advantages import check_entries
 from keel.learn.optimizer import trainable
 from keel.models.kernels.build import fingerprint
 from keel.models.policy import Policy, load_policy
+from keel.models.precision import is_open, settle, time_products
 from keel.models.teacher import load_teacher
 from keel.models.value import load_critic
 from keel.preflight import settings
@@ -90,7 +91,10 @@ def check(
     recipe = load_recipe(source, overrides)
     with _threads(recipe.threads):
         policy = load_policy(recipe.model, recipe.seed)
-        contexts = [StageContext(recipe, stage, policy) for stage in recipe.stages]
+        settled, figures = _settled(recipe, policy)
+        contexts = [
+            StageContext(settled, stage, policy, figures=dict(figures)) for stage in recipe.stages
+        ]
         for context in contexts:
             _inspect(context)
         of_keys = unused_keys(source, overrides, recipe, _facts(recipe, policy, contexts))
@@ -115,6 +119,16 @@ def check(
     )
     seconds = round(time.perf_counter() - start, 3)
     return Report(recipe.name, stages, tuple(findings), seconds, totals(predicted))
+
+
+def _settled(recipe: Recipe, policy: Policy) -> tuple[Recipe, dict[str, Figure]]:
+    """The recipe with what `model.autocast = "auto"` stands for here, and the figure of it."""
+    if not is_open(recipe.model, policy):
+        return recipe, {}
+    times = time_products(policy.model)
+    model = settle(recipe.model, policy, times.bfloat16_pays)
+    chosen = "bfloat16" if times.bfloat16_pays else "float32"
+    return recipe.model_copy(update={"model": model}), {"autocast": f"{chosen}, since {times}"}
 
 
 def _inspect(context: StageContext) -> None:

@@ -8,11 +8,16 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, cast
 
+import torch
+
 from keel.config.judging import JudgingStage
 from keel.config.sources import RewardSource
 from keel.engines.stopping import eos_ids, split_stops
 from keel.learn.advantages import check_steps
-from keel.preflight import tokens
+from keel.learn.batch import from_groups
+from keel.models.families import uses_autocast
+from keel.models.precision import rounding_effect
+from keel.preflight import settings, tokens
 from keel.preflight.context import LongestExample, PromptStats, StageContext, StageStops
 from keel.preflight.gold_answers import Gold, check_readable, gold_of
 from keel.preflight.judge_cost import forecast_judge
@@ -30,6 +35,9 @@ from keel.rewards.scorer import Scorer
 from keel.training.recipe_checks import check_component, check_rewards, check_rewards_of_steps
 from keel.training.setup import load_rewards, reward_context, scorer
 from keel.types import KeelError, Prompt, RewardResult
+
+ROUNDED_TOKENS = 2048
+"""Of the completions whose log-probabilities are computed in bfloat16 and in float32."""
 
 
 def inspect_sampling_stage(context: StageContext) -> None:
@@ -68,6 +76,7 @@ def inspect_sampling_stage(context: StageContext) -> None:
             trial = context.trained_by is not None
             batch = sample(context.policy, plan, stats, judge, trial=trial)
         check_ends(context, plan, batch)
+        _check_rounding(context, plan, batch)
         with suppress(StageStops), context.stops("as its rewards are asked", key):
             called = rewards if callable_now else []
             gold = gold_of(stats.first, stats.tasks, called, context.policy.tokenizer, plan.rewards)
@@ -88,6 +97,25 @@ def inspect_sampling_stage(context: StageContext) -> None:
     check_gold(context, plan, scored, stats)
     if results and context.trained_by is None:
         check_sampled_rewards(context, plan, scored)
+
+
+def _check_rounding(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> None:
+    """How far the policy's autocast moves log-probabilities and gradient of some completions; a
+    finding where a CPU samples in float32 and nothing corrects for the difference."""
+    policy = context.policy
+    if not uses_autocast(policy.model, policy.autocast):
+        return
+    whole = from_groups(batch.groups, policy.device)
+    part = whole.micro_batches(ROUNDED_TOKENS)[0]
+    signs = torch.arange(part.sequences, device=policy.device) % 2 * 2.0 - 1.0
+    effect = rounding_effect(
+        policy, part.packed, signs.repeat_interleave(part.lengths_S), plan.rollout.temperature
+    )
+    context.figures["bfloat16 autocast"] = str(effect)
+    algorithm = plan.sampling.algorithm
+    samples_exactly = policy.device.type == "cpu" and plan.rollout.engine == "native"
+    if algorithm is not None and algorithm.correction is None and samples_exactly:
+        context.add(settings.uncorrected(str(effect), f"{context.prefix}algorithm.correction.kind"))
 
 
 def check_tokens(

@@ -132,6 +132,17 @@ def frozen_weights(share: float, rate: float, key: str) -> Finding | None:
     )
 
 
+def uncorrected(effect: str, key: str) -> Finding:
+    """A CPU samples in float32 and learns in bfloat16, and no weight corrects for the gap."""
+    return Finding(
+        "bfloat16-uncorrected",
+        "the policy that learns is rounded, the one that samples is not",
+        f"model.autocast computes the update in bfloat16: {effect}",
+        key,
+        'set it to "truncate", or leave model.autocast out',
+    )
+
+
 def no_compiler(kernels: str) -> Finding | None:
     """There is compiled code for the model, and no compiler (`kernels` as in run.json)."""
     if kernels != "none":

@@ -27,7 +27,7 @@ from keel.runs.rollouts import COMPONENT, LEARNED, SCORED, TERMS, read_table
 from keel.runs.values import Change, change, changes, same
 from keel.types import KeelError, Split
 
-ENVIRONMENT = ("versions", "threads")
+ENVIRONMENT = ("versions", "threads", "autocast")
 SPLITS: tuple[Split, ...] = ("train", "validation")
 STATE = "state.json"
 TRAINED = "trainable.safetensors"

@@ -16,7 +16,8 @@ from keel.config.load import load_run_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.models.kernels.build import fingerprint
 from keel.models.loading import describe_model
-from keel.models.policy import load_policy
+from keel.models.policy import Policy, load_policy
+from keel.models.precision import is_open, settle, time_products
 from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import texts
@@ -111,6 +112,7 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
     lifecycle.write_metadata(
         writer, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode")
     )
+    recipe = settle_autocast(recipe, policy, writer)
     validate_later_stages(recipe, policy, progress.stage)
     for line in leaks(recipe):
         writer.note(line)
@@ -140,6 +142,23 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
     _prune(recipe, writer.folder)
     update_run_json(writer.folder, {"finished": True})
     writer.recorder.event("finished")
+
+
+def settle_autocast(recipe: Recipe, policy: Policy, writer: RunWriter) -> Recipe:
+    """The recipe and the policy with what `model.autocast = "auto"` stands for on this CPU.
+
+    A timing decides once; run.json keeps the decision, so that a resumed run computes the same.
+    """
+    if not is_open(recipe.model, policy):
+        return recipe
+    chosen = read_run_json(writer.folder).get("autocast")
+    if chosen is None:
+        times = time_products(policy.model)
+        chosen = "bfloat16" if times.bfloat16_pays else "float32"
+        writer.note(f'model.autocast = "auto": {chosen} from here on, since {times}')
+        update_run_json(writer.folder, {"autocast": chosen})
+    model = settle(recipe.model, policy, chosen == "bfloat16")
+    return recipe.model_copy(update={"model": model})
 
 
 def _progress_of(start: Path, recipe: Recipe) -> Progress:

@@ -54,7 +54,8 @@ def engine_mismatch(history: StageHistory) -> Symptom | None:
     gives under 1e-5 and bfloat16 about 1e-2, so either limit is five times or more what rounding
     explains."""
     steps, mean = history.column(MEAN)
-    coarse = "bfloat16" in (history.setting("rollout.dtype"), history.model.get("dtype"))
+    own = [history.model.get(key) for key in ("dtype", "autocast")]
+    coarse = "auto" in own or "bfloat16" in (history.setting("rollout.dtype"), *own)
     limit = 0.05 if coarse or history.model.get("device") == "cuda" else 1e-3
     since = holds_since(mean, limit)
     if since is None:
