@@ -183,14 +183,14 @@ class ProgramInput:
     """What a program (`rollout.program`) gets for one completion.
 
     `messages` and `columns` are the prompt's, `index` is the completion's place in its group. An
-    OpenAI client with `base_url` and `api_key` reaches the policy under the name `model`. The URL
-    is of this completion alone: what comes over it is the completion.
+    OpenAI client with `base_url` and `api_key` reaches the policy under the name `model`. The key
+    is of this completion alone: what is requested with it is the completion.
     """
 
     messages: list[dict[str, Any]]
     columns: Mapping[str, Any]
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
     model: str
     prompt_id: str
     index: int

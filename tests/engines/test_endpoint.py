@@ -33,8 +33,9 @@ PROMPTS = [Prompt(f"p{at}", [{"role": "user", "content": f"{at}+1?"}]) for at in
 
 def post(given: ProgramInput, messages: list[dict[str, Any]], **keys: Any) -> dict[str, Any]:
     body = json.dumps({"model": given.model, "messages": messages, **keys}).encode()
-    url = f"{given.base_url}/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
+    headers = {"Authorization": f"Bearer {given.api_key}"}
+    url = urllib.request.Request(f"{given.base_url}/chat/completions", body, headers)
+    with urllib.request.urlopen(url) as answer:
         return json.load(answer)["choices"][0]["message"]
 
 

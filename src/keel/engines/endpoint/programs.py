@@ -205,8 +205,8 @@ class _Programs:
             given = ProgramInput(
                 messages=[dict(turn) for turn in turns],
                 columns=dict(prompt.columns),
-                base_url=endpoint.url(key),
-                api_key="keel",
+                base_url=endpoint.url,
+                api_key=key,
                 model=MODEL,
                 prompt_id=prompt.id,
                 index=run.index,
@@ -240,7 +240,7 @@ class _Programs:
         run = self._live.get(key)
         try:
             if run is None:
-                raise RefusedRequest("this completion has ended", "not_found", 404)
+                raise RefusedRequest("api_key: it is of no running program", "invalid_api_key", 401)
             if run.answer is not None:
                 raise RefusedRequest("a request of this completion is being answered: wait for it")
             if request == run.session.request:  # a client that tries again

@@ -52,7 +52,7 @@ def read_request(body: bytes) -> ChatRequest:
     """A request from its JSON; settings of sampling are the recipe's. Raises RefusedRequest."""
     try:
         data = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusedRequest(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("messages"), list):
         raise RefusedRequest("messages: give a list of messages")
@@ -67,9 +67,11 @@ def read_request(body: bytes) -> ChatRequest:
     messages = tuple(_message(one, at) for at, one in enumerate(data["messages"]))
     if not messages or messages[-1]["role"] == "assistant":
         raise RefusedRequest("messages: end them with a message of the user or a tool")
-    choice = data.get("tool_choice")
-    tools = () if choice == "none" else tuple(data.get("tools") or ())
-    return ChatRequest(messages, tools, choice, limit, bool(data.get("stream")))
+    choice, tools = data.get("tool_choice"), data.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RefusedRequest("tools: give a list of objects")
+    given = () if choice == "none" else tuple(tools)
+    return ChatRequest(messages, given, choice, limit, bool(data.get("stream")))
 
 
 def _message(data: Any, at: int) -> dict[str, Any]:

@@ -23,11 +23,11 @@ MAX_BODY = 64 << 20
 """Bytes of the largest request."""
 
 Submit = Callable[[str, ChatRequest], "Future[dict[str, Any]]"]
-"""Takes a session's key and its request over."""
+"""Takes over a request and the key that came with it."""
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Serves `/KEY/v1/chat/completions` and `/KEY/v1/models` while the block lasts."""
+    """Serves `/v1/chat/completions` and `/v1/models` while the block lasts."""
 
     daemon_threads = True
     block_on_close = False
@@ -38,9 +38,10 @@ class Endpoint(ThreadingHTTPServer):
         self.submit = submit
         self._open: set[Any] = set()
 
-    def url(self, key: str) -> str:
-        """The base URL of a session."""
-        return f"http://127.0.0.1:{self.server_port}/{key}/v1"
+    @property
+    def url(self) -> str:
+        """The base URL."""
+        return f"http://127.0.0.1:{self.server_port}/v1"
 
     def __enter__(self) -> Endpoint:
         serve = threading.Thread(
@@ -76,11 +77,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: Endpoint
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the path holds the session's key."""
+        """Log nothing: programs report what fails."""
 
     def do_GET(self) -> None:
         """The list of models."""
-        if self.path.endswith("/v1/models"):
+        if self.path == "/v1/models":
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "keel"}
             self._send(200, {"object": "list", "data": [model]})
         else:
@@ -89,14 +90,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Answer a chat request once the engine has."""
         try:
-            length = int(self.headers.get("Content-Length") or 0)
-            if length > MAX_BODY:
-                self.close_connection = True
-                raise RefusedRequest("the request is too large", status=413)
-            body = self.rfile.read(length)
-            _, key, *rest = self.path.split("/")
-            if rest != ["v1", "chat", "completions"]:
+            body = self._body()
+            if self.path != "/v1/chat/completions":
                 raise RefusedRequest("only /v1/chat/completions is served", "not_found", 404)
+            key = self.headers.get("Authorization", "").removeprefix("Bearer ")
             request = read_request(body)
             answer = self.server.submit(key, request).result()
         except RefusedRequest as error:
@@ -108,6 +105,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._write(200, text.encode(), "text/event-stream")
         else:
             self._send(200, answer)
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isascii() or not length.isdigit() or int(length) > MAX_BODY:
+            self.close_connection = True
+            raise RefusedRequest(f"Content-Length: give at most {MAX_BODY} bytes", status=413)
+        return self.rfile.read(int(length))
 
     def _send(self, status: int, body: dict[str, Any]) -> None:
         self._write(status, json.dumps(body, ensure_ascii=False).encode(), "application/json")

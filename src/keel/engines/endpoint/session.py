@@ -138,6 +138,7 @@ class Session:
         self._turns: list[Message] = []
         self._messages: tuple[dict[str, Any], ...] = ()
         self._last: Completion | None = None
+        self._version = 0
 
     def prepare(self, request: ChatRequest) -> int:
         """Take the messages of a request over; returns how many tokens may answer it.
@@ -196,6 +197,8 @@ class Session:
         self._written += completion.written.tolist()
         self._turns.append(Message(role="assistant", content=text))
         self._messages = (*self.request.messages, message)
+        if self._last is None:
+            self._version = completion.weight_version
         self._last = completion
         self.count += 1
         self.response = response(message, completion.finish, before, len(completion))
@@ -215,5 +218,6 @@ class Session:
             finish="length" if self.full else self._last.finish,
             text=decode(self.encoder.tokenizer, [tokens[written].tolist()])[0],
             turns=tuple(self._turns),
+            weight_version=self._version,
             columns=columns,
         )

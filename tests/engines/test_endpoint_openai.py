@@ -1,0 +1,419 @@
+"""The openai client against the endpoint: tool turns, streams, refusals, keys, parallel requests.
+
+The tokenizer merges characters that the engine writes one by one, so text that went through it
+again would come back as other tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as token_models
+from transformers import PreTrainedTokenizerFast
+
+from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
+from keel.engines.native import NativeEngine
+from keel.learn.batch import from_groups
+from keel.types import Completion, Group, ProgramInput, Prompt, Sampling
+from tests.engines.test_endpoint import TEMPLATE
+from tests.engines.tiny import stock_logits, tiny
+
+MERGES = ["to", "oo", "l_", "ad", "add", "na", "me", "name", "12", "23", "it", "ll", "on", '":']
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and merges of two tokens each."""
+    names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pairs: list[tuple[str, str]] = []
+    for merged in MERGES:
+        pairs.append(next((merged[:at], merged[at:]) for at in range(1, len(merged))))
+        if pairs[-1][1] not in names:
+            pairs[-1] = (merged[:2], merged[2:])
+        names.append(merged)
+    vocabulary = {name: at for at, name in enumerate(names)}
+    tokenizer = Tokenizer(token_models.BPE(vocabulary, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", model_max_length=2048
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+TOKENIZER = merging_tokenizer()
+EOS = int(TOKENIZER.eos_token_id)
+PROMPTS = [Prompt(f"p{at}", [{"role": "user", "content": f"{at}+20+3?"}]) for at in range(2)]
+
+
+class SpellingEngine:
+    """Writes given lines one character a token, and keeps every call by the id of its prompt."""
+
+    def __init__(self, line: Callable[[str, int], str]) -> None:
+        self.line = line
+        self.seen: dict[str, tuple[tuple[int, ...], Completion]] = {}
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+    ) -> list[Group]:
+        assert n == 1
+        groups = []
+        for prompt in prompts:
+            name, _, turn = prompt.id.rpartition("/")
+            text = self.line(name, int(turn))
+            ids = [TOKENIZER.convert_tokens_to_ids("Ġ" if c == " " else c) for c in text]
+            ids = [*ids, EOS][: sampling.max_tokens]
+            made = Completion(
+                tokens=np.array(ids),
+                log_probs=-np.arange(1, len(ids) + 1, dtype=np.float32) / 64 - int(turn),
+                written=np.ones(len(ids), dtype=np.bool_),
+                finish="eos" if ids[-1] == EOS else "length",
+                text=text,
+                weight_version=5 + int(turn),
+            )
+            self.seen[prompt.id] = (prompt.tokens, made)
+            groups.append(Group(prompt, (made,)))
+        return groups
+
+    def sync(self, weights: Mapping[str, Any]) -> None:
+        pass
+
+
+def run(engine: Any, program: Any, n: int = 1, tokens: int = 900, **keys: Any) -> list[Group]:
+    config = ProgramConfig(name="mine:run", function=program, limit=4, timeout=60.0, **keys)
+    sampling = Sampling(tokens)
+    return sample_with_program(engine, PROMPTS, n, sampling, 3, program=config, tokenizer=TOKENIZER)
+
+
+def client_of(given: ProgramInput, **keys: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=given.base_url, api_key=given.api_key, max_retries=0, **keys)
+
+
+def ask(client: openai.OpenAI, given: ProgramInput, messages: Any, **keys: Any) -> dict[str, Any]:
+    create = client.chat.completions.create
+    if not keys.pop("stream", False):
+        answer = create(model=given.model, messages=messages, **keys)
+        return answer.choices[0].message.model_dump(exclude_none=True)
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    for chunk in create(model=given.model, messages=messages, stream=True, **keys):
+        for choice in chunk.choices:
+            message["content"] += choice.delta.content or ""
+            calls = [one.model_dump(exclude_none=True) for one in choice.delta.tool_calls or []]
+            message |= {"tool_calls": calls} if calls else {}
+    return message
+
+
+def adding(stream: bool) -> Callable[[ProgramInput], None]:
+    """A client that executes the tool until the policy calls it no more."""
+
+    def program(given: ProgramInput) -> None:
+        messages = given.messages
+        with client_of(given) as client:
+            while True:
+                messages.append(ask(client, given, messages, tools=TOOLS, stream=stream))
+                if not messages[-1].get("tool_calls"):
+                    return
+                for call in messages[-1]["tool_calls"]:
+                    total = sum(json.loads(call["function"]["arguments"]).values())
+                    tool = {"role": "tool", "tool_call_id": call["id"], "content": str(total)}
+                    messages.append(tool)
+
+    return program
+
+
+def two_calls(name: str, turn: int) -> str:
+    call = '<tool_call>{"name": "add", "arguments": {"a": %d, "b": %d}}</tool_call>'
+    number = int(name[1])
+    return ["I add." + call % (20, 3), call % (23, 100 + number), f"It is {123 + number}."][turn]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_tool_turns_train_exactly_what_the_policy_wrote(stream: bool) -> None:
+    engine = SpellingEngine(two_calls)
+    groups = run(engine, adding(stream), n=2)
+    trained: list[int] = []
+    for number, group in enumerate(groups):
+        for index, completion in enumerate(group.completions):
+            calls = [engine.seen[f"{group.prompt.id}/0/{index}/{turn}"] for turn in range(3)]
+            own = [token for _, made in calls for token in made.tokens.tolist()]
+            trained += own
+            assert completion.tokens[completion.written].tolist() == own
+            scores = np.concatenate([made.log_probs for _, made in calls])
+            np.testing.assert_array_equal(completion.log_probs[completion.written], scores)
+            assert not completion.log_probs[~completion.written].any()
+            assert group.prompt.tokens == calls[0][0]
+            results = ["23", str(123 + number)]
+            for (before, made), (after, _), result in zip(calls, calls[1:], results, strict=False):
+                recorded = (*before, *made.tokens.tolist())
+                assert after[: len(recorded)] == recorded
+                context = f"\nt:{result}<eos>\na:"
+                assert TOKENIZER.decode(after[len(recorded) :]) == context
+            whole = [*group.prompt.tokens, *completion.tokens.tolist()]
+            assert whole == [*calls[2][0], *calls[2][1].tokens.tolist()]
+            assert TOKENIZER.encode(TOKENIZER.decode(whole)) != whole  # it would drift
+            texts = [turn["content"] for turn in completion.turns]
+            assert texts == [
+                two_calls(group.prompt.id, 0),
+                "23",
+                two_calls(group.prompt.id, 1),
+                results[1],
+                f"It is {results[1]}.",
+            ]
+            assert completion.weight_version == 5  # that of the first turn
+    batch = from_groups(groups, torch.device("cpu"))
+    assert batch.tokens_T[batch.target_N].tolist() == trained
+
+
+def test_random_weights_keep_their_tokens_and_log_probs() -> None:
+    """A random policy writes tokens that no tokenizer would: none is encoded again."""
+    size = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 512, "eos_token_id": EOS}
+    model = tiny("llama", **size)
+    engine = NativeEngine(tiny("llama", **size), TOKENIZER)
+
+    def program(given: ProgramInput) -> None:
+        messages = given.messages
+        with client_of(given) as client:
+            messages.append(ask(client, given, messages, max_tokens=40))
+            messages.append({"role": "user", "content": "again <eos>"})
+            ask(client, given, messages, max_tokens=40)
+
+    drifted = 0
+    for group in run(engine, program, n=3, tokens=200):
+        for completion in group.completions:
+            own = completion.tokens[completion.written].tolist()
+            drifted += TOKENIZER.encode(TOKENIZER.decode(own)) != own
+            tokens = [*group.prompt.tokens, *completion.tokens.tolist()]
+            logits = stock_logits(model, tokens)[len(group.prompt.tokens) - 1 : -1]
+            expected = logits.log_softmax(-1)[range(len(completion)), completion.tokens].numpy()
+            written = completion.written
+            np.testing.assert_allclose(completion.log_probs[written], expected[written], atol=1e-4)
+            context = TOKENIZER.decode(completion.tokens[~written].tolist())
+            assert context in ("\nu:again <eos><eos>\na:", "<eos>\nu:again <eos><eos>\na:")
+    assert drifted > 0
+
+
+def test_models_and_usage() -> None:
+    def program(given: ProgramInput) -> None:
+        with client_of(given) as client:
+            assert [model.id for model in client.models.list()] == [given.model]
+            answer = client.chat.completions.create(
+                model="another name", messages=given.messages, max_tokens=2, temperature=0.3, n=1
+            )
+            assert answer.choices[0].finish_reason == "length"
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 2
+
+    groups = run(SpellingEngine(lambda name, turn: "yes"), program)
+    assert [len(group.completions[0]) for group in groups] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"n": 2}, "n = 2"),
+        ({"stop": ["x"]}, "stop = ['x']"),
+        ({"presence_penalty": 0.5}, "presence_penalty = 0.5"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"tools": ["add"]}, "tools: give a list of objects"),
+        ({"messages": []}, "end them with a message of the user"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "end them with a message of"),
+        ({"messages": [{"content": "x"}]}, "messages[0]: give a role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
+            "messages[0].tool_calls",
+        ),
+    ],
+)
+def test_bad_requests_are_refused_with_the_reason(keys: dict[str, Any], line: str) -> None:
+    """A refused request changes nothing: the next one is answered."""
+
+    def program(given: ProgramInput) -> None:
+        with client_of(given) as client:
+            with pytest.raises(openai.BadRequestError) as caught:
+                ask(client, given, keys.get("messages", given.messages), **_without(keys))
+            assert line in caught.value.message
+            ask(client, given, given.messages)
+
+    groups = run(SpellingEngine(lambda name, turn: "yes"), program)
+    assert [group.completions[0].text for group in groups] == ["yes", "yes"]
+
+
+def _without(keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in keys.items() if name != "messages"}
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"[" * 100_000, {}, 400),
+        (b'{"messages": 5}', {}, 400),
+        (b"{}", {"Content-Length": "-5"}, 413),
+        (b"{}", {"Content-Length": "99999999999"}, 413),
+    ],
+)
+def test_bodies_that_are_no_request_are_answered(
+    body: bytes, headers: dict[str, str], status: int
+) -> None:
+    def program(given: ProgramInput) -> None:
+        request = urllib.request.Request(f"{given.base_url}/chat/completions", body, headers)
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=10)
+        with caught.value as error:
+            assert error.code == status
+            assert json.load(error)["error"]["type"] == "invalid_request_error"
+        with client_of(given) as client:
+            ask(client, given, given.messages)
+
+    run(SpellingEngine(lambda name, turn: "yes"), program)
+
+
+USER = {"role": "user", "content": "more"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "line"),
+    [
+        (lambda m: [{**m[0], "content": "x"}, *m[1:]], "messages[0] differs"),
+        (lambda m: [m[0], {**m[1], "content": "yes"}, *m[2:]], "messages[1] differs"),
+        (lambda m: [m[0], *m[2:]], "messages[1] differs"),
+        (lambda m: [{"role": "system", "content": "x"}, *m], "messages[0] differs"),
+        (lambda m: m[:1], "messages[1] differs"),
+    ],
+    ids=["changed", "reasoning dropped", "answer dropped", "inserted", "begun again"],
+)
+def test_an_edited_history_is_refused_and_the_conversation_goes_on(edit: Any, line: str) -> None:
+    """The third request edits what the first two said. Beginning again is a retry only while
+    nothing was added."""
+
+    def program(given: ProgramInput) -> None:
+        messages = list(given.messages)
+        with client_of(given) as client:
+            messages.append(ask(client, given, messages))
+            assert messages[-1]["content"] == "<think>2</think>yes"
+            messages.append(USER)
+            messages.append(ask(client, given, messages))
+            messages.append(USER)
+            with pytest.raises(openai.BadRequestError) as caught:
+                ask(client, given, edit(messages))
+            assert line in caught.value.message
+            ask(client, given, messages)
+
+    engine = SpellingEngine(lambda name, turn: "<think>2</think>yes")
+    for group in run(engine, program):
+        assert len(group.completions[0].turns) == 5
+        assert group.completions[0].text == "<think>2</think>yes" * 3
+
+
+def test_tools_that_change_are_refused() -> None:
+    def program(given: ProgramInput) -> None:
+        messages = list(given.messages)
+        with client_of(given) as client:
+            messages += [ask(client, given, messages), USER]
+            with pytest.raises(openai.BadRequestError, match="tools differ"):
+                ask(client, given, messages, tools=TOOLS)
+
+    run(SpellingEngine(lambda name, turn: "yes"), program)
+
+
+def test_a_retry_gets_the_same_answer_and_samples_nothing() -> None:
+    answers: list[str] = []
+
+    def program(given: ProgramInput) -> None:
+        with client_of(given) as client:
+            answers.extend(ask(client, given, given.messages)["content"] for _ in range(3))
+
+    numbers: Iterator[int] = iter(range(9))
+    engine = SpellingEngine(lambda name, turn: f"{next(numbers)}")
+    groups = run(engine, program)
+    assert len(engine.seen) == len(groups) == 2
+    assert sorted(answers) == ["0", "0", "0", "1", "1", "1"]
+    assert [len(group.completions[0].turns) for group in groups] == [1, 1]
+
+
+def test_one_conversation_answers_one_request_at_a_time() -> None:
+    """Requests in parallel of one program: the first is answered, the others are refused."""
+
+    async def program(given: ProgramInput) -> None:
+        async with openai.AsyncOpenAI(
+            base_url=given.base_url, api_key=given.api_key, max_retries=0
+        ) as client:
+
+            async def request(text: str) -> Any:
+                messages: Any = [{"role": "user", "content": text}]
+                return await client.chat.completions.create(model="policy", messages=messages)
+
+            found = await asyncio.gather(*map(request, "abc"), return_exceptions=True)
+        refused = [one for one in found if isinstance(one, openai.BadRequestError)]
+        assert len(refused) == 2
+        for error in refused:
+            assert "is being answered" in error.message or "differs" in error.message
+
+    for group in run(SpellingEngine(lambda name, turn: "yes"), program, n=2):
+        assert [completion.text for completion in group.completions] == ["yes", "yes"]
+
+
+def test_keys_separate_conversations_and_end_with_them() -> None:
+    given_all: list[ProgramInput] = []
+
+    def program(given: ProgramInput) -> None:
+        given_all.append(given)
+        address = given.base_url.removeprefix("http://").removesuffix("/v1")
+        assert address.startswith("127.0.0.1:")
+        with pytest.raises(OSError, match=r"refused|unreachable|assign"):  # loopback only
+            # Another address of this machine, which a server on all interfaces would answer.
+            socket.create_connection(("127.0.0.2", int(address.partition(":")[2])), 5)
+        assert given.api_key not in repr(given)
+        for key in ("keel", "x" * 22):
+            other = openai.OpenAI(base_url=given.base_url, api_key=key, max_retries=0)
+            with other, pytest.raises(openai.AuthenticationError, match="no running program"):
+                ask(other, given, given.messages)
+        with client_of(given) as client:
+            ask(client, given, given.messages)
+
+    groups = run(SpellingEngine(lambda name, turn: name), program, n=2)
+    texts = {completion.text for group in groups for completion in group.completions}
+    assert texts == {"p0/0/0", "p0/0/1", "p1/0/0", "p1/0/1"}
+    assert len({given.api_key for given in given_all}) == 4
+    with client_of(given_all[0], timeout=5.0) as client, pytest.raises(openai.APIConnectionError):
+        ask(client, given_all[0], given_all[0].messages)
+
+
+def test_an_ended_conversation_is_closed_while_others_go_on() -> None:
+    """A program that is done must not be continued with its key."""
+    keys: dict[str, str] = {}
+
+    def program(given: ProgramInput) -> None:
+        with client_of(given) as client:
+            ask(client, given, given.messages)
+            if given.prompt_id == "p0":
+                keys["first"] = given.api_key
+                return
+            messages = [*given.messages, {"role": "assistant", "content": "yes"}, USER]
+            ask(client, given, messages)  # a batch waits until the first program has ended
+            late = openai.OpenAI(base_url=given.base_url, api_key=keys["first"], max_retries=0)
+            with late, pytest.raises(openai.AuthenticationError):
+                ask(late, given, given.messages)
+
+    groups = run(SpellingEngine(lambda name, turn: "yes"), program)
+    assert [len(group.completions[0].turns) for group in groups] == [1, 3]
