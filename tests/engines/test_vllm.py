@@ -5,19 +5,20 @@ One server serves all tests of the module.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
@@ -26,7 +27,6 @@ from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
-from keel.runs.rollouts import read_table
 from keel.types import Completion, Group, Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
 
@@ -78,8 +78,12 @@ def _log_probs(model: PreTrainedModel, prompt: Prompt, c: Completion, t: float) 
     """Those of the model's weights for a completion at a temperature, by plain transformers."""
     stock = _model()
     stock.load_state_dict(model.state_dict())
+    return _scores(stock, prompt, c, t)
+
+
+def _scores(model: PreTrainedModel, prompt: Prompt, c: Completion, t: float) -> np.ndarray:
     ids = [*prompt.tokens, *c.tokens.tolist()]
-    scores = (stock_logits(stock, ids).double() / t).log_softmax(-1)
+    scores = (stock_logits(model, ids).double() / t).log_softmax(-1)
     places = torch.arange(len(prompt.tokens) - 1, len(ids) - 1)
     return scores[places, torch.tensor(ids)[places + 1]].float().numpy()
 
@@ -206,7 +210,8 @@ def test_a_server_by_address_gets_all_weights_first(
     engine.sample(ragged_prompts(1), 1, SAMPLING, 0)
     assert engine.process is not None
     other = _model()
-    add_lora(other, Lora(rank=2), 0)
+    # Of layers that vLLM fuses with others, some.
+    add_lora(other, Lora(rank=2, targets=("q_proj", "v_proj", "up_proj")), 0)
     noise = torch.Generator().manual_seed(1)
     second = VllmEngine(other, TOKENIZER, server=VllmServer(url=engine.process.url), max_rows=8)
     trained = {name: p for name, p in other.named_parameters() if p.requires_grad}
@@ -222,6 +227,44 @@ def test_a_server_by_address_gets_all_weights_first(
             wanted = _log_probs(plain_copy(other), group.prompt, c, 1.0)
             np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
     engine.sync(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_of_adapters_only_factors_are_sent(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a server of their own: layers with biases, fused with others, and transposed ones."""
+    targets = {"qwen2": ("k_proj", "up_proj"), "gpt2": ("c_attn", "c_proj")}[family]
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = tiny(family, dtype=torch.float32, hidden_size=64, **heads)
+    add_lora(model, Lora(rank=2, alpha=3.0, targets=targets), 0)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    noise, sent = torch.Generator().manual_seed(1), []
+    engine = VllmEngine(model, TOKENIZER, server=VllmServer(), max_rows=8)
+    try:
+        for number in range(4):
+            for group in engine.sample(ragged_prompts(3), 1, SAMPLING, number):
+                c = group.completions[0]
+                assert c.weight_version == number
+                wanted = _scores(plain_copy(model), group.prompt, c, 1.0)
+                np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
+            before = _scores(plain_copy(model), group.prompt, c, 1.0)
+            assert engine._client is not None
+            given = engine._client.update_weights
+
+            def watched(info: Mapping[str, Any], given: Any = given) -> None:
+                sent.append(sum(w.numel() for w in load_file(info["path"]).values()))
+                given(info)
+
+            monkeypatch.setattr(engine._client, "update_weights", watched)
+            with torch.no_grad():
+                for weight in trained.values():
+                    weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
+            engine.sync(trained)
+            monkeypatch.undo()
+            after = _scores(plain_copy(model), group.prompt, c, 1.0)
+            assert np.abs(after - before).max() > 0.01
+    finally:
+        engine.close()
+    assert sent == [sum(weight.numel() for weight in trained.values())] * 4
 
 
 def test_several_turns_have_the_version_of_the_first(engine: VllmEngine) -> None:
@@ -277,24 +320,6 @@ time.sleep(600)
             break
         time.sleep(0.1)
     assert not _alive(server)
-
-
-def test_a_grpo_run_learns_to_sort_digits(tmp_path: Path) -> None:
-    """After a short supervised stage; the figure is the mean reward of the steps."""
-    run = tmp_path / "run"
-    keys = ["sft.steps=120", "rl.steps=16", "rl.evaluation.prompts=0", "rl.rollouts_every=1"]
-    keys += ['rl.rollout.engine="vllm"', 'rl.algorithm.correction.kind="truncate"']
-    command = [sys.executable, "-m", "keel", "train", "quickstart", *keys, "--run", str(run)]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "sampling/sampling_logp_difference/max" in record]
-    rewards = [step["reward"] for step in steps]
-    assert len(rewards) == 16
-    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.1
-    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-3
-    for step in (1, 16):
-        table = read_table(next((run / "rollouts").glob(f"*{step:06d}.parquet")))
-        assert set(table["weight_version"].to_pylist()) == {step - 1}
 
 
 def _alive(pid: int) -> bool:

@@ -179,7 +179,15 @@ def build_loop(
     )
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
     sampler = build_sampler(
-        policy, source, shaped, rollout, seed, model=model, step=progress.step, engine=engine
+        policy,
+        source,
+        shaped,
+        rollout,
+        seed,
+        model=model,
+        step=progress.step,
+        engine=engine,
+        log=run.folder.logs / f"{stage.name}-vllm.log",
     )
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)
