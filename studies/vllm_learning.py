@@ -27,15 +27,15 @@ import numpy as np
 
 from keel.analysis.comparison import difference_interval, iqm_interval
 from keel.analysis.statistics import Interval
-from keel.config.load import load_recipe
+from keel.config.load import load_recipe, read_recipe, to_toml
 from keel.config.sampling import VllmServer
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.policy import load_policy
 from keel.types import Prompt, Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
+SFT_STEPS = 120
 SHORTENED = (
-    "sft.steps=120",
     "rl.steps=30",
     "rl.evaluation.every=0",
     "rl.evaluation.samples=0",
@@ -64,13 +64,13 @@ def server() -> Iterator[str]:
 def run_case(engine: str, seed: int, url: str, folder: Path) -> dict[str, Any]:
     """One run: validation accuracy before and after GRPO, and what its steps measured."""
     target = folder / f"{engine}-{seed}"
-    keys = [*SHORTENED, f"seed={seed}", f'rl.rollout.engine="{engine}"']
-    if engine == "vllm":
-        keys.append(f'rl.rollout.vllm.url="{url}"')
-    command = [sys.executable, "-m", "keel", "train", "quickstart", *keys, "--run", str(target)]
     start = time.perf_counter()
-    around = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
-    subprocess.run([*command, "--quiet"], check=True, cwd=ROOT, env=around)
+    if engine == "native":
+        _keel("train", "quickstart", f"sft.steps={SFT_STEPS}", *_keys(target, seed))
+    else:
+        recipe = _second_stage(folder, seed)
+        address = f'rl.rollout.vllm.url="{url}"'
+        _keel("train", str(recipe), 'rl.rollout.engine="vllm"', address, *_keys(target, seed))
     seconds = time.perf_counter() - start
     evaluation = json.loads((target / "run.json").read_text())["evaluation"]["rl"]
     lines = (target / "metrics.jsonl").read_text().splitlines()
@@ -88,6 +88,33 @@ def run_case(engine: str, seed: int, url: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def _keys(target: Path, seed: int) -> tuple[str, ...]:
+    return (*SHORTENED, f"seed={seed}", "--run", str(target), "--quiet")
+
+
+def _second_stage(folder: Path, seed: int) -> Path:
+    """The quickstart's GRPO stage as a recipe; its model is the native run's supervised one.
+
+    The stage has the same name, on which its seeds depend, and so the same prompts.
+    """
+    model, recipe = folder / f"sft-{seed}", folder / f"vllm-{seed}.toml"
+    checkpoint = f"sft-step-{SFT_STEPS:06d}"
+    native = folder / f"native-{seed}"
+    if not native.exists():
+        _keel("train", "quickstart", f"sft.steps={SFT_STEPS}", *_keys(native, seed))
+    _keel("export", str(native), str(model), "--checkpoint", checkpoint)
+    whole = read_recipe("quickstart")
+    stages = [stage for stage in whole["stages"] if stage["stage"] == "rl"]
+    alone = {**whole, "model": {"name": str(model)}, "stages": stages}
+    recipe.write_text(to_toml(load_recipe(alone)))
+    return recipe
+
+
+def _keel(*words: str) -> None:
+    around = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    subprocess.run([sys.executable, "-m", "keel", *words], check=True, cwd=ROOT, env=around)
+
+
 def report(rows: list[dict[str, Any]]) -> str:
     """Accuracy of both engines over the seeds that both have, and the paired difference."""
     by = {(row["engine"], row["seed"]): row for row in rows}
@@ -95,6 +122,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'seed':>4}{'before':>9}{'native':>9}{'vllm':>9}{'difference max':>17}"]
     for seed in seeds:
         native, vllm = by["native", seed], by["vllm", seed]
+        assert abs(native["before"] - vllm["before"]) < 0.01, "not the same start"
         lines.append(
             f"{seed:>4}{native['before']:>9.3f}{native['after']:>9.3f}{vllm['after']:>9.3f}"
             f"{vllm['difference_max']:>17.1e}"
@@ -119,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--json", type=Path, required=True, help="results, added to run by run")
+    parser.add_argument("--runs", type=Path, help="keep the run folders here")
     arguments = parser.parse_args()
     rows = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
     done = {(row["engine"], row["seed"]) for row in rows}
@@ -126,7 +155,7 @@ def main() -> None:
     if missing:
         with server() as url, tempfile.TemporaryDirectory() as scratch:
             for engine, seed in missing:
-                rows.append(run_case(engine, seed, url, Path(scratch)))
+                rows.append(run_case(engine, seed, url, arguments.runs or Path(scratch)))
                 arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
                 print(rows[-1], flush=True)
     print(report(rows))

@@ -10,15 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
@@ -28,7 +26,7 @@ from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
 from keel.types import Completion, Group, Prompt, Sampling
-from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
+from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
 
 pytestmark = [
     pytest.mark.vllm,
@@ -78,14 +76,7 @@ def _log_probs(model: PreTrainedModel, prompt: Prompt, c: Completion, t: float) 
     """Those of the model's weights for a completion at a temperature, by plain transformers."""
     stock = _model()
     stock.load_state_dict(model.state_dict())
-    return _scores(stock, prompt, c, t)
-
-
-def _scores(model: PreTrainedModel, prompt: Prompt, c: Completion, t: float) -> np.ndarray:
-    ids = [*prompt.tokens, *c.tokens.tolist()]
-    scores = (stock_logits(model, ids).double() / t).log_softmax(-1)
-    places = torch.arange(len(prompt.tokens) - 1, len(ids) - 1)
-    return scores[places, torch.tensor(ids)[places + 1]].float().numpy()
+    return stock_log_probs(stock, prompt, c, t)
 
 
 def test_greedy_equals_the_native_engine(engine: VllmEngine, native: NativeEngine) -> None:
@@ -227,44 +218,6 @@ def test_a_server_by_address_gets_all_weights_first(
             wanted = _log_probs(plain_copy(other), group.prompt, c, 1.0)
             np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
     engine.sync(dict(model.named_parameters()))
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_of_adapters_only_factors_are_sent(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a server of their own: layers with biases, fused with others, and transposed ones."""
-    targets = {"qwen2": ("k_proj", "up_proj"), "gpt2": ("c_attn", "c_proj")}[family]
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = tiny(family, dtype=torch.float32, hidden_size=64, **heads)
-    add_lora(model, Lora(rank=2, alpha=3.0, targets=targets), 0)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    noise, sent = torch.Generator().manual_seed(1), []
-    engine = VllmEngine(model, TOKENIZER, server=VllmServer(), max_rows=8)
-    try:
-        for number in range(4):
-            for group in engine.sample(ragged_prompts(3), 1, SAMPLING, number):
-                c = group.completions[0]
-                assert c.weight_version == number
-                wanted = _scores(plain_copy(model), group.prompt, c, 1.0)
-                np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
-            before = _scores(plain_copy(model), group.prompt, c, 1.0)
-            assert engine._client is not None
-            given = engine._client.update_weights
-
-            def watched(info: Mapping[str, Any], given: Any = given) -> None:
-                sent.append(sum(w.numel() for w in load_file(info["path"]).values()))
-                given(info)
-
-            monkeypatch.setattr(engine._client, "update_weights", watched)
-            with torch.no_grad():
-                for weight in trained.values():
-                    weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
-            engine.sync(trained)
-            monkeypatch.undo()
-            after = _scores(plain_copy(model), group.prompt, c, 1.0)
-            assert np.abs(after - before).max() > 0.01
-    finally:
-        engine.close()
-    assert sent == [sum(weight.numel() for weight in trained.values())] * 4
 
 
 def test_several_turns_have_the_version_of_the_first(engine: VllmEngine) -> None:

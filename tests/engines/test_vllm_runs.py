@@ -1,4 +1,4 @@
-"""Whole runs that sample with vLLM: one learns, one whose server is killed loses nothing."""
+"""Tests that start vLLM servers of their own: whole runs, and models of other families."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from keel.config.model import Lora
+from keel.config.sampling import VllmServer
+from keel.engines.vllm.engine import VllmEngine
+from keel.models.lora import add_lora, plain_copy
 from keel.runs.rollouts import read_table
+from keel.types import Sampling
 from tests.engines.killing import DONE, KILL_AT
+from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
 
 pytestmark = [
     pytest.mark.vllm,
@@ -72,6 +81,7 @@ def test_the_log_of_the_server_is_in_the_run_folder(undisturbed: Path) -> None:
     assert "hf_not_for_the_server" not in log
 
 
+@pytest.mark.vllm_long
 def test_a_step_whose_server_is_killed_is_redone_and_counted_once(
     undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -93,3 +103,42 @@ def test_a_step_whose_server_is_killed_is_redone_and_counted_once(
             assert mine[column].to_pylist() == other[column].to_pylist(), (step, column)
     mine, other = (_rollouts(one, KILLED)["completion"].to_pylist() for one in (run, undisturbed))
     assert np.mean([a == b for a, b in zip(mine, other, strict=True)]) > 0.99
+
+
+@pytest.mark.vllm_long
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_of_adapters_only_factors_are_sent(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a server of their own: layers with biases, fused with others, and transposed ones."""
+    targets = {"qwen2": ("k_proj", "up_proj"), "gpt2": ("c_attn", "c_proj")}[family]
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = tiny(family, dtype=torch.float32, hidden_size=64, **heads)
+    add_lora(model, Lora(rank=2, alpha=3.0, targets=targets), 0)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    noise, sent = torch.Generator().manual_seed(1), []
+    engine = VllmEngine(model, TOKENIZER, server=VllmServer(), max_rows=8)
+    try:
+        for number in range(4):
+            for group in engine.sample(ragged_prompts(3), 1, Sampling(max_tokens=24), number):
+                c = group.completions[0]
+                assert c.weight_version == number
+                wanted = stock_log_probs(plain_copy(model), group.prompt, c)
+                np.testing.assert_allclose(c.log_probs, wanted, atol=1e-4)
+            before = stock_log_probs(plain_copy(model), group.prompt, c)
+            assert engine._client is not None
+            given = engine._client.update_weights
+
+            def watched(info: Mapping[str, Any], given: Any = given) -> None:
+                sent.append(sum(w.numel() for w in load_file(info["path"]).values()))
+                given(info)
+
+            monkeypatch.setattr(engine._client, "update_weights", watched)
+            with torch.no_grad():
+                for weight in trained.values():
+                    weight.add_(0.1 * torch.randn(weight.shape, generator=noise))
+            engine.sync(trained)
+            monkeypatch.undo()
+            after = stock_log_probs(plain_copy(model), group.prompt, c)
+            assert np.abs(after - before).max() > 0.01
+    finally:
+        engine.close()
+    assert sent == [sum(weight.numel() for weight in trained.values())] * 4
