@@ -5,7 +5,7 @@ VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: install demo test test-gpu test-vllm check docs bench soak clean
+.PHONY: install demo test test-gpu test-vllm check check-vllm docs bench soak clean
 
 install: $(VENV)/.dev
 
@@ -22,7 +22,12 @@ test-gpu: $(VENV)/.dev
 
 # The tests of the vLLM engine with a real server; its environment takes some gigabytes of disk.
 test-vllm: $(VENV)/.dev $(VLLM)/.done
-	KEEL_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -n0 -m vllm
+	KEEL_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(BIN)/python -m pytest -n0 -m vllm tests/engines
+
+# The share of them that .ci/run does: one server, killed once, and one run that learns.
+check-vllm: $(VENV)/.dev $(VLLM)/.done
+	KEEL_VLLM_PYTHON=$(abspath $(VLLM))/bin/python \
+		$(BIN)/python -m pytest -n0 -m "vllm and not vllm_long" --durations=5 tests/engines
 
 $(VLLM)/.done: constraints-vllm.txt
 	sh benchmarks/install_vllm.sh $(VLLM) $(PYTHON)

@@ -83,7 +83,6 @@ def test_no_room_for_the_processes_is_one_line(tmp_path: Path) -> None:
         (("rollout.async_level=2", "algorithm.correction.kind=truncate"), "set cluster.ray"),
         ((*WORDS, *AHEAD, "rollout.dynamic_sampling=true"), "dynamic_sampling"),
         ((*WORDS, "rollout.async_level=2"), "algorithm.correction"),
-        (("cluster.rollout_workers=2",), "cluster.ray is not set"),
     ],
 )
 def test_what_ray_cannot_do_is_refused(keys: tuple[str, ...], words: str) -> None:

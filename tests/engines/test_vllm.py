@@ -5,7 +5,6 @@ One server serves all tests of the module.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -26,9 +25,8 @@ from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
-from keel.runs.rollouts import read_table
 from keel.types import Completion, Group, Prompt, Sampling
-from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
+from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
 
 pytestmark = [
     pytest.mark.vllm,
@@ -78,10 +76,7 @@ def _log_probs(model: PreTrainedModel, prompt: Prompt, c: Completion, t: float) 
     """Those of the model's weights for a completion at a temperature, by plain transformers."""
     stock = _model()
     stock.load_state_dict(model.state_dict())
-    ids = [*prompt.tokens, *c.tokens.tolist()]
-    scores = (stock_logits(stock, ids).double() / t).log_softmax(-1)
-    places = torch.arange(len(prompt.tokens) - 1, len(ids) - 1)
-    return scores[places, torch.tensor(ids)[places + 1]].float().numpy()
+    return stock_log_probs(stock, prompt, c, t)
 
 
 def test_greedy_equals_the_native_engine(engine: VllmEngine, native: NativeEngine) -> None:
@@ -206,7 +201,8 @@ def test_a_server_by_address_gets_all_weights_first(
     engine.sample(ragged_prompts(1), 1, SAMPLING, 0)
     assert engine.process is not None
     other = _model()
-    add_lora(other, Lora(rank=2), 0)
+    # Of layers that vLLM fuses with others, some.
+    add_lora(other, Lora(rank=2, targets=("q_proj", "v_proj", "up_proj")), 0)
     noise = torch.Generator().manual_seed(1)
     second = VllmEngine(other, TOKENIZER, server=VllmServer(url=engine.process.url), max_rows=8)
     trained = {name: p for name, p in other.named_parameters() if p.requires_grad}
@@ -277,24 +273,6 @@ time.sleep(600)
             break
         time.sleep(0.1)
     assert not _alive(server)
-
-
-def test_a_grpo_run_learns_to_sort_digits(tmp_path: Path) -> None:
-    """After a short supervised stage; the figure is the mean reward of the steps."""
-    run = tmp_path / "run"
-    keys = ["sft.steps=120", "rl.steps=16", "rl.evaluation.prompts=0", "rl.rollouts_every=1"]
-    keys += ['rl.rollout.engine="vllm"', 'rl.algorithm.correction.kind="truncate"']
-    command = [sys.executable, "-m", "keel", "train", "quickstart", *keys, "--run", str(run)]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "sampling/sampling_logp_difference/max" in record]
-    rewards = [step["reward"] for step in steps]
-    assert len(rewards) == 16
-    assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.1
-    assert max(step["sampling/sampling_logp_difference/max"] for step in steps) < 1e-3
-    for step in (1, 16):
-        table = read_table(next((run / "rollouts").glob(f"*{step:06d}.parquet")))
-        assert set(table["weight_version"].to_pylist()) == {step - 1}
 
 
 def _alive(pid: int) -> bool:

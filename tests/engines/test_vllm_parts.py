@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,13 +15,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from keel.config.model import Lora
 from keel.config.sampling import VllmServer
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.registry import build_engine
 from keel.engines.vllm.client import ServerFailure, VllmClient
 from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
-from keel.engines.vllm.server import ServerProcess, last_error
+from keel.engines.vllm.server import ServerProcess, last_error, passed
+from keel.engines.vllm.transfer import (
+    adapter_factors,
+    adapters_base,
+    choose_transfer,
+    described,
+    nccl_group,
+    server_variables,
+    untied,
+)
+from keel.models.lora import add_lora, plain_weights
 from keel.types import KeelError, Sampling
 from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
 
@@ -107,6 +120,87 @@ def test_a_wrong_address_is_refused(bad: str) -> None:
 def test_a_python_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"rollout\.vllm\.python = '/no/python' does not start"):
         ServerProcess("/no/python", tmp_path, tmp_path / "log", [])
+
+
+def test_a_server_gets_no_secrets() -> None:
+    given = {
+        "PATH": "/bin",
+        "CUDA_HOME": "/cuda",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+        "VLLM_API_KEY": "a",
+        "HF_TOKEN": "b",
+        "WANDB_API_KEY": "c",
+        "AWS_SECRET_ACCESS_KEY": "d",
+        "PYTHONPATH": "/src",
+    }
+    assert set(passed(given)) == {"PATH", "CUDA_HOME", "VLLM_LOGGING_LEVEL"}
+
+
+def test_the_way_of_weights_follows_the_devices() -> None:
+    gpu, base = torch.device("cuda:1"), {"w": torch.ones(1)}
+    assert choose_transfer(torch.device("cpu"), (), {}, True).backend == "keel_file"
+    assert choose_transfer(gpu, (), {}, True).backend == "ipc"
+    assert choose_transfer(gpu, (1,), {}, True).backend == "ipc"
+    assert choose_transfer(gpu, (0, 2), {}, True).backend == "nccl"
+    assert choose_transfer(gpu, (0, 1), {}, True).backend == "keel_file"
+    assert choose_transfer(gpu, (), base, True).backend == "keel_file"
+    assert choose_transfer(gpu, (0,), {}, False).backend == "keel_file"
+
+
+def test_the_gpus_of_a_server_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda:1")
+    assert server_variables(torch.device("cpu"), (5,)) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,GPU-7")
+    assert server_variables(gpu, ())["CUDA_VISIBLE_DEVICES"] == "6"
+    assert server_variables(gpu, (2, 0))["CUDA_VISIBLE_DEVICES"] == "GPU-7,4"
+    with pytest.raises(KeelError, match=r"rollout\.vllm\.gpus = \[3\], but there are 3 GPUs"):
+        server_variables(gpu, (3,))
+
+
+def test_what_vllm_may_fuse_with_an_adapted_layer_is_in_the_base() -> None:
+    """All of its block, and nothing of another; without adapters nothing."""
+    model = tiny("qwen2", dtype=torch.float32)
+    assert adapters_base(model) == {}
+    names = {name for name in model.state_dict() if name.startswith("model.layers.1.")}
+    add_lora(model, Lora(rank=2, targets=("layers.1.self_attn.q_proj",)), 0)
+    base = adapters_base(model)
+    assert set(base) == names
+    assert {"model.layers.1.self_attn.k_proj.bias", "model.layers.1.mlp.up_proj.weight"} < names
+    assert set(adapter_factors(model)) == {
+        f"model.layers.1.self_attn.q_proj.{side}" for side in ("left", "right")
+    }
+
+
+def test_tied_weights_are_sent_once() -> None:
+    model = tiny("llama", dtype=torch.float32, tie_word_embeddings=True)
+    weights = plain_weights(model)
+    assert set(weights) - set(untied(weights)) == {"lm_head.weight"}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif("KEEL_VLLM_PYTHON" not in os.environ, reason="KEEL_VLLM_PYTHON is not set")
+def test_vllm_reads_the_messages_of_both_gpu_backends() -> None:
+    """By vLLM's own classes; the handles and the unique id are made up."""
+    update = described({"a.weight": torch.ones(2, 3, dtype=torch.bfloat16)})
+    code = f"""
+from vllm.distributed.weight_transfer.ipc_engine import *
+from vllm.distributed.weight_transfer.nccl_engine import *
+from base64 import b64encode
+import pickle
+update = {update!r}
+handles = b64encode(pickle.dumps([dict(gpu=(1, 2))])).decode()
+read = IPCWeightTransferUpdateInfo(**update, ipc_handles_pickled=handles)
+assert read.ipc_handles == [dict(gpu=(1, 2))]
+IPCWeightTransferInitInfo(packed=False)
+assert NCCLWeightTransferUpdateInfo(**update).dtype_names == ["bfloat16"]
+group = {nccl_group(3, bytes(128))!r}
+assert NCCLWeightTransferInitInfo(**group).nccl_unique_id_bytes == bytes(128)
+"""
+    around = {**passed(os.environ), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    command = [os.environ["KEEL_VLLM_PYTHON"], "-c", code]
+    done = subprocess.run(command, env=around, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def _engine(**server: object) -> VllmEngine:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from keel.models.build import character_tokenizer
-from keel.types import Prompt
+from keel.types import Completion, Prompt
 
 ALPHABET = "0123456789abcdefghijklmnop+-*/=<>().,:;? \n"
 TOKENIZER = character_tokenizer(ALPHABET, 96)
@@ -89,3 +90,13 @@ def stock_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
     """Logits (tokens, V) of one sequence from a model that nothing was installed in."""
     logits: torch.Tensor = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
+
+
+def stock_log_probs(
+    model: PreTrainedModel, prompt: Prompt, completion: Completion, temperature: float = 1.0
+) -> np.ndarray:
+    """Log-probabilities of a completion at a temperature, from a model as `stock_logits` wants."""
+    ids = [*prompt.tokens, *completion.tokens.tolist()]
+    scores = (stock_logits(model, ids).double() / temperature).log_softmax(-1)
+    places = torch.arange(len(prompt.tokens) - 1, len(ids) - 1)
+    return scores[places, torch.tensor(ids)[places + 1]].float().numpy()

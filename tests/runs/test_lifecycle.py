@@ -111,7 +111,7 @@ def test_folder_that_cannot_be_emptied_can_be_resumed_or_started(
         assert lifecycle.create_run(ONE, "x", folder.path) == folder
 
 
-@pytest.mark.parametrize("kept", ["rows", "models", "rewards", "faults"])
+@pytest.mark.parametrize("kept", ["rows", "models", "rewards", "faults", "logs"])
 def test_failed_run_keeps_what_took_effort(kept: str, tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
 

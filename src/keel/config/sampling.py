@@ -34,6 +34,7 @@ _MANY_TURNS = UnusedIf(
 _NO_VLLM = UnusedIf(
     lambda key: key.stage.sampling.rollout.engine != "vllm", "another engine samples"
 )
+_ON_CPU = UnusedIf(lambda key: key.facts.cpu, "the model is on a CPU")
 _RUNS_ALREADY = UnusedIf(lambda key: key.table.url is not None, "rollout.vllm.url is set")
 _NO_PROGRAM = UnusedIf(lambda key: key.table.program is None, "rollout.program is not set")
 _PROGRAM = UnusedIf(
@@ -54,6 +55,8 @@ class VllmServer(FrozenModel):
     """The Python of the environment that has vLLM; unset: the variable `KEEL_VLLM_PYTHON`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _NO_VLLM, _RUNS_ALREADY] = 0.4
     """Share of the GPU's memory that vLLM may use; the trainer needs the rest."""
+    gpus: Annotated[Ids, _NO_VLLM, _RUNS_ALREADY, _ON_CPU] = ()
+    """GPUs of the server, counted as torch counts them; none: the trainer's."""
     arguments: Annotated[Words, _NO_VLLM, _RUNS_ALREADY] = ()
     """Further arguments of `vllm serve`."""
     start_timeout: Annotated[Seconds, _NO_VLLM, _RUNS_ALREADY] = 600.0

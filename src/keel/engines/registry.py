@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 from transformers import PreTrainedModel
@@ -29,19 +30,20 @@ def build_engine(
     dtype: str = "model",
     server: VllmServer | None = None,
     timeout: float = 1800.0,
+    log: Path | None = None,
 ) -> Engine:
     """An engine that samples with the weights of `model`, or with those of the last `sync`.
 
     `name` is one of `ENGINES`, or `module:function` of a function that takes the same keyword
     arguments and returns a `keel.types.Engine`. `max_rows` is how many sequences are decoded at
-    once, `dtype` that of the weights, keys and values ("model": the model's own). `server` and
-    `timeout` (seconds of a request) are of the vLLM engine. Raises KeelError for a name that is
-    neither, and where the function raises or returns something else.
+    once, `dtype` that of the weights, keys and values ("model": the model's own). `server`,
+    `timeout` (seconds of a request) and `log` (of the server) are of the vLLM engine. Raises
+    KeelError for a name that is neither, and where the function raises or returns something else.
     """
     if name in ENGINES:
         rest: dict[str, Any] = {"autocast": autocast, "dtype": DTYPES.get(dtype)}
         if name == "vllm":
-            rest = {"server": server, "dtype": dtype, "timeout": timeout}
+            rest = {"server": server, "dtype": dtype, "timeout": timeout, "log": log}
         return ENGINES[name](model, tokenizer, max_rows=max_rows, **rest)
     function = _function(name)
     try:

@@ -204,17 +204,30 @@ def plain_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
     Merged tensors are new, the others the model's own; the model does not change.
     """
-    layers = dict(lora_layers(model))
-    weights: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if ".lora_" in name:
-            continue
-        owner, _, leaf = name.rpartition(".base_layer.")
-        if leaf == "weight" and owner in layers:
-            delta = layers[owner].get_delta_weight(POLICY)
-            tensor = (tensor.to(delta.dtype) + delta).to(tensor.dtype)
-        weights[name.replace(".base_layer.", ".")] = tensor.detach()
+    weights = base_weights(model)
+    for name, layer in lora_layers(model):
+        weight, delta = weights[f"{name}.weight"], layer.get_delta_weight(POLICY)
+        weights[f"{name}.weight"] = (weight.to(delta.dtype) + delta).to(weight.dtype).detach()
     return weights
+
+
+def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights under the names of the plain model, without adapters; the model's own tensors."""
+    return {
+        name.replace(".base_layer.", "."): tensor.detach()
+        for name, tensor in model.state_dict().items()
+        if ".lora_" not in name
+    }
+
+
+def adapter_factors(model: PreTrainedModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """By the name of a layer, matrices whose product is what its adapter adds to its weight."""
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, layer in lora_layers(model):
+        a, b = layer.lora_A[POLICY].weight.detach(), layer.lora_B[POLICY].weight.detach()
+        b = b * layer.scaling[POLICY]
+        factors[name] = (a.T, b.T) if layer.fan_in_fan_out else (b, a)
+    return factors
 
 
 def base_fingerprint(model: PreTrainedModel) -> str:

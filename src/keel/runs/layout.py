@@ -4,12 +4,12 @@
     rollouts/[STAGE-]step-000012.parquet  evaluations/[STAGE-]step-000012.parquet
     checkpoints/[STAGE-]step-000100/  trackers/
     inputs/  preferences.db  rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/
-    quarantine/  faults/
+    quarantine/  faults/  logs/
 
 Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
 the stage's name; records of the .jsonl files always do. All but timings.jsonl, events.jsonl,
-trackers/ and faults/, which log what happened, is a function of recipe and seed (on a GPU as far as
-its kernels are: atomics add in no fixed order).
+trackers/, faults/ and logs/, which log what happened, is a function of recipe and seed (on a GPU as
+far as its kernels are: atomics add in no fixed order).
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class RunFolder:
     pictures = _Inside("pictures")  # what stages plot in addition to the curve
     rewards = _Inside("rewards")  # what rewards keep, such as a judge's paid answers
     quarantine = _Inside("quarantine")  # examples that could not be read
+    logs = _Inside("logs")  # of servers that the run started
     faults = _Inside("faults")  # batches with values that are not finite, stacks of hangs
     inputs = _Inside("inputs")  # the model and data that were passed to keel.train as objects
     models_folder = _Inside("models")

@@ -254,6 +254,7 @@ def _leaves_nothing(place: RunFolder) -> bool:
     if place.metrics.exists() and place.metrics.stat().st_size > 0:
         return False
     made = [place.checkpoints_folder, place.rewards, place.quarantine, place.faults]
+    made.append(place.logs)
     made += [place.rows("any", "train").parent, place.model("any").parent]
     if any(path.is_dir() and any(path.iterdir()) for path in made):
         return False

@@ -296,11 +296,13 @@ def build_sampler(
     less: str = "",
     step: int = 0,
     engine: Engine | None = None,
+    log: Path | None = None,
 ) -> Sampler:
     """What samples completions with the weights of `model`, in the recipe's `rollout.dtype`.
 
     Without `model`, with the policy's own weights in their own dtype; or by an `engine`. A new
-    engine's count of syncs begins at `step`, the steps that the stage has taken.
+    engine's count of syncs begins at `step`, the steps that the stage has taken; a server that it
+    starts writes to `log`.
     """
     engine = engine or build_engine(
         rollout.engine,
@@ -311,6 +313,7 @@ def build_sampler(
         dtype="model" if model is None else rollout.dtype,
         server=rollout.vllm,
         timeout=rollout.timeout,
+        log=log,
     )
     if isinstance(engine, VersionedEngine):
         engine.weight_version = step

@@ -46,6 +46,7 @@ from keel.training.prefetch import (
     begin_pinned,
     read_pending,
 )
+from keel.training.rollout import Sampler
 from keel.training.setup import (
     RunContext,
     build_learner,
@@ -207,7 +208,15 @@ def build_loop(
     )
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
     sampler = build_sampler(
-        policy, source, shaped, rollout, seed, model=model, step=progress.step, engine=engine
+        policy,
+        source,
+        shaped,
+        rollout,
+        seed,
+        model=model,
+        step=progress.step,
+        engine=engine,
+        log=run.folder.logs / f"{stage.name}-vllm.log",
     )
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)
@@ -221,15 +230,6 @@ def build_loop(
         else build_sampler(policy, source, shaped, rollout, seed, step=progress.step, engine=same)
     )
     evaluator = Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None
-    pinnable = isinstance(sampler.engine, PinnableEngine)
-    # With dynamic sampling a step decides which prompts are left for the next.
-    at_once = pinnable and rollout.async_level > 0 and not rollout.dynamic_sampling
-    prefetcher = RolloutPrefetcher(
-        partial(begin_pinned if at_once else begin_alone, sampler, stage.algorithm),
-        rollout.async_level,
-        at_once,
-        pending=read_pending(run.resume_from),
-    )
     return rl.Loop(
         algorithm=stage.algorithm,
         loss=loss_config(stage),
@@ -240,11 +240,23 @@ def build_loop(
         on_nonfinite=stage.on_nonfinite,
         learner=learner,
         sampler=sampler,
-        prefetcher=prefetcher,
+        prefetcher=build_prefetcher(stage, sampler, run.resume_from),
         evaluator=evaluator,
         writer=run.writer,
         seed=seed,
     )
+
+
+def build_prefetcher(
+    stage: RLStage, sampler: Sampler, resume_from: Path | None
+) -> RolloutPrefetcher:
+    """What samples a stage's rollouts ahead; several steps at once where the engine can."""
+    level = stage.rollout.async_level
+    # With dynamic sampling a step decides which prompts are left for the next.
+    in_order = stage.rollout.dynamic_sampling or level == 0
+    at_once = isinstance(sampler.engine, PinnableEngine) and not in_order
+    begin = partial(begin_pinned if at_once else begin_alone, sampler, stage.algorithm)
+    return RolloutPrefetcher(begin, level, at_once, read_pending(resume_from))
 
 
 def titles(recipe: Recipe, stage: RLStage, model: PreTrainedModel) -> tuple[str, str]:

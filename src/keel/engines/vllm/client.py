@@ -6,8 +6,8 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -86,20 +86,25 @@ class VllmClient:
         """The name of the model that the server has."""
         return str(self.request("GET", "/v1/models")["data"][0]["id"])
 
-    def update(self, path: str, version: int) -> None:
-        """Load the weights in a file through vLLM's weight transfer, with generation paused."""
+    def prepare_updates(self, info: Mapping[str, Any]) -> None:
+        """Set the weight transfer up. Raises KeelError where the server was started without it."""
+        self.request("POST", "/init_weight_transfer_engine", {"init_info": info})
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """One update of the weights, within the block; generation is paused, then without cache."""
         self.request("POST", "/pause?mode=wait")
         try:
             self.request("POST", "/start_weight_update")
-            self.request("POST", "/update_weights", {"update_info": {"path": path}})
+            yield
             self.request("POST", "/finish_weight_update", {"weight_version": str(version)})
             self.request("POST", "/reset_prefix_cache")
         finally:
             self.request("POST", "/resume")
 
-    def prepare_updates(self) -> None:
-        """Set the weight transfer up. Raises KeelError where the server was started without it."""
-        self.request("POST", "/init_weight_transfer_engine", {"init_info": {}})
+    def update_weights(self, info: Mapping[str, Any]) -> None:
+        """Let the server take weights in, as its backend reads `info`; only within `updating`."""
+        self.request("POST", "/update_weights", {"update_info": info})
 
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = 0.0

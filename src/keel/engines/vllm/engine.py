@@ -14,7 +14,7 @@ from typing import Any
 from weakref import finalize
 
 import numpy as np
-from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.config.fields import derive
@@ -23,10 +23,19 @@ from keel.engines.native import copy_weights
 from keel.engines.sampler import check, occurrences
 from keel.engines.stopping import GOING, LENGTH, REASONS, STOP, Stops, budgets, eos_ids
 from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
-from keel.engines.vllm.server import MODEL, ServerProcess, memory_folder
+from keel.engines.vllm.server import MODEL, ServerProcess
+from keel.engines.vllm.transfer import (
+    FileTransfer,
+    WeightTransfer,
+    adapter_factors,
+    adapters_base,
+    choose_transfer,
+    server_variables,
+    untied,
+)
 from keel.models.chat import decode
 from keel.models.families import context_length
-from keel.models.lora import lora_layers, plain_weights
+from keel.models.lora import plain_weights
 from keel.models.tokenizer_round_trip import quiet
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
@@ -58,8 +67,12 @@ class VllmEngine:
         max_rows: int = 256,
         dtype: str = "model",
         timeout: float = 1800.0,
+        log: Path | None = None,
     ) -> None:
         """Check the settings; nothing is started yet.
+
+        The server's output goes to `log`; without, to a temporary file that is kept where the
+        server fails.
 
         Raises KeelError where no Python with vLLM is named, and for a model without an
         end-of-sequence token.
@@ -85,10 +98,12 @@ class VllmEngine:
         self._client: VllmClient | None = None
         self._name = MODEL
         self._folder = Path(tempfile.mkdtemp(prefix="keel-vllm-"))
-        self._log = self._folder.with_suffix(".log")
         finalize(self, rmtree, self._folder, ignore_errors=True)
-        self._unlink = finalize(self, self._log.unlink, missing_ok=True)
-        """Removes the log with the engine, unless an error names it."""
+        temporary = self._folder.with_suffix(".log")
+        self._log = log or temporary
+        self._unlink = finalize(self, temporary.unlink, missing_ok=True)
+        """Removes a temporary log with the engine, unless an error names it."""
+        self._transfer: WeightTransfer = FileTransfer({})
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
@@ -147,13 +162,16 @@ class VllmEngine:
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over the policy's weights, by the names of `model`.
 
-        The server loads them through vLLM's weight transfer, from a file in memory; LoRA adapters
-        are merged into a copy of the weights that they change. Its prefix cache is emptied.
+        The server loads them through vLLM's weight transfer. Of LoRA adapters only their factors
+        are sent, and the server adds them to the base that it keeps. Its prefix cache is emptied.
         """
         copy_weights(self.model, weights)
         self.weight_version += 1
         if self._client is not None:
-            self._redoing(partial(self._transfer, self._changed(weights)), restart_is_enough=True)
+            changed = {n: w.detach() for n, w in weights.items() if ".lora_" not in n}
+            self._redoing(
+                partial(self._send, changed | adapter_factors(self.model)), restart_is_enough=True
+            )
 
     def close(self) -> None:
         """End the server that this engine started."""
@@ -187,21 +205,29 @@ class VllmEngine:
                 return
 
     def _start(self) -> None:
+        self._transfer = self._choose_transfer()
         if self.server.url is not None:
             client = VllmClient(self.server.url, self.timeout)
             self._name = client.model()
-            client.prepare_updates()
+            self._transfer.prepare(client)
             self._client = client
-            self._transfer(plain_weights(self.model))
+            self._send(untied(plain_weights(self.model)))
             return
         assert self.server.interpreter is not None
+        self._log.parent.mkdir(exist_ok=True)
         self._save(self._folder / "model")
-        arguments = self._options()
-        process = ServerProcess(self.server.interpreter, self._folder, self._log, arguments)
+        process = ServerProcess(
+            self.server.interpreter,
+            self._folder,
+            self._log,
+            self._options(),
+            backend=self._transfer.backend,
+            variables=server_variables(self.model.device, self.server.gpus),
+        )
         try:
             client = VllmClient(process.url, self.timeout)
             process.wait(client, self.server.start_timeout)
-            client.prepare_updates()
+            self._transfer.prepare(client)
         except BaseException:
             self._unlink.detach()
             process.stop()
@@ -219,6 +245,7 @@ class VllmEngine:
             options += ["--enforce-eager"]
         else:
             options += ["--gpu-memory-utilization", str(self.server.gpu_memory_utilization)]
+            options += ["--tensor-parallel-size", str(max(1, len(self.server.gpus)))]
         return [*options, *self.server.arguments]
 
     def _save(self, folder: Path) -> None:
@@ -226,25 +253,17 @@ class VllmEngine:
             self.model.save_pretrained(folder, state_dict=plain_weights(self.model))
         self.tokenizer.save_pretrained(folder)
 
-    def _transfer(self, weights: Mapping[str, Any]) -> None:
+    def _choose_transfer(self) -> WeightTransfer:
+        started = self.server.url is None
+        base = adapters_base(self.model)
+        return choose_transfer(self.model.device, self.server.gpus, base, started)
+
+    def _send(self, weights: Mapping[str, Tensor]) -> None:
         assert self._client is not None
-        path = memory_folder() / "weights.safetensors"
         try:
-            save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, path)
-            self._client.update(str(path), self.weight_version)
+            self._transfer.send(self._client, weights, self.weight_version)
         except KeelError as error:
             raise KeelError(f"the vLLM server did not take the weights over: {error}") from None
-        finally:
-            rmtree(path.parent, ignore_errors=True)
-
-    def _changed(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the server has to load: the weights, those that adapters change merged."""
-        layers = [name for name, _ in lora_layers(self.model)]
-        if not layers:
-            return weights
-        plain = plain_weights(self.model)
-        names = {f"{layer}.weight" for layer in layers} | set(weights)
-        return {name: tensor for name, tensor in plain.items() if name in names}
 
     # ---------------------------------------------------------------- completions
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +29,12 @@ DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """Variables of vLLM's CPU build; those of the user's environment have precedence."""
+PASSED = re.compile(
+    "(PATH|HOME|USER|LOGNAME|SHELL|LANG|TMPDIR|TZ|XDG_CACHE_HOME|CC|CXX|LD_LIBRARY_PATH|LD_PRELOAD)"
+    "|(LC|CUDA|NVIDIA|NCCL|VLLM|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|OMP|KMP|MKL|GLOO)_.*"
+)
+"""Variables of the user's environment that a server gets, unless one may hold a secret."""
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 GRACE = 10.0
 """Seconds in which a server ends after SIGTERM."""
 
@@ -37,9 +43,19 @@ class ServerProcess:
     """One server on a free port of the loopback interface.
 
     `folder` holds the model and the copy of `worker.py`; the server's output is appended to `log`.
+    `backend` is that of the weight transfer, `variables` are added to the server's environment.
     """
 
-    def __init__(self, python: str, folder: Path, log: Path, options: Sequence[str]) -> None:
+    def __init__(
+        self,
+        python: str,
+        folder: Path,
+        log: Path,
+        options: Sequence[str],
+        *,
+        backend: str = "keel_file",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         shutil.copyfile(Path(__file__).with_name("worker.py"), folder / f"{WORKER}.py")
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -49,10 +65,11 @@ class ServerProcess:
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         command += ["--worker-extension-cls", f"{WORKER}.WorkerExtension"]
-        command += ["--weight-transfer-config", json.dumps({"backend": "keel_file"})]
+        command += ["--weight-transfer-config", json.dumps({"backend": backend})]
+        command += ["--disable-uvicorn-access-log"]
         command += options
-        around = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-        around = DEFAULTS | around | {"PYTHONPATH": str(folder), "VLLM_SERVER_DEV_MODE": "1"}
+        around = DEFAULTS | passed(os.environ) | dict(variables or {})
+        around |= {"PYTHONPATH": str(folder), "VLLM_SERVER_DEV_MODE": "1"}
         around |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         lifeline = Lifeline()
         try:
@@ -105,11 +122,13 @@ class ServerProcess:
         self._stop()
 
 
-def memory_folder() -> Path:
-    """A new folder of this user's, in memory where the system has /dev/shm."""
-    shared = Path("/dev/shm")
-    parent = shared if os.access(shared, os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="keel-vllm-", dir=parent))
+def passed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a server gets: what programs and GPUs need, and no secrets."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if PASSED.fullmatch(name) and not SECRET.search(name)
+    }
 
 
 def last_error(log: Path) -> str:

@@ -6,8 +6,10 @@ Imports nothing of Keel: the server gets a copy of this file on its PYTHONPATH, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -21,6 +23,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 BACKEND = "keel_file"
+LEFT, RIGHT = ".left", ".right"
+"""Ends of the names of an adapter's factors; before them stands the name of its layer."""
 
 
 class WorkerExtension:
@@ -29,12 +33,14 @@ class WorkerExtension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing has to be agreed on before the first update."""
+    """The file with the weights that adapters are added to, if there are adapters."""
+
+    base: str | None = None
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The file with weights under the names of the Hugging Face checkpoint."""
+    """The file with weights under the names of the Hugging Face checkpoint, or with factors."""
 
     path: str
 
@@ -45,8 +51,10 @@ class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
+    base: dict[str, torch.Tensor] = {}  # noqa: RUF012 (replaced, never changed)
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to set up."""
+        self.base = {} if init_info.base is None else load_file(init_info.base)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -56,14 +64,34 @@ class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        weights = load_file(update_info.path, device=str(self.device))
-        self.model.load_weights(iter(weights.items()))
+        sent = load_file(update_info.path, device=str(self.device))
+        self.model.load_weights(merged(self.base, sent))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        self.base = {}
+
+
+def merged(
+    base: dict[str, torch.Tensor], sent: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that were sent; of layers with factors, those of the base plus left @ right.
+
+    With factors all of the base is loaded, since vLLM fuses layers, and a fused one that gets only
+    some of its weights loses the others.
+    """
+    rest = dict(sent)
+    device = next(iter(sent.values())).device
+    for name, weight in base.items() if any(name.endswith(LEFT) for name in sent) else ():
+        layer = name.removesuffix(".weight")
+        whole = rest.pop(name, weight).to(device)
+        if layer + LEFT in rest:
+            delta = rest.pop(layer + LEFT) @ rest.pop(layer + RIGHT)
+            whole = (whole.to(delta.dtype) + delta).to(whole.dtype)
+        yield name, whole
+    yield from rest.items()
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransfer)
