@@ -174,7 +174,7 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
 
 def _parse(text: str, what: str) -> ast.Module:
     try:
-        return ast.parse(text)
+        return parsed(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise KeelError(f"the {what} {text[:60]!r} is not Python: {error}") from None
 
@@ -184,7 +184,7 @@ def _helpers(prompt: str, used: set[str], entry_point: str | None) -> ast.Module
     body: list[ast.stmt] = []
     for end in ("", "\n    pass\n"):  # a prompt may break off after the head of its function
         try:
-            body = ast.parse(prompt + end).body
+            body = parsed(prompt + end).body
             break
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
@@ -348,7 +348,7 @@ def run_tests(
 def _mentioned(read: UnitTests) -> set[str]:
     """All names in the source of tests: of variables, attributes and what is imported."""
     texts = (read.helpers, read.setup, *read.texts)
-    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    nodes = [node for text in texts for node in ast.walk(parsed(text))]
     return {
         *(node.id for node in nodes if isinstance(node, ast.Name)),
         *(node.attr for node in nodes if isinstance(node, ast.Attribute)),
@@ -437,6 +437,19 @@ def _cause(ran: Ran, lines: Sequence[str]) -> tuple[Status, str]:
     return status, f"{where}: {message}"[:300]
 
 
+_PARSING = threading.Lock()
+
+
+def parsed(text: str) -> ast.Module:
+    """The syntax tree of a text, in one thread at a time.
+
+    CPython counts the depth of the tree that it converts for all threads together, and raises
+    SystemError where they mix (seen with 3.11.7).
+    """
+    with _PARSING:
+        return ast.parse(text)
+
+
 SETTLE = "__keel_settle__"
 """The function that tests call before each statement (`keel.sandbox.boundary`)."""
 
@@ -444,7 +457,7 @@ SETTLE = "__keel_settle__"
 @lru_cache(4096)
 def stepwise(text: str) -> str:
     """The source of tests with a call of `SETTLE` before each statement."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     for node in list(ast.walk(tree)):
         for field in ("body", "orelse", "finalbody"):
             block = getattr(node, field, None)
