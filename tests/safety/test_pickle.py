@@ -35,6 +35,7 @@ NAMES = {"AsyncVectorEnv", "ProcessPoolExecutor", "read_pickle", "to_pickle", "_
 ORDERS_ONLY = {
     *("sandbox/inside.py", "sandbox/bubblewrap.py", "workflows/processes.py"),
     *("cluster/group.py", "cluster/worker.py"),
+    "engines/vllm/transfer.py",  # handles of this GPU's memory, in the form that vLLM reads
 }
 """They serialize what this process tells a child to run; what comes back is text."""
 KEYWORDS = {"allow_pickle", "weights_only", "pickle_module"}
