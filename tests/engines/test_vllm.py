@@ -51,7 +51,9 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(model: PreTrainedModel) -> Iterator[VllmEngine]:
-    engine = VllmEngine(model, TOKENIZER, server=VllmServer(), max_rows=32, timeout=60.0)
+    engine = VllmEngine(
+        model, TOKENIZER, server=VllmServer(start_timeout=3000.0), max_rows=32, timeout=60.0
+    )
     yield engine
     engine.close()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from keel.config.model import Lora
 from keel.config.sampling import VllmServer
@@ -26,15 +27,16 @@ from keel.engines.vllm.server import ServerProcess, last_error, passed
 from keel.engines.vllm.transfer import (
     adapter_factors,
     adapters_base,
+    checkpoint_weights,
     choose_transfer,
     described,
     nccl_group,
     server_variables,
-    untied,
 )
 from keel.models.lora import add_lora, plain_weights
+from keel.models.tokenizer_round_trip import quiet
 from keel.types import KeelError, Sampling
-from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
+from tests.engines.tiny import FAMILIES, TOKENIZER, ragged_prompts, tiny
 
 REPLIES = {
     "/refuses": (400, {"error": {"message": "no such\nmodel"}}),
@@ -171,10 +173,19 @@ def test_what_vllm_may_fuse_with_an_adapted_layer_is_in_the_base() -> None:
     }
 
 
-def test_tied_weights_are_sent_once() -> None:
-    model = tiny("llama", dtype=torch.float32, tie_word_embeddings=True)
-    weights = plain_weights(model)
-    assert set(weights) - set(untied(weights)) == {"lm_head.weight"}
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_sent_as_a_checkpoint_has_them(family: str, tmp_path: Path) -> None:
+    """Of experts one by one, and tied weights once."""
+    model = tiny(family, dtype=torch.float32)
+    sent = checkpoint_weights(model, dict(model.named_parameters()))
+    with quiet():
+        model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {n for n, p in sent.items() if p.shape != saved[n].shape} == set()
+    assert all(torch.equal(weight, saved[name]) for name, weight in sent.items())
+    assert set(saved) == set(sent) | {n for n, _ in model.named_buffers() if n in saved}
+    whole = checkpoint_weights(model, plain_weights(model))
+    assert set(whole) == set(saved)
 
 
 @pytest.mark.vllm

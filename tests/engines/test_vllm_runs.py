@@ -20,7 +20,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
 from keel.runs.rollouts import read_table
-from keel.types import Sampling
+from keel.types import Group, Sampling
 from tests.engines.killing import DONE, KILL_AT
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
 
@@ -38,12 +38,13 @@ def _train(run: Path, **variables: str) -> Path:
     """The quickstart, shortened; rewards are called while the last groups are still sampled."""
     keys = ["sft.steps=120", f"rl.steps={STEPS}", "rl.evaluation.prompts=0", "rl.rollouts_every=1"]
     keys += ['rl.rollout.engine="vllm"', 'rl.algorithm.correction.kind="truncate"']
+    keys += ["rl.rollout.vllm.start_timeout=3000"]
     keys += ["rl.rollout.overlap_rewards=true", "rl.rollout.max_rows=16"]
     keys += ['rl.rewards.functions=[{function="tests.engines.killing:right"}]']
     command = [sys.executable, "-m", "keel", "train", "quickstart", *keys, "--run", str(run)]
     around = {**os.environ, **variables, "HF_TOKEN": "hf_not_for_the_server"}
     done = subprocess.run(
-        command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=900
+        command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=6000
     )
     assert done.returncode == 0, done.stderr
     return run
@@ -115,7 +116,7 @@ def test_of_adapters_only_factors_are_sent(family: str, monkeypatch: pytest.Monk
     add_lora(model, Lora(rank=2, alpha=3.0, targets=targets), 0)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     noise, sent = torch.Generator().manual_seed(1), []
-    engine = VllmEngine(model, TOKENIZER, server=VllmServer(), max_rows=8)
+    engine = VllmEngine(model, TOKENIZER, server=VllmServer(start_timeout=3000.0), max_rows=8)
     try:
         for number in range(4):
             for group in engine.sample(ragged_prompts(3), 1, Sampling(max_tokens=24), number):
@@ -142,3 +143,31 @@ def test_of_adapters_only_factors_are_sent(family: str, monkeypatch: pytest.Monk
     finally:
         engine.close()
     assert sent == [sum(weight.numel() for weight in trained.values())] * 4
+
+
+@pytest.mark.vllm_long
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
+def test_weights_with_other_names_in_checkpoints_reach_the_server(family: str) -> None:
+    """A router of experts may choose another one than transformers for a few tokens."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    model = tiny(family, dtype=torch.float32, hidden_size=64, **heads)
+    noise = torch.Generator().manual_seed(1)
+    engine = VllmEngine(model, TOKENIZER, server=VllmServer(start_timeout=3000.0), max_rows=8)
+
+    def gap_N(groups: list[Group]) -> np.ndarray:
+        completions = [(group.prompt, c) for group in groups for c in group.completions]
+        return np.concatenate(
+            [np.abs(c.log_probs - stock_log_probs(model, prompt, c)) for prompt, c in completions]
+        )
+
+    try:
+        for number in range(3):
+            groups = engine.sample(ragged_prompts(3), 8, Sampling(max_tokens=24), number)
+            assert np.mean(gap_N(groups) < 1e-4) > 0.95
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(0.05 * torch.randn(weight.shape, generator=noise))
+            engine.sync(dict(model.named_parameters()))
+            assert np.mean(gap_N(groups) < 1e-4) < 0.05
+    finally:
+        engine.close()

@@ -29,9 +29,9 @@ from keel.engines.vllm.transfer import (
     WeightTransfer,
     adapter_factors,
     adapters_base,
+    checkpoint_weights,
     choose_transfer,
     server_variables,
-    untied,
 )
 from keel.models.chat import decode
 from keel.models.families import context_length
@@ -169,9 +169,8 @@ class VllmEngine:
         self.weight_version += 1
         if self._client is not None:
             changed = {n: w.detach() for n, w in weights.items() if ".lora_" not in n}
-            self._redoing(
-                partial(self._send, changed | adapter_factors(self.model)), restart_is_enough=True
-            )
+            sent = checkpoint_weights(self.model, changed) | adapter_factors(self.model)
+            self._redoing(partial(self._send, sent), restart_is_enough=True)
 
     def close(self) -> None:
         """End the server that this engine started."""
@@ -211,7 +210,7 @@ class VllmEngine:
             self._name = client.model()
             self._transfer.prepare(client)
             self._client = client
-            self._send(untied(plain_weights(self.model)))
+            self._send(checkpoint_weights(self.model, plain_weights(self.model)))
             return
         assert self.server.interpreter is not None
         self._log.parent.mkdir(exist_ok=True)

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from keel.engines.vllm.client import VllmClient
 from keel.models.lora import adapter_factors as factors
@@ -182,7 +183,8 @@ def adapters_base(model: PreTrainedModel) -> dict[str, Tensor]:
     has to be loaded as a whole, with its biases.
     """
     blocks = {_block(name) for name, _ in lora_layers(model)}
-    return {n: w for n, w in base_weights(model).items() if _block(n) in blocks}
+    inside = {n: w for n, w in base_weights(model).items() if _block(n) in blocks}
+    return checkpoint_weights(model, inside)
 
 
 def adapter_factors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -193,12 +195,16 @@ def adapter_factors(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights without those that are another one under a second name; a file cannot hold both."""
+def checkpoint_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the model under the names of its checkpoints, which vLLM reads.
+
+    They differ from the model's where transformers joins tensors, as those of experts. Weights that
+    are another one under a second name are left out; a file cannot hold both.
+    """
     first: dict[tuple[int, torch.Size], str] = {}
     for name, weight in weights.items():
         first.setdefault((weight.data_ptr(), weight.shape), name)
-    return {name: weights[name] for name in first.values()}
+    return dict(revert_weight_conversion(model, {name: weights[name] for name in first.values()}))
 
 
 def _block(name: str) -> str:

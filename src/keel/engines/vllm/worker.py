@@ -60,8 +60,10 @@ class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, str]) -> None:
-        """As vLLM's own, without its `torch.accelerator.synchronize`, which needs a GPU."""
+        """As vLLM's own, whose `torch.accelerator.synchronize` needs a GPU."""
         self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         sent = load_file(update_info.path, device=str(self.device))
