@@ -112,7 +112,8 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
     lifecycle.write_metadata(
         writer, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode")
     )
-    recipe = settle_autocast(recipe, policy, writer)
+    if recipe.cluster.ray is None or not recipe.cluster.gpus:  # else it computes on other devices
+        recipe = settle_autocast(recipe, policy, writer)
     validate_later_stages(recipe, policy, progress.stage)
     for line in leaks(recipe):
         writer.note(line)
