@@ -202,6 +202,11 @@ def summed(runs: list[dict[str, Any]], completions: int) -> dict[str, Any]:
         "fastest": max(rates),
         "seconds": statistics.median(seconds for _, seconds, _ in steps),
         "cpu_seconds": statistics.median(second for one in runs for second in one["cpu"][1:]),
+        "tokens_per_cpu_second": statistics.median(
+            tokens / seconds
+            for one in runs
+            for tokens, seconds in list(zip(one["tokens"], one["cpu"], strict=True))[1:]
+        ),
         "phases": {
             key: statistics.median(phases[key] for _, _, phases in steps) for key in steps[0][2]
         },
@@ -235,7 +240,7 @@ def compare(bench: Bench, case: Case, repeats: int) -> dict[str, Any]:
 
 HEAD = (
     "| lengths | group | prompts | side | tokens/s | ratio | s a step | of which | mean length "
-    "| peak, MiB | above imports | memory ratio |\n" + "|---" * 12 + "|"
+    "| tokens per CPU s | peak, MiB | above imports | memory ratio |\n" + "|---" * 13 + "|"
 )
 
 
@@ -258,8 +263,8 @@ def lines(row: dict[str, Any]) -> str:
         out.append(
             f"| {row['lengths']} | {row['group']} | {row['prompts']} | {name} "
             f"| {found['tokens_per_second']:,.0f} | {ratio} | {found['seconds']:.2f} | {phases} "
-            f"| {found['mean_length']:.1f} | {found['peak'] / MIB:,.0f} "
-            f"| {found['peak_above_import'] / MIB:,.0f} | {memory} |"
+            f"| {found['mean_length']:.1f} | {found['tokens_per_cpu_second']:,.0f} "
+            f"| {found['peak'] / MIB:,.0f} | {found['peak_above_import'] / MIB:,.0f} | {memory} |"
         )
     return "\n".join(out)
 

@@ -134,6 +134,7 @@ def test_check_for_a_device_says_whether_it_fits(capsys: Capture) -> None:
 def test_a_device_that_is_not_known_is_named(capsys: Capture) -> None:
     assert main(["check", "tiny", "--device", "h100-80"]) == 2
     assert "did you mean 'h100-80gb'" in capsys.readouterr().err
-    assert main(["check", "tiny", "--device", "h100-80gb", "--price", "2"]) == 2
+    assert main(["check", "tiny", "--device", "l4-24gb", "--price", "2"]) == 2
+    assert "--price: there is no estimate of time" in capsys.readouterr().err
     with pytest.raises(KeelError, match="device"):
         estimate(load_recipe("tiny"), "tpu")

@@ -34,4 +34,4 @@ def test_a_run_on_two_gpus_is_that_of_one(keys: tuple[str, ...], tmp_path: Path)
     one = metrics(train(tmp_path / "one", 1, *on_gpus))
     two = metrics(train(tmp_path / "two", 2, *on_gpus))
     assert [row["step"] for row in two] == [row["step"] for row in one] == [1, 2, 3]
-    assert two[0] == pytest.approx(one[0], rel=TOLERANCE, abs=TOLERANCE, nan_ok=True)
+    assert two[0] == pytest.approx(one[0], abs=TOLERANCE, nan_ok=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
 from keel.models import attention
-from keel.models.attention import PackedLayout, Rules, install
+from keel.models.attention import PackedLayout, Rules, in_one_dtype, install
+from keel.models.kernels import causal
 from keel.models.packed import Segments
 from keel.types import KeelError
 from tests.engines.tiny import FAMILIES, tiny
@@ -208,13 +209,19 @@ def test_a_segment_follows_only_an_earlier_one_without_a_prefix(follows: tuple[i
 
 
 def test_autocast_brings_the_three_to_one_dtype() -> None:
-    """On a CPU float32, which the compiled code computes in."""
     query, key, value = inputs([4, 2])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = PackedLayout([4, 2]).attend(
-            0, query.float(), key.float(), value.bfloat16(), Rules(0.3)
-        )
-    assert out.dtype == torch.float32
+        found = in_one_dtype(query.float(), key.float(), value.bfloat16())
+    assert {x.dtype for x in found} == {torch.bfloat16}
+
+
+@pytest.mark.skipif(causal.library() is None, reason="there is no C compiler")
+def test_under_autocast_compiled_attention_stays_in_float32() -> None:
+    query, key, value = (x.float() for x in inputs([4, 2]))
+    layout, rules = PackedLayout([4, 2]), Rules(0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layout.attend(0, query, key, value.bfloat16(), rules)
+    assert torch.equal(out, layout.attend(0, query, key, value.bfloat16().float(), rules))
 
 
 def test_a_family_without_the_interface_is_refused() -> None:

@@ -98,12 +98,15 @@ def _check(commands: Verbs) -> None:
     command = _command(commands, "check", "Report what will go wrong with a recipe before it runs.")
     _recipe(command)
     command.add_argument(
-        "--price", type=_price, metavar="PER_HOUR", help="of the machine; predicts the cost"
+        "--price",
+        type=_price,
+        metavar="PER_HOUR",
+        help="of the machine, with --device of each GPU; predicts the cost",
     )
     command.add_argument(
         "--device",
         metavar="NAME",
-        help="only estimate the memory on a GPU that is not here, as in h100-80gb",
+        help="only estimate memory and time on GPUs that are not here, as in h100-80gb",
     )
     _json(command)
 

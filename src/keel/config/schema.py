@@ -5,7 +5,7 @@ A recipe is a model, a seed and one or more stages; each stage starts from the m
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Field, model_validator
 
@@ -114,6 +114,8 @@ class MeasuredReferenceConfig(ReferenceConfig):
 
 class RLStage(StageConfig):
     """Reinforcement learning."""
+
+    shared_by_processes: ClassVar[bool] = True
 
     stage: Literal["rl"] = "rl"
     name: str = "rl"

@@ -23,6 +23,8 @@ class StageConfig(FrozenModel):
     """A stage of a recipe."""
 
     trains_policy: ClassVar[bool] = True
+    shared_by_processes: ClassVar[bool] = False
+    """Whether `cluster.processes` share the stage; others run on the first of them."""
     reward_model: ClassVar[Literal["outcome", "process"] | None] = None
     """The kind of reward model that the stage trains."""
 

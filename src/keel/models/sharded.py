@@ -32,14 +32,18 @@ def mesh_of(device: torch.device, count: int) -> DeviceMesh:
     return init_device_mesh(device.type, (count,))
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers that are gathered one by one."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Spread a model's weights over the ranks of a mesh, in place: layer by layer, then the rest.
 
     Do it before an optimizer is made. Its weights are whole only inside `within`.
     """
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    for module in (*layers, model):
+    for module in (*layers_of(model), model):
         # True for the root too: a pass without gradients would leave it whole, and the next one
         # after an optimizer step would compute with the old weights.
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
