@@ -5,7 +5,7 @@ VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: install demo test test-vllm check docs bench soak clean
+.PHONY: install demo test test-verifiers test-vllm check docs bench soak clean
 
 install: $(VENV)/.dev
 
@@ -14,6 +14,11 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m "not slow"
+
+# The tests with environments of the package verifiers, which installs some 30 others.
+test-verifiers: $(VENV)/.dev
+	$(PIP) -e '.[verifiers]'
+	$(BIN)/python -m pytest -n0 -m verifiers
 
 # The tests of the vLLM engine with a real server; its environment takes some gigabytes of disk.
 test-vllm: $(VENV)/.dev $(VLLM)/.done
