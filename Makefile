@@ -15,10 +15,11 @@ demo: $(VENV)/.core
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m "not slow"
 
-# The tests with environments of the package verifiers, which installs some 30 others.
+# The tests with environments of the package verifiers, which installs some 30 others; uv starts its
+# harnesses.
 test-verifiers: $(VENV)/.dev
-	$(PIP) -e '.[verifiers]'
-	$(BIN)/python -m pytest -n0 -m verifiers
+	$(PIP) -e '.[verifiers]' uv
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -n0 -m verifiers
 
 # The tests of the vLLM engine with a real server; its environment takes some gigabytes of disk.
 test-vllm: $(VENV)/.dev $(VLLM)/.done

@@ -269,7 +269,8 @@ options = {{ column = "rounds" }}
     folder = tmp_path / "run"
     assert main(["train", str(recipe), "threads=1", "--run", str(folder), "--quiet"]) == 0
     records = reader.load(folder).metrics()
-    assert [record["reward/returned/mean"] for record in records] == [0.0, 0.0]
+    assert [record["rewards/rounds/mean"] for record in records] == [1.0, 1.0]
+    assert [record["reward"] for record in records] == [0.0, 0.0]
 
 
 def _toml(value: Any) -> str:
