@@ -1,7 +1,7 @@
 """A program with a tool: the policy asks for a number that it cannot know, and repeats it.
 
 The policy writes one character a turn. After `?` it is shown the number; any other character is its
-answer. A guess is right once in ten.
+answer. A guess is right once in four.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ASKED = 0.2
 
 
 def numbers(*, seed: int = 0) -> list[dict[str, Any]]:
-    """Names from 000 to 999 and the number of each, which follows no rule."""
+    """Names from 000 to 999 and the number of each, from 0 to 3, which follows no rule."""
     draw = random.Random(seed)
-    return [{"prompt": f"{name:03}", "number": str(draw.randrange(10))} for name in range(1000)]
+    return [{"prompt": f"{name:03}", "number": str(draw.randrange(4))} for name in range(1000)]
 
 
 async def run(given: ProgramInput) -> dict[str, float]:
