@@ -59,7 +59,7 @@ def test_program_learns_to_use_its_tool(tmp_path: Path, monkeypatch: pytest.Monk
     records = load(folder).metrics()
     last = [record["rewards/right/mean"] for record in records[-20:]]
     assert sum(last) / 20 > 0.9
-    assert records[-1]["validation/greedy"] > 0.9
+    assert records[-1]["eval/pass@1"] > 0.9
     assert records[0]["rewards/right/mean"] < 0.4
 
 
