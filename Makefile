@@ -1,11 +1,12 @@
-# Targets: install, demo, test (before each commit), test-gpu, test-vllm, check, docs, bench, soak.
+# Targets: install, demo, test (before each commit), test-gpu, test-verifiers, test-vllm, check, docs,
+# bench, soak.
 PYTHON ?= python3
 VENV   := .venv
 VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: install demo test test-gpu test-vllm check check-vllm docs bench soak clean
+.PHONY: install demo test test-gpu test-verifiers test-vllm check check-vllm docs bench soak clean
 
 install: $(VENV)/.dev
 
@@ -19,6 +20,12 @@ test: $(VENV)/.dev
 # KEEL_VLLM_PYTHON, are skipped with the reason.
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -n0 -rs -m gpu tests/gpu
+
+# The tests with environments of the package verifiers, which installs some 30 others; uv starts its
+# harnesses.
+test-verifiers: $(VENV)/.dev
+	$(PIP) -e '.[verifiers]' uv
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -n0 -m verifiers
 
 # The tests of the vLLM engine with a real server; its environment takes some gigabytes of disk.
 test-vllm: $(VENV)/.dev $(VLLM)/.done

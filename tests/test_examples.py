@@ -10,6 +10,7 @@ import pytest
 
 from keel.cli.main import main
 from keel.config.entry import load_entry
+from keel.runs.reader import load
 from tests.shared import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -46,3 +47,28 @@ def test_task_of_the_examples_separates_its_splits() -> None:
     assert len(splits["train"]) == 90
     assert len(splits["validation"]) == 10
     assert not splits["train"] & splits["validation"]
+
+
+@pytest.mark.slow
+def test_program_learns_to_use_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy cannot know the number, so without asking it is right once in four."""
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "run"
+    words = ["threads=1", "evaluation.prompts=40", "--run", str(folder), "--quiet"]
+    assert main(["train", "examples/05_program.toml", *words]) == 0
+    records = load(folder).metrics()
+    last = [record["rewards/right/mean"] for record in records[-20:]]
+    assert sum(last) / 20 > 0.9
+    assert records[-1]["eval/pass@1"] > 0.9
+    assert records[0]["rewards/right/mean"] < 0.4
+
+
+@pytest.mark.slow
+def test_check_of_a_program_says_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["check", "examples/05_program.toml", "threads=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "sampled completions         64" in shown
+    assert "not looked at: time of rollout.program and of its requests" in shown

@@ -15,6 +15,7 @@ import pytest
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
+from keel.runs.loop_thread import LoopThread
 from keel.runs.watchdog import Hung
 from keel.types import Completion, Group, KeelError, ProgramInput, Prompt, Sampling
 from tests.engines.scripted import ScriptedEngine
@@ -51,7 +52,14 @@ def sample(engine: Any, program: Any, n: int = 2, tokens: int = 80, **keys: Any)
     keys = {"limit": 4, "timeout": 60.0, **keys}
     config = ProgramConfig(name="mine:run", function=program, **keys)
     return sample_with_program(
-        engine, PROMPTS, n, Sampling(tokens), 3, program=config, tokenizer=TOKENIZER
+        engine,
+        PROMPTS,
+        n,
+        Sampling(tokens),
+        3,
+        program=config,
+        tokenizer=TOKENIZER,
+        loop=LoopThread(),
     )
 
 

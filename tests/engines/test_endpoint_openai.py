@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.native import NativeEngine
 from keel.learn.batch import from_groups
+from keel.runs.loop_thread import LoopThread
 from keel.types import Completion, Group, ProgramInput, Prompt, Sampling
 from tests.engines.test_endpoint import TEMPLATE
 from tests.engines.tiny import stock_logits, tiny
@@ -99,7 +100,9 @@ class SpellingEngine:
 def run(engine: Any, program: Any, n: int = 1, tokens: int = 900, **keys: Any) -> list[Group]:
     config = ProgramConfig(name="mine:run", function=program, limit=4, timeout=60.0, **keys)
     sampling = Sampling(tokens)
-    return sample_with_program(engine, PROMPTS, n, sampling, 3, program=config, tokenizer=TOKENIZER)
+    return sample_with_program(
+        engine, PROMPTS, n, sampling, 3, program=config, tokenizer=TOKENIZER, loop=LoopThread()
+    )
 
 
 def client_of(given: ProgramInput, **keys: Any) -> openai.OpenAI:
@@ -160,7 +163,9 @@ def test_two_tool_turns_train_exactly_what_the_policy_wrote(stream: bool) -> Non
             assert not completion.log_probs[~completion.written].any()
             assert group.prompt.tokens == calls[0][0]
             results = ["23", str(123 + number)]
-            for (before, made), (after, _), result in zip(calls, calls[1:], results, strict=False):
+            for (before, made), (after, _), result in zip(
+                calls[:-1], calls[1:], results, strict=True
+            ):
                 recorded = (*before, *made.tokens.tolist())
                 assert after[: len(recorded)] == recorded
                 context = f"\nt:{result}<eos>\na:"

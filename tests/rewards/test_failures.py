@@ -29,7 +29,7 @@ def _let_go() -> Iterator[None]:
 
 
 def async_threads() -> set[threading.Thread]:
-    return {one for one in threading.enumerate() if one.name == "keel-async-rewards"}
+    return {one for one in threading.enumerate() if one.name == "keel-async"}
 
 
 def test_what_a_call_that_failed_logged_is_lost() -> None:

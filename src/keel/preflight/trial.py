@@ -124,7 +124,7 @@ class _ShortStage:
         return found
 
     def omitted(self) -> Iterator[str]:
-        """What of the stage's memory the trial does not measure."""
+        """What of the stage's memory and time the trial does not measure."""
         sampling = self.original.sampling
         if sampling is None:
             return
@@ -138,6 +138,8 @@ class _ShortStage:
             )
         if rollout.max_turns > 1 or rollout.program is not None:
             yield "memory of what earlier turns of a conversation leave to later ones"
+        if rollout.program is not None:
+            yield "time of rollout.program and of its requests"
         for source in sampling.rewards.functions:
             if source.function in LEARNED and not self._kept(source):
                 yield f"memory of reward {source.name or source.function!r}"

@@ -20,9 +20,10 @@ import numpy as np
 from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
 from keel.rewards.batch import Log, RewardBatch, arguments, column_names
-from keel.rewards.executor import POLL, AsyncCalls, CallOutcome, LoopThread, call, call_each
+from keel.rewards.executor import POLL, AsyncCalls, CallOutcome, call, call_each
 from keel.rewards.registry import NamedReward
 from keel.rewards.validation import BadReturn, RewardOutput, read_rewards
+from keel.runs.loop_thread import LoopThread
 from keel.runs.watchdog import Cancelled, GivesUp, Hung, place, raise_if_cancelled
 from keel.types import Completion, Group, KeelError, Prompt, Task
 

@@ -18,10 +18,10 @@ import numpy.typing as npt
 from keel.config.fields import unknown
 from keel.rewards.batch import RewardBatch, column_names, join_logs
 from keel.rewards.calls import CallConfig, Overlap, RewardCall
-from keel.rewards.executor import LoopThread
 from keel.rewards.registry import RESERVED, TASK, NamedReward
 from keel.rewards.rules import overlong_penalty
 from keel.rewards.validation import RewardOutput
+from keel.runs.loop_thread import LoopThread
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step, Task
 
 EPSILON = 1e-4

@@ -130,6 +130,7 @@ class Sampler:
                         seed,
                         program=self.program,
                         tokenizer=self.tokenizer,
+                        loop=self.scorer.loop,
                     )
                 return generate_multi_turn(
                     self.engine,

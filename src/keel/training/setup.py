@@ -33,10 +33,10 @@ from keel.models.sharded import mesh_of, shard
 from keel.models.teacher import load_teacher
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.rewards import load_reward
-from keel.rewards.executor import LoopThread
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
+from keel.runs.loop_thread import LoopThread
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
 from keel.runs.writer import RunWriter
 from keel.training.recipe_checks import longest_sequence

@@ -12,10 +12,11 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from keel.config.entry import load_entry
@@ -25,6 +26,7 @@ from keel.engines.endpoint.server import Endpoint
 from keel.engines.endpoint.session import ChatEncoder, Session
 from keel.engines.multi_turn import CompletionSource, cut, with_cache
 from keel.engines.sampler import occurrences
+from keel.runs.loop_thread import LoopThread, Served
 from keel.runs.watchdog import (
     TICK,
     Hung,
@@ -75,8 +77,11 @@ def sample_with_program(
     *,
     program: ProgramConfig,
     tokenizer: Any,
+    loop: LoopThread,
 ) -> list[Group]:
     """`n` completions for each prompt, each of which a run of the program leads.
+
+    Programs that are coroutines run in `loop`.
 
     `sampling.max_tokens` limits all tokens after a completion's first request; a program that
     raises where none are left has ended. The prompt of a group has the tokens that its first
@@ -96,7 +101,7 @@ def sample_with_program(
             name = f"{prompt.id}/{time_}/{index}"
             session = Session(prompt, name, encoder, sampling.max_tokens, context)
             runs.append(_ProgramRun(session, index))
-    _Programs(engine, runs, program, sampling, seed).run()
+    _Programs(engine, runs, program, sampling, seed, loop).run()
     groups = []
     for at, prompt in enumerate(prompts):
         own = runs[at * n : (at + 1) * n]
@@ -124,40 +129,65 @@ class _ProgramRun:
     budget: int = 0
     silent: float = 0.0
     columns: Mapping[str, Any] = field(default_factory=dict)
-    thread: _ProgramThread | None = None
+    call: _ProgramCall = field(init=False)
 
 
-class _ProgramThread(threading.Thread):
-    def __init__(self, function: Program, given: ProgramInput, ended: Any) -> None:
-        super().__init__(name="keel-program", daemon=True)
-        self._function, self._given, self._ended = function, given, ended
+class _ProgramCall:
+    """A call of the program: a function in a thread, a coroutine in the event loop."""
+
+    def __init__(
+        self, function: Program, given: ProgramInput, loop: LoopThread, ended: Callable[[], Any]
+    ) -> None:
+        self._function, self._given = function, given
+        self._loop, self._ended = loop, ended
+        self._thread = threading.Thread(target=self._run, name="keel-program", daemon=True)
+        self._served: Served | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self.done = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread.start()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             self.result = self._function(self._given)
-            if inspect.isawaitable(self.result):
-                self.result = asyncio.run(self._wait(self.result))
         except BaseException as error:
             self.error = error
+        if inspect.isawaitable(self.result):
+            self._served = self._loop.submit(self._wait(self.result))
+        else:
+            self._end()
+
+    async def _wait(self, work: Any) -> None:
+        self._task = asyncio.current_task()
+        try:
+            self.result = await work
+        except BaseException as error:
+            self.error = error
+        self._end()
+
+    def _end(self) -> None:
+        self.done = True
         self._ended()
 
-    async def _wait(self, work: Any) -> Any:
-        self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
-        return await work
+    @property
+    def blocks(self) -> bool:
+        """Whether a coroutine occupies the event loop."""
+        task, served = self._task, self._served
+        return task is not None and served is not None and asyncio.current_task(served[0]) is task
 
     def stack(self) -> str:
         """Where it is now."""
-        return stack_of(self.ident) if self._task is None else stack_of_task(self._task)
+        if self.blocks:
+            assert self._served is not None
+            return stack_of(self._served[1].ident)
+        return stack_of(self._thread.ident) if self._task is None else stack_of_task(self._task)
 
     def cancel(self) -> None:
         """Cancel a coroutine; a function ends at its next request."""
-        if self._loop is not None and self._task is not None:
-            with suppress(RuntimeError):  # it has ended
-                self._loop.call_soon_threadsafe(self._task.cancel)
+        if self._served is not None and self._task is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._served[0].call_soon_threadsafe(self._task.cancel)
 
 
 class _Programs:
@@ -171,8 +201,9 @@ class _Programs:
         config: ProgramConfig,
         sampling: Sampling,
         seed: int,
+        loop: LoopThread,
     ) -> None:
-        self._engine, self._config = engine, config
+        self._engine, self._config, self._loop = engine, config, loop
         self._sampling, self._seed = sampling, seed
         self._left = list(reversed(runs))
         self._live: dict[str, _ProgramRun] = {}
@@ -211,11 +242,10 @@ class _Programs:
                 prompt_id=prompt.id,
                 index=run.index,
             )
-            self._live[key] = run
-            run.thread = _ProgramThread(
-                self._config.function, given, lambda key=key: self._submit(key, None)
+            run.call = _ProgramCall(
+                self._config.function, given, self._loop, partial(self._submit, key, None)
             )
-            run.thread.start()
+            self._live[key] = run
 
     def _gather(self, endpoint: Endpoint) -> None:
         """Wait until every running program has a request. Raises what ends the call."""
@@ -233,8 +263,9 @@ class _Programs:
             passed = min(time.monotonic() - start, 2 * TICK)
             for run in self._live.values():
                 run.silent = run.silent + passed if run.answer is None else 0.0
-                if run.silent > self._config.timeout:
-                    raise self._hung(run)
+            hung = [run for run in self._live.values() if run.silent > self._config.timeout]
+            if hung:
+                raise self._hung(next((run for run in hung if run.call.blocks), hung[0]))
 
     def _receive(self, key: str, request: ChatRequest, answer: Answer) -> None:
         run = self._live.get(key)
@@ -267,8 +298,7 @@ class _Programs:
 
     def _ended(self, run: _ProgramRun) -> None:
         """Take what a program returned. Raises KeelError for one that failed."""
-        assert run.thread is not None
-        error, result = run.thread.error, run.thread.result
+        error, result = run.call.error, run.call.result
         if error is not None and not run.session.full:
             line = " ".join(f"{type(error).__name__}: {error}".split())
             raise KeelError(without_secrets(f"{self._name(run)} raised {line}")) from error
@@ -287,8 +317,7 @@ class _Programs:
             )
 
     def _hung(self, run: _ProgramRun) -> Hung:
-        assert run.thread is not None
-        stack = run.thread.stack()
+        stack = run.call.stack()
         return Hung(
             f"{self._name(run)} makes no request within {self._config.timeout:g} s (it is "
             f"{place(stack)}): fix it, or raise rollout.timeout",
@@ -302,14 +331,14 @@ class _Programs:
     def _end(self) -> None:
         """End the programs that still run, after an error."""
         gone = RefusedRequest("the run has stopped", "not_found", 404)
-        threads = [run.thread for run in self._live.values() if run.thread is not None]
+        calls = [run.call for run in self._live.values()]
         for run in self._live.values():
             if run.answer is not None:
                 run.answer.set_exception(gone)
-        for thread in threads:
-            thread.cancel()
+        for call in calls:
+            call.cancel()
         until = time.monotonic() + ENDING
-        while any(thread.is_alive() for thread in threads) and time.monotonic() < until:
+        while not all(call.done for call in calls) and time.monotonic() < until:
             with suppress(queue.Empty):
                 _, request, answer = self._events.get(timeout=POLL)
                 if request is not None:

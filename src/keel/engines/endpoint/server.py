@@ -93,7 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
             body = self._body()
             if self.path != "/v1/chat/completions":
                 raise RefusedRequest("only /v1/chat/completions is served", "not_found", 404)
-            key = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            key = self.headers.get("X-Api-Key") or bearer
             request = read_request(body)
             answer = self.server.submit(key, request).result()
         except RefusedRequest as error:
