@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from keel.config.load import load_recipe
+from keel.training.non_finite import MAX_DIAGNOSED
 from keel.types import KeelError
 from tests.soak.killing import differences
 
@@ -79,6 +80,28 @@ def test_two_processes_train_as_one(tmp_path: Path, keys: tuple[str, ...]) -> No
     two = train(tmp_path / "two", 2, "steps=6", *keys)
     assert_equal_runs(one, two)
     assert len(metrics(one)) == 6
+
+
+SKIPS = (
+    "algorithm.surrogate={kind='custom', function='tests.cluster.surrogates:bounded'}",
+    'on_nonfinite="skip"',
+    "epochs=11",
+    "steps=2",
+    "evaluation.prompts=0",
+)
+
+
+@pytest.mark.slow
+def test_two_processes_skip_steps_as_one(tmp_path: Path) -> None:
+    """More of them than are diagnosed."""
+    runs = [train(tmp_path / str(count), count, *SKIPS) for count in (1, 2)]
+    assert_equal_runs(*runs)
+    assert [row["steps_skipped"] for row in metrics(runs[1])] == [10, 20]
+    for one, two in zip(*(sorted((run / "faults").iterdir()) for run in runs), strict=True):
+        causes = [json.loads((folder / "cause.json").read_text()) for folder in (one, two)]
+        assert causes[0] == causes[1]
+        assert causes[0]["cause"]["sequence"] is not None
+    assert len(list((runs[1] / "faults").iterdir())) == MAX_DIAGNOSED
 
 
 def children(process: int) -> list[int]:

@@ -134,18 +134,21 @@ def start(
     each worker, which has `threads` CPU threads. Raises KeelError where a worker fails to start.
     """
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-ranks-"))
-        meeting = f"file://{Path(folder) / 'rendezvous'}"
         workers: list[RankProcess] = []
         stack.callback(_end, workers)
         for number in range(1, count):
             workers.append(_started(number))
         for worker in workers:
-            worker.send((Ranks(worker.number, count), meeting, threads, others))
+            worker.send((Ranks(worker.number, count), threads, others))
         group: RankGroup[Any] = RankGroup(Ranks(0, count), None, workers)
         with group.naming_the_lost():
             group.wait()
-            join(group.ranks, meeting)
+            # Only while they meet, so that a killed run leaves nothing.
+            with tempfile.TemporaryDirectory(prefix="keel-ranks-") as folder:
+                meeting = f"file://{Path(folder) / 'rendezvous'}"
+                for worker in workers:
+                    worker.send(meeting)
+                join(group.ranks, meeting)
             stack.callback(leave)
             group.member = build(group.ranks)
             group.wait()

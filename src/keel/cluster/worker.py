@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -15,10 +18,31 @@ from keel.learn.ranks import Ranks
 from keel.runs.process import keep_freed
 from keel.types import KeelError
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The network interface that gloo listens on; else it is that of the machine's own name."""
+
 
 def join(ranks: Ranks, meeting: str) -> None:
-    """Meet the other ranks."""
-    dist.init_process_group("gloo", init_method=meeting, rank=ranks.number, world_size=ranks.count)
+    """Meet the other ranks; when it returns, all have, and no one needs `meeting` any more."""
+    with _on_loopback():
+        dist.init_process_group(
+            "gloo", init_method=meeting, rank=ranks.number, world_size=ranks.count
+        )
+        dist.barrier()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let gloo listen on the loopback interface, unless the user has named another."""
+    if INTERFACE in os.environ:
+        yield
+        return
+    # lo on Linux, lo0 on macOS
+    os.environ[INTERFACE] = next(name for _, name in socket.if_nameindex() if name[:2] == "lo")
+    try:
+        yield
+    finally:
+        del os.environ[INTERFACE]
 
 
 def leave() -> None:
@@ -33,11 +57,11 @@ def work(pipe: Connection) -> None:
     Each is answered by an empty text. An error ends the worker, with its text as the answer; one
     that is raised on all ranks is the driver's to report.
     """
-    ranks, meeting, threads, build = pickle.loads(pipe.recv_bytes())
+    ranks, threads, build = pickle.loads(pipe.recv_bytes())
     torch.set_num_threads(threads)
     keep_freed()
     pipe.send_bytes(b"")
-    join(ranks, meeting)
+    join(ranks, pickle.loads(pipe.recv_bytes()))
     member = build(ranks)
     pipe.send_bytes(b"")
     while True:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
@@ -31,7 +31,6 @@ from keel.learn.ranks import Ranks, spans
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, load_policy
 from keel.models.sharded import wholes
-from keel.runs import checkpoint
 from keel.training.setup import build_learner
 from keel.types import Engine, Group, Prompt, Sampling
 
@@ -133,17 +132,12 @@ def shared_learner(
     """
     parts = (recipe, stage, seed, budget.tokens, resume_from)
     own = partial(_member, *parts, policy)
+    others = partial(_other_member, *parts)
     threads = torch.get_num_threads()
     each = threads if recipe.threads is not None else max(threads // recipe.cluster.processes, 1)
     torch.set_num_threads(each)
     try:
-        with ExitStack() as stack:
-            place = Path(stack.enter_context(TemporaryDirectory(prefix="keel-policy-")))
-            weights = place / "policy.safetensors"
-            checkpoint.save_tensors(weights, policy.state_dict())
-            others = partial(_other_member, *parts, weights)
-            group = stack.enter_context(start(recipe.cluster.processes, own, others, each))
-            weights.unlink()
+        with start(recipe.cluster.processes, own, others, each) as group:
             learner = group.member.learner
             values = {f.name: getattr(learner, f.name) for f in fields(Learner)}
             values["budget"] = budget
@@ -161,11 +155,9 @@ def _other_member(
     seed: int,
     tokens: int,
     resume_from: Path | None,
-    weights: Path,
     ranks: Ranks,
 ) -> Member:
     policy = load_policy(recipe.model, recipe.seed)
-    policy.load_state_dict(checkpoint.load_tensors(weights))
     return _member(recipe, stage, seed, tokens, resume_from, policy, ranks)
 
 
@@ -178,6 +170,8 @@ def _member(
     policy: Policy,
     ranks: Ranks,
 ) -> Member:
+    for tensor in policy.state_dict().values():
+        dist.broadcast(tensor.detach(), 0)  # the weights that the stage before has left
     learner = build_learner(
         stage,
         recipe.model,

@@ -1,0 +1,155 @@
+"""What ranks do at once, called directly: this process is rank 0."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from keel.algorithms.presets import PRESETS
+from keel.cluster.group import start
+from keel.config.model import BuildModel, Model
+from keel.engines.registry import build_engine
+from keel.learn.finite import Cause, NotFinite
+from keel.learn.learner import Learner
+from keel.learn.ranks import Ranks
+from keel.models.policy import Policy, load_policy
+from keel.training.shared import Member, SharedEngine
+from keel.types import Engine, KeelError, Prompt, Sampling
+from tests.cluster.updates import built, parts_of
+
+pytestmark = pytest.mark.slow
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+"""127.0.0.1 and ::1, as in /proc/net/tcp and tcp6."""
+
+
+def itself(ranks: Ranks) -> Ranks:
+    return ranks
+
+
+def listening(ranks: Ranks) -> list[set[str]]:
+    """The addresses that each rank's process listens on."""
+    links = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+                found.add(words[1].partition(":")[0])
+    return ranks.gather(found)
+
+
+def test_ranks_listen_on_loopback_only_and_leave_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = dict(os.environ)
+    with start(2, itself, itself, 1) as group:
+        assert list(tmp_path.iterdir()) == []
+        found = group.call(listening)
+    assert len(found) == 2
+    for addresses in found:
+        assert addresses
+        assert addresses <= LOOPBACK
+    assert dict(os.environ) == before
+
+
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+def shard_of(learner: Learner, name: str) -> torch.Tensor:
+    """This rank's part of a weight."""
+    weight = dict(learner.policy.model.named_parameters())[name]
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
+def with_bad_weight(learner: Learner) -> list[tuple[tuple[str, ...], str | None, Cause]]:
+    """One NaN in the last rank's part of a weight: the metrics that refuse the step, the weight
+    that is named, and the cause, on every rank."""
+    algorithm, batch = PRESETS["grpo"].algorithm, parts_of(learner, "grpo", 0)[0].batch
+    if learner.ranks.number == learner.ranks.count - 1:
+        shard_of(learner, WEIGHT).data[-1, 0] = math.nan
+    names: tuple[str, ...] = ()
+    try:
+        learner.update(algorithm, batch, 0.05, (1e-3, 1e-3))
+    except NotFinite as error:
+        names = error.names
+    return learner.ranks.gather(
+        (names, learner.bad_weight(), learner.cause_of(algorithm, batch, 0.05))
+    )
+
+
+def with_bad_moment(learner: Learner) -> list[str]:
+    """One NaN in the last rank's part of a moment, so that a step makes its weight NaN: the errors
+    of every rank."""
+    algorithm = PRESETS["grpo"].algorithm
+    first, second = parts_of(learner, "grpo", 0)
+    learner.update(algorithm, first.batch, 0.05, (1e-3, 1e-3))
+    if learner.ranks.number == learner.ranks.count - 1:
+        (name,) = (n for n in learner.optimizer.state() if n.endswith(f"{WEIGHT}/exp_avg"))
+        moment = learner.optimizer.state()[name]
+        assert isinstance(moment, DTensor)
+        moment.to_local()[-1, 0] = math.nan
+    error = ""
+    try:
+        learner.update(algorithm, second.batch, 0.05, (1e-3, 1e-3))
+    except KeelError as raised:
+        error = str(raised)
+    return learner.ranks.gather(error)
+
+
+def test_nan_in_one_shard_of_the_weights_is_named_on_every_rank() -> None:
+    build = partial(built, "grpo", False)
+    with start(2, build, build, 1) as group:
+        found = group.call(with_bad_weight)
+    assert found[0] == found[1]
+    names, weight, cause = found[0]
+    assert "loss" in names
+    assert weight is not None
+    assert weight.endswith(WEIGHT)
+    assert cause.weights
+    assert WEIGHT in cause.term
+
+
+def test_nan_in_one_shard_of_a_moment_is_named_on_every_rank() -> None:
+    build = partial(built, "grpo", False)
+    with start(2, build, build, 1) as group:
+        found = group.call(with_bad_moment)
+    assert found[0] == found[1]
+    assert "the optimizer step made the weights" in found[0]
+    assert WEIGHT in found[0]
+
+
+def sampled_by(ranks: Ranks) -> Member:
+    """A member that only samples."""
+    policy, engine = sampler()
+    return Member(policy, replace(built("grpo", False, ranks), ranks=ranks), engine)
+
+
+def sampler() -> tuple[Policy, Engine]:
+    build = BuildModel(hidden_size=32, layers=2, heads=4, kv_heads=2, context=64)
+    policy = load_policy(Model(build=build), seed=3)
+    return policy, build_engine("native", model=policy.model, tokenizer=policy.tokenizer)
+
+
+def test_prompt_twice_in_a_step_is_sampled_as_by_one_process() -> None:
+    """Its occurrences differ, and are those of one process, wherever they are in the step."""
+    ids = ["a", "b", "a", "c", "d", "a"]
+    prompts = [Prompt(name, "", tokens=(ord(name) - 90, 5, 6)) for name in ids]
+    sampling = Sampling(max_tokens=12)
+    alone = sampler()[1].sample(prompts, 2, sampling, 7)
+    with start(2, sampled_by, sampled_by, 1) as group:
+        shared = SharedEngine(group).sample(prompts, 2, sampling, 7)
+    texts = [[c.text for c in found.completions] for found in shared]
+    assert texts == [[c.text for c in found.completions] for found in alone]
+    assert [found.prompt.id for found in shared] == ids
+    assert texts[0] != texts[2] != texts[5]
