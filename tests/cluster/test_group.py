@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from keel.algorithms.presets import PRESETS
@@ -19,9 +22,11 @@ from keel.config.model import BuildModel, Model
 from keel.engines.registry import build_engine
 from keel.learn.finite import Cause, NotFinite
 from keel.learn.learner import Learner
-from keel.learn.ranks import Ranks
+from keel.learn.ranks import ONE, Ranks
 from keel.models.policy import Policy, load_policy
+from keel.models.sharded import wholes
 from keel.training.shared import Member, SharedEngine
+from keel.training.state import read_reference, restore_modules, restore_optimizers
 from keel.types import Engine, KeelError, Prompt, Sampling
 from tests.cluster.updates import built, parts_of
 
@@ -127,6 +132,93 @@ def test_nan_in_one_shard_of_a_moment_is_named_on_every_rank() -> None:
     assert found[0] == found[1]
     assert "the optimizer step made the weights" in found[0]
     assert WEIGHT in found[0]
+
+
+def written(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
+    """What each rank's part is written of, after an update, whole."""
+    algorithm, batch = PRESETS["ppo"].algorithm, parts_of(learner, "ppo", 0)[0].batch
+    learner.update(algorithm, batch, 0.05, (1e-3, 1e-3))
+    for place in ("one", "two"):
+        path = folder / place
+        path.mkdir(exist_ok=True)
+        learner.save_parts(path)
+    assert learner.reference is not None
+    assert learner.critic is not None
+    assert learner.value_optimizer is not None
+    every = {
+        "optimizer": learner.optimizer.state(),
+        "value_optimizer": learner.value_optimizer.state(),
+        "critic": learner.critic.state_dict(),
+        "reference": learner.reference.state(),
+    }
+    return {
+        f"{name}/{key}": value for name, tensors in every.items() for key, value in wholes(tensors)
+    }
+
+
+def moments_read(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
+    """The moments that sharded parameters take from a checkpoint, whole; each rank reads a part."""
+    restore_optimizers(folder, learner.optimizers)
+    return {
+        f"{name}/{key}": value
+        for name, optimizer in learner.optimizers.items()
+        for key, value in wholes(optimizer.state())
+    }
+
+
+def test_sharded_checkpoint_is_read_by_any_number_of_ranks(tmp_path: Path) -> None:
+    build = partial(built, "ppo", False)
+    with start(3, build, build, 1) as group:
+        wanted = group.call(written, tmp_path)
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(names) == 12
+    assert names[0] == "critic-00001-of-00003.safetensors"
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    sizes = [(tmp_path / "one" / name).stat().st_size for name in names if "reference" in name]
+    assert max(sizes) < 0.5 * sum(sizes)  # no one writes it all
+
+    alone = built("ppo", False, ONE)
+    assert alone.critic is not None
+    found = moments_read(alone, tmp_path / "one")
+    restore_modules(tmp_path / "one", {"critic": alone.critic})
+    found |= {f"critic/{key}": value for key, value in alone.critic.state_dict().items()}
+    found |= {f"reference/{k}": v for k, v in read_reference(tmp_path / "one").items()}
+    assert_same(found, wanted)
+
+    with start(2, build, build, 1) as group:
+        shared = group.call(moments_read, tmp_path / "one")
+    assert_same(shared, {name: value for name, value in wanted.items() if "optimizer/" in name})
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_the_shards(tmp_path: Path) -> None:
+    """By the reader of torch.distributed.checkpoint for safetensors, written apart from ours."""
+    build = partial(built, "ppo", False)
+    with start(2, build, build, 1) as group:
+        wanted = group.call(written, tmp_path)
+    place = tmp_path / "reference"
+    place.mkdir()
+    for path in (tmp_path / "one").glob("reference-*"):
+        path.rename(place / path.name)
+    known = HuggingFaceStorageReader(str(place)).read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(one.size)
+        for name, one in known.items()
+        if isinstance(one, TensorStorageMetadata)
+    }
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(place)), no_dist=True)
+    assert_same(
+        {f"reference/{name}": value for name, value in found.items()},
+        {name: value for name, value in wanted.items() if name.startswith("reference/")},
+    )
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert wanted
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
 
 
 def sampled_by(ranks: Ranks) -> Member:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from keel.config.load import load_recipe
+from keel.learn.shards import described, load_parts
 from keel.training.non_finite import MAX_DIAGNOSED
 from keel.types import KeelError
 from tests.soak.killing import differences
@@ -45,8 +47,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, Any]:
+    """The weights that learn, at the end of a run; a critic's too, which ranks write in parts."""
     newest = max((folder / "checkpoints").iterdir())
-    return load_file(newest / "trainable.safetensors")
+    found = load_file(newest / "trainable.safetensors")
+    for name in ("critic", "value_head"):
+        own = {k: torch.empty_like(v, device="cpu") for k, v in described(newest, name).items()}
+        load_parts(newest, name, own)
+        found |= {f"{name}/{key}": value for key, value in own.items()}
+    return found
 
 
 def assert_equal_runs(one: Path, other: Path) -> None:

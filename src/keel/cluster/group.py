@@ -126,12 +126,17 @@ class RankGroup(Generic[M]):
 
 @contextmanager
 def start(
-    count: int, build: Callable[[Ranks], M], others: Callable[[Ranks], M], threads: int
+    count: int,
+    build: Callable[[Ranks], M],
+    others: Callable[[Ranks], M],
+    threads: int,
+    device: str = "cpu",
 ) -> Iterator[RankGroup[M]]:
     """A group of `count` processes on this machine, for as long as the block runs.
 
     `build` makes this rank's member, `others` (a function of a module, or a partial one) that of
-    each worker, which has `threads` CPU threads. Raises KeelError where a worker fails to start.
+    each worker, which has `threads` CPU threads, and a GPU of its own where `device` is "cuda".
+    Raises KeelError where a worker fails to start.
     """
     with ExitStack() as stack:
         workers: list[RankProcess] = []
@@ -139,7 +144,7 @@ def start(
         for number in range(1, count):
             workers.append(_started(number))
         for worker in workers:
-            worker.send((Ranks(worker.number, count), threads, others))
+            worker.send((Ranks(worker.number, count), threads, device, others))
         group: RankGroup[Any] = RankGroup(Ranks(0, count), None, workers)
         with group.naming_the_lost():
             group.wait()
@@ -148,7 +153,7 @@ def start(
                 meeting = f"file://{Path(folder) / 'rendezvous'}"
                 for worker in workers:
                     worker.send(meeting)
-                join(group.ranks, meeting)
+                join(group.ranks, meeting, device)
             stack.callback(leave)
             group.member = build(group.ranks)
             group.wait()

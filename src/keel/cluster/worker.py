@@ -18,31 +18,39 @@ from keel.learn.ranks import Ranks
 from keel.runs.process import keep_freed
 from keel.types import KeelError
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The network interface that gloo listens on; else it is that of the machine's own name."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The network interface that each listens on; else it is that of the machine's own name."""
 
 
-def join(ranks: Ranks, meeting: str) -> None:
-    """Meet the other ranks; when it returns, all have, and no one needs `meeting` any more."""
+def join(ranks: Ranks, meeting: str, device: str) -> None:
+    """Meet the other ranks; when it returns, all have, and no one needs `meeting` any more.
+
+    On CUDA each has the GPU of its number, and NCCL.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(ranks.number)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     with _on_loopback():
         dist.init_process_group(
-            "gloo", init_method=meeting, rank=ranks.number, world_size=ranks.count
+            backend, init_method=meeting, rank=ranks.number, world_size=ranks.count
         )
-        dist.barrier()
+        met = torch.ones((), device=device)
+        dist.all_reduce(met)
+        assert float(met) == ranks.count
 
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Let gloo listen on the loopback interface, unless the user has named another."""
-    if INTERFACE in os.environ:
-        yield
-        return
+    """Let the backends listen on the loopback interface, unless the user has named another."""
     # lo on Linux, lo0 on macOS
-    os.environ[INTERFACE] = next(name for _, name in socket.if_nameindex() if name[:2] == "lo")
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    own = [name for name in INTERFACES if name not in os.environ]
+    os.environ.update(dict.fromkeys(own, loopback))
     try:
         yield
     finally:
-        del os.environ[INTERFACE]
+        for name in own:
+            del os.environ[name]
 
 
 def leave() -> None:
@@ -57,11 +65,11 @@ def work(pipe: Connection) -> None:
     Each is answered by an empty text. An error ends the worker, with its text as the answer; one
     that is raised on all ranks is the driver's to report.
     """
-    ranks, threads, build = pickle.loads(pipe.recv_bytes())
+    ranks, threads, device, build = pickle.loads(pipe.recv_bytes())
     torch.set_num_threads(threads)
     keep_freed()
     pipe.send_bytes(b"")
-    join(ranks, pickle.loads(pipe.recv_bytes()))
+    join(ranks, pickle.loads(pipe.recv_bytes()), device)
     member = build(ranks)
     pipe.send_bytes(b"")
     while True:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from keel.learn.finite import (
 from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import AdamW, bad_weight, step_all
 from keel.learn.ranks import ONE, Ranks, spans
+from keel.learn.shards import save_parts
 from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.head import Scores
 from keel.models.packed import PackedSizes
@@ -49,12 +51,14 @@ class HasStateDict(Protocol):
 @dataclass(frozen=True, eq=False)
 class Saved:
     """What a checkpoint holds: the policy, the optimizers' moments, the modules that learn with it,
-    and the reference."""
+    and the reference; instead of these three, where ranks share them, what lets each rank write its
+    part into a folder."""
 
     policy: Policy
-    optimizers: Mapping[str, HasState]
-    modules: Mapping[str, HasStateDict]
-    reference: HasState | None
+    optimizers: Mapping[str, HasState] = field(default_factory=dict)
+    modules: Mapping[str, HasStateDict] = field(default_factory=dict)
+    reference: HasState | None = None
+    save_parts: Callable[[Path], None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +175,17 @@ class Learner:
     def saved(self) -> Saved:
         """What a checkpoint holds of the models."""
         return Saved(self.policy, self.optimizers, self.modules, self.reference)
+
+    def save_parts(self, folder: Path) -> None:
+        """Write this rank's part of what a checkpoint holds besides the policy."""
+        parts: dict[str, Mapping[str, Tensor]] = {
+            **{name: optimizer.state() for name, optimizer in self.optimizers.items()},
+            **{name: module.state_dict() for name, module in self.modules.items()},
+            "reference": {} if self.reference is None else self.reference.state(),
+        }
+        for name, tensors in parts.items():
+            if tensors:
+                save_parts(folder, name, tensors, self.ranks)
 
     def clear(self) -> None:
         """Drop all gradients."""

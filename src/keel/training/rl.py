@@ -356,6 +356,7 @@ def state_of(loop: Loop, progress: Progress) -> State:
         saved.modules,
         saved.reference,
         loop.prefetcher.pending,
+        saved.save_parts,
     )
 
 

@@ -24,7 +24,7 @@ from keel.algorithms.spec import Algorithm
 from keel.cluster.group import RankGroup, start
 from keel.config.schema import Recipe, RLStage
 from keel.engines.registry import build_engine
-from keel.learn.batch import Batch, TrainBatch
+from keel.learn.batch import B, Batch, TrainBatch, to_device
 from keel.learn.finite import Cause
 from keel.learn.learner import Learner, Losses, Saved
 from keel.learn.ranks import Ranks, spans
@@ -33,6 +33,9 @@ from keel.models.policy import Policy, load_policy
 from keel.models.sharded import wholes
 from keel.training.setup import build_learner
 from keel.types import Engine, Group, Prompt, Sampling
+
+CPU = "cpu"
+"""Where batches are on their way to other ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +46,9 @@ class Member:
     learner: Learner
     engine: Engine
 
-
-@dataclass(frozen=True, eq=False)
-class GatheredTensors:
-    """Tensors by name, gathered from all ranks."""
-
-    tensors: Mapping[str, Tensor]
-
-    def state(self) -> dict[str, Tensor]:
-        return dict(self.tensors)
-
-    state_dict = state
+    def own(self, batch: B) -> B:
+        """A batch on this rank's device."""
+        return to_device(batch, self.policy.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +58,7 @@ class SharedLearner(Learner):
     group: RankGroup[Member] | None = None
 
     def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch:
-        found: Batch = self._call(_score, batch, old, reference, others)
+        found: Batch = self._call(_score, to_device(batch, CPU), old, reference, others)
         return found
 
     def update(
@@ -73,11 +68,11 @@ class SharedLearner(Learner):
         beta: float,
         rates: tuple[float | None, float],
     ) -> Losses:
-        found: Losses = self._call(_update, algorithm, batch, beta, rates)
+        found: Losses = self._call(_update, algorithm, to_device(batch, CPU), beta, rates)
         return found
 
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
-        found: Cause = self._call(_cause_of, algorithm, batch, beta)
+        found: Cause = self._call(_cause_of, algorithm, to_device(batch, CPU), beta)
         return found
 
     def bad_weight(self) -> str | None:
@@ -93,8 +88,7 @@ class SharedLearner(Learner):
         return found
 
     def saved(self) -> Saved:
-        found: Saved = self._call(_saved)
-        return found
+        return Saved(self.policy, save_parts=partial(self._call, _save_parts))
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         assert self.group is not None
@@ -134,13 +128,14 @@ def shared_learner(
     own = partial(_member, *parts, policy)
     others = partial(_other_member, *parts)
     threads = torch.get_num_threads()
-    each = threads if recipe.threads is not None else max(threads // recipe.cluster.processes, 1)
+    count = recipe.cluster.processes
+    each = threads if recipe.threads is not None else max(threads // count, 1)
     torch.set_num_threads(each)
     try:
-        with start(recipe.cluster.processes, own, others, each) as group:
+        with start(count, own, others, each, policy.device.type) as group:
             learner = group.member.learner
             values = {f.name: getattr(learner, f.name) for f in fields(Learner)}
-            values["budget"] = budget
+            values |= {"budget": budget, "policy": policy}
             yield SharedLearner(**values, group=group), SharedEngine(group)
     finally:
         torch.set_num_threads(threads)
@@ -180,6 +175,7 @@ def _member(
         TokenBudget(tokens),
         resume_from,
         ranks,
+        recipe.cluster.offload == "cpu",
     )
     engine = build_engine(
         stage.rollout.engine,
@@ -193,7 +189,7 @@ def _member(
 
 
 def _score(member: Member, batch: Batch, old: bool, reference: bool, others: bool) -> Batch:
-    return member.learner.score(batch, old=old, reference=reference, others=others)
+    return member.learner.score(member.own(batch), old=old, reference=reference, others=others)
 
 
 def _update(
@@ -203,11 +199,11 @@ def _update(
     beta: float,
     rates: tuple[float | None, float],
 ) -> Losses:
-    return member.learner.update(algorithm, batch, beta, rates)
+    return member.learner.update(algorithm, member.own(batch), beta, rates)
 
 
 def _cause_of(member: Member, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
-    return member.learner.cause_of(algorithm, batch, beta)
+    return member.learner.cause_of(algorithm, member.own(batch), beta)
 
 
 def _bad_weight(member: Member) -> str | None:
@@ -226,20 +222,8 @@ def _take_over(member: Member) -> dict[str, Tensor]:
     return {name: weight for name, weight in own.items() if weight.requires_grad}
 
 
-def _saved(member: Member) -> Saved:
-    learner = member.learner
-
-    def gathered(tensors: Mapping[str, Tensor]) -> GatheredTensors:
-        every = wholes(tensors)
-        kept = [pair for pair in every if learner.ranks.number == 0]  # rank 0 writes
-        return GatheredTensors(dict(kept))
-
-    return Saved(
-        member.policy,
-        {name: gathered(optimizer.state()) for name, optimizer in learner.optimizers.items()},
-        {name: gathered(module.state_dict()) for name, module in learner.modules.items()},
-        None if learner.reference is None else gathered(learner.reference.state()),
-    )
+def _save_parts(member: Member, folder: Path) -> None:
+    member.learner.save_parts(folder)
 
 
 def _sample(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from keel.config.model import Model
 from keel.learn.learner import HasState, HasStateDict
 from keel.learn.optimizer import AdamW
+from keel.learn.shards import described, files_of, load_parts
 from keel.models.policy import BASE, Policy, load_policy
 from keel.runs import checkpoint
 from keel.training.prefetch import Pending, save_pending
@@ -21,8 +22,9 @@ from keel.types import KeelError
 
 STATE = "state.json"
 POLICY = "policy"
-TRAINABLE = "trainable.safetensors"
-REFERENCE = "reference.safetensors"
+LEARNED = "trainable"
+TRAINABLE = f"{LEARNED}.safetensors"
+REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,17 @@ class State:
     modules: Mapping[str, HasStateDict] = field(default_factory=dict)
     reference: HasState | None = None
     pending: Pending | None = None
+    save_parts: Callable[[Path], None] | None = None
+    """Lets each rank write its part of the optimizers, modules and reference, which are then not
+    given otherwise."""
 
     def save(self, folder: Path) -> None:
         """Write the files of a checkpoint.
 
         `policy/` loads with plain transformers; with LoRA it is the adapter alone, for peft.
         `trainable.safetensors` holds the trainable parameters bit for bit, with those of the
-        modules. The reference is written unless it is the policy's own base.
+        modules. The reference is written unless it is the policy's own base. Of what ranks share
+        each writes its part (`NAME-00001-of-00002.safetensors`).
         """
         if self.policy.has_lora:
             self.policy.save_adapter(folder / POLICY)
@@ -82,7 +88,9 @@ class State:
             checkpoint.save_tensors(folder / f"{name}.safetensors", optimizer.state())
         reference = {} if self.reference is None else self.reference.state()
         if reference:
-            checkpoint.save_tensors(folder / REFERENCE, reference)
+            checkpoint.save_tensors(folder / f"{REFERENCE}.safetensors", reference)
+        if self.save_parts is not None:
+            self.save_parts(folder)
         if self.pending is not None:
             save_pending(folder, self.pending)
         checkpoint.save_json(folder / STATE, asdict(self.progress))
@@ -107,25 +115,31 @@ def restore_policy(folder: Path, policy: Policy) -> None:
 
 def restore_modules(folder: Path, modules: Mapping[str, nn.Module]) -> None:
     """Load the parameters of modules from a checkpoint of their stage."""
-    tensors = checkpoint.load_tensors(folder / TRAINABLE)
     for name, module in modules.items():
-        prefix = f"{name}/"
-        own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        there = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        _check_fit(folder, there, {n: tuple(t.shape) for n, t in module.state_dict().items()})
-        module.load_state_dict(own)
+        own = {key: value.detach() for key, value in module.state_dict().items()}
+        file, prefix = (name, "") if files_of(folder, name) else (LEARNED, f"{name}/")
+        there = described(folder, file)
+        found = {k.removeprefix(prefix): v for k, v in there.items() if k.startswith(prefix)}
+        shapes = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in (found, own))
+        _check_fit(folder, *shapes)
+        load_parts(folder, file, {f"{prefix}{key}": value for key, value in own.items()})
 
 
 def read_reference(folder: Path) -> dict[str, Tensor]:
     """The reference that a checkpoint holds; empty where the policy's own base is the reference."""
-    path = folder / REFERENCE
-    return checkpoint.load_tensors(path) if path.exists() else {}
+    there = described(folder, REFERENCE)
+    whole = {name: torch.empty_like(tensor, device="cpu") for name, tensor in there.items()}
+    load_parts(folder, REFERENCE, whole)
+    return whole
 
 
 def restore_optimizers(folder: Path, optimizers: Mapping[str, AdamW]) -> None:
     """Load the optimizers' moments."""
     for name, optimizer in optimizers.items():
-        optimizer.restore(checkpoint.load_tensors(folder / f"{name}.safetensors"))
+        if not files_of(folder, name):
+            raise KeelError(f"checkpoint {folder} has no {name}: resume from another")
+        optimizer.allocate(described(folder, name).keys())
+        load_parts(folder, name, optimizer.state())
 
 
 def _check_fit(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
