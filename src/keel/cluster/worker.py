@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
@@ -21,18 +22,26 @@ from keel.types import KeelError
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The network interface that each listens on; else it is that of the machine's own name."""
 
+LONGEST_WAIT = timedelta(days=20)
+"""In milliseconds it still is a 32-bit number."""
 
-def join(ranks: Ranks, meeting: str, device: str) -> None:
+
+def join(ranks: Ranks, meeting: str, device: str, idle: bool = False) -> None:
     """Meet the other ranks; when it returns, all have, and no one needs `meeting` any more.
 
-    On CUDA each has the GPU of its number, and NCCL.
+    On CUDA each has the GPU of its number, and NCCL. With `idle` a rank may wait for the others for
+    days.
     """
     if device == "cuda":
         torch.cuda.set_device(ranks.number)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     with _on_loopback():
         dist.init_process_group(
-            backend, init_method=meeting, rank=ranks.number, world_size=ranks.count
+            backend,
+            init_method=meeting,
+            rank=ranks.number,
+            world_size=ranks.count,
+            timeout=LONGEST_WAIT if idle else None,
         )
         met = torch.ones((), device=device)
         dist.all_reduce(met)

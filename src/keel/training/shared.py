@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
-from keel.cluster.group import RankGroup, start
+from keel.cluster import group as started
+from keel.cluster import launched
+from keel.cluster.group import RankGroup
 from keel.config.schema import Recipe, RLStage
 from keel.engines.registry import build_engine
 from keel.learn.batch import B, Batch, TrainBatch, to_device
@@ -132,7 +134,8 @@ def shared_learner(
     each = threads if recipe.threads is not None else max(threads // count, 1)
     torch.set_num_threads(each)
     try:
-        with start(count, own, others, each, policy.device.type) as group:
+        ranks = launched if dist.is_initialized() else started  # torchrun's, or our own
+        with ranks.start(count, own, others, each, policy.device.type) as group:
             learner = group.member.learner
             values = {f.name: getattr(learner, f.name) for f in fields(Learner)}
             values |= {"budget": budget, "policy": policy}
