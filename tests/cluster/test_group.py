@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import tempfile
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.algorithms.presets import PRESETS
 from keel.cluster.group import start
@@ -24,7 +26,7 @@ from keel.learn.finite import Cause, NotFinite
 from keel.learn.learner import Learner
 from keel.learn.ranks import ONE, Ranks
 from keel.models.policy import Policy, load_policy
-from keel.models.sharded import wholes
+from keel.models.sharded import mesh_of, shard, whole, wholes, within
 from keel.training.shared import Member, SharedEngine
 from keel.training.state import read_reference, restore_modules, restore_optimizers
 from keel.types import Engine, KeelError, Prompt, Sampling
@@ -219,6 +221,49 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     assert wanted
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+
+
+def in_bfloat16(ranks: Ranks) -> list[tuple[bool, float, float]]:
+    """Layers gathered in bfloat16, against the same model whole under autocast.
+
+    On each rank: whether gradients are float32, and how far logits and gradients are from those,
+    relative to the largest.
+    """
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    alone = LlamaForCausalLM(config)
+    model = copy.deepcopy(alone)
+    shard(model, mesh_of(torch.device("cpu"), ranks.count), torch.bfloat16)
+    tokens = torch.arange(12)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = alone(tokens, use_cache=False).logits
+        logits = within(model, lambda: model(tokens, use_cache=False).logits)
+    wanted.square().sum().backward()
+    logits.square().sum().backward()
+    exact, gap, largest = True, 0.0, 0.0
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        exact = exact and other.dtype == other.grad.dtype == torch.float32
+        found = whole(other.grad) / ranks.count  # a sum over the ranks, whose inputs are equal
+        gap = max(gap, float((found - one.grad).abs().max()))
+        largest = max(largest, float(one.grad.abs().max()))
+    return ranks.gather((exact, float((logits - wanted).abs().max() / wanted.abs().max()),
+                         gap / largest))  # fmt: skip
+
+
+def test_layers_in_bfloat16_compute_as_under_autocast() -> None:
+    """Within two units of bfloat16's last place (2⁻⁸): sums are rounded at other places."""
+    with start(2, itself, itself, 1) as group:
+        found = group.call(in_bfloat16)
+    assert len(found) == 2
+    for exact, logits, gradients in found:
+        assert exact
+        assert logits < 2 / 256
+        assert gradients < 2 / 256
 
 
 def sampled_by(ranks: Ranks) -> Member:

@@ -76,6 +76,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
             "algorithm=gspo",
             "minibatches=2",
             "reference.reset_every=3",
+            "model.activation_checkpointing=true",
             "algorithm.divergence.beta=0.05",
         ),
         ("algorithm=dr_grpo",),  # nothing is scored before the update

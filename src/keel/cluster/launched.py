@@ -60,12 +60,12 @@ def _join(ranks: Ranks) -> None:
 
 def serve(ranks: Ranks) -> int:
     """Do what rank 0 sends until its command ends; the exit code."""
-    for signum in BLOCKED:  # rank 0 stops between steps, and needs this process until then
-        signal.signal(signum, signal.SIG_IGN)
     keep_freed()
     member: Any = None
     try:
         _join(ranks)
+        for signum in BLOCKED:  # rank 0 stops between steps, and needs this process until then
+            signal.signal(signum, signal.SIG_IGN)
         while (order := _sent(None)) is not None:
             function, arguments = order
             if arguments is None:
@@ -74,9 +74,10 @@ def serve(ranks: Ranks) -> int:
                 with suppress(NotFinite):  # rank 0 reports it
                     function(member, *arguments)
             dist.barrier()
-    except Exception as error:  # of gloo too, where another rank is gone
-        text = " ".join(str(error).split())
-        print(f"keel: rank {ranks.number} stopped: {text}", file=sys.stderr)
+    except Exception as error:
+        if not _lost_another(error):
+            text = " ".join(str(error).split())
+            print(f"keel: rank {ranks.number} stopped: {text}", file=sys.stderr)
         return 1
     leave()
     return 0
@@ -111,7 +112,7 @@ class LaunchedGroup(RankGroup[M]):
                 raise
             dist.barrier()
         except RuntimeError as error:
-            if "gloo" not in str(error) and not isinstance(error, dist.DistBackendError):
+            if not _lost_another(error):
                 raise
             raise KeelError("another rank of torchrun has ended: see its error above") from error
         return result
@@ -136,6 +137,11 @@ def start(
 def _with_threads(threads: int, build: Callable[[Ranks], M], ranks: Ranks) -> M:
     torch.set_num_threads(threads)
     return build(ranks)
+
+
+def _lost_another(error: Exception) -> bool:
+    """Whether an error says that the connection to another rank has ended."""
+    return isinstance(error, dist.DistBackendError) or "gloo" in str(error)
 
 
 def _sent(message: Any) -> Any:
