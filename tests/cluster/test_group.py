@@ -243,16 +243,18 @@ def in_bfloat16(ranks: Ranks) -> list[tuple[bool, float, float]]:
         logits = within(model, lambda: model(tokens, use_cache=False).logits)
     wanted.square().sum().backward()
     logits.square().sum().backward()
+    off = float((logits - wanted).detach().abs().max() / wanted.detach().abs().max())
     exact, gap, largest = True, 0.0, 0.0
     for one, other in zip(alone.parameters(), model.parameters(), strict=True):
         assert one.grad is not None
         assert other.grad is not None
         exact = exact and other.dtype == other.grad.dtype == torch.float32
-        found = whole(other.grad) / ranks.count  # a sum over the ranks, whose inputs are equal
+        found = (
+            whole(other.grad).detach() / ranks.count
+        )  # a sum over the ranks, whose inputs are equal
         gap = max(gap, float((found - one.grad).abs().max()))
         largest = max(largest, float(one.grad.abs().max()))
-    return ranks.gather((exact, float((logits - wanted).abs().max() / wanted.abs().max()),
-                         gap / largest))  # fmt: skip
+    return ranks.gather((exact, off, gap / largest))
 
 
 def test_layers_in_bfloat16_compute_as_under_autocast() -> None:
