@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from keel.cluster.launched import check, ranks_of
+from keel.cluster.worker import _on_loopback
 from keel.learn.ranks import Ranks
 from keel.types import KeelError
 from tests.cluster.test_processes import EVERY_TWO, metrics, train, until_step
@@ -73,6 +74,19 @@ def test_error_of_the_driver_is_one_line_and_ends_all_ranks(tmp_path: Path) -> N
         "--nproc-per-node to 3"
     ]
     assert not (tmp_path / "run").exists()
+
+
+def test_backends_listen_on_loopback_unless_the_user_names_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a machine's name leads to 127.0.0.1, their sockets alone would not show it."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    with _on_loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
 def test_ranks_are_those_of_the_environment() -> None:
