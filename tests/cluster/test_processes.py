@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from keel.config.load import load_recipe
+from keel.learn.shards import described, load_parts
+from keel.training.non_finite import MAX_DIAGNOSED
 from keel.types import KeelError
 from tests.soak.killing import differences
 
@@ -44,8 +47,14 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def weights(folder: Path) -> dict[str, Any]:
+    """The weights that learn, at the end of a run; a critic's too, which ranks write in parts."""
     newest = max((folder / "checkpoints").iterdir())
-    return load_file(newest / "trainable.safetensors")
+    found = load_file(newest / "trainable.safetensors")
+    for name in ("critic", "value_head"):
+        own = {k: torch.empty_like(v, device="cpu") for k, v in described(newest, name).items()}
+        load_parts(newest, name, own)
+        found |= {f"{name}/{key}": value for key, value in own.items()}
+    return found
 
 
 def assert_equal_runs(one: Path, other: Path) -> None:
@@ -67,6 +76,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
             "algorithm=gspo",
             "minibatches=2",
             "reference.reset_every=3",
+            "model.activation_checkpointing=true",
             "algorithm.divergence.beta=0.05",
         ),
         ("algorithm=dr_grpo",),  # nothing is scored before the update
@@ -79,6 +89,28 @@ def test_two_processes_train_as_one(tmp_path: Path, keys: tuple[str, ...]) -> No
     two = train(tmp_path / "two", 2, "steps=6", *keys)
     assert_equal_runs(one, two)
     assert len(metrics(one)) == 6
+
+
+SKIPS = (
+    "algorithm.surrogate={kind='custom', function='tests.cluster.surrogates:bounded'}",
+    'on_nonfinite="skip"',
+    "epochs=11",
+    "steps=2",
+    "evaluation.prompts=0",
+)
+
+
+@pytest.mark.slow
+def test_two_processes_skip_steps_as_one(tmp_path: Path) -> None:
+    """More of them than are diagnosed."""
+    runs = [train(tmp_path / str(count), count, *SKIPS) for count in (1, 2)]
+    assert_equal_runs(*runs)
+    assert [row["steps_skipped"] for row in metrics(runs[1])] == [10, 20]
+    for one, two in zip(*(sorted((run / "faults").iterdir()) for run in runs), strict=True):
+        causes = [json.loads((folder / "cause.json").read_text()) for folder in (one, two)]
+        assert causes[0] == causes[1]
+        assert causes[0]["cause"]["sequence"] is not None
+    assert len(list((runs[1] / "faults").iterdir())) == MAX_DIAGNOSED
 
 
 def children(process: int) -> list[int]:

@@ -30,7 +30,7 @@ from keel.models.policy import load_policy
 from keel.models.reference import reference_for
 from keel.models.sharded import shard, whole
 from keel.models.value import critic_from_policy
-from keel.training.rl import minibatches
+from keel.training.rl import Minibatch, minibatches
 from keel.types import Completion, Group, Prompt, RewardResult
 
 Device = Literal["cpu", "cuda"]
@@ -98,19 +98,24 @@ def built(
 
 def step(learner: Learner, name: str, number: int) -> list[dict[str, float]]:
     """The updates on one batch of random completions; their metrics."""
+    algorithm = PRESETS[name].algorithm
+    return [
+        dict(update(learner, algorithm, part.batch, 0.05, (1e-3, 1e-3)).metrics)
+        for part in parts_of(learner, name, number)
+    ]
+
+
+def parts_of(learner: Learner, name: str, number: int) -> list[Minibatch]:
+    """A batch of random completions, scored, in two mini-batches."""
     preset = PRESETS[name]
     groups, results = sampled(number)
     batch = from_groups(groups, learner.policy.device)
     batch = learner.score(batch, old=True, reference=True)
     estimates = estimate(preset.algorithm, batch, outcome(groups, results, None), 0.05)
-    parts = minibatches(
+    return minibatches(
         preset.algorithm, batch, estimates, range(batch.sequences),
         count=2, max_tokens=MOST, seed=number,
     )  # fmt: skip
-    return [
-        dict(update(learner, preset.algorithm, part.batch, 0.05, (1e-3, 1e-3)).metrics)
-        for part in parts
-    ]
 
 
 def sampled(number: int) -> tuple[list[Group], list[list[RewardResult]]]:

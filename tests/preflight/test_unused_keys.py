@@ -62,6 +62,8 @@ SAMPLED: dict[str, Any] = {"tasks": [TASK]}
 PAIRWISE = {"model": "m", "mode": "pairwise"}
 CASES: list[tuple[Any, ...]] = [
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ()),
+    ("cluster.offload", rl(cluster={"offload": "cpu"}), (), CHAT),
+    ("cluster.offload", rl(cluster={"processes": 2, "offload": "cpu"}), ()),
     ("model.revision", rl(model={**BUILD, "revision": "main"}), ()),
     ("model.trust_remote_code", rl(model={**BUILD, "trust_remote_code": True}), ()),
     ("model.build.alphabet", rl(), ("model.build.alphabet=0123", "model.build.tokenizer=bytes")),

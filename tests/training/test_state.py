@@ -11,6 +11,7 @@ import importlib
 import pkgutil
 import random
 import re
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import keel.objective
 from keel.config.load import load_recipe, to_toml
@@ -30,6 +32,7 @@ from keel.learn import token_budget as budget
 from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
+from keel.runs import checkpoint
 from keel.runs.callbacks import Callbacks
 from keel.runs.process import Interrupt, Interrupted
 from keel.runs.writer import Clock, Reached, Recorder
@@ -118,15 +121,19 @@ def reached(loop: Any, process: bool = False) -> Walk:
     return walk
 
 
-def saved(state: State) -> frozenset[int]:
-    """Where the tensors lie that a State saves."""
-    tensors = [*state.policy.trainable().values()]
-    for module in state.modules.values():
-        tensors += module.state_dict().values()
-    for optimizer in state.optimizers.values():
-        tensors += optimizer.state().values()
-    tensors += {} if state.reference is None else state.reference.state().values()
-    return frozenset(tensor.data_ptr() for tensor in tensors)
+def saved(state: State, folder: Path) -> frozenset[int]:
+    """Where the tensors lie that a State writes."""
+    written: list[Tensor] = []
+    save = checkpoint.save_tensors
+
+    def watched(path: Path, tensors: Mapping[str, Tensor], *more: Any) -> None:
+        written.extend(tensors.values())
+        save(path, tensors, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save_tensors", watched)
+        state.save(folder)
+    return frozenset(tensor.data_ptr() for tensor in written)
 
 
 @pytest.fixture
@@ -144,7 +151,9 @@ def look(monkeypatch: pytest.MonkeyPatch, process: bool = False) -> list[Seen]:
             progress = run(loop, progress)
             after = reached(loop, process)
             opaque = {**before.opaque, **after.opaque}
-            seen.append(Seen(before.found, after.found, saved(state_of(loop, progress)), opaque))
+            with tempfile.TemporaryDirectory() as folder:
+                found = saved(state_of(loop, progress), Path(folder))
+            seen.append(Seen(before.found, after.found, found, opaque))
             return progress
 
         return watched

@@ -18,7 +18,8 @@ from keel.analysis.progress import figure, watching
 from keel.analysis.terminal import curve
 from keel.analysis.text import visible
 from keel.cli.diagnose import NOTHING
-from keel.config.load import load_recipe
+from keel.config.load import load_recipe, load_run_recipe
+from keel.config.schema import Recipe
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
 from keel.types import KeelError
@@ -31,8 +32,25 @@ class Start(Protocol):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run, or resume a run; prints its results."""
+    """Run, or resume a run; prints its results. With torchrun on each rank, of which 0 drives."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return _run(arguments, _recipe(arguments))
+    from keel.cluster import launched
+
+    ranks = launched.ranks_of(os.environ)
+    if ranks.number > 0:
+        return launched.serve(ranks)
     recipe = _recipe(arguments)
+    if recipe is not None and recipe.cluster.processes == 1:
+        count = f"cluster.processes={ranks.count}"
+        recipe = load_recipe(arguments.recipe, [*arguments.overrides, count])
+    resumed = recipe or load_run_recipe(RunFolder.open(arguments.run).recipe)
+    launched.check(resumed.cluster.processes, ranks)
+    with launched.driving(ranks):
+        return _run(arguments, recipe)
+
+
+def _run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
     if recipe is not None and recipe.description:
         console = Console(stderr=arguments.json, quiet=arguments.quiet)
         console.print(f"{recipe.name}: {recipe.description}", highlight=False, soft_wrap=True)
@@ -133,7 +151,7 @@ def _diagnosed(run: Run) -> tuple[Sequence[Diagnosis], str]:
         return (), str(error)
 
 
-def _recipe(arguments: argparse.Namespace) -> Any:
+def _recipe(arguments: argparse.Namespace) -> Recipe | None:
     if not arguments.resume:
         if arguments.recipe is None:
             raise KeelError("which recipe? name a TOML file or a shipped one (keel recipes)")

@@ -1,4 +1,4 @@
-"""RankProcess processes that compute together with the one that drives them.
+"""Processes that compute together with the one that drives them.
 
 Each rank builds a member of its own; `RankGroup.call` runs a function of the member on all ranks at
 once, which may use collective operations. Calls go over a pipe, since a rank may wait for the next
@@ -127,26 +127,34 @@ class RankGroup(Generic[M]):
 
 @contextmanager
 def start(
-    count: int, build: Callable[[Ranks], M], others: Callable[[Ranks], M], threads: int
+    count: int,
+    build: Callable[[Ranks], M],
+    others: Callable[[Ranks], M],
+    threads: int,
+    device: str = "cpu",
 ) -> Iterator[RankGroup[M]]:
     """A group of `count` processes on this machine, for as long as the block runs.
 
     `build` makes this rank's member, `others` (a function of a module, or a partial one) that of
-    each worker, which has `threads` CPU threads. Raises KeelError where a worker fails to start.
+    each worker, which has `threads` CPU threads, and a GPU of its own where `device` is "cuda".
+    Raises KeelError where a worker fails to start.
     """
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="keel-ranks-"))
-        meeting = f"file://{Path(folder) / 'rendezvous'}"
         workers: list[RankProcess] = []
         stack.callback(_end, workers)
         for number in range(1, count):
             workers.append(_started(number))
         for worker in workers:
-            worker.send((Ranks(worker.number, count), meeting, threads, others))
+            worker.send((Ranks(worker.number, count), threads, device, others))
         group: RankGroup[Any] = RankGroup(Ranks(0, count), None, workers)
         with group.naming_the_lost():
             group.wait()
-            join(group.ranks, meeting)
+            # Only while they meet, so that a killed run leaves nothing.
+            with tempfile.TemporaryDirectory(prefix="keel-ranks-") as folder:
+                meeting = f"file://{Path(folder) / 'rendezvous'}"
+                for worker in workers:
+                    worker.send(meeting)
+                join(group.ranks, meeting, device)
             stack.callback(leave)
             group.member = build(group.ranks)
             group.wait()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
@@ -15,10 +19,49 @@ from keel.learn.ranks import Ranks
 from keel.runs.process import keep_freed
 from keel.types import KeelError
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The network interface that each listens on; else it is that of the machine's own name."""
 
-def join(ranks: Ranks, meeting: str) -> None:
-    """Meet the other ranks."""
-    dist.init_process_group("gloo", init_method=meeting, rank=ranks.number, world_size=ranks.count)
+LONGEST_WAIT = 20 * 86_400.0
+"""Seconds; in milliseconds it still is a 32-bit number."""
+
+
+def join(
+    ranks: Ranks, meeting: str, device: str, idle: bool = False, loopback: bool = True
+) -> None:
+    """Meet the other ranks; when it returns, all have, and no one needs `meeting` any more.
+
+    On CUDA each has the GPU of its number, or the only one that it sees, and NCCL. With `idle` a
+    rank may wait for the others for days. Without `loopback` they may be on several machines.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(ranks.number % torch.cuda.device_count())
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    with _on_loopback() if loopback else nullcontext():
+        dist.init_process_group(
+            backend,
+            init_method=meeting,
+            rank=ranks.number,
+            world_size=ranks.count,
+            timeout=timedelta(seconds=LONGEST_WAIT) if idle else None,
+        )
+        met = torch.ones((), device=device)
+        dist.all_reduce(met)
+        assert float(met) == ranks.count
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let the backends listen on the loopback interface, unless the user has named another."""
+    # lo on Linux, lo0 on macOS
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    own = [name for name in INTERFACES if name not in os.environ]
+    os.environ.update(dict.fromkeys(own, loopback))
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
 
 
 def leave() -> None:
@@ -33,11 +76,11 @@ def work(pipe: Connection) -> None:
     Each is answered by an empty text. An error ends the worker, with its text as the answer; one
     that is raised on all ranks is the driver's to report.
     """
-    ranks, meeting, threads, build = pickle.loads(pipe.recv_bytes())
+    ranks, threads, device, build = pickle.loads(pipe.recv_bytes())
     torch.set_num_threads(threads)
     keep_freed()
     pipe.send_bytes(b"")
-    join(ranks, meeting)
+    join(ranks, pickle.loads(pipe.recv_bytes()), device)
     member = build(ranks)
     pipe.send_bytes(b"")
     while True:

@@ -42,6 +42,13 @@ _MEASURED_ANYWAY = UnusedIf(
     lambda key: key.stage.measures_reference, "the objective itself needs the divergence"
 )
 
+_ONE_PROCESS = UnusedIf(
+    lambda key: key.table.processes == 1, "with one process no weights are sharded"
+)
+_NOTHING_TO_OFFLOAD = UnusedIf(
+    lambda key: key.facts.cpu, "the models are on a CPU, in the machine's memory already"
+)
+
 
 class SFTStage(StageConfig):
     """Supervised fine-tuning on the task's demonstrations."""
@@ -329,6 +336,9 @@ class Cluster(FrozenModel):
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes that share the stages of kind rl: each trains on some of the sequences, with a part
     of the weights (FSDP2). Without Ray they are on this machine and sample too."""
+    offload: Annotated[Literal["none", "cpu"], _ONE_PROCESS, _NOTHING_TO_OFFLOAD] = "none"
+    """`cpu`: between computations each GPU's share of weights, gradients and moments is in the
+    machine's memory, where the optimizer steps."""
     ray: str | None = None
     """Have Ray place and watch the processes of stages of kind rl: the address of a Ray cluster
     (`auto`, or HOST:PORT), or `local` to start Ray on this machine

@@ -20,6 +20,7 @@ from keel.models.packed import Packed, PackedSizes, sizes_on
 from keel.types import Group
 
 A = TypeVar("A", bound="Actions")
+B = TypeVar("B", bound="Actions | TrainBatch[Any]")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -113,6 +114,18 @@ class TrainBatch(Generic[A]):
         """These sequences, in this order, with the same weights."""
         values = per_action(self, self.actions.action_index(indices))
         return replace(self, actions=self.actions.select(indices), **values)
+
+
+def to_device(batch: B, device: torch.device | str) -> B:
+    """A `Batch` or `TrainBatch` on another device."""
+    moved: dict[str, Any] = {}
+    for entry in fields(batch):
+        value = getattr(batch, entry.name)
+        if isinstance(value, Tensor):
+            moved[entry.name] = value.to(device)
+        elif isinstance(value, Actions):
+            moved[entry.name] = to_device(value, device)
+    return replace(batch, **moved)
 
 
 def per_action(

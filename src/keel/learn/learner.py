@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from keel.learn.finite import (
 from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import AdamW, bad_weight, step_all
 from keel.learn.ranks import ONE, Ranks, spans
+from keel.learn.shards import save_learned
 from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.head import Scores
 from keel.models.packed import PackedSizes
@@ -34,31 +36,13 @@ T = TypeVar("T")
 P = TypeVar("P", Batch, TrainBatch[Batch])
 
 
-class HasState(Protocol):
-    """What gives its tensors by name."""
-
-    def state(self) -> dict[str, Tensor]: ...
-
-
-class HasStateDict(Protocol):
-    """As torch's modules."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """What a checkpoint holds: the policy, the optimizers' moments, the modules that learn with it,
-    and the reference."""
-
-    policy: Policy
-    optimizers: Mapping[str, HasState]
-    modules: Mapping[str, HasStateDict]
-    reference: HasState | None
-
-
 class Trainer(Protocol):
     """What the loop of reinforcement learning trains: a `Learner`, here or in other processes."""
+
+    @property
+    def policy(self) -> Policy:
+        """Whole, with the weights of the last `weights()`."""
+        ...
 
     @property
     def budget(self) -> TokenBudget: ...
@@ -88,7 +72,9 @@ class Trainer(Protocol):
     def bad_weight(self) -> str | None: ...
     def refresh_reference(self) -> None: ...
     def weights(self) -> dict[str, Tensor]: ...
-    def saved(self) -> Saved: ...
+    def save(self, folder: Path) -> None:
+        """Write what a checkpoint holds besides the policy."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,9 +204,9 @@ class Learner:
         named = self.policy.model.named_parameters()
         return {name: weight for name, weight in named if weight.requires_grad}
 
-    def saved(self) -> Saved:
-        """What a checkpoint holds of the models."""
-        return Saved(self.policy, self.optimizers, self.modules, self.reference)
+    def save(self, folder: Path) -> None:
+        """Write what a checkpoint holds besides the policy; with several ranks, this one's part."""
+        save_learned(folder, self.optimizers, self.modules, self.reference, self.ranks)
 
     def clear(self) -> None:
         """Drop all gradients."""

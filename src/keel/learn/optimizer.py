@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from keel.config.optimisation import Optimizer
 from keel.learn.token_budget import LESS, oom_context
-from keel.models.sharded import assign, whole
+from keel.models.sharded import whole
 from keel.types import KeelError
 
 Named = list[tuple[str, nn.Parameter]]
@@ -85,19 +85,22 @@ class AdamW:
             for key, value in self.inner.state.get(parameter, {}).items()
         }
 
+    def allocate(self, names: Collection[str]) -> None:
+        """Make room for the state of these names, in the parameters' own shards."""
+        for name, parameter in self.parameters:
+            if f"{name}/step" in names:
+                # The fused step counts on the parameter's own device.
+                state = self.inner.state[parameter]
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """The state that `state` gave."""
-        keys = ("step", "exp_avg", "exp_avg_sq")
-        for name, parameter in self.parameters:
-            if f"{name}/step" not in state:
-                continue
-            for key in keys:
-                # The fused step counts on the parameter's own device.
-                value = state[f"{name}/{key}"].clone().to(parameter.device)
-                if key != "step":
-                    assign(moment := torch.empty_like(parameter), value)
-                    value = moment
-                self.inner.state[parameter][key] = value
+        self.allocate(state.keys())
+        for name, value in self.state().items():
+            value.copy_(state[name])
 
 
 def step_all(optimizers: Sequence[AdamW], rates: Sequence[float | None]) -> list[float]:

@@ -14,8 +14,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from keel.models.head import Scores
@@ -38,15 +45,29 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard(
+    model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None, offload: bool = False
+) -> None:
     """Spread a model's weights over the ranks of a mesh, in place: layer by layer, then the rest.
 
-    Do it before an optimizer is made. Its weights are whole only inside `within`.
+    Do it before an optimizer is made. Its weights are whole only inside `within`. With `dtype` a
+    layer is gathered and computes in it, while its weights, the sums of gradients and the rest
+    (embeddings, last norm, head) stay as they are; inputs keep their dtype, as under autocast. With
+    `offload` weights, gradients and moments of a GPU's share are in the machine's memory.
     """
+    mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    place = CPUOffloadPolicy() if offload and mesh.device_type != "cpu" else OffloadPolicy()
     for module in (*layers_of(model), model):
         # True for the root too: a pass without gradients would leave it whole, and the next one
         # after an optimizer step would compute with the old weights.
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=True,
+            mp_policy=exact if module is model or dtype is None else mixed,
+            offload_policy=place,
+        )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -66,19 +87,11 @@ def within(model: nn.Module, compute: Callable[[], T]) -> T:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all its values: gathered where it is sharded (all ranks have to call)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def assign(target: Tensor, value: Tensor) -> None:
-    """Copy a whole value into a tensor, of which a sharded one takes its own part."""
-    if isinstance(target, DTensor):
-        value = distribute_tensor(
-            value.to(target.device, target.dtype), target.device_mesh, target.placements,
-            src_data_rank=None,
-        )  # fmt: skip
-    target.copy_(value)
+    """A tensor with all its values: gathered where it is sharded (all ranks have to call), and on
+    the device that computes."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.full_tensor().to(tensor.device_mesh.device_type)
 
 
 def wholes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -174,7 +174,9 @@ def _finish(folder: Path, name: str, stop: bool) -> None:
 # ---------------------------------------------------------------- state
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Writes tensors, from any device and also with shared storage, as safetensors, bit for bit."""
     from safetensors.torch import save_file
 
@@ -186,7 +188,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         own[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
     with files.os_errors(path):
-        save_file(own, path)
+        save_file(own, path, metadata)
 
 
 def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ the prompts and the seed, so that it does not matter which worker does it, or do
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,10 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from keel.algorithms.spec import Algorithm
 from keel.cluster.ray_workers import (
     RayGroup,
     RayPool,
@@ -38,17 +35,14 @@ from keel.config.load import to_toml
 from keel.config.schema import Recipe, RLStage
 from keel.config.sources import RewardSource
 from keel.engines.registry import build_engine
-from keel.learn.batch import Batch, TrainBatch
-from keel.learn.finite import Cause
-from keel.learn.learner import Learner, Losses, Saved
+from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, spans
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, load_policy
-from keel.models.sharded import wholes
 from keel.rewards.batch import Log, Metrics
 from keel.rewards.registry import TASK, NamedReward, RewardContext, load_reward
+from keel.training.group_learner import GroupLearner
 from keel.training.setup import build_learner
-from keel.training.shared import GatheredTensors
 from keel.types import (
     Engine,
     Group,
@@ -64,71 +58,6 @@ HERE = ("judge", TASK)
 tasks."""
 SHARES = 2
 """Units of work for each rollout worker in a call: a fast one takes over some of a slow one's."""
-
-
-@dataclass(frozen=True, eq=False)
-class RemoteLearner:
-    """A learner whose models are in the trainers; see `keel.learn.learner.Trainer`.
-
-    `policy` is this process's, with the weights of the last `weights()`, for evaluations,
-    checkpoints and exports.
-    """
-
-    group: RayGroup
-    policy: Policy
-    budget: TokenBudget
-    has_reference: bool
-    learns_values: bool
-
-    @property
-    def device(self) -> torch.device:
-        return self.policy.device
-
-    @property
-    def began(self) -> bool:
-        return bool(self.group.call(_began))
-
-    def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch:
-        found: Batch = self.group.call(_score, batch, old, reference, others)
-        return found
-
-    def update(
-        self,
-        algorithm: Algorithm,
-        batch: TrainBatch[Batch],
-        beta: float,
-        rates: tuple[float | None, float],
-    ) -> Losses:
-        found: Losses = self.group.call(_update, algorithm, batch, beta, rates)
-        return found
-
-    def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
-        found: Cause = self.group.call(_cause_of, algorithm, batch, beta)
-        return found
-
-    def bad_weight(self) -> str | None:
-        found: str | None = self.group.call(_bad_weight)
-        return found
-
-    def refresh_reference(self) -> None:
-        self.group.call(_refresh_reference)
-
-    @torch.no_grad()
-    def weights(self) -> dict[str, Tensor]:
-        """The weights that learn, which are now those of this process's policy too."""
-        own = dict(self.policy.model.named_parameters())
-        for name, weight in self.group.call(_weights).items():
-            own[name].copy_(weight)
-        return {name: weight for name, weight in own.items() if weight.requires_grad}
-
-    def saved(self) -> Saved:
-        optimizers, modules, reference = self.group.call(_saved)
-        return Saved(
-            self.policy,
-            {name: GatheredTensors(tensors) for name, tensors in optimizers.items()},
-            {name: GatheredTensors(tensors) for name, tensors in modules.items()},
-            None if reference is None else GatheredTensors(reference),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +171,7 @@ class RemoteStage:
     """The processes of a stage; `rewards` are those that run in reward workers, by their place in
     the recipe."""
 
-    learner: RemoteLearner
+    learner: GroupLearner
     engine: RemoteEngine
     rewards: Mapping[int, RemoteReward]
 
@@ -316,7 +245,7 @@ def remote_stage(
         ranks = [Ranks(number, cluster.processes) for number in range(cluster.processes)]
         group.build(_trainer, [(*parts, own, meeting) for own in ranks])
         reference, values = group.call(_describe)
-        learner = RemoteLearner(group, policy, budget, reference, values)
+        learner = GroupLearner(group, policy, budget, reference, values)
         learned = {n: w for n, w in policy.model.named_parameters() if w.requires_grad}
         yield RemoteStage(learner, RemoteEngine(pool, SentTensors.of(learned), step, tell), rewards)
         tell()
@@ -331,6 +260,13 @@ def _check_entries(recipe: Recipe) -> None:
 
 
 # ---------------------------------------------------------------- in the processes
+
+
+@dataclass(frozen=True, eq=False)
+class _Trainer:
+    """A rank's learner."""
+
+    learner: Learner
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,13 +320,13 @@ def _trainer(
     whole: list[SentTensors],
     ranks: Ranks,
     meeting: str,
-) -> Learner:
+) -> _Trainer:
+    policy = _load(recipe, whole)
+    cluster = recipe.cluster
     if ranks.count > 1:
-        join(ranks, meeting)
-    budget = TokenBudget(tokens)
-    return build_learner(
-        stage, recipe.model, _load(recipe, whole), seed, budget, resume_from, ranks
-    )
+        join(ranks, meeting, policy.device.type, loopback=cluster.ray == "local")
+    parts = (stage, recipe.model, policy, seed, TokenBudget(tokens), resume_from, ranks)
+    return _Trainer(build_learner(*parts, cluster.offload == "cpu"))
 
 
 def _rollout_worker(recipe: Recipe, stage: RLStage, whole: list[SentTensors]) -> _RolloutWorker:
@@ -429,76 +365,5 @@ def _sample(
     ]
 
 
-def _describe(learner: Learner) -> tuple[bool, bool]:
-    return learner.has_reference, learner.learns_values
-
-
-def _began(learner: Learner) -> bool:
-    return learner.began
-
-
-def _score(learner: Learner, batch: Batch, old: bool, reference: bool, others: bool) -> Batch:
-    here = moved(batch, learner.device)
-    made: Batch = moved(learner.score(here, old=old, reference=reference, others=others), "cpu")
-    return made
-
-
-def _update(
-    learner: Learner,
-    algorithm: Algorithm,
-    batch: TrainBatch[Batch],
-    beta: float,
-    rates: tuple[float | None, float],
-) -> Losses:
-    here = moved(batch, learner.device)
-    made: Losses = moved(learner.update(algorithm, here, beta, rates), "cpu")
-    return made
-
-
-def _cause_of(
-    learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float
-) -> Cause:
-    return learner.cause_of(algorithm, moved(batch, learner.device), beta)
-
-
-def _bad_weight(learner: Learner) -> str | None:
-    return learner.bad_weight()
-
-
-def _refresh_reference(learner: Learner) -> None:
-    learner.refresh_reference()
-
-
-def _weights(learner: Learner) -> dict[str, Tensor]:
-    return _whole(learner, learner.weights())
-
-
-def _saved(learner: Learner) -> tuple[Any, Any, Any]:
-    return (
-        {name: _whole(learner, one.state()) for name, one in learner.optimizers.items()},
-        {name: _whole(learner, one.state_dict()) for name, one in learner.modules.items()},
-        None if learner.reference is None else _whole(learner, learner.reference.state()),
-    )
-
-
-def _whole(learner: Learner, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gathered from all trainers; only the first keeps them."""
-    first = learner.ranks.number == 0
-    return {name: tensor.cpu() for name, tensor in wholes(tensors) if first}
-
-
-def moved(value: Any, device: torch.device | str) -> Any:
-    """Tensors in dataclasses and mappings, on a device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {
-            f.name: moved(getattr(value, f.name), device)
-            for f in dataclasses.fields(value)
-            if f.init
-        }
-        same = all(one is getattr(value, name) for name, one in changed.items())
-        return value if same else replace(value, **changed)
-    if isinstance(value, dict):
-        return {name: moved(one, device) for name, one in value.items()}
-    return value
+def _describe(trainer: _Trainer) -> tuple[bool, bool]:
+    return trainer.learner.has_reference, trainer.learner.learns_values

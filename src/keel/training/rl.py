@@ -349,15 +349,8 @@ def save(loop: Loop, progress: Progress) -> None:
 
 def state_of(loop: Loop, progress: Progress) -> State:
     """Everything that later steps depend on."""
-    saved = loop.learner.saved()
-    return State(
-        progress,
-        saved.policy,
-        saved.optimizers,
-        saved.modules,
-        saved.reference,
-        loop.prefetcher.pending,
-    )
+    learner = loop.learner
+    return State(progress, learner.policy, learner.save, loop.prefetcher.pending)
 
 
 # ---------------------------------------------------------------- details

@@ -95,10 +95,11 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
     if recipe.cluster.ray is not None:  # whose processes compute
         local = recipe.model.model_copy(update={"device": "cpu"})
     policy = load_policy(local, recipe.seed)
-    if recipe.cluster.processes > 1 and policy.device.type != "cpu":
+    processes, gpus = recipe.cluster.processes, torch.cuda.device_count()
+    if processes > 1 and policy.device.type == "cuda" and processes > gpus:
         raise KeelError(
-            f"cluster.processes = {recipe.cluster.processes}: several processes run on a CPU only "
-            'so far: set model.device = "cpu", or cluster.processes = 1'
+            f"cluster.processes = {processes}, but torch sees GPUs for {gpus} of them: set at most "
+            'that many, or model.device = "cpu"'
         )
     if start is not None:
         check_base(policy, recipe.model, start)

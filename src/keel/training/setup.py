@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from transformers import PreTrainedModel
 
 from keel.config.fields import derive
@@ -27,6 +28,7 @@ from keel.learn.optimizer import AdamW, trainable
 from keel.learn.ranks import ONE, Ranks
 from keel.learn.token_budget import TokenBudget
 from keel.models.chat import Encoder
+from keel.models.families import uses_autocast
 from keel.models.policy import Policy
 from keel.models.reference import FrozenPolicy, reference_for
 from keel.models.sharded import mesh_of, shard
@@ -347,11 +349,12 @@ def build_learner(
     budget: TokenBudget,
     resume_from: Path | None = None,
     ranks: Ranks = ONE,
+    offload: bool = False,
 ) -> Learner:
     """The policy and the models that the algorithm needs, each with its optimizer.
 
     New ones, or as the checkpoint `resume_from` of this stage holds them; with several `ranks` each
-    of them, the policy too, is sharded.
+    of them, the policy too, is sharded, with `offload` (see `shard`).
     """
     algorithm = stage.algorithm
     check_entries(algorithm)
@@ -374,7 +377,7 @@ def build_learner(
     if resume_from is not None:
         restore_modules(resume_from, {n: m for n, m in modules.items() if m is not None})
     if ranks.count > 1:
-        shard_all(ranks, policy, reference, teacher, value_head, critic)
+        shard_all(ranks, offload, policy, reference, teacher, value_head, critic)
     learner = Learner(
         policy=policy,
         optimizer=AdamW(trainable(policy), stage.optimizer),
@@ -396,6 +399,7 @@ def build_learner(
 
 def shard_all(
     ranks: Ranks,
+    offload: bool,
     policy: Policy,
     reference: FrozenPolicy | None,
     teacher: FrozenPolicy | None,
@@ -404,11 +408,14 @@ def shard_all(
 ) -> None:
     """Spread every model of a learner over the ranks, each once."""
     mesh = mesh_of(policy.device, ranks.count)
-    frozen = [one.model for one in (reference, teacher) if one is not None]
-    own = [] if critic is None else [critic.backbone, critic.head]
-    heads = [] if value_head is None else [value_head]
+    frozen = [(one.model, one.autocast) for one in (reference, teacher) if one is not None]
+    own = [] if critic is None else [(critic.backbone, critic.autocast)]
     done: set[int] = set()
-    for model in (policy.model, *frozen, *own, *heads):
+    for model, autocast in ((policy.model, policy.autocast), *frozen, *own):
         if id(model) not in done:
-            shard(model, mesh)
+            dtype = torch.bfloat16 if uses_autocast(model, autocast) else None
+            shard(model, mesh, dtype, offload)
         done.add(id(model))
+    for head in (value_head, None if critic is None else critic.head):
+        if head is not None:
+            shard(head, mesh, offload=offload)

@@ -10,28 +10,27 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from keel.algorithms.spec import Algorithm
-from keel.cluster.group import RankGroup, start
+from keel.cluster import group as started
+from keel.cluster import launched
+from keel.cluster.group import RankGroup
 from keel.config.schema import Recipe, RLStage
 from keel.engines.registry import build_engine
-from keel.learn.batch import Batch, TrainBatch
-from keel.learn.finite import Cause
-from keel.learn.learner import Learner, Losses, Saved
+from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, spans
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, load_policy
 from keel.models.sharded import wholes
-from keel.runs import checkpoint
+from keel.training.group_learner import GroupLearner
 from keel.training.setup import build_learner
 from keel.types import Engine, Group, Prompt, Sampling
 
@@ -46,60 +45,13 @@ class Member:
 
 
 @dataclass(frozen=True, eq=False)
-class GatheredTensors:
-    """Tensors by name, gathered from all ranks."""
-
-    tensors: Mapping[str, Tensor]
-
-    def state(self) -> dict[str, Tensor]:
-        return dict(self.tensors)
-
-    state_dict = state
-
-
-@dataclass(frozen=True, eq=False)
-class SharedLearner(Learner):
-    """A learner whose work all ranks do; made of rank 0's own."""
-
-    group: RankGroup[Member] | None = None
-
-    def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch:
-        found: Batch = self._call(_score, batch, old, reference, others)
-        return found
-
-    def update(
-        self,
-        algorithm: Algorithm,
-        batch: TrainBatch[Batch],
-        beta: float,
-        rates: tuple[float | None, float],
-    ) -> Losses:
-        found: Losses = self._call(_update, algorithm, batch, beta, rates)
-        return found
-
-    def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
-        found: Cause = self._call(_cause_of, algorithm, batch, beta)
-        return found
-
-    def bad_weight(self) -> str | None:
-        found: str | None = self._call(_bad_weight)
-        return found
-
-    def refresh_reference(self) -> None:
-        self._call(_refresh_reference)
+class SharedLearner(GroupLearner):
+    """A learner whose work all ranks do; its policy is rank 0's, of which every rank has a copy."""
 
     def weights(self) -> dict[str, Tensor]:
         """The whole policy's weights, which are now those of the learner on every rank."""
-        found: dict[str, Tensor] = self._call(_take_over)
+        found: dict[str, Tensor] = self.group.call(_take_over)
         return found
-
-    def saved(self) -> Saved:
-        found: Saved = self._call(_saved)
-        return found
-
-    def _call(self, function: Any, *arguments: Any) -> Any:
-        assert self.group is not None
-        return self.group.call(function, *arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,21 +85,17 @@ def shared_learner(
     """
     parts = (recipe, stage, seed, budget.tokens, resume_from)
     own = partial(_member, *parts, policy)
+    others = partial(_other_member, *parts)
     threads = torch.get_num_threads()
-    each = threads if recipe.threads is not None else max(threads // recipe.cluster.processes, 1)
+    count = recipe.cluster.processes
+    each = threads if recipe.threads is not None else max(threads // count, 1)
     torch.set_num_threads(each)
     try:
-        with ExitStack() as stack:
-            place = Path(stack.enter_context(TemporaryDirectory(prefix="keel-policy-")))
-            weights = place / "policy.safetensors"
-            checkpoint.save_tensors(weights, policy.state_dict())
-            others = partial(_other_member, *parts, weights)
-            group = stack.enter_context(start(recipe.cluster.processes, own, others, each))
-            weights.unlink()
+        ranks = launched if dist.is_initialized() else started  # torchrun's, or our own
+        with ranks.start(count, own, others, each, policy.device.type) as group:
             learner = group.member.learner
-            values = {f.name: getattr(learner, f.name) for f in fields(Learner)}
-            values["budget"] = budget
-            yield SharedLearner(**values, group=group), SharedEngine(group)
+            kinds = (learner.has_reference, learner.learns_values)
+            yield SharedLearner(group, policy, budget, *kinds), SharedEngine(group)
     finally:
         torch.set_num_threads(threads)
 
@@ -161,11 +109,9 @@ def _other_member(
     seed: int,
     tokens: int,
     resume_from: Path | None,
-    weights: Path,
     ranks: Ranks,
 ) -> Member:
     policy = load_policy(recipe.model, recipe.seed)
-    policy.load_state_dict(checkpoint.load_tensors(weights))
     return _member(recipe, stage, seed, tokens, resume_from, policy, ranks)
 
 
@@ -178,6 +124,8 @@ def _member(
     policy: Policy,
     ranks: Ranks,
 ) -> Member:
+    for tensor in policy.state_dict().values():
+        dist.broadcast(tensor.detach(), 0)  # the weights that the stage before has left
     learner = build_learner(
         stage,
         recipe.model,
@@ -186,6 +134,7 @@ def _member(
         TokenBudget(tokens),
         resume_from,
         ranks,
+        recipe.cluster.offload == "cpu",
     )
     engine = build_engine(
         stage.rollout.engine,
@@ -198,54 +147,12 @@ def _member(
     return Member(policy, learner, engine)
 
 
-def _score(member: Member, batch: Batch, old: bool, reference: bool, others: bool) -> Batch:
-    return member.learner.score(batch, old=old, reference=reference, others=others)
-
-
-def _update(
-    member: Member,
-    algorithm: Algorithm,
-    batch: TrainBatch[Batch],
-    beta: float,
-    rates: tuple[float | None, float],
-) -> Losses:
-    return member.learner.update(algorithm, batch, beta, rates)
-
-
-def _cause_of(member: Member, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
-    return member.learner.cause_of(algorithm, batch, beta)
-
-
-def _bad_weight(member: Member) -> str | None:
-    return member.learner.bad_weight()
-
-
-def _refresh_reference(member: Member) -> None:
-    member.learner.refresh_reference()
-
-
 @torch.no_grad()
 def _take_over(member: Member) -> dict[str, Tensor]:
     own = dict(member.policy.model.named_parameters())
     for name, weight in wholes(member.learner.weights()):
         own[name].copy_(weight)
     return {name: weight for name, weight in own.items() if weight.requires_grad}
-
-
-def _saved(member: Member) -> Saved:
-    learner = member.learner
-
-    def gathered(tensors: Mapping[str, Tensor]) -> GatheredTensors:
-        every = wholes(tensors)
-        kept = [pair for pair in every if learner.ranks.number == 0]  # rank 0 writes
-        return GatheredTensors(dict(kept))
-
-    return Saved(
-        member.policy,
-        {name: gathered(optimizer.state()) for name, optimizer in learner.optimizers.items()},
-        {name: gathered(module.state_dict()) for name, module in learner.modules.items()},
-        None if learner.reference is None else gathered(learner.reference.state()),
-    )
 
 
 def _sample(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from keel.config.model import Model
-from keel.learn.learner import HasState, HasStateDict
 from keel.learn.optimizer import AdamW
+from keel.learn.shards import REFERENCE, described, files_of, load_parts
 from keel.models.policy import BASE, Policy, load_policy
 from keel.runs import checkpoint
 from keel.training.prefetch import Pending, save_pending
@@ -22,7 +22,6 @@ from keel.types import KeelError
 STATE = "state.json"
 POLICY = "policy"
 TRAINABLE = "trainable.safetensors"
-REFERENCE = "reference.safetensors"
 
 
 @dataclass(frozen=True)
@@ -51,38 +50,29 @@ class Progress:
 class State:
     """Everything that a stage's later steps depend on.
 
-    The trained weights (the policy's, and `modules`: value head, critic, reward model), the
-    optimizers' moments, the reference, prefetched rollouts (`pending`), and `progress`. Random
-    numbers are functions of the seed and the step, so no generator is part of the state.
+    The policy's trained weights, what was learned with it (`save_learned` writes it: the modules,
+    the optimizers' moments and the reference), prefetched rollouts (`pending`), and `progress`.
+    Random numbers are functions of the seed and the step, so no generator is part of the state.
     """
 
     progress: Progress
     policy: Policy
-    optimizers: Mapping[str, HasState]
-    modules: Mapping[str, HasStateDict] = field(default_factory=dict)
-    reference: HasState | None = None
+    save_learned: Callable[[Path], None]
     pending: Sequence[Pending] = ()
 
     def save(self, folder: Path) -> None:
         """Write the files of a checkpoint.
 
         `policy/` loads with plain transformers; with LoRA it is the adapter alone, for peft.
-        `trainable.safetensors` holds the trainable parameters bit for bit, with those of the
-        modules. The reference is written unless it is the policy's own base.
+        `trainable.safetensors` holds the policy's trainable parameters bit for bit. Of what ranks
+        share each writes its part (`NAME-00001-of-00002.safetensors`).
         """
         if self.policy.has_lora:
             self.policy.save_adapter(folder / POLICY)
         else:
             self.policy.save(folder / POLICY)
-        tensors: dict[str, Tensor] = dict(self.policy.trainable())
-        for name, module in self.modules.items():
-            tensors |= {f"{name}/{key}": value for key, value in module.state_dict().items()}
-        checkpoint.save_tensors(folder / TRAINABLE, tensors)
-        for name, optimizer in self.optimizers.items():
-            checkpoint.save_tensors(folder / f"{name}.safetensors", optimizer.state())
-        reference = {} if self.reference is None else self.reference.state()
-        if reference:
-            checkpoint.save_tensors(folder / REFERENCE, reference)
+        checkpoint.save_tensors(folder / TRAINABLE, self.policy.trainable())
+        self.save_learned(folder)
         if self.pending:
             save_pending(folder, self.pending)
         checkpoint.save_json(folder / STATE, asdict(self.progress))
@@ -98,7 +88,7 @@ def restore_policy(folder: Path, policy: Policy) -> None:
     or shapes differ."""
     tensors = checkpoint.load_tensors(folder / TRAINABLE)
     own = policy.trainable()
-    there = {name: tuple(t.shape) for name, t in tensors.items() if "/" not in name}
+    there = {name: tuple(t.shape) for name, t in tensors.items()}
     _check_fit(folder, there, {name: tuple(p.shape) for name, p in own.items()})
     with torch.no_grad():
         for name, parameter in own.items():
@@ -107,25 +97,29 @@ def restore_policy(folder: Path, policy: Policy) -> None:
 
 def restore_modules(folder: Path, modules: Mapping[str, nn.Module]) -> None:
     """Load the parameters of modules from a checkpoint of their stage."""
-    tensors = checkpoint.load_tensors(folder / TRAINABLE)
     for name, module in modules.items():
-        prefix = f"{name}/"
-        own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-        there = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        _check_fit(folder, there, {n: tuple(t.shape) for n, t in module.state_dict().items()})
-        module.load_state_dict(own)
+        own = {key: value.detach() for key, value in module.state_dict().items()}
+        pair = (described(folder, name), own)
+        shapes = ({n: tuple(t.shape) for n, t in tensors.items()} for tensors in pair)
+        _check_fit(folder, *shapes)
+        load_parts(folder, name, own)
 
 
 def read_reference(folder: Path) -> dict[str, Tensor]:
     """The reference that a checkpoint holds; empty where the policy's own base is the reference."""
-    path = folder / REFERENCE
-    return checkpoint.load_tensors(path) if path.exists() else {}
+    there = described(folder, REFERENCE)
+    whole = {name: torch.empty_like(tensor, device="cpu") for name, tensor in there.items()}
+    load_parts(folder, REFERENCE, whole)
+    return whole
 
 
 def restore_optimizers(folder: Path, optimizers: Mapping[str, AdamW]) -> None:
     """Load the optimizers' moments."""
     for name, optimizer in optimizers.items():
-        optimizer.restore(checkpoint.load_tensors(folder / f"{name}.safetensors"))
+        if not files_of(folder, name):
+            raise KeelError(f"checkpoint {folder} has no {name}: resume from another")
+        optimizer.allocate(described(folder, name).keys())
+        load_parts(folder, name, optimizer.state())
 
 
 def _check_fit(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

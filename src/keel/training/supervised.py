@@ -20,6 +20,7 @@ from keel.learn.finite import (
     stop_unless_finite,
 )
 from keel.learn.optimizer import AdamW, bad_weight, learning_rate
+from keel.learn.shards import save_learned
 from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
@@ -193,8 +194,8 @@ def save(loop: SupervisedLoop[Any], progress: Progress) -> None:
 
 def state_of(loop: SupervisedLoop[Any], progress: Progress) -> State:
     """All that changes from step to step."""
-    optimizers = {"optimizer": loop.optimizer}
-    return State(progress, loop.policy, optimizers, loop.modules, loop.reference)
+    learned = ({"optimizer": loop.optimizer}, loop.modules, loop.reference)
+    return State(progress, loop.policy, lambda folder: save_learned(folder, *learned))
 
 
 def _diagnose(loop: SupervisedLoop[Any], batch: Any) -> tuple[Cause, str]:
