@@ -81,8 +81,13 @@ def assert_equal_runs(one: Path, other: Path) -> None:
         ),
         ("algorithm=dr_grpo",),  # nothing is scored before the update
         ("algorithm.divergence.estimator=full", "model.lora.rank=4", "rollout.prompts_per_step=1"),
+        (
+            "rollout.engine=studies.zoo_parts:colder",  # samples in the process that runs the loop
+            "rollout.async_level=1",
+            "algorithm.correction.kind=truncate",
+        ),
     ],
-    ids=["critic", "head-lora", "reset", "unscored", "full-lora"],
+    ids=["critic", "head-lora", "reset", "unscored", "full-lora", "engine-ahead"],
 )
 def test_two_processes_train_as_one(tmp_path: Path, keys: tuple[str, ...]) -> None:
     one = train(tmp_path / "one", 1, "steps=6", *keys)
@@ -199,7 +204,6 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resumes_to_the_same_bytes(tmp_path: 
             ("rollout.async_level=1", "algorithm.correction.kind=truncate"),
             "rollout.async_level = 1 does not go with cluster",
         ),
-        (("rollout.engine=a:b",), 'rollout.engine = "a:b" samples in one process'),
         (("model.lora.rank=4", "reference.reset_every=2"), "reset_every with model.lora"),
         (("cluster.processes=0",), "cluster.processes"),
     ],

@@ -335,7 +335,8 @@ class Cluster(FrozenModel):
 
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes that share the stages of kind rl: each trains on some of the sequences, with a part
-    of the weights (FSDP2). Without Ray they are on this machine and sample too."""
+    of the weights (FSDP2). Without Ray they are on this machine, and the native engine samples in
+    all of them."""
     offload: Annotated[Literal["none", "cpu"], _ONE_PROCESS, _NOTHING_TO_OFFLOAD] = "none"
     """`cpu`: between computations each GPU's share of weights, gradients and moments is in the
     machine's memory, where the optimizer steps."""
@@ -394,14 +395,10 @@ class Recipe(FrozenModel):
             if not isinstance(stage, RLStage):
                 continue
             several = f"cluster.processes = {self.cluster.processes}"
-            if stage.rollout.engine != "native" and self.cluster.ray is None:
+            rollout = stage.rollout
+            if rollout.async_level and rollout.engine == "native" and self.cluster.ray is None:
                 raise ValueError(
-                    f'{stage.name}.rollout.engine = "{stage.rollout.engine}" samples in one '
-                    f'process: set cluster.processes = 1, or rollout.engine = "native"'
-                )
-            if stage.rollout.async_level and self.cluster.ray is None:
-                raise ValueError(
-                    f"{stage.name}.rollout.async_level = {stage.rollout.async_level} does not go "
+                    f"{stage.name}.rollout.async_level = {rollout.async_level} does not go "
                     f"with {several}, whose processes sample and train in turn: set it to 0, or "
                     'set cluster.ray = "local", which has processes that sample'
                 )

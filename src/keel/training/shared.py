@@ -1,8 +1,9 @@
 """A stage's learner and engine on several processes (`cluster.processes`).
 
-Rank 0 runs the loop. The models that learn are sharded over all ranks, and each rank samples and
-trains on some of the sequences. Each rank has the policy whole as well, to sample with; rank 0's is
-the run's policy, which checkpoints hold, so that a run resumes on any number of processes.
+Rank 0 runs the loop. The models that learn are sharded over all ranks, and each rank trains on some
+of the sequences. With the native engine each samples some too, for which it has the policy whole as
+well; another engine samples for rank 0. Rank 0's whole policy is the run's, which checkpoints hold,
+so that a run resumes on any number of processes.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from keel.types import Engine, Group, Prompt, Sampling
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """What a rank has: the policy whole, which samples by `engine`, and the sharded learner."""
+    """What a rank has: the sharded learner; the native engine where that is to sample, and the
+    policy whole, to sample with (rank 0 always, others only where they sample)."""
 
-    policy: Policy
+    policy: Policy | None
     learner: Learner
-    engine: Engine
+    engine: Engine | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +80,10 @@ def shared_learner(
     seed: int,
     budget: TokenBudget,
     resume_from: Path | None,
-) -> Iterator[tuple[SharedLearner, SharedEngine]]:
+) -> Iterator[tuple[SharedLearner, SharedEngine | None]]:
     """The learner and the engine of a stage on `cluster.processes` ranks, while the block runs.
 
-    Raises KeelError where a rank fails to start.
+    Another engine than the native one is none of theirs: it samples for rank 0 alone. Raises KeelError where a rank fails to start.
     """
     parts = (recipe, stage, seed, budget.tokens, resume_from)
     own = partial(_member, *parts, policy)
@@ -95,7 +97,8 @@ def shared_learner(
         with ranks.start(count, own, others, each, policy.device.type) as group:
             learner = group.member.learner
             kinds = (learner.has_reference, learner.learns_values)
-            yield SharedLearner(group, policy, budget, *kinds), SharedEngine(group)
+            engine = None if group.member.engine is None else SharedEngine(group)
+            yield SharedLearner(group, policy, budget, *kinds), engine
     finally:
         torch.set_num_threads(threads)
 
@@ -126,32 +129,37 @@ def _member(
 ) -> Member:
     for tensor in policy.state_dict().values():
         dist.broadcast(tensor.detach(), 0)  # the weights that the stage before has left
+    native = stage.rollout.engine == "native"
+    whole = policy if native or ranks.number == 0 else None
     learner = build_learner(
         stage,
         recipe.model,
-        copy.deepcopy(policy),
+        policy if whole is None else copy.deepcopy(policy),
         seed,
         TokenBudget(tokens),
         resume_from,
         ranks,
         recipe.cluster.offload == "cpu",
     )
-    engine = build_engine(
-        stage.rollout.engine,
-        model=policy.model,
-        tokenizer=policy.tokenizer,
-        max_rows=stage.rollout.max_rows,
-        autocast=policy.autocast,
-        dtype=stage.rollout.dtype,
-    )
-    return Member(policy, learner, engine)
+    engine = None
+    if native:
+        engine = build_engine(
+            stage.rollout.engine,
+            model=policy.model,
+            tokenizer=policy.tokenizer,
+            max_rows=stage.rollout.max_rows,
+            autocast=policy.autocast,
+            dtype=stage.rollout.dtype,
+        )
+    return Member(whole, learner, engine)
 
 
 @torch.no_grad()
 def _take_over(member: Member) -> dict[str, Tensor]:
-    own = dict(member.policy.model.named_parameters())
+    own = {} if member.policy is None else dict(member.policy.model.named_parameters())
     for name, weight in wholes(member.learner.weights()):
-        own[name].copy_(weight)
+        if own:
+            own[name].copy_(weight)
     return {name: weight for name, weight in own.items() if weight.requires_grad}
 
 
@@ -166,6 +174,7 @@ def _sample(
     ids = list(costs)
     own = {ids[at] for at in spans(list(costs.values()), ranks.count)[ranks.number]}
     places = [at for at, prompt in enumerate(prompts) if prompt.id in own]
+    assert member.engine is not None
     groups = member.engine.sample([prompts[at] for at in places], n, sampling, seed)
     found = dict(
         pair for part in ranks.gather(list(zip(places, groups, strict=True))) for pair in part
