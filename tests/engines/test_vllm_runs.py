@@ -34,14 +34,14 @@ KILLED = 5
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _train(run: Path, **variables: str) -> Path:
+def _train(run: Path, *more: str, **variables: str) -> Path:
     """The quickstart, shortened; rewards are called while the last groups are still sampled."""
     keys = ["sft.steps=120", f"rl.steps={STEPS}", "rl.evaluation.prompts=0", "rl.rollouts_every=1"]
     keys += ['rl.rollout.engine="vllm"', 'rl.algorithm.correction.kind="truncate"']
     keys += ["rl.rollout.vllm.start_timeout=3000"]
     keys += ["rl.rollout.overlap_rewards=true", "rl.rollout.max_rows=16"]
     keys += ['rl.rewards.functions=[{function="tests.engines.killing:right"}]']
-    command = [sys.executable, "-m", "keel", "train", "quickstart", *keys, "--run", str(run)]
+    command = [sys.executable, "-m", "keel", "train", "quickstart", *keys, *more, "--run", str(run)]
     around = {**os.environ, **variables, "HF_TOKEN": "hf_not_for_the_server"}
     done = subprocess.run(
         command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=6000
@@ -104,6 +104,18 @@ def test_a_step_whose_server_is_killed_is_redone_and_counted_once(
             assert mine[column].to_pylist() == other[column].to_pylist(), (step, column)
     mine, other = (_rollouts(one, KILLED)["completion"].to_pylist() for one in (run, undisturbed))
     assert np.mean([a == b for a, b in zip(mine, other, strict=True)]) > 0.99
+
+
+@pytest.mark.vllm_long
+@pytest.mark.parametrize("cluster", [(), ("cluster.ray=local",)], ids=["ranks", "ray"])
+def test_two_trainers_with_a_server_train_as_one(
+    cluster: tuple[str, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = _train(tmp_path / "run", "cluster.processes=2", *cluster)
+    for name in ("num_tokens", "reward"):
+        figures = [[record[name] for record in _steps(one)] for one in (run, undisturbed)]
+        np.testing.assert_allclose(*figures, rtol=0.01, err_msg=name)
+    assert len(list((run / "logs").iterdir())) == 1
 
 
 @pytest.mark.vllm_long

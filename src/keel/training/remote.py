@@ -9,6 +9,7 @@ the prompts and the seed, so that it does not matter which worker does it, or do
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -187,8 +188,11 @@ def remote_stage(
     step: int,
     around: RewardContext,
     note: Callable[[str], None],
+    logs: Path,
 ) -> Iterator[RemoteStage]:
     """The processes of a stage that has taken `step` steps, while the block runs.
+
+    Servers that rollout workers start write to files in the folder `logs`.
 
     Raises KeelError where one fails to start, ProcessLost where a trainer ends.
     """
@@ -215,7 +219,7 @@ def remote_stage(
         group = RayGroup(trainers, cluster.deadline)
         pool = RayPool(
             [f"rollout worker {number}" for number in range(cluster.rollout_workers)],
-            (_rollout_worker, (recipe, stage, [whole])),
+            (_rollout_worker, (recipe, stage, [whole], logs.resolve())),
             partial(start, resources=compute),
             cluster.deadline,
             notes.append,
@@ -329,7 +333,9 @@ def _trainer(
     return _Trainer(build_learner(*parts, cluster.offload == "cpu"))
 
 
-def _rollout_worker(recipe: Recipe, stage: RLStage, whole: list[SentTensors]) -> _RolloutWorker:
+def _rollout_worker(
+    recipe: Recipe, stage: RLStage, whole: list[SentTensors], logs: Path
+) -> _RolloutWorker:
     policy = _load(recipe, whole)
     engine = build_engine(
         stage.rollout.engine,
@@ -340,6 +346,7 @@ def _rollout_worker(recipe: Recipe, stage: RLStage, whole: list[SentTensors]) ->
         dtype=stage.rollout.dtype,
         server=stage.rollout.vllm,
         timeout=stage.rollout.timeout,
+        log=logs / f"{stage.name}-vllm-{os.getpid()}.log",
     )
     return _RolloutWorker(engine, [-1])
 

@@ -125,7 +125,8 @@ def _train_with_ray(run: RunContext, stage: RLStage, progress: Progress, seed: i
 
     parts = (run.recipe, stage, run.policy, seed, token_budget(stage, progress, run.writer))
     around = reward_context(run.recipe, run.folder, run.policy)
-    with remote_stage(*parts, run.resume_from, progress.step, around, run.writer.note) as remote:
+    rest = (run.resume_from, progress.step, around, run.writer.note, run.folder.logs)
+    with remote_stage(*parts, *rest) as remote:
         model = run.policy.model
         learner, engine = remote.learner, remote.engine
         return _train_rl(run, stage, progress, learner, model, seed, engine, remote.rewards)
