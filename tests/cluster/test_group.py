@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import signal
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from keel.learn.learner import Learner
 from keel.learn.ranks import ONE, Ranks
 from keel.models.policy import Policy, load_policy
 from keel.models.sharded import mesh_of, shard, whole, wholes, within
+from keel.runs.process import ProcessLost
 from keel.training.shared import Member, SharedEngine
 from keel.training.state import read_reference, restore_modules, restore_optimizers
 from keel.types import Engine, KeelError, Prompt, Sampling
@@ -67,6 +69,27 @@ def test_ranks_listen_on_loopback_only_and_leave_no_files(
         assert addresses
         assert addresses <= LOOPBACK
     assert dict(os.environ) == before
+
+
+def stopped(ranks: Ranks, wait: bool) -> None:
+    """Rank 1 hangs; with `wait` the others compute with it."""
+    if ranks.number == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if wait:
+        ranks.gather(ranks.number)
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_rank_that_hangs_is_named_after_the_deadline(
+    wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the third, which ends since it waits for the second too."""
+    monkeypatch.setattr("keel.cluster.group.PATIENCE", 3.0)
+    with (
+        pytest.raises(ProcessLost, match=r"no answer within 8 s from rank 1 \(process \d+\):"),
+        start(3, itself, itself, 1, deadline=8) as group,
+    ):
+        group.call(stopped, wait)
 
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -283,12 +306,16 @@ def sampler() -> tuple[Policy, Engine]:
 def test_prompt_twice_in_a_step_is_sampled_as_by_one_process() -> None:
     """Its occurrences differ, and are those of one process, wherever they are in the step."""
     ids = ["a", "b", "a", "c", "d", "a"]
-    prompts = [Prompt(name, "", tokens=(ord(name) - 90, 5, 6)) for name in ids]
+    columns = {"score": lambda: 1}  # rewards may have what no pickle holds
+    prompts = [Prompt(name, "", columns, tokens=(ord(name) - 90, 5, 6)) for name in ids]
     sampling = Sampling(max_tokens=12)
     alone = sampler()[1].sample(prompts, 2, sampling, 7)
     with start(2, sampled_by, sampled_by, 1) as group:
-        shared = SharedEngine(group).sample(prompts, 2, sampling, 7)
+        engine = SharedEngine(group)
+        engine.sync({})
+        shared = engine.sample(prompts, 2, sampling, 7)
     texts = [[c.text for c in found.completions] for found in shared]
     assert texts == [[c.text for c in found.completions] for found in alone]
-    assert [found.prompt.id for found in shared] == ids
+    assert all(found.prompt is prompt for found, prompt in zip(shared, prompts, strict=True))
+    assert {c.weight_version for found in shared for c in found.completions} == {1}
     assert texts[0] != texts[2] != texts[5]

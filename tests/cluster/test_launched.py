@@ -95,6 +95,8 @@ def test_ranks_are_those_of_the_environment() -> None:
     assert ranks_of(one) == Ranks(1, 2)
     with pytest.raises(KeelError, match="--nnodes 1"):
         ranks_of({**one, "WORLD_SIZE": "4"})
-    check(2, ranks_of(one))
+    check(2, None, ranks_of(one))
     with pytest.raises(KeelError, match="torchrun started 2"):
-        check(1, ranks_of(one))
+        check(1, None, ranks_of(one))
+    with pytest.raises(KeelError, match="without torchrun"):
+        check(2, "local", ranks_of(one))

@@ -40,7 +40,7 @@ def test_rollout_and_reward_workers_change_no_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path) -> None:
     """Two trainers; one of each kind is killed, then the process that runs the loop itself, and
-    the resumed run is stopped by Ctrl-C."""
+    the resumed run is stopped by Ctrl-C, and by SIGTERM for all that it has started."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = ("train", "tiny", *WORDS, *AHEAD, "steps=40", "cluster.processes=2")
     finished(keel(*words, "--run", whole, "--quiet"))
@@ -58,11 +58,12 @@ def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path)
         name = {"RolloutHost": "rollout worker", "RewardHost": "reward worker"}.get(kind)
         assert f"{name or 'trainer'} " in events
         assert f"(process {process} on " in events
-    run = keel("train", "--resume", "--run", killed, "--quiet")
-    until_step(run, killed, 20)
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal's Ctrl-C, to all of its processes
-    run.communicate(timeout=60)
-    assert run.returncode == 130
+    for step, signum in ((20, signal.SIGINT), (28, signal.SIGTERM)):
+        run = keel("train", "--resume", "--run", killed, "--quiet")
+        until_step(run, killed, step)
+        os.killpg(run.pid, signum)  # as a terminal's Ctrl-C, to all of its processes
+        run.communicate(timeout=60)
+        assert run.returncode == 128 + signum
     finished(keel("train", "--resume", "--run", killed, "--quiet"))
     assert differences(whole, killed) == []
 

@@ -41,11 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks.number > 0:
         return launched.serve(ranks)
     recipe = _recipe(arguments)
-    if recipe is not None and recipe.cluster.processes == 1:
+    if recipe is not None and "processes" not in recipe.cluster.model_fields_set:
         count = f"cluster.processes={ranks.count}"
         recipe = load_recipe(arguments.recipe, [*arguments.overrides, count])
     resumed = recipe or load_run_recipe(RunFolder.open(arguments.run).recipe)
-    launched.check(resumed.cluster.processes, ranks)
+    launched.check(resumed.cluster.processes, resumed.cluster.ray, ranks)
     with launched.driving(ranks):
         return _run(arguments, recipe)
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from keel.sandbox.lifeline import Lifeline
 from keel.types import KeelError
 
 M = TypeVar("M")
+DEADLINE = 1800.0
+"""Seconds for a call."""
 PATIENCE = 20.0
 """Seconds to wait for the end of a worker that others have lost, or that is to end."""
 WORKER = "keel.cluster.worker"
@@ -82,8 +85,11 @@ def _started(number: int) -> RankProcess:
 class RankGroup(Generic[M]):
     """The ranks: this process, which is rank 0, and its workers."""
 
-    def __init__(self, ranks: Ranks, member: M, workers: list[RankProcess]) -> None:
+    def __init__(
+        self, ranks: Ranks, member: M, workers: list[RankProcess], deadline: float
+    ) -> None:
         self.ranks, self.member, self._workers = ranks, member, workers
+        self._deadline = deadline
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(member, *arguments)` on all ranks at once; this rank's result.
@@ -91,7 +97,7 @@ class RankGroup(Generic[M]):
         The function is one of a module, and raises either on all ranks or not at all.
 
         Raises:
-            KeelError: a worker has ended; with its rank and why.
+            KeelError: a worker has ended, or has not answered in time; with its rank and why.
         """
         with self.naming_the_lost():
             for worker in self._workers:
@@ -106,6 +112,9 @@ class RankGroup(Generic[M]):
 
     def wait(self) -> None:
         """Until the workers have done what was called."""
+        hanging = _silent(self._workers, self._deadline)
+        if hanging:
+            raise ProcessLost(_late(hanging, self._deadline))
         for worker in self._workers:
             error = worker.receive()
             if error:
@@ -114,12 +123,15 @@ class RankGroup(Generic[M]):
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:
         """Turns what a lost worker causes here into an error that names it."""
+        start = time.monotonic()
         try:
             yield
         except KeelError:
             raise
         except Exception as error:
-            lost = _lost(self._workers)
+            late = time.monotonic() - start >= self._deadline
+            hanging = _silent(self._workers, PATIENCE) if late else []
+            lost = _late(hanging, self._deadline) if hanging else _lost(self._workers)
             if lost is None:
                 raise
             raise ProcessLost(lost) from error
@@ -132,12 +144,14 @@ def start(
     others: Callable[[Ranks], M],
     threads: int,
     device: str = "cpu",
+    deadline: float = DEADLINE,
 ) -> Iterator[RankGroup[M]]:
     """A group of `count` processes on this machine, for as long as the block runs.
 
     `build` makes this rank's member, `others` (a function of a module, or a partial one) that of
     each worker, which has `threads` CPU threads, and a GPU of its own where `device` is "cuda".
-    Raises KeelError where a worker fails to start.
+    Each has `deadline` seconds to do what is called. Raises KeelError where a worker fails to
+    start.
     """
     with ExitStack() as stack:
         workers: list[RankProcess] = []
@@ -145,8 +159,8 @@ def start(
         for number in range(1, count):
             workers.append(_started(number))
         for worker in workers:
-            worker.send((Ranks(worker.number, count), threads, device, others))
-        group: RankGroup[Any] = RankGroup(Ranks(0, count), None, workers)
+            worker.send((Ranks(worker.number, count), threads, device, deadline, others))
+        group: RankGroup[Any] = RankGroup(Ranks(0, count), None, workers, deadline)
         with group.naming_the_lost():
             group.wait()
             # Only while they meet, so that a killed run leaves nothing.
@@ -154,7 +168,7 @@ def start(
                 meeting = f"file://{Path(folder) / 'rendezvous'}"
                 for worker in workers:
                     worker.send(meeting)
-                join(group.ranks, meeting, device)
+                join(group.ranks, meeting, device, deadline)
             stack.callback(leave)
             group.member = build(group.ranks)
             group.wait()
@@ -196,3 +210,14 @@ def _lost(workers: list[RankProcess]) -> str | None:
         if code is not None:
             return f"{worker.name} ended with exit status {code}"
     return None
+
+
+def _silent(workers: list[RankProcess], seconds: float) -> list[RankProcess]:
+    """Those that have neither answered nor ended after so many seconds."""
+    until = time.monotonic() + seconds
+    return [one for one in workers if not one.pipe.poll(max(until - time.monotonic(), 0))]
+
+
+def _late(workers: list[RankProcess], deadline: float) -> str:
+    names = ", ".join(worker.name for worker in workers)
+    return f"no answer within {deadline:g} s from {names}: fix it, or raise cluster.deadline"

@@ -26,6 +26,8 @@ from keel.runs.process import keep_freed
 from keel.types import KeelError
 
 M = TypeVar("M")
+LONGEST_WAIT = 20 * 86_400.0
+"""Seconds, since rank 0 may be in a stage that it runs alone; in milliseconds a 32-bit number."""
 
 
 def ranks_of(environment: Mapping[str, str]) -> Ranks:
@@ -44,8 +46,13 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks:
     return Ranks(int(environment["RANK"]), count)
 
 
-def check(processes: int, ranks: Ranks) -> None:
-    """Raises KeelError where a recipe asks for another number of processes than there are."""
+def check(processes: int, ray: str | None, ranks: Ranks) -> None:
+    """Raises KeelError where a recipe asks for other processes than there are."""
+    if ray is not None:
+        raise KeelError(
+            f'cluster.ray = "{ray}" starts its own processes: run keel train without torchrun, or '
+            "leave cluster.ray out"
+        )
     if processes != ranks.count:
         raise KeelError(
             f"cluster.processes = {processes}, but torchrun started {ranks.count}: set it to "
@@ -55,7 +62,7 @@ def check(processes: int, ranks: Ranks) -> None:
 
 def _join(ranks: Ranks) -> None:
     device = "cuda" if torch.cuda.device_count() >= ranks.count else "cpu"
-    join(ranks, "env://", device, idle=True)
+    join(ranks, "env://", device, LONGEST_WAIT)
 
 
 def serve(ranks: Ranks) -> int:
@@ -125,11 +132,12 @@ def start(
     others: Callable[[Ranks], M],
     threads: int,
     device: str = "cpu",
+    deadline: float = LONGEST_WAIT,
 ) -> Iterator[RankGroup[M]]:
-    """As `keel.cluster.group.start`, of torchrun's processes."""
+    """As `keel.cluster.group.start`, of torchrun's processes, which have no deadline."""
     ranks = ranks_of(os.environ)
-    check(count, ranks)
-    group: LaunchedGroup[Any] = LaunchedGroup(ranks, None, [])
+    check(count, None, ranks)
+    group: LaunchedGroup[Any] = LaunchedGroup(ranks, None, [], deadline)
     group.build(build, partial(_with_threads, threads, others))
     yield group
 

@@ -12,7 +12,9 @@ that is started here has a token (`ray_token`), which is to be set before this i
 from __future__ import annotations
 
 import logging
+import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -33,7 +35,7 @@ from keel.types import KeelError
 
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 except ImportError as error:
     raise KeelError("cluster.ray needs Ray: pip install 'keel-rl[ray]'") from error
 
@@ -55,23 +57,41 @@ class Resources:
 
 
 @contextmanager
-def connected(address: str, processes: float) -> Iterator[None]:
+def connected(address: str, cpus: float) -> Iterator[None]:
     """Connect to Ray while the block runs.
 
-    `address` is that of a cluster, or "local": then a Ray on this machine is started, with room for
-    so many processes, and ends with the block. Raises KeelError where there is none.
+    `address` is that of a cluster, or "local": then a Ray on this machine is started, with so many
+    CPUs to reserve, and ends with the block. Raises KeelError where there is none.
     """
     local = address == "local"
-    options: dict[str, Any] = {"include_dashboard": False, "num_cpus": processes} if local else {}
+    options = {"include_dashboard": False, "num_cpus": math.ceil(cpus)} if local else {}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+        with _own_signals():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as error:  # it raises some as they are
         message = " ".join(str(error).split())
         raise KeelError(f'cluster.ray = "{address}": no connection: {message}') from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Signals stay the command's, which stops between steps and needs Ray's processes until then.
+
+    Ray would handle SIGTERM itself; its processes, which are in this process's group, start with
+    this mask.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +212,7 @@ class RayGroup:
                 worker.where = ray.get(place, timeout=self._seconds)
             except GetTimeoutError as error:
                 raise worker.missing(self._seconds) from error
-            except RayActorError as error:
+            except RayError as error:
                 raise ProcessLost(f"{worker.role} ended at its start: {_line(error)}") from error
         found: str = self._wait([self._workers[0].handle.address.remote()])[0]
         return found
@@ -225,20 +245,23 @@ class RayGroup:
             for call in done:
                 try:
                     ray.get(call)
-                except RayActorError as error:
-                    raise ProcessLost(f"{names[call].name} has ended: {_line(error)}") from error
                 except RayTaskError as error:
                     if isinstance(error.cause, KeelError):
                         raise error.cause from None
                     self._raise_lost(error)
                     raise KeelError(f"{names[call].name} failed: {_line(error.cause)}") from error
+                except RayError as error:
+                    raise ProcessLost(f"{names[call].name} has ended: {_line(error)}") from error
             if waiting and time.monotonic() > until:
                 hanging = ", ".join(names[call].name for call in waiting)
                 raise ProcessLost(
                     f"no answer within {self._seconds:g} s from {hanging}: fix it, or raise "
                     "cluster.deadline"
                 )
-        results: list[Any] = ray.get(list(calls))
+        try:
+            results: list[Any] = ray.get(list(calls))
+        except RayError as error:
+            raise ProcessLost(f"results of {self._workers[0].name}: {_line(error)}") from error
         return results
 
     def _raise_lost(self, error: Exception) -> None:
@@ -251,7 +274,7 @@ class RayGroup:
             for call in done:
                 try:
                     ray.get(call)
-                except RayActorError as lost:
+                except RayError as lost:
                     raise ProcessLost(f"{places[call].name} has ended: {_line(lost)}") from error
 
 
@@ -260,11 +283,17 @@ def _with(held: Any, function: Callable[..., Any], sent: list[Any]) -> Any:
     return function(held, *ray.get(sent[0]))
 
 
+class Outcome(Future[T]):
+    """What a unit of work will give; `begun`: a process has it."""
+
+    begun = False
+
+
 @dataclass(eq=False)
 class _Unit:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    future: Future[Any] = field(default_factory=Future)
+    future: Outcome[Any] = field(default_factory=Outcome)
     attempts: int = 0
 
 
@@ -299,10 +328,11 @@ class RayPool:
     def workers(self) -> list[RayProcess]:
         return [*self._free, *(worker for worker, _, _ in self._running.values())]
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Outcome[Any]:
         """Have `function(held, *arguments)` done by the next free process.
 
-        The future raises what the function raised; KeelError where the unit was lost too often.
+        The outcome raises what the function raised; KeelError where the unit was lost too often, or
+        cannot be sent.
         """
         unit = _Unit(function, arguments)
         with self._changed:
@@ -331,6 +361,7 @@ class RayPool:
             self._closed = True
             self._changed.notify()
         self._thread.join(PATIENCE)
+        self._fail(KeelError("the processes have ended"))
         ended(self.workers)
 
     def _begin_worker(self, worker: RayProcess) -> None:
@@ -353,8 +384,15 @@ class RayPool:
                 unit = self._queue.popleft()
                 if unit.future.cancelled():
                     continue
-                worker = self._free.pop(0)
-                call = worker.handle.call.remote(unit.function, unit.arguments)
+                worker = self._free[0]
+                try:
+                    call = worker.handle.call.remote(unit.function, unit.arguments)
+                except Exception as error:
+                    sent = f"what {worker.name} is to do cannot be sent to it: {_line(error)}"
+                    _settle(unit, error=KeelError(sent))
+                    continue
+                self._free.pop(0)
+                unit.future.begun = True
                 self._running[call] = (worker, unit, time.monotonic())
 
     def _collect(self) -> None:
@@ -366,9 +404,6 @@ class RayPool:
             worker, unit, _ = self._running.pop(call)
             try:
                 result = ray.get(call)
-            except RayActorError as error:
-                self._replace(worker, unit, f"has ended ({_line(error)})")
-                continue
             except RayTaskError as error:
                 self._free.append(worker)
                 cause = error.cause
@@ -377,6 +412,9 @@ class RayPool:
                 if unit is None:
                     raise raised from error
                 _settle(unit, error=raised)
+                continue
+            except RayError as error:
+                self._replace(worker, unit, f"has ended ({_line(error)})")
                 continue
             self._failures = 0
             self._free.append(worker)
@@ -398,15 +436,18 @@ class RayPool:
     def _replace(self, worker: RayProcess, unit: _Unit | None, why: str) -> None:
         ended([worker])
         self._failures += 1
+        redone = ""
         if unit is not None:
             unit.attempts += 1
+            unit.future.begun = False
+            redone = "; what it was doing is done again"
             with self._changed:
                 self._queue.appendleft(unit)
         if self._failures > ATTEMPTS or (unit is not None and unit.attempts >= ATTEMPTS):
             raise KeelError(
                 f"{worker.name} {why}, as others did before it: fix that, or raise cluster.deadline"
             )
-        self._note(f"{worker.name} {why}: replaced; what it was doing is done again")
+        self._note(f"{worker.name} {why}: replaced{redone}")
         self._begin_worker(self._start_one(worker.role))
 
     def _fail(self, error: BaseException) -> None:
@@ -431,7 +472,7 @@ def _settle(unit: _Unit, result: Any = None, error: BaseException | None = None)
 def _line(error: BaseException) -> str:
     """The reason, without what Ray adds on where to look."""
     text = str(error)
-    detail = text.partition("RayProcess exit detail: ")[2] or text
+    detail = text.partition("Worker exit detail: ")[2] or text
     words = " ".join(detail.split())
     kind = "" if isinstance(error, RayError | KeelError) else f"{type(error).__name__}: "
     return kind + words[:300].partition(". ")[0]

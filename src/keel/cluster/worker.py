@@ -22,17 +22,12 @@ from keel.types import KeelError
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The network interface that each listens on; else it is that of the machine's own name."""
 
-LONGEST_WAIT = 20 * 86_400.0
-"""Seconds; in milliseconds it still is a 32-bit number."""
 
-
-def join(
-    ranks: Ranks, meeting: str, device: str, idle: bool = False, loopback: bool = True
-) -> None:
+def join(ranks: Ranks, meeting: str, device: str, seconds: float, loopback: bool = True) -> None:
     """Meet the other ranks; when it returns, all have, and no one needs `meeting` any more.
 
-    On CUDA each has the GPU of its number, or the only one that it sees, and NCCL. With `idle` a
-    rank may wait for the others for days. Without `loopback` they may be on several machines.
+    On CUDA each has the GPU of its number, or the only one that it sees, and NCCL. A rank waits
+    for others `seconds` long. Without `loopback` they may be on several machines.
     """
     if device == "cuda":
         torch.cuda.set_device(ranks.number % torch.cuda.device_count())
@@ -43,7 +38,7 @@ def join(
             init_method=meeting,
             rank=ranks.number,
             world_size=ranks.count,
-            timeout=timedelta(seconds=LONGEST_WAIT) if idle else None,
+            timeout=timedelta(seconds=seconds),
         )
         met = torch.ones((), device=device)
         dist.all_reduce(met)
@@ -76,11 +71,11 @@ def work(pipe: Connection) -> None:
     Each is answered by an empty text. An error ends the worker, with its text as the answer; one
     that is raised on all ranks is the driver's to report.
     """
-    ranks, threads, device, build = pickle.loads(pipe.recv_bytes())
+    ranks, threads, device, deadline, build = pickle.loads(pipe.recv_bytes())
     torch.set_num_threads(threads)
     keep_freed()
     pipe.send_bytes(b"")
-    join(ranks, pickle.loads(pipe.recv_bytes()), device)
+    join(ranks, pickle.loads(pipe.recv_bytes()), device, deadline)
     member = build(ranks)
     pipe.send_bytes(b"")
     while True:

@@ -328,6 +328,9 @@ Stage = Annotated[
 
 
 _NO_RAY = UnusedIf(lambda key: key.table.ray is None, "cluster.ray is not set")
+_ALONE = UnusedIf(
+    lambda key: key.table.ray is None and key.table.processes == 1, "there is one process"
+)
 
 
 class Cluster(FrozenModel):
@@ -355,9 +358,9 @@ class Cluster(FrozenModel):
     """GPUs that Ray reserves for each process that trains or samples."""
     reward_gpus: Annotated[float, Field(ge=0, le=16), _NO_RAY] = 0.0
     """GPUs that Ray reserves for each reward worker."""
-    deadline: Annotated[Seconds, _NO_RAY] = 1800.0
+    deadline: Annotated[Seconds, _ALONE] = 1800.0
     """Seconds in which a process has to answer a call. A rollout or reward worker that does not is
-    replaced and its work done again; a trainer that does not is lost."""
+    replaced and its work done again; a trainer or rank that does not is lost."""
     restarts: Annotated[int, Field(ge=0, le=1000), _NO_RAY] = 3
     """How often in a row the run goes on from one checkpoint after a trainer was lost."""
 

@@ -46,11 +46,11 @@ def save_learned(
     parts: dict[str, Mapping[str, Tensor]] = {
         **{name: module.state_dict() for name, module in modules.items()},
         **{name: optimizer.state() for name, optimizer in optimizers.items()},
-        REFERENCE: {} if reference is None else reference.state(),
     }
+    if reference is not None and (state := reference.state()):
+        parts[REFERENCE] = state
     for name, tensors in parts.items():
-        if tensors:
-            save_parts(folder, name, tensors, ranks)
+        save_parts(folder, name, tensors, ranks)
 
 
 def save_parts(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:

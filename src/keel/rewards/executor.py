@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +125,14 @@ def _run(
             outcomes.put(CallOutcome(error=error))
 
 
+def restart_time_limit() -> None:
+    """Called by a coroutine that waits its turn: its time has not begun."""
+    if (calls := _CALLS.get()) is not None:
+        task = asyncio.current_task()
+        assert task is not None
+        calls.restart(task.get_name())
+
+
 class AsyncCalls:
     """Coroutines of one step, gathered in the event loop of a thread of its own."""
 
@@ -139,7 +148,7 @@ class AsyncCalls:
         self._gone = threading.Event()
         self._over = False
         self._task: asyncio.Task[None] | None = None
-        self._started = time.monotonic()
+        self._until = dict.fromkeys(functions, time.monotonic() + timeout)
         self._ending = KillTimer()
         self._served: Served | None = None
         if self._functions:
@@ -148,6 +157,11 @@ class AsyncCalls:
             self._served = loop.submit(self._gather())
         else:
             self._ended.set()
+
+    def restart(self, name: str) -> None:
+        """Give a call its time anew."""
+        self._until[name] = time.monotonic() + self.timeout
+        self._ending.renew(self.timeout)
 
     def outcomes(self, given_up: GivesUp | None = None) -> dict[str, CallOutcome]:
         """Wait for the calls, each at most its timeout from the start; then how each ended.
@@ -172,8 +186,8 @@ class AsyncCalls:
     def _wait(self, given_up: GivesUp | None) -> bool:
         """Whether the loop reported in time how the calls ended."""
         # It keeps time itself, unless a coroutine blocks it.
-        until = self._started + self.timeout + NOTICE
         while True:
+            until = max(self._until.values(), default=0.0) + NOTICE
             if self._ended.wait(min(max(0.0, until - time.monotonic()), POLL)):
                 return True
             raise_if_cancelled()
@@ -201,17 +215,20 @@ class AsyncCalls:
             self._gone.set()
             return
         self._task = asyncio.current_task()
+        _CALLS.set(self)
         tasks = {
             asyncio.create_task(self._one(name, function), name=name)
             for name, function in self._functions.items()
         }
         try:
             # Not wait_for, which waits for a coroutine that will not be cancelled.
-            await asyncio.wait(tasks, timeout=self.timeout)
+            waiting: set[asyncio.Task[None]] = tasks
+            while waiting := waiting - self._stop_late(waiting):
+                left = min(self._until[task.get_name()] for task in waiting) - time.monotonic()
+                _, waiting = await asyncio.wait(waiting, timeout=left)
         finally:
             self._over = True
             pending = [task for task in tasks if not task.done()]
-            self._stacks = {task.get_name(): stack_of_task(task) for task in pending}
             for task in pending:
                 task.cancel()
             self._ended.set()
@@ -221,11 +238,27 @@ class AsyncCalls:
             finally:
                 self._gone.set()
 
+    def _stop_late(self, waiting: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+        """Cancel those whose time is over, and keep where they were."""
+        now = time.monotonic()
+        late = {task for task in waiting if self._until[task.get_name()] <= now}
+        for task in late:
+            self._stacks[task.get_name()] = stack_of_task(task)
+            task.cancel()
+        return late
+
     async def _one(self, name: str, function: Callable[[], Any]) -> None:
         try:
-            self._outcomes[name] = CallOutcome(value=await function())
+            outcome = CallOutcome(value=await function())
         except BaseException as error:
-            if self._over and isinstance(error, asyncio.CancelledError):
+            stopped = self._over or name in self._stacks
+            if stopped and isinstance(error, asyncio.CancelledError):
                 raise
             # A CancelledError before that the function raised itself.
-            self._outcomes[name] = CallOutcome(error=error)
+            outcome = CallOutcome(error=error)
+        if name not in self._stacks:  # else too late
+            self._outcomes[name] = outcome
+
+
+_CALLS: ContextVar[AsyncCalls | None] = ContextVar("_CALLS", default=None)
+"""Those that a coroutine is one of."""

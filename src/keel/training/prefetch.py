@@ -25,7 +25,7 @@ from keel.algorithms.spec import Algorithm
 from keel.runs import checkpoint
 from keel.runs.values import plain
 from keel.runs.watchdog import cancelled_by, raise_if_cancelled
-from keel.training.rollout import Rollouts, Sampler, collect, take
+from keel.training.rollout import Rollouts, Sampler, collect, expected_answer, take
 from keel.types import (
     Completion,
     Group,
@@ -220,8 +220,8 @@ class _Thread(threading.Thread):
 def as_kept(rollouts: Rollouts) -> Rollouts:
     """What a step and its records need of rollouts, in a form that a checkpoint can hold.
 
-    Prompts and completions lose their columns, which only rewards read; what rewards
-    logged becomes plain values.
+    Completions lose their columns, which only rewards read, and prompts theirs but the answer,
+    which is recorded; what rewards logged becomes plain values.
     """
     return replace(
         rollouts,
@@ -281,7 +281,8 @@ def _bare(prompt: Prompt) -> Prompt:
     content = prompt.content
     if not isinstance(content, str):
         content = plain(list(content))
-    return replace(prompt, content=content, columns={})
+    answer = expected_answer(prompt)
+    return replace(prompt, content=content, columns={} if answer is None else {"answer": answer})
 
 
 def _group(group: Group) -> dict[str, Any]:

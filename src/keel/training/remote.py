@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,7 @@ from keel.learn.ranks import Ranks, spans
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, load_policy
 from keel.rewards.batch import Log, Metrics
+from keel.rewards.executor import POLL, restart_time_limit
 from keel.rewards.registry import TASK, NamedReward, RewardContext, load_reward
 from keel.training.group_learner import GroupLearner
 from keel.training.setup import build_learner
@@ -88,9 +90,10 @@ class PinnedEngine:
             own = {ids[at] for at in share}
             places = [at for at, prompt in enumerate(prompts) if prompt.id in own]
             units += [places] if places else []
+        sent = [replace(prompt, columns={}) for prompt in prompts]  # rewards are called elsewhere
         futures = [
             self.pool.submit(
-                _sample, self.version, [self.weights], [prompts[at] for at in u], n, sampling, seed
+                _sample, self.version, [self.weights], [sent[at] for at in u], n, sampling, seed
             )
             for u in units
         ]
@@ -152,7 +155,14 @@ class RemoteReward:
     ) -> Any:
         wanted = [n for n, to in (("log_extra", log_extra), ("log_metric", log_metric)) if to]
         call = self.pool.submit(_RewardWorker.call, self.place, arguments, wanted)
-        value, extras, metric = await asyncio.wrap_future(call)
+        result = asyncio.wrap_future(call)
+        begun = False
+        while not result.done():  # it has its time from when the worker begins
+            if not (begun and call.begun):
+                restart_time_limit()
+            begun = call.begun
+            await asyncio.wait((result,), timeout=POLL)
+        value, extras, metric = await result
         if log_extra is not None:
             for name, values in extras.items():
                 log_extra(name, values)
@@ -244,10 +254,14 @@ def remote_stage(
                 )
                 stack.callback(one.close)
                 rewards |= {place: RemoteReward(one, place) for place in own}
-        meeting = f"tcp://{group.meet()}"
+        address = group.meet()
         parts = (recipe, stage, seed, budget.tokens, resume_from, [whole])
         ranks = [Ranks(number, cluster.processes) for number in range(cluster.processes)]
-        group.build(_trainer, [(*parts, own, meeting) for own in ranks])
+        with TemporaryDirectory(prefix="keel-ranks-") as folder:
+            # A port would listen on all interfaces.
+            local = cluster.ray == "local"
+            meeting = f"file://{Path(folder) / 'rendezvous'}" if local else f"tcp://{address}"
+            group.build(_trainer, [(*parts, own, meeting) for own in ranks])
         reference, values = group.call(_describe)
         learner = GroupLearner(group, policy, budget, reference, values)
         learned = {n: w for n, w in policy.model.named_parameters() if w.requires_grad}
@@ -328,7 +342,8 @@ def _trainer(
     policy = _load(recipe, whole)
     cluster = recipe.cluster
     if ranks.count > 1:
-        join(ranks, meeting, policy.device.type, loopback=cluster.ray == "local")
+        device, local = policy.device.type, cluster.ray == "local"
+        join(ranks, meeting, device, cluster.deadline, loopback=local)
     parts = (stage, recipe.model, policy, seed, TokenBudget(tokens), resume_from, ranks)
     return _Trainer(build_learner(*parts, cluster.offload == "cpu"))
 

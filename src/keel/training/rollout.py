@@ -363,7 +363,7 @@ def completion_rows(
             prompt_id=group.prompt.id,
             task=group.prompt.task,
             prompt=group.prompt.content,
-            expected=_expected(group.prompt),
+            expected=expected_answer(group.prompt),
             completion=completion.transcript,
             tokens=completion.tokens,
             pieces=tuple(texts[int(i)] for i in completion.tokens),
@@ -381,7 +381,7 @@ def completion_rows(
     ]
 
 
-def _expected(prompt: Prompt) -> str | None:
+def expected_answer(prompt: Prompt) -> str | None:
     """The answer that the data has; None where it has none that is a text or number."""
     answer = prompt.columns.get("answer")
     return str(answer) if isinstance(answer, str | int | float) else None

@@ -21,7 +21,7 @@ from keel.models.precision import is_open, settle, time_products
 from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import texts
-from keel.runs.process import ProcessLost, keep_freed
+from keel.runs.process import Interrupt, ProcessLost, keep_freed
 from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json
@@ -64,9 +64,11 @@ def train(
             load_entry(value, key)
     before: Path | None = None
     left, lost = recipe.cluster.restarts, ""
+    stopping: Interrupt | None = None
     while True:
         try:
             with lifecycle.run_lifecycle(place, resume, callbacks) as (writer, start):
+                stopping = writer.interrupt
                 progress = Progress(stage=0) if start is None else _progress_of(start, recipe)
                 writer.recorder.event("resumed" if resume else "started", step=progress.step)
                 if lost:
@@ -80,7 +82,7 @@ def train(
         except KeelError as error:
             if not isinstance(error.__cause__, ProcessLost) or recipe.cluster.ray is None:
                 raise
-            if left == 0:
+            if left == 0 or stopping:
                 raise
             left, resume = left - 1, True
             lost = f"{error.__cause__}: going on from the newest checkpoint"

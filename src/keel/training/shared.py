@@ -12,7 +12,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,20 +56,27 @@ class SharedLearner(GroupLearner):
         return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SharedEngine:
     """Samples some of the prompts on each rank; see `keel.types.Engine`."""
 
     group: RankGroup[Member]
+    weight_version: int = 0
 
     def sample(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
     ) -> list[Group]:
-        found: list[Group] = self.group.call(_sample, list(prompts), n, sampling, seed)
-        return found
+        bare = [replace(prompt, columns={}) for prompt in prompts]  # rewards are called on rank 0
+        found: list[Group] = self.group.call(_sample, bare, n, sampling, seed)
+        version = self.weight_version
+        return [
+            Group(prompt, tuple(replace(c, weight_version=version) for c in group.completions))
+            for prompt, group in zip(prompts, found, strict=True)
+        ]
 
     def sync(self, weights: Mapping[str, Any]) -> None:
-        """`SharedLearner.weights` has brought them to every rank."""
+        """Count it; `SharedLearner.weights` has brought them to every rank."""
+        self.weight_version += 1
 
 
 @contextmanager
@@ -95,7 +102,8 @@ def shared_learner(
     torch.set_num_threads(each)
     try:
         ranks = launched if dist.is_initialized() else started  # torchrun's, or our own
-        with ranks.start(count, own, others, each, policy.device.type) as group:
+        more = (each, policy.device.type, recipe.cluster.deadline)
+        with ranks.start(count, own, others, *more) as group:
             learner = group.member.learner
             kinds = (learner.has_reference, learner.learns_values)
             engine = None if group.member.engine is None else SharedEngine(group)

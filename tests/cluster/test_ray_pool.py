@@ -1,0 +1,77 @@
+"""Units of work in processes of a real Ray."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from keel.cluster.ray_token import before_import
+from keel.config.sources import RewardSource
+from keel.rewards.executor import AsyncCalls
+from keel.rewards.registry import RewardContext
+from keel.runs.loop_thread import LoopThread
+from keel.types import KeelError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[ModuleType]:
+    before_import("local")
+    from keel.cluster import ray_workers
+
+    with ray_workers.connected("local", 1):
+        yield ray_workers
+
+
+def pool_of(ray: ModuleType, role: str, build: Any, *arguments: Any) -> Any:
+    start = partial(ray.started, resources=ray.Resources(0.1), threads=1)
+    return ray.RayPool([f"{role} 0"], (build, arguments), start, 60.0, lambda note: None)
+
+
+def slept(*, completions: list[str], **_: Any) -> list[float]:
+    seconds = float(completions[0])
+    time.sleep(seconds)
+    return [seconds]
+
+
+def test_a_unit_that_cannot_be_sent_fails_alone(ray: ModuleType) -> None:
+    pool = pool_of(ray, "rollout worker", list)
+    lock = threading.Lock()
+    with pytest.raises(KeelError, match=r"what rollout worker 0 .* cannot be sent to it"):
+        pool.submit(len, lock).result(60)
+    assert pool.submit(len).result(60) == 0
+    pool.close()
+    with pytest.raises(KeelError, match="have ended"):
+        pool.submit(len).result(5)
+
+
+def test_a_reward_has_its_time_from_when_its_worker_begins(ray: ModuleType) -> None:
+    """One worker calls them in turn: all three take longer together than one may."""
+    from keel.training.remote import RemoteReward, _RewardWorker
+
+    sources = dict(enumerate([RewardSource(function=f"{__name__}:slept")] * 3))
+    pool = pool_of(ray, "reward worker", _RewardWorker, sources, RewardContext())
+    rewards = [RemoteReward(pool, place) for place in sources]
+    assert rewards[0].named().is_async
+    loop = LoopThread()
+
+    def outcomes(*seconds: float) -> list[tuple[Any, bool]]:
+        calls = {
+            str(at): partial(reward, completions=[str(length)])
+            for at, (reward, length) in enumerate(zip(rewards, seconds, strict=True))
+        }
+        found = AsyncCalls(calls, 3.0, loop).outcomes()
+        return [(found[name].value, found[name].timed_out) for name in calls]
+
+    assert outcomes(1.5, 1.5, 1.5) == [([1.5], False)] * 3
+    assert outcomes(0.1, 60, 0.1)[1] == (None, True)
+    assert outcomes(0.1, 0.1, 0.1) == [([0.1], False)] * 3  # by a new process
+    pool.close()
+    loop.close()
