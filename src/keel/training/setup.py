@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keel.config.fields import derive
-from keel.config.model import Model
+from keel.config.model import Autocast, Model
 from keel.config.sampling import Rollout
 from keel.config.schema import Recipe, RLStage
 from keel.config.sources import Prompts, Rewards, TaskSource
@@ -30,7 +31,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models.chat import Encoder
 from keel.models.families import uses_autocast
 from keel.models.policy import Policy
-from keel.models.reference import FrozenPolicy, reference_for
+from keel.models.reference import reference_for
 from keel.models.sharded import mesh_of, shard
 from keel.models.teacher import load_teacher
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
@@ -354,10 +355,11 @@ def build_learner(
     """The policy and the models that the algorithm needs, each with its optimizer.
 
     New ones, or as the checkpoint `resume_from` of this stage holds them; with several `ranks` each
-    of them, the policy too, is sharded, with `offload` (see `shard`).
+    of them, the policy too, is sharded, with `offload` (see `shard`), before the next one is made.
     """
     algorithm = stage.algorithm
     check_entries(algorithm)
+    spread = partial(_spread, ranks, offload)
     value_head: ValueHead | None = None
     critic: Critic | None = None
     if algorithm.value is not None and stage.value.kind == "head":
@@ -366,18 +368,25 @@ def build_learner(
         critic = load_critic(stage.value.name, policy, model, seed)
     elif algorithm.value is not None:
         critic = critic_from_policy(policy)
+    if critic is not None:
+        spread(critic.backbone, critic.autocast)
+        spread(critic.head)
     value_model: ValueHead | Critic | None = critic if value_head is None else value_head
     state = None if resume_from is None else read_reference(resume_from)
     reference = reference_for(policy, state) if stage.keeps_reference else None
+    if reference is not None and reference.model is not policy.model:
+        spread(reference.model, reference.autocast)
     teacher = None
     if stage.teacher is not None:
         longest = longest_sequence(stage.sampling, policy)
         teacher = load_teacher(stage.teacher, policy, model, longest)
+        spread(teacher.model, teacher.autocast)
+    spread(policy.model, policy.autocast)
+    if value_head is not None:
+        spread(value_head)
     modules = {"value_head": value_head, "critic": critic}
     if resume_from is not None:
         restore_modules(resume_from, {n: m for n, m in modules.items() if m is not None})
-    if ranks.count > 1:
-        shard_all(ranks, offload, policy, reference, teacher, value_head, critic)
     learner = Learner(
         policy=policy,
         optimizer=AdamW(trainable(policy), stage.optimizer),
@@ -397,25 +406,12 @@ def build_learner(
     return learner
 
 
-def shard_all(
-    ranks: Ranks,
-    offload: bool,
-    policy: Policy,
-    reference: FrozenPolicy | None,
-    teacher: FrozenPolicy | None,
-    value_head: ValueHead | None,
-    critic: Critic | None,
+def _spread(
+    ranks: Ranks, offload: bool, model: PreTrainedModel | ValueHead, autocast: Autocast = False
 ) -> None:
-    """Spread every model of a learner over the ranks, each once."""
-    mesh = mesh_of(policy.device, ranks.count)
-    frozen = [(one.model, one.autocast) for one in (reference, teacher) if one is not None]
-    own = [] if critic is None else [(critic.backbone, critic.autocast)]
-    done: set[int] = set()
-    for model, autocast in ((policy.model, policy.autocast), *frozen, *own):
-        if id(model) not in done:
-            dtype = torch.bfloat16 if uses_autocast(model, autocast) else None
-            shard(model, mesh, dtype, offload)
-        done.add(id(model))
-    for head in (value_head, None if critic is None else critic.head):
-        if head is not None:
-            shard(head, mesh, offload=offload)
+    """Shard a model over several ranks; `autocast` is that of its layers."""
+    if ranks.count == 1:
+        return
+    rounded = isinstance(model, PreTrainedModel) and uses_autocast(model, autocast)
+    mesh = mesh_of(next(model.parameters()).device, ranks.count)
+    shard(model, mesh, torch.bfloat16 if rounded else None, offload)
