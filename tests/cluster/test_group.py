@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import signal
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -32,6 +31,7 @@ from keel.runs.process import ProcessLost
 from keel.training.shared import Member, SharedEngine
 from keel.training.state import read_reference, restore_modules, restore_optimizers
 from keel.types import Engine, KeelError, Prompt, Sampling
+from tests.cluster import hanging
 from tests.cluster.updates import built, parts_of
 
 pytestmark = pytest.mark.slow
@@ -71,14 +71,6 @@ def test_ranks_listen_on_loopback_only_and_leave_no_files(
     assert dict(os.environ) == before
 
 
-def stopped(ranks: Ranks, wait: bool) -> None:
-    """Rank 1 hangs; with `wait` the others compute with it."""
-    if ranks.number == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if wait:
-        ranks.gather(ranks.number)
-
-
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_rank_that_hangs_is_named_after_the_deadline(
     wait: bool, monkeypatch: pytest.MonkeyPatch
@@ -86,10 +78,10 @@ def test_a_rank_that_hangs_is_named_after_the_deadline(
     """Not the third, which ends since it waits for the second too."""
     monkeypatch.setattr("keel.cluster.group.PATIENCE", 3.0)
     with (
-        pytest.raises(ProcessLost, match=r"no answer within 8 s from rank 1 \(process \d+\):"),
-        start(3, itself, itself, 1, deadline=8) as group,
+        pytest.raises(ProcessLost, match=r"no answer within 20 s from rank 1 \(process \d+\):"),
+        start(3, hanging.itself, hanging.itself, 1, deadline=20) as group,
     ):
-        group.call(stopped, wait)
+        group.call(hanging.stopped, wait)
 
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
