@@ -213,6 +213,8 @@ def test_saved_rollouts_equal_the_recorded_ones(tmp_path: Path) -> None:
     (pending,) = read_pending(folder.checkpoint(0, 1))
     assert pending.step == 2
     rows = load(folder.path).rollouts(2)
+    answers = [g.prompt.columns["answer"] for g in pending.rollouts.groups for _ in g.completions]
+    assert [row["expected"] for row in rows] == answers
     completions = [c for group in pending.rollouts.groups for c in group.completions]
     for row, completion in zip(rows, completions, strict=True):
         assert row["tokens"] == completion.tokens.tolist()
