@@ -36,7 +36,7 @@ KEYS = (
 def run(seed: int, level: int, steps: int, folder: Path) -> dict[str, Any]:
     """One run: accuracy before and after, seconds of its steps, and the largest staleness."""
     keys = (*KEYS, f"seed={seed}", f"rl.rollout.async_level={level}", f"rl.steps={steps}")
-    finished(keel("train", "quickstart", *keys, "--run", folder, "--quiet"))
+    finished(keel("train", "quickstart", *keys, "--run", folder, "--quiet"), 3600)
     lines = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
     seconds = [row["total"] for row in lines if row["stage"] == "rl"]
     results = json.loads((folder / "run.json").read_text())["evaluation"]["rl"]

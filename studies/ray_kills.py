@@ -62,7 +62,7 @@ def disturbed(words: list[str], folder: Path, kills: int, chance: random.Random)
         print(killed[-1], flush=True)
         step = steps(folder)
         _until_it_goes_on(run, folder, step)
-    finished(run)
+    finished(run, 3600)
     return killed
 
 
@@ -92,7 +92,7 @@ def main() -> None:
     words = ["train", "tiny", *keys, *own]
     with tempfile.TemporaryDirectory() as place:
         whole, killed = Path(place) / "whole", Path(place) / "killed"
-        finished(keel(*words, "--run", whole, "--quiet"))
+        finished(keel(*words, "--run", whole, "--quiet"), 3600)
         start = time.perf_counter()
         done = disturbed(words, killed, arguments.kills, random.Random(arguments.seed))
         counts = prompts(killed)

@@ -33,9 +33,9 @@ def keel(*words: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def finished(run: subprocess.Popen[str]) -> str:
+def finished(run: subprocess.Popen[str], seconds: float = WAIT) -> str:
     """Wait for the end of a run that is to be without error; what it printed."""
-    printed = run.communicate(timeout=WAIT)[1]
+    printed = run.communicate(timeout=seconds)[1]
     assert run.returncode == 0, printed
     return printed
 
