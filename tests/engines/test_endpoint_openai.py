@@ -186,6 +186,43 @@ def test_two_tool_turns_train_exactly_what_the_policy_wrote(stream: bool) -> Non
     assert batch.tokens_T[batch.target_N].tolist() == trained
 
 
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        (r'{"name": "add", "arguments": "{\"a\": 7}"}', '{"a": 7}'),
+        (r'{"name": "add", "arguments": {"a": "\u00e9"}}', '{"a": "é"}'),
+        (r'{"name": "add", "arguments": {"a": NaN}}', '{"a": NaN}'),
+        (r'{"name": "add"}', "{}"),
+        (r'{"name": "add", "arguments": "5"}', None),
+        (r'{"name": "add", "arguments": "\"{}\""}', None),
+        (r'{"name": "add", "arguments": [1]}', None),
+        (r'{"name": "add", "arguments": {"a": "\ud83d"}}', None),
+        (r'{"name": "\ud83d", "arguments": {}}', None),
+        (r'{"name": 5, "arguments": {}}', None),
+        (r'{"name": "add", "arguments": {"a": %s}}' % ("[" * 300 + "]" * 300), None),
+        (r'{"name": "add", "arguments": {"a": %s}}' % ("[" * 3000 + "]" * 3000), None),
+    ],
+    ids=lambda value: (value or "text")[:50],
+)
+def test_any_call_of_the_policy_can_be_repeated(call: str, arguments: str | None) -> None:
+    """A call of a name with an object is a tool call, any other text; a client repeats both."""
+    text = f"I add.<tool_call>{call}</tool_call>"
+
+    def program(given: ProgramInput) -> None:
+        messages = given.messages
+        with client_of(given) as client:
+            messages.append(ask(client, given, messages, tools=TOOLS))
+            calls = messages[1].get("tool_calls", [])
+            assert [one["function"]["arguments"] for one in calls] == [arguments] * len(calls)
+            assert messages[1]["content"] == (text if arguments is None else "I add.")
+            messages.append({"role": "user", "content": "more"})
+            assert ask(client, given, messages, tools=TOOLS)["content"] == "yes"
+
+    engine = SpellingEngine(lambda name, turn: [text, "yes"][turn])
+    for group in run(engine, program, tokens=8000):
+        assert group.completions[0].text == f"{text}yes"
+
+
 def test_random_weights_keep_their_tokens_and_log_probs() -> None:
     """A random policy writes tokens that no tokenizer would: none is encoded again."""
     size = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 512, "eos_token_id": EOS}
@@ -243,6 +280,7 @@ def test_models_and_usage() -> None:
         ({"messages": [{"role": "assistant", "content": "x"}]}, "end them with a message of"),
         ({"messages": [{"content": "x"}]}, "messages[0]: give a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+        ({"messages": [{"role": "user", "content": [{"text": 5}]}]}, "only text"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
             "messages[0].tool_calls",
@@ -267,11 +305,27 @@ def _without(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in keys.items() if name != "messages"}
 
 
+DEEP_CALL = json.dumps(
+    {
+        "messages": [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "add", "arguments": "[" * 9000}}],
+            },
+            {"role": "user", "content": "1"},
+        ]
+    }
+).encode()
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "status"),
     [
         (b"{", {}, 400),
         (b"[" * 100_000, {}, 400),
+        (b'{"messages": %s}' % (b"[" * 300 + b"]" * 300), {}, 400),
+        (DEEP_CALL, {}, 401),
         (b'{"messages": 5}', {}, 400),
         (b"{}", {"Content-Length": "-5"}, 413),
         (b"{}", {"Content-Length": "99999999999"}, 413),
