@@ -98,7 +98,8 @@ class SpellingEngine:
 
 
 def run(engine: Any, program: Any, n: int = 1, tokens: int = 900, **keys: Any) -> list[Group]:
-    config = ProgramConfig(name="mine:run", function=program, limit=4, timeout=60.0, **keys)
+    keys = {"limit": 4, "timeout": 60.0, **keys}
+    config = ProgramConfig(name="mine:run", function=program, **keys)
     sampling = Sampling(tokens)
     return sample_with_program(
         engine, PROMPTS, n, sampling, 3, program=config, tokenizer=TOKENIZER, loop=LoopThread()
@@ -184,43 +185,6 @@ def test_two_tool_turns_train_exactly_what_the_policy_wrote(stream: bool) -> Non
             assert completion.weight_version == 5  # that of the first turn
     batch = from_groups(groups, torch.device("cpu"))
     assert batch.tokens_T[batch.target_N].tolist() == trained
-
-
-@pytest.mark.parametrize(
-    ("call", "arguments"),
-    [
-        (r'{"name": "add", "arguments": "{\"a\": 7}"}', '{"a": 7}'),
-        (r'{"name": "add", "arguments": {"a": "\u00e9"}}', '{"a": "é"}'),
-        (r'{"name": "add", "arguments": {"a": NaN}}', '{"a": NaN}'),
-        (r'{"name": "add"}', "{}"),
-        (r'{"name": "add", "arguments": "5"}', None),
-        (r'{"name": "add", "arguments": "\"{}\""}', None),
-        (r'{"name": "add", "arguments": [1]}', None),
-        (r'{"name": "add", "arguments": {"a": "\ud83d"}}', None),
-        (r'{"name": "\ud83d", "arguments": {}}', None),
-        (r'{"name": 5, "arguments": {}}', None),
-        (r'{"name": "add", "arguments": {"a": %s}}' % ("[" * 300 + "]" * 300), None),
-        (r'{"name": "add", "arguments": {"a": %s}}' % ("[" * 3000 + "]" * 3000), None),
-    ],
-    ids=lambda value: (value or "text")[:50],
-)
-def test_any_call_of_the_policy_can_be_repeated(call: str, arguments: str | None) -> None:
-    """A call of a name with an object is a tool call, any other text; a client repeats both."""
-    text = f"I add.<tool_call>{call}</tool_call>"
-
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        with client_of(given) as client:
-            messages.append(ask(client, given, messages, tools=TOOLS))
-            calls = messages[1].get("tool_calls", [])
-            assert [one["function"]["arguments"] for one in calls] == [arguments] * len(calls)
-            assert messages[1]["content"] == (text if arguments is None else "I add.")
-            messages.append({"role": "user", "content": "more"})
-            assert ask(client, given, messages, tools=TOOLS)["content"] == "yes"
-
-    engine = SpellingEngine(lambda name, turn: [text, "yes"][turn])
-    for group in run(engine, program, tokens=8000):
-        assert group.completions[0].text == f"{text}yes"
 
 
 def test_random_weights_keep_their_tokens_and_log_probs() -> None:
