@@ -122,7 +122,8 @@ def _shared(several: Sequence[Sequence[int]]) -> int:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether a program raised what a client raises for a refused request, or raised from it."""
+    """Whether a program raised what a client raises for a refused request, or raised from it: its
+    text has the error's code or HTTP status."""
     seen: list[BaseException | None] = [None]
     left: list[BaseException | None] = [error]
     while left:
@@ -154,12 +155,12 @@ class _ProgramRun:
 
     def receive(self, request: ChatRequest, answer: Answer) -> None:
         """Take a request over. Raises RefusedRequest."""
-        if request == self.session.request and self.answers:
-            self.answers.append(answer)
-            return
+        again = request == self.session.request
         if self.answers:
-            raise RefusedRequest("a request of this completion is being answered: wait for it")
-        if request == self.session.request:
+            if not again:
+                raise RefusedRequest("a request of this completion is being answered: wait for it")
+            self.answers.append(answer)
+        elif again:
             self.repeats += 1
             if self.repeats > MAX_REPEATS:
                 raise RefusedRequest(
@@ -167,10 +168,10 @@ class _ProgramRun:
                     "same: append a message to the conversation"
                 )
             answer.set_result(self.session.response)
-            return
-        self.budget = self.session.prepare(request)
-        self.answers.append(answer)
-        self.repeats, self.refusal = 0, ""
+        else:
+            self.budget = self.session.prepare(request)
+            self.answers.append(answer)
+            self.repeats, self.refusal = 0, ""
 
     def refuse(self, error: RefusedRequest) -> None:
         """Refuse the request that waits, if any."""
