@@ -17,7 +17,8 @@ Split = Literal["train", "validation"]
 """The two splits of a task. No prompt is in both."""
 
 FinishReason = Literal["eos", "stop", "length"]
-"""Why a completion ended: end-of-sequence token, a stop string or id, or the token budget."""
+"""Why a completion ended: end-of-sequence token, a stop string or id (or a limit that a program set
+for the last answer), or the token budget."""
 
 
 class KeelError(Exception):

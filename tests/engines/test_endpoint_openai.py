@@ -98,7 +98,8 @@ class SpellingEngine:
 
 
 def run(engine: Any, program: Any, n: int = 1, tokens: int = 900, **keys: Any) -> list[Group]:
-    config = ProgramConfig(name="mine:run", function=program, limit=4, timeout=60.0, **keys)
+    keys = {"limit": 4, "timeout": 60.0, **keys}
+    config = ProgramConfig(name="mine:run", function=program, **keys)
     sampling = Sampling(tokens)
     return sample_with_program(
         engine, PROMPTS, n, sampling, 3, program=config, tokenizer=TOKENIZER, loop=LoopThread()
@@ -243,6 +244,7 @@ def test_models_and_usage() -> None:
         ({"messages": [{"role": "assistant", "content": "x"}]}, "end them with a message of"),
         ({"messages": [{"content": "x"}]}, "messages[0]: give a role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+        ({"messages": [{"role": "user", "content": [{"text": 5}]}]}, "only text"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
             "messages[0].tool_calls",
@@ -267,11 +269,27 @@ def _without(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in keys.items() if name != "messages"}
 
 
+DEEP_CALL = json.dumps(
+    {
+        "messages": [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "add", "arguments": "[" * 9000}}],
+            },
+            {"role": "user", "content": "1"},
+        ]
+    }
+).encode()
+
+
 @pytest.mark.parametrize(
     ("body", "headers", "status"),
     [
         (b"{", {}, 400),
         (b"[" * 100_000, {}, 400),
+        (b'{"messages": %s}' % (b"[" * 300 + b"]" * 300), {}, 400),
+        (DEEP_CALL, {}, 401),
         (b'{"messages": 5}', {}, 400),
         (b"{}", {"Content-Length": "-5"}, 413),
         (b"{}", {"Content-Length": "99999999999"}, 413),

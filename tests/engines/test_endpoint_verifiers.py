@@ -214,6 +214,14 @@ def test_an_episode_that_fails_names_the_reason(
     assert "\n" not in str(caught.value)
 
 
+def test_an_episode_without_budget_ends_with_length(made: Callable[..., dict[str, Any]]) -> None:
+    """The error that verifiers reports has the text of the refusal."""
+    settings = made("vf_short", SUMS, HARNESS)
+    for group in sample(SpellingEngine(adds("add")), settings, tokens=75):
+        for completion in group.completions:
+            assert (completion.finish, len(completion.turns)) == ("length", 1)
+
+
 def test_settings_that_do_not_load_are_named(made: Callable[..., dict[str, Any]]) -> None:
     settings = made(
         "vf_endless", SUMS.replace("def load", "INFINITE = True\n    def load"), HARNESS

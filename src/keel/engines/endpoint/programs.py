@@ -17,11 +17,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from keel.config.entry import load_entry
 from keel.config.secrets import without_secrets
-from keel.engines.endpoint.protocol import MODEL, ChatRequest, RefusedRequest
+from keel.engines.endpoint.protocol import MODEL, TOO_LONG, ChatRequest, RefusedRequest
 from keel.engines.endpoint.server import Endpoint
 from keel.engines.endpoint.session import ChatEncoder, Session
 from keel.engines.multi_turn import CompletionSource, cut, with_cache
@@ -42,6 +43,8 @@ POLL = 0.1
 """Seconds between two checks of time limits while programs are waited for."""
 ENDING = 2.0
 """Seconds that programs get to end once they are no longer needed."""
+MAX_REPEATS = 20
+"""How often a request may be repeated after its answer: more than clients try again."""
 
 Answer = Future[dict[str, Any]]
 
@@ -118,18 +121,63 @@ def _shared(several: Sequence[Sequence[int]]) -> int:
     return next((at for at, ids in enumerate(together) if len({*ids}) > 1), min(map(len, several)))
 
 
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a program raised what a client raises for a refused request, or raised from it: its
+    text has the error's code or HTTP status."""
+    seen: list[BaseException | None] = [None]
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is None or one in seen:
+            continue
+        if TOO_LONG in str(one) or "400" in str(one):
+            return True
+        seen.append(one)
+        left += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+    return False
+
+
 @dataclass(eq=False)
 class _ProgramRun:
-    """One run of the program, its session, and the request that waits for the engine."""
+    """One run of the program, its session, and the answers to the request that waits for the
+    engine: a client that tries again waits for the same one."""
 
     session: Session
     index: int
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
-    answer: Answer | None = None
+    answers: list[Answer] = field(default_factory=list)
     budget: int = 0
     silent: float = 0.0
+    repeats: int = 0
+    refusal: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     call: _ProgramCall = field(init=False)
+
+    def receive(self, request: ChatRequest, answer: Answer) -> None:
+        """Take a request over. Raises RefusedRequest."""
+        again = request == self.session.request
+        if self.answers:
+            if not again:
+                raise RefusedRequest("a request of this completion is being answered: wait for it")
+            self.answers.append(answer)
+        elif again:
+            self.repeats += 1
+            if self.repeats > MAX_REPEATS:
+                raise RefusedRequest(
+                    f"the same request {self.repeats} times after its answer, which stays the "
+                    "same: append a message to the conversation"
+                )
+            answer.set_result(self.session.response)
+        else:
+            self.budget = self.session.prepare(request)
+            self.answers.append(answer)
+            self.repeats, self.refusal = 0, ""
+
+    def refuse(self, error: RefusedRequest) -> None:
+        """Refuse the request that waits, if any."""
+        for answer in self.answers:
+            answer.set_exception(error)
+        self.answers = []
 
 
 class _ProgramCall:
@@ -210,6 +258,7 @@ class _Programs:
         self._events: queue.SimpleQueue[tuple[str, ChatRequest | None, Answer]] = (
             queue.SimpleQueue()
         )
+        self._closed = False
 
     def run(self) -> None:
         with Endpoint(self._submit) as endpoint, with_cache(self._engine) as source:
@@ -224,6 +273,8 @@ class _Programs:
     def _submit(self, key: str, request: ChatRequest | None) -> Answer:
         answer: Answer = Future()
         self._events.put((key, request, answer))
+        if self._closed:
+            self._drain()
         return answer
 
     def _start(self, endpoint: Endpoint) -> None:
@@ -249,7 +300,7 @@ class _Programs:
 
     def _gather(self, endpoint: Endpoint) -> None:
         """Wait until every running program has a request. Raises what ends the call."""
-        while any(run.answer is None for run in self._live.values()):
+        while not all(run.answers for run in self._live.values()):
             start = time.monotonic()
             with suppress(queue.Empty):
                 key, request, answer = self._events.get(timeout=POLL)
@@ -262,7 +313,7 @@ class _Programs:
             raise_if_cancelled()
             passed = min(time.monotonic() - start, 2 * TICK)
             for run in self._live.values():
-                run.silent = run.silent + passed if run.answer is None else 0.0
+                run.silent = 0.0 if run.answers else run.silent + passed
             hung = [run for run in self._live.values() if run.silent > self._config.timeout]
             if hung:
                 raise self._hung(next((run for run in hung if run.call.blocks), hung[0]))
@@ -272,14 +323,10 @@ class _Programs:
         try:
             if run is None:
                 raise RefusedRequest("api_key: it is of no running program", "invalid_api_key", 401)
-            if run.answer is not None:
-                raise RefusedRequest("a request of this completion is being answered: wait for it")
-            if request == run.session.request:  # a client that tries again
-                answer.set_result(run.session.response)
-                return
-            run.budget = run.session.prepare(request)
-            run.answer = answer
+            run.receive(request, answer)
         except RefusedRequest as error:
+            if run is not None:
+                run.refusal = str(error)
             answer.set_exception(error)
 
     def _sample(self, source: CompletionSource) -> None:
@@ -292,23 +339,25 @@ class _Programs:
         groups = source.sample(prompts, 1, sampling, self._seed)
         for run, group in zip(runs, groups, strict=True):
             response = run.session.add(cut(group.completions[0], run.budget))
-            assert run.answer is not None
-            run.answer.set_result(response)
-            run.answer = None
+            for answer in run.answers:
+                answer.set_result(response)
+            run.answers = []
 
     def _ended(self, run: _ProgramRun) -> None:
         """Take what a program returned. Raises KeelError for one that failed."""
         error, result = run.call.error, run.call.result
-        if error is not None and not run.session.full:
+        run.refuse(RefusedRequest("the program has ended", "not_found", 404))
+        if error is not None and not (run.session.full and _is_refusal(error)):
             line = " ".join(f"{type(error).__name__}: {error}".split())
             raise KeelError(without_secrets(f"{self._name(run)} raised {line}")) from error
         if not run.session.response:
-            raise KeelError(f"{self._name(run)} made no request: send one to base_url")
+            made = "made no request" if run.session.request is None else "waited for no answer"
+            raise KeelError(f"{self._name(run)} {made}: send a request to base_url, and wait")
         if error is not None or result is None:
             return
         if isinstance(result, Mapping):
             run.columns = dict(result)
-        elif isinstance(result, int | float):
+        elif isinstance(result, Real):
             run.columns = {"reward": float(result)}
         else:
             kind = type(result).__name__
@@ -317,9 +366,13 @@ class _Programs:
             )
 
     def _hung(self, run: _ProgramRun) -> Hung:
-        stack = run.call.stack()
+        stack, last = run.call.stack(), ""
+        if run.refusal:
+            last = f"; its last one was refused: {run.refusal}"
+        elif run.repeats:
+            last = "; its last one repeats the one before, and gets the same answer"
         return Hung(
-            f"{self._name(run)} makes no request within {self._config.timeout:g} s (it is "
+            f"{self._name(run)} makes no request within {self._config.timeout:g} s{last} (it is "
             f"{place(stack)}): fix it, or raise rollout.timeout",
             stack,
         )
@@ -329,17 +382,24 @@ class _Programs:
         return f"rollout.program {self._config.name!r} (prompt {prompt!r}, completion {run.index})"
 
     def _end(self) -> None:
-        """End the programs that still run, after an error."""
-        gone = RefusedRequest("the run has stopped", "not_found", 404)
+        """End the programs that still run, after an error, and what waits for an answer."""
         calls = [run.call for run in self._live.values()]
         for run in self._live.values():
-            if run.answer is not None:
-                run.answer.set_exception(gone)
+            run.refuse(_stopped())
+        self._closed = True
+        self._drain()
         for call in calls:
             call.cancel()
         until = time.monotonic() + ENDING
         while not all(call.done for call in calls) and time.monotonic() < until:
-            with suppress(queue.Empty):
-                _, request, answer = self._events.get(timeout=POLL)
-                if request is not None:
-                    answer.set_exception(gone)
+            time.sleep(POLL / 10)
+
+    def _drain(self) -> None:
+        """Refuse the requests that nothing takes over any more."""
+        with suppress(queue.Empty):
+            while True:
+                self._events.get_nowait()[2].set_exception(_stopped())
+
+
+def _stopped() -> RefusedRequest:
+    return RefusedRequest("the run has stopped", "not_found", 404)

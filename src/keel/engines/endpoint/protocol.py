@@ -12,6 +12,8 @@ from typing import Any
 MODEL = "policy"
 """The policy's name in requests; another name is accepted as well."""
 TOO_LONG = "context_length_exceeded"
+MAX_DEPTH = 100
+"""Levels of nesting in JSON: what reads it later (chat templates, comparisons) is recursive."""
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -51,8 +53,8 @@ class ChatRequest:
 def read_request(body: bytes) -> ChatRequest:
     """A request from its JSON; settings of sampling are the recipe's. Raises RefusedRequest."""
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        data = _read_json(body)
+    except ValueError as error:
         raise RefusedRequest(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("messages"), list):
         raise RefusedRequest("messages: give a list of messages")
@@ -74,13 +76,31 @@ def read_request(body: bytes) -> ChatRequest:
     return ChatRequest(messages, given, choice, limit, bool(data.get("stream")))
 
 
+def _read_json(text: str | bytes) -> Any:
+    """A value of at most `MAX_DEPTH` levels. Raises ValueError."""
+    try:
+        value = json.loads(text)
+        deep = _is_deep(value, MAX_DEPTH)
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _is_deep(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deep(one, levels - 1) for one in inner)
+
+
 def _message(data: Any, at: int) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(data.get("role"), str):
         raise RefusedRequest(f"messages[{at}]: give a role and a content")
     content = data.get("content") or ""
     if isinstance(content, list):
         parts = [one.get("text") if isinstance(one, dict) else None for one in content]
-        content = "".join(part for part in parts if part is not None) if None not in parts else None
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
         raise RefusedRequest(f"messages[{at}].content: only text is supported")
     message: dict[str, Any] = {"role": data["role"], "content": content}
@@ -96,13 +116,16 @@ def _message(data: Any, at: int) -> dict[str, Any]:
 
 
 def _tool_call(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what chat templates expect."""
-    arguments = data["function"].get("arguments") or {}
+    return {"id": data.get("id"), "type": "function", "function": _function(data["function"])}
+
+
+def _function(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A called function with its arguments as an object, which is what chat templates expect."""
+    arguments = data.get("arguments") or {}
     if isinstance(arguments, str):
         with suppress(ValueError):
-            arguments = json.loads(arguments)
-    function = {"name": data["function"]["name"], "arguments": arguments}
-    return {"id": data.get("id"), "type": "function", "function": function}
+            arguments = _read_json(arguments)
+    return {"name": data["name"], "arguments": arguments}
 
 
 def first_difference(
@@ -123,16 +146,20 @@ def _compared(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def assistant_message(text: str, turn: int, tools: bool) -> dict[str, Any]:
     """The policy's words as a message, its calls `<tool_call>{json}</tool_call>` read where the
-    request had tools."""
+    request had tools.
+
+    What is no call of a name with an object of arguments, both valid Unicode, stays text: a client
+    could not repeat it, or a chat template not render it.
+    """
     calls: list[dict[str, Any]] = []
 
     def take(found: re.Match[str]) -> str:
         try:
-            data = json.loads(found[1])
-            function = {"name": data["name"], "arguments": data.get("arguments") or {}}
+            function = _function(_read_json(found[1]))
+            json.dumps(function, ensure_ascii=False).encode()
         except (ValueError, KeyError):
-            return found[0]  # what cannot be read stays text
-        if not isinstance(function["name"], str):
+            return found[0]
+        if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
             return found[0]
         identifier = f"call_{turn}_{len(calls)}"
         calls.append({"id": identifier, "type": "function", "function": function})
@@ -160,8 +187,7 @@ def response(message: Mapping[str, Any], finish: str, prompt: int, made: int) ->
 
 
 def _text(function: Mapping[str, Any]) -> str:
-    arguments = function["arguments"]
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return json.dumps(function["arguments"], ensure_ascii=False)
 
 
 def stream_events(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

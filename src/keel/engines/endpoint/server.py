@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(error.status, error.body())
             return
         if request.stream:
-            events = [json.dumps(one, ensure_ascii=False) for one in stream_events(answer)]
+            events = [json.dumps(one) for one in stream_events(answer)]
             text = "".join(f"data: {one}\n\n" for one in (*events, "[DONE]"))
             self._write(200, text.encode(), "text/event-stream")
         else:
@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(length))
 
     def _send(self, status: int, body: dict[str, Any]) -> None:
-        self._write(status, json.dumps(body, ensure_ascii=False).encode(), "application/json")
+        self._write(status, json.dumps(body).encode(), "application/json")
 
     def _write(self, status: int, data: bytes, kind: str) -> None:
         self.send_response(status)

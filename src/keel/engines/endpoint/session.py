@@ -59,7 +59,7 @@ class ChatEncoder:
         if not whole.startswith(start):
             raise RefusedRequest("the chat template does not append messages: set another")
         tokens = self._encode(closing + whole[len(start) :])
-        return tokens[1:] if tokens and tokens[0] == last else tokens
+        return tokens[1:] if closing and tokens[:1] == [last] else tokens
 
     def _tail(self, text: str) -> str:
         head, _, tail = text.rpartition(_PROBE)
@@ -118,7 +118,8 @@ class Session:
     """The conversation of one completion.
 
     `first` are the tokens of its first request. A later request must repeat the messages before it
-    and the answers to them; their tokens are those recorded.
+    and the answers to them; their tokens are those recorded. What a request adds is recorded with
+    its answer, so one without an answer leaves nothing.
     """
 
     def __init__(
@@ -130,8 +131,10 @@ class Session:
         self.request: ChatRequest | None = None
         self.response: dict[str, Any] = {}
         self.full = False
-        """Whether a request found no budget left."""
+        """Whether a request found no budget left, and none was accepted after it."""
         self.count = 0
+        self._new: list[int] = []
+        self._left = 0
         self._tokens: list[int] = []
         self._log_probs: list[float] = []
         self._written: list[bool] = []
@@ -153,17 +156,12 @@ class Session:
         if self.context is not None:
             left = min(left, self.context - len(first))
         left -= len(self._tokens) + len(new)
+        self.full = left <= 0 and self._last is not None
         if left <= 0:
-            self.full = self._last is not None
             raise RefusedRequest(
                 f"no token is left for an answer (rollout.max_tokens = {self.limit})", TOO_LONG
             )
-        for message in request.messages[len(self._messages) :] if self._messages else ():
-            self._turns.append(Message(role="environment", content=message["content"]))
-        self.first, self.request = first, request
-        self._tokens += new
-        self._log_probs += [0.0] * len(new)
-        self._written += [False] * len(new)
+        self.first, self.request, self._new, self._left = first, request, new, left
         return left if request.max_tokens is None else min(left, request.max_tokens)
 
     def _continued(self, request: ChatRequest) -> list[int]:
@@ -183,25 +181,30 @@ class Session:
     @property
     def asked(self) -> Prompt:
         """The conversation so far as a prompt, whose id names the turn."""
-        tokens = (*self.first, *self._tokens)
+        tokens = (*self.first, *self._tokens, *self._new)
         return replace(self.prompt, id=f"{self.name}/{self.count}", tokens=tokens)
 
     def add(self, completion: Completion) -> dict[str, Any]:
         """Record the policy's turn; returns the response."""
         assert self.request is not None
-        before = len(self.first) + len(self._tokens)
-        text = decode(self.encoder.tokenizer, [completion.tokens.tolist()])[0]
+        new, made = self._new, completion.tokens.tolist()
+        before = len(self.first) + len(self._tokens) + len(new)
+        text = decode(self.encoder.tokenizer, [made])[0]
         message = assistant_message(text, self.count, bool(self.request.tools))
-        self._tokens += completion.tokens.tolist()
-        self._log_probs += completion.log_probs.tolist()
-        self._written += completion.written.tolist()
+        self._tokens += [*new, *made]
+        self._log_probs += [*[0.0] * len(new), *completion.log_probs.tolist()]
+        self._written += [*[False] * len(new), *completion.written.tolist()]
+        for added in self.request.messages[len(self._messages) :] if self._messages else ():
+            self._turns.append(Message(role="environment", content=added["content"]))
         self._turns.append(Message(role="assistant", content=text))
         self._messages = (*self.request.messages, message)
         if self._last is None:
             self._version = completion.weight_version
-        self._last = completion
+        capped = len(made) == self.request.max_tokens and len(made) < self._left
+        finish = "stop" if capped and completion.finish == "length" else completion.finish
+        self._last = replace(completion, finish=finish)
         self.count += 1
-        self.response = response(message, completion.finish, before, len(completion))
+        self.response = response(message, completion.finish, before, len(made))
         return self.response
 
     def completion(self, prefix: int, columns: Mapping[str, Any]) -> Completion:
