@@ -50,7 +50,8 @@ class VllmServer(FrozenModel):
     """The server of `rollout.engine = "vllm"`."""
 
     url: Annotated[str | None, _NO_VLLM] = None
-    """Address of a server that runs on this machine, instead of one that Keel starts."""
+    """Address of a server that runs on this machine, instead of one that Keel starts:
+    `http://HOST:PORT` or `unix:PATH`."""
     python: Annotated[str | None, _NO_VLLM, _RUNS_ALREADY] = None
     """The Python of the environment that has vLLM; unset: the variable `KEEL_VLLM_PYTHON`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _NO_VLLM, _RUNS_ALREADY] = 0.4
@@ -64,8 +65,11 @@ class VllmServer(FrozenModel):
 
     @property
     def interpreter(self) -> str | None:
-        """The Python that has vLLM; None where none is named."""
-        return self.python or os.environ.get("KEEL_VLLM_PYTHON") or None
+        """The Python that has vLLM, as an absolute path unless it is to be found in PATH; None
+        where none is named."""
+        name = self.python or os.environ.get("KEEL_VLLM_PYTHON") or None
+        # Not resolved: a virtual environment's Python is a link.
+        return os.path.abspath(os.path.expanduser(name)) if name and "/" in name else name
 
 
 class Rollout(FrozenModel):
@@ -118,7 +122,7 @@ class Rollout(FrozenModel):
     Evaluation uses the model's dtype, except with the vLLM engine: one server does both."""
     timeout: Seconds = 1800.0
     """Seconds without a new token after which the engine is considered hung; and without a request,
-    the program."""
+    the program. With the vLLM engine: seconds of each request, thus of a whole completion."""
     max_rows: Answers = 256
     """Sequences that the engine decodes at once."""
     overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
