@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,7 @@ from keel.engines.vllm.transfer import (
     choose_transfer,
     described,
     nccl_group,
+    new_folder,
     server_variables,
 )
 from keel.models.lora import add_lora, plain_weights
@@ -228,6 +231,29 @@ def test_weights_are_sent_as_a_checkpoint_has_them(family: str, tmp_path: Path) 
     assert set(saved) == set(sent) | {n for n, _ in model.named_buffers() if n in saved}
     whole = checkpoint_weights(model, plain_weights(model))
     assert set(whole) == set(saved)
+
+
+def test_weights_go_where_there_is_space(tmp_path: Path) -> None:
+    space = shutil.disk_usage(tmp_path).free
+    for size, inside in ((0, True), (space // 3, True), (space, False)):
+        folder = new_folder(size, tmp_path)
+        folder.rmdir()
+        assert (folder.parent == tmp_path) == inside
+    assert new_folder(0, tmp_path / "none").parent == Path(tempfile.gettempdir())
+
+
+def test_weights_that_cannot_be_written_are_an_error_of_one_line() -> None:
+    """By a limit of the size of files, in a process of its own."""
+    code = """
+import resource, torch
+from keel.engines.vllm.transfer import FileTransfer
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+FileTransfer({"weight": torch.zeros(1 << 20)}).prepare(None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert "KeelError: the weights for the vLLM server cannot be written to /" in last
+    assert "free some space there" in last
 
 
 @pytest.mark.vllm

@@ -36,6 +36,10 @@ _NO_VLLM = UnusedIf(
 )
 _ON_CPU = UnusedIf(lambda key: key.facts.cpu, "the model is on a CPU")
 _RUNS_ALREADY = UnusedIf(lambda key: key.table.url is not None, "rollout.vllm.url is set")
+_SERVES_ITS_OWN = UnusedIf(
+    lambda key: key.table.engine == "vllm" and key.table.vllm.url is not None,
+    "rollout.vllm.url is set, and that server has its own",
+)
 _NO_PROGRAM = UnusedIf(lambda key: key.table.program is None, "rollout.program is not set")
 _PROGRAM = UnusedIf(
     lambda key: key.table.program is not None, "rollout.program decides what is said in turn"
@@ -116,7 +120,7 @@ class Rollout(FrozenModel):
     endpoint (see [agents](howto/agents.md))."""
     max_programs: Annotated[Answers, _NO_PROGRAM] = 64
     """Programs that run at once."""
-    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
+    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
     """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
     Evaluation uses the model's dtype, except with the vLLM engine: one server does both."""
