@@ -247,13 +247,13 @@ def test_a_server_that_fails_in_a_call_is_started_again(
     def kill(place: int, group: Group) -> None:
         if not seen:
             assert engine.process is not None
-            assert engine._client is not None
             os.kill(engine.process.process.pid, how)
             if how == signal.SIGKILL:
                 engine.process.process.wait()
-            engine._client.timeout = 20.0
         seen.append(place)
 
+    assert engine._client is not None
+    engine._client.timeout = 20.0
     engine.max_rows, rows = 4, engine.max_rows
     with watching("the engine", 20.0, "raise rollout.timeout"):
         groups = engine.stream(asked, 8, SAMPLING, 11, kill)

@@ -111,6 +111,7 @@ def test_the_time_of_a_critic_is_that_of_a_second_policy() -> None:
 def test_a_teacher_is_timed_by_its_own_shape(tmp_path: Path) -> None:
     build = load_recipe("tiny", GATED).model.build
     assert build is not None
+    (tmp_path / "model.safetensors").touch()
     scores = []
     for layers in (8, 80):
         build_config(build.model_copy(update={"layers": layers})).save_pretrained(tmp_path)
