@@ -62,6 +62,23 @@ def test_an_unknown_engine_of_a_later_stage_stops_the_run_before_its_first(tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("python", "/no/python", "is no program"),
+        ("url", "localhost:8000", "is no address"),
+    ],
+)
+def test_a_vllm_server_of_a_later_stage_is_checked_before_the_first(
+    key: str, value: str, why: str, tmp_path: Path
+) -> None:
+    vllm = ["rl.rollout.engine=vllm", "rl.algorithm.correction.kind=truncate"]
+    recipe = load_recipe("quickstart", [*vllm, f'rl.rollout.vllm.{key}="{value}"'])
+    with pytest.raises(KeelError, match=rf"stage 'rl': rollout\.vllm\.{key} = '{value}' {why}"):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_native_engine_is_built_by_its_name() -> None:
     model = tiny.tiny("llama")
     engine = build_engine("native", model=model, tokenizer=tiny.TOKENIZER, max_rows=4)

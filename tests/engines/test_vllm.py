@@ -25,6 +25,7 @@ from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
+from keel.runs.watchdog import watching
 from keel.types import Completion, Group, Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
 
@@ -202,6 +203,7 @@ def test_a_server_by_address_gets_all_weights_first(
     """Of a model that the server does not have, adapters merged; then those of each sync."""
     engine.sample(ragged_prompts(1), 1, SAMPLING, 0)
     assert engine.process is not None
+    assert engine.process.url.startswith("unix:")
     other = _model()
     # Of layers that vLLM fuses with others, some.
     add_lora(other, Lora(rank=2, targets=("q_proj", "v_proj", "up_proj")), 0)
@@ -229,10 +231,14 @@ def test_several_turns_have_the_version_of_the_first(engine: VllmEngine) -> None
     assert {c.weight_version for c in _all(groups)} == {engine.weight_version}
 
 
-def test_a_server_that_is_killed_in_a_call_is_started_again(
-    engine: VllmEngine, model: PreTrainedModel
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_server_that_fails_in_a_call_is_started_again(
+    engine: VllmEngine, model: PreTrainedModel, how: signal.Signals
 ) -> None:
-    """With the weights of the last sync; what was done is kept, the rest is redone, all once."""
+    """With the weights of the last sync; what was done is kept, the rest is redone, all once.
+
+    A server that is stopped gives no answer, so that its requests exceed their time limit.
+    """
     asked = ragged_prompts(6)
     engine.sample(asked, 1, SAMPLING, 0)
     wanted = engine.sample(asked, 8, SAMPLING, 11)
@@ -241,12 +247,16 @@ def test_a_server_that_is_killed_in_a_call_is_started_again(
     def kill(place: int, group: Group) -> None:
         if not seen:
             assert engine.process is not None
-            os.kill(engine.process.process.pid, signal.SIGKILL)
-            engine.process.process.wait()
+            os.kill(engine.process.process.pid, how)
+            if how == signal.SIGKILL:
+                engine.process.process.wait()
         seen.append(place)
 
+    assert engine._client is not None
+    engine._client.timeout = 20.0
     engine.max_rows, rows = 4, engine.max_rows
-    groups = engine.stream(asked, 8, SAMPLING, 11, kill)
+    with watching("the engine", 20.0, "raise rollout.timeout"):
+        groups = engine.stream(asked, 8, SAMPLING, 11, kill)
     engine.max_rows = rows
     assert engine.restarts == before + 1
     assert sorted(seen) == list(range(6))

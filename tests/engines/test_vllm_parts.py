@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ from keel.engines.native import NativeEngine
 from keel.engines.registry import build_engine
 from keel.engines.vllm.client import ServerFailure, VllmClient
 from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
-from keel.engines.vllm.server import ServerProcess, last_error, passed
+from keel.engines.vllm.server import ServerProcess, check_server, last_error, passed
 from keel.engines.vllm.transfer import (
     adapter_factors,
     adapters_base,
@@ -31,6 +34,7 @@ from keel.engines.vllm.transfer import (
     choose_transfer,
     described,
     nccl_group,
+    new_folder,
     server_variables,
 )
 from keel.models.lora import add_lora, plain_weights
@@ -38,7 +42,7 @@ from keel.models.tokenizer_round_trip import quiet
 from keel.types import KeelError, Sampling
 from tests.engines.tiny import FAMILIES, TOKENIZER, ragged_prompts, tiny
 
-REPLIES = {
+REPLIES: dict[str, tuple[int, object]] = {
     "/refuses": (400, {"error": {"message": "no such\nmodel"}}),
     "/fails": (500, {"error": "engine dead"}),
     "/health": (200, None),
@@ -46,8 +50,8 @@ REPLIES = {
 }
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
+@pytest.fixture(params=["tcp", "unix"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A server that answers as `REPLIES` says, and never at all on /hangs."""
     released = threading.Event()
 
@@ -70,10 +74,19 @@ def url() -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    path = os.path.relpath(tmp_path / "socket")  # a socket's path must not be long
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        if request.param == "tcp"
+        else ThreadingUnixStreamServer(path, Handler)
+    ) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield (
+            f"http://127.0.0.1:{server.server_address[1]}"
+            if request.param == "tcp"
+            else f"unix:{path}"
+        )
         released.set()
         server.shutdown()
         thread.join()
@@ -109,19 +122,51 @@ def test_close_ends_a_request_under_way(url: str) -> None:
     assert not client.busy()
 
 
-def test_no_server_is_not_healthy() -> None:
-    assert not VllmClient("http://127.0.0.1:9", 1.0).healthy()
+@pytest.mark.parametrize("nowhere", ["http://127.0.0.1:9", "unix:/no/socket"])
+def test_no_server_is_not_healthy(nowhere: str) -> None:
+    assert not VllmClient(nowhere, 1.0).healthy()
 
 
-@pytest.mark.parametrize("bad", ["127.0.0.1:8000", "https://host", "http://host/v1", ""])
+@pytest.mark.parametrize("models", [None, {}, {"data": []}, {"data": {}}, [1], "text"])
+def test_a_server_that_lists_no_model_is_refused(
+    url: str, models: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(REPLIES, "/v1/models", (200, models))
+    with pytest.raises(
+        KeelError, match=r"rollout\.vllm\.url = .*give the address of a vLLM server"
+    ):
+        VllmClient(url, 10.0).model()
+
+
+BAD = ["127.0.0.1:8000", "https://host", "http://host/v1", "", "unix:", "http://127.0.0.1:99999"]
+
+
+@pytest.mark.parametrize("bad", [*BAD, "http://[::1", "http://127.0.0.1:a", "http://a b"])
 def test_a_wrong_address_is_refused(bad: str) -> None:
     with pytest.raises(KeelError, match=r"rollout\.vllm\.url = .* is no address"):
         VllmClient(bad, 1.0)
+    with pytest.raises(KeelError, match=r"is no address: write http://HOST:PORT or unix:PATH"):
+        _engine(url=bad)
 
 
 def test_a_python_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"rollout\.vllm\.python = '/no/python' does not start"):
         ServerProcess("/no/python", tmp_path, tmp_path / "log", [])
+
+
+def test_only_this_user_reaches_a_server(tmp_path: Path) -> None:
+    """It listens in a folder that others do not enter; a path that is too long is refused."""
+    assert _engine(python=sys.executable)._folder.stat().st_mode & 0o777 == 0o700
+    server = ServerProcess(sys.executable, tmp_path, tmp_path / "log", [])
+    server.stop()
+    assert server.url == f"unix:{tmp_path}/server.sock"
+    command = server.process.args
+    assert isinstance(command, list)
+    assert not {"--host", "--port"} & set(command)
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    with pytest.raises(KeelError, match=r"too long for the path of a socket.*set .* TMPDIR"):
+        ServerProcess(sys.executable, folder, tmp_path / "log", [])
 
 
 def test_a_server_gets_no_secrets() -> None:
@@ -188,6 +233,29 @@ def test_weights_are_sent_as_a_checkpoint_has_them(family: str, tmp_path: Path) 
     assert set(whole) == set(saved)
 
 
+def test_weights_go_where_there_is_space(tmp_path: Path) -> None:
+    space = shutil.disk_usage(tmp_path).free
+    for size, inside in ((0, True), (space // 3, True), (space, False)):
+        folder = new_folder(size, tmp_path)
+        folder.rmdir()
+        assert (folder.parent == tmp_path) == inside
+    assert new_folder(0, tmp_path / "none").parent == Path(tempfile.gettempdir())
+
+
+def test_weights_that_cannot_be_written_are_an_error_of_one_line() -> None:
+    """By a limit of the size of files, in a process of its own."""
+    code = """
+import resource, torch
+from keel.engines.vllm.transfer import FileTransfer
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+FileTransfer({"weight": torch.zeros(1 << 20)}).prepare(None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert "KeelError: the weights for the vLLM server cannot be written to /" in last
+    assert "free some space there" in last
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.skipif("KEEL_VLLM_PYTHON" not in os.environ, reason="KEEL_VLLM_PYTHON is not set")
@@ -214,9 +282,10 @@ assert NCCLWeightTransferInitInfo(**group).nccl_unique_id_bytes == bytes(128)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def _engine(**server: object) -> VllmEngine:
+def _engine(log: Path | None = None, **server: object) -> VllmEngine:
     model = tiny("llama", dtype=torch.float32)
-    return VllmEngine(model, TOKENIZER, server=VllmServer.model_validate(server), timeout=1.0)
+    checked = VllmServer.model_validate(server)
+    return VllmEngine(model, TOKENIZER, server=checked, timeout=1.0, log=log)
 
 
 def test_a_python_without_vllm_names_the_log() -> None:
@@ -226,6 +295,36 @@ def test_a_python_without_vllm_names_the_log() -> None:
     log = Path(str(error.value).rsplit("see ", 1)[1])
     assert "No module named 'vllm'" in last_error(log)
     log.unlink()
+
+
+@pytest.mark.parametrize("name", ["venv/bin/python", "~/venv/bin/python"])
+@pytest.mark.parametrize("by", ["key", "variable"])
+def test_a_python_is_found_from_this_folder_and_from_home(
+    name: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server starts in another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/python").symlink_to(sys.executable)
+    if by == "variable":
+        monkeypatch.setenv("KEEL_VLLM_PYTHON", name)
+    engine = _engine(log=tmp_path / "log", **{"python": name} if by == "key" else {})
+    with pytest.raises(KeelError, match=r"ended with status 1 .*No module named 'vllm'"):
+        engine.sample(ragged_prompts(1), 1, Sampling(max_tokens=2), 0)
+    assert engine.server.interpreter == str(tmp_path / "venv/bin/python")
+
+
+def test_a_python_that_is_no_program_is_refused_before_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeelError, match=r"rollout\.vllm\.python = '.*/venv/python' is no program"):
+        _engine(python="venv/python")
+    monkeypatch.setenv("KEEL_VLLM_PYTHON", "no-such-python")
+    with pytest.raises(KeelError, match=r"KEEL_VLLM_PYTHON = 'no-such-python' is no program"):
+        _engine()
+    check_server(VllmServer(), here=False)  # where it will run there may be one
 
 
 def test_a_server_by_address_is_not_restarted() -> None:

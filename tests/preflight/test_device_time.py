@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -65,9 +67,9 @@ def test_time_and_price_are_those_of_the_cost_model() -> None:
     )  # fmt: skip
     spread = Parallelism(4, 4, shards=4, checkpointing=False, micro_tokens=stage.token_budget)
     cost = step_cost(shape, HARDWARE["H100"], DEFAULT, spread, work)
-    assert time.step == cost.seconds
+    assert time.step == pytest.approx(cost.seconds)
     assert sum(time.parts.values()) == pytest.approx(cost.seconds)
-    assert time.total == stage.steps * cost.seconds
+    assert time.total == pytest.approx(stage.steps * cost.seconds)
     assert time.cost == pytest.approx(time.total / 3600 * 4 * 3.0, abs=1e-4)
     assert estimate(recipe, "h100-80gb").stages[0].time != time  # no price, no cost
 
@@ -79,13 +81,72 @@ def test_time_and_price_are_those_of_the_cost_model() -> None:
         (("model.build.family=gpt2",), "h100-80gb", "gated"),
         ((), "l4-24gb", "no data sheet"),
         (("model.build.hidden_size=16384", "model.build.layers=64"), "h100-80gb", "not fit"),
+        (("algorithm=ppo", "value.name=critic"), "h100-80gb", "critic with a model of its own"),
     ],
-    ids=["lora", "gpt2", "l4", "large"],
+    ids=["lora", "gpt2", "l4", "large", "critic"],
 )
 def test_what_has_no_time_says_why(keys: tuple[str, ...], device: str, why: str) -> None:
     (stage,) = estimate(load_recipe("tiny", keys), device).stages
     assert stage.time is None
     assert why in stage.untimed
+
+
+def test_the_time_of_a_critic_is_that_of_a_second_policy() -> None:
+    """One more pass that scores, and twice the update."""
+
+    def parts(*keys: str) -> Mapping[str, float]:
+        time = estimate(load_recipe("tiny", [*GATED, "algorithm=ppo", *keys]), "h100-80gb")
+        found = time.stages[0].time
+        assert found is not None
+        assert found.step == pytest.approx(sum(found.parts.values()))
+        return found.parts
+
+    head, critic = parts("value.kind=head"), parts("value.kind=critic")
+    assert critic["update"] == pytest.approx(2 * head["update"])
+    assert critic["generation"] == head["generation"]
+    one_pass = critic["score"] - head["score"]
+    assert one_pass * 3 == pytest.approx(critic["score"])  # old policy, reference, values
+
+
+def test_a_teacher_is_timed_by_its_own_shape(tmp_path: Path) -> None:
+    build = load_recipe("tiny", GATED).model.build
+    assert build is not None
+    (tmp_path / "model.safetensors").touch()
+    scores = []
+    for layers in (8, 80):
+        build_config(build.model_copy(update={"layers": layers})).save_pretrained(tmp_path)
+        keys = [*GATED, "algorithm=opd", f"teacher.name={tmp_path}"]
+        (stage,) = estimate(load_recipe("tiny", keys), "h100-80gb").stages
+        assert stage.time is not None, stage.untimed
+        scores.append(stage.time.parts["score"])
+    assert 5 < scores[1] / scores[0] < 10
+
+
+@pytest.mark.parametrize(
+    ("keys", "share"),
+    [
+        ((), 0.4),
+        (("rollout.vllm.gpu_memory_utilization=0.9",), 0.9),
+        (("rollout.vllm.gpus=[1]",), None),
+        (("rollout.vllm.url=http://127.0.0.1:8000",), None),
+    ],
+)
+def test_a_vllm_server_takes_its_share_of_the_gpu(
+    keys: tuple[str, ...], share: float | None
+) -> None:
+    """And the trainer's process has no cache of keys and values."""
+    vllm = ("rollout.engine=vllm", "algorithm.correction.kind=truncate", "rollout.dtype=bfloat16")
+    found = estimate(load_recipe("tiny", [*vllm, *keys]), "h100-80gb")
+    parts = {part.name: part for part in found.stages[0].parts}
+    assert "key-value cache" not in parts
+    assert "bfloat16 copy of the weights (sampling)" not in parts
+    if share is None:
+        assert "vLLM server" not in parts
+    else:
+        assert parts["vLLM server"].bytes == int(share * found.memory)
+        assert parts["vLLM server"].when == "always"
+    full = load_recipe("tiny", [*vllm, "rollout.vllm.gpu_memory_utilization=1.0"])
+    assert not estimate(full, "h100-80gb").fits
 
 
 def test_the_report_of_a_device_has_ranks_time_and_cost(capsys: Capture) -> None:

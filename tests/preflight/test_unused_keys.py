@@ -97,6 +97,8 @@ CASES: list[tuple[Any, ...]] = [
     ("rollout.vllm.start_timeout", rl(), ("algorithm.correction.kind=truncate",
      "rollout.engine=vllm", "rollout.vllm.url=http://127.0.0.1:8000",
      "rollout.vllm.start_timeout=9.0")),
+    ("rollout.dtype", rl(), ("algorithm.correction.kind=truncate", "rollout.engine=vllm",
+     "rollout.vllm.url=http://127.0.0.1:8000", "rollout.dtype=bfloat16")),
     ("cluster.rollout_workers", rl(), ("cluster.rollout_workers=3",)),
     ("rollout.vllm.gpus", rl(), ("algorithm.correction.kind=truncate", "rollout.engine=vllm",
                                  "rollout.vllm.gpus=[0]")),

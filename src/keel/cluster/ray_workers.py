@@ -308,10 +308,11 @@ class RayPool:
         seconds: float,
         note: Callable[[str], None],
     ) -> None:
-        """`build` makes what a process holds; `start` starts one, `note` tells of a loss."""
+        """`build` makes what a process holds; `start` starts one, `note` tells of a loss, in
+        another thread."""
         self.count = len(roles)
         self._build, self._start_one = build, start
-        self._seconds, self._note = seconds, note
+        self._seconds, self.note = seconds, note
         self._queue: deque[_Unit] = deque()
         self._free: list[RayProcess] = []
         self._running: dict[Any, tuple[RayProcess, _Unit | None, float]] = {}
@@ -447,7 +448,7 @@ class RayPool:
             raise KeelError(
                 f"{worker.name} {why}, as others did before it: fix that, or raise cluster.deadline"
             )
-        self._note(f"{worker.name} {why}: replaced{redone}")
+        self.note(f"{worker.name} {why}: replaced{redone}")
         self._begin_worker(self._start_one(worker.role))
 
     def _fail(self, error: BaseException) -> None:

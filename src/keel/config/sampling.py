@@ -36,6 +36,10 @@ _NO_VLLM = UnusedIf(
 )
 _ON_CPU = UnusedIf(lambda key: key.facts.cpu, "the model is on a CPU")
 _RUNS_ALREADY = UnusedIf(lambda key: key.table.url is not None, "rollout.vllm.url is set")
+_SERVES_ITS_OWN = UnusedIf(
+    lambda key: key.table.engine == "vllm" and key.table.vllm.url is not None,
+    "rollout.vllm.url is set, and that server has its own",
+)
 _NO_PROGRAM = UnusedIf(lambda key: key.table.program is None, "rollout.program is not set")
 _PROGRAM = UnusedIf(
     lambda key: key.table.program is not None, "rollout.program decides what is said in turn"
@@ -50,7 +54,8 @@ class VllmServer(FrozenModel):
     """The server of `rollout.engine = "vllm"`."""
 
     url: Annotated[str | None, _NO_VLLM] = None
-    """Address of a server that runs on this machine, instead of one that Keel starts."""
+    """Address of a server that runs on this machine, instead of one that Keel starts:
+    `http://HOST:PORT` or `unix:PATH`."""
     python: Annotated[str | None, _NO_VLLM, _RUNS_ALREADY] = None
     """The Python of the environment that has vLLM; unset: the variable `KEEL_VLLM_PYTHON`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _NO_VLLM, _RUNS_ALREADY] = 0.4
@@ -64,8 +69,11 @@ class VllmServer(FrozenModel):
 
     @property
     def interpreter(self) -> str | None:
-        """The Python that has vLLM; None where none is named."""
-        return self.python or os.environ.get("KEEL_VLLM_PYTHON") or None
+        """The Python that has vLLM, as an absolute path unless it is to be found in PATH; None
+        where none is named."""
+        name = self.python or os.environ.get("KEEL_VLLM_PYTHON") or None
+        # Not resolved: a virtual environment's Python is a link.
+        return os.path.abspath(os.path.expanduser(name)) if name and "/" in name else name
 
 
 class Rollout(FrozenModel):
@@ -112,13 +120,13 @@ class Rollout(FrozenModel):
     endpoint (see [agents](howto/agents.md))."""
     max_programs: Annotated[Answers, _NO_PROGRAM] = 64
     """Programs that run at once."""
-    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE] = "model"
+    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
     """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
     Evaluation uses the model's dtype, except with the vLLM engine: one server does both."""
     timeout: Seconds = 1800.0
     """Seconds without a new token after which the engine is considered hung; and without a request,
-    the program."""
+    the program. With the vLLM engine: seconds of each request, thus of a whole completion."""
     max_rows: Answers = 256
     """Sequences that the engine decodes at once."""
     overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False

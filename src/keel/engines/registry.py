@@ -14,6 +14,7 @@ from keel.config.model import Autocast
 from keel.config.sampling import VllmServer
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
+from keel.engines.vllm.server import check_server
 from keel.models.loading import DTYPES
 from keel.types import Engine, KeelError
 
@@ -31,19 +32,21 @@ def build_engine(
     server: VllmServer | None = None,
     timeout: float = 1800.0,
     log: Path | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Engine:
     """An engine that samples with the weights of `model`, or with those of the last `sync`.
 
     `name` is one of `ENGINES`, or `module:function` of a function that takes the same keyword
     arguments and returns a `keel.types.Engine`. `max_rows` is how many sequences are decoded at
     once, `dtype` that of the weights, keys and values ("model": the model's own). `server`,
-    `timeout` (seconds of a request) and `log` (of the server) are of the vLLM engine. Raises
-    KeelError for a name that is neither, and where the function raises or returns something else.
+    `timeout` (seconds of a request), `log` (of the server) and `note`, which gets a line for each
+    restart of the server, are of the vLLM engine. Raises KeelError for a name that is neither, and
+    where the function raises or returns something else.
     """
     if name in ENGINES:
         rest: dict[str, Any] = {"autocast": autocast, "dtype": DTYPES.get(dtype)}
         if name == "vllm":
-            rest = {"server": server, "dtype": dtype, "timeout": timeout, "log": log}
+            rest = {"server": server, "dtype": dtype, "timeout": timeout, "log": log, "note": note}
         return ENGINES[name](model, tokenizer, max_rows=max_rows, **rest)
     function = _function(name)
     try:
@@ -63,8 +66,11 @@ def build_engine(
     return engine
 
 
-def check_engine(name: str) -> None:
-    """Raise KeelError where `rollout.engine` names no engine and no function."""
+def check_engine(name: str, server: VllmServer, here: bool = True) -> None:
+    """Raise KeelError where `rollout.engine` names no engine and no function, or is vLLM and
+    `server` names none; `here`: it will run on this machine."""
+    if name == "vllm":
+        check_server(server, here)
     if name not in ENGINES:
         _function(name)
 

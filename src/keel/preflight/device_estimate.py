@@ -107,10 +107,11 @@ def estimate(recipe: Recipe, device: str, price: float | None = None) -> DeviceE
     sizes, memory = sizes_of(config), int(DEVICES[device] * GIB)
     stages = []
     for stage in recipe.stages:
-        found = stage_estimate(recipe, stage, sizes, "cuda")
+        found = stage_estimate(recipe, stage, sizes, "cuda", memory)
         time: StageTime | str = "it does not fit"
         if found.peak <= memory:
-            time = time_of(recipe, stage, config, sizes.parameters, device, price)
+            policy = (config, sizes.parameters)
+            time = time_of(recipe, stage, policy, _teacher(recipe, stage), device, price)
         if isinstance(time, str):
             stages.append(replace(found, untimed=time))
         else:
@@ -120,11 +121,15 @@ def estimate(recipe: Recipe, device: str, price: float | None = None) -> DeviceE
 
 
 def stage_estimate(
-    recipe: Recipe, stage: StageConfig, sizes: Sizes, device: Literal["cuda", "cpu"]
+    recipe: Recipe,
+    stage: StageConfig,
+    sizes: Sizes,
+    device: Literal["cuda", "cpu"],
+    memory: int = 0,
 ) -> StageEstimate:
-    """The memory of each rank of a stage on this kind of device."""
+    """The memory of each rank of a stage on this kind of device, a GPU with `memory` bytes."""
     ranks = recipe.cluster.processes if stage.shared_by_processes else 1
-    parts = tuple(_parts(recipe, stage, sizes, device, ranks))
+    parts = (*_parts(recipe, stage, sizes, device, ranks), *_server(stage, memory))
     always, sampling, learning = (
         sum(part.bytes for part in parts if part.when == when)
         for when in ("always", "sampling", "learning")
@@ -216,6 +221,8 @@ def _sampling(stage: StageConfig, sizes: Sizes, working: int, ranks: int) -> Ite
     if source is None:
         return
     rollout = source.rollout
+    if rollout.engine == "vllm":  # another process has them
+        return
     share = -(-rollout.prompts_per_step // ranks)
     rows = min(rollout.max_rows, share * rollout.group_size)
     prompts = -(-rows // rollout.group_size) * (source.prompts.max_tokens or PROMPT_TOKENS)
@@ -224,3 +231,20 @@ def _sampling(stage: StageConfig, sizes: Sizes, working: int, ranks: int) -> Ite
     yield Part("key-value cache", tokens * bytes_of_token, "sampling")
     if rollout.dtype == "bfloat16":
         yield Part("bfloat16 copy of the weights (sampling)", 2 * sizes.parameters, "sampling")
+
+
+def _server(stage: StageConfig, memory: int) -> Iterator[Part]:
+    """What a vLLM server reserves of the trainer's GPU."""
+    if stage.sampling is None or stage.sampling.rollout.engine != "vllm" or not memory:
+        return
+    server = stage.sampling.rollout.vllm
+    if server.url is None and not server.gpus:
+        yield Part("vLLM server", int(server.gpu_memory_utilization * memory))
+
+
+def _teacher(recipe: Recipe, stage: StageConfig) -> tuple[PreTrainedConfig, int] | None:
+    """The config of a stage's teacher and the count of its weights."""
+    if stage.sampling is None or stage.sampling.teacher is None:
+        return None
+    config = read_config(teacher_spec(stage.sampling.teacher, recipe.model))
+    return config, sizes_of(config).parameters

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from keel.analysis.scale.catalogue import DEFAULT, HARDWARE
 from keel.analysis.scale.counts import parameters
 from keel.analysis.scale.shapes import ModelShape, Parallelism, Workload
-from keel.analysis.scale.step import step_cost
+from keel.analysis.scale.step import pass_seconds, step_cost
 from keel.config.schema import Recipe, RLStage
 from keel.config.stage import StageConfig
 from keel.training.setup import loss_config
@@ -46,14 +46,15 @@ class StageTime:
 def time_of(
     recipe: Recipe,
     stage: StageConfig,
-    config: PreTrainedConfig,
-    count: int,
+    policy: tuple[PreTrainedConfig, int],
+    teacher: tuple[PreTrainedConfig, int] | None,
     device: str,
     price: float | None,
 ) -> StageTime | str:
-    """The time of a stage whose model has `count` weights; or why there is none.
+    """The time of a stage; or why there is none.
 
-    `price` is of an hour of one device.
+    `policy` and `teacher` are a model's config and the count of its weights, `price` is of an hour
+    of one device.
     """
     if not stage.shared_by_processes:
         return "only stages of kind rl are in the cost model"
@@ -61,11 +62,14 @@ def time_of(
         return f"the cost model has no data sheet of it, only of {', '.join(KNOWN)}"
     if recipe.model.lora is not None:
         return "adapters are not in the cost model"
-    shape = shape_of(config)
-    if shape is None or abs(parameters(shape) / count - 1) > CLOSE:
+    shape = known_shape(*policy)
+    scoring = None if teacher is None else known_shape(*teacher)
+    if shape is None or (teacher is not None and scoring is None):
         return "the cost model knows decoders with gated MLPs and without experts"
     ranks = recipe.cluster.processes
     rl = cast(RLStage, stage)
+    if rl.keeps_critic and rl.value.name is not None:
+        return "a critic with a model of its own (value.name) is not in the cost model"
     work = work_of(rl)
     spread = Parallelism(
         ranks,
@@ -74,28 +78,43 @@ def time_of(
         checkpointing=recipe.model.activation_checkpointing,
         micro_tokens=stage.token_budget,
     )
-    cost = step_cost(shape, HARDWARE[KNOWN[device]], DEFAULT, spread, work)
-    names = ("generation", "score", "update", "sync")
-    parts = {name: getattr(cost, name) for name in names if getattr(cost, name)}
-    total = cost.seconds * stage.steps
+    machine = HARDWARE[KNOWN[device]]
+    cost = step_cost(shape, machine, DEFAULT, spread, work)
+    score, update = cost.score, cost.update
+    if scoring is not None:
+        score += pass_seconds(scoring, machine, DEFAULT, spread, work, learn=False)
+    if rl.keeps_critic:  # of the policy's shape; it scores and learns on the same batches
+        score += pass_seconds(shape, machine, DEFAULT, spread, work, learn=False)
+        update += cost.update
+    every = {"generation": cost.generation, "score": score, "update": update, "sync": cost.sync}
+    parts = {name: seconds for name, seconds in every.items() if seconds}
+    step = sum(parts.values())
+    total = step * stage.steps
     dollars = None if price is None else round(total / 3600 * ranks * price, 4)
-    return StageTime(parts, cost.seconds, total, ranks, work.mean, work.prompt, dollars)
+    return StageTime(parts, step, total, ranks, work.mean, work.prompt, dollars)
 
 
 def work_of(stage: RLStage) -> Workload:
-    """A step of the stage; passes that score come before those that learn."""
+    """A step of the stage; passes of the policy and the reference that score come before those
+    that learn."""
     rollout, scored = stage.rollout, loss_config(stage)
-    passes = (scored.score_old, scored.score_reference, stage.teacher is not None)
     return Workload(
         sequences=rollout.prompts_per_step * rollout.group_size,
         group=rollout.group_size,
         prompt=stage.prompts.max_tokens or PROMPT_TOKENS,
         mean=max(1.0, MEAN * rollout.max_tokens),
         most=rollout.max_tokens,
-        scored=sum(passes),
+        scored=scored.score_old + scored.score_reference,
         epochs=stage.epochs,
         minibatches=stage.minibatches,
     )
+
+
+def known_shape(config: PreTrainedConfig, count: int) -> ModelShape | None:
+    """The cost model's shape of a model with `count` weights; None where it has none like it."""
+    shape = shape_of(config)
+    close = shape is not None and abs(parameters(shape) / count - 1) <= CLOSE
+    return shape if close else None
 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape | None:

@@ -43,12 +43,15 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
 
     Raises KeelError as the stage itself would.
     """
+    here = recipe.cluster.ray in (None, "local")
     for stage in recipe.stages[current:]:
         if stage.sampling is not None:
+            rollout = stage.sampling.rollout
             _named_stage(stage.name, check_rewards_of_steps, stage.sampling)
-            _named_stage(stage.name, check_engine, stage.sampling.rollout.engine)
-            if stage.sampling.rollout.program is not None:
-                _named_stage(stage.name, load_program, stage.sampling.rollout.program)
+            look = partial(check_engine, server=rollout.vllm, here=here)
+            _named_stage(stage.name, look, rollout.engine)
+            if rollout.program is not None:
+                _named_stage(stage.name, load_program, rollout.program)
     for stage in recipe.stages[current + 1 :]:
         if stage.sampling is not None:
             _named_stage(stage.name, check_evaluated, stage.sampling)

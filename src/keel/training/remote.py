@@ -98,7 +98,9 @@ class PinnedEngine:
             for u in units
         ]
         found: dict[int, Group] = {}
-        for unit, groups in self.pool.wait(futures):
+        for unit, (groups, notes) in self.pool.wait(futures):
+            for line in notes:
+                self.pool.note(line)
             for place, group in zip(units[unit], groups, strict=True):
                 # With the prompt of this process, whose columns rewards compare by identity.
                 found[place] = Group(prompts[place], group.completions)
@@ -289,10 +291,11 @@ class _Trainer:
 
 @dataclass(frozen=True, eq=False)
 class _RolloutWorker:
-    """An engine, and the version of its weights."""
+    """An engine, the version of its weights, and its notes for the process that runs the loop."""
 
     engine: Engine
     version: list[int]
+    notes: list[str]
 
 
 class _RewardWorker:
@@ -352,6 +355,7 @@ def _rollout_worker(
     recipe: Recipe, stage: RLStage, whole: list[SentTensors], logs: Path
 ) -> _RolloutWorker:
     policy = _load(recipe, whole)
+    notes: list[str] = []
     engine = build_engine(
         stage.rollout.engine,
         model=policy.model,
@@ -362,8 +366,9 @@ def _rollout_worker(
         server=stage.rollout.vllm,
         timeout=stage.rollout.timeout,
         log=logs / f"{stage.name}-vllm-{os.getpid()}.log",
+        note=notes.append,
     )
-    return _RolloutWorker(engine, [-1])
+    return _RolloutWorker(engine, [-1], notes)
 
 
 def _sample(
@@ -374,17 +379,20 @@ def _sample(
     n: int,
     sampling: Sampling,
     seed: int,
-) -> list[Group]:
+) -> tuple[list[Group], list[str]]:
+    """The groups, and what the engine has to report since the call before."""
     if worker.version[0] != version:
         worker.engine.sync(weights[0].get())
         worker.version[0] = version
         if isinstance(worker.engine, VersionedEngine):
             worker.engine.weight_version = version
     groups = worker.engine.sample(prompts, n, sampling, seed)
+    notes = worker.notes.copy()
+    worker.notes.clear()
     return [
         Group(group.prompt, tuple(replace(c, weight_version=version) for c in group.completions))
         for group in groups
-    ]
+    ], notes
 
 
 def _describe(trainer: _Trainer) -> tuple[bool, bool]:

@@ -5,7 +5,7 @@ Loops and parts take what is built here; they do not read the recipe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -300,12 +300,13 @@ def build_sampler(
     step: int = 0,
     engine: Engine | None = None,
     log: Path | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Sampler:
     """What samples completions with the weights of `model`, in the recipe's `rollout.dtype`.
 
     Without `model`, with the policy's own weights in their own dtype; or by an `engine`. A new
     engine's count of syncs begins at `step`, the steps that the stage has taken; a server that it
-    starts writes to `log`.
+    starts writes to `log`, and `note` gets a line for each restart of it.
     """
     engine = engine or build_engine(
         rollout.engine,
@@ -317,6 +318,7 @@ def build_sampler(
         server=rollout.vllm,
         timeout=rollout.timeout,
         log=log,
+        note=note,
     )
     if isinstance(engine, VersionedEngine):
         engine.weight_version = step

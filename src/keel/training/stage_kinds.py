@@ -218,6 +218,7 @@ def build_loop(
         step=progress.step,
         engine=engine,
         log=run.folder.logs / f"{stage.name}-vllm.log",
+        note=run.writer.note,
     )
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)

@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,38 @@ class Sampled:
     finish: str
 
 
+class _UnixConnection(http.client.HTTPConnection):
+    """A connection to a Unix socket."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def connections_to(url: str) -> Callable[[float], http.client.HTTPConnection]:
+    """What opens a connection to http://HOST:PORT or unix:PATH, with a timeout in seconds.
+
+    Raises KeelError where `url` is neither.
+    """
+    kind, _, path = url.partition(":")
+    if kind == "unix" and path and "\0" not in path:
+        return lambda timeout: _UnixConnection(path, timeout)
+    with suppress(ValueError, http.client.InvalidURL):
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 80
+        if parts.scheme == "http" and host and parts.path in ("", "/"):
+            http.client.HTTPConnection(host, port)  # checks the name
+            return lambda timeout: http.client.HTTPConnection(host, port, timeout=timeout)
+    raise KeelError(
+        f"rollout.vllm.url = {url!r} is no address: write http://HOST:PORT or unix:PATH"
+    )
+
+
 class VllmClient:
     """Sends requests, each on a connection of its own; `timeout` seconds limit each.
 
@@ -38,12 +70,9 @@ class VllmClient:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
-            raise KeelError(f"rollout.vllm.url = {url!r} is no address: write http://HOST:PORT")
+        self._connection = connections_to(url)
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._address = (parts.hostname, parts.port or 80)
         self._lock = threading.Lock()
         self._open: set[http.client.HTTPConnection] = set()
 
@@ -83,8 +112,15 @@ class VllmClient:
         return True
 
     def model(self) -> str:
-        """The name of the model that the server has."""
-        return str(self.request("GET", "/v1/models")["data"][0]["id"])
+        """The name of the model that the server has. Raises KeelError where it lists none."""
+        found = self.request("GET", "/v1/models")
+        try:
+            return str(found["data"][0]["id"])
+        except (KeyError, IndexError, TypeError):
+            raise KeelError(
+                f"rollout.vllm.url = {self.url!r}: the server there lists no model in /v1/models; "
+                "give the address of a vLLM server"
+            ) from None
 
     def prepare_updates(self, info: Mapping[str, Any]) -> None:
         """Set the weight transfer up. Raises KeelError where the server was started without it."""
@@ -115,7 +151,7 @@ class VllmClient:
         an error of its own, KeelError where it refuses the request.
         """
         limit = timeout or self.timeout
-        connection = http.client.HTTPConnection(*self._address, timeout=limit)
+        connection = self._connection(limit)
         with self._lock:
             self._open.add(connection)
         try:

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -23,7 +23,7 @@ from keel.engines.native import copy_weights
 from keel.engines.sampler import check, occurrences
 from keel.engines.stopping import GOING, LENGTH, REASONS, STOP, Stops, budgets, eos_ids
 from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
-from keel.engines.vllm.server import MODEL, ServerProcess
+from keel.engines.vllm.server import MODEL, ServerProcess, check_server
 from keel.engines.vllm.transfer import (
     FileTransfer,
     WeightTransfer,
@@ -32,6 +32,7 @@ from keel.engines.vllm.transfer import (
     checkpoint_weights,
     choose_transfer,
     server_variables,
+    writing,
 )
 from keel.models.chat import decode
 from keel.models.families import context_length
@@ -55,7 +56,8 @@ class VllmEngine:
     that it does not depend on the rest of the call as far as vLLM's kernels allow. Where it ends,
     and why, is decided by `Stops` over its tokens, as in the native engine; vLLM gets the same
     stops to spare it tokens. The server starts with the first call, from a copy of `model` as it is
-    then. One that fails is started again with the current weights, and what was not done is redone.
+    then. One that fails, or takes longer than `timeout` for a request, is started again with the
+    current weights, and what was not done is redone.
     """
 
     def __init__(
@@ -68,27 +70,25 @@ class VllmEngine:
         dtype: str = "model",
         timeout: float = 1800.0,
         log: Path | None = None,
+        note: Callable[[str], None] | None = None,
     ) -> None:
         """Check the settings; nothing is started yet.
 
-        The server's output goes to `log`; without, to a temporary file that is kept where the
-        server fails.
+        `timeout` is in seconds, of each request. The server's output goes to `log`; without, to a
+        temporary file that is kept where the server fails. `note` gets a line for each restart.
 
-        Raises KeelError where no Python with vLLM is named, and for a model without an
-        end-of-sequence token.
+        Raises KeelError where `server` names none, and for a model without an end-of-sequence
+        token.
         """
         server = VllmServer() if server is None else server
-        if server.url is None and server.interpreter is None:
-            raise KeelError(
-                'rollout.engine = "vllm" needs a Python that has vLLM: set rollout.vllm.python or '
-                "KEEL_VLLM_PYTHON, or give the address of a server in rollout.vllm.url"
-            )
+        check_server(server)
         self.model = model
         self.tokenizer = tokenizer
         self.server = server
         self.max_rows = max_rows
         self.dtype = dtype
         self.timeout = timeout
+        self._note = note
         self.context = context_length(model)
         self.eos = eos_ids(model, tokenizer)
         self.weight_version = 0
@@ -156,7 +156,7 @@ class VllmEngine:
             self._complete({k: v for k, v in requests.items() if k not in done}, take)
 
         if requests:
-            self._redoing(run)
+            self._redoing(run, MAX_RESTARTS)
         return [groups[p] for p in range(len(prompts))]
 
     def sync(self, weights: Mapping[str, Any]) -> None:
@@ -170,7 +170,8 @@ class VllmEngine:
         if self._client is not None:
             changed = {n: w.detach() for n, w in weights.items() if ".lora_" not in n}
             sent = checkpoint_weights(self.model, changed) | adapter_factors(self.model)
-            self._redoing(partial(self._send, sent), restart_is_enough=True)
+            # Sent again to a new server, which has them: another failure would come at every sync.
+            self._redoing(partial(self._send, sent), 1)
 
     def close(self) -> None:
         """End the server that this engine started."""
@@ -180,28 +181,34 @@ class VllmEngine:
 
     # ---------------------------------------------------------------- the server
 
-    def _redoing(self, call: Callable[[], None], restart_is_enough: bool = False) -> None:
-        """Call, and again after each restart of a server that failed.
-
-        A server starts with the current weights, so after one a transfer needs no repetition.
-        """
-        for left in reversed(range(MAX_RESTARTS + 1)):
+    def _redoing(self, call: Callable[[], None], restarts: int) -> None:
+        """Call, and again after each restart of a server that failed, at most so many."""
+        for left in reversed(range(restarts + 1)):
             try:
                 if self._client is None:
                     self._start()
                 call()
                 return
             except ServerFailure as failure:
-                log = "" if self.process is None else f": see {self._log}"
                 self.close()
-                if self.server.url is not None or not left:
+                if self.server.url is not None:
+                    raise KeelError(f"the vLLM server failed: {failure}") from None
+                if not left:
                     self._unlink.detach()
-                    tried = "" if self.server.url else f" (restarted {MAX_RESTARTS} times)"
-                    raise KeelError(f"the vLLM server failed{tried}: {failure}{log}") from None
-            self.restarts += 1
-            if restart_is_enough:
-                self._redoing(lambda: None)
-                return
+                    times = "once" if restarts == 1 else f"{restarts} times"
+                    raise KeelError(
+                        f"the vLLM server failed (restarted {times}): {failure}: see {self._log}"
+                    ) from None
+                self._restarting(failure)
+
+    def _restarting(self, failure: ServerFailure) -> None:
+        """Tell of a restart, in the server's log too, which has what the server said before."""
+        self.restarts += 1
+        text = f"the vLLM server failed and is started again: {failure}"
+        with suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+            log.write(f"keel: {text}\n")
+        if self._note is not None:
+            self._note(f"{text}: see {self._log}")
 
     def _start(self) -> None:
         self._transfer = self._choose_transfer()
@@ -248,9 +255,9 @@ class VllmEngine:
         return [*options, *self.server.arguments]
 
     def _save(self, folder: Path) -> None:
-        with quiet():
+        with quiet(), writing(self._folder):
             self.model.save_pretrained(folder, state_dict=plain_weights(self.model))
-        self.tokenizer.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
 
     def _choose_transfer(self) -> WeightTransfer:
         started = self.server.url is None
@@ -283,9 +290,9 @@ class VllmEngine:
             while waiting:
                 ready, waiting = wait(waiting, TICK, return_when=FIRST_COMPLETED)
                 raise_if_cancelled()
+                heartbeat()  # each request has its own time limit
                 for future in sorted(ready, key=lambda one: places[one]):
                     take(places[future], future.result())
-                    heartbeat()
 
     def _stops(self, sampling: Sampling) -> Stops:
         vocabulary = int(self.model.config.get_text_config().vocab_size)

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import weakref
@@ -15,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from keel.engines.vllm.client import VllmClient
+from keel.config.sampling import VllmServer
+from keel.engines.vllm.client import VllmClient, connections_to
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.sandbox.lifeline import Lifeline
 from keel.types import KeelError
@@ -24,6 +24,9 @@ WORKER = "keel_vllm_worker"
 """Name of the copy of `worker.py` that the server imports."""
 MODEL = "policy"
 """Name of the model on a server that Keel starts."""
+SOCKET = "server.sock"
+LONGEST_ADDRESS = 103
+"""Bytes of a socket's path that every system allows."""
 DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -40,10 +43,12 @@ GRACE = 10.0
 
 
 class ServerProcess:
-    """One server on a free port of the loopback interface.
+    """One server, on a Unix socket in `folder`.
 
-    `folder` holds the model and the copy of `worker.py`; the server's output is appended to `log`.
-    `backend` is that of the weight transfer, `variables` are added to the server's environment.
+    The folder is this user's alone: who reaches the server may change its weights and, where it
+    takes pickled handles, run code in it. The folder also holds the model and the copy of
+    `worker.py`; the server's output is appended to `log`. `backend` is that of the weight transfer,
+    `variables` are added to the server's environment.
     """
 
     def __init__(
@@ -57,12 +62,18 @@ class ServerProcess:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         shutil.copyfile(Path(__file__).with_name("worker.py"), folder / f"{WORKER}.py")
-        port = _free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        address = folder.absolute() / SOCKET
+        if len(os.fsencode(address)) > LONGEST_ADDRESS:
+            raise KeelError(
+                f"{address} is too long for the path of a socket ({LONGEST_ADDRESS} bytes): set "
+                "the environment variable TMPDIR to a folder with a shorter path"
+            )
+        address.unlink(missing_ok=True)  # of a server that was killed
+        self.url = f"unix:{address}"
         self.log = log
         command = [python, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(folder / "model")]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+        command += ["--uds", str(address), "--served-model-name", MODEL]
         command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
         command += ["--worker-extension-cls", f"{WORKER}.WorkerExtension"]
         command += ["--weight-transfer-config", json.dumps({"backend": backend})]
@@ -122,6 +133,28 @@ class ServerProcess:
         self._stop()
 
 
+def check_server(server: VllmServer, here: bool = True) -> None:
+    """Raise KeelError where no server is named, or not in a way that can work.
+
+    `here`: it will run on this machine, so that its Python has to exist.
+    """
+    if server.url is not None:
+        connections_to(server.url)
+        return
+    python = server.interpreter
+    if python is None:
+        raise KeelError(
+            'rollout.engine = "vllm" needs a Python that has vLLM: set rollout.vllm.python or '
+            "KEEL_VLLM_PYTHON, or give the address of a server in rollout.vllm.url"
+        )
+    if here and shutil.which(python) is None:
+        key = "rollout.vllm.python" if server.python else "KEEL_VLLM_PYTHON"
+        raise KeelError(
+            f"{key} = {python!r} is no program: name the Python of an environment that has vLLM "
+            "(docs/howto/vllm.md)"
+        )
+
+
 def passed(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that a server gets: what programs and GPUs need, and no secrets."""
     return {
@@ -138,17 +171,13 @@ def last_error(log: Path) -> str:
     return " ".join(found[-1].split())[-200:]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _end(process: subprocess.Popen[bytes], lifeline: Lifeline) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
+    end = time.monotonic() + GRACE
+    while process.poll() is None and time.monotonic() < end:
+        heartbeat()
+        time.sleep(0.05)
     lifeline.cut()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import tempfile
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from shutil import rmtree
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -148,11 +149,11 @@ def choose_transfer(
     return FileTransfer(base) if own in gpus else NcclTransfer(device)
 
 
-def memory_folder() -> Path:
-    """A new folder of this user's, in memory where the system has /dev/shm."""
-    shared = Path("/dev/shm")
-    parent = shared if os.access(shared, os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="keel-vllm-", dir=parent))
+def new_folder(size: int, shared: Path = Path("/dev/shm")) -> Path:
+    """A new folder of this user's for a file of so many bytes: in memory where the system has
+    /dev/shm and it has space for twice as many, else in the temporary folder."""
+    inside = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2 * size
+    return Path(tempfile.mkdtemp(prefix="keel-vllm-", dir=shared if inside else None))
 
 
 def server_variables(device: torch.device, gpus: Sequence[int]) -> dict[str, str]:
@@ -238,11 +239,29 @@ def _contiguous(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _in_file(weights: Mapping[str, Tensor]) -> Iterator[str]:
-    """The path of a file with the weights, which is there within the block."""
-    folder = memory_folder()
+    """The path of a file with the weights, which is there within the block.
+
+    Raises KeelError where they cannot be written.
+    """
+    kept = {name: weight.cpu() for name, weight in _contiguous(weights).items()}
+    folder = new_folder(sum(weight.nbytes for weight in kept.values()))
+    path = folder / "weights.safetensors"
     try:
-        path = folder / "weights.safetensors"
-        save_file({name: w.cpu() for name, w in _contiguous(weights).items()}, path)
+        with writing(folder):
+            save_file(kept, path)
+        del kept
         yield str(path)
     finally:
-        rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns an error of the block, which writes weights into the folder, into a KeelError."""
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise KeelError(
+            f"the weights for the vLLM server cannot be written to {folder.parent} ({error}): free "
+            "some space there"
+        ) from None

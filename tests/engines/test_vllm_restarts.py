@@ -1,0 +1,126 @@
+"""A vLLM server that fails: restarts, their limits, and what the user sees of them.
+
+The server is a program with vLLM's routes (`fake_vllm`); one of vLLM itself is killed and stopped
+in `test_vllm.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keel.config.load import load_recipe
+from keel.config.sampling import VllmServer
+from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
+from keel.runs.watchdog import watching
+from keel.training.run import train
+from keel.types import KeelError, Sampling
+from tests.engines import fake_vllm
+from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
+
+AGAIN = "the vLLM server failed and is started again: "
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", "/tmp")  # of the socket, whose path must not be long
+    return fake_vllm.write(tmp_path)
+
+
+class Case:
+    """An engine, its log and its notes."""
+
+    def __init__(self, program: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, **fake: Any):
+        monkeypatch.setenv("VLLM_FAKE", json.dumps(fake))
+        self.log, self.notes = program.with_name("log"), list[str]()
+        self.engine = VllmEngine(
+            tiny("llama", dtype=torch.float32),
+            TOKENIZER,
+            server=VllmServer(python=str(program), start_timeout=60.0),
+            timeout=timeout,
+            log=self.log,
+            note=self.notes.append,
+        )
+
+    def sample(self) -> int:
+        groups = self.engine.sample(ragged_prompts(2), 2, Sampling(max_tokens=4), 0)
+        return sum(len(group.completions) for group in groups)
+
+
+def test_a_server_that_hangs_is_started_again(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although what watches the engine has the same time limit as a request."""
+    case = Case(program, monkeypatch, 5.0, hangs=1)
+    with watching("the engine", 5.0, "raise rollout.timeout"):
+        assert case.sample() == 4
+    case.engine.close()
+    assert (case.engine.restarts, fake_vllm.starts(program)) == (1, 2)
+    (note,) = case.notes
+    assert note.startswith(f"{AGAIN}/v1/completions of unix:")
+    assert note.endswith(f"gives no answer within 5 s (rollout.timeout): see {case.log}")
+    assert f"keel: {AGAIN}/v1/completions" in case.log.read_text()
+
+
+def test_an_engine_is_not_hung_while_its_requests_may_take_longer(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(program, monkeypatch, 60.0, seconds=8.0)
+    with watching("the engine", 5.0, "raise rollout.timeout"):
+        assert case.sample() == 4
+    case.engine.close()
+    assert case.notes == []
+
+
+def test_a_server_that_always_fails_ends_the_call(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(program, monkeypatch, 60.0, fails_first=99)
+    with pytest.raises(KeelError, match=rf"restarted {MAX_RESTARTS} times\): .*500.*: see .*log"):
+        case.sample()
+    assert len(case.notes) == MAX_RESTARTS
+    assert fake_vllm.starts(program) == MAX_RESTARTS + 1
+
+
+def test_weights_that_are_refused_twice_end_the_sync(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a server and by the one after it; a failure that goes away is a restart."""
+    case = Case(program, monkeypatch, 60.0, fails=["/update_weights"])
+    weights = dict(case.engine.model.named_parameters())
+    case.sample()
+    with pytest.raises(KeelError, match=r"restarted once\): /update_weights .*500.*: see .*log"):
+        case.engine.sync(weights)
+    assert (len(case.notes), fake_vllm.starts(program)) == (1, 2)
+
+    case = Case(program, monkeypatch, 60.0)
+    case.sample()
+    assert case.engine.process is not None
+    case.engine.process.stop()
+    case.engine.sync(weights)
+    case.engine.close()
+    assert (case.engine.restarts, case.engine.weight_version) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [(), pytest.param(("cluster.ray=local",), marks=pytest.mark.slow)],
+    ids=["here", "ray"],
+)
+def test_a_restart_is_a_note_of_the_run(
+    cluster: tuple[str, ...], program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_FAKE", json.dumps({"fails_first": 1}))
+    keys = ["steps=1", "evaluation.prompts=0", "algorithm.correction.kind=truncate"]
+    keys += ["rollout.engine=vllm", f"rollout.vllm.python={program}", *cluster]
+    keys += ["rollout.vllm.start_timeout=60.0"]
+    run = train(load_recipe("tiny", keys), tmp_path / "run")
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    (note,) = [event["text"] for event in events if AGAIN in event.get("text", "")]
+    log = note.rsplit("see ", 1)[1]
+    assert Path(log).parent == run.logs
+    assert f"keel: {AGAIN}" in Path(log).read_text()
