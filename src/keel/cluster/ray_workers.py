@@ -283,7 +283,7 @@ def _with(held: Any, function: Callable[..., Any], sent: list[Any]) -> Any:
     return function(held, *ray.get(sent[0]))
 
 
-class Outcome(Future[T]):
+class UnitFuture(Future[T]):
     """What a unit of work will give; `begun`: a process has it."""
 
     begun = False
@@ -293,7 +293,7 @@ class Outcome(Future[T]):
 class _Unit:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    future: Outcome[Any] = field(default_factory=Outcome)
+    future: UnitFuture[Any] = field(default_factory=UnitFuture)
     attempts: int = 0
 
 
@@ -329,7 +329,7 @@ class RayPool:
     def workers(self) -> list[RayProcess]:
         return [*self._free, *(worker for worker, _, _ in self._running.values())]
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Outcome[Any]:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> UnitFuture[Any]:
         """Have `function(held, *arguments)` done by the next free process.
 
         The outcome raises what the function raised; KeelError where the unit was lost too often, or
