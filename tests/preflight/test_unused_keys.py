@@ -100,6 +100,7 @@ CASES: list[tuple[Any, ...]] = [
     ("rollout.dtype", rl(), ("algorithm.correction.kind=truncate", "rollout.engine=vllm",
      "rollout.vllm.url=http://127.0.0.1:8000", "rollout.dtype=bfloat16")),
     ("cluster.rollout_workers", rl(), ("cluster.rollout_workers=3",)),
+    ("cluster.deadline", rl(), ("cluster.deadline=30",)),
     ("rollout.vllm.gpus", rl(), ("algorithm.correction.kind=truncate", "rollout.engine=vllm",
                                  "rollout.vllm.gpus=[0]")),
     ("rollout.overlap_rewards", rl(),

@@ -159,7 +159,7 @@ class AsyncCalls:
             self._ended.set()
 
     def restart(self, name: str) -> None:
-        """Give a call its time anew."""
+        """Restart the time limit of a call."""
         self._until[name] = time.monotonic() + self.timeout
         self._ending.renew(self.timeout)
 
