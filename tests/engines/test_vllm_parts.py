@@ -334,8 +334,8 @@ def test_a_server_by_address_is_not_restarted() -> None:
     assert engine.restarts == 0
 
 
-def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, starts = _engine(python=sys.executable), []
+def test_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, starts = _engine(tmp_path / "log", python=sys.executable), []
 
     def start() -> None:
         starts.append(1)
