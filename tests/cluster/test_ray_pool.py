@@ -19,6 +19,8 @@ from keel.runs.loop_thread import LoopThread
 from keel.types import KeelError
 
 pytestmark = pytest.mark.slow
+NOTES: list[str] = []
+"""What the pools say of lost processes."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def ray() -> Iterator[ModuleType]:
 
 def pool_of(ray: ModuleType, role: str, build: Any, *arguments: Any) -> Any:
     start = partial(ray.started, resources=ray.Resources(0.1), threads=1)
-    return ray.RayPool([f"{role} 0"], (build, arguments), start, 60.0, lambda note: None)
+    return ray.RayPool([f"{role} 0"], (build, arguments), start, 60.0, NOTES.append)
 
 
 def slept(*, completions: list[str], **_: Any) -> list[float]:
@@ -71,7 +73,9 @@ def test_a_reward_has_its_time_from_when_its_worker_begins(ray: ModuleType) -> N
         return [(found[name].value, found[name].timed_out) for name in calls]
 
     assert outcomes(1.5, 1.5, 1.5) == [([1.5], False)] * 3
-    assert outcomes(0.1, 60, 0.1)[1] == (None, True)
-    assert outcomes(0.1, 0.1, 0.1) == [([0.1], False)] * 3  # by a new process
+    assert NOTES == []
+    assert outcomes(0.1, 600, 0.1) == [([0.1], False), (None, True), ([0.1], False)]
+    assert outcomes(0.1, 0.1, 0.1) == [([0.1], False)] * 3
+    assert [note.partition(") ")[2] for note in NOTES] == ["was to stop what it did: replaced"]
     pool.close()
     loop.close()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe, connection
@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from keel.cluster.worker import join, leave
+from keel.cluster.worker import LONGEST_WAIT, join, leave, lost_another
 from keel.learn.finite import NotFinite
 from keel.learn.ranks import Ranks
 from keel.runs.process import ProcessLost
@@ -112,13 +112,17 @@ class RankGroup(Generic[M]):
 
     def wait(self) -> None:
         """Until the workers have done what was called."""
-        hanging = _silent(self._workers, self._deadline)
-        if hanging:
-            raise ProcessLost(_late(hanging, self._deadline))
-        for worker in self._workers:
-            error = worker.receive()
-            if error:
-                raise KeelError(f"{worker.name} stopped: {error}")
+        until = time.monotonic() + min(self._deadline, LONGEST_WAIT)
+        waiting = {worker.pipe: worker for worker in self._workers}
+        while waiting:
+            ready = connection.wait(list(waiting), max(until - time.monotonic(), 0))
+            if not ready:
+                raise ProcessLost(_late(list(waiting.values()), self._deadline))
+            for worker in [waiting.pop(pipe) for pipe in ready if isinstance(pipe, Connection)]:
+                error = worker.receive()
+                if error:
+                    stopped = f"{worker.name} stopped: {error}"
+                    raise ProcessLost(_lost(self._workers, {worker.number: stopped}) or stopped)
 
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:
@@ -129,7 +133,7 @@ class RankGroup(Generic[M]):
         except KeelError:
             raise
         except Exception as error:
-            late = time.monotonic() - start >= self._deadline
+            late = lost_another(error) and time.monotonic() - start >= self._deadline
             hanging = _silent(self._workers, PATIENCE) if late else []
             lost = _late(hanging, self._deadline) if hanging else _lost(self._workers)
             if lost is None:
@@ -163,15 +167,15 @@ def start(
         group: RankGroup[Any] = RankGroup(Ranks(0, count), None, workers, deadline)
         with group.naming_the_lost():
             group.wait()
-            # Only while they meet, so that a killed run leaves nothing.
+            # Only at the start, so that a run that is killed later leaves nothing.
             with tempfile.TemporaryDirectory(prefix="keel-ranks-") as folder:
                 meeting = f"file://{Path(folder) / 'rendezvous'}"
                 for worker in workers:
                     worker.send(meeting)
                 join(group.ranks, meeting, device, deadline)
-            stack.callback(leave)
-            group.member = build(group.ranks)
-            group.wait()
+                stack.callback(leave)
+                group.member = build(group.ranks)
+                group.wait()
         yield group
 
 
@@ -185,13 +189,13 @@ def _end(workers: list[RankProcess]) -> None:
         worker.process.wait()
 
 
-def _lost(workers: list[RankProcess]) -> str | None:
-    """Which worker has ended and why; None where all are alive.
+def _lost(workers: list[RankProcess], known: Mapping[int, str] | None = None) -> str | None:
+    """Which worker has ended and why; None where all are alive. `known` are errors of some.
 
     One that was killed comes first: the others end because they lost it.
     """
     connection.wait([worker.pipe for worker in workers], PATIENCE)
-    errors = {}
+    errors = dict(known or {})
     for worker in workers:
         with suppress(EOFError, OSError):
             while worker.pipe.poll():

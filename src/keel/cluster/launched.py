@@ -19,15 +19,13 @@ import torch
 import torch.distributed as dist
 
 from keel.cluster.group import BLOCKED, RankGroup
-from keel.cluster.worker import join, leave
+from keel.cluster.worker import LONGEST_WAIT, join, leave, lost_another
 from keel.learn.finite import NotFinite
 from keel.learn.ranks import Ranks
 from keel.runs.process import keep_freed
 from keel.types import KeelError
 
 M = TypeVar("M")
-LONGEST_WAIT = 20 * 86_400.0
-"""Seconds, since rank 0 may be in a stage that it runs alone; in milliseconds a 32-bit number."""
 
 
 def ranks_of(environment: Mapping[str, str]) -> Ranks:
@@ -62,7 +60,7 @@ def check(processes: int, ray: str | None, ranks: Ranks) -> None:
 
 def _join(ranks: Ranks) -> None:
     device = "cuda" if torch.cuda.device_count() >= ranks.count else "cpu"
-    join(ranks, "env://", device, LONGEST_WAIT)
+    join(ranks, "env://", device, LONGEST_WAIT)  # rank 0 may be in a stage that it runs alone
 
 
 def serve(ranks: Ranks) -> int:
@@ -82,7 +80,7 @@ def serve(ranks: Ranks) -> int:
                     function(member, *arguments)
             dist.barrier()
     except Exception as error:
-        if not _lost_another(error):
+        if not lost_another(error):
             text = " ".join(str(error).split())
             print(f"keel: rank {ranks.number} stopped: {text}", file=sys.stderr)
         return 1
@@ -119,7 +117,7 @@ class LaunchedGroup(RankGroup[M]):
                 raise
             dist.barrier()
         except RuntimeError as error:
-            if not _lost_another(error):
+            if not lost_another(error):
                 raise
             raise KeelError("another rank of torchrun has ended: see its error above") from error
         return result
@@ -145,11 +143,6 @@ def start(
 def _with_threads(threads: int, build: Callable[[Ranks], M], ranks: Ranks) -> M:
     torch.set_num_threads(threads)
     return build(ranks)
-
-
-def _lost_another(error: Exception) -> bool:
-    """Whether an error says that the connection to another rank has ended."""
-    return isinstance(error, dist.DistBackendError) or "gloo" in str(error)
 
 
 def _sent(message: Any) -> Any:

@@ -29,13 +29,14 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from keel.cluster.worker import lost_another
 from keel.runs.process import ProcessLost, keep_freed
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.types import KeelError
 
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+    from ray.exceptions import GetTimeoutError, RayError, RaySystemError, RayTaskError
 except ImportError as error:
     raise KeelError("cluster.ray needs Ray: pip install 'keel-rl[ray]'") from error
 
@@ -44,6 +45,8 @@ POLL = 0.2
 """Seconds between two looks at what is running."""
 PATIENCE = 20.0
 """Seconds in which the end of a process has to be known, after others have lost it."""
+COMMANDS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals for the process that runs the loop; Ray itself shields its processes from SIGINT."""
 ATTEMPTS = 10
 """How often a unit of work is done again, or a process that fails to start is started again."""
 
@@ -85,7 +88,7 @@ def _own_signals() -> Iterator[None]:
     this mask.
     """
     before = signal.getsignal(signal.SIGTERM)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, COMMANDS)
     try:
         yield
     finally:
@@ -104,10 +107,24 @@ class SentTensors:
     def of(cls, tensors: Mapping[str, Tensor]) -> SentTensors:
         """Tensors from any device."""
         content = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
-        return cls(ray.put(content))
+        return cls(_put(content))
 
     def get(self) -> dict[str, Tensor]:
         return load(ray.get(self.reference))
+
+
+def _keep_running() -> None:
+    """Signals that are the command's (`_own_signals`) leave this process running, and end what it
+    starts as anywhere else."""
+    for signum in COMMANDS:
+        signal.signal(signum, lambda *_: None)
+    os.register_at_fork(after_in_child=_default_signals)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, COMMANDS)
+
+
+def _default_signals() -> None:
+    for signum in COMMANDS:
+        signal.signal(signum, signal.SIG_DFL)
 
 
 class Host:
@@ -116,6 +133,7 @@ class Host:
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
         keep_freed()
+        _keep_running()
         self._held: Any = None
 
     def place(self) -> tuple[int, str]:
@@ -229,14 +247,15 @@ class RayGroup:
             ProcessLost: one has ended; with its name.
             KeelError: one raised it, or there is no result within the deadline.
         """
-        sent = ray.put(arguments)
+        sent = _put(arguments)
         first = self._workers[0]
         calls = [w.handle.call.remote(_with, (function, [sent]), w is first) for w in self._workers]
         return self._wait(calls)[0]
 
     def _wait(self, calls: Sequence[Any]) -> list[Any]:
         names = dict(zip(calls, self._workers, strict=False))  # some calls are of the first alone
-        until = time.monotonic() + self._seconds
+        # Time for one to say that another is late.
+        until = time.monotonic() + self._seconds + (PATIENCE if len(calls) > 1 else 0)
         waiting = list(calls)
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=1, timeout=POLL)
@@ -253,19 +272,15 @@ class RayGroup:
                 except RayError as error:
                     raise ProcessLost(f"{names[call].name} has ended: {_line(error)}") from error
             if waiting and time.monotonic() > until:
-                hanging = ", ".join(names[call].name for call in waiting)
-                raise ProcessLost(
-                    f"no answer within {self._seconds:g} s from {hanging}: fix it, or raise "
-                    "cluster.deadline"
-                )
+                raise self._late([names[call] for call in waiting])
         try:
             results: list[Any] = ray.get(list(calls))
         except RayError as error:
             raise ProcessLost(f"results of {self._workers[0].name}: {_line(error)}") from error
         return results
 
-    def _raise_lost(self, error: Exception) -> None:
-        """Raise ProcessLost where the error of one came of the end of another."""
+    def _raise_lost(self, error: RayTaskError) -> None:
+        """Raise ProcessLost where the error of one came of the end of another, or of waiting."""
         until = time.monotonic() + PATIENCE
         places = {w.handle.place.remote(): w for w in self._workers}
         waiting = list(places)
@@ -276,6 +291,21 @@ class RayGroup:
                     ray.get(call)
                 except RayError as lost:
                     raise ProcessLost(f"{places[call].name} has ended: {_line(lost)}") from error
+        if waiting and lost_another(error.cause):
+            raise self._late([places[call] for call in waiting]) from error
+
+    def _late(self, workers: Sequence[RayProcess]) -> ProcessLost:
+        names = ", ".join(worker.name for worker in workers)
+        return ProcessLost(
+            f"no answer within {self._seconds:g} s from {names}: fix it, or raise cluster.deadline"
+        )
+
+
+def _put(value: Any) -> Any:
+    try:
+        return ray.put(value)
+    except RayError as error:
+        raise KeelError(f"Ray cannot take over what is to be sent: {_line(error)}") from error
 
 
 def _with(held: Any, function: Callable[..., Any], sent: list[Any]) -> Any:
@@ -374,8 +404,10 @@ class RayPool:
             while not self._closed:
                 self._hand_out()
                 self._collect()
-        except BaseException as error:
+        except KeelError as error:
             self._fail(error)
+        except Exception as error:  # Ray's, where it has ended
+            self._fail(KeelError(f"the processes of Ray cannot be reached: {_line(error)}"))
 
     def _hand_out(self) -> None:
         with self._changed:
@@ -413,6 +445,13 @@ class RayPool:
                 if unit is None:
                     raise raised from error
                 _settle(unit, error=raised)
+                continue
+            except RaySystemError as error:  # as where a result cannot be read
+                unread = KeelError(f"no result of {worker.name}: {_line(error)}")
+                if unit is None:
+                    raise unread from error
+                self._free.append(worker)
+                _settle(unit, error=unread)
                 continue
             except RayError as error:
                 self._replace(worker, unit, f"has ended ({_line(error)})")

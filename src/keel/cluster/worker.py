@@ -21,6 +21,8 @@ from keel.types import KeelError
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The network interface that each listens on; else it is that of the machine's own name."""
+LONGEST_WAIT = 20 * 86_400.0
+"""Seconds; in milliseconds it still is a 32-bit number."""
 
 
 def join(ranks: Ranks, meeting: str, device: str, seconds: float, loopback: bool = True) -> None:
@@ -38,7 +40,7 @@ def join(ranks: Ranks, meeting: str, device: str, seconds: float, loopback: bool
             init_method=meeting,
             rank=ranks.number,
             world_size=ranks.count,
-            timeout=timedelta(seconds=seconds),
+            timeout=timedelta(seconds=min(seconds, LONGEST_WAIT)),
         )
         met = torch.ones((), device=device)
         dist.all_reduce(met)
@@ -57,6 +59,11 @@ def _on_loopback() -> Iterator[None]:
     finally:
         for name in own:
             del os.environ[name]
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether an error says that the connection to another rank has ended, or that one is late."""
+    return isinstance(error, dist.DistBackendError) or "gloo" in str(error)
 
 
 def leave() -> None:

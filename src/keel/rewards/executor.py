@@ -232,6 +232,7 @@ class AsyncCalls:
             for task in pending:
                 task.cancel()
             self._ended.set()
+            self._ending.__exit__()  # what else is called has a limit of its own
             try:
                 if pending:
                     await asyncio.wait(pending, timeout=0.1)

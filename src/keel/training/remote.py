@@ -159,11 +159,14 @@ class RemoteReward:
         call = self.pool.submit(_RewardWorker.call, self.place, arguments, wanted)
         result = asyncio.wrap_future(call)
         begun = False
-        while not result.done():  # it has its time from when the worker begins
-            if not (begun and call.begun):
-                restart_time_limit()
-            begun = call.begun
-            await asyncio.wait((result,), timeout=POLL)
+        try:
+            while not result.done():  # it has its time from when the worker begins
+                if not (begun and call.begun):
+                    restart_time_limit()
+                begun = call.begun
+                await asyncio.wait((result,), timeout=POLL)
+        finally:
+            call.cancel()  # if it has not ended: the pool then replaces the worker
         value, extras, metric = await result
         if log_extra is not None:
             for name, values in extras.items():
@@ -267,8 +270,11 @@ def remote_stage(
         reference, values = group.call(_describe)
         learner = GroupLearner(group, policy, budget, reference, values)
         learned = {n: w for n, w in policy.model.named_parameters() if w.requires_grad}
-        yield RemoteStage(learner, RemoteEngine(pool, SentTensors.of(learned), step, tell), rewards)
-        tell()
+        engine = RemoteEngine(pool, SentTensors.of(learned), step, tell)
+        try:
+            yield RemoteStage(learner, engine, rewards)
+        finally:
+            tell()
 
 
 def _check_entries(recipe: Recipe) -> None:
