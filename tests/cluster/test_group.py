@@ -36,6 +36,13 @@ from tests.cluster.updates import built, parts_of
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture(autouse=True)
+def _functions_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks call functions of these modules."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 """127.0.0.1 and ::1, as in /proc/net/tcp and tcp6."""
 
