@@ -225,6 +225,7 @@ def remote_stage(
             note(notes.pop(0))
 
     with ExitStack() as stack:
+        stack.callback(tell)
         stack.enter_context(connected(cluster.ray, processes * cluster.cpus))
         whole = SentTensors.of(policy.state_dict())
         trainers: list[RayProcess] = []
@@ -271,10 +272,7 @@ def remote_stage(
         learner = GroupLearner(group, policy, budget, reference, values)
         learned = {n: w for n, w in policy.model.named_parameters() if w.requires_grad}
         engine = RemoteEngine(pool, SentTensors.of(learned), step, tell)
-        try:
-            yield RemoteStage(learner, engine, rewards)
-        finally:
-            tell()
+        yield RemoteStage(learner, engine, rewards)
 
 
 def _check_entries(recipe: Recipe) -> None:
