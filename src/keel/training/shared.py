@@ -48,7 +48,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class SharedLearner(GroupLearner):
-    """A learner whose work all ranks do; its policy is rank 0's, of which every rank has a copy."""
+    """A learner whose work all ranks do; its policy is rank 0's, copied to ranks that sample."""
 
     def weights(self) -> dict[str, Tensor]:
         """The whole policy's weights, which are now those of the learner on every rank."""
