@@ -46,7 +46,7 @@ def test_torchrun_trains_as_processes_of_keel_and_resumes_to_the_same_bytes(
     tmp_path: Path,
 ) -> None:
     keys = ("algorithm=ppo", "steps=6")
-    whole = train(tmp_path / "whole", 2, *keys)
+    sound = train(tmp_path / "whole", 2, *keys)
     folder = tmp_path / "run"
     run = torchrun(2, "train", "tiny", *EVERY_TWO, *keys, "--run", folder, "--quiet")
     until_step(run, folder, 3)
@@ -60,7 +60,7 @@ def test_torchrun_trains_as_processes_of_keel_and_resumes_to_the_same_bytes(
     resumed = torchrun(2, "train", "--resume", "--run", folder, "--quiet")
     error = resumed.communicate(timeout=300)[1]
     assert resumed.returncode == 0, error
-    assert differences(whole, folder) == []
+    assert differences(sound, folder) == []
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from keel.config.load import load_recipe
 from keel.learn.shards import described, load_parts
 from keel.training.non_finite import MAX_DIAGNOSED
 from keel.types import KeelError
-from tests.soak.killing import differences
+from tests.soak.killing import attempt, differences, whole
 
 TOLERANCE = 1e-5
 """float32 sums in another order, over the twelve steps of the recipe `tiny`."""
@@ -35,10 +35,8 @@ def keel(*words: str | Path) -> subprocess.Popen[str]:
 
 
 def train(folder: Path, processes: int, *keys: str) -> Path:
-    """A run of `tiny` to its end."""
-    run = keel("train", "tiny", *EVERY_TWO, f"cluster.processes={processes}", *keys,
-               "--run", folder, "--quiet")  # fmt: skip
-    assert (run.communicate(timeout=300)[1], run.returncode) == ("", 0)
+    """A run of `tiny` to its end; its driver is forked, which is quicker than a command."""
+    whole(load_recipe("tiny", [*EVERY_TWO, f"cluster.processes={processes}", *keys]), folder)
     return folder
 
 
@@ -141,7 +139,7 @@ def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
 
 @pytest.mark.slow
 def test_killed_rank_is_named_and_its_run_resumes_on_any_number(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", 2)
+    sound = train(tmp_path / "whole", 2)
     killed = tmp_path / "killed"
     run = keel("train", "tiny", *EVERY_TWO, "cluster.processes=2", "--run", killed, "--quiet")
     until_step(run, killed, 5)
@@ -159,11 +157,9 @@ def test_killed_rank_is_named_and_its_run_resumes_on_any_number(tmp_path: Path) 
         recipe = copy / "recipe.toml"
         text = recipe.read_text().replace("processes = 2", f"processes = {processes}")
         recipe.write_text(text)
-        resumed = keel("train", "--resume", "--run", copy, "--quiet")
-        resumed.communicate(timeout=300)
-        assert resumed.returncode == 0
-        assert_equal_runs(whole, copy)
-    assert differences(whole, tmp_path / "on-2") == []
+        assert attempt(load_recipe(recipe), copy, None).wrong == ""
+        assert_equal_runs(sound, copy)
+    assert differences(sound, tmp_path / "on-2") == []
 
 
 @pytest.mark.slow
@@ -183,7 +179,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_stops_with_a_checkpoint_and_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", 2)
+    sound = train(tmp_path / "whole", 2)
     folder = tmp_path / "stopped"
     run = keel("train", "tiny", *EVERY_TWO, "cluster.processes=2", "--run", folder, "--quiet")
     until_step(run, folder, 3)
@@ -192,9 +188,8 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resumes_to_the_same_bytes(tmp_path: 
     run.communicate(timeout=60)
     assert run.returncode == 130
     resumed = keel("train", "--resume", "--run", folder, "--quiet")
-    resumed.communicate(timeout=300)
-    assert resumed.returncode == 0
-    assert differences(whole, folder) == []
+    assert (resumed.communicate(timeout=300)[1], resumed.returncode) == ("", 0)
+    assert differences(sound, folder) == []
 
 
 @pytest.mark.parametrize(

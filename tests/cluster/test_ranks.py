@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,27 +14,28 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from keel.learn.ranks import spans
+from tests.cluster.updates import Device, main
+from tests.soak.killing import server
 
 TOLERANCE = 1e-5
 """float32 sums in another order, over ten updates at a rate of 1e-3."""
 
 
 def updated(
-    folder: Path, case: str, count: int, device: str = "cpu"
+    folder: Path, case: str, count: int, device: Device = "cpu"
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """The metrics of ten steps on `count` ranks, and the weights after them."""
     out = folder / str(count)
     out.mkdir()
-    words = [str(count), str(folder / f"rendezvous-{count}"), case, str(out), device]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.updates", str(rank), *words],
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * count, errors
+    words = (count, str(folder / f"rendezvous-{count}"), case, out, device)
+    # A process that is forked cannot use CUDA where its parent has.
+    context = server() if device == "cpu" else multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=main, args=(rank, *words)) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(240)
+    assert [rank.exitcode for rank in ranks] == [0] * count
     metrics = json.loads((out / "metrics.json").read_text())
     return [update for step in metrics for update in step], load_file(out / "weights.safetensors")
 

@@ -13,7 +13,7 @@ import pytest
 from keel.config.load import load_recipe
 from keel.types import KeelError
 from tests.cluster.ray_runs import AHEAD, WORDS, finished, keel, kill, metrics, until_step
-from tests.soak.killing import differences
+from tests.soak.killing import differences, whole
 
 pytest.importorskip("ray")
 
@@ -22,30 +22,30 @@ pytest.importorskip("ray")
 def test_rollout_and_reward_workers_change_no_bit(tmp_path: Path) -> None:
     one, ray = tmp_path / "one", tmp_path / "ray"
     keys = ("threads=1", "steps=4", "algorithm=ppo", "epochs=2")
-    finished(keel("train", "tiny", *keys, "--run", one, "--quiet"))
-    finished(keel("train", "tiny", *keys, *WORDS, "--run", ray, "--quiet"))
+    whole(load_recipe("tiny", keys), one)
+    whole(load_recipe("tiny", [*keys, *WORDS]), ray)
     assert metrics(one) == metrics(ray)
     last = sorted((one / "checkpoints").iterdir())[-1].name
-    whole, found = (
+    wanted, found = (
         {
             file.name: file.read_bytes()
             for file in (run / "checkpoints" / last).glob("*.safetensors")
         }
         for run in (one, ray)
     )
-    assert len(whole) == 5  # policy, critic, their moments, reference
-    assert whole == found
+    assert len(wanted) == 5  # policy, critic, their moments, reference
+    assert wanted == found
 
 
 @pytest.mark.slow
 def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path) -> None:
     """Two trainers; one of each kind is killed, then the process that runs the loop itself, and
     the resumed run is stopped by SIGTERM for all that it has started."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    words = ("train", "tiny", *WORDS, *AHEAD, "steps=28", "cluster.processes=2")
-    finished(keel(*words, "--run", whole, "--quiet"))
-    assert max(row["rollout/staleness/max"] for row in metrics(whole)) == 2
-    run = keel(*words, "--run", killed, "--quiet")
+    sound, killed = tmp_path / "whole", tmp_path / "killed"
+    keys = (*WORDS, *AHEAD, "steps=28", "cluster.processes=2")
+    whole(load_recipe("tiny", keys), sound)
+    assert max(row["rollout/staleness/max"] for row in metrics(sound)) == 2
+    run = keel("train", "tiny", *keys, "--run", killed, "--quiet")
     notes = []
     for step, kind in ((3, "RolloutHost"), (6, "RewardHost"), (9, "TrainerHost")):
         until_step(run, killed, step)
@@ -64,7 +64,7 @@ def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path)
     run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGTERM
     finished(keel("train", "--resume", "--run", killed, "--quiet"))
-    assert differences(whole, killed) == []
+    assert differences(sound, killed) == []
 
 
 @pytest.mark.slow

@@ -1,15 +1,11 @@
-"""Ten updates on ragged batches in one of several processes; run as a module by its test.
-
-python -m tests.cluster.updates RANK COUNT RENDEZVOUS CASE OUT DEVICE
-"""
+"""Ten updates on ragged batches in one of several processes."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -140,8 +136,3 @@ def completion(rng: np.random.Generator, length: int) -> Completion:
     scores = np.where(written, rng.normal(-3, 0.3, length), 0).astype(np.float32)
     tokens = rng.integers(0, 40, length)
     return Completion(tokens, scores, written, "eos", "")
-
-
-if __name__ == "__main__":
-    words: list[Any] = sys.argv[1:]
-    main(int(words[0]), int(words[1]), words[2], words[3], Path(words[4]), words[5])

@@ -18,7 +18,7 @@ from keel.config.load import to_toml
 from keel.runs.reader import load
 from tests.shared import ROOT
 from tests.soak.cases import CASES
-from tests.soak.killing import Ended, Instant, differences, killed, whole
+from tests.soak.killing import Instant, differences, killed, whole
 
 pytestmark = pytest.mark.slow
 
@@ -27,38 +27,31 @@ KILLS = {
     "dynamic": [Instant("row", 1), Instant("row", 3), Instant("row", 1)],
     # Amid the writing of a checkpoint's tensors, and then of its rows.
     "lora-ppo-reset": [Instant("byte", 9_000), Instant("operation", 60)],
-    # Any time of the three stages.
-    "three-stages": [Instant("second", 0.2), Instant("row", 5), Instant("operation", 100)],
+    # In each of the three stages.
+    "three-stages": [Instant("operation", 25), Instant("row", 5), Instant("operation", 100)],
     # Amid the labels of the first round and of the second, and in a stage of each.
     "rounds": [
-        *(Instant("operation", 45), Instant("row", 5), Instant("second", 0.5)),
+        *(Instant("operation", 45), Instant("row", 5), Instant("operation", 70)),
         *(Instant("row", 4), Instant("operation", 30)),
     ],
     "dpo": [Instant("row", 2), Instant("operation", 40)],
     "best": [Instant("row", 4)],
     # With rollouts of the next step in the last checkpoint; in the midst of writing them.
-    "ahead": [Instant("row", 2), Instant("operation", 55), Instant("second", 0.5)],
-    "ahead-overlap-refills": [Instant("row", 3), Instant("second", 0.3)],
+    "ahead": [Instant("row", 2), Instant("operation", 55), Instant("operation", 20)],
+    "ahead-overlap-refills": [Instant("row", 3), Instant("operation", 40)],
     "skip": [Instant("row", 3)],
 }
-"""Where each case dies, in turn. Seconds are a share of the whole run's."""
+"""Where each case dies, in turn."""
 
 
 @pytest.mark.parametrize("case", KILLS)
 def test_killed_and_resumed_run_ends_the_same(case: str, tmp_path: Path) -> None:
     recipe = CASES[case].make(tmp_path)
-    ended = whole(recipe, tmp_path / "whole")
+    whole(recipe, tmp_path / "whole")
     assert CASES[case].shows(load(tmp_path / "whole"))
-    plan = [_within(instant, ended) for instant in KILLS[case]]
-    outcome = killed(recipe, tmp_path / "killed", tmp_path / "whole", plan)
+    outcome = killed(recipe, tmp_path / "killed", tmp_path / "whole", KILLS[case])
     assert outcome.differences == []
-    assert outcome.kills == plan
-
-
-def _within(instant: Instant, ended: Ended) -> Instant:
-    if instant.kind != "second":
-        return instant
-    return Instant("second", instant.at * ended.seconds)
+    assert outcome.kills == KILLS[case]
 
 
 def test_run_killed_after_its_last_checkpoint_ends_the_same(tmp_path: Path) -> None:
