@@ -4,8 +4,9 @@
 
 Each run is the quickstart's supervised stage and then GRPO by Ray: one trainer, and two rollout
 workers whose engine sleeps a millisecond for each token (`slow_engine`). Levels 0 and 2 take the
-same steps on the same prompts, with the same truncated importance sampling. It prints the seconds
-of the steps of the stage rl, of which starting Ray is no part, and greedy validation accuracy.
+same prompts, with the same truncated importance sampling, and as many steps unless `--ahead-steps`
+gives level 2 more of them in its shorter time. It prints the seconds of the steps of the stage rl,
+of which starting Ray is no part, and greedy validation accuracy.
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--level", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--ahead-steps", type=int, help="of the level, if not as many")
     arguments = parser.parse_args()
+    runs = ((0, arguments.steps), (arguments.level, arguments.ahead_steps or arguments.steps))
     pairs: list[Sequence[dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as place:
         for seed in map(int, arguments.seeds.split(",")):
             both = [
-                run(seed, level, arguments.steps, Path(place) / f"{seed}-{level}")
-                for level in (0, arguments.level)
+                run(seed, level, steps, Path(place) / f"{seed}-{level}") for level, steps in runs
             ]
             pairs.append(both)
             for one in both:
