@@ -3,10 +3,11 @@
     python -m studies.ray_async --seeds 0,1,2,3,4
 
 Each run is the quickstart's supervised stage and then GRPO by Ray: one trainer, and two rollout
-workers whose engine sleeps a millisecond for each token (`slow_engine`). Levels 0 and 2 take the
-same prompts, with the same truncated importance sampling, and as many steps unless `--ahead-steps`
-gives level 2 more of them in its shorter time. It prints the seconds of the steps of the stage rl,
-of which starting Ray is no part, and greedy validation accuracy.
+workers whose engine sleeps a millisecond for each token (`slow_engine`). Level 0 and `--level`
+take the same steps on the same prompts, with the same truncated importance sampling; with
+`--ahead-steps` the level takes more of them, to see what it reaches in the time of level 0 (the
+learning rate falls to the same value over all steps). It prints the seconds of the steps of the
+stage rl, of which starting Ray is no part, and greedy validation accuracy.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def run(seed: int, level: int, steps: int, folder: Path) -> dict[str, Any]:
     return {
         "seed": seed,
         "level": level,
+        "steps": steps,
         "before": results["before"]["mean"],
         "after": results["after"]["mean"],
         "seconds": sum(seconds),
@@ -61,7 +63,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--level", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--ahead-steps", type=int, help="of the level, if not as many")
+    parser.add_argument("--ahead-steps", type=int, help="steps of the level (--steps)")
     arguments = parser.parse_args()
     runs = ((0, arguments.steps), (arguments.level, arguments.ahead_steps or arguments.steps))
     pairs: list[Sequence[dict[str, Any]]] = []

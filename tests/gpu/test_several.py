@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.test_processes import metrics, train
+from tests.cluster.test_processes import by_command, metrics
 from tests.cluster.test_ranks import updated
 from tests.gpu import needs_gpus
 
@@ -31,7 +31,7 @@ def test_two_gpus_update_as_one(tmp_path: Path, case: str) -> None:
 def test_a_run_on_two_gpus_is_that_of_one(keys: tuple[str, ...], tmp_path: Path) -> None:
     """`cluster.processes`: the first step is that of one process, and the rest learns on."""
     on_gpus = ('model.device="cuda"', "model.autocast=false", "steps=3", *keys)
-    one = metrics(train(tmp_path / "one", 1, *on_gpus))
-    two = metrics(train(tmp_path / "two", 2, *on_gpus))
+    one = metrics(by_command(tmp_path / "one", 1, *on_gpus))
+    two = metrics(by_command(tmp_path / "two", 2, *on_gpus))
     assert [row["step"] for row in two] == [row["step"] for row in one] == [1, 2, 3]
     assert two[0] == pytest.approx(one[0], abs=TOLERANCE, nan_ok=True)

@@ -27,7 +27,7 @@ KILLS = {
     "dynamic": [Instant("row", 1), Instant("row", 3), Instant("row", 1)],
     # Amid the writing of a checkpoint's tensors, and then of its rows.
     "lora-ppo-reset": [Instant("byte", 9_000), Instant("operation", 60)],
-    # In each of the three stages.
+    # Three times within three stages.
     "three-stages": [Instant("operation", 25), Instant("row", 5), Instant("operation", 100)],
     # Amid the labels of the first round and of the second, and in a stage of each.
     "rounds": [
@@ -84,9 +84,10 @@ def test_differences_of_content_and_names_are_found(tmp_path: Path) -> None:
     ]
 
 
-def test_killed_and_resumed_on_the_command_line_ends_the_same(tmp_path: Path) -> None:
-    """`keel train`, killed while it runs, and `keel train --resume`."""
-    recipe = CASES["ppo-head"].make(tmp_path)
+@pytest.mark.parametrize("case", ["ppo-head", "ahead-overlap-refills"])
+def test_killed_and_resumed_on_the_command_line_ends_the_same(case: str, tmp_path: Path) -> None:
+    """`keel train`, killed at any instant of a later step, and `keel train --resume`."""
+    recipe = CASES[case].make(tmp_path)
     file, folder = tmp_path / "recipe.toml", tmp_path / "killed"
     file.write_text(to_toml(recipe))
     whole(recipe, tmp_path / "whole")

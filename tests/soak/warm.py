@@ -5,6 +5,10 @@ A first run takes seconds to find its libraries, a second one not.
 
 from __future__ import annotations
 
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a forked process cannot use CUDA if its parent has
+
 import tempfile
 from pathlib import Path
 
