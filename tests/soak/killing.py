@@ -2,7 +2,8 @@
 
 The processes are forked from a server that has imported all they need, so that a kill costs a
 fraction of a second. A process is killed by SIGKILL after a record, before an operation on the run
-folder, or after so many seconds; or in the middle of a write, by the kernel's limit on file sizes.
+folder or a module's call, or after so many seconds; or in the middle of a write, by the kernel's
+limit on file sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from keel.config.load import to_toml
 from keel.config.schema import Recipe
 from keel.runs.callbacks import Callback, RunState
 
-Kind = Literal["row", "operation", "second", "byte"]
+Kind = Literal["row", "operation", "module", "second", "byte"]
 
 FREE = frozenset({"timings.jsonl", "events.jsonl", "trackers", ".lock"})
 """What a run folder holds that is no function of recipe and seed."""
@@ -37,8 +38,9 @@ KILLS = (signal.SIGKILL, signal.SIGXFSZ)
 
 @dataclass(frozen=True)
 class Instant:
-    """When a process dies: after its n-th row, before its n-th operation on the run folder, after
-    so many seconds, or where a file would grow past so many bytes."""
+    """When a process dies: after its n-th row, before its n-th operation on the run folder or its
+    n-th call of a model's module, after so many seconds, or where a file would grow past so many
+    bytes."""
 
     kind: Kind
     at: float
@@ -240,6 +242,25 @@ class Operations:
             _die()
 
 
+class Modules:
+    """Counts calls of modules, in scoring, updates and evaluation; before one the process dies."""
+
+    def __init__(self, fatal: float) -> None:
+        self.fatal = fatal
+        self.calls = 0
+
+    def watch(self) -> None:
+        """Install the hook, for the life of the process."""
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        register_module_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == self.fatal:
+            _die()
+
+
 def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> None:
     """The whole life of a process."""
     import tomllib
@@ -257,6 +278,8 @@ def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> 
     parsed = None if resume else load_recipe(tomllib.loads(recipe))
     out.send({})
     operations.watch()
+    if instant is not None and instant.kind == "module":
+        Modules(instant.at).watch()
     if instant is not None and instant.kind == "byte":
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

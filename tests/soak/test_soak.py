@@ -27,18 +27,18 @@ KILLS = {
     "dynamic": [Instant("row", 1), Instant("row", 3), Instant("row", 1)],
     # Amid the writing of a checkpoint's tensors, and then of its rows.
     "lora-ppo-reset": [Instant("byte", 9_000), Instant("operation", 60)],
-    # Three times within three stages.
-    "three-stages": [Instant("operation", 25), Instant("row", 5), Instant("operation", 100)],
+    # Amid a computation, and twice later.
+    "three-stages": [Instant("module", 360), Instant("row", 5), Instant("operation", 100)],
     # Amid the labels of the first round and of the second, and in a stage of each.
     "rounds": [
-        *(Instant("operation", 45), Instant("row", 5), Instant("operation", 70)),
+        *(Instant("operation", 45), Instant("row", 5), Instant("module", 1500)),
         *(Instant("row", 4), Instant("operation", 30)),
     ],
     "dpo": [Instant("row", 2), Instant("operation", 40)],
     "best": [Instant("row", 4)],
     # With rollouts of the next step in the last checkpoint; in the midst of writing them.
-    "ahead": [Instant("row", 2), Instant("operation", 55), Instant("operation", 20)],
-    "ahead-overlap-refills": [Instant("row", 3), Instant("operation", 40)],
+    "ahead": [Instant("row", 2), Instant("operation", 55), Instant("module", 250)],
+    "ahead-overlap-refills": [Instant("row", 3), Instant("module", 100)],
     "skip": [Instant("row", 3)],
 }
 """Where each case dies, in turn."""
