@@ -95,19 +95,47 @@ def test_runs_are_listed_and_overlaid(page: sync_api.Page, served: Served) -> No
     expect(chart).to_have_attribute("aria-label", re.compile("ppo seed 0: training"))
 
 
-def test_page_follows_a_run_that_goes_on(page: sync_api.Page, served: Served) -> None:
-    shutil.copytree(served.folder / "grpo", served.folder / "live", dirs_exist_ok=True)
-    folder = load(served.folder / "live").folder
-    page.goto(f"{served.url}/curves?run=live")
-    page.wait_for_selector("text=step 3 of 3")
-    record = load(folder.path).metrics()[-1]
-    record = {k: v for k, v in record.items() if k not in ("stage", "step")}
-    with Recorder(folder) as recorder:
-        recorder.metrics(0, 4, {**record, "reward": 0.875})
-        recorder.timings(0, 4, {"total": 0.1})
-    page.wait_for_selector("text=step 4 of 3")
-    chart = part(page, "panel-reward").locator(".chart")
-    expect(chart).to_have_attribute("aria-label", re.compile(r"0\.875"), timeout=WAIT)
+def add_steps(folder: Path, *rewards: float) -> None:
+    """Continue a run's records."""
+    place, records = load(folder).folder, load(folder).metrics()
+    metrics = {k: v for k, v in records[-1].items() if k not in ("stage", "step")}
+    with Recorder(place) as recorder:
+        for step, reward in enumerate(rewards, start=len(records) + 1):
+            recorder.metrics(0, step, {**metrics, "reward": reward})
+            recorder.timings(0, step, {"total": 0.1})
+
+
+def test_every_page_follows_a_run_that_goes_on(
+    browser: sync_api.Browser, page: sync_api.Page, served: Served
+) -> None:
+    """Two pages that read the same files: neither takes the news from the other."""
+    folder = served.folder / "live"
+    shutil.copytree(served.folder / "grpo", folder, dirs_exist_ok=True)
+    with tab(browser, served.url) as other:
+        for opened in (page, other):
+            opened.goto(f"{served.url}/curves?run=live")
+            opened.wait_for_selector("text=step 3 of 3")
+        for step, reward in enumerate((0.875, 0.625, 0.375), start=4):
+            add_steps(folder, reward)
+            for opened in (page, other):
+                opened.wait_for_selector(f"text=step {step} of 3")
+                chart = part(opened, "panel-reward").locator(".chart")
+                shown = re.compile(re.escape(f"{step}, {reward}"))
+                expect(chart).to_have_attribute("aria-label", shown, timeout=WAIT)
+
+
+def test_focus_stays_in_the_list_while_a_run_goes_on(page: sync_api.Page, served: Served) -> None:
+    folder = served.folder / "listed"
+    shutil.copytree(served.folder / "grpo", folder, dirs_exist_ok=True)
+    page.goto(served.url)
+    row = part(page, "runs").locator("tr", has_text="listed")
+    link = row.get_by_role("link", name="listed")
+    link.focus()
+    add_steps(folder, 0.125)
+    expect(row).to_contain_text("0.125", timeout=WAIT)
+    expect(link).to_be_focused()
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/curves?run=listed")
 
 
 def test_rollouts_show_group_tokens_and_terms_of_the_loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,12 +69,12 @@ class Database:
                 check_same_thread=False,
             )
             try:
-                self._open(form)
+                self._open(form, timeout)
             except BaseException:
                 self._db.close()
                 raise
 
-    def _open(self, form: Format) -> None:
+    def _open(self, form: Format, timeout: float) -> None:
         # One statement, so that no other process writes between; it changes nothing.
         application, version, names = self._db.execute(
             "SELECT (SELECT application_id FROM pragma_application_id),"
@@ -87,7 +88,7 @@ class Database:
                 f"it is of {other}" if ours else "it belongs to another program or version"
             )
         self._db.execute("PRAGMA foreign_keys = ON")
-        self._db.execute("PRAGMA journal_mode = WAL")
+        self._use_write_ahead_log(timeout)
         self._db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         if ours:
             return
@@ -96,6 +97,19 @@ class Database:
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA application_id = {form.application}")
             self._db.execute(f"PRAGMA user_version = {form.version}")
+
+    def _use_write_ahead_log(self, timeout: float) -> None:
+        """In this one case SQLite does not wait by itself for a process that does the same."""
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not busy or time.monotonic() >= end:
+                    raise
+                time.sleep(0.005)
 
     @contextmanager
     def transaction(self, lasting: bool = True) -> Iterator[None]:

@@ -30,17 +30,19 @@ class FollowedFile:
     """A file of records, of which each `update` reads what was added since.
 
     A file that was cut, as a resumed run does with the records after its checkpoint, is read again
-    from its start.
+    from its start. Several readers may share one: each compares `version`, which grows whenever the
+    columns change, with that of the columns it last used.
     """
 
     path: Path
+    version: int = 0
     _offset: int = 0
     _tail: bytes = b""
     _columns: dict[str, dict[str, tuple[list[float], list[float]]]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def update(self) -> bool:
-        """Read what is new; whether there was anything.
+    def update(self) -> int:
+        """Read what is new; the version after it.
 
         May be called from any thread, as the other methods.
 
@@ -48,20 +50,20 @@ class FollowedFile:
             KeelError: a line is damaged, or the file cannot be read.
         """
         with self._lock:
-            return self._update()
+            self._update()
+            return self.version
 
-    def _update(self) -> bool:
+    def _update(self) -> None:
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
                 if size < self._offset or not self._ends_as_before(file):
                     self._offset, self._tail, self._columns = 0, b"", {}
-                if size == self._offset:
-                    return False
+                    self.version += 1
                 file.seek(self._offset)
                 content = file.read(size - self._offset)
         except FileNotFoundError:
-            return False
+            return
         except OSError as error:
             raise KeelError(f"cannot read {self.path}: {error.strerror}: fix it") from error
         end = content.rfind(b"\n") + 1  # the last line may be half written
@@ -76,7 +78,7 @@ class FollowedFile:
                 values.append(np.nan if value is None else float(value))
         self._offset += end
         self._tail = (self._tail + content[:end])[-64:]
-        return end > 0
+        self.version += end > 0
 
     def stages(self) -> list[str]:
         """The stages that have records, in the order of the run."""

@@ -31,8 +31,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
     shown = Shown("/curves", address.but(run=tuple(names) or (library.names()[0],)))
     try:
         runs = [library.get(name) for name in shown.address.run]
-        for run in runs:
-            run.update()
+        read = [run.update() for run in runs]
         stage = runs[0].stage(address.stage)
     except KeelError as error:
         with page(shown, "curves"):
@@ -56,14 +55,16 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
             await asyncio.sleep(0)
 
     async def refresh() -> None:
+        nonlocal read
         try:
-            news = await background.io_bound(lambda: [run.update() for run in runs])
+            found = await background.io_bound(lambda: [run.update() for run in runs])
         except KeelError as error:
             timer.cancel()
             ui.notify(visible(str(error), 500), type="negative", timeout=0)
             return
-        if not any(news or []):
+        if found is None or found == read:  # None while the server ends
             return
+        read = found
         if len(plotted) != len(panels(runs[0], stage)):
             ui.navigate.reload()
             return

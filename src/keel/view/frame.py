@@ -153,14 +153,6 @@ def header(toggle: Callable[[], object], help_: ui.dialog) -> Iterator[None]:
         help_button.props('flat round dense color=white aria-label="keys"')
 
 
-def linked(table: ui.table, column: str) -> None:
-    """Make the cells of a column links to the `link` of their row, for the keyboard."""
-    table.add_slot(
-        f"body-cell-{column}",
-        '<q-td :props="props"><a :href="props.row.link" @click.stop>{{ props.value }}</a></q-td>',
-    )
-
-
 def problem(text: str) -> None:
     """An error in place of what cannot be shown."""
     ui.label(visible(text, 1_000)).props("role=alert data-testid=problem").classes("text-negative")

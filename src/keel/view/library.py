@@ -49,10 +49,10 @@ class OpenRun:
     def folder(self) -> RunFolder:
         return self.run.folder
 
-    def update(self) -> bool:
-        """Read what was written since the last call; whether there was anything."""
+    def update(self) -> tuple[int, int]:
+        """Read what was written since; the versions of metrics and timings."""
         with self._lock:
-            return self.metrics.update() | self.timings.update()
+            return self.metrics.update(), self.timings.update()
 
     def stage_config(self, stage: str) -> Mapping[str, Any]:
         """The table of a stage in the recipe."""

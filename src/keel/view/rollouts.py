@@ -21,8 +21,9 @@ from keel.analysis.token_values import (
 )
 from keel.types import KeelError
 from keel.view.address import Address
-from keel.view.frame import EVERY, Shown, linked, page, problem
+from keel.view.frame import EVERY, Shown, page, problem
 from keel.view.library import Library
+from keel.view.linked_table import LinkedTable
 from keel.view.rows import (
     PREVIEW,
     Row,
@@ -227,9 +228,8 @@ class RolloutsPage:
         columns[0]["label"] = ""
         for row in rows:
             row["link"] = self.address.but(row=row["id"], token=None).url("/rollouts")
-        table = ui.table(rows=rows, columns=columns, row_key="id").classes("w-full")
+        table = LinkedTable("rank", rows=rows, columns=columns, row_key="id").classes("w-full")
         table.props("dense flat bordered data-testid=group")
-        linked(table, "rank")
         table.on("rowClick", lambda e: self.choose(e.args[1]["id"]))
 
     def _tokens(self, one: Row) -> None:
@@ -373,9 +373,8 @@ class RolloutsPage:
             columns = columns_of(
                 rows, ("step", "reward", "length", "finish", "prompt", "completion")
             )
-            table = ui.table(rows=rows, columns=columns, row_key="id", pagination=10)
+            table = LinkedTable("step", rows=rows, columns=columns, row_key="id", pagination=10)
             table.classes("w-full").props("dense flat bordered data-testid=results")
-            linked(table, "step")
             table.on("rowClick", lambda e: self._open_hit(e.args[1]))
 
     def _hit(self, at: int, hit: Row) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from keel.analysis.diagnosis.values import Diagnosis
 from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
-from keel.view.frame import EVERY, Shown, linked, page, problem
+from keel.view.frame import EVERY, Shown, page, problem
 from keel.view.library import Library, OpenRun
+from keel.view.linked_table import LinkedTable
 from keel.view.rows import columns_of, figure
 from keel.view.status import status_of
 
@@ -32,11 +33,10 @@ def runs_page(library: Library, address: Address) -> None:
                 "outline no-caps data-testid=open"
             )
             ui.label("select several to lay their curves over each other").classes("muted")
-        table = ui.table(
-            rows=rows, columns=columns, row_key="id", selection="multiple", pagination=25
+        table = LinkedTable(
+            "run", rows=rows, columns=columns, row_key="id", selection="multiple", pagination=25
         )
         table.classes("w-full").props("dense flat bordered data-testid=runs")
-        linked(table, "run")
 
         def open_selected() -> None:
             chosen = tuple(row["id"] for row in table.selected) or (table.rows[0]["id"],)
