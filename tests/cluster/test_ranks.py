@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from keel.learn.ranks import spans
+from keel.learn.ranks import prompt_units, spans
+from keel.types import Prompt
 from tests.cluster.updates import Device, main
 from tests.soak.killing import server
 
@@ -74,3 +75,13 @@ def test_shares_are_neighbours_and_nearly_equal(costs: list[int], count: int) ->
         # Each end lies within half of the largest cost of its place.
         gap = abs(sum(costs[at] for at in share) - sum(costs) / count)
         assert gap <= max(costs, default=0)
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 6))
+def test_each_prompt_is_sampled_once_with_its_repetitions(ids: list[int], count: int) -> None:
+    prompts = [Prompt(str(one), "", tokens=(0,) * one) for one in ids]
+    units = prompt_units(prompts, 4, count)
+    assert len(units) == count
+    assert sorted(place for unit in units for place in unit) == [*range(len(ids))]
+    for one in set(ids):
+        assert sum(any(ids[at] == one for at in unit) for unit in units) == 1

@@ -7,11 +7,14 @@ result depends on their number but by rounding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from keel.types import Prompt
 
 T = TypeVar("T")
 
@@ -54,3 +57,19 @@ def spans(costs: Sequence[int], count: int) -> list[range]:
         ends.append(place)
     bounds = [0, *ends, len(costs)]
     return [range(bounds[at], bounds[at + 1]) for at in range(count)]
+
+
+def prompt_units(prompts: Sequence[Prompt], max_tokens: int, count: int) -> list[list[int]]:
+    """`count` lists of places of prompts, for which sampling costs nearly the same.
+
+    All occurrences of a prompt are in one, since their random numbers depend on their order.
+    """
+    costs: Counter[str] = Counter()
+    for prompt in prompts:
+        costs[prompt.id] += len(prompt.tokens) + max_tokens
+    ids = list(costs)
+    units = []
+    for span in spans(list(costs.values()), count):
+        own = {ids[at] for at in span}
+        units.append([at for at, prompt in enumerate(prompts) if prompt.id in own])
+    return units

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -36,16 +35,15 @@ from keel.config.entry import PYTHON
 from keel.config.load import to_toml
 from keel.config.schema import Recipe, RLStage
 from keel.config.sources import RewardSource
-from keel.engines.registry import build_engine
 from keel.learn.learner import Learner
-from keel.learn.ranks import Ranks, spans
+from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, load_policy
 from keel.rewards.batch import Log, Metrics
 from keel.rewards.executor import POLL, restart_time_limit
 from keel.rewards.registry import TASK, NamedReward, RewardContext, load_reward
 from keel.training.group_learner import GroupLearner
-from keel.training.setup import build_learner
+from keel.training.setup import build_learner, rollout_engine
 from keel.types import (
     Engine,
     Group,
@@ -79,17 +77,8 @@ class PinnedEngine:
     def stream(
         self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, on_group: OnGroup
     ) -> list[Group]:
-        """All occurrences of a prompt in one unit, since random numbers depend on their order."""
-        costs: Counter[str] = Counter()
-        for prompt in prompts:
-            costs[prompt.id] += len(prompt.tokens) + sampling.max_tokens
-        ids = list(costs)
-        count = min(SHARES * self.pool.count, len(ids))
-        units = []
-        for share in spans(list(costs.values()), count) if ids else []:
-            own = {ids[at] for at in share}
-            places = [at for at, prompt in enumerate(prompts) if prompt.id in own]
-            units += [places] if places else []
+        units = prompt_units(prompts, sampling.max_tokens, SHARES * self.pool.count)
+        units = [unit for unit in units if unit]
         sent = [replace(prompt, columns={}) for prompt in prompts]  # rewards are called elsewhere
         futures = [
             self.pool.submit(
@@ -360,18 +349,8 @@ def _rollout_worker(
 ) -> _RolloutWorker:
     policy = _load(recipe, whole)
     notes: list[str] = []
-    engine = build_engine(
-        stage.rollout.engine,
-        model=policy.model,
-        tokenizer=policy.tokenizer,
-        max_rows=stage.rollout.max_rows,
-        autocast=policy.autocast,
-        dtype=stage.rollout.dtype,
-        server=stage.rollout.vllm,
-        timeout=stage.rollout.timeout,
-        log=logs / f"{stage.name}-vllm-{os.getpid()}.log",
-        note=notes.append,
-    )
+    log = logs / f"{stage.name}-vllm-{os.getpid()}.log"
+    engine = rollout_engine(policy, stage.rollout, model=policy.model, log=log, note=notes.append)
     return _RolloutWorker(engine, [-1], notes)
 
 

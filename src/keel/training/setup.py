@@ -288,6 +288,33 @@ def scorer(
     )
 
 
+def rollout_engine(
+    policy: Policy,
+    rollout: Rollout,
+    *,
+    model: PreTrainedModel | None = None,
+    log: Path | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Engine:
+    """The engine of a recipe, with the weights of `model` in the recipe's `rollout.dtype`.
+
+    Without `model`, with the policy's own weights in their own dtype. A server that it starts
+    writes to `log`, and `note` gets a line for each restart of it.
+    """
+    return build_engine(
+        rollout.engine,
+        model=policy.model if model is None else model,
+        tokenizer=policy.tokenizer,
+        max_rows=rollout.max_rows,
+        autocast=policy.autocast,
+        dtype="model" if model is None else rollout.dtype,
+        server=rollout.vllm,
+        timeout=rollout.timeout,
+        log=log,
+        note=note,
+    )
+
+
 def build_sampler(
     policy: Policy,
     source: PromptSource,
@@ -302,24 +329,11 @@ def build_sampler(
     log: Path | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Sampler:
-    """What samples completions with the weights of `model`, in the recipe's `rollout.dtype`.
+    """What samples completions, by an `engine` or by a new one (see `rollout_engine`).
 
-    Without `model`, with the policy's own weights in their own dtype; or by an `engine`. A new
-    engine's count of syncs begins at `step`, the steps that the stage has taken; a server that it
-    starts writes to `log`, and `note` gets a line for each restart of it.
+    The engine's count of syncs begins at `step`, the steps that the stage has taken.
     """
-    engine = engine or build_engine(
-        rollout.engine,
-        model=policy.model if model is None else model,
-        tokenizer=policy.tokenizer,
-        max_rows=rollout.max_rows,
-        autocast=policy.autocast,
-        dtype="model" if model is None else rollout.dtype,
-        server=rollout.vllm,
-        timeout=rollout.timeout,
-        log=log,
-        note=note,
-    )
+    engine = engine or rollout_engine(policy, rollout, model=model, log=log, note=note)
     if isinstance(engine, VersionedEngine):
         engine.weight_version = step
     program = None

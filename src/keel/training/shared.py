@@ -9,7 +9,6 @@ so that a run resumes on any number of processes.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,14 +24,13 @@ from keel.cluster import group as started
 from keel.cluster import launched
 from keel.cluster.group import RankGroup
 from keel.config.schema import Recipe, RLStage
-from keel.engines.registry import build_engine
 from keel.learn.learner import Learner
-from keel.learn.ranks import Ranks, spans
+from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, load_policy
 from keel.models.sharded import wholes
 from keel.training.group_learner import GroupLearner
-from keel.training.setup import build_learner
+from keel.training.setup import build_learner, rollout_engine
 from keel.types import Engine, Group, Prompt, Sampling
 
 
@@ -150,16 +148,7 @@ def _member(
         ranks,
         recipe.cluster.offload == "cpu",
     )
-    engine = None
-    if native:
-        engine = build_engine(
-            stage.rollout.engine,
-            model=policy.model,
-            tokenizer=policy.tokenizer,
-            max_rows=stage.rollout.max_rows,
-            autocast=policy.autocast,
-            dtype=stage.rollout.dtype,
-        )
+    engine = rollout_engine(policy, stage.rollout, model=policy.model) if native else None
     return Member(whole, learner, engine)
 
 
@@ -175,14 +164,8 @@ def _take_over(member: Member) -> dict[str, Tensor]:
 def _sample(
     member: Member, prompts: list[Prompt], n: int, sampling: Sampling, seed: int
 ) -> list[Group]:
-    """All occurrences of a prompt on one rank, since random numbers depend on their order."""
     ranks = member.learner.ranks
-    costs: Counter[str] = Counter()
-    for prompt in prompts:
-        costs[prompt.id] += len(prompt.tokens) + sampling.max_tokens
-    ids = list(costs)
-    own = {ids[at] for at in spans(list(costs.values()), ranks.count)[ranks.number]}
-    places = [at for at, prompt in enumerate(prompts) if prompt.id in own]
+    places = prompt_units(prompts, sampling.max_tokens, ranks.count)[ranks.number]
     assert member.engine is not None
     groups = member.engine.sample([prompts[at] for at in places], n, sampling, seed)
     found = dict(
