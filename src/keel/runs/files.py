@@ -73,17 +73,17 @@ def present(path: Path) -> None:
             same = False
         if not same:
             raise KeelError(
-                f"run folder {folder} is gone, or another has its place: mount or move it back"
+                f"folder {folder} is gone, or another has its place: mount or move it back"
             )
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds a run folder for writing; the kernel releases it when the process ends.
+def locked(folder: Path, option: str = "--run") -> Iterator[None]:
+    """Holds a folder for writing; the kernel releases it when the process ends.
 
     An advisory flock(2), of this process alone: neither a forked child nor a program that it
     starts has it. Writes in the folder are refused once it is replaced by another. Raises KeelError
-    where another process, or another caller in this one, holds it.
+    where another process, or another caller in this one, holds it; `option` chooses another.
     """
     lock, owner = folder / LOCK, os.getpid()
     with os_errors(lock):
@@ -94,7 +94,7 @@ def locked(folder: Path) -> Iterator[None]:
     _HELD[descriptor] = folder
     try:
         with os_errors(lock, "lock"):
-            _take(folder, descriptor)
+            _take(folder, descriptor, option)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{owner}\n".encode("ascii"), 0)
         try:
@@ -109,14 +109,14 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _take(folder: Path, descriptor: int) -> None:
+def _take(folder: Path, descriptor: int, option: str) -> None:
     for left in reversed(range(TRIES)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if left == 0:
-                raise _in_use(folder, descriptor) from None
+                raise _in_use(folder, descriptor, option) from None
             time.sleep(BETWEEN)
 
 
@@ -155,11 +155,11 @@ def is_taken(folder: Path) -> bool:
     return False
 
 
-def _in_use(folder: Path, descriptor: int) -> KeelError:
+def _in_use(folder: Path, descriptor: int, option: str = "--run") -> KeelError:
     holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
     by = f" by process {holder}" if holder else ""
     return KeelError(
-        f"run folder {folder} is in use{by}: wait for it to end, or choose another with --run DIR"
+        f"folder {folder} is in use{by}: wait for it to end, or choose another with {option} DIR"
     )
 
 
