@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,8 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def unrendered_plots(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plots are drawn but saved as one pixel: rendering takes longer than a small run itself."""
 
-    def save(figure: Figure, path: Path, **_: Any) -> None:
-        path.write_bytes(PIXEL)
+    def save(figure: Figure, file: BinaryIO, **_: Any) -> None:
+        file.write(PIXEL)
 
     with pytest.MonkeyPatch.context() as patched:
         if not set(RENDERED) & set(request.path.parts):

@@ -138,6 +138,14 @@ def test_curves_must_fit() -> None:
         Curve("x", np.arange(2.0), np.arange(2.0), np.zeros(1), np.zeros(2))
 
 
+def test_a_plot_leaves_what_another_process_writes(tmp_path: Path) -> None:
+    other = tmp_path / ".tmp-a.png"
+    other.write_text("half")
+    reward_curve(tmp_path / "a.png", rows(), "quickstart")
+    assert other.read_text() == "half"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"cannot write .*No such file"):
         reward_curve(tmp_path / "x" / "a.png", rows(), "quickstart")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from keel.cluster.ray_token import before_import
+from keel.cluster.worker import join, leave
 from keel.config.sources import RewardSource
+from keel.learn.ranks import Ranks
 from keel.rewards.executor import AsyncCalls
 from keel.rewards.registry import RewardContext
 from keel.runs.loop_thread import LoopThread
@@ -79,3 +82,12 @@ def test_a_reward_has_its_time_from_when_its_worker_begins(ray: ModuleType) -> N
     assert [note.partition(") ")[2] for note in NOTES] == ["was to stop what it did: replaced"]
     pool.close()
     loop.close()
+
+
+def test_the_address_to_meet_at_is_listened_on_until_the_others_come(ray: ModuleType) -> None:
+    host = object.__new__(ray.Host)
+    node, _, port = host.address().rpartition(":")
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(("", int(port)))
+    join(Ranks(0, 1), f"tcp://{node}:{port}", "cpu", 60.0)
+    leave()

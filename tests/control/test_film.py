@@ -47,6 +47,14 @@ def test_a_long_episode_is_shown_in_part(tmp_path: Path, length: int) -> None:
     assert numbers == sorted(set(numbers))
 
 
+def test_film_leaves_what_another_process_writes(tmp_path: Path) -> None:
+    other = tmp_path / ".tmp-film.gif"
+    other.write_text("half")
+    played(tmp_path / "film.gif", 2)
+    assert other.read_text() == "half"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_an_environment_without_rendering_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "film.gif"
     with pytest.raises(KeelError, match=r"Counter-v0.*cannot be rendered") as caught:

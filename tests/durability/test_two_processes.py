@@ -37,7 +37,7 @@ def test_second_process_is_refused_and_the_first_unharmed(tmp_path: Path, unharm
     run = tmp_path / "run"
     first, sign = waiting(tmp_path, run)
     printed = (
-        f"keel: error: run folder {run} is in use by process {first.pid}: "
+        f"keel: error: folder {run} is in use by process {first.pid}: "
         "wait for it to end, or choose another with --run DIR"
     )
     commands = (

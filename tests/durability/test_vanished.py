@@ -33,7 +33,7 @@ def test_run_on_a_mount_that_vanishes_stops(inside: bool, tmp_path: Path, unharm
         assert code == 2
         assert one_line(err) == (
             "keel: error: stopped after rl step 2 (newest checkpoint: step 2): "
-            f"run folder {run} {GONE}; resume with: keel train --resume --run {run}"
+            f"folder {run} {GONE}; resume with: keel train --resume --run {run}"
         )
         assert list(place.iterdir()) == []
         code, _, err = keel(tmp_path, "train", "--resume", "--run", run)

@@ -123,7 +123,8 @@ def test_the_lock_of_a_folder_follows_no_link_and_waits_for_nobody(
 def test_a_file_written_aside_follows_no_link(outside: Path, tmp_path: Path) -> None:
     target = tmp_path / "file.txt"
     files.aside(target).symlink_to(outside)
-    files.write_text(target, "new")
+    with locked(tmp_path):
+        files.write_text(target, "new")
     assert (target.read_text(), outside.read_text()) == ("new", SECRET)
     assert not target.is_symlink()
 

@@ -190,6 +190,72 @@ def test_undo_and_note(server: Server, store: PreferenceStore, annotator: Open) 
     assert [label.value for label in store.labels(annotator="undo")] == [0.5]
 
 
+def write_note(ann: Annotator, text: str) -> None:
+    """Open the note of the pair, and add to it."""
+    ann.ready()
+    ann.page.keyboard.press("n")
+    expect(ann.part("note-box")).to_be_focused()
+    ann.page.keyboard.press("End")
+    ann.page.keyboard.type(text)
+
+
+def test_keys_wait_while_a_note_is_written(server: Server, annotator: Open) -> None:
+    ann = annotator(server, "writing")
+    write_note(ann, "half a thought")
+    address = ann.page.url
+    keep = ann.page.get_by_role("button", name="Keep")
+    for leave in (
+        lambda: ann.page.keyboard.press("Tab"),
+        lambda: ann.page.locator(".q-card", has=keep).click(position={"x": 5, "y": 5}),
+    ):
+        ann.part("note-box").focus()
+        leave()
+        expect(ann.part("note-box")).not_to_be_focused()
+        for key in ("m", "?", "d"):
+            ann.page.keyboard.press(key)
+    keep.click()  # the server takes it after the keys
+    expect(ann.part("note")).to_have_text("Note: half a thought")
+    expect(ann.part("rubric")).to_be_hidden()
+    assert ann.page.url == address
+
+
+def test_a_kept_note_leaves_the_pair_as_it_was(
+    server: Server, store: PreferenceStore, annotator: Open
+) -> None:
+    show_first(store, 210, "word\n" * 2_000, "other\n" * 2_000)
+    ann = annotator(server, "scrolled")
+    ann.part("left").evaluate("e => { e.scrollTop = 1500 }")
+    write_note(ann, "read so far")
+    ann.page.keyboard.press("Enter")
+    expect(ann.part("note")).to_have_text("Note: read so far")
+    assert ann.part("left").evaluate("e => e.scrollTop") == 1500
+    expect(ann.part("note-box")).to_be_hidden()
+    ann.press("t")
+
+
+def test_a_note_that_cannot_be_kept_stays_in_its_field(server: Server, annotator: Open) -> None:
+    ann = annotator(server, "long")
+    write_note(ann, "x")
+    box = ann.part("note-box")
+    box.evaluate("e => e.removeAttribute('maxlength')")
+    box.fill("x" * 2_001)
+    ann.page.keyboard.press("Enter")
+    expect(ann.page.locator(".q-dialog")).to_contain_text("the note has 2,001 characters")
+    expect(box).to_have_value("x" * 2_001)
+    box.fill("short")
+    ann.page.keyboard.press("Enter")
+    expect(ann.part("note")).to_have_text("Note: short")
+    expect(box).to_be_hidden()
+
+
+def test_a_note_is_that_of_the_other_window(server: Server, annotator: Open) -> None:
+    first, second = annotator(server, "windows"), annotator(server, "windows")
+    for ann, added, whole in ((first, "one", "one"), (second, " two", "one two")):
+        write_note(ann, added)
+        ann.page.keyboard.press("Enter")
+        expect(ann.part("note")).to_have_text(f"Note: {whole}")
+
+
 def test_help_shows_rubric_as_text_and_keys_wait(
     server: Server, store: PreferenceStore, annotator: Open
 ) -> None:

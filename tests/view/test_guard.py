@@ -68,7 +68,20 @@ def test_token_opens_by_query_and_then_by_cookie() -> None:
     opened = ask(guard, host, "token=secret")[0]
     assert opened["status"] == 200
     cookie = dict(opened["headers"])[b"set-cookie"].decode()
-    assert cookie.startswith(f"{COOKIE}=secret; HttpOnly; SameSite=Strict")
-    assert ask(guard, {**host, "cookie": f"{COOKIE}=secret"})[0]["status"] == 200
-    assert ask(guard, {**host, "cookie": f"{COOKIE}=other"})[0]["status"] == 403
+    assert cookie.startswith(f"{COOKIE}-1=secret; HttpOnly; SameSite=Strict")
+    assert ask(guard, {**host, "cookie": f"{COOKIE}-1=secret"})[0]["status"] == 200
+    assert ask(guard, {**host, "cookie": f"{COOKIE}-1=other"})[0]["status"] == 403
     assert ask(guard, host, kind="websocket")[0]["type"] == "websocket.close"
+
+
+@pytest.mark.parametrize("hosts", [("10.0.0.1:1", "10.0.0.1:2"), ("[fd00::1]", "[fd00::1]:2")])
+def test_cookies_of_servers_on_two_ports_are_apart(hosts: tuple[str, str]) -> None:
+    """A browser sends both to each of them."""
+    guards = [Guard(page, None, token) for token in ("first", "second")]
+    cookies = []
+    for host, guard in zip(hosts, guards, strict=True):
+        opened = ask(guard, {"host": host}, f"token={guard.token}")[0]
+        cookies.append(dict(opened["headers"])[b"set-cookie"].decode().partition(";")[0])
+    assert len({cookie.partition("=")[0] for cookie in cookies}) == 2
+    for host, guard in zip(hosts, guards, strict=True):
+        assert ask(guard, {"host": host, "cookie": "; ".join(cookies)})[0]["status"] == 200

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from keel.cli.main import main
 from keel.runs.reader import load
 from keel.types import KeelError
+from keel.workflows import compare
 from keel.workflows.compare import START, Plan, outcome, plan, run
 
 SMALL = ("steps=2", "evaluation.prompts=4", "evaluation.every=1")
@@ -82,6 +84,47 @@ def test_arms_are_recipes_by_algorithms_by_values() -> None:
 def test_a_comparison_of_nothing_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(KeelError, match=message):
         small(**changes)
+
+
+def test_two_comparisons_in_one_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second begins while the first has its runs before it."""
+    out = tmp_path / "out"
+    codes: list[int] = []
+
+    def train(*_: object) -> str:
+        if not codes:
+            codes.append(0)
+            words = ["compare", "tiny", *SMALL, "--seeds", "1", "--out", str(out), "--algorithms"]
+            codes[:] = [main([*words, algorithms]) for algorithms in ("grpo,ppo", "grpo,rloo")]
+        return "not trained"
+
+    monkeypatch.setattr(compare, "_train", train)
+    with pytest.raises(KeelError, match="fewer than two arms"):
+        run(small(seeds=1), out, jobs=1, note=lambda text: None)
+    assert codes == [2, 2]
+    in_use, other = capsys.readouterr().err.splitlines()
+    assert re.search(rf"{out} is in use by process {os.getpid()}: wait .* --out DIR", in_use)
+    assert "holds another comparison" in other
+
+
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(KeelError, match="not empty and holds no comparison"):
+        run(small(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_remains_of_a_killed_start_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (".lock", ".tmp-plan.toml"):
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(compare, "_train", lambda *_: "not trained")
+    with pytest.raises(KeelError, match="fewer than two arms"):
+        run(small(), tmp_path, note=lambda text: None)
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "plan.toml"}
 
 
 @pytest.mark.slow
@@ -172,8 +215,6 @@ def test_interrupted_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
 
 
 def test_command_writes_its_files(tmp_path: Path) -> None:
-    from keel.cli.main import main
-
     words = ["compare", "tiny", "--algorithms", "grpo,ppo", "--seeds", "1", *SMALL]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     with (tmp_path / "out/scores.csv").open() as file:

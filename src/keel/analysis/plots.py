@@ -288,15 +288,9 @@ def drawing(path: Path, height: float) -> Iterator[Figure]:
     """A figure with our style and no state of pyplot's, written when the block ends."""
     with styled(WIDTH, height) as figure:
         yield figure
-        # Next to the target and renamed, so that a reader never sees half a picture.
-        temporary = path.with_name(f".tmp-{path.name}")
-        with files.os_errors(path):
-            try:
-                figure.savefig(temporary, format="png", metadata={"Software": None})
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        # Renamed when it is whole, so that a reader never sees half a picture.
+        with files.replacing(path, sync=False) as file:
+            figure.savefig(file, format="png", metadata={"Software": None})
 
 
 @contextmanager

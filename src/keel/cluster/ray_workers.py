@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from keel.cluster.worker import lost_another
 from keel.runs.process import ProcessLost, keep_freed
@@ -141,10 +142,13 @@ class Host:
         return os.getpid(), socket.gethostname()
 
     def address(self) -> str:
-        """Where other processes can meet: this node and a free port of it."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+        """Where other processes can meet: this node and a port on which this one listens.
+
+        Their store of the same address, made by `init_process_group`, is the one made here.
+        """
+        node = ray.util.get_node_ip_address()
+        self._store = TCPStore(node, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return f"{node}:{self._store.port}"
 
     def build(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[int, str]:
         """Make the object; where this is."""
@@ -219,8 +223,8 @@ class RayGroup:
     def __init__(self, workers: Sequence[RayProcess], seconds: float) -> None:
         self._workers, self._seconds = workers, seconds
 
-    def meet(self) -> str:
-        """Wait until all are there; where they can meet, as HOST:PORT.
+    def meet(self) -> None:
+        """Wait until all are there.
 
         Raises KeelError where one is not there within the deadline.
         """
@@ -232,6 +236,9 @@ class RayGroup:
                 raise worker.missing(self._seconds) from error
             except RayError as error:
                 raise ProcessLost(f"{worker.role} ended at its start: {_line(error)}") from error
+
+    def address(self) -> str:
+        """Where they can meet, as HOST:PORT; the first listens there, on all interfaces."""
         found: str = self._wait([self._workers[0].handle.address.remote()])[0]
         return found
 

@@ -98,14 +98,12 @@ def _frame(env: gym.Env[Any, Any], steps: int, total: float) -> Image:
 
 def _write(path: Path, frames: list[Image], rate: float) -> None:
     pictures = [frame.quantize(64) for frame in frames]
-    temporary = files.aside(path)
-    with files.os_errors(path):
+    with files.replacing(path, sync=False) as file:
         pictures[0].save(
-            temporary,
+            file,
             format="GIF",
             save_all=True,
             append_images=pictures[1:],
             duration=max(1000 / rate, 1000 / FASTEST),
             loop=0,
         )
-        temporary.replace(path)

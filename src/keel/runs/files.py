@@ -7,18 +7,20 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from keel.types import KeelError
 
 ASIDE = ".tmp-"
 """Prefix of everything that is not finished yet. A reader never looks at it."""
+_OF_PROCESS = re.compile(re.escape(ASIDE) + r"(?P<process>\d{1,9})-[0-9a-f]{8}-(?P<name>.+)", re.S)
 LOCK = ".lock"
 TRIES, BETWEEN = 5, 0.02
 """Attempts to take a lock, and seconds between them: `refuse_if_taken` of another process may hold
@@ -71,17 +73,17 @@ def present(path: Path) -> None:
             same = False
         if not same:
             raise KeelError(
-                f"run folder {folder} is gone, or another has its place: mount or move it back"
+                f"folder {folder} is gone, or another has its place: mount or move it back"
             )
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds a run folder for writing; the kernel releases it when the process ends.
+def locked(folder: Path, option: str = "--run") -> Iterator[None]:
+    """Holds a folder for writing; the kernel releases it when the process ends.
 
     An advisory flock(2), of this process alone: neither a forked child nor a program that it
     starts has it. Writes in the folder are refused once it is replaced by another. Raises KeelError
-    where another process, or another caller in this one, holds it.
+    where another process, or another caller in this one, holds it; `option` chooses another.
     """
     lock, owner = folder / LOCK, os.getpid()
     with os_errors(lock):
@@ -92,7 +94,7 @@ def locked(folder: Path) -> Iterator[None]:
     _HELD[descriptor] = folder
     try:
         with os_errors(lock, "lock"):
-            _take(folder, descriptor)
+            _take(folder, descriptor, option)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{owner}\n".encode("ascii"), 0)
         try:
@@ -107,14 +109,14 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _take(folder: Path, descriptor: int) -> None:
+def _take(folder: Path, descriptor: int, option: str) -> None:
     for left in reversed(range(TRIES)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if left == 0:
-                raise _in_use(folder, descriptor) from None
+                raise _in_use(folder, descriptor, option) from None
             time.sleep(BETWEEN)
 
 
@@ -153,11 +155,11 @@ def is_taken(folder: Path) -> bool:
     return False
 
 
-def _in_use(folder: Path, descriptor: int) -> KeelError:
+def _in_use(folder: Path, descriptor: int, option: str = "--run") -> KeelError:
     holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
     by = f" by process {holder}" if holder else ""
     return KeelError(
-        f"run folder {folder} is in use{by}: wait for it to end, or choose another with --run DIR"
+        f"folder {folder} is in use{by}: wait for it to end, or choose another with {option} DIR"
     )
 
 
@@ -186,23 +188,61 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
-    """Replaces a file atomically; with `sync` it is on the disk when this returns."""
-    temporary = aside(path)
+@contextmanager
+def replacing(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
+    """A file that replaces `path` atomically once the block ends; with `sync` it is on disk then.
+
+    Other processes may write `path` at the same time, unless this one holds a lock above it: the
+    last to end has written it. What a killed process left of this is removed.
+    """
+    temporary = aside(path) if _holds(path) else _aside_of_process(path)
     with os_errors(path):
         try:
             temporary.unlink(missing_ok=True)  # a link is not followed
             with temporary.open("xb") as file:
-                file.write(content)
+                yield file
             if sync:
                 sync_path(temporary)
             temporary.replace(path)
             if sync:
                 sync_path(path.parent)
-        except OSError:
+        except BaseException:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
+
+
+def _holds(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in tuple(_HELD.values()))
+
+
+def _aside_of_process(target: Path) -> Path:
+    """`aside` with a name that no other write uses, after those of dead processes were deleted."""
+    with suppress(OSError):
+        for path in target.parent.iterdir():
+            found = _OF_PROCESS.fullmatch(path.name)
+            if found and found["name"] == target.name and not _is_being_written(path):
+                path.unlink(missing_ok=True)
+    return aside(target.with_name(f"{os.getpid()}-{secrets.token_hex(4)}-{target.name}"))
+
+
+def _is_being_written(path: Path) -> bool:
+    """Whether the process in the name of an unfinished file runs."""
+    found = _OF_PROCESS.fullmatch(path.name)
+    try:
+        if found:
+            os.kill(int(found["process"]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return found is not None
+
+
+def write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
+    """Replaces a file atomically; with `sync` it is on the disk when this returns."""
+    with replacing(path, sync) as file:
+        file.write(content)
 
 
 def write_text(path: Path, content: str) -> None:
@@ -259,10 +299,14 @@ def make_folder(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Deletes the files of interrupted writes; only for the process that holds the lock."""
+    """Deletes the files of interrupted writes; only for the process that holds the lock.
+
+    Those of processes that run stay: a report may be written meanwhile.
+    """
     if not folder.is_dir():
         return []
-    leftovers = sorted(path for path in folder.iterdir() if path.name.startswith(ASIDE))
+    unfinished = sorted(path for path in folder.iterdir() if path.name.startswith(ASIDE))
+    leftovers = [path for path in unfinished if not _is_being_written(path)]
     for path in leftovers:
         remove(path)
     return leftovers

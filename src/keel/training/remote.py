@@ -249,13 +249,13 @@ def remote_stage(
                 )
                 stack.callback(one.close)
                 rewards |= {place: RemoteReward(one, place) for place in own}
-        address = group.meet()
+        group.meet()
         parts = (recipe, stage, seed, budget.tokens, resume_from, [whole])
         ranks = [Ranks(number, cluster.processes) for number in range(cluster.processes)]
         with TemporaryDirectory(prefix="keel-ranks-") as folder:
-            # A port would listen on all interfaces.
-            local = cluster.ray == "local"
-            meeting = f"file://{Path(folder) / 'rendezvous'}" if local else f"tcp://{address}"
+            meeting = f"file://{Path(folder) / 'rendezvous'}"
+            if cluster.ray != "local":
+                meeting = f"tcp://{group.address()}"
             group.build(_trainer, [(*parts, own, meeting) for own in ranks])
         reference, values = group.call(_describe)
         learner = GroupLearner(group, policy, budget, reference, values)

@@ -35,10 +35,14 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        # Browsers send a cookie to every port of a host: a name of its own for each server.
+        port = headers.get("host", "").rpartition(":")[2]
+        name = f"{COOKIE}-{port}" if port.isdecimal() else COOKIE
         wrong = self._wrong_host(headers)
         given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
         by_query = self._fits(given)
-        if wrong is None and not by_query and not self._fits(_cookie(headers.get("cookie", ""))):
+        by_cookie = self._fits(_cookie(headers.get("cookie", ""), name))
+        if wrong is None and not by_query and not by_cookie:
             wrong = "this page needs the token that the command printed: open the address with it"
         if wrong is not None:
             await _refuse(scope, receive, send, wrong)
@@ -51,7 +55,7 @@ class Guard:
                     (b"referrer-policy", b"no-referrer"),
                 ]
                 if self.token is not None and by_query:
-                    cookie = f"{COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+                    cookie = f"{name}={self.token}; HttpOnly; SameSite=Strict; Path=/"
                     added.append((b"set-cookie", cookie.encode()))
                 message["headers"] = [*message.get("headers", []), *added]
             await send(message)
@@ -74,9 +78,9 @@ class Guard:
         return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def _cookie(text: str) -> str:
+def _cookie(text: str, name: str) -> str:
     try:
-        found = SimpleCookie(text).get(COOKIE)
+        found = SimpleCookie(text).get(name)
     except CookieError:
         return ""
     return "" if found is None else found.value

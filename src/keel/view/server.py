@@ -43,30 +43,32 @@ def serve_pages(
 
     local = host in LOOPBACK
     token = None if local else _token()
-    port = _free_port(host, port)
     app.add_middleware(Guard, hosts=LOOPBACK if local else None, token=token)
     named = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
         named = socket.gethostname()
     query = "" if token is None else f"?token={token}"
-
-    def ready() -> None:
+    with listen(host, port) as listener:
+        port = int(listener.getsockname()[1])
         url = f"http://{named}:{port}"
-        announce(f"{command}: {url}{start}{query} (Ctrl-C stops it)")
-        for path in others:
-            announce(f"{path.strip('/')}: {url}{path}{query}")
 
-    app.on_startup(ready)
-    ui.run(
-        host=host,
-        port=port,
-        title="Keel",
-        favicon="📈",
-        dark=None,
-        reload=False,
-        show=f"{start}{query}" if browser else False,
-        show_welcome_message=False,
-    )
+        def ready() -> None:
+            announce(f"{command}: {url}{start}{query} (Ctrl-C stops it)")
+            for path in others:
+                announce(f"{path.strip('/')}: {url}{path}{query}")
+
+        app.on_startup(ready)
+        ui.run(
+            host=host,
+            port=port,
+            fd=listener.fileno(),
+            title="Keel",
+            favicon="📈",
+            dark=None,
+            reload=False,
+            show=f"{start}{query}" if browser else False,
+            show_welcome_message=False,
+        )
 
 
 def _token() -> str:
@@ -76,20 +78,29 @@ def _token() -> str:
     return given or secrets.token_urlsafe(24)
 
 
-def _free_port(host: str, wanted: int | None) -> int:
-    """The port to bind; raises KeelError where it is taken, or the host is not of this machine."""
+def listen(host: str, wanted: int | None) -> socket.socket:
+    """A socket that listens on a port, which no other process can take from then on.
+
+    Raises KeelError where the port is taken, or the host is not of this machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (8765, 0) if wanted is None else (wanted,):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                why = error.strerror or error
-                if wanted is None and port != 0:
-                    continue
-                raise KeelError(
-                    f"cannot serve on {host}:{port}: {why}: choose another --port or --host"
-                ) from error
-            return int(probe.getsockname()[1])
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            # uvicorn takes a descriptor for one of AF_UNIX, for which asyncio does not set this.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            listener.bind((host, port))
+            listener.listen()  # of two sockets that are bound to one port only one may listen
+        except OSError as error:
+            listener.close()
+            why = error.strerror or error
+            if wanted is None and port != 0:
+                continue
+            raise KeelError(
+                f"cannot serve on {host}:{port}: {why}: choose another --port or --host"
+            ) from error
+        return listener
     raise KeelError(f"no free port on {host}: name one with --port")

@@ -2,6 +2,7 @@
 
 DIR/comparison.json  scores.csv  curves.csv  curves.png
 DIR/plan.toml        what is compared; another comparison in the same folder is refused
+DIR/.lock            held while it goes on
 DIR/runs/ARM/seed-S/ ordinary run folders; DIR/runs/start/seed-S/ the stages that arms share
 """
 
@@ -32,6 +33,7 @@ from keel.types import KeelError
 from keel.workflows.processes import Children
 
 START = "start"
+PLAN = "plan.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +169,23 @@ def run(
 ) -> Outcome:
     """Run what is not finished yet, `jobs` runs at a time, and compare.
 
-    Raises KeelError where the folder holds another comparison; KeyboardInterrupt after Ctrl-C or
-    SIGTERM, with every run stopped at a checkpoint: the same call goes on from there.
+    Raises KeelError where the folder holds another comparison, or another process compares in it;
+    KeyboardInterrupt after Ctrl-C or SIGTERM, with every run stopped at a checkpoint: the same
+    call goes on from there.
     """
-    _keep_plan(chosen, folder)
+    _refuse_other(chosen, folder)  # before there is a lock in it
+    with files.os_errors(folder, "make"):
+        folder.mkdir(parents=True, exist_ok=True)
+    with files.locked(folder, "--out"):
+        _refuse_other(chosen, folder)
+        files.write_text(folder / PLAN, _document(chosen))
+        return outcome(chosen, folder, _run_all(chosen, folder, jobs, note))
+
+
+def _run_all(
+    chosen: Plan, folder: Path, jobs: int | None, note: Callable[[str], None]
+) -> list[FailedRun]:
+    """Run what is not finished yet; the runs that failed."""
     cores = _cores()
     jobs = min(jobs or cores, cores)
     threads = max(1, cores // jobs)
@@ -200,7 +215,7 @@ def run(
             failed += [] if found is None else [found]
     if children.stopped.is_set():
         raise KeyboardInterrupt
-    return outcome(chosen, folder, failed)
+    return failed
 
 
 def outcome(chosen: Plan, folder: Path, failed: Sequence[FailedRun] = ()) -> Outcome:
@@ -289,20 +304,23 @@ def _finished(path: Path) -> bool:
     return (path / RECIPE).is_file() and bool(load(path).info().get("finished"))
 
 
-def _keep_plan(chosen: Plan, folder: Path) -> None:
-    """Write what is compared; KeelError where the folder is of something else."""
-    path = folder / "plan.toml"
-    document = tomli_w.dumps(chosen.document())
-    if path.is_file() and path.read_text(encoding="utf-8") != document:
-        raise KeelError(
-            f"{folder} holds another comparison (plan.toml differs): give another --out, or the "
-            "recipes and keys that it was made with"
-        )
-    if not path.is_file() and folder.is_dir() and any(folder.iterdir()):
-        raise KeelError(f"{folder} is not empty and holds no comparison: give another --out")
-    with files.os_errors(folder, "make"):
-        folder.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, document)
+def _document(chosen: Plan) -> str:
+    return tomli_w.dumps(chosen.document())
+
+
+def _refuse_other(chosen: Plan, folder: Path) -> None:
+    """KeelError where the folder is of something else than this comparison."""
+    path = folder / PLAN
+    if path.is_file():
+        if path.read_text(encoding="utf-8") != _document(chosen):
+            raise KeelError(
+                f"{folder} holds another comparison (plan.toml differs): give another --out, or "
+                "the recipes and keys that it was made with"
+            )
+    elif folder.is_dir():
+        of_a_start = {files.LOCK, files.aside(path).name}
+        if {inside.name for inside in folder.iterdir()} - of_a_start:
+            raise KeelError(f"{folder} is not empty and holds no comparison: give another --out")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -71,12 +72,15 @@ def _key(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
 
 
 def _made(name: str, key: str, compiler: tuple[str, ...], flags: tuple[str, ...]) -> Path:
-    """The library, compiled if missing or damaged: a truncated one would crash the process."""
+    """The library, compiled if missing or damaged: a truncated one would crash the process.
+
+    What is damaged stays until it is replaced: another process may have done that by now.
+    """
     folder = _folder()
     for path in folder.glob(f"{name}-{key[:24]}-*.so"):
-        if path.stem.endswith(_digest(path)):
-            return path
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            if path.stem.endswith(_digest(path)):
+                return path
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         unlinked, new = Path(inside, "made.o"), Path(inside, "made.so")
         _call(*compiler, *flags, "-c", str(SOURCES / f"{name}.c"), "-o", str(unlinked))

@@ -94,7 +94,8 @@ class LabellingPage:
                     )
                     ui.label("Others may still skip some, and new ones may come.")
             self._others()
-            listen(self._keys(), held=False)
+            keys = self._keys().items()
+            listen({key: (what, partial(self._press, do)) for key, (what, do) in keys}, held=False)
         self.since = time.monotonic()
 
     def _pair(self, shown: ShownPair) -> None:
@@ -118,9 +119,8 @@ class LabellingPage:
 
     def _others(self) -> None:
         """The other actions, the note, and what was done last."""
-        if self.shown is not None and self.shown.note:
-            note = visible(self.shown.note, LONGEST_NOTE, prose=True)
-            ui.label(f"Note: {note}").classes("muted").props("data-testid=note dir=auto")
+        with ui.element("div").style("display: contents") as self.note_line:
+            self._show_note("" if self.shown is None else self.shown.note)
         with ui.element("div").classes("others"):
             if self.shown is None:
                 _button("Enter", "Look again", self._look, "look")
@@ -133,6 +133,13 @@ class LabellingPage:
             status = ui.label(visible(self.status, 500)).classes("status")
             status.classes("text-negative" if self.failed else "muted")
             status.props("data-testid=status aria-live=polite")
+
+    def _show_note(self, note: str) -> None:
+        self.note_line.clear()
+        if note:
+            with self.note_line:
+                label = ui.label(f"Note: {visible(note, LONGEST_NOTE, prose=True)}")
+                label.classes("muted").props("data-testid=note dir=auto")
 
     def _keys(self) -> Keys:
         left, right = partial(self._label, "left"), partial(self._label, "right")
@@ -150,6 +157,10 @@ class LabellingPage:
             "Enter": ("look again for a pair, where there was none", self._look),
             "?": ("the rubric and the keys", self._toggle_help),
         }
+
+    def _press(self, do: Callable[[], object]) -> object:
+        """What a key does; nothing while a note is written, wherever in its dialog the focus is."""
+        return None if self.note.value else do()
 
     def _help(self) -> None:
         with ui.dialog() as self.help, ui.card().style("max-width: 720px; width: 100%"):
@@ -242,18 +253,26 @@ class LabellingPage:
                 ui.button("Keep", on_click=self._keep_note).props("no-caps")
                 ui.button("Cancel", on_click=self.note.close).props("flat no-caps")
 
-    def _open_note(self) -> None:
-        if self.shown is not None and self._ready():
-            self.box.value = self.shown.note
-            self.note.open()
+    async def _open_note(self) -> None:
+        if self.shown is None or not self._ready():
+            return
+        self.busy = True  # no other pair may take this one's place meanwhile
+        try:
+            _, note = await self._call(partial(self.session.note, self.shown))
+        finally:
+            self.busy = False
+        self.box.value, self.box.error = note or "", None
+        self.note.open()
 
     async def _keep_note(self) -> None:
         if self.shown is None:
             return
-        self.note.close()
-        wrong, _ = await self._call(partial(self.session.set_note, self.shown, self.box.value))
-        self.status, self.failed = wrong or self.status, bool(wrong)
-        await self._show()
+        note = self.box.value
+        wrong, _ = await self._call(partial(self.session.set_note, self.shown, note))
+        self.box.error = wrong or None
+        if not wrong:
+            self.note.close()
+            self._show_note(note.strip())
 
     def _toggle_help(self) -> None:
         self.help.set_value(not self.help.value)

@@ -135,7 +135,7 @@ def test_note_is_stored_and_comes_back_by_undo(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 2) as store:
         one = session(store)
         one.set_note(shown(one), "  typed by mistake \n")
-        assert shown(one).note == "typed by mistake"
+        assert shown(one).note == one.note(shown(one)) == "typed by mistake"
         assert one.submit(shown(one), "left").note == "typed by mistake"
         assert shown(one).note == ""
         undone = one.undo()

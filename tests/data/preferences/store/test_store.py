@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sqlite3
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -340,6 +341,16 @@ def test_files_that_are_no_store_are_refused(tmp_path: Path) -> None:
             PreferenceStore(path, create=create)
         assert "\n" not in str(caught.value)
         assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_a_store_that_another_process_makes_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.db"
+    path.touch()  # as SQLite leaves it until the first page is written
+    monkeypatch.setattr(time, "sleep", lambda _: made(path, 1).close())
+    with PreferenceStore(path) as store:
+        assert len(list(store.pairs())) == 1
 
 
 def test_a_locked_store_is_one_line(tmp_path: Path) -> None:

@@ -129,6 +129,11 @@ class AnnotationSession:
         swap = choose(0.5, "side", self.settings.seed, self.name, judged.pair.id)
         return "second" if swap else "first"
 
+    def note(self, shown: ShownPair) -> str:
+        """The note on a pair as it is now: another window may have changed it."""
+        with self._lock:
+            return self._notes.get(shown.lease.id, "")
+
     def set_note(self, shown: ShownPair, note: str) -> None:
         """Keep a note until its pair is labelled. Raises KeelError where it is too long."""
         note = note.strip()

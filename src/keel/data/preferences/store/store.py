@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,8 @@ from keel.types import KeelError
 R = TypeVar("R")
 PAGE = 1000
 """Rows that are read at a time; none is held while the caller works on them."""
+TRIES, BETWEEN = 50, 0.02
+"""Looks at an empty file, and seconds between them: another process may be making it a store."""
 LEASE = 1800.0
 """Seconds for which an annotator has a pair."""
 
@@ -53,7 +56,7 @@ class PreferenceStore:
 
     def __init__(self, path: Path, *, create: bool = False, timeout: float = 30.0) -> None:
         self.path = path
-        if not create and not is_database(path):
+        if not create and not _is_there(path):
             what = "it is no store" if path.exists() else "there is no such file"
             raise KeelError(f"preference store {path}: {what}: name a store's file")
         if create and not path.parent.is_dir():
@@ -426,3 +429,17 @@ def _where(prefix: str = "", **columns: Any) -> tuple[str, list[Any]]:
     """The conditions of the columns that are not None, each after an AND, and their values."""
     given = {name: value for name, value in columns.items() if value is not None}
     return "".join(f" AND {prefix}{name} = ?" for name in given), list(given.values())
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file is a database, at once or when who makes it has written its first page."""
+    for _ in range(TRIES):
+        if is_database(path):
+            return True
+        try:
+            if not path.is_file() or path.stat().st_size > 0:
+                return False
+        except OSError:
+            return False
+        time.sleep(BETWEEN)
+    return False
