@@ -23,7 +23,7 @@ from keel.types import KeelError
 from tests.soak.killing import differences, whole
 
 TOLERANCE = 1e-5
-"""float32 sums in another order, over the twelve steps of the recipe `tiny`."""
+"""float32 sums in another order, over 24 steps at most of the recipe `tiny`."""
 EVERY_TWO = ("threads=1", "checkpoints.every=2")
 
 
@@ -147,9 +147,10 @@ def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
 
 @pytest.mark.slow
 def test_killed_rank_is_named_and_its_run_resumes_on_any_number(tmp_path: Path) -> None:
-    sound = train(tmp_path / "whole", 2)
+    sound = train(tmp_path / "whole", 2, "steps=24")
     killed = tmp_path / "killed"
-    run = keel("train", "tiny", *EVERY_TWO, "cluster.processes=2", "--run", killed, "--quiet")
+    keys = (*EVERY_TWO, "cluster.processes=2", "steps=24")
+    run = keel("train", "tiny", *keys, "--run", killed, "--quiet")
     until_step(run, killed, 5)
     (rank,) = children(run.pid)
     os.kill(rank, signal.SIGKILL)
@@ -187,9 +188,10 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_stops_with_a_checkpoint_and_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    sound = by_command(tmp_path / "whole", 2)
+    sound = by_command(tmp_path / "whole", 2, "steps=24")
     folder = tmp_path / "stopped"
-    run = keel("train", "tiny", *EVERY_TWO, "cluster.processes=2", "--run", folder, "--quiet")
+    keys = (*EVERY_TWO, "cluster.processes=2", "steps=24")
+    run = keel("train", "tiny", *keys, "--run", folder, "--quiet")
     until_step(run, folder, 3)
     for process in (run.pid, *children(run.pid)):  # a terminal sends it to all of them
         os.kill(process, signal.SIGINT)

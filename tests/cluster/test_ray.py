@@ -12,7 +12,7 @@ import pytest
 
 from keel.config.load import load_recipe
 from keel.types import KeelError
-from tests.cluster.ray_runs import AHEAD, WORDS, finished, keel, kill, metrics, until_step
+from tests.cluster.ray_runs import AHEAD, WAIT, WORDS, finished, keel, kill, metrics, until_step
 from tests.soak.killing import differences, whole
 
 pytest.importorskip("ray")
@@ -61,7 +61,7 @@ def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path)
     run = keel("train", "--resume", "--run", killed, "--quiet")
     until_step(run, killed, 20)
     os.killpg(run.pid, signal.SIGTERM)
-    run.communicate(timeout=60)
+    run.communicate(timeout=WAIT)
     assert run.returncode == 128 + signal.SIGTERM
     finished(keel("train", "--resume", "--run", killed, "--quiet"))
     assert differences(sound, killed) == []
@@ -73,7 +73,7 @@ def test_a_trainer_that_is_always_lost_ends_the_run_with_its_name(tmp_path: Path
     run = keel("train", "tiny", *WORDS, "cluster.restarts=0", "--run", folder, "--quiet")
     until_step(run, folder, 2)
     process = kill(run, "TrainerHost")
-    error = run.communicate(timeout=60)[1]
+    error = run.communicate(timeout=WAIT)[1]
     assert run.returncode == 2
     assert f"trainer 0 (process {process} on " in error
     assert "resume with: keel train --resume" in error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import multiprocessing.forkserver
 import os
 import subprocess
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ def own_namespace() -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() != 0 or libc.unshare(CLONE_NEWNS) != 0:
         return False
+    # One that another test has started has the mounts of before; the next starts with these.
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
     return subprocess.run(["mount", "--make-rprivate", "/"], capture_output=True).returncode == 0
 
 

@@ -192,7 +192,7 @@ def test_a_call_that_is_abandoned_ends_with_all_it_runs() -> None:
     Scorer([asked.reward]).close()
     calling.join(60.0)
     assert ended == ["stopped before its end"]
-    assert children() == before
+    assert children() <= before
     assert asked.extras == {}
     assert asked([RIGHT], tests=[ASSERTS]) == [1]
 

@@ -333,7 +333,7 @@ def test_a_blocked_event_loop_is_named_though_other_parts_wait() -> None:
             release.wait(WAIT)
         return [0.0] * len(number)
 
-    scorer = Scorer([named_reward(blocks)], timeout=0.1, on_error="skip")
+    scorer = Scorer([named_reward(blocks)], timeout=1.0, on_error="skip")
     failed = overlapped(scorer, groups(2), [0, 1]).failures
     assert failed["blocks"] >= 3
     release.set()

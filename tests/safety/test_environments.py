@@ -131,7 +131,7 @@ def test_what_goes_wrong_there_is_told_here(doing: str, says: str) -> None:
         with pytest.raises(KeelError, match=says) as error:
             environments.step(np.zeros(2, dtype=np.int64))
         assert "\n" not in str(error.value)
-    assert descendants(os.getpid()) == before
+    assert descendants(os.getpid()) <= before
 
 
 @pytest.mark.parametrize(
@@ -185,4 +185,4 @@ def test_what_is_let_go_of_leaves_nothing() -> None:
     environments = Environments(Environment(id="Odd-v0", count=2, vectorization="async"), 2, 0)
     assert len(descendants(os.getpid()) - before) == 2
     del environments
-    assert descendants(os.getpid()) == before
+    assert descendants(os.getpid()) <= before

@@ -123,7 +123,7 @@ def test_a_run_that_fails(
     monkeypatch.setenv("KEEL_TEST_KEY", KEY)
     # The second step's, so that the folder stays.
     server.fault_of = lambda asked: FAULTS[kind] if len(server.log) > 4 else None
-    assert main(run(tmp_path, server.url, timeout=0.5 if kind == "slow" else 20.0)) == 2
+    assert main(run(tmp_path, server.url, timeout=3.0 if kind == "slow" else 20.0)) == 2
     server.let_go.set()
     out, err = capfd.readouterr()
     assert err.rstrip().rpartition("\n")[2].startswith("keel: error: ")

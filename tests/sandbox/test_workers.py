@@ -101,7 +101,7 @@ def test_close_ends_the_workers_and_a_call_under_way() -> None:
     thread.join(60.0)
     assert not thread.is_alive()
     assert [str(error) for error in errors] == ["the pool of workers is closed"]
-    assert children() == before
+    assert children() <= before
     with pytest.raises(KeelError, match="closed"):
         pool.map([["echo", 1]], LONG)
 
@@ -112,7 +112,7 @@ def test_a_pool_that_is_let_go_of_leaves_nothing() -> None:
     pool.map([["echo", 1]], LONG)
     assert children() != before
     del pool
-    assert children() == before
+    assert children() <= before
 
 
 def test_a_worker_that_does_not_start_says_why() -> None:

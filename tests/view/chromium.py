@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ needs_chromium = pytest.mark.skipif(
 )
 WAIT = 60_000
 """Milliseconds for which a page may take to show something: the machine may be busy."""
+sync_api.expect.set_options(timeout=WAIT)
 
 
 def launch(playwright: Any, *arguments: str) -> Any:
@@ -46,7 +48,9 @@ def tab(browser: Any, url: str, width: int = 1280, height: int = 900) -> Iterato
 
 
 def free_port() -> int:
-    """A port that no one listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no one listens on, and that the system gives to no one who asks for any."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

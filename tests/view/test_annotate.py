@@ -528,7 +528,7 @@ def test_page_with_a_token_goes_on_after_a_restart(
         page.evaluate("window.stale = true")
         served.kill()
         served.start()
-        page.wait_for_function("window.stale === undefined")
+        page.wait_for_function("window.stale === undefined", timeout=3 * WAIT)
         page.locator("[data-testid=prompt]").wait_for()
         context.close()
 

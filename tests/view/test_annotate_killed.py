@@ -158,7 +158,7 @@ def killed_server(
     server.start()
     for page in (one.page, other.page):
         # The page reloads by itself once it reaches the server; its progress is the store's.
-        page.wait_for_function("window.stale === undefined")
+        page.wait_for_function("window.stale === undefined", timeout=3 * WAIT)
         page.wait_for_function(
             "(made) => document.querySelector('[data-testid=progress]')?.innerText"
             ".startsWith(made)",

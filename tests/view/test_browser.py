@@ -399,7 +399,7 @@ def test_a_line_of_a_megabyte_is_cut(page: sync_api.Page, served: Served) -> Non
     part(page, "tokens").wait_for()
     assert part(page, "tokens").locator(".tok").count() == 2_000
     assert len(page.content()) < 3_000_000
-    assert time.monotonic() - started < 15, "a page that takes this long is not shown"
+    assert time.monotonic() - started < 60, "a page that takes this long is not shown"
 
 
 @pytest.mark.parametrize("path", ["../", "..%2f..%2fetc%2fpasswd", "/etc/passwd", "grpo/../.."])

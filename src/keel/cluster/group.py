@@ -32,6 +32,8 @@ from keel.types import KeelError
 M = TypeVar("M")
 DEADLINE = 1800.0
 """Seconds for a call."""
+STARTUP = 300.0
+"""Seconds at least for a worker to start: it imports torch."""
 PATIENCE = 20.0
 """Seconds to wait for the end of a worker that others have lost, or that is to end."""
 WORKER = "keel.cluster.worker"
@@ -110,14 +112,15 @@ class RankGroup(Generic[M]):
             self.wait()
         return result
 
-    def wait(self) -> None:
-        """Until the workers have done what was called."""
-        until = time.monotonic() + min(self._deadline, LONGEST_WAIT)
+    def wait(self, least: float = 0.0) -> None:
+        """Until the workers have done what was called, in the deadline or in `least` seconds."""
+        seconds = max(self._deadline, least)
+        until = time.monotonic() + min(seconds, LONGEST_WAIT)
         waiting = {worker.pipe: worker for worker in self._workers}
         while waiting:
             ready = connection.wait(list(waiting), max(until - time.monotonic(), 0))
             if not ready:
-                raise ProcessLost(_late(list(waiting.values()), self._deadline))
+                raise ProcessLost(_late(list(waiting.values()), seconds))
             for worker in [waiting.pop(pipe) for pipe in ready if isinstance(pipe, Connection)]:
                 error = worker.receive()
                 if error:
@@ -154,8 +157,8 @@ def start(
 
     `build` makes this rank's member, `others` (a function of a module, or a partial one) that of
     each worker, which has `threads` CPU threads, and a GPU of its own where `device` is "cuda".
-    Each has `deadline` seconds to do what is called. Raises KeelError where a worker fails to
-    start.
+    Each has `deadline` seconds to do what is called, after its start. Raises KeelError where a
+    worker fails to start.
     """
     with ExitStack() as stack:
         workers: list[RankProcess] = []
@@ -166,7 +169,7 @@ def start(
             worker.send((Ranks(worker.number, count), threads, device, deadline, others))
         group: RankGroup[Any] = RankGroup(Ranks(0, count), None, workers, deadline)
         with group.naming_the_lost():
-            group.wait()
+            group.wait(STARTUP)
             # Only at the start, so that a run that is killed later leaves nothing.
             with tempfile.TemporaryDirectory(prefix="keel-ranks-") as folder:
                 meeting = f"file://{Path(folder) / 'rendezvous'}"

@@ -216,6 +216,8 @@ class AsyncCalls:
             return
         self._task = asyncio.current_task()
         _CALLS.set(self)
+        # From here on, however long the loop's thread took to begin.
+        self._until = dict.fromkeys(self._functions, time.monotonic() + self.timeout)
         tasks = {
             asyncio.create_task(self._one(name, function), name=name)
             for name, function in self._functions.items()
