@@ -1,12 +1,17 @@
-"""Debian's Chromium, headless, and tabs that may reach their server alone."""
+"""Debian's Chromium, headless, with tabs that may reach their server alone, and a server."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,3 +55,31 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Served:
+    folder: Path
+    url: str
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[Served]:
+    """A server of the runs in a folder."""
+    command = [sys.executable, "-m", "keel", "view", str(folder), "--no-browser", "--port"]
+    # NiceGUI serves its own tests differently.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    with subprocess.Popen(
+        [*command, str(free_port())], stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", line)
+        assert found is not None, line
+        yield Served(folder, found[0])
+        server.terminate()
+
+
+def part(page: Any, name: str) -> Any:
+    """The part of a page that has the name as its test id."""
+    return page.locator(f"[data-testid={name}]")

@@ -125,7 +125,10 @@ class Library:
         return list(found)
 
     def get(self, name: str) -> OpenRun:
-        """The run that has a name now. Raises KeelError where there is none, or it cannot be read."""
+        """The run that has the name now.
+
+        Raises KeelError where there is none, or it cannot be read.
+        """
         with self._lock:
             identity = _identity(self._found.get(name))
             if identity is None:
