@@ -1,0 +1,39 @@
+"""Pages in this process, without a browser: NiceGUI's simulated user."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+testing = pytest.importorskip("nicegui.testing")
+SECONDS = 60.0
+"""For which a page may take to show something: the machine may be busy."""
+
+
+def simulate(build: Callable[[], object], use: Callable[[Any], Awaitable[None]]) -> None:
+    """Open the page that `build` builds, and let `use` do with its user what a test is about."""
+
+    async def whole() -> None:
+        async with testing.user_simulation(build) as user:
+            await user.open("/")
+            await use(user)
+
+    asyncio.run(whole())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until it holds."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it never holds"
+        await asyncio.sleep(0.01)
+
+
+def marked(user: Any, name: str) -> list[Any]:
+    """The elements that have the name as their test id, in the order of the page."""
+    elements = user.client.elements.values()
+    return [one for one in elements if one.props.get("data-testid") == name and one.visible]
