@@ -8,23 +8,55 @@ from typing import Any
 
 import pytest
 
+from keel.runs.layout import RunFolder
+from keel.runs.writer import Recorder
 from keel.types import KeelError
-from keel.view import curves, rollouts, runs
+from keel.view import curves, runs
 from keel.view.address import Address
 from keel.view.library import Library
 from tests.view import hostile
 from tests.view.simulated import marked, simulate, until
 
+RECIPE = """name = "two"
+
+[[stages]]
+stage = "rl"
+name = "one"
+steps = 9
+
+[[stages]]
+stage = "rl"
+name = "two"
+steps = 9
+"""
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the files often."""
-    for module in (curves, rollouts, runs):
+    for module in (curves, runs):
         monkeypatch.setattr(module, "EVERY", 0.02)
 
 
 def problems(user: Any) -> list[str]:
     return [one.text for one in marked(user, "problem")]
+
+
+def begin(path: Path) -> RunFolder:
+    """A run of two stages, with the first step of the first."""
+    folder = RunFolder.create(path, RECIPE)
+    add(folder, 0, 1)
+    return folder
+
+
+def add(folder: RunFolder, stage: int, step: int, text: str = "some words") -> None:
+    with Recorder(folder) as recorder:
+        recorder.metrics(stage, step, {"reward": 0.5})
+        recorder.rollouts(stage, step, [hostile.row(text)])
+
+
+def status(user: Any) -> str:
+    return str(marked(user, "status")[0].text)
 
 
 def test_list_without_runs_is_empty_and_says_so(
@@ -62,3 +94,58 @@ def test_links_of_the_list_keep_the_theme(tmp_path: Path) -> None:
         assert links == [f"/curves?run={name}&theme=dark" for name in "ab"]
 
     simulate(lambda: runs.runs_page(Library([tmp_path]), Address(theme="dark")), use)
+
+
+def test_curves_go_on_with_the_next_stage_unless_the_address_names_one(tmp_path: Path) -> None:
+    folder = begin(tmp_path / "a")
+    library, address = Library([tmp_path]), Address()
+
+    async def use(user: Any) -> None:
+        assert "one: step 1 of 9" in status(user)
+        add(folder, 1, 1)
+        if address.stage is None:
+            await until(lambda: "two: step 1 of 9" in status(user))
+        else:
+            add(folder, 0, 2)
+            await until(lambda: "one: step 2 of 9" in status(user))
+
+    simulate(lambda: curves.curves_page(library, address, None), use)
+    shutil.rmtree(folder.path)
+    folder, address = begin(tmp_path / "a"), Address(stage="one")
+    simulate(lambda: curves.curves_page(library, address, None), use)
+
+
+def test_curves_of_a_folder_made_again_are_the_new_ones(tmp_path: Path) -> None:
+    folder = begin(tmp_path / "a")
+    hostile.write(tmp_path / "b")
+    library = Library([tmp_path])
+
+    async def use(user: Any) -> None:
+        shutil.rmtree(folder.path)
+        await until(lambda: problems(user) == ["no run 'a' here"])
+        hostile.write(folder.path)
+        await until(lambda: "rl: step 4 of 4" in status(user))
+
+    simulate(lambda: curves.curves_page(library, Address(run=("a",)), None), use)
+
+
+def test_curves_follow_runs_while_one_of_them_is_damaged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good, torn = begin(tmp_path / "good"), begin(tmp_path / "torn")
+    whole = torn.metrics.read_bytes()
+    library = Library([tmp_path])
+
+    async def use(user: Any) -> None:
+        torn.metrics.write_bytes(whole + b"{torn\n")
+        await until(lambda: problems(user))
+        (first,) = marked(user, "problem")
+        assert "a line is damaged" in first.text
+        add(good, 0, 2)
+        await until(lambda: "step 2 of 9" in status(user))
+        assert marked(user, "problem") == [first]
+        torn.metrics.write_bytes(whole)
+        await until(lambda: not problems(user))
+
+    simulate(lambda: curves.curves_page(library, Address(run=("good", "torn")), None), use)
+    assert "Traceback" not in capfd.readouterr().err
