@@ -60,3 +60,14 @@ def test_focus_stays_with_a_row_that_moves(page: sync_api.Page, served: Served) 
     add_step(served.folder, "c", 0, 2, reward=-1.0)
     expect(links).to_have_text(["c", "a", "b"], timeout=WAIT)
     expect(links.first).to_be_focused()
+
+
+def test_smoothing_follows_keys_in_quick_succession(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/curves?run=a")
+    slider = page.get_by_role("slider", name="smoothing")
+    slider.locator("[tabindex='0']").focus()
+    for _ in range(40):
+        page.keyboard.press("ArrowRight")
+    page.wait_for_url("**smooth=81**")
+    expect(slider).to_have_attribute("aria-valuenow", "81")
+    expect(page.get_by_text("mean of 81 steps")).to_be_visible()

@@ -129,6 +129,12 @@ def _heading(shown: Shown, runs: Sequence[OpenRun], files: RunFiles) -> ui.label
     return status
 
 
+class SmoothingSlider(ui.slider):
+    """A slider that the browser moves: an answer of the server would undo the keys since."""
+
+    LOOPBACK = False
+
+
 def _smoothing(shown: Shown, draw: Callable[[], Awaitable[None]]) -> None:
     """The slider of the moving mean's width, which the address keeps."""
 
@@ -141,7 +147,7 @@ def _smoothing(shown: Shown, draw: Callable[[], Awaitable[None]]) -> None:
 
     with ui.row().classes("items-center no-wrap w-full").style("gap: 14px"):
         ui.label("smoothing")
-        slider = ui.slider(min=1, max=WIDEST, step=2, value=_window(shown.address))
+        slider = SmoothingSlider(min=1, max=WIDEST, step=2, value=_window(shown.address))
         slider.props('aria-label="smoothing: steps of the mean" data-testid=smooth')
         slider.style("flex: 0 1 180px; min-width: 60px")
         slider.on("update:model-value", chosen, throttle=0.3, leading_events=False)
