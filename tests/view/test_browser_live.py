@@ -71,3 +71,23 @@ def test_smoothing_follows_keys_in_quick_succession(page: sync_api.Page, served:
     page.wait_for_url("**smooth=81**")
     expect(slider).to_have_attribute("aria-valuenow", "81")
     expect(page.get_by_text("mean of 81 steps")).to_be_visible()
+
+
+def test_controls_stay_when_the_next_stage_begins(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/rollouts?run=b")
+    loss = page.get_by_text("loss of the step")
+    expect(loss).to_be_visible()
+    stages = page.get_by_role("combobox", name="stage")
+    expect(stages).to_be_hidden()
+    step = part(page, "step")
+    step.fill("12")
+    add_step(served.folder, "b", 1, 1)
+    expect(stages).to_be_visible(timeout=WAIT)
+    expect(step).to_be_focused()
+    expect(step).to_have_value("12")
+    expect(loss).to_be_visible()
+    stages.click()
+    page.get_by_role("option", name="two").click()
+    page.wait_for_url("**stage=two**")
+    expect(step).to_have_value("1")
+    page.wait_for_url("**row=0**")
