@@ -1,13 +1,18 @@
-"""Debian's Chromium, headless, and tabs that may reach their server alone."""
+"""Debian's Chromium, headless, with tabs that may reach their server alone, and a server."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +59,33 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+@dataclass(frozen=True)
+class Served:
+    folder: Path
+    url: str
+
+
+@contextmanager
+def serve(folder: Path) -> Iterator[Served]:
+    """A server of the runs in a folder."""
+    command = [sys.executable, "-m", "keel", "view", str(folder), "--no-browser", "--port"]
+    # NiceGUI serves its own tests differently.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    with subprocess.Popen(
+        [*command, str(free_port())], stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", line)
+        assert found is not None, line
+        try:
+            yield Served(folder, found[0])
+        finally:
+            server.terminate()
+
+
+def part(page: Any, name: str) -> Any:
+    """The part of a page that has the name as its test id."""
+    return page.locator(f"[data-testid={name}]")

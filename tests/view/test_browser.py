@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,16 +16,10 @@ from keel.runs.reader import load
 from keel.runs.writer import Recorder
 from tests.training.small import run
 from tests.view import hostile
-from tests.view.chromium import WAIT, free_port, needs_chromium, sync_api, tab
+from tests.view.chromium import WAIT, Served, needs_chromium, part, serve, sync_api, tab
 
 expect = sync_api.expect
 pytestmark = [needs_chromium]
-
-
-@dataclass(frozen=True)
-class Served:
-    folder: Path
-    url: str
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +29,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for name in ("grpo", "ppo"):
         run(folder / name, f"algorithm={name}", "steps=3", "evaluation.prompts=4")
     hostile.write(folder / "hostile")
-    command = [sys.executable, "-m", "keel", "view", str(folder), "--no-browser", "--port"]
-    # NiceGUI serves its own tests differently.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-    with subprocess.Popen(
-        [*command, str(free_port())], stdout=subprocess.PIPE, text=True, env=environment
-    ) as server:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        found = re.search(r"http://[\d.]+:\d+", line)
-        assert found is not None, line
-        yield Served(folder, found[0])
-        server.terminate()
+    with serve(folder) as server:
+        yield server
 
 
 @pytest.fixture
@@ -58,10 +38,6 @@ def page(browser: sync_api.Browser, served: Served) -> Iterator[sync_api.Page]:
     """A page that may reach its server alone, and must log no error."""
     with tab(browser, served.url) as opened:
         yield opened
-
-
-def part(page: sync_api.Page, name: str) -> sync_api.Locator:
-    return page.locator(f"[data-testid={name}]")
 
 
 def asked(page: sync_api.Page) -> dict[str, list[str]]:

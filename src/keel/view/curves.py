@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view import charts
 from keel.view.address import Address
-from keel.view.frame import EVERY, Shown, page, problem
+from keel.view.frame import EVERY, Problems, Shown, page, problem
 from keel.view.library import Library, OpenRun, pictures_of
 from keel.view.status import formula_of, panels, status_of
 
@@ -25,20 +26,34 @@ MOST = 24
 """Runs that are overlaid at most."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What was read of the runs: the versions of their files, the stage and the status of the
+    first, what could not be read, and whether a run's folder was made again."""
+
+    versions: list[tuple[int, int]]
+    stage: str
+    status: str
+    problems: list[str]
+    replaced: bool
+
+
 def curves_page(library: Library, address: Address, price: float | None) -> None:
     """Build the page."""
     names = [name for name in address.run if name in library.names()][:MOST]
     shown = Shown("/curves", address.but(run=tuple(names) or (library.names()[0],)))
     try:
         runs = [library.get(name) for name in shown.address.run]
-        read = [run.update() for run in runs]
-        stage = runs[0].stage(address.stage)
     except KeelError as error:
         with page(shown, "curves"):
             problem(str(error))
         return
+    files = _read(library, runs, address.stage, price)
+    stage = files.stage
     with page(shown, runs[0].name):
-        _heading(shown, runs, stage, price)
+        problems = Problems()
+        problems.show(files.problems)
+        status = _heading(shown, runs, files)
         _smoothing(shown, lambda: draw())
         with ui.element("div").classes("panels"):
             plotted = [
@@ -55,17 +70,18 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
             await asyncio.sleep(0)
 
     async def refresh() -> None:
-        nonlocal read
-        try:
-            found = await background.io_bound(lambda: [run.update() for run in runs])
-        except KeelError as error:
+        nonlocal files
+        found = await background.io_bound(_read, library, runs, address.stage, price)
+        if found is None:  # while the server ends
+            return
+        problems.show(found.problems)
+        status.text = found.status
+        if found.versions == files.versions and not found.replaced:
+            return
+        files = found
+        same = found.stage == stage and len(plotted) == len(panels(runs[0], stage))
+        if found.replaced or not same:
             timer.cancel()
-            ui.notify(visible(str(error), 500), type="negative", timeout=0)
-            return
-        if found is None or found == read:  # None while the server ends
-            return
-        read = found
-        if len(plotted) != len(panels(runs[0], stage)):
             ui.navigate.reload()
             return
         await draw()
@@ -73,17 +89,33 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
     timer = ui.timer(EVERY, refresh)
 
 
-def _heading(shown: Shown, runs: Sequence[OpenRun], stage: str, price: float | None) -> None:
-    run = runs[0]
+def _read(
+    library: Library, runs: Sequence[OpenRun], stage: str | None, price: float | None
+) -> RunFiles:
+    """Read what was written since; a run that cannot be read keeps what was read before."""
+    problems: list[str] = []
+    replaced = False
+    for run in runs:
+        try:
+            run.update()
+            replaced |= library.get(run.name) is not run
+        except KeelError as error:
+            problems.append(str(error))
+    versions = [(run.metrics.version, run.timings.version) for run in runs]
+    shown, status = runs[0].stage(stage), ""
+    try:
+        status = " · ".join(status_of(runs[0], shown, price).parts())
+    except KeelError as error:
+        problems.append(str(error))
+    return RunFiles(versions, shown, status, problems, replaced)
+
+
+def _heading(shown: Shown, runs: Sequence[OpenRun], files: RunFiles) -> ui.label:
+    """The names, objective and choices of the runs, and the status, which is returned."""
+    run, stage = runs[0], files.stage
     with ui.row().classes("items-center").style("gap: 6px 18px"):
         ui.label(visible(" · ".join(one.name for one in runs), 300)).style("font-weight: 600")
-        line = ui.label().classes("figure").props("data-testid=status")
-
-        def show() -> None:
-            line.text = " · ".join(status_of(run, stage, price).parts())
-
-        show()
-        ui.timer(EVERY, show)
+        status = ui.label(files.status).classes("figure").props("data-testid=status")
     for text in formula_of(run, stage):
         ui.html(text, sanitize=False).classes("formula").props("data-testid=formula")
     with ui.row().classes("items-center").style("gap: 6px 14px"):
@@ -94,6 +126,13 @@ def _heading(shown: Shown, runs: Sequence[OpenRun], stage: str, price: float | N
             how = {"runs": "each run", "algorithms": "mean of each algorithm"}
             overlay = ui.select(how, value=shown.address.overlay or "runs", label="overlay")
             overlay.on_value_change(lambda e: _open(shown, overlay=e.value))
+    return status
+
+
+class SmoothingSlider(ui.slider):
+    """A slider that the browser moves: an answer of the server would undo the keys since."""
+
+    LOOPBACK = False
 
 
 def _smoothing(shown: Shown, draw: Callable[[], Awaitable[None]]) -> None:
@@ -108,7 +147,7 @@ def _smoothing(shown: Shown, draw: Callable[[], Awaitable[None]]) -> None:
 
     with ui.row().classes("items-center no-wrap w-full").style("gap: 14px"):
         ui.label("smoothing")
-        slider = ui.slider(min=1, max=WIDEST, step=2, value=_window(shown.address))
+        slider = SmoothingSlider(min=1, max=WIDEST, step=2, value=_window(shown.address))
         slider.props('aria-label="smoothing: steps of the mean" data-testid=smooth')
         slider.style("flex: 0 1 180px; min-width: 60px")
         slider.on("update:model-value", chosen, throttle=0.3, leading_events=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -156,3 +156,24 @@ def header(toggle: Callable[[], object], help_: ui.dialog) -> Iterator[None]:
 def problem(text: str) -> None:
     """An error in place of what cannot be shown."""
     ui.label(visible(text, 1_000)).props("role=alert data-testid=problem").classes("text-negative")
+
+
+class Problems:
+    """The errors of a page that goes on: each is shown while it lasts."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._column = ui.column()
+        self._column.set_visibility(False)
+
+    def show(self, texts: Iterable[str]) -> None:
+        """Show these instead of those before."""
+        found = list(dict.fromkeys(texts))
+        if found == self._texts:  # a screen reader reads what is new
+            return
+        self._texts = found
+        self._column.clear()
+        self._column.set_visibility(bool(found))
+        with self._column:
+            for text in found:
+                problem(text)

@@ -26,6 +26,7 @@ DEPTH = 4
 RUNNING = 120.0
 """Seconds since the last record within which an unfinished run counts as running, where its lock
 cannot be read."""
+_Identity = tuple[Path, int, int]
 
 
 @dataclass(eq=False)
@@ -109,37 +110,41 @@ class Library:
 
     def __init__(self, roots: Iterable[Path | str]) -> None:
         self.roots = [Path(root) for root in roots]
-        self._open: dict[str, OpenRun] = {}
+        self._found: dict[str, Path] = {}
+        self._open: dict[str, tuple[_Identity, OpenRun]] = {}
         self._steps = StepCache()
         self._lock = threading.Lock()
         self.names()
 
     def names(self) -> list[str]:
         """The names of the runs, those that began since included."""
-        found = list(self._paths())
+        self._found = found = self._paths()
         if not found:
             where = ", ".join(map(str, self.roots))
             raise KeelError(f"no run in {where}: give a run folder, or a folder of them")
-        return found
+        return list(found)
 
     def get(self, name: str) -> OpenRun:
-        """The run of a name. Raises KeelError where there is none, or it cannot be read."""
+        """The run that has the name now.
+
+        Raises KeelError where there is none, or it cannot be read.
+        """
         with self._lock:
-            if name not in self._open:
-                paths = self._paths()
-                if name not in paths:
-                    raise KeelError(f"no run {name!r} here")
-                run = load(paths[name])
-                folder = run.folder
-                self._open[name] = OpenRun(
-                    name,
-                    run,
-                    FollowedFile(folder.metrics),
-                    FollowedFile(folder.timings),
-                    RolloutIndex(folder),
-                    self._steps,
-                )
-            return self._open[name]
+            identity = _identity(self._found.get(name))
+            if identity is None:
+                self._found = self._paths()
+                identity = _identity(self._found.get(name))
+            if identity is None:
+                self._open.pop(name, None)
+                raise KeelError(f"no run {name!r} here")
+            if name not in self._open or self._open[name][0] != identity:
+                self._open[name] = identity, self._read(name, identity[0])
+            return self._open[name][1]
+
+    def _read(self, name: str, path: Path) -> OpenRun:
+        run = load(path)
+        metrics, timings = FollowedFile(run.folder.metrics), FollowedFile(run.folder.timings)
+        return OpenRun(name, run, metrics, timings, RolloutIndex(run.folder), self._steps)
 
     def _paths(self) -> dict[str, Path]:
         found: dict[str, Path] = {}
@@ -150,6 +155,17 @@ class Library:
                     name += "'"
                 found[name] = path
         return found
+
+
+def _identity(path: Path | None) -> _Identity | None:
+    """What tells a run from one that was in its folder before; None where there is no run."""
+    if path is None:
+        return None
+    try:
+        facts = (path / RECIPE).stat()
+    except OSError:
+        return None
+    return path, facts.st_ino, facts.st_mtime_ns
 
 
 def _runs_below(folder: Path, depth: int) -> list[Path]:

@@ -8,6 +8,14 @@ export default {
     </q-table>
   `,
   props: { linked: String },
+  // A browser takes the focus from an element that moves, as the rows of a sorted table do.
+  beforeUpdate() {
+    const active = document.activeElement;
+    this.focused = this.$el.contains(active) ? active : null;
+  },
+  updated() {
+    if (this.focused?.isConnected) this.focused.focus({ preventScroll: true });
+  },
   computed: {
     cell() {
       return "body-cell-" + this.linked;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from keel.analysis.token_values import (
     token_html,
 )
 from keel.types import KeelError
-from keel.view.address import Address
+from keel.view.address import LARGEST, NUMBERS, Address
 from keel.view.frame import EVERY, Shown, page, problem
 from keel.view.library import Library
 from keel.view.linked_table import LinkedTable
@@ -61,6 +61,7 @@ class RolloutsPage:
         stage = address.stage if address.stage in stages else (stages[-1] if stages else None)
         self.shown = Shown("/rollouts", address.but(run=(name,), stage=stage))
         self.asked = 0
+        self.searches = 0
 
     @property
     def address(self) -> Address:
@@ -85,7 +86,7 @@ class RolloutsPage:
         with page(self.shown, f"rollouts of {self.run.name}", keys):
             self._search()
             self.results = ui.column().classes("w-full")
-            self.head = ui.row().classes("items-center w-full").style("gap: 8px 14px")
+            self._head()
             self.body = ui.column().classes("w-full")
             with self.body:
                 if self.numbers:
@@ -107,15 +108,11 @@ class RolloutsPage:
         steps = await background.io_bound(self.run.rollout_steps)
         if steps is None or steps == self.steps:
             return
-        stages = {stage for stage, _ in self.steps}
         self.steps = steps
         if self.address.stage is None and steps:
             self.shown.change(stage=steps[-1][0])
             await self._first()
-        elif {stage for stage, _ in steps} != stages:
-            self._head()
-        else:
-            self.count.text = self._counted()
+        self._offer()
 
     # ------------------------------------------------------------ a step
 
@@ -127,10 +124,18 @@ class RolloutsPage:
             if 0 <= at < len(numbers):
                 await self.open(numbers[at], None)
 
+    async def go(self, wanted: float | None) -> None:
+        """Show the step nearest to a number, or the newest; nothing where there are none."""
+        numbers = self.numbers
+        if numbers:
+            near = numbers[-1] if wanted is None else min(numbers, key=lambda n: abs(n - wanted))
+            await self.open(near, None)
+
     async def open(self, step: int, row: int | None, token: int | None = None) -> None:
         """Show a step; without `row` its best completion."""
         self.shown.change(step=step, row=row, token=token)
-        self._head()
+        self.step.value = step
+        self.loss.text = ""
         await self._show(row)
 
     async def choose(self, row: int, token: int | None = None) -> None:
@@ -182,29 +187,37 @@ class RolloutsPage:
         return Choice(at, rows[at], group, rows.loss)
 
     def _head(self) -> None:
-        """The controls of the step."""
-        self.head.clear()
-        with self.head:
-            stages = list(dict.fromkeys(stage for stage, _ in self.steps))
-            if len(stages) > 1:
-                select = ui.select(stages, value=self.address.stage, label="stage")
-                select.on_value_change(lambda e: self._stage(e.value))
+        """The controls of the step, hidden while there is none."""
+        with ui.row().classes("items-center w-full").style("gap: 8px 14px") as self.head:
+            self.stages = ui.select([], label="stage")
+            self.stages.on_value_change(lambda e: self._stage(e.value))
             _icon("chevron_left", "earlier step", lambda: self.move(-1))
-            step = ui.number(label="step", value=self.address.step, format="%d")
-            step.props("dense data-testid=step").style("width: 90px")
-            step.on("keydown.enter", lambda: self.open(_nearest(self.numbers, step.value), None))
+            self.step = ui.number(label="step", value=self.address.step, format="%d")
+            self.step.props("dense data-testid=step").style("width: 90px")
+            self.step.on("keydown.enter", lambda: self.go(self.step.value))
             _icon("chevron_right", "later step", lambda: self.move(1))
-            self.count = ui.label(self._counted()).classes("figure")
+            self.count = ui.label().classes("figure")
             self.count.props("data-testid=newest aria-live=polite")
-            _icon("last_page", "newest step", lambda: self.open(self.numbers[-1], None))
+            _icon("last_page", "newest step", lambda: self.go(None))
             self.loss = ui.label().classes("muted figure")
+        self.head.set_visibility(False)
+        self._offer()
 
-    def _counted(self) -> str:
-        return f"newest: step {self.numbers[-1]:,}" if self.numbers else ""
+    def _offer(self) -> None:
+        """Offer the stages and steps that have rollouts; what is being typed stays."""
+        if self.steps:
+            self.head.set_visibility(True)
+        stages = list(dict.fromkeys(stage for stage, _ in self.steps))
+        if stages != self.stages.options:
+            self.stages.set_options(stages, value=self.address.stage)
+        self.stages.set_visibility(len(stages) > 1)
+        self.count.text = f"newest: step {self.numbers[-1]:,}" if self.numbers else ""
 
-    async def _stage(self, stage: str) -> None:
-        self.shown.change(stage=stage)
-        await self.open(self.numbers[-1], None)
+    async def _stage(self, stage: str | None) -> None:
+        if stage not in (None, self.address.stage):
+            self.shown.change(stage=stage)
+            self._offer()
+            await self.go(None)
 
     # ------------------------------------------------------------ a completion
 
@@ -337,9 +350,7 @@ class RolloutsPage:
 
     async def search(self) -> None:
         """Look for what the fields say."""
-        values = {key: field.value for key, field in self.limits.items()}
-        whole = ("min_length", "max_length", "first_step", "last_step")
-        values = {k: int(v) if k in whole and v is not None else v for k, v in values.items()}
+        values = {key: _limit(key, field.value) for key, field in self.limits.items()}
         self.shown.change(text=self.box.value or None, prompt=None, **values)
         await self.find()
 
@@ -353,16 +364,18 @@ class RolloutsPage:
         return query != type(query)()
 
     async def find(self) -> None:
-        """Show what fits the address's query."""
+        """Show what fits the address's query, unless another search began since."""
         index, query = self.run.index, self.address.query
+        self.searches += 1
+        search = self.searches
         self.results.clear()
         with self.results:
             ui.label("reading the rollouts …").classes("muted")
         await background.io_bound(index.update)
         hits = await background.io_bound(index.search, query)
-        self.results.clear()
-        if hits is None:
+        if hits is None or search != self.searches or self.results.is_deleted:
             return
+        self.results.clear()
         with self.results:
             more = f", the first {len(hits.rows)} shown" if hits.total > len(hits.rows) else ""
             text = f"{hits.total:,} of {index.rows:,} completions{more}"
@@ -386,6 +399,8 @@ class RolloutsPage:
 
     async def _open_hit(self, hit: Row) -> None:
         self.shown.change(stage=hit["stage"])
+        self.stages.value = hit["stage"]
+        self._offer()
         await self.open(int(hit["step"]), int(hit["row"]))
 
 
@@ -415,5 +430,9 @@ def _icon(icon: str, name: str, do: Callable[[], object]) -> None:
     button.tooltip(name)
 
 
-def _nearest(numbers: Sequence[int], wanted: float | None) -> int:
-    return min(numbers, key=lambda number: abs(number - (wanted or 0)))
+def _limit(key: str, value: Any) -> Any:
+    """A condition of the search as an address can hold it."""
+    if not isinstance(value, int | float):
+        return value
+    near = min(max(value, -LARGEST), LARGEST)
+    return int(near) if key in NUMBERS else near

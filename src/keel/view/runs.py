@@ -12,7 +12,7 @@ from keel.analysis.diagnosis.values import Diagnosis
 from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
-from keel.view.frame import EVERY, Shown, page, problem
+from keel.view.frame import EVERY, Problems, Shown, page, problem
 from keel.view.library import Library, OpenRun
 from keel.view.linked_table import LinkedTable
 from keel.view.rows import columns_of, figure
@@ -25,7 +25,8 @@ def runs_page(library: Library, address: Address) -> None:
     """Build the page: all runs, of which one or several can be opened."""
     shown = Shown("/", address)
     with page(shown, "runs"):
-        rows = _lines(library)
+        problems = Problems()
+        rows = _lines(library, address)
         names = list(dict.fromkeys(name for row in rows for name in row))
         columns = columns_of(rows, [name for name in names if name not in ("id", "link")])
         with ui.row().classes("items-center"):
@@ -39,35 +40,42 @@ def runs_page(library: Library, address: Address) -> None:
         table.classes("w-full").props("dense flat bordered data-testid=runs")
 
         def open_selected() -> None:
-            chosen = tuple(row["id"] for row in table.selected) or (table.rows[0]["id"],)
-            ui.navigate.to(address.but(run=chosen).url("/curves"))
+            chosen = table.selected or table.rows[:1]
+            ui.navigate.to(_link(address, *(row["id"] for row in chosen)))
 
         button.on_click(open_selected)
-        table.on(
-            "rowClick",
-            lambda e: ui.navigate.to(address.but(run=(e.args[1]["id"],)).url("/curves")),
-        )
+        table.on("rowClick", lambda e: ui.navigate.to(e.args[1]["link"]))
 
     async def refresh() -> None:
-        found = await background.io_bound(_lines, library)
-        if found and found != table.rows:
+        wrong: list[str] = []
+        try:
+            found = await background.io_bound(_lines, library, address)
+        except KeelError as error:  # all runs were removed
+            found, wrong = [], [str(error)]
+        if found is None:  # while the server ends
+            return
+        problems.show(wrong)
+        if found != table.rows:
             table.rows = found
 
     ui.timer(EVERY, refresh)
 
 
-def _lines(library: Library) -> list[dict[str, Any]]:
-    return [_line(library, name) for name in library.names()]
+def _lines(library: Library, address: Address) -> list[dict[str, Any]]:
+    return [_line(library, name, _link(address, name)) for name in library.names()]
 
 
-def _line(library: Library, name: str) -> dict[str, Any]:
+def _link(address: Address, *names: str) -> str:
+    return address.but(run=names).url("/curves")
+
+
+def _line(library: Library, name: str, link: str) -> dict[str, Any]:
     try:
         run = library.get(name)
         run.update()
         stage = run.stage()
         status, columns = status_of(run, stage), run.metrics.columns(stage)
     except KeelError as error:
-        link = Address(run=(name,)).url("/curves")
         state = visible(str(error), 100)
         return {"id": name, "run": visible(name, 80), "state": state, "link": link}
     last = next(((n, columns[n].values[-1]) for n in SHOWN if n in columns), ("", None))
@@ -81,7 +89,7 @@ def _line(library: Library, name: str) -> dict[str, Any]:
         "steps": status.steps,
         "measure": last[0],
         "newest": figure(last[1]),
-        "link": Address(run=(name,)).url("/curves"),
+        "link": link,
     }
 
 

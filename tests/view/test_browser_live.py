@@ -1,0 +1,93 @@
+"""Pages of `keel view` that change while someone uses them, in headless Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from keel.runs.layout import RunFolder
+from keel.runs.writer import Recorder
+from tests.view import hostile
+from tests.view.chromium import WAIT, Served, needs_chromium, part, serve, sync_api, tab
+
+expect = sync_api.expect
+pytestmark = [needs_chromium]
+RECIPE = """name = "live"
+
+[[stages]]
+stage = "rl"
+name = "one"
+steps = 9
+
+[[stages]]
+stage = "rl"
+name = "two"
+steps = 9
+"""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of three runs of two stages, each with a step of the first."""
+    folder = tmp_path_factory.mktemp("runs")
+    for at, name in enumerate("abc"):
+        RunFolder.create(folder / name, RECIPE)
+        add_step(folder, name, 0, 1, reward=at / 10)
+    with serve(folder) as server:
+        yield server
+
+
+@pytest.fixture
+def page(browser: sync_api.Browser, served: Served) -> Iterator[sync_api.Page]:
+    with tab(browser, served.url) as opened:
+        yield opened
+
+
+def add_step(folder: object, name: str, stage: int, step: int, reward: float = 0.5) -> None:
+    with Recorder(RunFolder.open(f"{folder}/{name}")) as recorder:
+        recorder.metrics(stage, step, {"reward": reward})
+        recorder.rollouts(stage, step, [hostile.row("some words")])
+
+
+def test_focus_stays_with_a_row_that_moves(page: sync_api.Page, served: Served) -> None:
+    page.goto(served.url)
+    table = part(page, "runs")
+    table.locator("th", has_text="newest").click()
+    links = table.locator("tbody a")
+    expect(links).to_have_text(["a", "b", "c"])
+    table.get_by_role("link", name="c").focus()
+    add_step(served.folder, "c", 0, 2, reward=-1.0)
+    expect(links).to_have_text(["c", "a", "b"], timeout=WAIT)
+    expect(links.first).to_be_focused()
+
+
+def test_smoothing_follows_keys_in_quick_succession(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/curves?run=a")
+    slider = page.get_by_role("slider", name="smoothing")
+    slider.locator("[tabindex='0']").focus()
+    for _ in range(40):
+        page.keyboard.press("ArrowRight")
+    page.wait_for_url("**smooth=81**")
+    expect(slider).to_have_attribute("aria-valuenow", "81")
+    expect(page.get_by_text("mean of 81 steps")).to_be_visible()
+
+
+def test_controls_stay_when_the_next_stage_begins(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/rollouts?run=b")
+    loss = page.get_by_text("loss of the step")
+    expect(loss).to_be_visible()
+    stages = page.get_by_role("combobox", name="stage")
+    expect(stages).to_be_hidden()
+    step = part(page, "step")
+    step.fill("12")
+    add_step(served.folder, "b", 1, 1)
+    expect(stages).to_be_visible(timeout=WAIT)
+    expect(step).to_be_focused()
+    expect(step).to_have_value("12")
+    expect(loss).to_be_visible()
+    stages.click()
+    page.get_by_role("option", name="two").click()
+    page.wait_for_url("**stage=two**")
+    expect(step).to_have_value("1")
+    page.wait_for_url("**row=0**")
