@@ -8,6 +8,8 @@ from keel.data.preferences.annotation.session import AnnotationProject
 from keel.view.server import require_nicegui, serve_pages
 
 COMMAND = "keel prefs annotate"
+PATIENCE = 120.0
+"""Seconds that a page may take to build: a large store is read for it."""
 
 
 def serve_annotation(
@@ -34,7 +36,7 @@ def serve_annotation(
     def address() -> PageAddress:
         return PageAddress.read(ui.context.client.request.query_params)
 
-    @ui.page("/")
+    @ui.page("/", response_timeout=PATIENCE)
     async def _labelling() -> None:
         shown = address()
         if shown.annotator:
@@ -42,7 +44,7 @@ def serve_annotation(
         else:
             sign_in_page(project, shown)
 
-    @ui.page("/summary")
+    @ui.page("/summary", response_timeout=PATIENCE)
     async def _summary() -> None:
         await summary_page(project, address())
 
