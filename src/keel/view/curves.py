@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from nicegui import events, ui
 from nicegui import run as background
-from nicegui import ui
 
 from keel.analysis.panels import Panel, Series, series_of
 from keel.analysis.text import visible
@@ -141,8 +141,9 @@ def _smoothing(shown: Shown, draw: Callable[[], Awaitable[None]]) -> None:
     def words(width: int) -> str:
         return "each step" if width == 1 else f"mean of {width} steps"
 
-    async def chosen() -> None:
-        shown.change(smooth=slider.value if slider.value > 1 else None)
+    async def chosen(event: events.GenericEventArguments) -> None:
+        width = int(event.args)  # not the slider's value, which another event brings, maybe later
+        shown.change(smooth=width if width > 1 else None)
         await draw()
 
     with ui.row().classes("items-center no-wrap w-full").style("gap: 14px"):
