@@ -1,4 +1,4 @@
-"""One browser for the tests of a module."""
+"""One browser for the tests of a module, and a page of the module's own server."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def browser() -> Iterator[Any]:
         launched = launch(playwright)
         yield launched
         launched.close()
+
+
+@pytest.fixture
+def page(browser: Any, served: Any) -> Iterator[Any]:
+    """A page that may reach its server alone, and must log no error."""
+    from tests.view.chromium import tab
+
+    with tab(browser, served.url) as opened:
+        yield opened

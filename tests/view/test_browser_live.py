@@ -9,7 +9,7 @@ import pytest
 from keel.runs.layout import RunFolder
 from keel.runs.writer import Recorder
 from tests.view import hostile
-from tests.view.chromium import WAIT, Served, needs_chromium, part, serve, sync_api, tab
+from tests.view.chromium import WAIT, Served, needs_chromium, part, serve, sync_api
 
 expect = sync_api.expect
 pytestmark = [needs_chromium]
@@ -36,12 +36,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         add_step(folder, name, 0, 1, reward=at / 10)
     with serve(folder) as server:
         yield server
-
-
-@pytest.fixture
-def page(browser: sync_api.Browser, served: Served) -> Iterator[sync_api.Page]:
-    with tab(browser, served.url) as opened:
-        yield opened
 
 
 def add_step(folder: object, name: str, stage: int, step: int, reward: float = 0.5) -> None:
