@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, Protocol, Required, TypedDict, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,15 +25,31 @@ class KeelError(Exception):
     """A user's mistake or a refused input: one line that says what, where, and how to fix it."""
 
 
-class Message(TypedDict):
-    """One turn of a conversation."""
+class Message(TypedDict, total=False):
+    """One turn of a conversation, whole: other keys than these also go to the chat template.
 
-    role: str
-    content: str
+    `content` may be missing or None next to `tool_calls`; `text_of` reads it as text.
+    """
+
+    role: Required[str]
+    content: str | None
+    name: str
+    tool_calls: Sequence[Mapping[str, Any]]
+    tool_call_id: str
+    reasoning_content: str
 
 
 Content = str | Sequence[Message]
 """A prompt as its author wrote it: plain text, or messages for the chat template."""
+
+Tools = tuple[Mapping[str, Any], ...]
+"""Descriptions of tools (JSON schema) for the chat template."""
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message; empty if it has none."""
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +58,8 @@ class Prompt:
 
     `id` names the prompt within the run and never changes; it seeds the prompt's random streams.
     `columns` are the data columns that rewards may ask for by name. `tokens` is empty until the
-    prompt has been encoded with a tokenizer.
+    prompt has been encoded with a tokenizer. `tools` are described to the policy by the chat
+    template.
     """
 
     id: str
@@ -50,6 +67,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     task: str = ""
     tokens: tuple[int, ...] = ()
+    tools: Tools = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +125,7 @@ class Completion:
     @property
     def transcript(self) -> str:
         """The text of all turns, the environment's included."""
-        return "".join(turn["content"] for turn in self.conversation)
+        return "".join(map(text_of, self.conversation))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
