@@ -48,6 +48,21 @@ def test_curves_show_status_formula_and_panels(page: sync_api.Page, served: Serv
     assert "Mean over the step's completions" in part(page, "panel-reward").inner_text()
 
 
+def test_formulas_are_set_by_a_mathematical_font(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/curves?run=ppo")
+    first = part(page, "formula").first
+    first.locator("munder").wait_for()
+    page.wait_for_function("""[...document.fonts].some(
+        font => font.family.includes("Keel Math") && font.status == "loaded")""")
+    box = "e => [e.children[0], e.children[1]].map(c => c.getBoundingClientRect().toJSON())"
+    subs = [sub.evaluate(box) for sub in first.locator("msub").all()[1:3]]  # of ρ and of A
+    assert len({round(index["top"], 1) for _, index in subs}) == 1
+    total, limit = first.locator("munder").first.evaluate(box)
+    assert total["height"] > 22, "the sum of a line of its own is larger than the text"
+    assert total["bottom"] <= limit["bottom"]
+    assert total["left"] < limit["left"] < limit["right"] < total["right"]
+
+
 def test_runs_are_listed_and_overlaid(page: sync_api.Page, served: Served) -> None:
     page.goto(served.url)
     part(page, "runs").wait_for()

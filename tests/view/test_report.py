@@ -54,6 +54,8 @@ def test_report_is_one_file_without_scripts_or_requests(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
     assert text.count("<svg") >= 6
     assert "<math" in text
+    assert "font-src data:" in text
+    assert "data:font/woff2" in text
     first = path.read_bytes()
     assert write_report(folder.path).read_bytes() == first, "not a function of the run"
 

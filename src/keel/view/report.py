@@ -22,6 +22,7 @@ from keel.runs import files
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
 from keel.types import KeelError
+from keel.view.formula import STYLE, font_face
 from keel.view.library import Library, OpenRun, pictures_of
 from keel.view.rows import Row, legend, number, prompt_text, summary, verdicts
 from keel.view.status import formula_of, panels, status_of
@@ -63,6 +64,7 @@ def html(run: OpenRun, price: float | None = None) -> str:
     diagnoses, rollouts = diagnose(run.run, damaged), _rollouts(run, damaged)
     return environment.from_string(source).render(
         name=run.name,
+        formula_style=Markup(STYLE + font_face()),
         info=run.run.info(),
         stages=stages,
         diagnoses=diagnoses,
@@ -218,7 +220,8 @@ def _plot(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
     for part in (axes, right):
         if part is not None and part.get_ylim()[0] < 0 and not _below_zero(series):
             part.set_ylim(bottom=0)
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    wide = sum(len(one.label) for one in series) > 50  # more columns would narrow the axes
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=2 if wide else 4)
 
 
 def _below_zero(series: Sequence[Series]) -> bool:

@@ -16,7 +16,7 @@ from keel.view.frame import EVERY, Problems, Shown, page, problem
 from keel.view.library import Library, OpenRun
 from keel.view.linked_table import LinkedTable
 from keel.view.rows import columns_of, figure
-from keel.view.status import status_of
+from keel.view.status import formula_of, status_of
 
 SHOWN = ("reward", "episode/return", "eval/return", "eval/accuracy", "loss")
 
@@ -99,6 +99,8 @@ def objective_page(library: Library, address: Address) -> None:
     with page(Shown("/objective", address.but(run=(run.name,))), f"objective of {run.name}"):
         none = "this run has no stage of reinforcement learning on a language model"
         text = str(run.run.info().get("objective", none))
+        for line in [line for stage in run.run.stages for line in formula_of(run, stage)]:
+            ui.html(line, sanitize=False).classes("formula").props("data-testid=formula")
         label = ui.label(visible(text, lines=True)).classes("text")
         label.style("overflow-x: auto; max-width: 100%; white-space: pre")
         with ui.expansion("the resolved recipe").classes("w-full"):
