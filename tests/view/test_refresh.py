@@ -149,6 +149,39 @@ def test_curves_follow_runs_while_one_of_them_is_damaged(tmp_path: Path) -> None
     simulate(lambda: curves.curves_page(library, Address(run=("good", "torn")), None), use)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("finish", "EOS", "eos"),
+        ("finish", "stop", "stop"),
+        ("finish", "crashed", None),
+        ("overlay", "everything", None),
+        ("theme", "Dark", "dark"),
+        ("colour", "rainbow", "rainbow"),
+        ("stage", "none", "none"),
+        ("step", "-3", -3),
+        ("row", "999999", 999999),
+        ("token", "-1", -1),
+        ("min_reward", "nan", None),
+        ("smooth", "-4", -4),
+    ],
+)
+def test_any_value_in_an_address_shows_the_page(
+    key: str, value: str, read: str | int | None, tmp_path: Path
+) -> None:
+    add(begin(tmp_path / "a"), 0, 2)
+    begin(tmp_path / "b")
+    library = Library([tmp_path])
+    address = Address.read([("run", "a"), ("run", "b"), (key, value)])
+    assert getattr(address, key) == read
+
+    async def use(user: Any) -> None:
+        assert problems(user) == []
+
+    simulate(lambda: rollouts.rollouts_page(library, address), use)
+    simulate(lambda: curves.curves_page(library, address, None), use)
+
+
 def opened(library: Library, address: Address | None = None) -> RolloutsPage:
     """The page of rollouts, built."""
     page = RolloutsPage(library, address or Address())

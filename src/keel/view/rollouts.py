@@ -20,7 +20,7 @@ from keel.analysis.token_values import (
     token_html,
 )
 from keel.types import KeelError
-from keel.view.address import LARGEST, NUMBERS, Address
+from keel.view.address import CHOICES, LARGEST, NUMBERS, Address
 from keel.view.frame import EVERY, Shown, page, problem
 from keel.view.library import Library
 from keel.view.linked_table import LinkedTable
@@ -342,8 +342,8 @@ class RolloutsPage:
             ):
                 number = ui.number(label=label, value=getattr(address, key))
                 self.limits[key] = number.props("dense clearable").style("width: 96px")
-            finish = ["eos", "stop", "length"]
-            select = ui.select(finish, value=address.finish, label="ended by", clearable=True)
+            finish = CHOICES["finish"]
+            select = ui.select([*finish], value=address.finish, label="ended by", clearable=True)
             self.limits["finish"] = select.props("dense").style("width: 110px")
             ui.button("search", on_click=self.search).props("outline no-caps data-testid=go")
         self.box.on("keydown.enter", self.search)
