@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
+from keel.engines.endpoint.session import ChatEncoder
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
 from keel.runs.loop_thread import LoopThread
@@ -180,6 +181,37 @@ def test_a_program_without_budget_ends_with_length() -> None:
 
     groups = sample(ScriptedEngine(lambda prompt, index: "yes", TOKENIZER), program, tokens=4)
     assert {c.finish for group in groups for c in group.completions} == {"length"}
+
+
+@pytest.mark.parametrize("text", ["x" * 2_000_000, "é" * 300_000, "<eos>" * 200_000])
+def test_large_texts_are_refused_before_they_are_encoded(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = ChatEncoder.after
+
+    def small(encoder: Any, request: Any, *given: Any) -> list[int]:
+        assert request.characters < 100_000
+        return after(encoder, request, *given)
+
+    monkeypatch.setattr(ChatEncoder, "after", small)
+    refusals: list[str] = []
+
+    def program(given: ProgramInput) -> None:
+        messages = given.messages
+        messages.append(post(given, messages, max_tokens=5))
+        tool = {"role": "tool", "content": text}
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(given, [*messages, tool])
+        refusals.append(caught.value.read().decode())
+        if given.index:
+            messages.append({"role": "tool", "content": "shorter"})
+            post(given, messages, max_tokens=5)
+
+    for group in sample(engine(), program):
+        assert [completion.finish for completion in group.completions][0] == "length"
+        assert group.completions[1].turns[1]["content"] == "shorter"
+    assert len(refusals) == 6
+    assert all("context_length_exceeded" in body for body in refusals)
 
 
 def hangs(given: ProgramInput) -> None:

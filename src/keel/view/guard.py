@@ -82,7 +82,8 @@ class Guard:
             return f"this server does not answer for the host {host!r}"
         of_others = headers.get("sec-fetch-site") == "cross-site"
         followed = headers.get("sec-fetch-dest") == "document"
-        if "origin" in headers and origin != headers.get("host") or of_others and not followed:
+        foreign = "origin" in headers and origin != headers.get("host")
+        if foreign or (of_others and not followed):
             return "this server does not answer pages of other sites"
         return None
 
