@@ -208,7 +208,7 @@ def test_large_texts_are_refused_before_they_are_encoded(
             post(given, messages, max_tokens=5)
 
     for group in sample(engine(), program):
-        assert [completion.finish for completion in group.completions][0] == "length"
+        assert group.completions[0].finish == "length"
         assert group.completions[1].turns[1]["content"] == "shorter"
     assert len(refusals) == 6
     assert all("context_length_exceeded" in body for body in refusals)
