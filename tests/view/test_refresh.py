@@ -149,6 +149,49 @@ def test_curves_follow_runs_while_one_of_them_is_damaged(tmp_path: Path) -> None
     simulate(lambda: curves.curves_page(library, Address(run=("good", "torn")), None), use)
 
 
+STAGE = """name = "{name}"
+seed = {seed}
+
+[[stages]]
+stage = "rl"
+steps = {steps}
+algorithm = {{preset = "{preset}"}}
+[stages.optimizer]
+learning_rate = {rate}
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipes", "names"),
+    [
+        ([{"seed": 1}, {"seed": 2}], ["grpo seed 1", "grpo seed 2"]),
+        ([{}, {"preset": "gspo"}], ["grpo seed 0", "gspo seed 0"]),
+        (
+            [{"name": "x"}, {"rate": 0.1, "name": "y"}],
+            ["grpo seed 0 learning_rate=0.01", "grpo seed 0 learning_rate=0.1"],
+        ),
+        (
+            [{"rate": 0.1}, {"steps": 8}, {"preset": "ppo"}],
+            [
+                "grpo seed 0 steps=9 learning_rate=0.1",
+                "grpo seed 0 steps=8 learning_rate=0.01",
+                "ppo seed 0 steps=9 learning_rate=0.01",
+            ],
+        ),
+        ([{}, {}], ["grpo seed 0 (run-0)", "grpo seed 0 (run-1)"]),
+        ([{}], ["run-0"]),
+    ],
+)
+def test_overlaid_runs_are_named_by_what_differs(
+    recipes: list[dict[str, Any]], names: list[str], tmp_path: Path
+) -> None:
+    plain = {"name": "a", "seed": 0, "steps": 9, "preset": "grpo", "rate": 0.01}
+    for number, recipe in enumerate(recipes):
+        RunFolder.create(tmp_path / f"run-{number}", STAGE.format(**{**plain, **recipe}))
+    library = Library([tmp_path])
+    assert curves.names_of([library.get(name) for name in library.names()]) == names
+
+
 @pytest.mark.parametrize(
     ("key", "value", "read"),
     [

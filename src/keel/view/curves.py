@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import html
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,10 +171,11 @@ def _panel(
     panel: Panel, curves: Sequence[tuple[str, Sequence[Series]]], address: Address
 ) -> tuple[Panel, ui.echart]:
     with ui.element("section").classes("panel").props(f"data-testid=panel-{panel.key}"):
-        ui.html(f"<h2>{panel.title}</h2>", sanitize=False)
+        title = visible(panel.title, 100)
+        ui.html(f"<h2>{html.escape(title)}</h2>", sanitize=False)
         made = charts.options(panel, curves, dark=_dark(address))
         chart = ui.echart(made, renderer="canvas").classes("chart")
-        chart.props(f'role="img" aria-label="{panel.title} over the steps"')
+        chart.props(f'role="img" aria-label="{quoted(title)} over the steps"')
         ui.label(panel.help).classes("muted")
     return panel, chart
 
@@ -188,7 +191,7 @@ def _curves(
     points = 600 if len(runs) < 4 else 200
     made = []
     for run in runs:
-        columns = run.metrics.columns(run.stage(stage))
+        columns = run.columns(run.stage(stage))
         series = series_of(panel, columns, window=_window(address), points=points)
         made.append((run.name, series))
     if len(runs) > 1:
@@ -198,12 +201,37 @@ def _curves(
         chosen = (common or some)[:1]
         made = [(name, [s for s in series if s.line in chosen]) for name, series in made]
     if len(runs) == 1 or address.overlay != "algorithms":
-        return [(f"{run.algorithm} seed {run.seed}" if len(runs) > 1 else run.name, series)
-                for run, (_, series) in zip(runs, made, strict=True)]  # fmt: skip
+        return [(name, series) for name, (_, series) in zip(names_of(runs), made, strict=True)]
     groups: dict[str, list[Series]] = {}
     for run, (_, series) in zip(runs, made, strict=True):
         groups.setdefault(run.algorithm, []).extend(series)
     return [(name, [_mean(several)]) for name, several in groups.items() if several]
+
+
+def names_of(runs: Sequence[OpenRun]) -> list[str]:
+    """What tells the runs apart in a legend: algorithm and seed, else also two keys of the recipe
+    that differ, else also their names."""
+    if len(runs) == 1:
+        return [runs[0].name]
+    short = [f"{run.algorithm} seed {run.seed}" for run in runs]
+    tables = [dict(_leaves(run.recipe)) for run in runs]
+    found = [key for key in tables[0] if len({repr(table.get(key)) for table in tables}) > 1]
+    keys = [key for key in found if not re.search(r"\.(name|description|seed|algorithm)\b", key)]
+    longer = [
+        " ".join([name, *(f"{key.rpartition('.')[2]}={table.get(key)}" for key in keys[:2])])
+        for name, table in zip(short, tables, strict=True)
+    ]
+    named = [f"{name} ({run.name})" for name, run in zip(short, runs, strict=True)]
+    return next((names for names in (short, longer) if len({*names}) == len(runs)), named)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree of tables and lists, each with its path."""
+    if not isinstance(value, dict | list):
+        yield path, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(inner, f"{path}.{key}")
 
 
 def _mean(several: Sequence[Series]) -> Series:
@@ -228,5 +256,9 @@ def pictures(run: OpenRun, stage: str) -> None:
         for title, path in found:
             with ui.element("section").classes("panel"):
                 ui.label(title).style("font-weight: 600")
-                quoted = title.replace('"', "'").replace("\\", "/")
-                ui.image(path).props(f'alt="{quoted}"').style("max-width: 100%")
+                ui.image(path).props(f'alt="{quoted(title)}"').style("max-width: 100%")
+
+
+def quoted(text: str) -> str:
+    """A text for the value of a property."""
+    return text.replace('"', "'").replace("\\", "/")

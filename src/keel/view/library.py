@@ -11,10 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from keel.analysis.panels import with_first
 from keel.analysis.text import visible
 from keel.config.load import load_run_recipe
 from keel.runs.files import is_taken
-from keel.runs.follow import FollowedFile
+from keel.runs.follow import Column, FollowedFile
 from keel.runs.layout import RECIPE, RunFolder
 from keel.runs.reader import Run, load
 from keel.types import KeelError
@@ -54,6 +55,10 @@ class OpenRun:
         """Read what was written since; the versions of metrics and timings."""
         with self._lock:
             return self.metrics.update(), self.timings.update()
+
+    def columns(self, stage: str) -> Mapping[str, Column]:
+        """The metrics of a stage; evaluations begin with the one before its first step."""
+        return with_first(self.metrics.columns(stage), self.run.info(), stage)
 
     def stage_config(self, stage: str) -> Mapping[str, Any]:
         """The table of a stage in the recipe."""

@@ -76,7 +76,7 @@ def html(run: OpenRun, price: float | None = None) -> str:
 
 
 def _stage(run: OpenRun, stage: str, price: float | None) -> dict[str, Any]:
-    columns = run.metrics.columns(stage)
+    columns = run.columns(stage)
     window = max(1, max((len(c.steps) for c in columns.values()), default=1) // 40) * 2 - 1
     return {
         "name": stage,
@@ -211,7 +211,7 @@ def _plot(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
             color=colour,
             marker=marker,
             linestyle=("-", "--", "-.", ":")[at % 4],
-            label=one.label,
+            label=_plain(one.label),
         )
         if one.low is not None and one.high is not None:
             target.fill_between(one.steps, one.low, one.high, color=colour, alpha=0.15, linewidth=0)
@@ -224,6 +224,11 @@ def _plot(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=2 if wide else 4)
 
 
+def _plain(label: str) -> str:
+    """A label as text: matplotlib sets dollars as mathematics, and hides what begins with _."""
+    return visible(f" {label}" if label.startswith("_") else label, 60).replace("$", r"\$")
+
+
 def _below_zero(series: Sequence[Series]) -> bool:
     """Whether any value is negative: else no axis needs to show such."""
     ends = [part for one in series for part in (one.values, one.low) if part is not None]
@@ -233,7 +238,7 @@ def _below_zero(series: Sequence[Series]) -> bool:
 def _write_png(path: Path, run: OpenRun) -> None:
     """The panels of the last stage under each other."""
     stage = run.stage()
-    columns = run.metrics.columns(stage)
+    columns = run.columns(stage)
     found = panels(run, stage)
     if not found:
         return
@@ -242,4 +247,4 @@ def _write_png(path: Path, run: OpenRun) -> None:
             figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True
         ):
             _plot(axes, panel, series_of(panel, columns))
-            axes.set_title(panel.title, loc="left", fontweight="bold", pad=22)
+            axes.set_title(_plain(panel.title), loc="left", fontweight="bold", pad=22)

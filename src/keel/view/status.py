@@ -79,7 +79,7 @@ def panels(run: OpenRun, stage: str) -> list[Panel]:
     """The panels of a stage."""
     config = run.stage_config(stage)
     alone = config.get("rollout", {}).get("group_size") == 1
-    return panels_of(str(config["stage"]), list(run.metrics.columns(stage)), alone=alone)
+    return panels_of(str(config["stage"]), list(run.columns(stage)), alone=alone)
 
 
 def formula_of(run: OpenRun, stage: str) -> list[str]:
