@@ -173,9 +173,17 @@ learning_rate = {rate}
         (
             [{"rate": 0.1}, {"steps": 8}, {"preset": "ppo"}],
             [
+                "grpo seed 0 steps=9",
+                "grpo seed 0 steps=8",
+                "ppo seed 0",
+            ],
+        ),
+        (
+            [{"rate": 0.1}, {"steps": 8}, {}],
+            [
                 "grpo seed 0 steps=9 learning_rate=0.1",
                 "grpo seed 0 steps=8 learning_rate=0.01",
-                "ppo seed 0 steps=9 learning_rate=0.01",
+                "grpo seed 0 steps=9 learning_rate=0.01",
             ],
         ),
         ([{}, {}], ["grpo seed 0 (run-0)", "grpo seed 0 (run-1)"]),

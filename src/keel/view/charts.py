@@ -31,12 +31,14 @@ def options(
     right = False
     for number, (name, lines) in enumerate(curves):
         for at, one in enumerate(lines):
-            label = f"{name}: {one.label}" if several else one.label
+            label = name if several else one.label
             colour = _colour(number if several else at, dark)
             kind = ("solid", "dashed", "dotted")[at % 3] if several else "solid"
             series += _line(one, label, colour, kind, band=not several)
             right = right or one.line.right
-    axes = [_axis(panel.unit, right=False)]
+    # Of several runs one line is shown, which the axis names.
+    shown = {one.label: "" for _, lines in curves for one in lines} if several else {}
+    axes = [_axis(", ".join(filter(None, [*shown, panel.unit])), right=False)]
     if right:
         axes.append({**_axis(panel.right_unit, right=True), "splitLine": {"show": False}})
     names = [one["name"] for one in series if not one.get("stack")]

@@ -209,20 +209,23 @@ def _curves(
 
 
 def names_of(runs: Sequence[OpenRun]) -> list[str]:
-    """What tells the runs apart in a legend: algorithm and seed, else also two keys of the recipe
-    that differ, else also their names."""
+    """What tells the runs apart in a legend: algorithm and seed; of those that share them also two
+    keys of the recipe that differ, or else their names."""
     if len(runs) == 1:
         return [runs[0].name]
     short = [f"{run.algorithm} seed {run.seed}" for run in runs]
     tables = [dict(_leaves(run.recipe)) for run in runs]
-    found = [key for key in tables[0] if len({repr(table.get(key)) for table in tables}) > 1]
-    keys = [key for key in found if not re.search(r"\.(name|description|seed|algorithm)\b", key)]
-    longer = [
-        " ".join([name, *(f"{key.rpartition('.')[2]}={table.get(key)}" for key in keys[:2])])
-        for name, table in zip(short, tables, strict=True)
-    ]
-    named = [f"{name} ({run.name})" for name, run in zip(short, runs, strict=True)]
-    return next((names for names in (short, longer) if len({*names}) == len(runs)), named)
+    names = []
+    for name, table, run in zip(short, tables, runs, strict=True):
+        same = [t for other, t in zip(short, tables, strict=True) if other == name]
+        keys = [k for k in table if len({repr(t.get(k)) for t in same}) > 1]
+        keys = [k for k in keys if not re.search(r"\.(name|description|algorithm)\b", k)]
+        words = [f"({run.name})"] if len(same) > 1 else []
+        for few in (keys[:2], keys[:1]):
+            if len({repr([t.get(k) for k in few]) for t in same}) == len(same):
+                words = [f"{k.rpartition('.')[2]}={table[k]}" for k in few]
+        names.append(" ".join([name, *words]))
+    return names
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files as resources
 from pathlib import Path
@@ -119,14 +118,7 @@ def _rollouts(run: OpenRun, damaged: list[str]) -> dict[str, Any] | None:
         except KeelError:
             damaged.append(run.folder.rollouts(run.run.stages.index(stage), step).name)
             continue
-        groups = [rows.members(group) for group in dict.fromkeys(rows.groups)]
-
-        def spread(members: Sequence[int], rows: StepRows = rows) -> float:
-            rewards = [rows.scores[at] for at in members if math.isfinite(rows.scores[at])]
-            return max(rewards, default=0.0) - min(rewards, default=0.0)
-
-        chosen = sorted(groups, key=spread, reverse=True)[:GROUPS]
-        shown = [_group(rows, members) for members in chosen]
+        shown = [_group(rows, members) for members in rows.widest[:GROUPS]]
         return {
             "stage": stage,
             "step": step,

@@ -18,7 +18,8 @@ from keel.view.linked_table import LinkedTable
 from keel.view.rows import columns_of, figure
 from keel.view.status import formula_of, status_of
 
-SHOWN = ("reward", "episode/return", "eval/return", "eval/accuracy", "loss")
+SHOWN = ("reward", "episode/return", "eval/return", "loss")
+ACCURACY = ("eval/pass@1", "eval/accuracy")
 
 
 def runs_page(library: Library, address: Address) -> None:
@@ -74,21 +75,25 @@ def _line(library: Library, name: str, link: str) -> dict[str, Any]:
         run = library.get(name)
         run.update()
         stage = run.stage()
-        status, columns = status_of(run, stage), run.metrics.columns(stage)
+        status, columns = status_of(run, stage), run.columns(stage)
     except KeelError as error:
         state = visible(str(error), 100)
         return {"id": name, "run": visible(name, 80), "state": state, "link": link}
     last = next(((n, columns[n].values[-1]) for n in SHOWN if n in columns), ("", None))
+    accuracy = next((columns[n].values[-1] for n in ACCURACY if n in columns), None)
     return {
         "id": name,
         "run": visible(name, 80),
         "state": status.state,
+        "begun": run.begun,
+        "task": visible(run.tasks, 60),
         "algorithm": visible(run.algorithm, 40),
         "seed": run.seed,
         "step": status.step,
         "steps": status.steps,
         "measure": last[0],
         "newest": figure(last[1]),
+        "accuracy": figure(accuracy),
         "link": link,
     }
 
