@@ -14,6 +14,7 @@ from keel.analysis.diagnosis.values import RolloutSample, Symptom
 
 ROLLOUTS = 8
 ENDS = ("low", "high")
+COMPONENT = "evaluation.component"
 JUDGES = ("exact_match", "numeric_match", "place_match", "math", "code", "task")
 """Built-in rewards whose 1 means that the answer is right."""
 
@@ -42,6 +43,50 @@ def gold_falls(history: StageHistory) -> Symptom | None:
     evidence = (f"the reward rose from {course.first:.3g} to {course.last:.3g}", line)
     figures = {"reward_first": course.first, "reward_last": course.last, **figures}
     return Symptom(first, int(steps[-1]), evidence, figures, _best_rewarded(history))
+
+
+def gold_still(history: StageHistory) -> Symptom | None:
+    """The reward rises and a score that it should serve does not. Over 20 steps or more the
+    reward's trend is up (p < 0.01), by 10 % of its range or more, and some reward that is trained
+    on is not declared as correctness, while none that is rises. And one of two stands still, below
+    0.9: `eval/pass@1`, of which the later half (its median) is at most 0.05 above the first value,
+    with a 95 % interval of at most 0.3 at the end; or a reward of weight 0 that is declared as
+    correctness, which has not risen by 5 % of its range."""
+    steps, reward = history.column("reward")
+    course, bounds = trend(reward), history.reward_range()
+    paid = [s for s in history.rewards() if s.get("weight", 1.0) > 0]
+    right = [s for s in paid if _judges(s) or reward_name(s) == history.setting(COMPONENT)]
+    span = abs(course.first) if bounds is None else bounds[1] - bounds[0]
+    if len(steps) < 20 or not course.rises() or course.last - course.first < 0.1 * span:
+        return None
+    rising = [s for s in right if trend(history.values(_mean_of(s))).rises()]
+    if len(right) == len(paid) or rising or _evaluations(history) or _unweighted(history):
+        return None
+    line = _still(history)
+    if line is None:
+        return None
+    evidence = (f"the reward rose from {course.first:.3g} to {course.last:.3g}", line)
+    figures = {"reward_first": course.first, "reward_last": course.last}
+    return Symptom(int(steps[0]), int(steps[-1]), evidence, figures, _best_rewarded(history))
+
+
+def _still(history: StageHistory) -> str | None:
+    """What a score that stands still is and was."""
+    found = _evaluated(history, "eval/pass@1")
+    if len(found) > 1:
+        later = float(np.median([mean for _, mean, *_ in found[len(found) // 2 :]]))
+        (at, first, *_), (newest, _, low, high) = found[0], found[-1]
+        if later <= first + 0.05 and later < 0.9 and high - low <= 0.3:
+            return f"eval/pass@1 went from {first:.3g} (step {at}) to {later:.3g} (step {newest})"
+    for source in history.rewards():
+        if source.get("weight", 1.0) != 0 or not _judges(source):
+            continue
+        name, gold = _mean_of(source), trend(history.values(_mean_of(source)))
+        low, top = _range(history, reward_name(source))
+        risen = gold.last > gold.first + 0.05 * (top - low)
+        if gold.n >= 20 and not risen and gold.last < 0.9 * top:
+            return f"{name}, which has weight 0, went from {gold.first:.3g} to {gold.last:.3g}"
+    return None
 
 
 def length_reward(history: StageHistory) -> Symptom | None:
@@ -169,16 +214,24 @@ def _judges(source: Mapping[str, Any]) -> bool:
     return source["function"] in JUDGES if declared in (None, "none") else bool(declared)
 
 
-def _evaluations(history: StageHistory) -> tuple[int, str, dict[str, float]] | None:
-    """The newest evaluation against the best before it, the one before the stage included."""
-    name = history.pass_at_1
-    if name is None:
-        return None
+def _mean_of(source: Mapping[str, Any]) -> str:
+    return f"rewards/{reward_name(source)}/mean"
+
+
+def _evaluated(history: StageHistory, name: str) -> list[tuple[float, ...]]:
+    """The evaluations with their intervals, the one before the stage as of step 0."""
     steps, means = history.column(name)
     found = list(zip(steps, means, *(history.values(f"{name}/{e}") for e in ENDS), strict=False))
     before = history.before
     if before is not None and all(before.get(key) is not None for key in ("mean", *ENDS)):
         found.insert(0, (0, before["mean"], before["low"], before["high"]))
+    return found
+
+
+def _evaluations(history: StageHistory) -> tuple[int, str, dict[str, float]] | None:
+    """The newest evaluation against the best before it, the one before the stage included."""
+    name = history.pass_at_1
+    found = [] if name is None else _evaluated(history, name)
     if len(found) < 2:
         return None
     at, best, low, _ = max(found[:-1], key=lambda one: one[1])
@@ -199,7 +252,7 @@ def _unweighted(history: StageHistory) -> tuple[int, str, dict[str, float]] | No
     for source in history.rewards():
         if source.get("weight", 1.0) != 0:
             continue
-        name = f"rewards/{reward_name(source)}/mean"
+        name = _mean_of(source)
         steps, gold = history.column(name)
         if len(gold) < 20:
             continue
