@@ -151,15 +151,16 @@ SPREAD = Panel(
 )
 """In the place of the groups where each has one completion and there is no value model."""
 
+
+def _loss(explains: str, unit: str = "") -> Panel:
+    return Panel("loss", "Loss", explains, (Line("loss", "loss"), _GRADIENT), unit, "norm")
+
+
 SFT = (
-    Panel(
-        "loss",
-        "Loss",
+    _loss(
         "Cross-entropy: minus the log-probability of a token of the demonstrations, mean over the "
-        "step's tokens, before the update. Should fall; compare it with mean_token_probability.",
-        (Line("loss", "loss"), _GRADIENT),
+        "step's tokens, before the update. Should fall; at 0 they are known by heart.",
         "nats",
-        "norm",
     ),
     Panel(
         "probability",
@@ -256,14 +257,9 @@ CONTROL = (
         "reward",
         "share",
     ),
-    Panel(
-        "loss",
-        "Loss",
+    _loss(
         "What the optimizer step minimised: of Q-learning the error of the action values, of "
-        "policy gradients minus the surrogate plus the value loss. Watch the return.",
-        (Line("loss", "loss"), _GRADIENT),
-        "",
-        "norm",
+        "policy gradients minus the surrogate plus the value loss. Watch the return."
     ),
 )
 

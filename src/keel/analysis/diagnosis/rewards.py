@@ -48,10 +48,9 @@ def gold_falls(history: StageHistory) -> Symptom | None:
 def gold_still(history: StageHistory) -> Symptom | None:
     """The reward rises and a score that it should serve does not. Over 20 steps or more the
     reward's trend is up (p < 0.01), by 10 % of its range or more, and some reward that is trained
-    on is not declared as correctness, while none that is rises. And one of two stands still, below
-    0.9: `eval/pass@1`, of which the later half (its median) is at most 0.05 above the first value,
-    with a 95 % interval of at most 0.3 at the end; or a reward of weight 0 that is declared as
-    correctness, which has not risen by 5 % of its range."""
+    on is not declared as correctness, while none that is rises. The median of the later half of
+    `eval/pass@1` is below 0.9 and at most 0.05 above the first value, that before the stage
+    included; its 95 % interval at the end is at most 0.3 wide."""
     steps, reward = history.column("reward")
     course, bounds = trend(reward), history.reward_range()
     paid = [s for s in history.rewards() if s.get("weight", 1.0) > 0]
@@ -60,33 +59,20 @@ def gold_still(history: StageHistory) -> Symptom | None:
     if len(steps) < 20 or not course.rises() or course.last - course.first < 0.1 * span:
         return None
     rising = [s for s in right if trend(history.values(_mean_of(s))).rises()]
-    if len(right) == len(paid) or rising or _evaluations(history) or _unweighted(history):
+    found = _evaluated(history, "eval/pass@1")
+    falls = _evaluations(history) or _unweighted(history)
+    if len(right) == len(paid) or rising or falls or len(found) < 2:
         return None
-    line = _still(history)
-    if line is None:
+    later = float(np.median([mean for _, mean, *_ in found[len(found) // 2 :]]))
+    (at, first, *_), (newest, _, low, high) = found[0], found[-1]
+    if later > first + 0.05 or later >= 0.9 or high - low > 0.3:
         return None
-    evidence = (f"the reward rose from {course.first:.3g} to {course.last:.3g}", line)
+    evidence = (
+        f"the reward rose from {course.first:.3g} to {course.last:.3g}",
+        f"eval/pass@1 went from {first:.3g} (step {at}) to {later:.3g} (step {newest})",
+    )
     figures = {"reward_first": course.first, "reward_last": course.last}
     return Symptom(int(steps[0]), int(steps[-1]), evidence, figures, _best_rewarded(history))
-
-
-def _still(history: StageHistory) -> str | None:
-    """What a score that stands still is and was."""
-    found = _evaluated(history, "eval/pass@1")
-    if len(found) > 1:
-        later = float(np.median([mean for _, mean, *_ in found[len(found) // 2 :]]))
-        (at, first, *_), (newest, _, low, high) = found[0], found[-1]
-        if later <= first + 0.05 and later < 0.9 and high - low <= 0.3:
-            return f"eval/pass@1 went from {first:.3g} (step {at}) to {later:.3g} (step {newest})"
-    for source in history.rewards():
-        if source.get("weight", 1.0) != 0 or not _judges(source):
-            continue
-        name, gold = _mean_of(source), trend(history.values(_mean_of(source)))
-        low, top = _range(history, reward_name(source))
-        risen = gold.last > gold.first + 0.05 * (top - low)
-        if gold.n >= 20 and not risen and gold.last < 0.9 * top:
-            return f"{name}, which has weight 0, went from {gold.first:.3g} to {gold.last:.3g}"
-    return None
 
 
 def length_reward(history: StageHistory) -> Symptom | None:

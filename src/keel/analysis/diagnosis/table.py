@@ -291,16 +291,11 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         "The reward rises while the score that counts stands still",
         rewards.gold_still,
         (
-            "The reward, or the model that gives it, pays for something else than right answers",
-            "A reward model that was trained on few pairs, or on answers of another policy",
+            "The reward pays for something else than right answers",
+            "Its model was trained on few pairs, or on answers of another policy",
         ),
         (
-            Advice(
-                FUNCTIONS,
-                "train on the score that counts, alone or with the present reward",
-                direction="other",
-            ),
-            Advice("tasks", "prompts of which some are answered rightly", direction="other"),
+            Advice(FUNCTIONS, "train on the score that counts as well", direction="other"),
             Advice(BETA, "holds the policy where the reward was made for", factor=3),
         ),
     ),
