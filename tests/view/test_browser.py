@@ -378,6 +378,12 @@ def test_pages_fit_a_narrow_screen(page: sync_api.Page, served: Served) -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
 
 
+@pytest.mark.parametrize("path", ["curves", "rollouts", "diagnosis", "objective"])
+def test_every_page_names_its_run(path: str, page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/{path}?run=ppo")
+    expect(page.get_by_text("ppo", exact=True).first).to_be_visible()
+
+
 def test_diagnosis_of_a_run_is_shown(page: sync_api.Page, served: Served) -> None:
     page.goto(f"{served.url}/diagnosis?run=ppo")
     page.wait_for_function(

@@ -102,6 +102,7 @@ def objective_page(library: Library, address: Address) -> None:
     """Build the page: what the run optimises, term by term, and its recipe."""
     run = _first(library, address)
     with page(Shown("/objective", address.but(run=(run.name,))), f"objective of {run.name}"):
+        ui.label(visible(run.name, 100)).style("font-weight: 600")
         none = "this run has no stage of reinforcement learning on a language model"
         text = str(run.run.info().get("objective", none))
         for line in [line for stage in run.run.stages for line in formula_of(run, stage)]:
@@ -118,6 +119,7 @@ def diagnosis_page(library: Library, address: Address) -> None:
     run = _first(library, address)
     shown = Shown("/diagnosis", address.but(run=(run.name,)))
     with page(shown, f"diagnosis of {run.name}"):
+        ui.label(visible(run.name, 100)).style("font-weight: 600")
         column = ui.column().classes("w-full").props("data-testid=diagnosis")
         with column:
             ui.label("reading the run …").classes("muted")

@@ -50,6 +50,8 @@ kbd { border: 1px solid currentColor; border-radius: 4px; padding: 0 6px; margin
 .rubric :is(h1, h2, h3, h4) { font-size: 16px; line-height: 1.4;
                               font-weight: 600; margin: 8px 0 4px; }
 .rubric :is(p, ul, ol, pre, table) { margin: 0 0 8px; } .rubric pre { white-space: pre-wrap; }
+.rubric ul { list-style: disc; } .rubric ol { list-style: decimal; }
+.rubric :is(ul, ol) { padding-inline-start: 22px; }
 .rubric :is(td, th) { padding: 2px 10px 2px 0; text-align: start; vertical-align: top; }
 @media (max-width: 600px) {
   .annotate { padding: 6px 8px 8px; }
