@@ -483,6 +483,8 @@ def test_an_evaluation_below_the_one_before_the_stage_is_a_fall(tmp_path: Path) 
     [
         ((0.46, 0.47, 0.46), 0.14, ramp(0.2, 0.29), "proxy", True),
         ((0.46, 0.44), 0.14, ramp(2.0, 2.9), "proxy", True),
+        ((0.46, 0.46), 0.14, ramp(-0.05, 0.1), "proxy", True),  # a third of its spread
+        ((0.46, 0.46), 0.14, ramp(2.0, 2.03), "proxy", False),  # too little
         ((0.46, 0.63, 0.54), 0.14, ramp(0.2, 0.7), "proxy", False),  # it rose
         ((0.46, 0.47, 0.46), 0.4, ramp(0.2, 0.7), "proxy", False),  # nothing is known of it
         ((0.46, 0.47, 0.46), 0.14, 0.2 + WOBBLE, "proxy", False),  # the reward did not rise

@@ -47,16 +47,20 @@ def gold_falls(history: StageHistory) -> Symptom | None:
 
 def gold_still(history: StageHistory) -> Symptom | None:
     """The reward rises and a score that it should serve does not. Over 20 steps or more the
-    reward's trend is up (p < 0.01), by 10 % of its range or more, and some reward that is trained
-    on is not declared as correctness, while none that is rises. The median of the later half of
-    `eval/pass@1` is below 0.9 and at most 0.05 above the first value, that before the stage
-    included; its 95 % interval at the end is at most 0.3 wide."""
+    reward's trend is up (p < 0.01), by 30 % of its first value (and a tenth of `reward_std`) or by
+    a quarter of `reward_std`, and some reward that is trained on is not declared as correctness,
+    while none that is rises. The median of the later half of `eval/pass@1` is below 0.9 and at
+    most 0.05 above the first value, which may be that before the stage; its 95 % interval at the
+    end is at most 0.35 wide."""
     steps, reward = history.column("reward")
-    course, bounds = trend(reward), history.reward_range()
+    course, spreads = trend(reward), history.values("reward_std")
     paid = [s for s in history.rewards() if s.get("weight", 1.0) > 0]
     right = [s for s in paid if _judges(s) or reward_name(s) == history.setting(COMPONENT)]
-    span = abs(course.first) if bounds is None else bounds[1] - bounds[0]
-    if len(steps) < 20 or not course.rises() or course.last - course.first < 0.1 * span:
+    own, rise = abs(course.first), course.last - course.first
+    spread = float(np.median(spreads)) if len(spreads) else own
+    if len(steps) < 20 or not course.rises():
+        return None
+    if rise < max(0.1 * spread, min(0.25 * spread, 0.3 * own)):
         return None
     rising = [s for s in right if trend(history.values(_mean_of(s))).rises()]
     found = _evaluated(history, "eval/pass@1")
@@ -65,7 +69,7 @@ def gold_still(history: StageHistory) -> Symptom | None:
         return None
     later = float(np.median([mean for _, mean, *_ in found[len(found) // 2 :]]))
     (at, first, *_), (newest, _, low, high) = found[0], found[-1]
-    if later > first + 0.05 or later >= 0.9 or high - low > 0.3:
+    if later > first + 0.05 or later >= 0.9 or high - low > 0.35:
         return None
     evidence = (
         f"the reward rose from {course.first:.3g} to {course.last:.3g}",
