@@ -178,7 +178,8 @@ class ChatEncoder:
             return None
         start = self.opening.strip()
         if answer.lstrip().startswith(start):
-            return answer.lstrip().removeprefix(start).removeprefix("\n")
+            after = self.opening[len(self.opening.rstrip()) :]
+            return answer.lstrip().removeprefix(start).removeprefix(after)
         closes = f"{tag[0][0]}/{tag[0][1:]}"
         return answer if closes in answer or closes in start else None
 
@@ -235,7 +236,9 @@ class ChatEncoder:
             return self._control.sub(lambda found: self._masks[found[0]], value)
         if isinstance(value, Mapping):
             return {key: self._masked(inner) for key, inner in value.items()}
-        return [self._masked(inner) for inner in value] if isinstance(value, list) else value
+        if isinstance(value, list | tuple):
+            return [self._masked(inner) for inner in value]
+        return value
 
     def _unmasked(self, text: str) -> str:
         return text.translate({ord(mask): spelled for spelled, mask in self._masks.items()})

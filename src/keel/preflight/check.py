@@ -197,7 +197,7 @@ def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     ids = () if named is None else (named,) if isinstance(named, int) else tuple(named)
     closed = closing(tokenizer, {})
     end = tokenizer.eos_token_id if closed is None or closed.token is None else closed.token
-    found = [eos_pair(end, ids, str(tokenizer.decode([end])) if ids else "", "model.name")]
+    found = [eos_pair(end, ids, "" if end is None else str(tokenizer.decode([end])), "model.name")]
     if is_llama_like(policy.model.base_model):
         found.append(settings.no_compiler(fingerprint("decode")))
     if recipe.model.dtype == "bfloat16":
