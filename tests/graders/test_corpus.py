@@ -1,0 +1,107 @@
+"""Answers as models write them, labelled by hand: `corpus.jsonl`.
+
+A line holds the `grader`, the `gold` answer (a value of an answer column; for code, the tests) and
+a completion, `answer`, that is `right` or not; `kind` is the part of the corpus. `stop`, `tag` (the
+grader's option) and `opening` (what the chat template opened) may be missing. Labels say what a
+careful person would decide, not what a grader does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keel.config.sources import RewardSource, TaskSource
+from keel.data.tasks.stored import data_task
+from keel.rewards import Scorer, load_reward
+from keel.types import Completion, Group
+from tests.sandbox.processes import needs_bubblewrap
+
+CORPUS: list[dict[str, Any]] = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "corpus.jsonl").read_text("utf-8").splitlines()
+]
+REFUSED = 0.02
+"""The share of a grader's right answers of which fewer may be refused."""
+
+
+@pytest.mark.parametrize(
+    "grader",
+    [
+        "numeric_match",
+        "choice",
+        pytest.param("math", marks=[needs_bubblewrap, pytest.mark.slow]),
+        pytest.param("code", marks=[needs_bubblewrap, pytest.mark.slow]),
+    ],
+)
+def test_no_false_accepts_and_few_false_refusals(grader: str, tmp_path: Path) -> None:
+    tags = dict.fromkeys(row.get("tag") for row in CORPUS if row["grader"] == grader)
+    scored: list[tuple[Mapping[str, Any], bool]] = []
+    for tag in tags:
+        rows = [row for row in CORPUS if row["grader"] == grader and row.get("tag") == tag]
+        scored += zip(rows, _accepts(grader, tag, rows, tmp_path), strict=True)
+    accepted = [_shown(row) for row, accepts in scored if accepts and not row["right"]]
+    refused = [_shown(row) for row, accepts in scored if row["right"] and not accepts]
+    right = sum(row["right"] for row, _ in scored)
+    found = [f"{len(accepted)} false accepts", *accepted]
+    found += [f"{len(refused)} of {right} right answers refused", *refused]
+    assert not accepted, "\n".join(found)
+    assert len(refused) < REFUSED * right, "\n".join(found)
+
+
+def test_each_part_has_right_and_wrong_answers() -> None:
+    for kind in {row["kind"] for row in CORPUS}:
+        labels = [row["right"] for row in CORPUS if row["kind"] == kind]
+        assert len(labels) >= 40, kind
+        assert 0.4 <= np.mean(labels) <= 0.6, kind
+    assert len({json.dumps({**row, "note": ""}) for row in CORPUS}) == len(CORPUS)
+
+
+def _accepts(
+    grader: str, tag: str | None, rows: Sequence[Mapping[str, Any]], folder: Path
+) -> list[bool]:
+    """Whether each answer gets the full reward, from a data file to the result of the scorer."""
+    column = "tests" if grader == "code" else "answer"
+    lines = [{"prompt": row["prompt"], column: row["gold"]} for row in rows]
+    path = folder / f"{tag}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    answer = None if grader == "code" else "answer"
+    task = data_task(TaskSource(name="jsonl", path=str(path), answer=answer, bad_rows="quarantine"))
+    task.validate_on_all()
+    read = task.splits["validation"].entries
+    groups = [
+        Group(task.prompt("validation", at), (_completion(rows[entry.number]),))
+        for at, entry in enumerate(read)
+    ]
+    options = {"math": {"timeout": 60.0}, "code": {"timeout": 60.0}}.get(grader, {})
+    tagged = {} if tag is None else {"tag": tag}
+    reward = load_reward(RewardSource(function=grader, options={**options, **tagged}))
+    try:
+        results = Scorer([reward], timeout=300, on_error="skip")(groups, 1).results
+    finally:
+        getattr(reward.function, "close", lambda: None)()
+    accepted = {
+        entry.number for entry, (one,) in zip(read, results, strict=True) if one.reward == 1
+    }
+    return [number in accepted for number in range(len(rows))]
+
+
+def _completion(row: Mapping[str, Any]) -> Completion:
+    """The answer as an engine returns it: what stands before the first stop."""
+    text = row["answer"]
+    return Completion(
+        tokens=np.zeros(1, np.int64),
+        log_probs=np.zeros(1, np.float32),
+        written=np.ones(1, np.bool_),
+        finish="stop" if row.get("stop") else "eos",
+        text=text,
+    )
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    return json.dumps({k: v for k, v in row.items() if k != "prompt"}, ensure_ascii=False)
