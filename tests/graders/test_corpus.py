@@ -20,7 +20,7 @@ from keel.config.sources import RewardSource, TaskSource
 from keel.data.tasks.stored import data_task
 from keel.rewards import Scorer, load_reward
 from keel.types import Completion, Group
-from tests.sandbox.processes import needs_bubblewrap
+from tests.shared import needs_bubblewrap
 
 CORPUS: list[dict[str, Any]] = [
     json.loads(line)
