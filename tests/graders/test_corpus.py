@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_each_part_has_right_and_wrong_answers() -> None:
 def _accepts(
     grader: str, tag: str | None, rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> list[bool]:
-    """Whether each answer gets the full reward, from a data file to the result of the scorer."""
+    """Whether each answer gets the full reward, from a data file to the results of the scorer."""
     column = "tests" if grader == "code" else "answer"
     lines = [{"prompt": row["prompt"], column: row["gold"]} for row in rows]
     path = folder / f"{tag}.jsonl"
@@ -73,33 +74,34 @@ def _accepts(
     answer = None if grader == "code" else "answer"
     task = data_task(TaskSource(name="jsonl", path=str(path), answer=answer, bad_rows="quarantine"))
     task.validate_on_all()
-    read = task.splits["validation"].entries
-    groups = [
-        Group(task.prompt("validation", at), (_completion(rows[entry.number]),))
-        for at, entry in enumerate(read)
-    ]
-    options = {"math": {"timeout": 60.0}, "code": {"timeout": 60.0}}.get(grader, {})
-    tagged = {} if tag is None else {"tag": tag}
-    reward = load_reward(RewardSource(function=grader, options={**options, **tagged}))
+    groups: dict[tuple[str, ...], list[tuple[int, Group]]] = {}
+    for at, entry in enumerate(task.splits["validation"].entries):
+        row = rows[entry.number]
+        prompt = replace(task.prompt("validation", at), opening=row.get("opening", ""))
+        stop = tuple(row.get("stop", ()))
+        groups.setdefault(stop, []).append((entry.number, Group(prompt, (_completion(row),))))
+    options: dict[str, Any] = {"timeout": 60.0} if grader in ("math", "code") else {}
+    options |= {} if tag is None else {"tag": tag}
+    reward = load_reward(RewardSource(function=grader, options=options))
+    accepted = set[int]()
     try:
-        results = Scorer([reward], timeout=300, on_error="skip")(groups, 1).results
+        for stop, numbered in groups.items():
+            scorer = Scorer([reward], timeout=300, on_error="skip", stop=stop)
+            results = scorer([group for _, group in numbered], 1).results
+            for (number, _), (result,) in zip(numbered, results, strict=True):
+                accepted |= {number} if result.reward == 1 else set()
     finally:
         getattr(reward.function, "close", lambda: None)()
-    accepted = {
-        entry.number for entry, (one,) in zip(read, results, strict=True) if one.reward == 1
-    }
     return [number in accepted for number in range(len(rows))]
 
 
 def _completion(row: Mapping[str, Any]) -> Completion:
-    """The answer as an engine returns it: what stands before the first stop."""
-    text = row["answer"]
     return Completion(
         tokens=np.zeros(1, np.int64),
         log_probs=np.zeros(1, np.float32),
         written=np.ones(1, np.bool_),
-        finish="stop" if row.get("stop") else "eos",
-        text=text,
+        finish="stop" if "stop" in row else "eos",
+        text=row["answer"],
     )
 
 
