@@ -28,7 +28,7 @@ CORPUS: list[dict[str, Any]] = [
     for line in (Path(__file__).parent / "corpus.jsonl").read_text("utf-8").splitlines()
 ]
 REFUSED = 0.02
-"""The share of a grader's right answers of which fewer may be refused."""
+"""The share of a grader's right answers of which no more may be refused; of few answers, one."""
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_no_false_accepts_and_few_false_refusals(grader: str, tmp_path: Path) ->
     found = [f"{len(accepted)} false accepts", *accepted]
     found += [f"{len(refused)} of {right} right answers refused", *refused]
     assert not accepted, "\n".join(found)
-    assert len(refused) < REFUSED * right, "\n".join(found)
+    assert len(refused) <= max(1, REFUSED * right), "\n".join(found)
 
 
 def test_each_part_has_right_and_wrong_answers() -> None:
