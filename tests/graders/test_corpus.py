@@ -41,11 +41,14 @@ REFUSED = 0.02
     ],
 )
 def test_no_false_accepts_and_few_false_refusals(grader: str, tmp_path: Path) -> None:
-    tags = dict.fromkeys(row.get("tag") for row in CORPUS if row["grader"] == grader)
+    parts: dict[tuple[str | None, str], list[dict[str, Any]]] = {}
+    for row in CORPUS:
+        if row["grader"] == grader:
+            column = "answer.text" if isinstance(row["gold"], dict) else "answer"
+            parts.setdefault((row.get("tag"), column), []).append(row)
     scored: list[tuple[Mapping[str, Any], bool]] = []
-    for tag in tags:
-        rows = [row for row in CORPUS if row["grader"] == grader and row.get("tag") == tag]
-        scored += zip(rows, _accepts(grader, tag, rows, tmp_path), strict=True)
+    for (tag, column), rows in parts.items():
+        scored += zip(rows, _accepts(grader, tag, column, rows, tmp_path), strict=True)
     accepted = [_shown(row) for row, accepts in scored if accepts and not row["right"]]
     refused = [_shown(row) for row, accepts in scored if row["right"] and not accepts]
     right = sum(row["right"] for row, _ in scored)
@@ -64,15 +67,15 @@ def test_each_part_has_right_and_wrong_answers() -> None:
 
 
 def _accepts(
-    grader: str, tag: str | None, rows: Sequence[Mapping[str, Any]], folder: Path
+    grader: str, tag: str | None, answer: str, rows: Sequence[Mapping[str, Any]], folder: Path
 ) -> list[bool]:
     """Whether each answer gets the full reward, from a data file to the results of the scorer."""
     column = "tests" if grader == "code" else "answer"
     lines = [{"prompt": row["prompt"], column: row["gold"]} for row in rows]
-    path = folder / f"{tag}.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    answer = None if grader == "code" else "answer"
-    task = data_task(TaskSource(name="jsonl", path=str(path), answer=answer, bad_rows="quarantine"))
+    path = str(folder / "rows.jsonl")
+    Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    named = None if grader == "code" else answer
+    task = data_task(TaskSource(name="jsonl", path=path, answer=named, bad_rows="quarantine"))
     task.validate_on_all()
     groups: dict[tuple[str, ...], list[tuple[int, Group]]] = {}
     for at, entry in enumerate(task.splits["validation"].entries):
