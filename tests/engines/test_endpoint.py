@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
-from keel.engines.endpoint.session import ChatEncoder
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
+from keel.models.chat import ChatEncoder
 from keel.runs.loop_thread import LoopThread
 from keel.runs.watchdog import Hung
 from keel.types import Completion, Group, KeelError, ProgramInput, Prompt, Sampling
@@ -59,7 +59,7 @@ def sample(engine: Any, program: Any, n: int = 2, tokens: int = 80, **keys: Any)
         Sampling(tokens),
         3,
         program=config,
-        tokenizer=TOKENIZER,
+        chat=ChatEncoder(TOKENIZER),
         loop=LoopThread(),
     )
 
@@ -189,9 +189,9 @@ def test_large_texts_are_refused_before_they_are_encoded(
 ) -> None:
     after = ChatEncoder.after
 
-    def small(encoder: Any, request: Any, *given: Any) -> list[int]:
-        assert request.characters < 100_000
-        return after(encoder, request, *given)
+    def small(encoder: Any, messages: Any, *given: Any, **keywords: Any) -> list[int]:
+        assert len(str(messages)) < 100_000
+        return after(encoder, messages, *given, **keywords)
 
     monkeypatch.setattr(ChatEncoder, "after", small)
     refusals: list[str] = []
