@@ -32,7 +32,7 @@ from keel.training.stage_kinds import STAGE_KINDS
 from keel.training.state import Progress, check_base, read_progress, restore_policy
 from keel.types import KeelError
 
-REPORTED = ("keel-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+REPORTED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 def train(
