@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,21 @@ def learning_rate(choice: Optimizer, step: int, steps: int) -> float:
     return choice.learning_rate * warm * left
 
 
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: to matrices, embeddings among them, but to no norm or bias, as
+    in transformers.Trainer. Biases of experts are matrices too, so the name counts as well."""
+    return parameter.ndim >= 2 and "bias" not in name and "norm" not in name
+
+
+def _groups(parameters: Named, decay: float) -> list[dict[str, Any]]:
+    """The parameters with decay, and those without."""
+    split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in parameters:
+        split[is_decayed(name, parameter)].append(parameter)
+    groups = [{"params": split[yes], "weight_decay": decay * yes} for yes in (True, False)]
+    return [group for group in groups if group["params"]]
+
+
 class AdamW:
     """torch's AdamW over named parameters; its state saves and restores as tensors by name."""
 
@@ -45,11 +61,10 @@ class AdamW:
         self.parameters = parameters
         self.choice = choice
         self.inner = torch.optim.AdamW(
-            [p for _, p in parameters],
+            _groups(parameters, choice.weight_decay),
             lr=choice.learning_rate,
             betas=choice.betas,
             eps=choice.epsilon,
-            weight_decay=choice.weight_decay,
             fused=True,
         )
 
