@@ -43,7 +43,8 @@ def test_norms_and_biases_are_not_decayed(family: str) -> None:
 
 def test_adapters_and_value_heads_are_decayed_as_matrices() -> None:
     adapted = decayed(policy(rank=2), Optimizer(weight_decay=0.5))
-    assert adapted and all(".lora_" in name for name in adapted)
+    assert adapted
+    assert all(".lora_" in name for name in adapted)
     assert decayed(ValueHead(8), Optimizer(weight_decay=0.5)) == {"linear.weight"}
 
 
