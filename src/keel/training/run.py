@@ -26,6 +26,7 @@ from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training.non_finite import keeping_stacks
+from keel.training.people import check_labels
 from keel.training.recipe_checks import leaks, validate_later_stages
 from keel.training.setup import RunContext
 from keel.training.stage_kinds import STAGE_KINDS
@@ -106,6 +107,7 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
     if start is not None:
         check_base(policy, recipe.model, start)
         restore_policy(start, policy)
+    check_labels(writer.folder)
     threads = torch.get_num_threads()
     if start is None:
         writer.callbacks.note(
