@@ -248,9 +248,8 @@ def test_reward_model_of_another_run_is_refused(kind: str, tmp_path: Path) -> No
         rewards = {"functions": [{"function": "step_match"}]}
         judge = {"stage": kind, **EVERY_SECOND, "sampled": {**SAMPLED, "rewards": rewards}}
         learned = {"functions": [{"function": "process", "options": {"stage": kind}}]}
-        reinforce = {
-            **REINFORCE, "algorithm": "grpo_process", "rewards": learned, "evaluation": {"every": 0},
-        }  # fmt: skip
+        reinforce = {**REINFORCE, "algorithm": "grpo_process", "rewards": learned}
+        reinforce["evaluation"] = {"every": 0}
         made = recipe(IMITATE, judge, reinforce)
     run = RunFolder(tmp_path / "run", tuple(stage.name for stage in made.stages))
     with pytest.raises(Interrupted):
