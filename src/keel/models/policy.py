@@ -30,7 +30,7 @@ BASE = "base.json"
 
 def token_count(tokenizer: Any) -> int:
     """The number of ids up to the last token: a model may have more, which stand for no text."""
-    return max(tokenizer.get_vocab().values()) + 1
+    return int(max(tokenizer.get_vocab().values())) + 1
 
 
 class HiddenStates(Protocol):

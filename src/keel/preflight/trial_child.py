@@ -39,7 +39,8 @@ class PeakMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
-            torch.cuda.init()  # before it there are no statistics to reset
+            # Before it there are no statistics to reset.
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         self.resets = self.reset()
         """Whether there are peaks of parts of a run, not only of all until now."""
 
