@@ -39,19 +39,14 @@ def learning_rate(choice: Optimizer, step: int, steps: int) -> float:
     return choice.learning_rate * warm * left
 
 
-def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices, embeddings among them, but to no norm or bias, as
-    in transformers.Trainer. Biases of experts are matrices too, so the name counts as well."""
-    return parameter.ndim >= 2 and "bias" not in name and "norm" not in name
-
-
 def _groups(parameters: Named, decay: float) -> list[dict[str, Any]]:
-    """The parameters with decay, and those without."""
-    split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in parameters:
-        split[is_decayed(name, parameter)].append(parameter)
-    groups = [{"params": split[yes], "weight_decay": decay * yes} for yes in (True, False)]
-    return [group for group in groups if group["params"]]
+    """Matrices, embeddings among them, with weight decay; norms and biases without, as in
+    transformers.Trainer. The biases of experts are matrices too, so the name counts as well."""
+    split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, p in parameters:
+        split[p.ndim >= 2 and "bias" not in name and "norm" not in name].append(p)
+    rates = zip(split, (0.0, decay), strict=True)
+    return [{"params": some, "weight_decay": rate} for some, rate in rates if some]
 
 
 class AdamW:
