@@ -31,7 +31,7 @@ from keel.training.recipe_checks import leaks, validate_later_stages
 from keel.training.setup import RunContext
 from keel.training.stage_kinds import STAGE_KINDS
 from keel.training.state import Progress, check_base, read_progress, restore_policy
-from keel.training.template_time import templates_at, time_of
+from keel.training.template_time import templates_at
 from keel.types import KeelError
 
 REPORTED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -78,7 +78,7 @@ def train(
                 if start != before:
                     before, left = start, recipe.cluster.restarts
                 writer.callbacks.add(DiagnosisMonitor(writer.warn))
-                with keeping_stacks(writer), templates_at(time_of(place), record=place):
+                with keeping_stacks(writer), templates_at(run=place, record=True):
                     run_stages(recipe, writer, progress, start)
             return place
         except KeelError as error:

@@ -21,18 +21,20 @@ _CLOCK: Any = chat_template_utils
 
 
 @contextmanager
-def templates_at(time: str | None, record: RunFolder | None = None) -> Iterator[None]:
-    """Chat templates that are rendered in the block are given this time (ISO 8601).
-
-    None: the present time; with `record`, a run, the one at which a template first asks for it.
-    """
+def templates_at(
+    time: str | None = None, run: RunFolder | None = None, *, record: bool = False
+) -> Iterator[None]:
+    """Chat templates that are rendered in the block are given this time (ISO 8601), or the one of a
+    run, which with `record` begins when a template first asks for it; else the present one."""
     before = _CLOCK.datetime
 
     def now() -> datetime:
         nonlocal time
-        if time is None and record is not None:
-            time = before.now().isoformat(timespec="seconds")
-            update_run_json(record, {KEY: time})
+        if time is None and run is not None:
+            time = read_run_json(run).get(KEY)
+            if time is None and record:
+                time = before.now().isoformat(timespec="seconds")
+                update_run_json(run, {KEY: time})
         found: datetime = before.now() if time is None else datetime.fromisoformat(time)
         return found
 
@@ -41,11 +43,6 @@ def templates_at(time: str | None, record: RunFolder | None = None) -> Iterator[
         yield
     finally:
         _CLOCK.datetime = before
-
-
-def time_of(folder: RunFolder | None) -> str | None:
-    """The time that a run has recorded."""
-    return None if folder is None else read_run_json(folder).get(KEY)
 
 
 def time_read_by(template: Any) -> str | None:
