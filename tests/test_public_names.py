@@ -59,6 +59,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_source_tree_without_metadata_trains(tmp_path: Path) -> None:
     words = ["train", "tiny", "steps=1", "evaluation.prompts=2", "--run", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-c", BARE, *words], capture_output=True, text=True)

@@ -149,6 +149,7 @@ def test_tokens_end_with_the_last_id_also_after_a_hole() -> None:
     assert token_count(Holes()) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rl", "sft", "dpo"])
 def test_run_leaves_rows_without_a_token_as_they_were(kind: str, tmp_path: Path) -> None:
     """`keel check` has no word about them; engine and trainer agree on every token."""
