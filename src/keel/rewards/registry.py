@@ -54,7 +54,8 @@ class RewardContext:
 
     `tokenizer` is the policy's (None without a policy). `models` are the folders of the models that
     earlier stages of the run trained, by the stage's name. `folder` is where a reward may keep
-    files (None: nowhere); `device` is the policy's.
+    files (None: nowhere); `device` is the policy's. `template_time` is given to chat templates in
+    another process (ISO 8601; None: the present).
     """
 
     tokenizer: Any = None
@@ -62,6 +63,7 @@ class RewardContext:
     folder: Path | None = None
     device: str = "cpu"
     seed: int = 0
+    template_time: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: M
     return "; ".join(counts)
 
 
-def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows to a file, one a line, completely or not at all."""
     make_folder(path.parent)
     lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows]
