@@ -235,3 +235,21 @@ def test_threads_that_are_stopped_begin_no_further_item() -> None:
     with pytest.raises(KeelError, match="stopped"):
         in_threads(work, range(1000), 1, stop)
     assert done == [0, 1, 2]
+
+
+@needs_bubblewrap
+def test_code_in_thoughts_is_not_judged() -> None:
+    asked = Asked()
+    wrong = "```python\ndef double(x): return x\n```"
+    right = f"```python\n{RIGHT}```"
+    texts = [
+        f"<think>{wrong}</think>{right}",
+        f"{wrong}\n</think>\n{right}",
+        f"<think>{right}</think>{wrong}",
+        f"<think>{right}</think>Done.",
+        f"{right} and",
+        f"<answer>\n{RIGHT}</answer>",
+    ]
+    openings = ["", "<think>\n", "", "", "<think>\n", ""]
+    assert asked(texts, tests=[ASSERTS] * 6, openings=openings) == [1, 1, 0, 0, 0, 1]
+    assert asked.causes[4] == "no code: the completion ends within a thought"

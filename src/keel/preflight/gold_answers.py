@@ -12,6 +12,7 @@ import numpy as np
 from keel.analysis.statistics import wilson_interval
 from keel.config.sources import Rewards, RewardSource
 from keel.data.tasks import stored
+from keel.graders.stated import closed
 from keel.models.chat import encode_text
 from keel.preflight.finding import Finding, percent, quantile, shorten
 from keel.preflight.prompts import inspected_places
@@ -103,7 +104,10 @@ def gold_of(
         left = [at for at in range(len(known)) if any((best[n][at] or 0) < 1 for n in best)]
         if not left:
             break
-        answers = [(known[at][0], shape.replace("{}", known[at][1])) for at in left]
+        answers = [
+            (known[at][0], closed(known[at][0].opening) + shape.replace("{}", known[at][1]))
+            for at in left
+        ]
         for name, values in scored(answers, judging, on_error).items():
             for at, value in zip(left, values, strict=True):
                 given = [v for v in (best[name][at], value) if v is not None]
@@ -113,7 +117,10 @@ def gold_of(
     texts = [text for _, text in known]
     if own and len(set(texts)) > 1:
         swapped = [
-            (prompt, next(t for t in (*texts[at:], *texts[:at]) if t != text))
+            (
+                prompt,
+                closed(prompt.opening) + next(t for t in (*texts[at:], *texts[:at]) if t != text),
+            )
             for at, (prompt, text) in enumerate(known)
         ]
         wrong = scored(swapped, own, "skip")

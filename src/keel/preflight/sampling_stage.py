@@ -208,7 +208,7 @@ def _scorer(
     made = scorer(
         plan.rewards, functions, stats.tasks,
         max_tokens=plan.rollout.max_tokens, overlong_buffer=plan.rollout.overlong_buffer,
-        needed=algorithm is None or algorithm.needs_reward,
+        needed=algorithm is None or algorithm.needs_reward, stop=plan.rollout.stop,
     )  # fmt: skip
     made.check(stats.first)
     return made

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from keel.graders.stated import before_stop
 from keel.rewards.registry import RESERVED, NamedReward
 from keel.runs.values import plain
-from keel.types import Completion, Group, Message, Prompt
+from keel.types import Completion, Group, Message, Prompt, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,18 @@ class RewardBatch:
 
     @classmethod
     def of(
-        cls, groups: Sequence[Group], step: int, names: tuple[str, ...], first: int = 0
+        cls,
+        groups: Sequence[Group],
+        step: int,
+        names: tuple[str, ...],
+        first: int = 0,
+        stop: Sequence[str] = (),
     ) -> RewardBatch:
-        """The completions of groups, the first of which is number `first` of the step."""
+        """The completions of groups, the first of which is number `first` of the step.
+
+        Their texts end before the stop string, of `stop`, that ended them.
+        """
+        groups = [without_stop(group, stop) for group in groups]
         pairs = [(group.prompt, one) for group in groups for one in group.completions]
         places = tuple(range(first, first + len(pairs)))
         return cls(tuple(p for p, _ in pairs), tuple(c for _, c in pairs), places, names, step)
@@ -48,6 +58,22 @@ class RewardBatch:
             self.names,
             self.step,
         )
+
+
+def without_stop(group: Group, stop: Sequence[str]) -> Group:
+    """The group with the texts of its completions up to the stop string that ended them."""
+
+    def cut(one: Completion) -> Completion:
+        *turns, last = one.conversation
+        said = text_of(last)
+        left = before_stop(said, stop) if one.finish == "stop" else said
+        if left == said or last["role"] != "assistant":
+            return one
+        changed: Message = {**last, "content": left}
+        text = one.text.removesuffix(said) + left
+        return replace(one, text=text, turns=(*turns, changed) if one.turns else ())
+
+    return replace(group, completions=tuple(map(cut, group.completions)))
 
 
 Summary = Callable[[list[Any]], Mapping[str, float]]
@@ -178,6 +204,7 @@ def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, 
             for p, c in zip(batch.prompts, batch.completions, strict=True)
         ],
         "completion_ids": [c.tokens[c.written].tolist() for c in batch.completions],
+        "openings": [p.opening for p in batch.prompts],
         "turns": [_turns(c.conversation) for c in batch.completions],
         "trainer_state": SimpleNamespace(global_step=batch.step),
         "log_extra": log.extra,

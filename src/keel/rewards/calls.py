@@ -41,6 +41,7 @@ class CallConfig:
     timeout: float
     on_error: Literal["stop", "skip"]
     loop: LoopThread
+    stop: Sequence[str] = ()
 
 
 class RewardCall:
@@ -285,7 +286,7 @@ class Overlap:
     def _begin(self, groups: Sequence[Group]) -> None:
         """Score a part in a thread of its own, once the one before has begun."""
         number = len(self._parts)
-        batch = RewardBatch.of(groups, self._step, self._names, self._before)
+        batch = RewardBatch.of(groups, self._step, self._names, self._before, self._config.stop)
 
         def given_up() -> bool:
             return self._given_up or self._failed_before(number)

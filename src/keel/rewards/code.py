@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
+from keel.graders.stated import unwrapped
 from keel.graders.unit_tests import (
     Checked,
     Isolation,
@@ -18,7 +19,7 @@ from keel.graders.unit_tests import (
 )
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
-from keel.rewards.rules import texts
+from keel.rewards.rules import stated_texts
 from keel.sandbox.bubblewrap import Limits, Sandbox
 from keel.types import KeelError
 
@@ -92,7 +93,7 @@ class CodeReward:
         self._isolation, self._workers = isolation, workers
         self._running: set[threading.Event] = set()
         names = dict.fromkeys(("completions", *columns.values(), "log_extra", "log_metric"))
-        self.__signature__ = keywords(names)
+        self.__signature__ = keywords(names, ("openings",))
 
     def __call__(
         self,
@@ -100,6 +101,7 @@ class CodeReward:
         completions: Sequence[Any],
         log_extra: Callable[[str, Sequence[Any]], None],
         log_metric: Callable[[str, float], None],
+        openings: Sequence[str] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
         rows = [
@@ -108,12 +110,13 @@ class CodeReward:
         ]
         tests = [_read(at, row) for at, row in enumerate(rows)]
         before = [row.get("prepend") or "" for row in rows]
+        stated = stated_texts(completions, None, openings=openings)
         stop = threading.Event()
         self._running.add(stop)
         try:
             tested = in_threads(
                 lambda item: self._judge(*item, stop),
-                list(zip(texts(completions), before, tests, strict=True)),
+                list(zip(stated, before, tests, strict=True)),
                 self._workers,
                 stop,
             )
@@ -131,10 +134,14 @@ class CodeReward:
     close = abandon
 
     def _judge(
-        self, text: str, before: str, tests: UnitTests | None, stop: threading.Event
+        self, text: str | None, before: str, tests: UnitTests | None, stop: threading.Event
     ) -> Checked | None:
         if tests is None:
             return None
+        if text is None:
+            unclosed = "no code: the completion ends within a thought"
+            return Checked((False,) * len(tests.texts), "error", unclosed)
+        text = unwrapped(text) if text.lstrip().startswith("<") else text
         code = python_code(text)
         if before and code != text and not before.endswith("\n"):
             before += "\n"  # a fence begins a line; a text goes on where the prompt ends
