@@ -9,6 +9,7 @@ import subprocess
 import sys
 import unicodedata
 from collections.abc import Sequence
+from functools import partial
 
 SECONDS = 5
 """Of computing, that a search of one text may take; one that may backtrack takes far longer."""
@@ -48,7 +49,8 @@ def matches(pattern: str, texts: Sequence[str]) -> list[bool | None]:
 
 
 def has_tags(text: str, tags: Sequence[str]) -> bool:
-    """Whether the text is `<a>…</a><b>…</b>…`: each tag once, in order, nothing but blanks between.
+    """Whether the text is `<a>…</a><b>…</b>…`: each tag once, in order, with something in each and
+    nothing but blanks between.
 
     So `tags = ("think", "answer")` asks for `<think>…</think> <answer>…</answer>`.
     """
@@ -57,8 +59,8 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
         opening, closing = f"<{tag}>", f"</{tag}>"
         if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
             return False
-        _, found, rest = rest.partition(closing)
-        if not found:
+        content, found, rest = rest.removeprefix(opening).partition(closing)
+        if not found or not content.strip():
             return False
         rest = rest.lstrip()
     return not rest
@@ -74,9 +76,20 @@ def tag_content(text: str, tag: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-    """Case folded, composed (NFKC), runs of blanks as one, without full stops at the end."""
-    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return " ".join(folded.split()).rstrip(" .")
+    """Case folded, composed (NFKC), runs of blanks as one, without full stops at the end.
+
+    Characters whose place is a meaning (`²`, `½`, `①`, `㎡`) stay: `3²` is not `32`.
+    """
+    return " ".join(_composed(_composed(text).casefold()).split()).rstrip(" .")
+
+
+def _composed(text: str) -> str:
+    parts = (c if _PLACED.match(unicodedata.decomposition(c)) else _plain(c) for c in text)
+    return unicodedata.normalize("NFC", "".join(parts))
+
+
+_PLACED = re.compile("<(?:super|sub|fraction|circle|square)>")
+_plain = partial(unicodedata.normalize, "NFKC")
 
 
 def same_text(a: str, b: str, *, normalised: bool = False) -> bool:
@@ -89,9 +102,28 @@ _UNBROKEN = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\u
 _UNIT = re.compile(f"[{_UNBROKEN}\U00020000-\U0003ffff]|[^\\s{_UNBROKEN}\U00020000-\U0003ffff]+")
 
 
+_RUN = re.compile(r"(.{1,32}?)\1{2,}")
+_PLAIN_RUN = 64
+"""Characters of a run of digits or signs, as in a number or the border of a table, that is one."""
+
+
 def units(text: str) -> list[str]:
-    """The words of a text, case folded: what blanks part; in scripts without them, characters."""
-    return _UNIT.findall(text.casefold())
+    """The words of a text, case folded: what blanks part; in scripts without them, characters.
+
+    A run without blanks (`hahaha`) is as many words as it has repetitions.
+    """
+    found: list[str] = []
+    for word in _UNIT.findall(text.casefold()):
+        at = 0
+        for run in _RUN.finditer(word):
+            unit = run[1]
+            if unit.isascii() and not any(map(str.isalpha, unit)) and len(run[0]) <= _PLAIN_RUN:
+                continue
+            found += [word[at : run.start()]] if run.start() > at else []
+            found += [unit] * (len(run[0]) // len(unit))
+            at = run.end()
+        found += [word[at:]] if word[at:] else []
+    return found
 
 
 def repeated_share(text: str, n: int) -> float:
