@@ -33,6 +33,7 @@ from keel.training.rollout import Sampler, collect
 from keel.training.run import train
 from keel.types import KeelError
 from studies.preflight import Case, cases, half_trained, look
+from tests.sandbox.processes import needs_bubblewrap
 from tests.shared import shared_path
 
 CASES = ("gold-format", "budget", "end-of-turn", "idle-keys", "long-prompts", "cold",
@@ -336,6 +337,22 @@ def test_would_stop_has_the_key_and_the_line(own: str, tmp_path: Path) -> None:
         check(recipe(rl(stepps=3)))
     with pytest.raises(KeelError, match="does not exist"):
         check({**recipe(rl()), "model": {"name": "/nowhere/at/all"}})
+
+
+@needs_bubblewrap
+def test_tests_that_any_code_passes_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{at}+1=", "tests": f"assert {'not' * (at % 2)} f({at}) == {at}"}
+        for at in range(60)
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    stage = rl(
+        {"function": "code", "options": {"timeout": 60.0}}, tasks=[{"name": "jsonl", "path": path}]
+    )
+    (found,) = [one for one in check(recipe(stage)).findings if one.kind == "weak-tests"]
+    assert (found.key, found.severity) == ("rewards.functions", "warning")
+    assert "of 8 examples" in found.evidence
+    assert "[], " in found.evidence
 
 
 def test_reward_that_returns_none_and_one_that_only_punishes(own: str, tmp_path: Path) -> None:

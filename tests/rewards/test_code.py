@@ -9,7 +9,7 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer
-from keel.rewards.code import in_threads
+from keel.rewards.code import CodeReward, in_threads
 from keel.rewards.registry import load_reward
 from keel.types import KeelError
 from tests.sandbox.processes import children, eventually, needs_bubblewrap, resident_mb
@@ -253,3 +253,27 @@ def test_code_in_thoughts_is_not_judged() -> None:
     openings = ["", "<think>\n", "", "", "<think>\n", ""]
     assert asked(texts, tests=[ASSERTS] * 6, openings=openings) == [1, 1, 0, 0, 0, 1]
     assert asked.causes[4] == "no code: the completion ends within a thought"
+
+
+WEAK = {
+    "import numpy as np\nassert np.isclose(double(2), [4]).all()": {"[]"},
+    "assert not double(1)": {"[]", "None", '""', "0"},
+    "assert not double(1) > 2": {"nan", "0"},
+    "try: double(1)\nexcept ValueError: pass": {"[]", "nan", "None", '""', "0", "a raise"},
+    "assert double(2) == 4": set(),
+    "assert sum([1]) == 1": set(),
+}
+
+
+@needs_bubblewrap
+def test_tests_that_answers_pass_which_solve_nothing() -> None:
+    named = {"tests": "def check(f):\n    assert not f(1)", "entry_point": "double"}
+    for columns, isolation in (({}, "process"), ({"entry_point": "entry_point"}, "shared")):
+        asked = Asked(isolation=isolation, **columns)
+        reward = asked.reward.function
+        assert isinstance(reward, CodeReward)
+        if not columns:
+            found = reward.trivial([*({"tests": test} for test in WEAK), {"tests": None}])
+            assert [set(one) for one in found] == [*WEAK.values(), set()]
+        else:
+            assert set(reward.trivial([named])[0]) == {"[]", "None", '""', "0"}

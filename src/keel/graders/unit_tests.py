@@ -214,6 +214,27 @@ def _parse(text: str, what: str) -> ast.Module:
         raise KeelError(f"the {what} {text[:60]!r} is not Python: {error}") from None
 
 
+TRIVIAL = {"nan": "float('nan')", **{one: one for one in ("[]", "None", '""', "0")}}
+"""What functions may return that solve nothing; `trivial_codes` adds one that raises."""
+
+
+def trivial_codes(tests: UnitTests) -> dict[str, str]:
+    """Code that solves nothing, by what its functions give; none without the name of a function.
+
+    The function is `entry_point`, or else they are all that the tests use of the code.
+    """
+    names = {tests.entry_point or ""}
+    if tests.entry_point is None:
+        trees = [parsed(text) for text in (tests.setup, *tests.texts)]
+        names = _names(trees, ast.Load) - _names(trees, ast.Store) - set(dir(builtins))
+    bodies = {
+        **{name: f"return {value}" for name, value in TRIVIAL.items()},
+        "a raise": "raise ValueError",
+    }
+    heads = [f"def {name}(*args, **named): " for name in sorted(names)]
+    return {name: "".join(f"{h}{body}\n" for h in heads) for name, body in bodies.items() if heads}
+
+
 def _helpers(prompt: str, used: set[str], entry_point: str | None) -> str:
     """What a prompt defines or imports of the names that are used, and what that needs in turn."""
     body: list[ast.stmt] = []

@@ -17,6 +17,7 @@ from keel.models.chat import encode_text
 from keel.preflight.finding import Finding, percent, quantile, shorten
 from keel.preflight.prompts import inspected_places
 from keel.preflight.trial_batch import CUT
+from keel.rewards.code import CodeReward
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.rewards.validation import Wrong
@@ -154,6 +155,27 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
                 if isinstance(value, Wrong):
                     place = split.where.place(split.entries[at].line)
                     raise KeelError(f"{place}: reward {reader.name!r}: {value.why}")
+
+
+def weak_tests(
+    name: str, reward: CodeReward, prompts: Sequence[Prompt], key: str
+) -> Finding | None:
+    """Tests that pass an answer which solves nothing: an empty list, `nan`, a raise, and so on."""
+    found = reward.trivial([prompt.columns for prompt in prompts])
+    weak = [(prompt.id, passed) for prompt, passed in zip(prompts, found, strict=True) if passed]
+    if not weak:
+        return None
+    shown = "; ".join(f"{at!r}: {', '.join(passed)}" for at, passed in weak[:5])
+    return Finding(
+        "weak-tests",
+        f"the tests of reward {name!r} pass answers that solve nothing",
+        f"{len(weak)} of {len(prompts)} examples, by what each function of the code gives: {shown}"
+        + (f" (the first 5 of {len(weak)})" if len(weak) > 5 else ""),
+        key,
+        "compare with expected values, and lengths first (np.isclose([], [4]).all() is true), or "
+        "leave these examples out",
+        "error" if len(weak) == len(prompts) else "warning",
+    )
 
 
 def shapes(sources: Sequence[RewardSource]) -> list[str]:

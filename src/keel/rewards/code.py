@@ -16,6 +16,7 @@ from keel.graders.unit_tests import (
     python_code,
     read_tests,
     run_tests,
+    trivial_codes,
 )
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
@@ -125,6 +126,22 @@ class CodeReward:
         log_extra("code/cause", ["" if one is None else one.cause for one in tested])
         log_summary(log_metric, [one.status for one in tested if one is not None], _shares)
         return [None if one is None else self._worth(one) for one in tested]
+
+    def trivial(self, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+        """For each example, by its columns, which of the answers `TRIVIAL` its tests pass."""
+
+        def passed(example: tuple[int, Mapping[str, Any]]) -> list[str]:
+            at, row = example
+            read = _read(at, {option: row.get(name) for option, name in self._columns.items()})
+            codes = {} if read is None else trivial_codes(read)
+            return [
+                answer
+                for answer, code in codes.items()
+                if read
+                and run_tests(self._sandbox, code, read, isolation=self._isolation).share == 1
+            ]
+
+        return in_threads(passed, list(enumerate(rows)), self._workers)
 
     def abandon(self) -> None:
         """Stop the calls that still run: their sandboxes are killed, and no further one starts."""
