@@ -4,9 +4,15 @@ import time
 
 import pytest
 
-from keel.graders.stated import answer_part, before_stop, closed, opened, unwrapped
+from keel.graders.stated import answer_part, before_stop, opened, unwrapped
 
-OPENINGS = ("<think>\n", "<reasoning>\n", "[THINK]", "<|begin_of_thought|>", "<scratchpad>\n")
+OPENINGS = {
+    "<think>\n": "</think>",
+    "<reasoning>\n": "</reasoning>",
+    "[THINK]": "[/THINK]",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<scratchpad>\n": "</scratchpad>",
+}
 
 
 @pytest.mark.parametrize(
@@ -55,19 +61,17 @@ def test_only_what_follows_the_last_thought_counts(text: str, part: str | None) 
 def test_a_thought_that_the_template_opened(opening: str) -> None:
     assert opened(opening) == opening
     assert answer_part("so 36", opening) is None
-    end = closed(opening)
-    assert end.strip()
-    assert answer_part(f"35{end}36", opening) == f"{end[-1]}36"
-    assert answer_part(f"{opening}35{end}36", opening) == f"{end[-1]}36"
+    end = OPENINGS[opening]
+    assert answer_part(f"35{end}36", opening) == "36"
+    assert answer_part(f"{opening}35{end}36", opening) == "36"
     assert not opened(opening + end)
     assert answer_part("36", opening + end) == "36"
 
 
 def test_openings_that_are_no_thoughts() -> None:
     for opening in ("", "Sure: ", "<think>\n\n</think>\n\n"):
-        assert (opened(opening), closed(opening), answer_part("36", opening)) == ("", "", "36")
+        assert (opened(opening), answer_part("36", opening)) == ("", "36")
     assert answer_part("36</answer>", "<answer>") == "<answer>36</answer>"
-    assert not closed("<answer>")
 
 
 @pytest.mark.parametrize(

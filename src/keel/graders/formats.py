@@ -9,7 +9,6 @@ import subprocess
 import sys
 import unicodedata
 from collections.abc import Sequence
-from functools import partial
 
 SECONDS = 5
 """Of computing, that a search of one text may take; one that may backtrack takes far longer."""
@@ -83,13 +82,13 @@ def normalise(text: str) -> str:
     return " ".join(_composed(_composed(text).casefold()).split()).rstrip(" .")
 
 
-def _composed(text: str) -> str:
-    parts = (c if _PLACED.match(unicodedata.decomposition(c)) else _plain(c) for c in text)
-    return unicodedata.normalize("NFC", "".join(parts))
-
-
 _PLACED = re.compile("<(?:super|sub|fraction|circle|square)>")
-_plain = partial(unicodedata.normalize, "NFKC")
+
+
+def _composed(text: str) -> str:
+    forms = ("NFC" if _PLACED.match(unicodedata.decomposition(c)) else "NFKC" for c in text)
+    plain = map(unicodedata.normalize, forms, text)
+    return unicodedata.normalize("NFC", "".join(plain))
 
 
 def same_text(a: str, b: str, *, normalised: bool = False) -> bool:
@@ -102,7 +101,7 @@ _UNBROKEN = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\u
 _UNIT = re.compile(f"[{_UNBROKEN}\U00020000-\U0003ffff]|[^\\s{_UNBROKEN}\U00020000-\U0003ffff]+")
 
 
-_RUN = re.compile(r"(.{1,32}?)\1{2,}")
+_RUN = re.compile(r"(\S{1,32}?)\1{2,}")
 _PLAIN_RUN = 64
 """Characters of a run of digits or signs, as in a number or the border of a table, that is one."""
 
@@ -112,18 +111,13 @@ def units(text: str) -> list[str]:
 
     A run without blanks (`hahaha`) is as many words as it has repetitions.
     """
-    found: list[str] = []
-    for word in _UNIT.findall(text.casefold()):
-        at = 0
-        for run in _RUN.finditer(word):
-            unit = run[1]
-            if unit.isascii() and not any(map(str.isalpha, unit)) and len(run[0]) <= _PLAIN_RUN:
-                continue
-            found += [word[at : run.start()]] if run.start() > at else []
-            found += [unit] * (len(run[0]) // len(unit))
-            at = run.end()
-        found += [word[at:]] if word[at:] else []
-    return found
+    return _UNIT.findall(_RUN.sub(_spread, text.casefold()))
+
+
+def _spread(run: re.Match[str]) -> str:
+    unit = run[1]
+    plain = unit.isascii() and not any(map(str.isalpha, unit)) and len(run[0]) <= _PLAIN_RUN
+    return run[0] if plain else f" {unit}" * (len(run[0]) // len(unit)) + " "
 
 
 def repeated_share(text: str, n: int) -> float:

@@ -24,22 +24,12 @@ _NOT_FINAL = re.compile(
     r"|without|nicht|kein\w*|pas)\b|n't\b|不|[-+*/^×÷·−<>≤≥≠~≈±\\({]\s*\Z|[\w$]\Z",
     re.IGNORECASE,
 )
-_CLOSES = re.compile(r"\s*(?:</([\w:.-]+)>|([]})]))\s*")
 _OPENS = {"}": "{", "]": "[", ")": "("}
 
 
 def opened(opening: str) -> str:
     """The text that a chat template puts before a completion, if it leaves a tag open; else ""."""
     return opening if _tags(opening)[1] else ""
-
-
-def closed(opening: str) -> str:
-    """The text that closes the thoughts which a chat template opens; empty without any."""
-    tags = [tag for name, tag in _tags(opening)[1].items() if not _ANSWER.search(name)]
-    forms = (
-        tag.replace("|begin_", "|end_") if "|" in tag else f"{tag[0]}/{tag[1:]}" for tag in tags
-    )
-    return "".join(f"\n{form}\n" for form in forms)
 
 
 def answer_part(text: str, opening: str = "") -> str | None:
@@ -111,7 +101,7 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
         return text
     at, size = min(found)
     before, first = text[:at], text[at : at - size]
-    closes = _CLOSES.fullmatch(first)
-    opens = closes and (f"<{closes[1]}>" if closes[1] else _OPENS[closes[2]])
-    part = opens and before.count(opens) > before.count(first.strip())
+    closing = first.strip()
+    opens = _OPENS.get(closing) or (f"<{closing[2:]}" if closing.startswith("</") else "")
+    part = opens and before.count(opens) > before.count(closing)
     return before + first if part else before

@@ -214,8 +214,9 @@ def _parse(text: str, what: str) -> ast.Module:
         raise KeelError(f"the {what} {text[:60]!r} is not Python: {error}") from None
 
 
-TRIVIAL = {"nan": "float('nan')", **{one: one for one in ("[]", "None", '""', "0")}}
-"""What functions may return that solve nothing; `trivial_codes` adds one that raises."""
+TRIVIAL = {one: f"return {one}" for one in ("[]", "None", '""', "0")}
+TRIVIAL |= {"nan": "return float('nan')", "a raise": "raise ValueError"}
+"""Bodies of functions that solve nothing, by what they give."""
 
 
 def trivial_codes(tests: UnitTests) -> dict[str, str]:
@@ -227,12 +228,8 @@ def trivial_codes(tests: UnitTests) -> dict[str, str]:
     if tests.entry_point is None:
         trees = [parsed(text) for text in (tests.setup, *tests.texts)]
         names = _names(trees, ast.Load) - _names(trees, ast.Store) - set(dir(builtins))
-    bodies = {
-        **{name: f"return {value}" for name, value in TRIVIAL.items()},
-        "a raise": "raise ValueError",
-    }
     heads = [f"def {name}(*args, **named): " for name in sorted(names)]
-    return {name: "".join(f"{h}{body}\n" for h in heads) for name, body in bodies.items() if heads}
+    return {name: "".join(f"{h}{body}\n" for h in heads) for name, body in TRIVIAL.items() if heads}
 
 
 def _helpers(prompt: str, used: set[str], entry_point: str | None) -> str:
@@ -532,18 +529,15 @@ def stepwise(text: str) -> str:
             block = getattr(node, field, None)
             for one in block if isinstance(block, list) else ():
                 line, column = _start(one)
-                if _stands_first(one):
-                    continue
-                if isinstance(one, ast.If) and lines[line][column:].startswith(b"elif"):
+                before, rest = lines[line][:column], lines[line][column:]
+                if isinstance(one, ast.If) and rest.startswith(b"elif"):
                     test = one.test
-                    assert test.end_lineno is not None
-                    assert test.end_col_offset is not None
-                    inserted.append((test.lineno - 1, test.col_offset, call + b" or ("))
-                    inserted.append((test.end_lineno - 1, test.end_col_offset, b")"))
-                elif hasattr(one, "body") or isinstance(one, ast.Match):
-                    inserted.append((line, column, call + b"\n" + lines[line][:column]))
-                else:
-                    inserted.append((line, column, call + b";"))
+                    end = (test.end_lineno or 1) - 1, test.end_col_offset or 0
+                    inserted += [(test.lineno - 1, test.col_offset, call + b" or ("), (*end, b")")]
+                elif not _stands_first(one):
+                    compound = hasattr(one, "body") or isinstance(one, ast.Match)
+                    after = b"\n" + before if compound else b";"
+                    inserted.append((line, column, call + after))
     for line, column, words in sorted(inserted, key=lambda one: one[:2], reverse=True):
         lines[line] = lines[line][:column] + words + lines[line][column:]
     return b"\n".join(lines).decode()

@@ -12,7 +12,6 @@ import numpy as np
 from keel.analysis.statistics import wilson_interval
 from keel.config.sources import Rewards, RewardSource
 from keel.data.tasks import stored
-from keel.graders.stated import closed
 from keel.models.chat import encode_text
 from keel.preflight.finding import Finding, percent, quantile, shorten
 from keel.preflight.prompts import inspected_places
@@ -105,10 +104,7 @@ def gold_of(
         left = [at for at in range(len(known)) if any((best[n][at] or 0) < 1 for n in best)]
         if not left:
             break
-        answers = [
-            (known[at][0], closed(known[at][0].opening) + shape.replace("{}", known[at][1]))
-            for at in left
-        ]
+        answers = [(known[at][0], shape.replace("{}", known[at][1])) for at in left]
         for name, values in scored(answers, judging, on_error).items():
             for at, value in zip(left, values, strict=True):
                 given = [v for v in (best[name][at], value) if v is not None]
@@ -118,10 +114,7 @@ def gold_of(
     texts = [text for _, text in known]
     if own and len(set(texts)) > 1:
         swapped = [
-            (
-                prompt,
-                closed(prompt.opening) + next(t for t in (*texts[at:], *texts[:at]) if t != text),
-            )
+            (prompt, next(t for t in (*texts[at:], *texts[:at]) if t != text))
             for at, (prompt, text) in enumerate(known)
         ]
         wrong = scored(swapped, own, "skip")
@@ -169,8 +162,7 @@ def weak_tests(
     return Finding(
         "weak-tests",
         f"the tests of reward {name!r} pass answers that solve nothing",
-        f"{len(weak)} of {len(prompts)} examples, by what each function of the code gives: {shown}"
-        + (f" (the first 5 of {len(weak)})" if len(weak) > 5 else ""),
+        f"{len(weak)} of {len(prompts)} examples; the first, by what functions give: {shown}",
         key,
         "compare with expected values, and lengths first (np.isclose([], [4]).all() is true), or "
         "leave these examples out",
@@ -228,7 +220,7 @@ def _answered(prompt: Prompt, text: str, tokenizer: Any) -> Group:
         finish="eos",
         text=text,
     )
-    return Group(prompt, (completion,))
+    return Group(replace(prompt, opening=""), (completion,))  # its thoughts are closed
 
 
 # ---------------------------------------------------------------- findings

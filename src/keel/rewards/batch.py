@@ -30,18 +30,9 @@ class RewardBatch:
 
     @classmethod
     def of(
-        cls,
-        groups: Sequence[Group],
-        step: int,
-        names: tuple[str, ...],
-        first: int = 0,
-        stop: Sequence[str] = (),
+        cls, groups: Sequence[Group], step: int, names: tuple[str, ...], first: int = 0
     ) -> RewardBatch:
-        """The completions of groups, the first of which is number `first` of the step.
-
-        Their texts end before the stop string, of `stop`, that ended them.
-        """
-        groups = [without_stop(group, stop) for group in groups]
+        """The completions of groups, the first of which is number `first` of the step."""
         pairs = [(group.prompt, one) for group in groups for one in group.completions]
         places = tuple(range(first, first + len(pairs)))
         return cls(tuple(p for p, _ in pairs), tuple(c for _, c in pairs), places, names, step)
@@ -65,12 +56,12 @@ def without_stop(group: Group, stop: Sequence[str]) -> Group:
 
     def cut(one: Completion) -> Completion:
         *turns, last = one.conversation
-        said = text_of(last)
-        left = before_stop(said, stop) if one.finish == "stop" else said
-        if left == said or last["role"] != "assistant":
+        written = text_of(last)
+        left = before_stop(written, stop)
+        if one.finish != "stop" or left == written or last["role"] != "assistant":
             return one
         changed: Message = {**last, "content": left}
-        text = one.text.removesuffix(said) + left
+        text = one.text.removesuffix(written) + left
         return replace(one, text=text, turns=(*turns, changed) if one.turns else ())
 
     return replace(group, completions=tuple(map(cut, group.completions)))

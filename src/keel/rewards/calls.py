@@ -19,7 +19,7 @@ import numpy as np
 
 from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
-from keel.rewards.batch import Log, RewardBatch, arguments, column_names
+from keel.rewards.batch import Log, RewardBatch, arguments, column_names, without_stop
 from keel.rewards.executor import POLL, AsyncCalls, CallOutcome, call, call_each
 from keel.rewards.registry import NamedReward
 from keel.rewards.validation import BadReturn, RewardOutput, read_rewards
@@ -247,7 +247,7 @@ class Overlap:
 
         Raises Failed where an earlier part could not be scored.
         """
-        self._groups[place] = group
+        self._groups[place] = without_stop(group, self._config.stop)
         if self._failed_before(len(self._parts)):
             raise Failed
         while self._first < len(self._groups):
@@ -286,7 +286,7 @@ class Overlap:
     def _begin(self, groups: Sequence[Group]) -> None:
         """Score a part in a thread of its own, once the one before has begun."""
         number = len(self._parts)
-        batch = RewardBatch.of(groups, self._step, self._names, self._before, self._config.stop)
+        batch = RewardBatch.of(groups, self._step, self._names, self._before)
 
         def given_up() -> bool:
             return self._given_up or self._failed_before(number)

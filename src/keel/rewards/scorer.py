@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.config.fields import unknown
-from keel.rewards.batch import RewardBatch, column_names, join_logs
+from keel.rewards.batch import RewardBatch, column_names, join_logs, without_stop
 from keel.rewards.calls import CallConfig, Overlap, RewardCall
 from keel.rewards.registry import RESERVED, TASK, NamedReward
 from keel.rewards.rules import overlong_penalty
@@ -98,8 +98,8 @@ class Scorer:
         """Score the groups of a step."""
         prompts = [group.prompt for group in groups if group.completions]
         self.check(prompts)
-        batch = RewardBatch.of(groups, step, column_names(prompts), stop=self._config.stop)
-        call = RewardCall(self._config, batch)
+        ended = [without_stop(group, self._config.stop) for group in groups]
+        call = RewardCall(self._config, RewardBatch.of(ended, step, column_names(prompts)))
         call.run()
         return self.conclude(groups, step, [call])
 
