@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keel.graders.steps import split_steps
-from keel.models.chat import token_ends
+from keel.models.text import token_ends
 from keel.rewards.registry import RewardContext
 from keel.rewards.rules import texts
 from keel.types import KeelError
