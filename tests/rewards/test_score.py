@@ -15,10 +15,12 @@ import torch
 
 from keel.config.sources import RewardSource
 from keel.data.tasks import build_task
+from keel.models.chat import encode
 from keel.rewards import Scorer, load_reward
 from keel.rewards.registry import NamedReward, named_reward
 from keel.types import Completion, Group, KeelError, Message, Prompt, Step
 from tests.data.tasks.made import Calculator, Listed, completion, source
+from tests.models.published_templates import tokenizer_of
 from tests.rewards import functions
 
 
@@ -615,3 +617,18 @@ def test_rewards_know_what_the_template_opened() -> None:
         {"own": 0.0, "format_match": 0.0, "numeric_match": 0.0},
     ]
     assert seen == texts  # as generated
+
+
+@pytest.mark.parametrize("name", ["deepseek-r1", "opened"])
+def test_thoughts_of_published_templates_are_known(name: str) -> None:
+    ask = (Message(role="user", content="17 + 19?"),)
+    asked = encode(Prompt("p", ask, {"answer": "36"}, "t"), tokenizer_of(name), {})
+    tag = asked.opening.strip(" \n<>")
+    texts = [f"35?</{tag}><answer>36</answer>", "<answer>36</answer>", f"36</{tag}>"]
+    options = {"tags": [tag, "answer"]}
+    functions = [
+        load_reward(RewardSource(function="format_match", options=options)),
+        load_reward(RewardSource(function="numeric_match")),
+    ]
+    scored = Scorer(functions)([group(texts, asked)], 1)
+    assert [list(one.components.values()) for one in scored.results[0]] == [[1, 1], [0, 0], [0, 0]]
