@@ -604,6 +604,8 @@ NAMED = DOC.replace("```", "```py", 1)
         (f"```py\ndef f():\n{NAMED}```", f"def f():\n{NAMED}"),
         (f"```py\n{NAMED}```\n```\n5\n```", NAMED),
         (f"- ```py\n  if x:\n{DOC.replace('  ', '    ')}  ```", f"if x:\n{DOC}"),
+        ("> ```python\n> if x:\n>     y\n> ```", "if x:\n    y\n"),
+        ("~~~python\nx = 1\n```\n~~~\n", "x = 1\n```\n"),
         # Not closed before the next begins; code that is no Python; a longer fence; tags.
         ("```py\na(\n```py\nb\n```", "b\n"),
         ("```py\na(\n```\nb\n```text\n)\n```", "a(\n"),

@@ -86,9 +86,11 @@ _PLACED = re.compile("<(?:super|sub|fraction|circle|square)>")
 
 
 def _composed(text: str) -> str:
-    forms = ("NFC" if _PLACED.match(unicodedata.decomposition(c)) else "NFKC" for c in text)
-    plain = map(unicodedata.normalize, forms, text)
-    return unicodedata.normalize("NFC", "".join(plain))
+    def form(c: str) -> str:
+        placed = _PLACED.match(unicodedata.decomposition(c))
+        return c if placed else unicodedata.normalize("NFKC", c)
+
+    return unicodedata.normalize("NFC", "".join(map(form, text)))
 
 
 def same_text(a: str, b: str, *, normalised: bool = False) -> bool:

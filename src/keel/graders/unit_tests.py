@@ -48,9 +48,10 @@ memory, of processes, of the output it may print; a signal ended it.
 Isolation = Literal["process", "shared"]
 """Whether the code has a process of its own, or shares that of its tests."""
 _OPENING = re.compile(
-    r"^([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?:<\w+>)?(`{3,})[ \t]*+(\w*+)[^\n`]*+\n", re.MULTILINE
+    r"^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?:<\w+>)?(`{3,}|~{3,})[ \t]*+(\w*+)[^\n`]*+\n",
+    re.MULTILINE,
 )
-_CLOSING = re.compile(r"^([ \t]*+)(`{3,})([^\n]*+)", re.MULTILINE)
+_CLOSING = re.compile(r"^([ \t>]*+)(`{3,}|~{3,})([^\n]*+)", re.MULTILINE)
 _CLOSINGS = 8
 """Lines that are tried as the end of a fence: code may hold fences in its docstrings."""
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -101,7 +102,8 @@ def python_code(text: str) -> str:
     there is none; or all the text.
 
     A fence that is not closed runs to the end. The blanks at the beginnings of lines stay, less
-    those that the fence itself has, as in a list. A fence in a docstring is part of the code.
+    those (and the `>`) that the fence itself has in a list or quotation. A fence in a docstring is
+    part of the code.
     """
     fences = list(_fences(text))
     named = [code for name, code in fences if name in ("py", "python", "python3")]
@@ -111,21 +113,24 @@ def python_code(text: str) -> str:
 
 def _fences(text: str) -> Iterator[tuple[str, str]]:
     """The name of each fence, in lower case, and its code."""
+
+    def code(end: re.Match[str] | None) -> str:
+        inside = text[start : end.start() if end else None]
+        blanks = "[ \t>]" if ">" in indent else "[ \t]"
+        return re.sub(f"^{blanks}{{0,{len(indent)}}}", "", inside, flags=re.MULTILINE)
+
     at = 0
     while opening := _OPENING.search(text, at):
-        start, indent = opening.end(), len(opening[1])
-        lines = list(itertools.islice(_CLOSING.finditer(text, start), _CLOSINGS))
-        ends = [m for m in lines if len(m[2]) >= len(opening[2]) and not m[3].strip()]
-        near = [m for m in lines if len(m[1]) < indent + 4]
-        whole = (m for m in ends if _is_python(_dedented(text[start : m.start()], indent)))
+        start, indent, ticks = opening.end(), opening[1], opening[2]
+        found = (m for m in _CLOSING.finditer(text, start) if m[2][0] == ticks[0])
+        lines = list(itertools.islice(found, _CLOSINGS))
+        ends = [m for m in lines if len(m[2]) >= len(ticks) and not m[3].strip()]
+        near = [m for m in lines if len(m[1]) < len(indent) + 4]
+        whole = (m for m in ends if _is_python(code(m)))
         end = next((m for m in (*whole, *near, *ends)), None)
-        yield opening[3].lower(), _dedented(text[start : end.start() if end else None], indent)
+        yield opening[3].lower(), code(end)
         # A line with a name opens the next fence; the one before it was not closed.
         at = len(text) if end is None else end.end() if end in ends else end.start()
-
-
-def _dedented(code: str, indent: int) -> str:
-    return re.sub(rf"^[ \t]{{1,{indent}}}", "", code, flags=re.MULTILINE) if indent else code
 
 
 def _is_python(code: str) -> bool:
