@@ -16,23 +16,26 @@ import torch
 from keel.config.fields import derive
 from keel.config.load import load_recipe, shipped
 from keel.config.schema import RLStage
-from keel.config.sources import RewardSource
-from keel.data.tasks import PromptStream
+from keel.config.sources import Rewards, RewardSource
+from keel.data.tasks import PromptStream, build_task
 from keel.engines.native import NativeEngine
+from keel.models.build import character_tokenizer
 from keel.models.chat import Encoder
 from keel.models.policy import load_policy
 from keel.preflight.check import Report
 from keel.preflight.check import check as whole_check
 from keel.preflight.context import StageContext
-from keel.preflight.gold_answers import shapes
+from keel.preflight.gold_answers import gold_of, shapes
 from keel.preflight.prompts import read_prompts, sampling_plan
 from keel.preflight.trial_batch import GROUPS, MEMBERS, SHORTEST, Load, Size, sample, size_for
+from keel.rewards.registry import load_reward
 from keel.rewards.scorer import Scorer
 from keel.training.evaluation import evaluate
 from keel.training.rollout import Sampler, collect
 from keel.training.run import train
 from keel.types import KeelError
 from studies.preflight import Case, cases, half_trained, look
+from tests.data.tasks.made import source
 from tests.sandbox.processes import needs_bubblewrap
 from tests.shared import shared_path
 
@@ -278,6 +281,18 @@ def test_shapes_of_gold_answers_follow_the_rewards() -> None:
     assert "\\boxed{7}" in written("math")
     assert "```python\n7\n```" in written("code")
     assert {"7", "<answer>7</answer>", "\\boxed{7}", "#### 7"} <= set(written("a:b"))
+
+
+def test_gold_answers_follow_the_thoughts_that_a_template_opens() -> None:
+    task = build_task(source("addition"), 0)
+    asked = replace(task.prompt("train", 0), opening="<think>\n")
+    reward = RewardSource(function="exact_match")
+    tokenizer = character_tokenizer("0123456789+=", 64)
+    gold = gold_of(
+        [asked], {task.name: task}, [(reward, load_reward(reward))], tokenizer, Rewards()
+    )
+    assert gold is not None
+    assert gold.best == {"exact_match": [1.0]}
 
 
 # ---------------------------------------------------------------- rewards and names
