@@ -305,6 +305,8 @@ def test_chance_is_the_same_each_time(run: Run) -> None:
         f"assert f(1500) == {'+'.join('1' * 1500)}",
         "from __future__ import annotations\nn: é = 'é'; assert f(n) == n\nassert f(1) == 1",
         "def other(x):\n\treturn x\r\n@other\ndef é(n): 'é'; assert f(n) == n\né(2)",
+        "n = f(2)\nif(n == 1): 1 / 0\nelif[] or f(0): 1 / 0\nelif(n) == 2 if n else 3: f(2)\n"
+        "else: 1 / 0",
         "match f(2):\n    case 1: raise ValueError\n    case _: assert f(3) == 3",
         "try: f()\nexcept TypeError: pass\nelse: raise ValueError\nfinally: assert f(3) == 3",
     ],

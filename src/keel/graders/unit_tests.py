@@ -26,6 +26,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -59,6 +60,7 @@ _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _TESTING = (ast.Assert, ast.Call, ast.Raise)
 _LOOKING_UP = ("globals", "locals", "vars", "dir")
 """Builtins through which a test may call what it does not name."""
+_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 _CAUSES: dict[str, Status] = {"MemoryError": "memory", "BlockingIOError": "processes"}
 
 
@@ -136,11 +138,8 @@ def _fences(text: str) -> Iterator[tuple[str, str]]:
 def _is_python(code: str) -> bool:
     """Whether a text can be parsed, as a program or as the body of a function."""
     for before in ("", "if 1:\n"):
-        try:
-            parsed(before + code)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        return True
+        with suppress(*_NOT_PYTHON):
+            return bool(parsed(before + code))
     return False
 
 
@@ -215,7 +214,7 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
 def _parse(text: str, what: str) -> ast.Module:
     try:
         return parsed(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except _NOT_PYTHON as error:
         raise KeelError(f"the {what} {text[:60]!r} is not Python: {error}") from None
 
 
@@ -240,12 +239,9 @@ def trivial_codes(tests: UnitTests) -> dict[str, str]:
 def _helpers(prompt: str, used: set[str], entry_point: str | None) -> str:
     """What a prompt defines or imports of the names that are used, and what that needs in turn."""
     body: list[ast.stmt] = []
-    for end in ("", "\n    pass\n"):  # a prompt may break off after the head of its function
-        try:
+    for end in ("\n    pass\n", ""):  # a prompt may break off after the head of its function
+        with suppress(*_NOT_PYTHON):
             body = parsed(prompt + end).body
-            break
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
     lines = _lines(prompt)
     wanted = set(used)
     kept: list[str] = []
@@ -538,7 +534,10 @@ def stepwise(text: str) -> str:
                 if isinstance(one, ast.If) and rest.startswith(b"elif"):
                     test = one.test
                     end = (test.end_lineno or 1) - 1, test.end_col_offset or 0
-                    inserted += [(test.lineno - 1, test.col_offset, call + b" or ("), (*end, b")")]
+                    inserted += [
+                        (test.lineno - 1, test.col_offset, b" " + call + b" or ("),
+                        (*end, b")"),
+                    ]
                 elif not _stands_first(one):
                     compound = hasattr(one, "body") or isinstance(one, ast.Match)
                     after = b"\n" + before if compound else b";"

@@ -49,7 +49,7 @@ TEMPLATE_TOKEN = re.compile(
     r"|[][](?=[^][\s]{0,40}(?:[A-Z_]{2}|[~|｜▁])[^][\s]{0,40}[][])"  # [INST], [gMASK], ]~b], [e~[
     r"|\](?=<\])"  # ]<]image[>[
     r"|\[(?=/?(?:[bes]o[dmpst]|pad|unk|sep|cls|mask|inst|sys|system|user|assistant|tool|end|start"
-    r"|(?:unused|reserved|extra|special)[\w-]{0,20})\])"  # [bos], [eot], [unused17], [/inst]
+    r"|(?:unused|reserved|extra|special|control)[\w-]{0,20})\])"  # [eot], [unused17], [/inst]
     r"|>(?=>[A-Z_]{2,40}<<)"  # >>QUESTION<<
 )
 """The first character of a possible chat template token: a word in angle or square brackets.
