@@ -41,6 +41,7 @@ RESERVED = (
     "completions",
     "completion_ids",
     "turns",
+    "openings",
     "trainer_state",
     "log_extra",
     "log_metric",
@@ -96,7 +97,7 @@ class NamedReward:
             return False
         if name in (*self.required, *self.optional):
             return True
-        return self.everything and name != "turns"  # with others' words: only where it is named
+        return self.everything and name not in ("turns", "openings")  # only if they are named
 
     def shuts(self, value: float | None) -> bool:
         """Whether this is a gate that rejects a completion of this value; None passes."""

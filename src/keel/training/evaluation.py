@@ -181,8 +181,9 @@ def _run(
             left_out.append(prompt.id)
         return encoded
 
+    functions = load_rewards(stage.rewards, around)
     judge = scorer(
-        stage.rewards, load_rewards(stage.rewards, around), tasks, max_tokens=rollout.max_tokens
+        stage.rewards, functions, tasks, max_tokens=rollout.max_tokens, stop=rollout.stop
     )
     ordered = list(tasks.values())
     if choice.prompts == 0:

@@ -276,6 +276,7 @@ def scorer(
     overlong_buffer: int = 0,
     needed: bool = True,
     loop: LoopThread | None = None,
+    stop: Sequence[str] = (),
 ) -> Scorer:
     """The scorer of a stage's rewards; `needed`: the stage learns from them."""
     return Scorer(
@@ -287,6 +288,7 @@ def scorer(
         overlong_buffer=overlong_buffer,
         needed=needed,
         loop=loop,
+        stop=stop,
     )
 
 
