@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from keel.config.model import Autocast
 from keel.models import families, probe
@@ -19,7 +20,16 @@ from keel.models.head import Head
 from keel.models.packed import pack
 from keel.models.policy import load_policy
 from keel.types import KeelError
-from tests.models.tiny import batch, build, policy, separate_log_probs, spec, stir, stock
+from tests.models.tiny import (
+    batch,
+    build,
+    deep_model,
+    policy,
+    separate_log_probs,
+    spec,
+    stir,
+    stock,
+)
 
 REQUIRED = {
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text"),
@@ -129,16 +139,6 @@ def test_the_probe_refuses_nan() -> None:
         probe.prepare(model, autocast=False)
 
 
-def deep_model(dtype: torch.dtype) -> PreTrainedModel:
-    """16 layers of large weights, which bfloat16 moves by a fifth of the largest logit."""
-    model = build_model(build("llama", layers=16), 0, dtype)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator, dtype=torch.float64))
-    return model
-
-
 IN_BFLOAT16 = [(torch.float32, "bfloat16"), (torch.bfloat16, False)]
 
 
@@ -189,19 +189,23 @@ def test_the_probe_refuses_a_fault_of_bfloat16_alone(
         probe.prepare(stir(model), autocast)
 
 
-def test_the_probe_computes_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    products, seen = torch.backends.cuda.matmul, []
-    real, before = probe._packed, products.fp32_precision
+@pytest.mark.parametrize(("share", "precision"), [(1e-3, "tf32"), (3e-2, "tf32"), (1e-3, "ieee")])
+def test_the_probe_allows_what_tf32_rounds(
+    share: float, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, products = probe._packed, torch.backends.cuda.matmul
 
-    def recorded(*args: Any) -> Tensor:
-        seen.append(products.fp32_precision)
-        return real(*args)
+    def moved(*args: Any) -> Tensor:
+        found = real(*args)
+        return found + share * found.abs().max()
 
-    monkeypatch.setattr(probe, "_packed", recorded)
-    products.fp32_precision = "tf32"
+    monkeypatch.setattr(probe, "_packed", moved)
+    before = products.fp32_precision
+    products.fp32_precision = precision
+    fits = share < 1e-2 and precision == "tf32"
     try:
-        probe.prepare(build_model(build("llama"), 0, torch.float32), False)
-        assert (seen, products.fp32_precision) == (["ieee"], "tf32")
+        with nullcontext() if fits else pytest.raises(KeelError, match="fails the packing probe"):
+            probe.prepare(build_model(build("llama"), 0, torch.float32), False)
     finally:
         products.fp32_precision = before
 

@@ -36,6 +36,9 @@ Another order of rounding moves float32 logits by about 1e-6; leaks between sequ
 more. Some stock models take their softmax in float32 also for float64 weights.
 """
 
+TF32_TOLERANCE = 1e-2
+"""The same if the user allows products in TF32, which keep 11 bits."""
+
 FURTHER = 3.0
 """How many times the stock model's mean distance from float32 is allowed in bfloat16.
 
@@ -80,6 +83,8 @@ def _prepare(model: PreTrainedModel, autocast: Autocast, what: str) -> None:
         ) from error
     difference = float((ours - exact).abs().max() / exact.abs().max().clamp_min(1e-12))
     tolerance, fault = TOLERANCE[exact.dtype], None
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        tolerance = TF32_TOLERANCE
     # Not `>`, which a NaN would pass.
     if not difference <= tolerance:
         fault = f"from separate ones by {difference:.2g} of the largest (allowed {tolerance:.0e})"
@@ -96,8 +101,7 @@ def _prepare(model: PreTrainedModel, autocast: Autocast, what: str) -> None:
 
 @contextmanager
 def _exact(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block nothing rounds below float32: no product in TF32, and a module's bfloat16
-    weights are float32 while it runs."""
+    """Within the block a module's bfloat16 weights are float32 while it runs."""
     kept: dict[nn.Parameter, Tensor] = {}
 
     def widen(module: nn.Module, *_: object) -> None:
@@ -109,10 +113,8 @@ def _exact(model: PreTrainedModel) -> Iterator[None]:
         for parameter in module.parameters(recurse=False):
             parameter.data = kept.pop(parameter, parameter.data)
 
-    products, hooks = torch.backends.cuda.matmul, []
-    precision = products.fp32_precision
+    hooks = []
     try:
-        products.fp32_precision = "ieee"
         for module in model.modules():
             hooks.append(module.register_forward_pre_hook(widen))
             hooks.append(module.register_forward_hook(restore, always_call=True))
@@ -120,7 +122,6 @@ def _exact(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        products.fp32_precision = precision
 
 
 def probe_sequences(model: PreTrainedModel) -> list[Tensor]:
