@@ -13,7 +13,7 @@ by other kernels then; a second pass compares how far it and the stock model are
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -113,15 +113,11 @@ def _exact(model: PreTrainedModel) -> Iterator[None]:
         for parameter in module.parameters(recurse=False):
             parameter.data = kept.pop(parameter, parameter.data)
 
-    hooks = []
-    try:
+    with ExitStack() as hooks:
         for module in model.modules():
-            hooks.append(module.register_forward_pre_hook(widen))
-            hooks.append(module.register_forward_hook(restore, always_call=True))
+            hooks.enter_context(module.register_forward_pre_hook(widen))
+            hooks.enter_context(module.register_forward_hook(restore, always_call=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def probe_sequences(model: PreTrainedModel) -> list[Tensor]:
