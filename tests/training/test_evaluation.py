@@ -158,6 +158,9 @@ def test_task_score_is_correctness_if_declared(
     )
     result = numbers_of(folder)
     assert (result["measure"], result["mean"]) == (measure, mean)
+    passed = {"pass@1": True, "reward": None}[measure]
+    examples = info(folder)["examples"]["rl"]["after"]
+    assert {one["passed"] for one in examples} == {passed}
 
 
 # ---------------------------------------------------------------- what was trained on, or chosen by

@@ -173,6 +173,10 @@ def _example(example: dict[str, Any]) -> str:
     prompt = example["prompt"]
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     mark = "-" if example["reward"] is None else f"{example['reward']:g}"
+    passed = example.get("passed")
+    if passed is not None and float(passed) != example["reward"]:
+        # Accuracy is of another reward than the one that is trained on.
+        mark = f"{'right' if passed else 'wrong'}, reward {mark}"
     return f"  [{mark}] {_short(text, 200)} {_short(example['completion'], 200)}"
 
 
