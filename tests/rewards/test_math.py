@@ -15,7 +15,7 @@ def test_rewards() -> None:
     reward = load_reward(RewardSource(function="math", options={"timeout": 300.0}))
     assert (reward.required, reward.optional) == (
         ("completions", "answer"),
-        ("prompts", "log_metric", "log_extra"),
+        ("prompts", "openings", "log_metric", "log_extra"),
     )
     logged: dict[str, float] = {}
     extras: dict[str, object] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, completion_te
 from keel.models.attention import ATTENTION, install
 from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import steady_logits
+from keel.models.policy import token_count
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
@@ -68,6 +70,7 @@ class NativeEngine:
             raise ValueError("max_rows and prefill_tokens must be at least 1")
         self.model = model
         self.tokenizer = tokenizer
+        self.tokens = token_count(tokenizer)
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
         self.autocast = autocast
@@ -220,7 +223,7 @@ class _Run:
     ) -> None:
         self.device = model.device
         # The trainer's own head: float32 logits, whatever the backbone computes in.
-        head = head_of(model)
+        head = replace(head_of(model), tokens=engine.tokens)
         self.logits = steady_logits(head)
         self.sampling = sampling
         self.stops = stops

@@ -281,6 +281,7 @@ def reward_model_from(
     """
     config = _classifier_config(policy, kind)
     check_classifier(config, kind)
+    tokenizer = _with_padding(config, policy.tokenizer)
     with torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = STOCK[kind].from_config(config, dtype=policy.model.dtype)
     silence_dropout(model)
@@ -297,7 +298,7 @@ def reward_model_from(
     prepare_backbone(model, policy.autocast)
     _add_adapter(model, adapter, seed, policy.revision)
     policy.set_checkpointing(model)
-    return RewardModel(model, policy.tokenizer, kind, autocast=policy.autocast)
+    return RewardModel(model, tokenizer, kind, autocast=policy.autocast)
 
 
 def continued_reward_model(
@@ -307,6 +308,7 @@ def continued_reward_model(
     found = load_reward_model(spec, kind)
     # The adapter's config would name the run folder, whose path is no part of the run.
     found.model.config.name_or_path = ""
+    found.tokenizer = _with_padding(found.model.config, found.tokenizer)
     found.model.requires_grad_(True).to(policy.device)
     _add_adapter(found.model, adapter, seed)
     policy.set_checkpointing(found.model)
@@ -365,12 +367,28 @@ def _add_adapter(
         head.requires_grad_(True)
 
 
+def _with_padding(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase:
+    """The tokenizer with a padding token, which the config gets too: that of one of them, else the
+    end of sequence. The stock classes score no batch without one, and read the last token that is
+    not it."""
+    eos = config.eos_token_id
+    ids = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    named = [*ids, *(eos if isinstance(eos, list) else [eos])]
+    inside = (id for id in named if id is not None and 0 <= id < len(tokenizer))
+    config.pad_token_id = next(inside, None)
+    if tokenizer.pad_token_id is None and config.pad_token_id is not None:
+        tokenizer = copy.deepcopy(tokenizer)  # the policy keeps its own
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+    return tokenizer
+
+
 def _classifier_config(policy: Policy, kind: Kind) -> PreTrainedConfig:
     config: PreTrainedConfig = copy.deepcopy(policy.model.config)
     names = ("score",) if kind == "outcome" else ("wrong", "right")
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
-    # The stock class finds the last token by it.
     config.pad_token_id = policy.tokenizer.pad_token_id
     config.architectures = None
     # transformers' own attention first, so that the probe can compare ours with it.

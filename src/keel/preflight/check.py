@@ -196,8 +196,9 @@ def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     named = getattr(getattr(policy.model, "generation_config", None), "eos_token_id", None)
     ids = () if named is None else (named,) if isinstance(named, int) else tuple(named)
     closed = closing(tokenizer, {})
-    end = tokenizer.eos_token_id if closed is None or closed.token is None else closed.token
-    found = [eos_pair(end, ids, "" if end is None else str(tokenizer.decode([end])), "model.name")]
+    known = closed is not None and closed.token in ids
+    own = None if known else tokenizer.eos_token_id
+    found = [eos_pair(own, ids, str(tokenizer.eos_token), "model.name")]
     if is_llama_like(policy.model.base_model):
         found.append(settings.no_compiler(fingerprint("decode")))
     if recipe.model.dtype == "bfloat16":

@@ -16,6 +16,7 @@ from keel.models.text import encode_text
 from keel.preflight.finding import Finding, percent, quantile, shorten
 from keel.preflight.prompts import inspected_places
 from keel.preflight.trial_batch import CUT
+from keel.rewards.code import CodeReward
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.rewards.validation import Wrong
@@ -149,6 +150,26 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
                     raise KeelError(f"{place}: reward {reader.name!r}: {value.why}")
 
 
+def weak_tests(
+    name: str, reward: CodeReward, prompts: Sequence[Prompt], key: str
+) -> Finding | None:
+    """Tests that pass an answer which solves nothing: an empty list, `nan`, a raise, and so on."""
+    found = reward.trivial([prompt.columns for prompt in prompts])
+    weak = [(prompt.id, passed) for prompt, passed in zip(prompts, found, strict=True) if passed]
+    if not weak:
+        return None
+    shown = "; ".join(f"{at!r}: {', '.join(passed)}" for at, passed in weak[:5])
+    return Finding(
+        "weak-tests",
+        f"the tests of reward {name!r} pass answers that solve nothing",
+        f"{len(weak)} of {len(prompts)} examples; the first, by what functions give: {shown}",
+        key,
+        "compare with expected values, and lengths first (np.isclose([], [4]).all() is true), or "
+        "leave these examples out",
+        "error" if len(weak) == len(prompts) else "warning",
+    )
+
+
 def shapes(sources: Sequence[RewardSource]) -> list[str]:
     """The shapes in which these rewards may want an answer, `{}`, the bare one first."""
     tags = [str(s.options["tag"]) for s in sources if s.options.get("tag")]
@@ -199,7 +220,7 @@ def _answered(prompt: Prompt, text: str, tokenizer: Any) -> Group:
         finish="eos",
         text=text,
     )
-    return Group(prompt, (completion,))
+    return Group(replace(prompt, opening=""), (completion,))  # its thoughts are closed
 
 
 # ---------------------------------------------------------------- findings

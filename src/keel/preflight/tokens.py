@@ -75,17 +75,17 @@ def end_of_turn(
 
 
 def eos_pair(own: int | None, generation: Sequence[int], spelled: str, key: str) -> Finding | None:
-    """What demonstrations end with, if the saved model's generation config does not know it.
+    """The tokenizer's end of sequence, if the saved model's generation config does not know it.
 
-    It is the template's end of turn, else the tokenizer's end of sequence. A server that loads the
-    saved model stops at the generation config's alone. `generation` is empty if it names none.
+    Keel stops at either; a server that loads the saved model stops at the generation config's
+    alone. `generation` is empty if it names none.
     """
     if own is None or not generation or own in generation:
         return None
     return Finding(
         "eos-differs",
         "the model learns to end where a server of the saved model will not stop",
-        f"demonstrations end with {spelled!r} (id {own}); generation_config.json stops at "
+        f"the tokenizer's eos_token is {spelled!r} (id {own}); generation_config.json stops at "
         f"{', '.join(map(str, generation))}",
         key,
         f"add {own} to eos_token_id in the folder's generation_config.json",

@@ -8,6 +8,7 @@ from typing import Any
 from keel.graders.answers import final_answer
 from keel.graders.languages import check_language, language_of, language_share
 from keel.graders.mathematics import Mathematics
+from keel.graders.stated import unwrapped
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
 from keel.rewards.rules import stated_texts, texts
@@ -53,10 +54,12 @@ class MathReward:
         completions: Sequence[Any],
         answer: Sequence[Any],
         prompts: Sequence[Any] | None = None,
+        openings: Sequence[str] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
     ) -> list[float | Wrong | None]:
-        stated = [text or "" for text in stated_texts(completions, self._tag, prompts)]
+        every = stated_texts(completions, self._tag, prompts, openings)
+        stated = [unwrapped(text or "") for text in every]
         compared = [at for at, gold in enumerate(answer) if gold is not None]
         # An empty text is compared too: an answer column that cannot be read is always wrong.
         pairs = [(str(answer[at]), stated[at]) for at in compared]

@@ -128,14 +128,18 @@ class OutcomeReward:
         prompts: Sequence[Any],
         completions: Sequence[Any],
         log_extra: Callable[[str, Sequence[Any]], None],
+        openings: Sequence[str] | None = None,
     ) -> list[float]:
         """A score for each completion; Bradley–Terry scores have no zero of their own.
 
-        Each is recorded with the stage that trained the model.
+        An answer is read with what the policy's chat template opened it with. Each is recorded with
+        the stage that trained the model.
         """
         if self.version is not None:
             log_extra("version", [self.version] * len(completions))
-        return [scores[0] for scores in self.model.score(prompts, texts(completions))]
+        opened = [""] * len(completions) if openings is None else openings
+        answers = [begun + text for begun, text in zip(opened, texts(completions), strict=True)]
+        return [scores[0] for scores in self.model.score(prompts, answers)]
 
 
 class ProcessReward:

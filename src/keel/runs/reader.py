@@ -57,6 +57,7 @@ class _Shape(_Strict):
     best: dict[str, int] = {}
     versions: dict[str, Any] = {}
     threads: int | None = None
+    template_time: str | None = None
 
 
 def read_run_json(folder: RunFolder) -> dict[str, Any]:

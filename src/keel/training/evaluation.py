@@ -41,6 +41,7 @@ from keel.training.setup import (
     scorer,
 )
 from keel.training.state import checkpoint_policy
+from keel.training.template_time import templates_at
 from keel.types import KeelError, Prompt, Task
 
 SPLITS = {"validation_path", "validation_fraction"}
@@ -106,7 +107,8 @@ def evaluate(
     tasks = {one.name: one for one in build_tasks(stage.tasks, seed)}
     if whole_files:
         stage = _scored_whole(stage, tasks, "prompts" in choices)
-    result = _run(stage, tasks, policy, seed, around)
+    with templates_at(run=folder):
+        result = _run(stage, tasks, policy, seed, around)
     own = recipe is not None and task is None and not task_keys
     return {**result, "selected": True} if own and checkpoint == "best" else result
 
@@ -179,8 +181,9 @@ def _run(
             left_out.append(prompt.id)
         return encoded
 
+    functions = load_rewards(stage.rewards, around)
     judge = scorer(
-        stage.rewards, load_rewards(stage.rewards, around), tasks, max_tokens=rollout.max_tokens
+        stage.rewards, functions, tasks, max_tokens=rollout.max_tokens, stop=rollout.stop
     )
     ordered = list(tasks.values())
     if choice.prompts == 0:
@@ -246,7 +249,8 @@ def evaluate_reward_model(
         own[0] if separator is None else separator,
     )
     splits = READERS[rows](source, 0)
-    examples = [encode(row) for row in (*splits.train, *splits.validation)]
+    with templates_at(run=None if made is None else RunFolder.open(model)):
+        examples = [encode(row) for row in (*splits.train, *splits.validation)]
     long = sum(row.longest > (loaded.context or row.longest) for row in examples)
     if long:
         raise KeelError(

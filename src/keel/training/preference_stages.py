@@ -155,10 +155,9 @@ def _keep(
     """Save a trained reward model in the run folder; of its newest version measure what it has
     forgotten."""
     folder, recipe = run.writer.folder, run.recipe
-    target = folder.model(stage.name)
-    if not target.exists():
-        with checkpoint.writing(target) as aside:
-            model.save(aside)
+    # Also where there is one: another's would be learned from.
+    with checkpoint.writing(folder.model(stage.name)) as aside:
+        model.save(aside)
     if len(versions(recipe, stage)) == 1 or not is_newest(recipe, stage):
         return
     kind, records = cast(Kind, stage.reward_model), cast(Records, stage.records)

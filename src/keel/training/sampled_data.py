@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from keel.config.fields import derive
 from keel.config.judging import PROMPTS_AT_ONCE, SampledData
 from keel.data.tasks.base import SEED_NAMES
+from keel.rewards.batch import without_stop
 from keel.rewards.scorer import Scorer
 from keel.runs.files import make_folder, write_text
 from keel.runs.layout import RunFolder
@@ -67,7 +68,7 @@ def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: M
     return "; ".join(counts)
 
 
-def write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows to a file, one a line, completely or not at all."""
     make_folder(path.parent)
     lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows]
@@ -147,7 +148,8 @@ def _examples(
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
         seed = derive(source.seed, "answers", SEED_NAMES[split], start)
         part = prompts[start : start + PROMPTS_AT_ONCE]
-        groups = sampler.sample(part, choice.group_size, sampler.sampling, seed)
+        sampled = sampler.sample(part, choice.group_size, sampler.sampling, seed)
+        groups = [without_stop(group, sampler.sampling.stop) for group in sampled]
         scored = source.scorer(groups, 0)
         for number, (group, results) in enumerate(zip(groups, scored.results, strict=True)):
             rng = np.random.default_rng(

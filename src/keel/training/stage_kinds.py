@@ -209,6 +209,7 @@ def build_loop(
         source.tasks,
         max_tokens=rollout.max_tokens,
         needed=stage.algorithm.needs_reward,
+        stop=rollout.stop,
     )
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
     sampler = build_sampler(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,12 @@ def test_verdict_is_exact_match_where_an_answer_is_named(tmp_path: Path) -> None
     prompt = task.prompt("train", 0)
     assert task.score(prompt, completion(f" {prompt.columns['gold']} ")) == 1.0
     assert task.score(prompt, completion("the answer")) == 0.0
+    gold = prompt.columns["gold"]
+    assert task.score(prompt, completion(f"<think>5?</think>\n{gold}")) == 1.0
+    assert task.score(prompt, completion(f"<think>{gold}</think>5")) == 0.0
+    opened = replace(prompt, opening="<think>\n")
+    assert task.score(opened, completion(f"5?</think>{gold}")) == 1.0
+    assert task.score(opened, completion(str(gold))) == 0.0
     silent = build("jsonl", path=path, prompt="{question}")
     prompt = silent.prompt("train", 0)
     assert silent.score(prompt, completion("1")) is None

@@ -16,6 +16,7 @@ from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, sp
 from keel.data.tasks.generated import take_options
 from keel.data.tasks.user import UserTask
 from keel.graders.formats import same_text
+from keel.graders.stated import answer_part
 from keel.runs.quarantine import LeftOut, Why
 from keel.types import Completion, Content, KeelError, Prompt, Split
 
@@ -123,8 +124,10 @@ class DataTask(BaseTask):
 
     def score(self, prompt: Prompt, completion: Completion) -> float | None:
         """1 for the gold answer and nothing but it, else 0."""
-        gold = self.gold(prompt)
-        return None if gold is None else float(same_text(completion.text, gold))
+        gold, stated = self.gold(prompt), answer_part(completion.text, prompt.opening)
+        if gold is None:
+            return None
+        return float(stated is not None and same_text(stated, gold))
 
 
 def data_task(source: TaskSource) -> DataTask:

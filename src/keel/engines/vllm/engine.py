@@ -45,6 +45,7 @@ from keel.engines.vllm.transfer import (
 )
 from keel.models.families import context_length
 from keel.models.lora import plain_weights
+from keel.models.policy import token_count
 from keel.models.tokenizer_round_trip import quiet
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
@@ -92,6 +93,10 @@ class VllmEngine:
         check_server(server)
         self.model = model
         self.tokenizer = tokenizer
+        rows = int(model.config.get_text_config().vocab_size)
+        padding = {str(id): -100.0 for id in range(token_count(tokenizer), rows)}
+        self._without_padding = {"logit_bias": padding} if padding else {}
+        """Takes the probability of ids without a token: vLLM samples any row of the head."""
         self.server = server
         self.max_rows = max_rows
         self.dtype = dtype
@@ -141,7 +146,7 @@ class VllmEngine:
                 f"by vLLM: set it to {LOWEST_TEMPERATURE} or above, or to 0 (greedy)"
             )
         limits = budgets(prompts, sampling, self.context).tolist()
-        stops = _vllm_stops(self._stops(sampling), sampling)
+        stops = {**_vllm_stops(self._stops(sampling), sampling), **self._without_padding}
         times = occurrences([prompt.id for prompt in prompts])
         requests: dict[tuple[int, int], tuple[list[int], dict[str, Any]]] = {}
         for p, prompt in enumerate(prompts):

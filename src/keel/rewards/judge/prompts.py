@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from keel.graders.stated import answer_part
 from keel.rewards.judge.store import StoredAnswer
 from keel.types import Content
 
@@ -47,6 +48,8 @@ TEMPLATE_TOKEN = re.compile(
     r"|<(?=[|｜][^<>]{1,64}[|｜]>)"  # with blanks inside: <|end of turn|>
     r"|[][](?=[^][\s]{0,40}(?:[A-Z_]{2}|[~|｜▁])[^][\s]{0,40}[][])"  # [INST], [gMASK], ]~b], [e~[
     r"|\](?=<\])"  # ]<]image[>[
+    r"|\[(?=/?(?:[bes]o[dmpst]|pad|unk|sep|cls|mask|inst|sys|system|user|assistant|tool|end|start"
+    r"|(?:unused|reserved|extra|special|control)[\w-]{0,20})\])"  # [eot], [unused17], [/inst]
     r"|>(?=>[A-Z_]{2,40}<<)"  # >>QUESTION<<
 )
 """The first character of a possible chat template token: a word in angle or square brackets.
@@ -159,7 +162,6 @@ def _messages(
 
 
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
-THOUGHT = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ class ParsedReply:
 def parse(answer: StoredAnswer, question: Question) -> ParsedReply:
     """Parse a reply: one JSON object that has the key with one of its values.
 
-    It may be in a code fence, and follow reasoning that ends with `</think>`.
+    It may be in a code fence, and follow thoughts (`keel.graders.stated`).
     """
     if answer.refusal:
         return ParsedReply(wrong=f"refused: {answer.refusal}")
@@ -182,7 +184,7 @@ def parse(answer: StoredAnswer, question: Question) -> ParsedReply:
         return ParsedReply(wrong="cut off at max_tokens")
     text = answer.text.strip()
     if not text.startswith(("{", "```")):  # or the reason may contain it
-        text = text.rpartition(THOUGHT)[2].strip()
+        text = (answer_part(text) or "").strip()
     fenced = FENCE.fullmatch(text)
     try:
         found = json.loads(

@@ -26,7 +26,7 @@ from keel.rewards.judge.prompts import score_question
 from keel.rewards.judge.requests import Asker, Judgement
 from keel.rewards.judge.store import Account, JudgeStore
 from keel.rewards.registry import NamedReward, RewardContext, keywords
-from keel.rewards.rules import texts
+from keel.rewards.rules import stated_texts
 from keel.types import KeelError
 
 
@@ -40,7 +40,7 @@ class Judge:
         columns = dict.fromkeys(name for name in own if name not in (None, GROUP))
         self.__signature__ = keywords(
             dict.fromkeys(("prompts", "completions", *map(str, columns))),
-            ("log_extra", "log_metric"),
+            ("openings", "log_extra", "log_metric"),
         )
 
     async def __call__(
@@ -48,15 +48,17 @@ class Judge:
         *,
         prompts: Sequence[Any],
         completions: Sequence[Any],
+        openings: Sequence[str] | None = None,
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """A reward in [0, 1] a completion; None without a verdict.
+        """A reward in [0, 1] a completion; None without a verdict. The judge sees no thoughts.
 
         Raises KeelError where the server gives no answers or the spend limit is reached.
         """
-        answers, label = texts(completions), self.options.label
+        stated = stated_texts(completions, None, openings=openings)
+        answers, label = [text or "" for text in stated], self.options.label
         values: list[list[float]] = [[] for _ in answers]
         reasons: list[list[str]] = [[] for _ in answers]
         wrong: list[list[str]] = [[] for _ in answers]
