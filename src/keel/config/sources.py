@@ -73,7 +73,8 @@ class TaskSource(FrozenModel):
     validation_fraction: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION, _GENERATED] = 0.1
     """The share of the prompts in the validation split, chosen by their content."""
     prompt: str = "{prompt}"
-    """The prompt as a format string over the columns, or the column that holds messages."""
+    """The prompt as a format string over the columns, or the column that holds messages. A column
+    `tools` (a list of JSON schemas, or its JSON text) goes to the chat template."""
     answer: str | None = None
     """Column of the gold answer."""
     system: str | None = None

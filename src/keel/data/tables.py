@@ -122,7 +122,7 @@ def read_parquet(path: Path, bad_rows: BadRows = "stop") -> Table:
     if table is None:
         twice = next(name for at, name in enumerate(names) if name in names[:at])
         raise KeelError(f"{path}: two columns are named {twice!r}: rename one of them")
-    columns = [_values(table.column(at)) for at in range(len(names))]
+    columns = [list(map(_own, _values(table.column(at)))) for at in range(len(names))]
     rows: Sequence[Row] = [{} for _ in range(table.num_rows)]
     if columns:
         rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
@@ -142,7 +142,7 @@ def read_dataset(
         found = datasets.load_dataset(name, **options)
         if split not in found:
             raise KeelError(f"datasets: {name!r}: {unknown('split', split, list(found))}")
-        rows = list(found[split])
+        rows = list_rows(found[split])
     except KeelError:
         raise
     except Exception as error:
@@ -155,7 +155,37 @@ def rows_table(rows: Sequence[Any], name: str, bad_rows: BadRows = "stop") -> Ta
     return _checked(Where(name), rows, Gathered(bad_rows), _not_columns)
 
 
+def list_rows(made: Any) -> list[Any]:
+    """The rows of an iterable; of a data set of the `datasets` library without Arrow's nulls."""
+    if not hasattr(made, "features"):
+        return list(made)
+    return [{name: _own(value) for name, value in row.items()} for row in made]
+
+
 # ---------------------------------------------------------------- one row
+
+_OF_MESSAGES = frozenset(("role", "from", "function", "parameters"))
+"""Keys of which a message or a description of a tool has one."""
+
+
+def _own(value: Any) -> Any:
+    """A cell of an Arrow table; messages and tools without the keys that only other rows have.
+
+    A struct has the same keys in every row, and null for those that a row lacks.
+    """
+    first = value[0] if isinstance(value, list) and value else None
+    of_messages = isinstance(first, dict) and not _OF_MESSAGES.isdisjoint(first)
+    return _without_nulls(value) if of_messages else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without null keys; a message keeps `content = None` next to its calls."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = ("content",) if value.get("tool_calls") else ()
+    return {k: _without_nulls(v) for k, v in value.items() if v is not None or k in kept}
 
 
 def _row(text: str, where: Where, line: int) -> Row:

@@ -22,7 +22,7 @@ from keel.graders.formats import (
 )
 from keel.graders.numbers import Number, read_number, same_number
 from keel.rewards.validation import Wrong
-from keel.types import KeelError
+from keel.types import KeelError, text_of
 
 
 def exact_match(
@@ -189,7 +189,7 @@ def texts(completions: Sequence[Any]) -> list[str]:
     return [
         c
         if isinstance(c, str)
-        else "".join(str(turn["content"]) for turn in c if turn["role"] == "assistant")
+        else "".join(text_of(turn) for turn in c if turn["role"] == "assistant")
         for c in completions
     ]
 
@@ -201,7 +201,7 @@ def stated_texts(
     stated = [text if tag is None else tag_content(text, tag) for text in texts(completions)]
     if prompts is None:
         return stated
-    asked = [p if isinstance(p, str) else "\n".join(str(t["content"]) for t in p) for p in prompts]
+    asked = [p if isinstance(p, str) else "\n".join(map(text_of, p)) for p in prompts]
     return [
         None if text is None or only_repeats(text, question) else text
         for text, question in zip(stated, asked, strict=True)

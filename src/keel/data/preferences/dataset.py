@@ -16,7 +16,7 @@ from keel.config.stage import Records
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
-from keel.data.tables import Gathered, Table, all_bad, read_table, rows_table
+from keel.data.tables import Gathered, Table, all_bad, list_rows, read_table, rows_table
 from keel.data.tasks.base import position
 from keel.data.tasks.generated import take_options
 from keel.runs.quarantine import LeftOut, Why, shortened
@@ -364,7 +364,7 @@ def _entry(source: PreferenceData, seed: int) -> Table:
         options.setdefault("seed", seed)
     try:
         made = function(**options)
-        rows = None if isinstance(made, str | bytes | Mapping) else list(made)
+        rows = None if isinstance(made, str | bytes | Mapping) else list_rows(made)
     except KeelError:
         raise
     except Exception as error:

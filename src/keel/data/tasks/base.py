@@ -12,8 +12,9 @@ from string import Formatter
 from typing import Any
 
 from keel.config.fields import unknown
+from keel.data.messages import read_messages
 from keel.data.tables import encodable
-from keel.types import Completion, Content, KeelError, Message, Prompt, Split
+from keel.types import Completion, Content, KeelError, Message, Prompt, Split, text_of
 
 VALIDATION_FRACTION = 0.1
 """Share of the contents that the validation split of an endless task gets."""
@@ -65,7 +66,7 @@ def places(content: Content) -> Iterator[float]:
     turns = [turn for at, turn in enumerate(content) if at or turn["role"] != "system"]
     yield position(turns)
     if len(turns) == 1:
-        yield position(turns[0]["content"])
+        yield position(text_of(turns[0]))
 
 
 def split_of(content: Content, validation_fraction: float = VALIDATION_FRACTION) -> Split:
@@ -182,20 +183,7 @@ def _text(text: str, where: str) -> str:
 
 
 def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
-    turns = list(value)
-    fine = [
-        isinstance(turn, Mapping)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in turns
-    ]
-    if not turns or not all(fine):
-        raise KeelError(
-            f"{where}: column {column!r} holds a list that is not of messages "
-            '([{"role": …, "content": …}, …]): name another column in `prompt`'
-        )
-    if not all(encodable(turn["role"]) and encodable(turn["content"]) for turn in turns):
-        raise KeelError(
-            f"{where}: column {column!r} holds invalid UTF-8 (a lone surrogate): fix it"
-        )
-    return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
+    try:
+        return read_messages(value)
+    except ValueError as error:
+        raise KeelError(f"{where}: column {column!r} holds {error}") from None

@@ -11,13 +11,24 @@ from typing import Any
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
-from keel.data.tables import Gathered, Row, Table, Where, all_bad, encodable, read_table, rows_table
+from keel.data.messages import read_tools
+from keel.data.tables import (
+    Gathered,
+    Row,
+    Table,
+    Where,
+    all_bad,
+    encodable,
+    list_rows,
+    read_table,
+    rows_table,
+)
 from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, split_of
 from keel.data.tasks.generated import take_options
 from keel.data.tasks.user import UserTask
 from keel.graders.formats import same_text
 from keel.runs.quarantine import LeftOut, Why
-from keel.types import Completion, Content, KeelError, Prompt, Split
+from keel.types import Completion, Content, KeelError, Prompt, Split, Tools
 
 KINDS = {
     "jsonl": "a file with one JSON object a line",
@@ -28,12 +39,13 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredExample:
-    """One row, ready: its number in its file (from 0), its line (from 1), and its prompt."""
+    """One row, ready: its number in its file (from 0), its line (from 1), its prompt and tools."""
 
     number: int
     line: int
     body: Content
     row: Row
+    tools: Tools = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +103,8 @@ class DataTask(BaseTask):
         if self.answer is not None:
             columns["answer"] = columns[self.answer]
         content = self.presentation.frame(entry.body, self.name)
-        return Prompt(prompt_id(self.name, split, entry.number), content, columns, self.name)
+        id = prompt_id(self.name, split, entry.number)
+        return Prompt(id, content, columns, self.name, tools=entry.tools)
 
     def refused(
         self, wrong: Callable[[Prompt], tuple[str, Why] | None], forgiven: bool
@@ -168,7 +181,7 @@ def entry_task(source: TaskSource, seed: int) -> Any:
     if all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score")):
         return UserTask(source.name, made)
     try:
-        rows = list(made)
+        rows = list_rows(made)
     except TypeError:
         raise KeelError(
             f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
@@ -232,14 +245,22 @@ def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], lis
                 _check_answer(row, source.answer, place)
             body = presentation.body(row, place)
             presentation.frame(body, place)
+            tools = _tools(row, place)
         except KeelError as error:
             bad.take(error, table.where, line, row)
             continue
-        entries.append(StoredExample(number, line, body, row))
+        entries.append(StoredExample(number, line, body, row, tools))
     every = sorted([*table.bad, *bad.rows], key=lambda left: left.line)
     if not entries:
         raise all_bad(table.where.source, every)
     return entries, every
+
+
+def _tools(row: Row, place: str) -> Tools:
+    try:
+        return read_tools(row.get("tools"))
+    except ValueError as error:
+        raise KeelError(f"{place}: column 'tools' holds {error}") from None
 
 
 def _check_answer(row: Row, answer: str, place: str) -> None:
