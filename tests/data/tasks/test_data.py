@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from keel.data.tasks import build_task
+from keel.data.tasks.base import position
 from keel.data.tasks.stored import DataTask
 from keel.types import KeelError
 from tests.data.tasks.made import completion, jsonl, source
@@ -75,6 +76,30 @@ def test_train_prompts_in_the_validation_split_are_left_out(tmp_path: Path) -> N
     assert task.prompt("validation", 0).id == "jsonl:train/heldout/0"
     with pytest.raises(KeelError, match="every train prompt is also in"):
         build("jsonl", path=train, validation_path=train, **KEYS)
+
+
+def test_blanks_and_line_endings_make_no_other_prompt(tmp_path: Path) -> None:
+    forms = ("{}", " {}\n", "{}\r\n", "\u00a0{}\t")
+    texts = [
+        f.format(f"Add {n}.{end}Then double it.")
+        for n in range(60)
+        for f in forms
+        for end in ("\n", "\r\n", "\r")
+    ]
+    rows: list[dict[str, Any]] = [{"prompt": text} for text in texts]
+    talks = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+    for name, every in (("a", rows), ("b", talks)):
+        task = build("jsonl", path=jsonl(tmp_path / f"{name}.jsonl", every))
+        held = [task.prompt("validation", at).id for at in range(task.size("validation"))]
+        numbers = sorted(int(one.rsplit("/", 1)[1]) for one in held)
+        assert numbers and len(numbers) < len(texts)
+        questions = {number // 12 for number in numbers}
+        assert numbers == [12 * q + at for q in sorted(questions) for at in range(12)]
+    # Blanks within a text are part of it.
+    assert position("a  b") != position("a b") != position("a\nb")
+    train = jsonl(tmp_path / "train.jsonl", [{"prompt": "x\r\ny "}, {"prompt": "z"}])
+    keys = {"path": train, "validation_path": jsonl(tmp_path / "v.jsonl", [{"prompt": "x\ny"}])}
+    assert build("jsonl", **keys).overlap == 1
 
 
 def test_parquet_and_datasets_and_python_give_the_same(

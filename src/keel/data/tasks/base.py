@@ -51,10 +51,21 @@ class BaseTask:
 
 
 def position(content: Content) -> float:
-    """Where a content lies in [0, 1), by SHA-256: what decides its split, whatever the order."""
-    text = content if isinstance(content, str) else json.dumps(list(content), sort_keys=True)
+    """Where a content lies in [0, 1), by SHA-256: what decides its split, whatever the order.
+
+    Blanks at the ends of a text and the form of its line endings make no difference.
+    """
+    if isinstance(content, str):
+        text = _trimmed(content)
+    else:
+        turns = [{**turn, "content": _trimmed(text_of(turn))} for turn in content]
+        text = json.dumps(turns, sort_keys=True)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / 2.0**48
+
+
+def _trimmed(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n").strip()
 
 
 def places(content: Content) -> Iterator[float]:
