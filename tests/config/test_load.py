@@ -139,6 +139,14 @@ def test_a_file_that_is_not_there_or_not_toml(tmp_path) -> None:  # type: ignore
         load_recipe("quikstart")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    text = to_toml(load_recipe(TINY))
+    (tmp_path / "own.toml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    (tmp_path / "over.toml").write_bytes(b"\xef\xbb\xbfextends = 'own.toml'\nseed = 5\n")
+    assert load_recipe(tmp_path / "own.toml") == load_recipe(TINY)
+    assert load_recipe(tmp_path / "over.toml").seed == 5
+
+
 def test_extends_finds_a_file_beside_it_and_refuses_itself(tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "base.toml").write_text('extends = "tiny"\nsteps = 7\n')
     child = tmp_path / "child.toml"

@@ -159,7 +159,7 @@ def _price(text: str) -> tuple[float, float]:
 
 def _read_text(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8").strip()
+        text = Path(path).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise KeelError(f"--rubric-file {path}: cannot be read: {why}") from None

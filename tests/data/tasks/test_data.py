@@ -92,7 +92,7 @@ def test_blanks_and_line_endings_make_no_other_prompt(tmp_path: Path) -> None:
         task = build("jsonl", path=jsonl(tmp_path / f"{name}.jsonl", every))
         held = [task.prompt("validation", at).id for at in range(task.size("validation"))]
         numbers = sorted(int(one.rsplit("/", 1)[1]) for one in held)
-        assert numbers and len(numbers) < len(texts)
+        assert 0 < len(numbers) < len(texts)
         questions = {number // 12 for number in numbers}
         assert numbers == [12 * q + at for q in sorted(questions) for at in range(12)]
     # Blanks within a text are part of it.
