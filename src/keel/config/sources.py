@@ -76,7 +76,8 @@ class TaskSource(FrozenModel):
     """The prompt as a format string over the columns, or the column that holds messages. A column
     `tools` (a list of JSON schemas, or its JSON text) goes to the chat template."""
     answer: str | None = None
-    """Column of the gold answer."""
+    """Column of the gold answer, or of a list of which any entry is right; `answers.text` is a key
+    of a column's table."""
     system: str | None = None
     """System message; makes each prompt a conversation."""
     raw: Annotated[bool, _NO_TEMPLATE] = False

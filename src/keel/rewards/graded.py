@@ -10,7 +10,7 @@ from keel.graders.languages import check_language, language_of, language_share
 from keel.graders.mathematics import Mathematics
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
-from keel.rewards.rules import stated_texts, texts
+from keel.rewards.rules import any_gold, stated_texts, texts
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
@@ -47,6 +47,7 @@ class MathReward:
         self.abandon = mathematics.abandon
         self.close = mathematics.close
 
+    @any_gold
     def __call__(
         self,
         *,

@@ -6,11 +6,13 @@ completion; None where a rule has nothing to judge by.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keel.data.gold import gold_entries, read_gold
 from keel.graders.answers import only_repeats, stated_number
 from keel.graders.formats import (
     SECONDS,
@@ -25,6 +27,47 @@ from keel.rewards.validation import Wrong
 from keel.types import KeelError, text_of
 
 
+def any_gold(reward: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """A reward whose `answer` may hold lists: the best value that an entry of a list gives.
+
+    `Wrong` for what is no answer, such as a table.
+    """
+
+    @functools.wraps(reward)
+    def best(*own: Any, **given: Any) -> list[Any]:
+        golds = [_read(value) for value in given["answer"]]
+        if not any(isinstance(gold, list | Wrong) for gold in golds):
+            return reward(*own, **{**given, "answer": golds})
+        entries = [[None] if isinstance(g, Wrong) else gold_entries(g) or [None] for g in golds]
+        places = [at for at, several in enumerate(entries) for _ in several]
+        names = [name for name in ("completions", "prompts") if given.get(name) is not None]
+        spread: dict[str, Any] = {name: [given[name][at] for at in places] for name in names}
+        spread["answer"] = [entry for several in entries for entry in several]
+        log = given.get("log_extra")
+        if log is not None:  # of each completion once
+            first = [places.index(at) for at in range(len(golds))]
+            spread["log_extra"] = lambda name, values: log(name, [values[at] for at in first])
+        values: list[list[Any]] = [[] for _ in golds]
+        for at, value in zip(places, reward(*own, **{**given, **spread}), strict=True):
+            values[at].append(value)
+        return [
+            gold
+            if isinstance(gold, Wrong)
+            else max((v for v in several if isinstance(v, int | float)), default=several[0])
+            for gold, several in zip(golds, values, strict=True)
+        ]
+
+    return best
+
+
+def _read(value: Any) -> Any:
+    try:
+        return read_gold(value)
+    except ValueError as error:
+        return Wrong(f"the answer column holds {error}: name a key of it in task.answer")
+
+
+@any_gold
 def exact_match(
     *,
     completions: Sequence[Any],
@@ -45,6 +88,7 @@ def exact_match(
     ]
 
 
+@any_gold
 def numeric_match(
     *,
     completions: Sequence[Any],
@@ -100,6 +144,7 @@ def _gold_number(gold: str) -> Number | None:
     return stated_number(gold, evaluated=False) if whole is None else whole
 
 
+@any_gold
 def place_match(*, completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     """The share of characters that stand where the `answer` column has them, in [0, 1].
 

@@ -11,6 +11,7 @@ from typing import Any
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
+from keel.data.gold import gold_entries, read_gold
 from keel.data.messages import read_tools
 from keel.data.tables import (
     Gathered,
@@ -60,9 +61,8 @@ class DataTask(BaseTask):
     """Rows on two splits.
 
     `left_out` are the rows of its files that are in neither: bad ones, and train rows whose prompt
-    is also in the validation split (`overlap` counts these). The gold answer is the text of the
-    `answer` column; the reward is exact match with it, ignoring blanks at its ends, where an answer
-    column is set.
+    is also in the validation split (`overlap` counts these). If an answer column is set, the reward
+    is exact match with its text, or with any entry of its list, ignoring blanks at the ends.
     """
 
     correctness = True
@@ -101,7 +101,7 @@ class DataTask(BaseTask):
         entry = self.splits[split].entries[index]
         columns = dict(entry.row)
         if self.answer is not None:
-            columns["answer"] = columns[self.answer]
+            columns["answer"] = read_gold(_gold(entry.row, self.answer))
         content = self.presentation.frame(entry.body, self.name)
         id = prompt_id(self.name, split, entry.number)
         return Prompt(id, content, columns, self.name, tools=entry.tools)
@@ -131,13 +131,16 @@ class DataTask(BaseTask):
         return found
 
     def gold(self, prompt: Prompt) -> str | None:
-        """The text of the answer column."""
-        return None if self.answer is None else str(prompt.columns[self.answer])
+        """The text of the answer column, of a list its first entry."""
+        golds = gold_entries(prompt.columns["answer"]) if self.answer is not None else []
+        return str(golds[0]) if golds else None
 
     def score(self, prompt: Prompt, completion: Completion) -> float | None:
-        """1 for the gold answer and nothing but it, else 0."""
-        gold = self.gold(prompt)
-        return None if gold is None else float(same_text(completion.text, gold))
+        """1 for a gold answer and nothing but it, else 0."""
+        if self.answer is None:
+            return None
+        golds = gold_entries(prompt.columns["answer"])
+        return float(any(same_text(completion.text, str(gold)) for gold in golds))
 
 
 def data_task(source: TaskSource) -> DataTask:
@@ -263,17 +266,32 @@ def _tools(row: Row, place: str) -> Tools:
         raise KeelError(f"{place}: column 'tools' holds {error}") from None
 
 
+def _gold(row: Row, answer: str) -> Any:
+    """The value of the answer column, or of a key of its table: `answers.text`."""
+    column, _, key = answer.partition(".")
+    if answer in row or not key or not isinstance(row.get(column), Mapping):
+        return row.get(answer)
+    return _gold(row[column], key)
+
+
 def _check_answer(row: Row, answer: str, place: str) -> None:
-    value = row.get(answer)
-    if value is None:
-        raise KeelError(_no_answer(place, answer, row))
+    column = f"{place}: the answer column {answer!r}"
+    value = _gold(row, answer)
+    if isinstance(value, Mapping):
+        key = next((str(k) for k, v in value.items() if isinstance(v, str | list)), "KEY")
+        keys = ", ".join(map(str, value))[:80]
+        raise KeelError(f"{column} is a table of {keys}: name a key: answer = '{answer}.{key}'")
     try:
-        fine = isinstance(value, str) or bool(str(value))
-    except Exception as error:  # of a value's own class, or of too many digits
+        golds = gold_entries(read_gold(value))
+        texts = [str(gold) for gold in golds]
+    except Exception as error:  # also of a value's own class, or of too many digits
         message = " ".join(str(error).split())[:300]
-        raise KeelError(f"{place}: the answer column {answer!r} is no text: {message}") from None
-    if not fine or (isinstance(value, str) and not encodable(value)):
-        raise KeelError(f"{place}: the answer column {answer!r} is no text: leave the row out")
+        raise KeelError(f"{column} is no text, and no list of texts: {message}") from None
+    if not golds:
+        raise KeelError(_no_answer(place, answer, row))
+    pairs = zip(golds, texts, strict=True)
+    if not all((text or isinstance(gold, str)) and encodable(text) for gold, text in pairs):
+        raise KeelError(f"{column} is no text: leave the row out")
 
 
 def _no_answer(place: str, answer: str, columns: Row) -> str:
