@@ -6,8 +6,9 @@ import gzip
 import importlib
 import importlib.util
 import json
+import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,17 +56,41 @@ class Table:
 
 
 class Gathered:
-    """What becomes of bad rows: the first one stops, or all are gathered."""
+    """Bad rows: the reader goes on, so that one message counts all of them if they stop it."""
 
-    def __init__(self, choice: BadRows) -> None:
+    def __init__(self, choice: BadRows, rows: Iterable[LeftOut] = ()) -> None:
         self.stops = choice == "stop"
-        self.rows: list[LeftOut] = []
+        self.rows = list(rows)
 
     def take(self, error: KeelError, where: Where, line: int, row: Any) -> None:
-        """A row and what is wrong with it. Raises the error where it stops."""
-        if self.stops:
-            raise error
+        """A row and what is wrong with it."""
         self.rows.append(where.left_out(line, str(error), row))
+
+    def check(self, table: str = "") -> None:
+        """Raise KeelError if bad rows stop and there are any.
+
+        It has the first row of each kind, and the key that drops them, of the recipe's `table`.
+        """
+        if not self.stops or not self.rows:
+            return
+        kinds: dict[str, list[LeftOut]] = {}
+        for row in sorted(self.rows, key=lambda row: row.line):
+            reason = row.reason.removeprefix(row.source).partition(str(row.line))[2]
+            kinds.setdefault(_VALUES.sub(r"\1", reason), []).append(row)
+        firsts = [
+            rows[0].reason + (f" ({len(rows)} rows like it)" if len(rows) > 1 else "")
+            for rows in list(kinds.values())[:KINDS_SHOWN]
+        ]
+        more = len(kinds) - len(firsts)
+        firsts += [f"{more} other kinds of error"] if more else []
+        several = f" ({len(self.rows)} bad rows)" if len(firsts) > 1 else ""
+        key = f'; {table}.bad_rows = "quarantine" drops bad rows' if table else ""
+        raise KeelError("; ".join(firsts) + several + key)
+
+
+KINDS_SHOWN = 5
+_VALUES = re.compile(r"(column '[^']*')|'[^']*'|= .*?(?=: )|\d+")
+"""The parts of a reason in which rows of one kind differ."""
 
 
 def read_table(
@@ -320,6 +345,7 @@ def _checked(
 def _table(
     where: Where, rows: Sequence[Row], numbers: Sequence[int], lines: Sequence[int], bad: Gathered
 ) -> Table:
+    bad.check()
     if not rows and bad.rows:
         raise all_bad(where.source, bad.rows)
     if not rows:

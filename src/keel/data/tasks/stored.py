@@ -111,8 +111,7 @@ class DataTask(BaseTask):
     ) -> list[LeftOut]:
         """The rows whose prompts will not do; `wrong` says of a prompt what is wrong with it.
 
-        Raises KeelError for the first bad one unless they are forgiven, and where no train prompt
-        is left.
+        Raises KeelError for bad ones unless they are forgiven, and if no train prompt is left.
         """
         found: list[LeftOut] = []
         for split, stored in self.splits.items():
@@ -122,10 +121,9 @@ class DataTask(BaseTask):
                 if problem is None:
                     continue
                 reason = f"{stored.where.place(entry.line)}: {problem[0]}"
-                if problem[1] == "bad" and not forgiven:
-                    raise KeelError(reason)
                 found.append(stored.where.left_out(entry.line, reason, entry.row, problem[1]))
             bad = [row for row in found[before:] if row.why == "bad"]
+            Gathered("quarantine" if forgiven else "stop", bad).check("tasks")
             if split == "train" and bad and len(found) == len(stored.entries):
                 raise all_bad(stored.where.source, bad)
         return found
@@ -150,7 +148,7 @@ def data_task(source: TaskSource) -> DataTask:
         raise KeelError(f"task {source.name!r}: task.path is not set: give {what}")
     options = dict(source.options)
     split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
-    train = read_table(source.name, source.path, options, split, source.bad_rows)
+    train = read_table(source.name, source.path, options, split, "quarantine")
     name = f"{source.name}:{Path(source.path).stem}"
     if source.validation_path is None:
         return _split(name, train, source)
@@ -158,7 +156,7 @@ def data_task(source: TaskSource) -> DataTask:
         other = source.path, options, source.validation_path
     else:
         other = source.validation_path, options, split
-    held = read_table(source.name, *other, source.bad_rows)
+    held = read_table(source.name, *other, "quarantine")
     return _two_tables(name, train, held, source)
 
 
@@ -189,7 +187,7 @@ def entry_task(source: TaskSource, seed: int) -> Any:
         raise KeelError(
             f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
         ) from None
-    return _split(source.name, rows_table(rows, source.name, source.bad_rows), source)
+    return _split(source.name, rows_table(rows, source.name, "quarantine"), source)
 
 
 def _split(name: str, table: Table, source: TaskSource) -> DataTask:
@@ -240,7 +238,7 @@ def _presentation(source: TaskSource) -> Presentation:
 def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], list[LeftOut]]:
     """The table's rows as prompts, and its bad rows, in the order of their lines."""
     presentation = _presentation(source)
-    entries, bad = [], Gathered(source.bad_rows)
+    entries, bad = [], Gathered(source.bad_rows, table.bad)
     for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
         try:
             place = table.where.place(line)
@@ -253,7 +251,8 @@ def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], lis
             bad.take(error, table.where, line, row)
             continue
         entries.append(StoredExample(number, line, body, row, tools))
-    every = sorted([*table.bad, *bad.rows], key=lambda left: left.line)
+    bad.check("tasks")
+    every = sorted(bad.rows, key=lambda left: left.line)
     if not entries:
         raise all_bad(table.where.source, every)
     return entries, every
