@@ -20,7 +20,7 @@ from keel.data.preferences.store.imports import import_file
 from keel.data.preferences.store.store import PreferenceStore
 from keel.data.tasks import build_task, stored
 from keel.data.tasks.stored import DataTask
-from keel.types import KeelError, Prompt
+from keel.types import KeelError, Prompt, Split
 from tests.data.tasks.made import jsonl, source
 
 
@@ -36,7 +36,7 @@ def call(identifier: str, name: str, **arguments: Any) -> dict[str, Any]:
     return {"id": identifier, "type": "function", "function": function}
 
 
-WEATHER = [
+WEATHER: list[dict[str, Any]] = [
     {"role": "user", "content": "Is it warmer in Bergen or in Lima?"},
     {
         "role": "assistant",
@@ -50,7 +50,7 @@ WEATHER = [
     {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": '{"celsius": 9}'},
     {"role": "tool", "tool_call_id": "c2", "name": "forecast", "content": '{"celsius": 21}'},
 ]
-CLOCK = [
+CLOCK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What time is it in Oslo?"},
     {"role": "assistant", "content": "", "tool_calls": [call("x", "clock", zone="CET", h24=True)]},
@@ -73,7 +73,7 @@ def parquet(path: Path, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def prompts(task: DataTask) -> list[Prompt]:
-    splits = ("train", "validation")
+    splits: tuple[Split, ...] = ("train", "validation")
     found = [task.prompt(split, at) for split in splits for at in range(task.size(split))]
     return sorted(found, key=lambda prompt: int(prompt.id.rsplit("/", 1)[1]))
 
@@ -220,7 +220,7 @@ def test_sharegpt_and_parts_of_text_are_read() -> None:
     ("turn", "why"),
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "type 'image_url'"),
-        ({"role": "user", "content": [{"type": "image"}]}, "type 'image': only text is supported"),
+        ({"role": "user", "content": [{"type": "image"}]}, "type 'image': each content a text"),
         ({"role": "user", "content": None}, "each content a text"),
         ({"role": "assistant", "content": None, "tool_calls": []}, "each content a text"),
         ({"role": "assistant", "tool_calls": '[{"name": "f"}]'}, "tool_calls that are not a list"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from keel.data.tables import encodable
@@ -50,26 +50,18 @@ def _message(turn: Mapping[str, Any], name: str) -> Message:
     fine = isinstance(content, str) or (content is None and calls)
     if not fine or not isinstance(message.get("role"), str):
         raise ValueError(f"a list that is not of messages ({FORM}): see {name}")
-    try:
-        text = json.dumps(message, ensure_ascii=False, sort_keys=True)
-    except (TypeError, ValueError, RecursionError):
-        raise ValueError(f"{name} with a value that JSON cannot hold: make it a text") from None
-    if not encodable(text):
-        raise ValueError("invalid UTF-8 (a lone surrogate): fix it")
+    _check(message, name)
     return cast(Message, message)
 
 
-def _joined(parts: Any, name: str) -> str:
+def _joined(parts: Sequence[Any], name: str) -> str:
     """The text of content in parts."""
     texts = []
     for part in parts:
-        part = {"text": part} if isinstance(part, str) else part
-        if not isinstance(part, Mapping):
-            raise ValueError(f"a list that is not of messages ({FORM}): see {name}")
-        text = part.get("text")
-        if part.get("type", "text") != "text" or not isinstance(text, str):
-            kind = str(part.get("type"))[:40]
-            raise ValueError(f"{name} with a part of type {kind!r}: only text is supported")
+        part = part if isinstance(part, Mapping) else {"text": part}
+        text, kind = part.get("text"), part.get("type", "text")
+        if kind != "text" or not isinstance(text, str):
+            raise ValueError(f"{name} with a part of type {str(kind)[:40]!r}: each content a text")
         texts.append(text)
     return "".join(texts)
 
@@ -79,22 +71,25 @@ def read_tools(value: Any) -> Tools:
 
     Raises ValueError with what the value holds instead.
     """
-    wrong = "no list of tools (JSON schemas), nor its JSON text: fix it, or rename the column"
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError):
-            raise ValueError(wrong) from None
+    try:
+        value = json.loads(value or "null") if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        value = 0
     value = () if value is None else value
     if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
-        raise ValueError(wrong)
+        raise ValueError("no list of tools (JSON schemas), nor its JSON text: rename the column")
+    _check(value, "a tool")
+    return tuple(value)
+
+
+def _check(value: Any, name: str) -> None:
+    """Raise ValueError for what JSON or UTF-8 cannot hold."""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
-        raise ValueError(wrong) from None
+        raise ValueError(f"{name} with a value that JSON cannot hold: make it a text") from None
     if not encodable(text):
         raise ValueError("invalid UTF-8 (a lone surrogate): fix it")
-    return tuple(value)
 
 
 def prompt_columns(content: Content, tools: Tools) -> dict[str, Any]:

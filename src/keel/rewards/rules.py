@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from keel.data.gold import gold_entries, read_gold
 from keel.graders.answers import only_repeats, stated_number
@@ -26,45 +26,32 @@ from keel.graders.numbers import Number, read_number, same_number
 from keel.rewards.validation import Wrong
 from keel.types import KeelError, text_of
 
+Rule = TypeVar("Rule", bound=Callable[..., list[Any]])
 
-def any_gold(reward: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """A reward whose `answer` may hold lists: the best value that an entry of a list gives.
 
-    `Wrong` for what is no answer, such as a table.
+def any_gold(reward: Rule) -> Rule:
+    """A reward whose `answer` may hold lists: it is called for every entry, and the best counts.
+
+    Raises KeelError for what is no answer, such as a table.
     """
 
     @functools.wraps(reward)
     def best(*own: Any, **given: Any) -> list[Any]:
-        golds = [_read(value) for value in given["answer"]]
-        if not any(isinstance(gold, list | Wrong) for gold in golds):
-            return reward(*own, **{**given, "answer": golds})
-        entries = [[None] if isinstance(g, Wrong) else gold_entries(g) or [None] for g in golds]
-        places = [at for at, several in enumerate(entries) for _ in several]
-        names = [name for name in ("completions", "prompts") if given.get(name) is not None]
-        spread: dict[str, Any] = {name: [given[name][at] for at in places] for name in names}
-        spread["answer"] = [entry for several in entries for entry in several]
-        log = given.get("log_extra")
-        if log is not None:  # of each completion once
-            first = [places.index(at) for at in range(len(golds))]
-            spread["log_extra"] = lambda name, values: log(name, [values[at] for at in first])
-        values: list[list[Any]] = [[] for _ in golds]
-        for at, value in zip(places, reward(*own, **{**given, **spread}), strict=True):
-            values[at].append(value)
-        return [
-            gold
-            if isinstance(gold, Wrong)
-            else max((v for v in several if isinstance(v, int | float)), default=several[0])
-            for gold, several in zip(golds, values, strict=True)
-        ]
+        try:
+            golds = [gold_entries(read_gold(value)) or [None] for value in given.pop("answer")]
+        except ValueError as error:
+            raise KeelError(f"the answer column holds {error}: name a key of it") from None
+        rounds = []
+        for at in range(max(map(len, golds), default=1)):
+            rounds.append(reward(*own, **given, answer=[g[min(at, len(g) - 1)] for g in golds]))
+            given = {name: value for name, value in given.items() if not name.startswith("log_")}
+        return [max(several, key=_number) for several in zip(*rounds, strict=True)]
 
-    return best
+    return cast(Rule, best)
 
 
-def _read(value: Any) -> Any:
-    try:
-        return read_gold(value)
-    except ValueError as error:
-        return Wrong(f"the answer column holds {error}: name a key of it in task.answer")
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else -1.0
 
 
 @any_gold
