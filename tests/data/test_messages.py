@@ -17,6 +17,7 @@ from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
 from keel.data.preferences.store.exports import preference_rows, steps_rows
 from keel.data.preferences.store.formats import Attribution
 from keel.data.preferences.store.imports import import_file
+from keel.data.preferences.store.pool import read_texts
 from keel.data.preferences.store.store import PreferenceStore
 from keel.data.tasks import build_task, stored
 from keel.data.tasks.stored import DataTask
@@ -192,6 +193,8 @@ def test_the_store_keeps_messages_and_tools(tmp_path: Path) -> None:
             assert [row["prompt"] for row in kept] == [WEATHER, CLOCK, PLAIN]
             assert [row.get("tools") for row in kept] == [row["tools"] for row in ROWS]
             assert json.dumps(kept[1]["prompt"][2]) == json.dumps(CLOCK[2])
+        texts = list(read_texts(store, [pair.id for pair in store.pairs()]))
+        assert [list(row.tools) for row in texts] == [row["tools"] or [] for row in ROWS]
         turned = [dict(reversed(turn.items())) for turn in CLOCK]
         path = jsonl(tmp_path / "c.jsonl", [{**rows[1], "prompt": turned}])
         import_file(store, "trl", Path(path), by)
