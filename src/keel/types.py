@@ -66,7 +66,8 @@ class Prompt:
     `id` names the prompt within the run and never changes; it seeds the prompt's random streams.
     `columns` are the data columns that rewards may ask for by name. `tokens` is empty until the
     prompt has been encoded with a tokenizer. `tools` are described to the policy by the chat
-    template.
+    template. `opening` is what the template puts at the beginning of the policy's answer, such as
+    `<think>`.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Prompt:
     task: str = ""
     tokens: tuple[int, ...] = ()
     tools: Tools = ()
+    opening: str = ""
 
 
 @dataclass(frozen=True, slots=True)

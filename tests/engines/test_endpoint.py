@@ -15,6 +15,7 @@ import pytest
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
+from keel.models.chat import ChatEncoder
 from keel.runs.loop_thread import LoopThread
 from keel.runs.watchdog import Hung
 from keel.types import Completion, Group, KeelError, ProgramInput, Prompt, Sampling
@@ -58,7 +59,7 @@ def sample(engine: Any, program: Any, n: int = 2, tokens: int = 80, **keys: Any)
         Sampling(tokens),
         3,
         program=config,
-        tokenizer=TOKENIZER,
+        chat=ChatEncoder(TOKENIZER),
         loop=LoopThread(),
     )
 

@@ -37,6 +37,7 @@ from keel.engines.vllm.transfer import (
     new_folder,
     server_variables,
 )
+from keel.models.chat import ChatEncoder
 from keel.models.lora import add_lora, plain_weights
 from keel.models.tokenizer_round_trip import quiet
 from keel.types import KeelError, Sampling
@@ -366,6 +367,6 @@ def test_the_native_engine_counts_its_syncs() -> None:
     assert engine.sample(prompts, 1, sampling, 0)[0].completions[0].weight_version == 5
     engine.sync({})
     for group in generate_multi_turn(
-        engine, prompts, 2, sampling, 0, tasks={}, tokenizer=TOKENIZER, max_turns=2
+        engine, prompts, 2, sampling, 0, tasks={}, chat=ChatEncoder(TOKENIZER), max_turns=2
     ):
         assert {c.weight_version for c in group.completions} == {6}

@@ -19,9 +19,8 @@ from keel.engines.model_runner import pass_of
 from keel.engines.multi_step import steps_of
 from keel.engines.sampler import Uniforms, check, sample_tokens
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
-from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, eos_ids
+from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, completion_texts, eos_ids
 from keel.models.attention import ATTENTION, install
-from keel.models.chat import decode
 from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import steady_logits
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
@@ -268,7 +267,8 @@ class _Run:
         log_probs = [np.array(self.log_probs[s]).astype(np.float32) for s in sequences]
         if not all(np.isfinite(scores).all() for scores in log_probs):
             return None
-        texts = decode(engine.tokenizer, [self.tokens[s].tolist() for s in sequences])
+        ids = [self.tokens[s].tolist() for s in sequences]
+        texts = completion_texts(engine.tokenizer, ids, [int(self.codes[s]) for s in sequences])
         completions = [
             Completion(
                 tokens=np.array(self.tokens[sequence], dtype=np.int64),

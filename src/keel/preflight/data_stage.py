@@ -18,7 +18,6 @@ from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS, Sieve
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.data.tasks.base import places
-from keel.models.chat import encode_text
 from keel.models.policy import Policy
 from keel.models.reward import Reader, check_classifier
 from keel.preflight import tokens
@@ -35,6 +34,7 @@ from keel.preflight.prompts import (
 from keel.preflight.sampling_stage import check_tokens
 from keel.training.judged_data import encoder, of_step
 from keel.training.preference_stages import base_policy
+from keel.training.sft import encode_demonstration
 from keel.types import KeelError, Prompt
 
 ENCODED = 2_000
@@ -158,7 +158,7 @@ def _check_row_tokens(
     """Findings of the first rows' prompts, and of the answers of all, as tokens."""
     template, tokenizer = stage.template_keywords, base.tokenizer
     reader = Reader(tokenizer, None, template, raw=stage.raw)
-    prompts = [reader.prompt(row.prompt, row.id) for row in rows[:32]]
+    prompts = [reader.prompt(row.prompt, row.id, row.tools) for row in rows[:32]]
     check_tokens(context, tokenizer, prompts, template, {prompt.task: key for prompt in prompts})
     specials = [str(token) for token in tokenizer.all_special_tokens]
     answers = [(row.id, text) for row in rows for text in _answers(row)]
@@ -205,14 +205,8 @@ def _demonstrated(
     except Exception as error:  # a function of the user's
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise KeelError(f"it raised {message} at {prompt.id!r}") from error
-    ids = encode_text(text, f"the demonstration for {prompt.id}", policy.tokenizer)
-    whole = len(prompt.tokens) + len(ids) + 1
-    if policy.context is not None and whole > policy.context:
-        raise KeelError(
-            f"prompt {prompt.id!r} and its demonstration are {whole} tokens, more than the "
-            f"model's context of {policy.context}: lower {prefix}prompts.max_tokens"
-        )
-    return text, len(ids) + 1
+    found = encode_demonstration(prompt, text, stats.encoder, policy.context, prefix)
+    return text, len(found.answer)
 
 
 def _base(context: StageContext, stage: JudgingStage) -> Policy:

@@ -12,7 +12,7 @@ import numpy as np
 from keel.analysis.statistics import wilson_interval
 from keel.config.sources import Rewards, RewardSource
 from keel.data.tasks import stored
-from keel.models.chat import encode_text
+from keel.models.text import encode_text
 from keel.preflight.finding import Finding, percent, quantile, shorten
 from keel.preflight.prompts import inspected_places
 from keel.preflight.trial_batch import CUT

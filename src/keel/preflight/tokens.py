@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.models.chat import encode, limited_template
+from keel.models.chat import encode
+from keel.models.template import render
 from keel.preflight.finding import Finding, shorten
 from keel.runs.watchdog import Hung
 from keel.types import KeelError, Message, Prompt, Tools, text_of
@@ -74,17 +75,17 @@ def end_of_turn(
 
 
 def eos_pair(own: int | None, generation: Sequence[int], spelled: str, key: str) -> Finding | None:
-    """The tokenizer's end of sequence, which the saved model's generation config does not know.
+    """What demonstrations end with, if the saved model's generation config does not know it.
 
-    Keel stops at either; a demonstration ends with the tokenizer's, and a server that loads the
-    saved model stops at the generation config's alone. `generation` is empty where it names none.
+    It is the template's end of turn, else the tokenizer's end of sequence. A server that loads the
+    saved model stops at the generation config's alone. `generation` is empty if it names none.
     """
     if own is None or not generation or own in generation:
         return None
     return Finding(
         "eos-differs",
         "the model learns to end where a server of the saved model will not stop",
-        f"the tokenizer's eos_token is {spelled!r} (id {own}); generation_config.json stops at "
+        f"demonstrations end with {spelled!r} (id {own}); generation_config.json stops at "
         f"{', '.join(map(str, generation))}",
         key,
         f"add {own} to eos_token_id in the folder's generation_config.json",
@@ -255,18 +256,12 @@ def _rendered(
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:
-        with limited_template("a prompt"):
-            text = tokenizer.apply_chat_template(
-                [dict(turn) for turn in turns],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **template,
-            )
-        return str(text)
+        return render(
+            tokenizer, turns, "a prompt", tools=tools, generate=prompt, template_kwargs=template
+        )
     except Hung:
         raise
-    except Exception:  # a template raises what it likes; as a prompt it is reported elsewhere
+    except KeelError:  # as a prompt it is reported elsewhere
         return None
 
 

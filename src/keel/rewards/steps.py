@@ -7,7 +7,7 @@ from typing import Any
 
 from keel.data.gold import gold_entries, read_gold
 from keel.graders.steps import split_steps
-from keel.models.chat import token_ends
+from keel.models.text import token_ends
 from keel.rewards.registry import RewardContext
 from keel.rewards.rules import texts
 from keel.types import KeelError

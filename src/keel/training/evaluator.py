@@ -110,7 +110,7 @@ class Evaluator:
         mode: Literal["greedy", "sampled"],
     ) -> list[RolloutRow]:
         """The completions as records."""
-        rows = completion_rows(groups, results, self.sampler.tokenizer)
+        rows = completion_rows(groups, results, self.sampler.chat.tokenizer)
         judged = [result for group in results for result in group]
         known = self._judges(judged)
         return [

@@ -25,7 +25,6 @@ from keel.config.sources import PreferenceData
 from keel.config.stage import Records
 from keel.data.preferences.dataset import READERS, Sieve
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.chat import decode
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
 from keel.models.reward import (
@@ -36,6 +35,7 @@ from keel.models.reward import (
     load_reward_model,
     reward_model_from,
 )
+from keel.models.text import decode
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.training import sampled_data, supervised

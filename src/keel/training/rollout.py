@@ -21,7 +21,8 @@ from keel.engines.multi_turn import generate_multi_turn
 from keel.learn.advantages import outcome_of
 from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
-from keel.models.chat import token_texts
+from keel.models.chat import ChatEncoder
+from keel.models.text import token_texts
 from keel.rewards.judge.reward import spending
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.rollouts import RolloutRow
@@ -57,7 +58,7 @@ class Sampler:
     """The engine and the scorer that make rollouts, and their settings."""
 
     engine: Engine
-    tokenizer: object
+    chat: ChatEncoder
     tasks: dict[str, Task]
     stream: PromptStream
     scorer: Scorer
@@ -130,7 +131,7 @@ class Sampler:
                         sampling,
                         seed,
                         program=self.program,
-                        tokenizer=self.tokenizer,
+                        chat=self.chat,
                         loop=self.scorer.loop,
                     )
                 return generate_multi_turn(
@@ -140,8 +141,9 @@ class Sampler:
                     sampling,
                     seed,
                     tasks=self.tasks,
-                    tokenizer=self.tokenizer,
+                    chat=self.chat,
                     max_turns=self.config.max_turns,
+                    reply_role=self.config.reply_role,
                 )
         except Hung as error:
             if not self.less:

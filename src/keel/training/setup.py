@@ -343,11 +343,10 @@ def build_sampler(
             function=load_program(rollout.program),
             limit=rollout.max_programs,
             timeout=rollout.timeout,
-            template_kwargs=source.encoder.template_kwargs,
         )
     return Sampler(
         engine=engine,
-        tokenizer=policy.tokenizer,
+        chat=source.encoder.chat,
         tasks=source.tasks,
         stream=source.stream,
         scorer=scorer,

@@ -94,6 +94,7 @@ def train_sft(run: RunContext, stage: SFTStage, progress: Progress) -> Progress:
         batch_size=stage.batch_size,
         policy=run.policy,
         seed=seed,
+        encoder=source.encoder,
     )
     examples = demonstrations.examples()
     loop = supervised_loop(run, stage, progress, examples=examples, optimizer=optimizer)

@@ -24,9 +24,10 @@ from keel.config.entry import load_entry
 from keel.config.secrets import without_secrets
 from keel.engines.endpoint.protocol import MODEL, TOO_LONG, ChatRequest, RefusedRequest
 from keel.engines.endpoint.server import Endpoint
-from keel.engines.endpoint.session import ChatEncoder, Session
+from keel.engines.endpoint.session import Session
 from keel.engines.multi_turn import CompletionSource, cut, with_cache
 from keel.engines.sampler import occurrences
+from keel.models.chat import ChatEncoder
 from keel.runs.loop_thread import LoopThread, Served
 from keel.runs.watchdog import (
     TICK,
@@ -58,7 +59,6 @@ class ProgramConfig:
     function: Program
     limit: int
     timeout: float
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_program(name: str) -> Program:
@@ -79,7 +79,7 @@ def sample_with_program(
     seed: int,
     *,
     program: ProgramConfig,
-    tokenizer: Any,
+    chat: ChatEncoder,
     loop: LoopThread,
 ) -> list[Group]:
     """`n` completions for each prompt, each of which a run of the program leads.
@@ -91,18 +91,17 @@ def sample_with_program(
     requests begin with. Raises KeelError for a program that raises or makes no request, and Hung
     for one that makes none in time.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not getattr(chat.tokenizer, "chat_template", None):
         raise KeelError(
             f"rollout.program = {program.name!r} needs a chat template, and the tokenizer has "
             "none: set model.chat_template"
         )
     runs: list[_ProgramRun] = []
-    encoder = ChatEncoder(tokenizer, program.template_kwargs)
     context = getattr(engine, "context", None)
     for prompt, time_ in zip(prompts, occurrences([p.id for p in prompts]), strict=True):
         for index in range(n):
             name = f"{prompt.id}/{time_}/{index}"
-            session = Session(prompt, name, encoder, sampling.max_tokens, context)
+            session = Session(prompt, name, chat, sampling.max_tokens, context)
             runs.append(_ProgramRun(session, index))
     _Programs(engine, runs, program, sampling, seed, loop).run()
     groups = []
@@ -338,7 +337,9 @@ class _Programs:
         sampling = replace(self._sampling, max_tokens=max(run.budget for run in runs))
         groups = source.sample(prompts, 1, sampling, self._seed)
         for run, group in zip(runs, groups, strict=True):
-            response = run.session.add(cut(group.completions[0], run.budget))
+            response = run.session.add(
+                cut(group.completions[0], run.budget, run.session.chat.tokenizer)
+            )
             for answer in run.answers:
                 answer.set_result(response)
             run.answers = []

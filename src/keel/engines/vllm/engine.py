@@ -21,7 +21,16 @@ from keel.config.fields import derive
 from keel.config.sampling import VllmServer
 from keel.engines.native import copy_weights
 from keel.engines.sampler import check, occurrences
-from keel.engines.stopping import GOING, LENGTH, REASONS, STOP, Stops, budgets, eos_ids
+from keel.engines.stopping import (
+    GOING,
+    LENGTH,
+    REASONS,
+    STOP,
+    Stops,
+    budgets,
+    completion_texts,
+    eos_ids,
+)
 from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
 from keel.engines.vllm.server import MODEL, ServerProcess, check_server
 from keel.engines.vllm.transfer import (
@@ -34,7 +43,6 @@ from keel.engines.vllm.transfer import (
     server_variables,
     writing,
 )
-from keel.models.chat import decode
 from keel.models.families import context_length
 from keel.models.lora import plain_weights
 from keel.models.tokenizer_round_trip import quiet
@@ -323,7 +331,7 @@ class VllmEngine:
             log_probs=log_probs,
             written=np.ones(length, dtype=np.bool_),
             finish=REASONS[code],
-            text=decode(self.tokenizer, [tokens.tolist()])[0],
+            text=completion_texts(self.tokenizer, [tokens.tolist()], [code])[0],
             weight_version=self.weight_version,
         )
 
