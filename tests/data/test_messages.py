@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +22,12 @@ from keel.data.preferences.store.pool import read_texts
 from keel.data.preferences.store.store import PreferenceStore
 from keel.data.tasks import build_task, stored
 from keel.data.tasks.stored import DataTask
+from keel.models.chat import ChatEncoder, encode_prompt
+from keel.models.reward import Reader
+from keel.training.judged_data import pair_encoder
 from keel.types import KeelError, Prompt, Split
 from tests.data.tasks.made import jsonl, source
+from tests.models.published_templates import tokenizer_of
 
 
 def tool(name: str, **kinds: str) -> dict[str, Any]:
@@ -48,14 +53,14 @@ WEATHER: list[dict[str, Any]] = [
             call("c2", "forecast", days=1, at="L"),
         ],
     },
-    {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": '{"celsius": 9}'},
-    {"role": "tool", "tool_call_id": "c2", "name": "forecast", "content": '{"celsius": 21}'},
+    {"role": "tool", "content": '{"celsius": 9}', "tool_call_id": "c1", "name": "weather"},
+    {"role": "tool", "content": '{"celsius": 21}', "tool_call_id": "c2", "name": "forecast"},
 ]
 CLOCK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What time is it in Oslo?"},
     {"role": "assistant", "content": "", "tool_calls": [call("x", "clock", zone="CET", h24=True)]},
-    {"role": "tool", "tool_call_id": "x", "content": "13:07"},
+    {"role": "tool", "content": "13:07", "tool_call_id": "x"},
 ]
 PLAIN = [{"role": "user", "content": "Good morning"}]
 ROWS: list[dict[str, Any]] = [
@@ -237,3 +242,28 @@ def test_sharegpt_and_parts_of_text_are_read() -> None:
 def test_other_messages_are_refused_with_the_reason(turn: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         read_messages([{"role": "user", "content": "b"}, turn])
+
+
+# ---------------------------------------------------------------- through the template
+
+
+def test_files_reach_the_template_as_they_are_written(tmp_path: Path) -> None:
+    """The tokens of a task, and of the prompts of preference data, from a Parquet file."""
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+    )
+    chat = ChatEncoder(tokenizer, {})
+    rows = [{**row, "chosen": "Lima.", "rejected": "Oslo."} for row in ROWS]
+    keys = written(tmp_path, "parquet", rows)
+    splits = read_pairs(PreferenceData.model_validate({"name": "parquet", **keys}))
+    pairs = {row.id[-1]: row for row in (*splits.train, *splits.validation)}
+    encode = pair_encoder(Reader(tokenizer))
+    for at, prompt in enumerate(prompts(task_of("parquet", **keys))):
+        wanted = tokenizer.apply_chat_template(
+            ROWS[at]["prompt"], tools=ROWS[at]["tools"], add_generation_prompt=True, tokenize=False
+        )
+        tokens = encode_prompt(prompt, chat).tokens
+        assert tokenizer.decode(tokens) == wanted
+        assert encode(pairs[str(at)]).chosen.tokens[: len(tokens)] == tokens
