@@ -123,6 +123,7 @@ def test_tools_may_be_json_text(tmp_path: Path) -> None:
     ]
     found = prompts(task_of("parquet", **written(tmp_path, "parquet", rows[:3])))
     assert [list(prompt.tools) for prompt in found] == [row["tools"] or [] for row in ROWS]
+    assert read_tools([json.dumps(one) for one in ROWS[0]["tools"]]) == tuple(ROWS[0]["tools"])
     (alone,) = prompts(task_of("jsonl", **written(tmp_path, "jsonl", rows[3:])))
     assert alone.tools == ()
 

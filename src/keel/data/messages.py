@@ -67,12 +67,14 @@ def _joined(parts: Sequence[Any], name: str) -> str:
 
 
 def read_tools(value: Any) -> Tools:
-    """Descriptions of tools: a list of JSON schemas, or its JSON text; None and "" are no tools.
+    """Descriptions of tools: a list of JSON schemas, or JSON text; None and "" are no tools.
 
     Raises ValueError with what the value holds instead.
     """
     try:
         value = json.loads(value or "null") if isinstance(value, str) else value
+        if isinstance(value, list):
+            value = [json.loads(one) if isinstance(one, str) else one for one in value]
     except (ValueError, RecursionError):
         value = 0
     value = () if value is None else value

@@ -244,9 +244,8 @@ def _set_work(
         if plan.sampling.algorithm is None:  # rows of one prompt are all in the same split
             others = (p for p in (*stats.validation, *stats.first) if p.content != longest.content)
             other = next(others, None)
-            data |= (
-                {} if other is None else {"validation": prompt_columns(other.content, ())["prompt"]}
-            )
+            if other is not None:
+                data["validation"] = prompt_columns(other.content, ())["prompt"]
         work.longest = LongestExample(len(longest.tokens), data, longest.task in stats.raw)
     random = context.recipe.model.build is not None
     full = context.trained_by is not None or random or not batch.whole

@@ -66,9 +66,8 @@ class LocalModel:
 
         `tools` are those of each prompt, if any has some.
         """
-        given = [tuple(own) if isinstance(own, list) else () for own in tools] or [()] * len(
-            prompts
-        )
+        each = tools or [()] * len(prompts)
+        given = [tuple(own) if isinstance(own, list) else () for own in each]
         rows = list(zip(prompts, completions, given, strict=True))
         keys = list(map(repr, rows))
         places = {key: at for at, key in reversed(list(enumerate(keys)))}

@@ -22,7 +22,7 @@ from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import load_reward_model
-from keel.rewards.registry import RewardContext
+from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.rules import exact_match
 from keel.runs.layout import RECIPE, RunFolder
 from keel.training.evaluator import Evaluator
@@ -199,19 +199,28 @@ def _run(
         result = evaluator(0).report
     read_by = [evaluator.judging] if evaluator.judging else judge.functions
     result["reward"] = " + ".join(function.name for function in read_by)
-    exact = any(function.function in (None, exact_match) for function in read_by)
-    golds = [tasks[prompt.task].gold(prompt) or "" for prompt in chosen]
-    worked = sum(_WORKED.search(gold.strip()) is not None for gold in golds)
-    if exact and worked:
-        result["warning"] = (
-            f"{worked} of {len(golds)} answers hold ####, \\boxed or several lines, and the reward "
-            "is an exact match of the whole text: for their last number give --reward numeric_match"
-        )
+    if (warning := _whole_answers(read_by, [(tasks[p.task], p) for p in chosen])) is not None:
+        result["warning"] = warning
     return {**result, "left_out": len(left_out) + sum(map(_unreadable, ordered))}
 
 
-_WORKED = re.compile(r"####|\\boxed|\n")
-"""What an answer holds that is more than its result."""
+def _whole_answers(
+    rewards: Sequence[NamedReward], asked: Sequence[tuple[Task, Prompt]]
+) -> str | None:
+    """A warning if a reward is an exact match, and gold answers are worked solutions."""
+    functions = [reward.function for reward in rewards]
+    matched = [
+        task.gold(prompt) or ""
+        for task, prompt in asked
+        if exact_match in functions or (None in functions and stored(task) is not None)
+    ]
+    worked = sum(re.search(r"####|\\boxed|\n", gold.strip()) is not None for gold in matched)
+    if not worked:
+        return None
+    return (
+        f"{worked} of {len(matched)} answers hold ####, \\boxed or several lines, and the reward "
+        "is an exact match of the whole text: for their last number give --reward numeric_match"
+    )
 
 
 def _unreadable(task: Task) -> int:

@@ -149,6 +149,9 @@ def test_an_answer_without_content_is_empty(value: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "gold": value}])
     with pytest.raises(KeelError, match=r"a.jsonl:1: the answer column 'gold' is empty"):
         build("jsonl", path=path, answer="gold")
+    if value is None or isinstance(value, float):
+        with pytest.raises(KeelError, match=r"a.jsonl:1: column 'gold' is empty"):
+            build("jsonl", path=path, prompt="gold")
 
 
 @pytest.mark.parametrize("value", [[{"a": 1}], [["a"], ["b"]], ["a", b"b"]])

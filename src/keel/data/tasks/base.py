@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ class Presentation:
         for name in (column,) if column is not None else names_of(self.template):
             if name not in row:
                 raise KeelError(f"{where}: {unknown('column', name, row)}")
-            if row[name] is None:
+            if row[name] is None or (isinstance(row[name], float) and math.isnan(row[name])):
                 raise KeelError(f"{where}: column {name!r} is empty: leave the row out")
         if column is not None and not isinstance(row[column], str):
             return self._other(row[column], column, where)
