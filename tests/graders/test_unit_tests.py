@@ -22,8 +22,7 @@ from keel.rewards.code import in_threads
 from keel.sandbox.bubblewrap import Limits, Sandbox, environment
 from keel.types import KeelError
 from tests.graders.mutants import mutants
-from tests.sandbox.processes import needs_bubblewrap
-from tests.shared import shared_path
+from tests.shared import needs_bubblewrap, shared_path
 
 ASSERTS = ["assert double(1) == 2", "assert abs(double(2)) == 4", "assert double(0) == 0"]
 RIGHT = "def double(x):\n    return 2 * x\n"

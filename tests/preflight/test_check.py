@@ -33,7 +33,7 @@ from keel.training.rollout import Sampler, collect
 from keel.training.run import train
 from keel.types import KeelError
 from studies.preflight import Case, cases, half_trained, look
-from tests.shared import shared_path
+from tests.shared import needs_bubblewrap, shared_path
 
 CASES = ("gold-format", "budget", "end-of-turn", "idle-keys", "long-prompts", "cold",
          "always-fine", "never-in-tags", "leak", "bfloat16", "sft-header", "dpo-special",
@@ -324,7 +324,7 @@ def test_would_stop_has_the_key_and_the_line(own: str, tmp_path: Path) -> None:
     for stage, key, reason in (
         (rl({"function": f"{own}:broken"}, tasks=[questions(tmp_path / "q.jsonl", 60)]),
          "rewards.functions", "no such thing"),
-        (rl({"function": "code"}), "rewards.functions", "tests"),
+        (rl({"function": "code", "options": {"trusted": True}}), "rewards.functions", "tests"),
         (rl(tasks=gone), "tasks", "gone.jsonl"),
         (rl(rollout={**ROLLOUT, "stop_ids": [999]}), "rollout.stop_ids", "999"),
         (rl(rollout={**ROLLOUT, "stop": ["É"]}), "model.build.alphabet", "stop = 'É'"),
@@ -468,6 +468,7 @@ def test_validation_prompts_that_are_trained_on(tmp_path: Path, pairs: str) -> N
 
 
 @pytest.mark.slow
+@needs_bubblewrap
 def test_gsm8k_and_math500_with_their_rewards() -> None:
     """Rationales under numeric_match, answers under math: no gold answer is refused; and
     numeric_match stops at an answer of MATH that holds no number."""

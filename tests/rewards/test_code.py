@@ -12,7 +12,8 @@ from keel.rewards import Scorer
 from keel.rewards.code import in_threads
 from keel.rewards.registry import load_reward
 from keel.types import KeelError
-from tests.sandbox.processes import children, eventually, needs_bubblewrap, resident_mb
+from tests.sandbox.processes import children, eventually, resident_mb
+from tests.shared import needs_bubblewrap
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(0) == 0"]
 RIGHT = "def double(x):\n    return 2 * x\n"

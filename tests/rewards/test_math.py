@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards.registry import load_reward
 from keel.rewards.validation import Wrong
+from tests.shared import needs_bubblewrap
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
-)
+pytest.importorskip("math_verify")
+pytestmark = needs_bubblewrap
 
 
 def test_rewards() -> None:

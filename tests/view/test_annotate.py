@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from keel.data.preferences.store.store import PreferenceStore
+from tests.shared import needs_chromium
 from tests.view import hostile
 from tests.view.annotating import MODEL, Annotator, Server, pair
-from tests.view.chromium import WAIT, needs_chromium, sync_api, tab
+from tests.view.chromium import WAIT, sync_api, tab
 
 expect = sync_api.expect
 pytestmark = [needs_chromium]

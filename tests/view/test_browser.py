@@ -14,9 +14,10 @@ import pytest
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.writer import Recorder
+from tests.shared import needs_chromium
 from tests.training.small import run
 from tests.view import hostile
-from tests.view.chromium import WAIT, Served, needs_chromium, part, serve, sync_api, tab
+from tests.view.chromium import WAIT, Served, part, serve, sync_api, tab
 
 expect = sync_api.expect
 pytestmark = [needs_chromium]

@@ -16,8 +16,12 @@ from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_
 from keel.types import KeelError, Split
 from tests.data.tasks.made import completion, source
 from tests.safety.processes import descendants, gone
+from tests.shared import needs_bubblewrap
 
-pytestmark = pytest.mark.skipif(not gym_installed(), reason="reasoning-gym is not installed")
+pytestmark = [
+    needs_bubblewrap,
+    pytest.mark.skipif(not gym_installed(), reason="reasoning-gym is not installed"),
+]
 
 NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Data sets that know how to judge an answer but give none."""
