@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from keel.runs.writer import Recorder, update_run_json
 from keel.types import KeelError
 from keel.view import library
 from keel.view.library import Library
-from keel.view.rows import columns_of, prompt_text, summary, verdicts
+from keel.view.rows import columns_of, summary, verdicts
 from keel.view.steps import StepCache, StepRows
 from tests.view.hostile import RECIPE, row
 
@@ -79,25 +78,6 @@ def test_kept_tables_are_bounded_and_read_once(
     assert len(cache.read(run, "rl", 6)) == 1
     with pytest.raises(KeelError, match="no rollouts of step 9"):
         cache.read(run, "rl", 9)
-
-
-def test_prompts_show_all_that_messages_hold() -> None:
-    call = {"id": "a", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-    messages = [
-        {"role": "user", "content": "Is it cold?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "assistant", "tool_calls": []},
-        {"role": "tool", "content": "−3 °C", "tool_call_id": "a"},
-    ]
-    lines = prompt_text(messages).splitlines()
-    assert [line.strip() for line in lines[:1] + lines[3:]] == [
-        "user: Is it cold?",
-        "assistant:",
-        "tool: −3 °C",
-        'tool_call_id: "a"',
-    ]
-    assert lines[1:3] == ["assistant: ", f"  tool_calls: {json.dumps([call])}"]
-    assert prompt_text("plain") == "plain"
 
 
 def test_figures_of_tables_are_numbers() -> None:

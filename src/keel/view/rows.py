@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 from keel.analysis.text import visible
 from keel.analysis.token_values import Measure, scale_of
 from keel.runs.rollouts import COMPONENT, EXTRA
-from keel.types import text_of
+from keel.types import shown_text
 
 PREVIEW = 160
 """Characters of a text in a table."""
@@ -45,15 +44,10 @@ def legend(row: Row, measure: Measure) -> str:
 
 
 def prompt_text(content: Any) -> str:
-    """A prompt as text; of a conversation each message with its role, and what else it holds."""
+    """A prompt as text; of a conversation each message with its role."""
     if isinstance(content, str):
         return content
-    lines = []
-    for turn in content:
-        rest = {key: one for key, one in turn.items() if key not in ("role", "content") and one}
-        lines.append(f"{turn['role']}: {text_of(turn)}")
-        lines += [f"  {key}: {json.dumps(one, ensure_ascii=False)}" for key, one in rest.items()]
-    return "\n".join(lines)
+    return "\n".join(f"{turn['role']}: {shown_text(turn)}" for turn in content)
 
 
 def score(row: Row) -> float:
