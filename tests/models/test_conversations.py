@@ -259,3 +259,29 @@ def test_tools_and_calls_reach_the_template() -> None:
     assert '"Oslo"' in text
     read = Reader(tokenizer).answer(talk, "Cold.", "row", tools)
     assert read.tokens[: len(prompt.tokens)] == prompt.tokens
+
+
+def test_an_opening_is_found_where_a_finished_turn_closes_it() -> None:
+    """Templates of thinking models write an empty thought before an answer without one."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    head, _, _ = tokenizer.chat_template.rpartition("{% if add_generation_prompt %}")
+    tokenizer.chat_template = (
+        head + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    assert encode(Prompt("p", ASK), tokenizer, {}).opening == "<think>\n"
+    steps = ["<think>\n\n", f"{THOUGHT}</think>", "30"]
+    read = Reader(tokenizer).steps(ASK, steps, "row").tokens
+    assert tokenizer.decode(read).count("<think>") == 1
+    for switch, opened in ((False, ""), (True, "")):
+        chat = ChatEncoder(tokenizer_of("qwen3"), {"enable_thinking": switch})
+        assert chat.opening == opened
+
+
+def test_templates_that_need_a_system_message_are_read() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("opened"))
+    refuse = "{% if messages[0].role != 'system' %}{{ raise_exception('system?') }}{% endif %}"
+    tokenizer.chat_template = refuse + tokenizer.chat_template
+    turns = (Message(role="system", content="Add."), *ASK)
+    prompt = encode(Prompt("p", turns), tokenizer, {})
+    assert prompt.opening == "<reasoning>\n"
+    assert list(prompt.tokens) == rendered(tokenizer, turns, True)

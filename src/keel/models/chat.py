@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from keel.models.template import render
-from keel.models.text import common_prefix, control_tokens, encode_text
+from keel.models.text import QUESTIONS, common_prefix, control_tokens, encode_text
 from keel.models.tokenizer_round_trip import Served, apart, differing
 from keel.runs.watchdog import Hung
 from keel.types import Content, KeelError, Message, Prompt, Tools, text_of
@@ -25,6 +25,7 @@ _MASK = 0xF0000
 """First of the private characters that stand for control tokens spelled out in a message."""
 _TAG = re.compile(r"[<\[]\w[\w-]*[>\]]")
 """What opens a thought, such as `<think>`."""
+_OPEN_AT_END = re.compile(rf"({_TAG.pattern})\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +166,16 @@ class ChatEncoder:
     def opening(self) -> str:
         """What the template puts at the beginning of the assistant's own words, such as `<think>`;
         empty if it opens nothing."""
-        turns = [Message(role="user", content="a question")]
-        parts = self._around(turns, "a probe", ())
-        asked = self._render(turns, "a probe", (), generate=True)
-        opened = "" if parts is None else asked[common_prefix(asked, parts[0]) :]
-        return opened if _TAG.search(opened) else ""
+        for turns in QUESTIONS:
+            try:
+                asked = self._render(turns, "a probe", (), generate=True)
+                parts = self._around(turns, "a probe", ())
+            except Hung:
+                raise
+            except KeelError:  # some templates need a system message
+                continue
+            return "" if parts is None else _opened(asked, parts[0])
+        return ""
 
     def _continuation(self, answer: str) -> str | None:
         """The rest of an answer that begins with the opening, or goes on from it; else None."""
@@ -265,6 +271,17 @@ class ChatEncoder:
         """The tokens that take the blanks on their left, and on their right."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         return {str(t) for t in added if t.lstrip}, {str(t) for t in added if t.rstrip}
+
+
+def _opened(asked: str, head: str) -> str:
+    """What a prompt ends with that is not the header of the turn: what a finished turn has not
+    before its answer (`head`), or has and closes there."""
+    opened = asked[common_prefix(asked, head) :]
+    if _TAG.search(opened):
+        return opened
+    tag = _OPEN_AT_END.search(asked)
+    closed = tag and head.startswith(asked) and f"{tag[1][0]}/{tag[1][1:]}" in head[len(asked) :]
+    return asked[tag.start() :] if tag and closed else ""
 
 
 def end_of_sequence(tokenizer: Any) -> list[int]:

@@ -17,6 +17,11 @@ from typing import Any
 from keel.models.template import render
 from keel.types import KeelError, Message
 
+QUESTIONS = (
+    (Message(role="user", content="a question"),),
+    (Message(role="system", content="a task"), Message(role="user", content="a question")),
+)
+"""Conversations to find what a template writes; some need a system message, others refuse it."""
 _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _PREFIXES = ("▁", "Ġ")
 """How tokenizers spell the blank that they put before a text."""
