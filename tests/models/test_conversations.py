@@ -285,3 +285,33 @@ def test_templates_that_need_a_system_message_are_read() -> None:
     prompt = encode(Prompt("p", turns), tokenizer, {})
     assert prompt.opening == "<reasoning>\n"
     assert list(prompt.tokens) == rendered(tokenizer, turns, True)
+
+
+def test_tags_that_the_templates_own_words_name_are_text() -> None:
+    """Such as `[THINK]` in the system message that it puts in if there is none."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    added = ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[THINK]", "[/THINK]"]
+    special = [*FAMILIES["mistral"].special, *added]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set task = messages[0].content %}"
+        "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}"
+        "{% set task = 'Think first: [THINK]Your draft[/THINK]' %}{% endif %}"
+        "[SYSTEM_PROMPT]{{ task }}[/SYSTEM_PROMPT]{% for m in turns %}"
+        "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    ids = encode_text("[THINK]Draft[/THINK]30[/INST][SYSTEM_PROMPT]</s>", "t", tokenizer)
+    assert decode(tokenizer, [ids]) == ["[THINK]Draft[/THINK]30"]
+
+
+def test_an_empty_thought_before_an_answer_is_no_header() -> None:
+    """Of templates whose header is characters, so that the thought's is the first token in it."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>", "<think>", "</think>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and loop.last %}"
+        "<think>\n\n</think>\n\n{% endif %}{{ m.content }}</s>\n{% endfor %}"
+    )
+    ids = encode_text("<think>Draft</think>30</s>", "t", tokenizer)
+    assert decode(tokenizer, [ids]) == ["<think>Draft</think>30"]
