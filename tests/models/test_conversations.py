@@ -315,3 +315,25 @@ def test_an_empty_thought_before_an_answer_is_no_header() -> None:
     )
     ids = encode_text("<think>Draft</think>30</s>", "t", tokenizer)
     assert decode(tokenizer, [ids]) == ["<think>Draft</think>30"]
+
+
+@pytest.mark.parametrize(
+    ("closing", "asking", "last"),
+    [(" </s>", "[INST] {} [/INST]", "</s>"), ("", "</s>{}[/INST]", "</s>"), ("\n", "> {}\n", "\n")],
+)
+def test_a_turn_that_the_policy_closed_is_not_closed_again(
+    closing: str, asking: str, last: str
+) -> None:
+    """Also if the end of a turn is not the first token that closes it, or begins the next turn."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    before, after = asking.split("{}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}" + before + "{{ m.content }}" + after
+        + "{% else %}{{ m.content }}" + closing + "{% endif %}{% endfor %}"
+    )
+    turns = [*ASK, Message(role="assistant", content="30"), Message(role="user", content="Sure?")]
+    found = ChatEncoder(tokenizer).after(turns, 2, encode_text(last, "t", tokenizer)[0], "row")
+    kept = tokenizer.decode(found)
+    assert kept == (closing + before + "Sure?" + after).partition(last)[2]
+    cut = ChatEncoder(tokenizer).after(turns, 2, ord("0"), "row")
+    assert tokenizer.decode(cut) == closing + before + "Sure?" + after

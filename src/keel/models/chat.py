@@ -61,6 +61,7 @@ class ChatEncoder:
         self._masks = {text: chr(_MASK + at) for at, text in enumerate(control_tokens(tokenizer))}
         spelled = "|".join(map(re.escape, self._masks)) or r"(?!)"
         self._control = re.compile(f"({spelled})")
+        self._control_ids = frozenset(control_tokens(tokenizer).values())
 
     def prompt(
         self,
@@ -160,7 +161,9 @@ class ChatEncoder:
                 raise KeelError(f"{name}: the chat template does not append messages: set another")
             closing, start = whole[found.start() :], whole
         tokens = self._encode(closing + whole[len(start) :], name)
-        return tokens[1:] if closing and last in {*tokens[:1]} | ends else tokens
+        end = self._encode(self._ending(closing), name) if self._ending(closing) else tokens[:1]
+        written = last in {*end[-1:]} | ends and (closing or last in self._control_ids)
+        return tokens[len(end) :] if written else tokens
 
     @cached_property
     def opening(self) -> str:
