@@ -337,3 +337,24 @@ def test_a_turn_that_the_policy_closed_is_not_closed_again(
     assert kept == (closing + before + "Sure?" + after).partition(last)[2]
     cut = ChatEncoder(tokenizer).after(turns, 2, ord("0"), "row")
     assert tokenizer.decode(cut) == closing + before + "Sure?" + after
+
+
+def test_calls_that_a_template_writes_in_place_of_words_are_followed_by_results() -> None:
+    """As those of Llama 3 and Mistral do."""
+    tokenizer = copy.deepcopy(tokenizer_of("llama3"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    turns = [
+        *ASK,
+        Message(role="assistant", content="", tool_calls=[call, call]),
+        Message(role="tool", content="5 °C", tool_call_id="c1"),
+    ]
+    end = tokenizer.eos_token_id
+    found = ChatEncoder(tokenizer).after(turns, 2, end, "row")
+    assert rendered(tokenizer, turns, True)[-len(found) - 1 :] == [end, *found]
+    assert tokenizer.decode(found).startswith("<|start_header_id|>tool")

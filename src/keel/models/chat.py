@@ -149,7 +149,13 @@ class ChatEncoder:
         before = messages[: known - 1]
         closing = tail([*before, Message(role="assistant", content=PROBE)], False)
         probe = {**messages[known - 1], "content": PROBE}
-        start = tail([*before, probe], False)
+        try:
+            start = tail([*before, probe], False)
+        except Hung:
+            raise
+        except KeelError:  # some templates write the calls of a message alone
+            probe = _probed_call(probe)
+            start = tail([*before, probe], False)
         whole = tail([*before, probe, *messages[known:]], True)
         ends: set[int] = set()
         if not whole.startswith(start):
@@ -274,6 +280,17 @@ class ChatEncoder:
         """The tokens that take the blanks on their left, and on their right."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         return {str(t) for t in added if t.lstrip}, {str(t) for t in added if t.rstrip}
+
+
+def _probed_call(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with the probe as the last argument of its last call."""
+    calls = [dict(call) for call in message.get("tool_calls") or ()]
+    if calls:
+        called = dict(calls[-1].get("function") or {})
+        given = called.get("arguments")
+        called["arguments"] = {**(given if isinstance(given, Mapping) else {}), "probe": PROBE}
+        calls[-1]["function"] = called
+    return {**message, "tool_calls": calls}
 
 
 def _opened(asked: str, head: str) -> str:
