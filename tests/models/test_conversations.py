@@ -358,3 +358,34 @@ def test_calls_that_a_template_writes_in_place_of_words_are_followed_by_results(
     found = ChatEncoder(tokenizer).after(turns, 2, end, "row")
     assert rendered(tokenizer, turns, True)[-len(found) - 1 :] == [end, *found]
     assert tokenizer.decode(found).startswith("<|start_header_id|>tool")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_a_control_token_spelled_out_moves_no_blank(scheme: str) -> None:
+    """Pieces of a text, and replies where characters close the turn, get no blank of their own."""
+    alphabet = [*"=+0123456789aqstuern\n<>/|: ", "▁", "<unk>", "<s>", "</s>", "<sol>"]
+    inner = Tokenizer(BPE({t: i for i, t in enumerate(alphabet)}, [], unk_token="<unk>"))
+    inner.pre_tokenizer = Metaspace(prepend_scheme=scheme)
+    inner.decoder = MetaspaceDecoder()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<sol>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.content }}</s>user:{% endfor %}"
+        "{% if add_generation_prompt %}<s>{% endif %}"
+    )
+
+    def written(reply: str) -> str:
+        ids = chat.prompt((Message(role="user", content=reply),), "row", mask=True)
+        return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+    chat = ChatEncoder(tokenizer)
+    assert written("a </s> <sol>q") == written("a 00 <sol>q").replace("00", "</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}q{% endif %}"
+    )
+    turns = [Message(role=role, content="a") for role in ("user", "assistant", "user")]
+    found = ChatEncoder(tokenizer).after(turns, 2, -1, "row")
+    assert tokenizer.convert_ids_to_tokens(found) == ["\n", "a", "\n", "q"]

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from keel.models.template import render
-from keel.models.text import QUESTIONS, common_prefix, control_tokens, encode_text
+from keel.models.text import QUESTIONS, common_prefix, control_tokens, encode_text, joins
 from keel.models.tokenizer_round_trip import Served, apart, differing
 from keel.runs.watchdog import Hung
 from keel.types import Content, KeelError, Message, Prompt, Tools, text_of
@@ -105,7 +105,7 @@ class ChatEncoder:
         if ending and text.startswith(start):
             prompt, tokens = self._encode(start, name), self._encode(text + ending, name)
             if tokens[: len(prompt)] == prompt:  # else a token is of both
-                answer_tokens, closing = tokens[len(prompt) :], self._encode(ending, name)
+                answer_tokens, closing = tokens[len(prompt) :], self._encode(ending, name, True)
                 return EncodedAnswer(prompt, answer_tokens, len(closing), own)
         return self._continued(start, own, ending, name, mask)
 
@@ -166,8 +166,9 @@ class ChatEncoder:
             if found is None:
                 raise KeelError(f"{name}: the chat template does not append messages: set another")
             closing, start = whole[found.start() :], whole
-        tokens = self._encode(closing + whole[len(start) :], name)
-        end = self._encode(self._ending(closing), name) if self._ending(closing) else tokens[:1]
+        tokens = self._encode(closing + whole[len(start) :], name, True)
+        ending = self._ending(closing)
+        end = self._encode(ending, name, True) if ending else tokens[:1]
         written = last in {*end[-1:]} | ends and (closing or last in self._control_ids)
         return tokens[len(end) :] if written else tokens
 
@@ -224,7 +225,7 @@ class ChatEncoder:
         """The answer's own tokens after those of the text before it, closed."""
         what = f"the answer of {name}"
         own = encode_text(answer, what, self.tokenizer, literal=mask, continues=True)
-        end = self._encode(ending, name) if ending else end_of_sequence(self.tokenizer)
+        end = self._encode(ending, name, True) if ending else end_of_sequence(self.tokenizer)
         return EncodedAnswer(self._encode(start, name), [*own, *end], len(end), answer)
 
     def _render(
@@ -258,10 +259,11 @@ class ChatEncoder:
     def _unmasked(self, text: str) -> str:
         return text.translate({ord(mask): spelled for spelled, mask in self._masks.items()})
 
-    def _encode(self, text: str, name: str) -> list[int]:
-        """The tokens of a rendered text, in which masks are ordinary characters."""
+    def _encode(self, text: str, name: str, continues: bool = False) -> list[int]:
+        """The tokens of a rendered text, in which masks are ordinary characters; with `continues`
+        it goes on from another."""
         if not any(mask in text for mask in self._masks.values()):
-            return encode_text(text, name, self.tokenizer)
+            return encode_text(text, name, self.tokenizer, continues=continues)
         tokens: list[int] = []
         pieces = self._control.split(text)
         for at, piece in enumerate(pieces):
@@ -272,7 +274,9 @@ class ChatEncoder:
             piece = piece.lstrip() if at and before in self._strips[1] else piece
             piece = piece.rstrip() if at + 1 < len(pieces) and after in self._strips[0] else piece
             if piece:
-                tokens += encode_text(self._unmasked(piece), name, self.tokenizer, literal=True)
+                joined = joins(before, self.tokenizer) if at else continues
+                words = self._unmasked(piece)
+                tokens += encode_text(words, name, self.tokenizer, literal=True, continues=joined)
         return tokens
 
     @cached_property

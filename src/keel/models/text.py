@@ -112,8 +112,11 @@ def _bare(text: str, tokenizer: Any, literal: bool, continues: bool = False) -> 
     kept = [re.escape(one) for one in special_tokens(tokenizer) if one not in control]
     pattern = re.compile(f"({'|'.join(kept)})" if kept else r"((?!))")
     found: list[int] = []
-    for at, piece in enumerate(pattern.split(text)):
-        if piece:
+    pieces = pattern.split(text)
+    for at, piece in enumerate(pieces):
+        if at and at % 2 == 0 and joins(pieces[at - 1], tokenizer):
+            found += _bare(piece, tokenizer, literal, continues=True)
+        elif piece:
             found += _ids(piece, tokenizer, split=at % 2 == 0)
     return found
 
@@ -139,6 +142,13 @@ def _adds_prefix(tokenizer: Any) -> bool:
         if tokens and str(tokens[0]).startswith(_PREFIXES):
             return True
     return False
+
+
+def joins(special: str, tokenizer: Any) -> bool:
+    """Whether a text right behind this special token gets no blank in front, though it would get
+    one at the beginning."""
+    own = _ids("a", tokenizer)
+    return _adds_prefix(tokenizer) and _ids(f"{special}a", tokenizer)[-len(own) :] != own
 
 
 def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -> str:
