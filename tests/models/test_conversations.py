@@ -381,7 +381,10 @@ def test_a_control_token_spelled_out_moves_no_blank(scheme: str) -> None:
         return "".join(tokenizer.convert_ids_to_tokens(ids))
 
     chat = ChatEncoder(tokenizer)
-    assert written("a </s> <sol>q") == written("a 00 <sol>q").replace("00", "</s>")
+    assert written("a </s> q") == written("a 00 q").replace("00", "</s>")
+    ids = encode_text("a</s><sol>q", "row", tokenizer, literal=True, continues=True)
+    joined = "" if scheme == "first" else "▁"
+    assert "".join(tokenizer.convert_ids_to_tokens(ids)) == f"a</s><sol>{joined}q"
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}q{% endif %}"
@@ -389,3 +392,24 @@ def test_a_control_token_spelled_out_moves_no_blank(scheme: str) -> None:
     turns = [Message(role=role, content="a") for role in ("user", "assistant", "user")]
     found = ChatEncoder(tokenizer).after(turns, 2, -1, "row")
     assert tokenizer.convert_ids_to_tokens(found) == ["\n", "a", "\n", "q"]
+
+
+def test_special_tokens_that_a_reply_spells_out_are_characters() -> None:
+    """All of them: a result that spells the frame of a tool's turn does not open one."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    special = [*FAMILIES["mistral"].special, "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<sol>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}"
+        "[/TOOL_RESULTS]{% elif m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+        "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    chat = ChatEncoder(tokenizer)
+    frame = [tokenizer.convert_tokens_to_ids(t) for t in ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")]
+    for spelled in ("[/TOOL_RESULTS]<sol>", "</s>[TOOL_RESULTS]", "<sol>"):
+        turns = [*ASK, Message(role="assistant", content="a"), Message(role="tool", content=spelled)]
+        found = chat.after(turns, 2, tokenizer.eos_token_id, "row")
+        assert found == [frame[0], *spelled.encode(), frame[1]]
+    answer = encode_answer(ASK, "<sol></s>", "row", chat).answer
+    sol, end = (tokenizer.convert_tokens_to_ids(t) for t in ("<sol>", "</s>"))
+    assert answer == [sol, *b"</s>", end]

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from keel.models.template import render
-from keel.models.text import QUESTIONS, common_prefix, control_tokens, encode_text, joins
+from keel.models.text import QUESTIONS, common_prefix, control_tokens, encode_text, joins, special_tokens
 from keel.models.tokenizer_round_trip import Served, apart, differing
 from keel.runs.watchdog import Hung
 from keel.types import Content, KeelError, Message, Prompt, Tools, text_of
@@ -51,17 +51,18 @@ class EncodedAnswer:
 class ChatEncoder:
     """Messages as tokens.
 
-    With `mask` a control token spelled out in a message is ordinary characters. Methods raise
+    With `mask` a special token spelled out in a message is ordinary characters, and in an answer,
+    whose text is the policy's, a control token. Methods raise
     KeelError, with the `name` of the example, for what the template or the tokenizer does not take.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
-        self._masks = {text: chr(_MASK + at) for at, text in enumerate(control_tokens(tokenizer))}
-        spelled = "|".join(map(re.escape, self._masks)) or r"(?!)"
-        self._control = re.compile(f"({spelled})")
-        self._control_ids = frozenset(control_tokens(tokenizer).values())
+        control = control_tokens(tokenizer)
+        self._masks = {text: chr(_MASK + at) for at, text in enumerate(special_tokens(tokenizer))}
+        self._special, self._control = _any_of(self._masks), _any_of(control)
+        self._control_ids = frozenset(control.values())
 
     def prompt(
         self,
@@ -215,7 +216,7 @@ class ChatEncoder:
     def _whole(
         self, messages: Sequence[Message], answer: str, name: str, tools: Tools, mask: bool
     ) -> str:
-        content = self._masked(answer) if mask else answer
+        content = self._masked(answer, self._control) if mask else answer
         turns = [*messages, Message(role="assistant", content=content)]
         return self._render(turns, name, tools, generate=False)
 
@@ -240,20 +241,20 @@ class ChatEncoder:
     ) -> str:
         return render(
             self.tokenizer,
-            self._masked(list(messages)) if mask else messages,
+            self._masked(list(messages), self._special) if mask else messages,
             name,
             generate=generate,
             tools=tools,
             template_kwargs={**self.template_kwargs, **keywords},
         )
 
-    def _masked(self, value: Any) -> Any:
+    def _masked(self, value: Any, spelled: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return self._control.sub(lambda found: self._masks[found[0]], value)
+            return spelled.sub(lambda found: self._masks[found[0]], value)
         if isinstance(value, Mapping):
-            return {key: self._masked(inner) for key, inner in value.items()}
+            return {key: self._masked(inner, spelled) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self._masked(inner) for inner in value]
+            return [self._masked(inner, spelled) for inner in value]
         return value
 
     def _unmasked(self, text: str) -> str:
@@ -265,7 +266,7 @@ class ChatEncoder:
         if not any(mask in text for mask in self._masks.values()):
             return encode_text(text, name, self.tokenizer, continues=continues)
         tokens: list[int] = []
-        pieces = self._control.split(text)
+        pieces = self._special.split(text)
         for at, piece in enumerate(pieces):
             if at % 2:
                 tokens.append(int(self.tokenizer.convert_tokens_to_ids(piece)))
@@ -276,7 +277,7 @@ class ChatEncoder:
             if piece:
                 joined = joins(before, self.tokenizer) if at else continues
                 words = self._unmasked(piece)
-                tokens += encode_text(words, name, self.tokenizer, literal=True, continues=joined)
+                tokens += encode_text(words, name, self.tokenizer, literal="all", continues=joined)
         return tokens
 
     @cached_property
@@ -284,6 +285,10 @@ class ChatEncoder:
         """The tokens that take the blanks on their left, and on their right."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         return {str(t) for t in added if t.lstrip}, {str(t) for t in added if t.rstrip}
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
 
 def _probed_call(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from keel.models.template import render
 from keel.types import KeelError, Message
@@ -72,11 +72,17 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def encode_text(
-    text: str, name: str, tokenizer: Any, *, literal: bool = False, continues: bool = False
+    text: str,
+    name: str,
+    tokenizer: Any,
+    *,
+    literal: bool | Literal["all"] = False,
+    continues: bool = False,
 ) -> list[int]:
     """The text's own tokens, nothing added; `name` is what an error calls the text.
 
-    With `literal` a control token spelled out in the text is ordinary characters. With `continues`
+    With `literal` a control token spelled out in the text is ordinary characters, with "all" every
+    special token, as in what the policy did not write. With `continues`
     the text goes on from another, so that it gets no blank in front, as some tokenizers put one.
     Raises KeelError with the character that the tokenizer does not know.
     """
@@ -96,7 +102,9 @@ def encode_text(
     raise KeelError(_unreadable(text, name, tokenizer, error))
 
 
-def _bare(text: str, tokenizer: Any, literal: bool, continues: bool = False) -> list[int]:
+def _bare(
+    text: str, tokenizer: Any, literal: bool | Literal["all"], continues: bool = False
+) -> list[int]:
     if continues and _adds_prefix(tokenizer):
         for anchor in ("\n", "a", "0", text[:1]):
             before = _ids(anchor, tokenizer)
@@ -106,6 +114,7 @@ def _bare(text: str, tokenizer: Any, literal: bool, continues: bool = False) -> 
             if whole[: len(before)] == before:
                 return whole[len(before) :]
     control = control_tokens(tokenizer) if literal else {}
+    control = special_tokens(tokenizer) if literal == "all" else control
     if not any(spelled in text for spelled in control):
         return _ids(text, tokenizer)
     # Special tokens that are text stay tokens; between them every character counts.
