@@ -328,8 +328,13 @@ def test_a_turn_that_the_policy_closed_is_not_closed_again(
     tokenizer = copy.deepcopy(tokenizer_of("mistral"))
     before, after = asking.split("{}")
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}" + before + "{{ m.content }}" + after
-        + "{% else %}{{ m.content }}" + closing + "{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        + before
+        + "{{ m.content }}"
+        + after
+        + "{% else %}{{ m.content }}"
+        + closing
+        + "{% endif %}{% endfor %}"
     )
     turns = [*ASK, Message(role="assistant", content="30"), Message(role="user", content="Sure?")]
     found = ChatEncoder(tokenizer).after(turns, 2, encode_text(last, "t", tokenizer)[0], "row")
@@ -407,7 +412,11 @@ def test_special_tokens_that_a_reply_spells_out_are_characters() -> None:
     chat = ChatEncoder(tokenizer)
     frame = [tokenizer.convert_tokens_to_ids(t) for t in ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")]
     for spelled in ("[/TOOL_RESULTS]<sol>", "</s>[TOOL_RESULTS]", "<sol>"):
-        turns = [*ASK, Message(role="assistant", content="a"), Message(role="tool", content=spelled)]
+        turns = [
+            *ASK,
+            Message(role="assistant", content="a"),
+            Message(role="tool", content=spelled),
+        ]
         found = chat.after(turns, 2, tokenizer.eos_token_id, "row")
         assert found == [frame[0], *spelled.encode(), frame[1]]
     answer = encode_answer(ASK, "<sol></s>", "row", chat).answer

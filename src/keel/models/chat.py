@@ -14,7 +14,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 from keel.models.template import render
-from keel.models.text import QUESTIONS, common_prefix, control_tokens, encode_text, joins, special_tokens
+from keel.models.text import (
+    QUESTIONS,
+    common_prefix,
+    control_tokens,
+    encode_text,
+    joins,
+    special_tokens,
+)
 from keel.models.tokenizer_round_trip import Served, apart, differing
 from keel.runs.watchdog import Hung
 from keel.types import Content, KeelError, Message, Prompt, Tools, text_of
