@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from keel.engines.endpoint.protocol import ChatRequest
 from keel.engines.endpoint.session import Session
 from keel.engines.multi_turn import generate_multi_turn
-from keel.models.chat import ChatEncoder, encode, encode_answer
+from keel.models.chat import PROBE, ChatEncoder, encode, encode_answer
 from keel.models.reward import Reader
 from keel.models.text import decode, encode_text
 from keel.types import Completion, Message, Prompt, Sampling
@@ -422,3 +422,12 @@ def test_special_tokens_that_a_reply_spells_out_are_characters() -> None:
     answer = encode_answer(ASK, "<sol></s>", "row", chat).answer
     sol, end = (tokenizer.convert_tokens_to_ids(t) for t in ("<sol>", "</s>"))
     assert answer == [sol, *b"</s>", end]
+
+
+def test_a_reply_may_say_anything() -> None:
+    """Also what an answer is probed with."""
+    tokenizer = tokenizer_of("chatml")
+    reply = f"{PROBE}, please"
+    turns = [*ASK, Message(role="assistant", content="a"), Message(role="user", content=reply)]
+    found = ChatEncoder(tokenizer).after(turns, 2, tokenizer.eos_token_id, "row")
+    assert reply in tokenizer.decode(found)

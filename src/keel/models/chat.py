@@ -28,6 +28,8 @@ from keel.types import Content, KeelError, Message, Prompt, Tools, text_of
 
 PROBE = "An answer to close"
 """An answer that no template changes, to find what a template writes around one."""
+_MARK = "\U000f8000answer\U000f8000"
+"""Stands for words of the assistant's, to find what follows them: no message says it."""
 _MASK = 0xF0000
 """First of the private characters that stand for control tokens spelled out in a message."""
 _TAG = re.compile(r"[<\[]\w[\w-]*[>\]]")
@@ -149,14 +151,14 @@ class ChatEncoder:
 
         def tail(several: Sequence[Mapping[str, Any]], generate: bool) -> str:
             text = self._render(several, name, tools, generate=generate, mask=True, **keywords)
-            head, _, found = text.rpartition(PROBE)
+            head, _, found = text.rpartition(_MARK)
             if not head:
                 raise KeelError(f"{name}: the chat template omits the assistant: set another")
             return found
 
         before = messages[: known - 1]
-        closing = tail([*before, Message(role="assistant", content=PROBE)], False)
-        probe = {**messages[known - 1], "content": PROBE}
+        closing = tail([*before, Message(role="assistant", content=_MARK)], False)
+        probe = {**messages[known - 1], "content": _MARK}
         try:
             start = tail([*before, probe], False)
         except Hung:
@@ -304,7 +306,7 @@ def _probed_call(message: Mapping[str, Any]) -> dict[str, Any]:
     if calls:
         called = dict(calls[-1].get("function") or {})
         given = called.get("arguments")
-        called["arguments"] = {**(given if isinstance(given, Mapping) else {}), "probe": PROBE}
+        called["arguments"] = {**(given if isinstance(given, Mapping) else {}), "probe": _MARK}
         calls[-1]["function"] = called
     return {**message, "tool_calls": calls}
 
