@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from keel.engines.endpoint.protocol import ChatRequest
 from keel.engines.endpoint.session import Session
 from keel.engines.multi_turn import generate_multi_turn
+from keel.graders.stated import answer_part
+from keel.models.build import byte_tokenizer
 from keel.models.chat import PROBE, ChatEncoder, encode, encode_answer
 from keel.models.reward import Reader
 from keel.models.text import decode, encode_text
@@ -431,3 +433,22 @@ def test_a_reply_may_say_anything() -> None:
     turns = [*ASK, Message(role="assistant", content="a"), Message(role="user", content=reply)]
     found = ChatEncoder(tokenizer).after(turns, 2, tokenizer.eos_token_id, "row")
     assert reply in tokenizer.decode(found)
+
+
+def test_frames_that_a_policy_writes_before_its_answer_are_text() -> None:
+    """gpt-oss thinks in one channel and answers in another."""
+    tokenizer = tokenizer_of("gpt-oss")
+    text = "<|channel|>analysis<|message|>35?<|end|><|start|>assistant<|channel|>final<|message|>36"
+    ids = tokenizer(f"{text}<|return|>", add_special_tokens=False)["input_ids"]
+    read = decode(tokenizer, [ids])[0]
+    assert read == text.replace("<|end|><|start|>", "")
+    assert answer_part(read) == "36"
+
+
+def test_an_end_of_turn_need_not_be_special() -> None:
+    tokenizer = byte_tokenizer(512)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = CHATML.template
+    found = encode_answer(ASK, "30", "row", ChatEncoder(tokenizer))
+    assert tokenizer.decode(found.answer) == "30<|im_end|>"
+    assert decode(tokenizer, [found.answer]) == ["30"]

@@ -37,30 +37,38 @@ def control_tokens(tokenizer: Any) -> Mapping[str, int]:
 @lru_cache(maxsize=16)
 def _control_tokens(tokenizer: Any, named: tuple[str, ...], template: str) -> Mapping[str, int]:
     """Of the template, what it writes around turns, and the first token that opens an assistant's:
-    the others may open a thought, which is text. So is what it says to the model on its own, which
-    it leaves out if there is a system message."""
+    the others may open a thought, which is text, and so is what a policy writes before its answer.
+    So is what the template says to the model on its own, which it leaves out if there is a system
+    message."""
     special = special_tokens(tokenizer)
     found = {text for text in special if text in named}
-    if template:
-        for turns in reversed(QUESTIONS):
-            question, answer = turns[-1]["content"], "an answer"
-            talk = [*turns, Message(role="assistant", content=answer)]
-            try:
-                asked = render(tokenizer, turns, "a probe", generate=False)
-                whole = render(tokenizer, talk, "a probe", generate=False)
-                break
-            except KeelError:  # a template that takes no system message
-                continue
-        else:
-            return special
-        spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-        head, _, tail = whole.rpartition(answer)
-        after = spelled.findall(asked.rpartition(question)[2])
-        opens = spelled.findall(head.rpartition(question)[2])
-        known = common_prefix(opens, after)
-        header = [one for one in opens[known : known + 1] if f"{one[0]}/{one[1:]}" not in opens]
-        found |= {*spelled.findall(asked), *spelled.findall(tail), *header}
-    return {text: number for text, number in special.items() if text in found}
+    if not template:
+        return {text: number for text, number in special.items() if text in found}
+    for turns in reversed(QUESTIONS):
+        question, answer = turns[-1]["content"], "an answer"
+        talk = [*turns, Message(role="assistant", content=answer)]
+        try:
+            asked = render(tokenizer, turns, "a probe", generate=False)
+            begun = render(tokenizer, turns, "a probe", generate=True)
+            whole = render(tokenizer, talk, "a probe", generate=False)
+            break
+        except KeelError:  # a template that takes no system message
+            continue
+    else:
+        return special
+    # The end of a turn may be an added token that is not called special.
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    framing = {str(t): int(n) for n, t in added if str(t).startswith("<")} | special
+    spelled = re.compile("|".join(map(re.escape, framing)) or r"(?!)")
+    head, _, tail = whole.rpartition(answer)
+    after = spelled.findall(asked.rpartition(question)[2])
+    opens = spelled.findall(head.rpartition(question)[2])
+    known = common_prefix(opens, after)
+    header = [one for one in opens[known : known + 1] if f"{one[0]}/{one[1:]}" not in opens]
+    writes = begun != asked and head.startswith(begun)
+    own = spelled.findall(head[len(begun) :]) if writes else []
+    found |= {*spelled.findall(asked), *spelled.findall(tail), *header} - set(own)
+    return {text: number for text, number in framing.items() if text in found}
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
