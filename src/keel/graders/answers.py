@@ -16,10 +16,14 @@ from keel.graders.numbers import (
     bare,
     calculated,
     closing,
+    continues,
     name_of,
     number_in_prose,
+    only_units,
     plain,
     read_number,
+    spaced,
+    word_set,
 )
 
 TAIL = 16_384
@@ -29,13 +33,14 @@ LONGEST = 4000
 
 _BOX = re.compile(r"\\(?:boxed|fbox) ?(?=\S)")
 _BETWEEN = re.compile(
-    r"(?:[\s$,;.*&|/-]|^[^\w\n]{0,16}\d{1,3}[.)]|\\[\[\]()]|\\(?:text|quad|qquad|\\)|[{}]"
+    r"(?:[\s$,;.*&|/-]|^[^\w\n]{0,16}\d{1,3}[.)]|\\[\[\]() ,;:]|\\(?:text|quad|qquad|\\)|[{}~]"
     r"|\b(?:and|or|either|maybe|perhaps|possibly|also|alternatively|else|otherwise)\b)*+",
     re.MULTILINE,
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
 _TITLE = re.compile(r"^[ \t]*+#++([^\n]*+)$", re.MULTILINE)
-_WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}(?![A-Za-z}])")
+_UNBROKEN = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"(?<![\\{{A-Za-z])[A-Za-z]{{2,}}(?![A-Za-z}}])|[{_UNBROKEN}]")
 _NUMBERED = re.compile(
     r"\W*(?:step|part|case|section|question|problem|example|method|approach|phase|stage|exercise"
     r"|task|option|iteration|attempt|day|chapter)\b[^\n]{0,12}(?:\d|\b[IVXA-D]+\b|\()"
@@ -53,10 +58,13 @@ _SAYS = re.compile(
     r"\banswers?\b[^\n.?!:=]{0,80}?"
     r"(?:\s*[:=]\s*|\s(?:is|are|was|be|equals|becomes)\b\s*:?\s*)"
     r"|^[ \t>*_#-]*(?:the )?(?:final )?answers?[ \t*_]*$"
-    r"|^[ \t*_]*A:[ \t*_]*",
+    r"|^[ \t*_]*A:[ \t*_]*"
+    r"|\b(?:antwort|ergebnis|lösung|réponse|respuesta|risposta|resposta)\b[^\n.?!:=]{0,40}?"
+    r"(?:\s*[:=]\s*|\s(?:ist|lautet|est|es|è|é)\b\s*:?\s*)"
+    r"|(?:答案?|答え|正解|정답|답|คำตอบ)[^\n.?!:=]{0,4}?(?:[:=】\]是为為は은는]|คือ)\s*,?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
-_END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s|\Z)|\n|。")
+_END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s|\Z)|\n")
 _ABOVE = re.compile(r"(?<!\s)[^\S\n]*+\n\s*+(?=\\\[|\$\$)")
 _AROUND = re.compile(r"[\s*_]*+")
 _SYMBOL = re.compile(r"[\d$\\]")
@@ -73,17 +81,17 @@ _BEING = re.compile(
 )
 _VAGUE = re.compile(
     r"\b(?:or|maybe|perhaps|possibly|either|neither|between|alternatively|not|than|at least"
-    r"|at most|negative|minus|except|without|unless)\b|n't\b|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
+    r"|at most|except|without|unless)\b|n't\b|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
     re.IGNORECASE,
 )
 _START = re.compile(r"[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?-?(?:\.?\d|\\[dt]?frac)")
 _DISPLAY = re.compile(r"(?:[*_\s]|\$(?=\$))*+(?:\\\[.*?\\\]|\$\$.*?\$\$)", re.DOTALL)
 _EXPLAINS = re.compile(
-    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|,? because\b.*|\s\([^()]*\)\W*\Z",
+    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|,? because\b.*|\s\((?!or\b)[^()]*\)\W*\Z",
     re.DOTALL | re.IGNORECASE,
 )
 _CLAUSE = re.compile(
-    r"[,;](?=\s)|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
+    rf"[,;](?=[\s{_UNBROKEN}])|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
@@ -91,11 +99,79 @@ _OTHER = re.compile(
     r"(?:\\(?:text|mbox|mathrm) ?\{[^{}]*\}|[\W_])*+(?:\w+ )?(?:or|maybe|perhaps|possibly)\b",
     re.IGNORECASE,
 )
-_LISTS = re.compile(r"\b(?:and|to)\b", re.IGNORECASE)
+_RELATIVE = re.compile(r"\b(?:who|that|which)(?: \w+)? ?(?:not\b|n['’]t)", re.IGNORECASE)
 _POLITE = re.compile(
     r"\b(?:let me know|feel free|would you like|do you (?:want|need)|hope (?:this|that|it)"
     r"|if you (?:have|need|want)|happy to help)\b|^note\b(?!.*\d)",
     re.IGNORECASE | re.DOTALL,
+)
+_LINKS = word_set(
+    "a an the be being been is are was were it that this equal equals to only just now exactly "
+    "simply precisely about approximately roughly around really actually necessarily es est "
+    "ist son sind"
+)
+"""Words between which and an answer nothing changes it."""
+_DENIES = word_set(
+    "not never no nor neither without cannot hardly unless if maybe perhaps possibly might may "
+    "could either nicht pas"
+)
+_SHIFTS = word_set(
+    "negative except than least most below above under over beyond less fewer between among minus "
+    "plus times twice thrice half double triple quarter third per from within until before nearly "
+    "almost near against divided multiplied up step page question problem part chapter line "
+    "equation figure section example close next prior exceed exceeds exceeding als que unter"
+)
+"""Words after which a number is an operand, a bound, a label, or denied."""
+_MEASURED = re.compile(
+    r"\b(?:(?:total|value|answer|result|sum|thinking|maximum|minimum|average|mean) (?:of|de|von|di)"
+    r"|(?:an?|une?|una|eine?r?)(?: [\w-]+)?? (?!half|third|quarter|fourth|fifth|tenth|part|fraction"
+    r"|multiple|factor|divisor|power|percentage|share|portion|square|cube|root|function|mitad|moiti)"
+    r"[a-z]+ (?:of|de|von|di)"
+    r"|(?:increas|decreas|reduc|chang|grew|fell|rose|dropp|risen|fallen|lower|rais)\w* by)\Z",
+    re.IGNORECASE,
+)
+"""What `of` and `by` follow where they lead to an answer: a total of 5, decreased by 5."""
+_DOUBTED = re.compile(
+    r"^\W*(?:if|unless|suppose|assum\w+|whether)\b"
+    r"|\b(?:between|either)\b[^,;]*\b(?:and|or)\Z|\b(?:nobody|no one|none of)\b"
+    r"|\b(?:wrong|incorrect|false|untrue|not true|not the case|doubt|unlikely)\b",
+    re.IGNORECASE,
+)
+_AT_MOST = re.compile(r"\b(?:ha(?:s|ve|d)|needs?|makes?|gets?) at \w+\Z")
+_UNBROKEN_BEFORE = re.compile(
+    r"(?:[不没沒非未](?:[是为為会會能有等到]|等[于於])?|(?<!等)[于於]|[超过過乘除加减減离離差比第约近]|至[少多]|最多|の|より|から"
+    r"|ไม่(?:ใช่|เท่ากับ|คือ)?|กว่า|ถึง)\Z"
+)
+_STRUCK = re.compile(r"~~[^~\n]*~~")
+WITHDRAWN = re.compile(
+    r"\bwait\b ?[,.!:-]|\b(?:hold on|scratch that|correction|oops|sorry|on second thought"
+    r"|on reflection|actually,? (?:no|let me)|let me re(?:comput|calculat|consider|count|do)\w*"
+    r"|i (?:made an?|forgot|was wrong|miscalc\w+|misread)|my mistake"
+    r"|(?:it|that|this|answer|result|total|value) should (?:be|have been)"
+    r"|(?:is|was|['’]s) (?:wrong|incorrect|not (?:right|correct))"
+    r"|(?:can['’]t|cannot|can not) be (?:right|correct)"
+    r"|nein|verrechnet|attendez|trompée?|perdón|equivoqué)\b"
+    r"|(?:^|[.!?\n]\s*)no(?:pe)?[,:.]|算错|错了|不对|等等|間違|いや|違い|실수|ผิด",
+    re.IGNORECASE,
+)
+"""What takes back the answer before it."""
+_TEXT = re.compile(r"\\(?:text|mbox|textbf|textrm|mathrm|operatorname) ?\{([^{}]*)\}")
+_OPENS = re.compile(
+    r"(?:[\s*_`\"'“(\[&~$€£¥₹]|\\[,;:! \[(\\$]|(?<![\w}^_\s])\{"
+    r"|\\(?:text|textbf|mathbf|mathrm|bm|boldsymbol|underline)? ?\{"
+    r"|<\w+>|\\(?:quad|qquad|displaystyle|bf|large|Large|LARGE|huge|Huge|left|therefore)"
+    r"|\\(?:color|textcolor) ?\{\w+\} ?\{?|\\begin ?\{[a-z]+\*?\})\Z"
+)
+_TURNS = re.compile(
+    r"(?:(?<![<>])(?<!\s!)=|[≈→⇒⟹#]|\\(?:approx|equiv|in|implies|to|(?:[Ll]ong)?[Rr]ightarrow|simeq|cong))\Z"
+)
+_LETTER = re.compile(r"(?:\\[a-z]+ ?)?[{(]*[A-Z][)}]*")
+_BULLET = re.compile(r"(?:^|\n)[ \t]*(?:[-+*>•]|\d{1,3}[.)])\Z")
+_CLOSES = re.compile(
+    r"(?:[\s~*_`\"'”)\]&}$%✓✅☑]|\\[,;:! \])\\%$]"
+    r"|\\(?:quad|qquad|right|hfill|degree|checkmark|square|blacksquare)(?![a-z])"
+    r"|\\end ?\{[a-z]+\*?\}|\\(?:pmod|tag) ?\{[^{}]*\}|\\pmod ?\d"
+    r"|\^ ?(?:\{ ?\\circ ?\}|\\circ))*+"
 )
 _HEDGE = re.compile(
     r"(?:[\s$*.,;:()\]]|\\[)\]])*+"
@@ -142,25 +218,117 @@ class Answer:
     how: Literal["marked", "stated", "last"]
 
 
-def final_answer(text: str, *, words: bool = False) -> Answer | None:
+def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> Answer | None:
     """The answer that a text ends on; None where it ends on none, or names several in turn.
 
-    A last sentence without numbers or formulas is passed over, unless the answer is `words`.
+    A last sentence without numbers or formulas is passed over, unless the answer is `words`. Where
+    the text is `trusted`, as a worked solution is, what stands around a mark is not looked at.
     """
-    text = plain(text[-TAIL:]).rstrip()
+    text = _STRUCK.sub(" ", plain(text[-TAIL:])).rstrip()
     mark = max((m for m in (_boxed(text), _hashed(text)) if m is not None), default=None)
     if mark is not None:
-        _, end, answer = mark
-        return None if not answer or _HEDGE.match(text, end) else Answer(answer, "marked")
+        start, end, answer = mark
+        apart = trusted or not (
+            _HEDGE.match(text, end)
+            or WITHDRAWN.search(text, end)
+            or (
+                text[start] == "\\"
+                and not (may_precede(text[:start]) and may_follow(text, end, answer))
+            )
+        )
+        return Answer(answer, "marked") if answer and apart else None
     stated = _stated(text, words)
     if stated is not None:
-        end, answer = stated
-        if not answer or _HEDGE.match(text, end):
+        start, end, answer = stated
+        if not answer or _HEDGE.match(text, end) or WITHDRAWN.search(text, start):
             return None
         if _SYMBOL.search(answer) or len(answer.split()) < 6:
             return Answer(answer, "stated")
     last = _last(text, words)
     return Answer(last, "last") if last else None
+
+
+def may_precede(text: str) -> bool:
+    """Whether a box after this text is the answer, not part of a formula, an operand or denied."""
+    before = _TEXT.sub(r" \1 ", text[-300:])
+    rest = before
+    while found := _OPENS.search(rest):
+        rest = rest[: found.start()]
+    skipped = before[len(rest) :]
+    if not rest or _TURNS.search(rest) or (skipped[:1].isspace() and _BULLET.search(rest)):
+        return True
+    if re.search(r"\\[A-Za-z]+\Z", rest):
+        return False
+    if rest[-1] == ":":
+        return re.search(r"\b(?:not|never|cannot)\W*\Z|n['’]t\W*\Z", rest) is None
+    if rest[-1].isalpha():
+        return leads(rest, marked=True)
+    line = "\n" in skipped
+    if rest[-1] in ",;)]":
+        return line or "$" in skipped or (rest[-1] in ",;" and skipped != "")
+    return line if rest[-1] == "}" or rest[-1].isdigit() else rest[-1] in ".!?" and skipped != ""
+
+
+def may_follow(text: str, end: int, answer: str | None) -> bool:
+    """Whether a box that ends there is left as it is by what comes after it."""
+    after = _TEXT.sub(r" \1 ", text[end : end + 300])
+    skipped = _CLOSES.match(after)[0]  # type: ignore[index]
+    rest = after[len(skipped) :]
+    if (
+        not rest
+        or "\n" in skipped
+        or re.match(r"[.,;:?|](?!\d)|\\\\ldots|</?\w|[-–—]+ ?[A-Za-z]{2}", rest)
+    ):
+        return True
+    if rest[0] == "!":
+        return skipped != "" or bool(_WORD.search(text[max(0, end - 100) : end]))
+    if rest[0] == "(":
+        return skipped != ""
+    if rest[0] == "=":
+        return re.match(r"= ?[A-Za-z](?![A-Za-z])", rest) is not None
+    word = re.match(r"[^\W\d_]+", rest)
+    if word is None and answer and _LETTER.fullmatch(answer):
+        return True  # an option, whose formula follows
+    if word is None or (len(word[0]) == 1 and not only_units(word[0])):
+        return False
+    part = "%" in skipped and re.match(r"of \d", rest)
+    return (skipped != "" or only_units(word[0])) and not part and not continues(rest)
+
+
+def leads(before: str, *, marked: bool = False) -> bool:
+    """Whether an answer may follow these words: not as an operand, a bound, or denied.
+
+    Articles, verbs of being and adverbs may stand between; `at least` only before a mark.
+    """
+    before = before[-200:].rstrip(" \n*_$(")
+    clause = re.split(r"[;.!?,](?=[\s$])|\n|\bno ?[:,]", before, flags=re.IGNORECASE)[-1].rstrip(
+        ": "
+    )
+    if _DOUBTED.search(clause):
+        return False
+    if re.search(rf"[{_UNBROKEN}]\Z", clause):
+        return _UNBROKEN_BEFORE.search(clause) is None
+    verb, rest = False, ""
+    words = list(re.finditer(r"[^\W\d_]+(?:['’][^\W\d_]+)?|[^\s*_$({\[\"~]", clause))
+    for found in reversed(words):
+        word = found[0].lower()
+        if word not in _LINKS:
+            rest = clause[: found.end()]
+            break
+        verb = verb or word in ("is", "are", "was", "were", "be", "equals", "equal")
+    if not rest:
+        return True
+    if word.endswith(("n't", "n’t")) or word in _DENIES:
+        return False
+    if word in _SHIFTS and not verb:
+        return marked and _AT_MOST.search(rest) is not None
+    if word in ("of", "by", "de", "von", "di"):
+        return _MEASURED.search(rest) is not None
+    if len(word) > 1:
+        return True
+    if word.isalnum():
+        return verb
+    return word in "=:)]}≈→|>%'!?】," or rest.strip() == word
 
 
 def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
@@ -200,7 +368,7 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
     """
     if len(sentence) > LONGEST:
         return None
-    sentence = shortened(_DELIMITERS.sub("", sentence))
+    sentence = shortened(_DELIMITERS.sub("", spaced(sentence).replace("\\approx ", "= ")))
     before, equals, after = sentence.rpartition("=")
     if equals:
         side = re.split(r"=|,|;|\band\b|\bthen\b", before)[-1]
@@ -241,15 +409,22 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
     earlier = "".join(clauses[: numbered[-1]])
     if re.match(r"[\s$]*(?:(?:and|or|also) )?[$(-]*[\d.]", clause) and _SYMBOL.search(earlier):
         return None  # a list: 4, 3
+    if re.match(r"\s*which\b", clause) and (number := _in_last_clause(earlier, evaluated)):
+        said = _in_last_clause(clause.replace("which", "that", 1), evaluated)
+        return said or number
     found: list[tuple[int, int, Number | None]] = []
     at = 0
     while start := _START.search(clause, at):
         at, number = number_in_prose(clause, start.start(), evaluated=evaluated)
         ahead = clause[: start.start()]
-        if ahead and (ahead[-1] not in " $(:{~" or ahead.rstrip(" $({")[-1:] in tuple("^*/+-_")):
+        if ahead and not (re.search(rf"[ $(:{{~{_UNBROKEN}]\Z", ahead) and leads(ahead)):
             number = None
         found.append((start.start(), at, number))
-    if not found or _VAGUE.search(clause[: found[-1][0]]) or _OTHER.match(clause, found[-1][1]):
+    if (
+        not found
+        or _VAGUE.search(_RELATIVE.sub(" ", clause[: found[-1][0]]))
+        or _OTHER.match(clause, found[-1][1])
+    ):
         return None
     numbers = found
     for verb in reversed(list(_BEING.finditer(clause))):
@@ -257,7 +432,7 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
             break
     numbers = numbers or found
     first, last = numbers[0], numbers[-1]
-    if _LISTS.search(clause[first[1] : last[0]]) or "\\" in clause[: first[0]]:
+    if "\\" in clause[: first[0]]:
         return None
     direct = numbers is not found or not clause[: first[0]].strip(" $({")
     if not direct and first is not last:
@@ -352,24 +527,29 @@ def is_heading(line: str, below: bool) -> bool:
     return len(_WORD.findall(content)) > 1 or bool(_HEADING.fullmatch(content))
 
 
-def _stated(text: str, words: bool) -> tuple[int, str] | None:
-    """What the last statement of an answer says, and where it ends; a question states nothing."""
+def _stated(text: str, words: bool) -> tuple[int, int, str] | None:
+    """Where the last statement of an answer starts and ends, and what it says.
+
+    A question states nothing.
+    """
     for found in list(_SAYS.finditer(text))[:-20:-1]:
         at = found.end()
         line = text.rfind("\n", 0, found.start()) + 1
         if _ASKS.search(text[max(line, found.start() - 200) : found.start()].rpartition(". ")[2]):
             continue
+        if not leads(text[line:at], marked=True):
+            return at, at, ""
         if display := _DISPLAY.match(text, at):
-            return display.end(), display[0].strip("*_ \n")
+            return at, display.end(), display[0].strip("*_ \n")
         at = _AROUND.match(text, at).end()  # type: ignore[union-attr]
         ending = _END.search(text, at)
         end = ending.end() if ending else len(text)
         answer = text[at:end].strip().strip("*_ ")
         if len(answer) > LONGEST:
-            return end, ""
+            return at, end, ""
         remark = not words and not _SYMBOL.search(shortened(answer))
         if not answer.endswith("?") and not (remark and _REMARK.match(answer)):
-            return end, answer
+            return at, end, answer
     return None
 
 
@@ -385,9 +565,8 @@ def _last(text: str, words: bool) -> str | None:
         r"(?:\\\[|\$\$)((?:(?!\\\[|\$\$).)*)(?:\\\]|\$\$)[.\s]*\Z", text, re.DOTALL
     ):
         return None if _ASKS.search(text[: display.start()].rpartition(". ")[2]) else display[1]
-    starts = [0, *(found.end() for found in _END.finditer(text))]
-    for start, end in reversed(list(zip(starts, [*starts[1:], len(text)], strict=True))):
-        sentence = text[start:end].strip().strip("*_# ")
+    for sentence, end in reversed(sentences(text)):
+        start, sentence = end - len(sentence), sentence.strip().strip("*_# ")
         title = _TITLE.match(text, text.rfind("\n", 0, start) + 1)
         if title and is_heading(title[1], below=False):
             continue
@@ -399,8 +578,14 @@ def _last(text: str, words: bool) -> str | None:
         if sentence and (words or _SYMBOL.search(sentence) or not _WORD.search(sentence)):
             above = text[:start].rstrip()
             listed = _bare_symbols(sentence) and _bare_symbols(above[above.rfind("\n") + 1 :])
-            return None if listed else sentence
+            return None if listed or WITHDRAWN.search(text, end) else sentence
     return None
+
+
+def sentences(text: str) -> list[tuple[str, int]]:
+    """The sentences and lines of a text, and where each ends."""
+    ends = [*(found.end() for found in _END.finditer(text)), len(text)]
+    return [(text[a:b], b) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def formula_of(sentence: str, *, words: bool) -> str | None:
@@ -413,6 +598,8 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
     formulas = list(_FORMULA.finditer(sentence))
     if not formulas:
         verbs = list(_BEING.finditer(sentence))
+        if verbs and not leads(sentence[: verbs[-1].end()]):
+            return None
         return shortened(sentence[verbs[-1].end() :].strip()) if verbs else sentence
     outside = _FORMULA.sub(" ", sentence)
     last = formulas[-1]
@@ -422,6 +609,8 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
             break
         joined.insert(0, one)
     if len(joined) == 1 and _VAGUE.search(outside):
+        return None
+    if not leads(sentence[: joined[0].start()]) or continues(sentence[last.end() :]):
         return None
     lead = sentence[: joined[0].start()].rstrip(" :,")
     if len(joined) < len(formulas) and not re.search(r"(?:\b[a-z]+|=)\Z", lead):
