@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from keel.graders.choices import chosen, label_of
+from keel.graders.expressions import same_answer
 from keel.rewards.rules import choice
 from keel.rewards.validation import Wrong
 
@@ -54,11 +55,14 @@ NOT_CHOSEN = [
 @pytest.mark.parametrize("text", CHOSEN)
 def test_an_option_in_the_usual_phrasings(text: str) -> None:
     assert chosen(text) == "B"
+    assert same_answer("B", text) is True
+    assert same_answer("(C)", text) is False
 
 
 @pytest.mark.parametrize("text", NOT_CHOSEN)
 def test_two_labels_or_a_denied_one_are_no_choice(text: str) -> None:
     assert chosen(text) != "B"
+    assert same_answer("B", text) is False
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from keel.graders.languages import check_language, language_of, language_share
 from keel.graders.mathematics import Mathematics
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
-from keel.rewards.rules import stated_texts, texts
+from keel.rewards.rules import question_texts, stated_texts, texts
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
@@ -59,10 +59,11 @@ class MathReward:
         stated = [text or "" for text in stated_texts(completions, self._tag, prompts)]
         compared = [at for at, gold in enumerate(answer) if gold is not None]
         # An empty text is compared too: an answer column that cannot be read is always wrong.
-        pairs = [(str(answer[at]), stated[at]) for at in compared]
+        asked = [""] * len(stated) if prompts is None else question_texts(prompts)
+        pairs = [(str(answer[at]), stated[at], asked[at]) for at in compared]
         found = self._mathematics.compare(pairs)
         rewards: list[float | Wrong | None] = [None] * len(stated)
-        for at, (gold, _), finding in zip(compared, pairs, found, strict=True):
+        for at, (gold, *_), finding in zip(compared, pairs, found, strict=True):
             if finding == "unreadable gold":
                 rewards[at] = Wrong(
                     f"the answer column holds {gold[:60]!r}, which cannot be read: use "
