@@ -19,12 +19,11 @@ from keel.graders.numbers import (
     continues,
     name_of,
     number_in_prose,
-    only_units,
     plain,
     read_number,
     spaced,
-    word_set,
 )
+from keel.graders.surroundings import UNBROKEN, WORD, leads, may_follow, may_precede
 
 TAIL = 16_384
 """Characters at the end of a text in which its answer stands; what is before them is not read."""
@@ -39,8 +38,6 @@ _BETWEEN = re.compile(
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
 _TITLE = re.compile(r"^[ \t]*+#++([^\n]*+)$", re.MULTILINE)
-_UNBROKEN = "\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_WORD = re.compile(rf"(?<![\\{{A-Za-z])[A-Za-z]{{2,}}(?![A-Za-z}}])|[{_UNBROKEN}]")
 _NUMBERED = re.compile(
     r"\W*(?:step|part|case|section|question|problem|example|method|approach|phase|stage|exercise"
     r"|task|option|iteration|attempt|day|chapter)\b[^\n]{0,12}(?:\d|\b[IVXA-D]+\b|\()"
@@ -91,7 +88,7 @@ _EXPLAINS = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _CLAUSE = re.compile(
-    rf"[,;](?=[\s{_UNBROKEN}])|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
+    rf"[,;](?=[\s{UNBROKEN}])|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
@@ -104,43 +101,6 @@ _POLITE = re.compile(
     r"\b(?:let me know|feel free|would you like|do you (?:want|need)|hope (?:this|that|it)"
     r"|if you (?:have|need|want)|happy to help)\b|^note\b(?!.*\d)",
     re.IGNORECASE | re.DOTALL,
-)
-_LINKS = word_set(
-    "a an the be being been is are was were it that this equal equals to only just now exactly "
-    "simply precisely about approximately roughly around really actually necessarily es est "
-    "ist son sind"
-)
-"""Words between which and an answer nothing changes it."""
-_DENIES = word_set(
-    "not never no nor neither without cannot hardly unless if maybe perhaps possibly might may "
-    "could either nicht pas"
-)
-_SHIFTS = word_set(
-    "negative except than least most below above under over beyond less fewer between among minus "
-    "plus times twice thrice half double triple quarter third per from within until before nearly "
-    "almost near against divided multiplied up step page question problem part chapter line "
-    "equation figure section example close next prior exceed exceeds exceeding als que unter"
-)
-"""Words after which a number is an operand, a bound, a label, or denied."""
-_MEASURED = re.compile(
-    r"\b(?:(?:total|value|answer|result|sum|thinking|maximum|minimum|average|mean) (?:of|de|von|di)"
-    r"|(?:an?|une?|una|eine?r?)(?: [\w-]+)?? (?!half|third|quarter|fourth|fifth|tenth|part|fraction"
-    r"|multiple|factor|divisor|power|percentage|share|portion|square|cube|root|function|mitad|moiti)"
-    r"[a-z]+ (?:of|de|von|di)"
-    r"|(?:increas|decreas|reduc|chang|grew|fell|rose|dropp|risen|fallen|lower|rais)\w* by)\Z",
-    re.IGNORECASE,
-)
-"""What `of` and `by` follow where they lead to an answer: a total of 5, decreased by 5."""
-_DOUBTED = re.compile(
-    r"^\W*(?:if|unless|suppose|assum\w+|whether)\b"
-    r"|\b(?:between|either)\b[^,;]*\b(?:and|or)\Z|\b(?:nobody|no one|none of)\b"
-    r"|\b(?:wrong|incorrect|false|untrue|not true|not the case|doubt|unlikely)\b",
-    re.IGNORECASE,
-)
-_AT_MOST = re.compile(r"\b(?:ha(?:s|ve|d)|needs?|makes?|gets?) at \w+\Z")
-_UNBROKEN_BEFORE = re.compile(
-    r"(?:[不没沒非未](?:[是为為会會能有等到]|等[于於])?|(?<!等)[于於]|[超过過乘除加减減离離差比第约近]|至[少多]|最多|の|より|から"
-    r"|ไม่(?:ใช่|เท่ากับ|คือ)?|กว่า|ถึง)\Z"
 )
 _STRUCK = re.compile(r"~~[^~\n]*~~")
 WITHDRAWN = re.compile(
@@ -155,30 +115,10 @@ WITHDRAWN = re.compile(
     re.IGNORECASE,
 )
 """What takes back the answer before it."""
-_TEXT = re.compile(r"\\(?:text|mbox|textbf|textrm|mathrm|operatorname) ?\{([^{}]*)\}")
-_OPENS = re.compile(
-    r"(?:[\s*_`\"'“(\[&~$€£¥₹]|\\[,;:! \[(\\$]|(?<![\w}^_\s])\{"
-    r"|\\(?:text|textbf|mathbf|mathrm|bm|boldsymbol|underline)? ?\{"
-    r"|<\w+>|\\(?:quad|qquad|displaystyle|bf|large|Large|LARGE|huge|Huge|left|therefore)"
-    r"|\\(?:color|textcolor) ?\{\w+\} ?\{?|\\begin ?\{[a-z]+\*?\})\Z"
-)
-_TURNS = re.compile(
-    r"(?:(?<![<>])(?<!\s!)=|[≈→⇒⟹#]|\\(?:approx|equiv|in|implies|to|(?:[Ll]ong)?[Rr]ightarrow|simeq|cong))\Z"
-)
-_LETTER = re.compile(r"(?:\\[a-z]+ ?)?[{(]*[A-Z][)}]*")
-_BULLET = re.compile(r"(?:^|\n)[ \t]*(?:[-+*>•]|\d{1,3}[.)])\Z")
-_CLOSES = re.compile(
-    r"(?:[\s~*_`\"'”)\]&}$%✓✅☑]|\\[,;:! \])\\%$]"
-    r"|\\(?:quad|qquad|right|hfill|degree|checkmark|square|blacksquare)(?![a-z])"
-    r"|\\end ?\{[a-z]+\*?\}|\\(?:pmod|tag) ?\{[^{}]*\}|\\pmod ?\d"
-    r"|\^ ?(?:\{ ?\\circ ?\}|\\circ))*+"
-)
 _HEDGE = re.compile(
-    r"(?:[\s$*.,;:()\]]|\\[)\]])*+"
-    r"(?:or|and|alternatively|maybe|perhaps|possibly|otherwise)\b"
-    r"(?:[\s,$*({]|\\[(\[]|or\b|maybe\b|perhaps\b|else\b|also\b|possibly\b|it\b|is\b|could\b|be\b"
-    r"|answer\b|the\b|[a-z] ?=)*+"
-    r"(?:-?\.?\d|\\[dt]?frac|\\sqrt|\\boxed)(?![^\n]*\bis the answer\b)",
+    r"(?:[\s$*.,;:()\]]|\\[)\]])*+(?:or|and|alternatively|maybe|perhaps|possibly|otherwise)\b"
+    r"(?:[\s,$*({]|\\[(\[]|(?:or|maybe|perhaps|else|also|possibly|it|is|could|be|answer|the)\b"
+    r"|[a-z] ?=)*+(?:-?\.?\d|\\[dt]?frac|\\sqrt|\\boxed)(?![^\n]*\bis the answer\b)",
     re.IGNORECASE,
 )
 _ASKS = re.compile(
@@ -196,15 +136,13 @@ _REMARK = re.compile(
     r"|clear|exact|as expected|consistent)\b",
     re.IGNORECASE,
 )
+_PRODUCT = r"\\(?:times|cdot|div)\b"
 _ARITHMETIC = re.compile(
-    r"(?:[\s\d.,$()]|\\(?:times|cdot|div)\b)*\d\s*(?:[-+*/]|\\(?:times|cdot|div)\b)"
-    r"(?:[-+*/\s\d.,$()]|\\(?:times|cdot|div)\b)*+"
+    rf"(?:[\s\d.,$()]|{_PRODUCT})*\d\s*(?:[-+*/]|{_PRODUCT})(?:[-+*/\s\d.,$()]|{_PRODUCT})*+"
 )
 _SUM = re.compile(
     r"(?:\A|[:,]|\b(?:so|thus|hence|therefore|then|is|are|was|were|have|has|had|gets?|makes?|paid"
-    r"|pays?|costs?|spent|earns?|earned|total)\b)\s*+"
-    r"((?:[\s\d.,$()]|\\(?:times|cdot|div)\b)*\d\s*(?:[-+*/]|\\(?:times|cdot|div)\b)"
-    r"(?:[-+*/\s\d.,$()]|\\(?:times|cdot|div)\b)*+)\Z",
+    rf"|pays?|costs?|spent|earns?|earned|total)\b)\s*+({_ARITHMETIC.pattern})\Z",
     re.IGNORECASE,
 )
 _RESULT = re.compile(r":[^:A-Za-z=\\]*=[^A-Za-z]*\d")
@@ -248,89 +186,6 @@ def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> An
     return Answer(last, "last") if last else None
 
 
-def may_precede(text: str) -> bool:
-    """Whether a box after this text is the answer, not part of a formula, an operand or denied."""
-    before = _TEXT.sub(r" \1 ", text[-300:])
-    rest = before
-    while found := _OPENS.search(rest):
-        rest = rest[: found.start()]
-    skipped = before[len(rest) :]
-    if not rest or _TURNS.search(rest) or (skipped[:1].isspace() and _BULLET.search(rest)):
-        return True
-    if re.search(r"\\[A-Za-z]+\Z", rest):
-        return False
-    if rest[-1] == ":":
-        return re.search(r"\b(?:not|never|cannot)\W*\Z|n['’]t\W*\Z", rest) is None
-    if rest[-1].isalpha():
-        return leads(rest, marked=True)
-    line = "\n" in skipped
-    if rest[-1] in ",;)]":
-        return line or "$" in skipped or (rest[-1] in ",;" and skipped != "")
-    return line if rest[-1] == "}" or rest[-1].isdigit() else rest[-1] in ".!?" and skipped != ""
-
-
-def may_follow(text: str, end: int, answer: str | None) -> bool:
-    """Whether a box that ends there is left as it is by what comes after it."""
-    after = _TEXT.sub(r" \1 ", text[end : end + 300])
-    skipped = _CLOSES.match(after)[0]  # type: ignore[index]
-    rest = after[len(skipped) :]
-    if (
-        not rest
-        or "\n" in skipped
-        or re.match(r"[.,;:?|](?!\d)|\\\\ldots|</?\w|[-–—]+ ?[A-Za-z]{2}", rest)
-    ):
-        return True
-    if rest[0] == "!":
-        return skipped != "" or bool(_WORD.search(text[max(0, end - 100) : end]))
-    if rest[0] == "(":
-        return skipped != ""
-    if rest[0] == "=":
-        return re.match(r"= ?[A-Za-z](?![A-Za-z])", rest) is not None
-    word = re.match(r"[^\W\d_]+", rest)
-    if word is None and answer and _LETTER.fullmatch(answer):
-        return True  # an option, whose formula follows
-    if word is None or (len(word[0]) == 1 and not only_units(word[0])):
-        return False
-    part = "%" in skipped and re.match(r"of \d", rest)
-    return (skipped != "" or only_units(word[0])) and not part and not continues(rest)
-
-
-def leads(before: str, *, marked: bool = False) -> bool:
-    """Whether an answer may follow these words: not as an operand, a bound, or denied.
-
-    Articles, verbs of being and adverbs may stand between; `at least` only before a mark.
-    """
-    before = before[-200:].rstrip(" \n*_$(")
-    clause = re.split(r"[;.!?,](?=[\s$])|\n|\bno ?[:,]", before, flags=re.IGNORECASE)[-1].rstrip(
-        ": "
-    )
-    if _DOUBTED.search(clause):
-        return False
-    if re.search(rf"[{_UNBROKEN}]\Z", clause):
-        return _UNBROKEN_BEFORE.search(clause) is None
-    verb, rest = False, ""
-    words = list(re.finditer(r"[^\W\d_]+(?:['’][^\W\d_]+)?|[^\s*_$({\[\"~]", clause))
-    for found in reversed(words):
-        word = found[0].lower()
-        if word not in _LINKS:
-            rest = clause[: found.end()]
-            break
-        verb = verb or word in ("is", "are", "was", "were", "be", "equals", "equal")
-    if not rest:
-        return True
-    if word.endswith(("n't", "n’t")) or word in _DENIES:
-        return False
-    if word in _SHIFTS and not verb:
-        return marked and _AT_MOST.search(rest) is not None
-    if word in ("of", "by", "de", "von", "di"):
-        return _MEASURED.search(rest) is not None
-    if len(word) > 1:
-        return True
-    if word.isalnum():
-        return verb
-    return word in "=:)]}≈→|>%'!?】," or rest.strip() == word
-
-
 def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
     """The number that a text ends on; None where its answer, as a whole, is no number.
 
@@ -347,7 +202,7 @@ def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
             return number if number and all(_comes_to(side, number) for side in sides) else None
         return whole
     sentence = _CALCULATION.sub("", answer.text)
-    if answer.how == "stated" or _WORD.search(sentence):
+    if answer.how == "stated" or WORD.search(sentence):
         sentence = sentence.rstrip("*_ ").removesuffix("!")
     if answer.how == "stated" and _LISTED.search(sentence):
         return None  # a list: `Evelyn, 5`
@@ -417,7 +272,7 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
     while start := _START.search(clause, at):
         at, number = number_in_prose(clause, start.start(), evaluated=evaluated)
         ahead = clause[: start.start()]
-        if ahead and not (re.search(rf"[ $(:{{~{_UNBROKEN}]\Z", ahead) and leads(ahead)):
+        if ahead and not (re.search(rf"[ $(:{{~{UNBROKEN}]\Z", ahead) and leads(ahead)):
             number = None
         found.append((start.start(), at, number))
     if (
@@ -518,13 +373,13 @@ def is_heading(line: str, below: bool) -> bool:
     if not below:
         return False
     if content[0].isdigit() or content[0] in "-$\\":
-        return not content.islower() and len(_WORD.findall(content)) > 1
+        return not content.islower() and len(WORD.findall(content)) > 1
     if label:
         return not label[2].strip(" *_") or not _HEADING.fullmatch(label[1].strip(" *_"))
     match = _SAYS.search(content)
     if match and content[match.end() :].strip():
         return False
-    return len(_WORD.findall(content)) > 1 or bool(_HEADING.fullmatch(content))
+    return len(WORD.findall(content)) > 1 or bool(_HEADING.fullmatch(content))
 
 
 def _stated(text: str, words: bool) -> tuple[int, int, str] | None:
@@ -575,7 +430,7 @@ def _last(text: str, words: bool) -> str | None:
         asks = _ASKS.search(sentence)
         if asks and ("?" in sentence or not _RESULT.search(sentence, asks.end())):
             return None
-        if sentence and (words or _SYMBOL.search(sentence) or not _WORD.search(sentence)):
+        if sentence and (words or _SYMBOL.search(sentence) or not WORD.search(sentence)):
             above = text[:start].rstrip()
             listed = _bare_symbols(sentence) and _bare_symbols(above[above.rfind("\n") + 1 :])
             return None if listed or WITHDRAWN.search(text, end) else sentence
@@ -593,7 +448,7 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
     sentence = sentence.strip()
     if label := _LABEL.fullmatch(sentence):
         sentence = label[2].strip(" *_")
-    if not _WORD.search(_COMMAND.sub(" ", sentence)):
+    if not WORD.search(_COMMAND.sub(" ", sentence)):
         return sentence
     formulas = list(_FORMULA.finditer(sentence))
     if not formulas:
@@ -624,5 +479,5 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
 def _bare_symbols(line: str) -> bool:
     """Whether a line is a number or formula and nothing else: several such lines are a list."""
     return (
-        bool(_SYMBOL.search(line)) and "=" not in line and not _WORD.search(_COMMAND.sub(" ", line))
+        bool(_SYMBOL.search(line)) and "=" not in line and not WORD.search(_COMMAND.sub(" ", line))
     )

@@ -20,7 +20,7 @@ _DRESS = re.compile(
     re.MULTILINE,
 )
 _LABEL = re.compile(
-    r"(?<![A-Za-z0-9'’^+])(?:[(\[【「]+\s?([A-Za-z])\s?[)\]】」]+|([A-Za-z])(?![A-Za-z0-9'’=^+]))"
+    r"(?<![A-Za-z0-9'’^+])(?:[(\[【「]{1,3}\s?([A-Za-z])\s?[)\]】」]{1,3}|([A-Za-z])(?![A-Za-z0-9'’=^+]))"
 )
 _NOUN = (
     r"(?:answer|option|choice|letter|solution|statement|antwort|lösung|réponse|respuesta|opción|opcion"
@@ -53,7 +53,8 @@ _RIGHT = re.compile(
 _VERB = re.compile(
     r"\W*(?:is|are|was|were|can|cannot|can['’]t|could|do|does|did|has|have|had|would|may|might|must"
     r"|will|should|isn['’]t|aren['’]t|not|nor|or|and|but|wrong|incorrect|false|falsch|ist|est|es"
-    r"|nicht|o|y|ou|oder|und|et|vs|through|to)\b|\s*(?:[/&或和か與与到不]|でな|では|가 아|이 아)",
+    r"|nicht|o|y|ou|oder|und|et|vs|through|to)\b"
+    r"|\s*(?:[+*^<>/&或和か與与到不]|でな|では|가 아|이 아)",
     re.IGNORECASE,
 )
 _OTHER = re.compile(

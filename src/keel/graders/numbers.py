@@ -6,6 +6,7 @@ pattern takes time in line with the text's length.
 
 from __future__ import annotations
 
+import ast
 import re
 import unicodedata
 from dataclasses import dataclass
@@ -371,40 +372,27 @@ def calculated(text: str) -> Fraction | None:
     Raises ZeroDivisionError.
     """
     text = re.sub(r"\\(?:times|cdot)\b", "*", text).replace("\\div", "/")
-    parts = re.findall(r"\d+(?:\.\d+)?|\.\d+|\S", re.sub(r"[$]|(?<=\d),(?=\d{3})", "", text))
-    if len(parts) > 100 or len(text) > MAX_CHARACTERS:
+    text = re.sub(r"[$\s]|(?<=\d),(?=\d{3})", "", text)
+    if len(text) > 300 or re.search(r"[^-+*/().\d]|\*\*|//", text):
         return None
     try:
-        value, rest = _sum(parts[::-1])
-    except (IndexError, ValueError):
+        parsed = ast.parse(re.sub(r"\d+(?:\.\d+)?|\.\d+", r"'\g<0>'", text), mode="eval")
+        return _value_of(parsed.body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return None if rest else value
 
 
-def _sum(left: list[str]) -> tuple[Fraction, list[str]]:
-    """The value of the terms that come next; `left` are the parts that are left, the last first."""
-    total, sign = Fraction(0), 1
-    while True:
-        term = _factor(left)
-        while left and left[-1] in "*/":
-            operation, factor = left.pop(), _factor(left)
-            term = term * factor if operation == "*" else term / factor
-        total += sign * term
-        if not left or left[-1] not in "+-":
-            return total, left
-        sign = 1 if left.pop() == "+" else -1
-
-
-def _factor(left: list[str]) -> Fraction:
-    part = left.pop()
-    if part == "-":
-        return -_factor(left)
-    if part != "(":
-        return Fraction(part)
-    value, _ = _sum(left)
-    if left.pop() != ")":
-        raise ValueError("a bracket that does not close")
-    return value
+def _value_of(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp):
+        return _value_of(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    if not isinstance(node, ast.BinOp):
+        raise ValueError("no calculation")
+    left, right = _value_of(node.left), _value_of(node.right)
+    if isinstance(node.op, ast.Mult | ast.Div):
+        return left * right if isinstance(node.op, ast.Mult) else left / right
+    return left + right if isinstance(node.op, ast.Add) else left - right
 
 
 def name_of(side: str) -> str:
