@@ -66,7 +66,7 @@ def form(made: Any) -> Any:
 
     A leaf is a text; of a product's numbers, one is made.
     """
-    name, args = type(made).__name__, list(_args(made))
+    name, args = type(made).__name__, list(getattr(made, "args", ()))
     if name == "Pow" and args[1] == -1 and type(args[0]).__name__ == "Mul":
         name, args = "Mul", [type(made)(one, -1, evaluate=False) for one in args[0].args]
     if not args or made.is_Rational:
@@ -102,26 +102,24 @@ def form(made: Any) -> Any:
 
 def left_to_do(made: Any, text: str) -> set[str]:
     """The kinds of operations that an expression leaves to do."""
+    from sympy import preorder_traversal
     from sympy.core.parameters import distribute
 
     with distribute(False):
         done = _evaluated(made)
     divided = any(int(n) % max(1, int(d)) == 0 < int(d) - 1 for n, d in _OVER.findall(text))
-    return {
-        kind
-        for kind, found in (
-            ("written", divided or _WRITTEN.search(text) is not None),
-            ("terms", _cost(form(made)) > _cost(form(done))),
-            ("root", _reducible(made)),
-            ("brackets", brackets(made) > 1),
-        )
-        if found
+    kinds = {
+        "written": divided or _WRITTEN.search(text) is not None,
+        "terms": _cost(form(made)) > _cost(form(done)),
+        "root": any(map(_reducible, preorder_traversal(made))),
+        "brackets": brackets(made) > 1,
     }
+    return {kind for kind, found in kinds.items() if found}
 
 
 def brackets(made: Any) -> int:
     """How many sums are multiplied in an expression, at the most: 2 in (x + 1)²."""
-    name, args = type(made).__name__, _args(made)
+    name, args = type(made).__name__, getattr(made, "args", ())
     if name == "Mul":
         return sum(map(brackets, args))
     if name == "Pow" and args[1].is_Integer:
@@ -129,15 +127,10 @@ def brackets(made: Any) -> int:
     return max(int(name == "Add"), *map(brackets, args), 0)
 
 
-def _args(made: Any) -> Any:
-    return getattr(made, "args", ())
-
-
 def _evaluated(made: Any) -> Any:
-    if not _args(made):
-        return made
+    args = getattr(made, "args", ())
     try:
-        return made.func(*map(_evaluated, made.args))
+        return made.func(*map(_evaluated, args)) if args else made
     except Exception:
         return made
 
@@ -152,10 +145,8 @@ def _cost(part: Any) -> int:
 
 
 def _reducible(made: Any) -> bool:
-    """Whether a root of a number can be made simpler, as √50, √4 and √(1/2)."""
-    args = _args(made)
-    if type(made).__name__ == "Pow" and all(one.is_Rational for one in args) and args[1].q > 1:
-        number, degree = abs(args[0]), int(args[1].q)
-        powers = (n**degree for n in range(2, 1000) if n**degree <= number)
-        return args[1] > 0 and (number.q > 1 or number == 1 or any(number % n == 0 for n in powers))
-    return any(map(_reducible, args))
+    """Whether it is a root of a number that can be made simpler, as √50, √4 and √(1/2)."""
+    if type(made).__name__ != "Pow" or not all(one.is_Rational for one in made.args):
+        return False
+    base, power = made.args
+    return bool(power.q > 1 and power > 0 and type(base**power).__name__ != "Pow")

@@ -332,7 +332,7 @@ def continues(after: str) -> bool:
     phrase = re.split(r"[.;:!?()=\n]|, ", after[:200], maxsplit=1)[0]
     parts = [part.lower() for part in _PARTS.findall(phrase)]
     parts = [part for part in parts if part not in ("*", "_", "$", '"', "'", "′", "″", "}", "{")]
-    if parts and parts[0] in _NO_UNITS - {"and", "to", "is", "are", "was", "if", "but", "equals"}:
+    if parts and parts[0] in _NO_UNITS - _FUNCTION - word_set("times fewer less equals but"):
         return True
     if _CHANGED.search(phrase[:8]) and not phrase.isascii():
         return True
@@ -351,14 +351,16 @@ def continues(after: str) -> bool:
     )
     if left[0] in ("and", "to", "plus", "minus") and number:
         return True
-    if left[0] == "or" or (left[0] == "of" and left[1][:1].isdigit() and at and unit in "%percent"):
+    if (left[0] == "or" and (at < 2 or number)) or (
+        left[0] == "of" and left[1][:1].isdigit() and at and unit in "%percent"
+    ):
         return True
     than = parts.index("than") + 1 if "than" in parts[:4] else None
     if than is not None and (
         len(parts) == than or parts[than][0].isdigit() or len(parts[than]) == 1
     ):
         return True
-    return _DENIED.match(" ".join(parts[at:])) is not None
+    return at == 0 and _DENIED.match(" ".join(parts)) is not None
 
 
 def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:

@@ -25,7 +25,7 @@ _DENIES = word_set(
 _SHIFTS = word_set(
     "negative except than least most below above under over beyond less fewer between among minus "
     "plus times twice thrice half double triple quarter third per from within until before nearly "
-    "almost near against divided multiplied up step page question problem part chapter line "
+    "almost near against divided multiplied step page question problem part chapter line "
     "equation figure section example close next prior exceed exceeds exceeding als que unter"
 )
 """Words after which a number is an operand, a bound, a label, or denied."""
@@ -34,13 +34,13 @@ _MEASURED = re.compile(
     r"|(?:an?|une?|una|eine?r?)(?: [\w-]+)?? (?!half|third|quarter|fourth|fifth|tenth|part|fraction"
     r"|multiple|factor|divisor|power|percentage|share|portion|square|cube|root|function|mitad|moiti)"
     r"[a-z]+ (?:of|de|von|di)"
-    r"|(?:increas|decreas|reduc|chang|grew|fell|rose|dropp|risen|fallen|lower|rais)\w* by)\Z",
+    r"|(?:increas|decreas|reduc|chang|grew|fell|rose|dropp|risen|fallen|rais|los|w[io]n)\w* by)\Z",
     re.IGNORECASE,
 )
 """What `of` and `by` follow where they lead to an answer: a total of 5, decreased by 5."""
 _DOUBTED = re.compile(
-    r"^\W*(?:if|unless|suppose|assum\w+|whether)\b"
-    r"|\b(?:between|either)\b[^,;]*\b(?:and|or)\Z|\b(?:nobody|no one|none of)\b"
+    r"^\W*(?:if|unless|suppose|assum\w+|whether)\b|\b(?:nobody|no one|none of)\b"
+    r"|\b(?:between|either)\b[^,;]*\b(?:and|or)\Z|(?<!round )(?<!rounds )\bup to\W*\Z"
     r"|\b(?:wrong|incorrect|false|untrue|not true|not the case|doubt|unlikely)\b",
     re.IGNORECASE,
 )
