@@ -16,7 +16,7 @@ CHOSEN = [
     "My choice is B.", "So the best option is B.", "B is correct.",
     "B is right because A is too small.", "The best answer is B) 12.", "It must be B.",
     "Therefore, (B) is the correct choice.", "Correct option: B",
-    "Hence, option B is the correct answer.", "Thus the answer is option (B), 12.", "选B",
+    "Hence, option B is the correct answer.", "选B",
     "答案选B",
     "应选 B", "选项B正确。", "本题选B。", "答案为B", "正确答案：B", "正解：B", "答えはBです",
     "Bが正解です。", "정답은 B",

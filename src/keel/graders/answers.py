@@ -92,11 +92,8 @@ _CLAUSE = re.compile(
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
-_OTHER = re.compile(
-    r"(?:\\(?:text|mbox|mathrm) ?\{[^{}]*\}|[\W_])*+(?:\w+ )?(?:or|maybe|perhaps|possibly)\b",
-    re.IGNORECASE,
-)
 _RELATIVE = re.compile(r"\b(?:who|that|which)(?: \w+)? ?(?:not\b|n['’]t)", re.IGNORECASE)
+_CONTRAST = re.compile(r"\b(?:is|are|was|were)(?:n['’]t| not) [^,;.]{1,30} but (?:rather )?")
 _POLITE = re.compile(
     r"\b(?:let me know|feel free|would you like|do you (?:want|need)|hope (?:this|that|it)"
     r"|if you (?:have|need|want)|happy to help)\b|^note\b(?!.*\d)",
@@ -108,7 +105,8 @@ WITHDRAWN = re.compile(
     r"|on reflection|actually,? (?:no|let me)|let me re(?:comput|calculat|consider|count|do)\w*"
     r"|i (?:made an?|forgot|was wrong|miscalc\w+|misread)|my mistake"
     r"|(?:it|that|this|answer|result|total|value) should (?:be|have been)"
-    r"|(?:is|was|['’]s) (?:wrong|incorrect|not (?:right|correct))"
+    r"|(?:it|that|this|which|answer|result)(?: is| was|['’]s) (?:wrong|incorrect)"
+    r"|(?:it|that|this)(?: is| was|['’]s) not (?:right|correct)"
     r"|(?:can['’]t|cannot|can not) be (?:right|correct)"
     r"|nein|verrechnet|attendez|trompée?|perdón|equivoqué)\b"
     r"|(?:^|[.!?\n]\s*)no(?:pe)?[,:.]|算错|错了|不对|等等|間違|いや|違い|실수|ผิด",
@@ -223,6 +221,7 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
     """
     if len(sentence) > LONGEST:
         return None
+    sentence = _CONTRAST.sub("is ", sentence)
     sentence = shortened(_DELIMITERS.sub("", spaced(sentence).replace("\\approx ", "= ")))
     before, equals, after = sentence.rpartition("=")
     if equals:
@@ -275,11 +274,7 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
         if ahead and not (re.search(rf"[ $(:{{~{UNBROKEN}]\Z", ahead) and leads(ahead)):
             number = None
         found.append((start.start(), at, number))
-    if (
-        not found
-        or _VAGUE.search(_RELATIVE.sub(" ", clause[: found[-1][0]]))
-        or _OTHER.match(clause, found[-1][1])
-    ):
+    if not found or _VAGUE.search(_RELATIVE.sub(" ", clause[: found[-1][0]])):
         return None
     numbers = found
     for verb in reversed(list(_BEING.finditer(clause))):

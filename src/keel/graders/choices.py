@@ -39,6 +39,11 @@ _LEADS = re.compile(
     re.IGNORECASE,
 )
 """What leads to the label that is chosen: a statement, or the start of a sentence."""
+_SETTLES = re.compile(
+    r"answer|antwort|lösung|réponse|respuesta|risposta|resposta|[答解选選답]|ตอบ|choose|pick|select|go",
+    re.IGNORECASE,
+)
+_LISTED = re.compile(r"\W*[A-Z][).:]+ *\w")
 _REASON = re.compile(
     r",? ?\b(?:because|since|as|for|given|denn|weil|da|car|puisque|porque|ya que|pues|although"
     r"|though|while|whereas)\b|,? ?(?:因为|因為|なぜなら)",
@@ -58,7 +63,8 @@ _VERB = re.compile(
     re.IGNORECASE,
 )
 _OTHER = re.compile(
-    r"[(\[][A-Z][)\]]|\b[A-Z]\)|(?:\b(?:or|and|oder|ou|und|et|o|y)\b|[,/&]) ?\(?[A-Z]\b"
+    r"\A\W*[,;]\s*+(?![A-Za-z]{2,}\W+\w)"
+    r"|[(\[][A-Z][)\]]|\b[A-Z]\)|(?:\b(?:or|and|oder|ou|und|et|o|y)\b|[,/&]) ?\(?[A-Z]\b"
 )
 
 
@@ -69,30 +75,38 @@ def label_of(text: str) -> str:
     return next((letter.upper() for letter in found.groups() if letter), "") if found else ""
 
 
-def chosen(text: str) -> str | None:
-    """The letter of the option that a text settles on; None without one, or with several."""
+def chosen(text: str, question: str = "") -> str | None:
+    """The letter of the option that a text settles on; None without one, or with several.
+
+    A bare value behind the label has to be the option's in the `question`.
+    """
     text = plain(text[-TAIL:])
     marked = final_answer(text, words=True)
     if marked is not None and marked.how == "marked":
-        return _in(marked.text, whole=True) or None
+        return _in(marked.text, question, whole=True) or None
     if re.search(r"\\(?:boxed|fbox) ?\{", text):
         return None
     text = re.sub(r"^([^\w\n]{0,16}[A-Z])\. ", r"\1) ", _DRESS.sub("", text), flags=re.MULTILINE)
     said = [(sentence, end) for sentence, end in sentences(text) if sentence.strip()]
-    for at, (sentence, end) in reversed(list(enumerate(said))):
-        letter = _in(sentence)
-        if letter is None:
-            continue
-        before = _in(said[at - 1][0]) if at else None
-        turned = re.match(
-            r"\W*(?:but|however|wait|no|actually|so|thus|therefore)\b", sentence, re.I
-        )
-        several = before not in (None, "", letter) and not turned
-        return None if not letter or several or WITHDRAWN.search(text, end) else letter
+    listed = [_LISTED.match(sentence) is not None for sentence, _ in said]
+    for some in ((False,), (False, True)):  # options that are repeated choose where all else fails
+        for at, (sentence, end) in reversed(list(enumerate(said))):
+            letter = _in(sentence, question) if listed[at] in some else None
+            if letter is None:
+                continue
+            before = _in(said[at - 1][0], question) if at else None
+            turned = re.match(
+                r"\W*(?:but|however|wait|no|actually|so|thus|therefore)\b", sentence, re.I
+            )
+            several = before not in (None, "", letter) and not turned
+            deny, label = r"(?:\bnot\b|n['’]t|wrong|false)", rf"\b{letter}\b"
+            denied = rf"{label}[^.\n]*{deny}|{deny}[^.\n]*{label}"
+            back = WITHDRAWN.search(text, end) or re.search(denied, text[end:])
+            return None if not letter or several or back else letter
     return None
 
 
-def _in(sentence: str, *, whole: bool = False) -> str | None:
+def _in(sentence: str, question: str, *, whole: bool = False) -> str | None:
     """The letter that a sentence settles on; "" for several or none of those named, None for none.
 
     A mark is a statement as a `whole`.
@@ -108,11 +122,14 @@ def _in(sentence: str, *, whole: bool = False) -> str | None:
         led = _LEADS.search(sentence, max(0, label.start() - 160), label.start())
         if led is None or (whole and led.start() > 0):
             continue
-        named = named or bool(led[0].strip()) or whole
+        named = named or _SETTLES.search(led[0]) is not None or whole
         if led["clause"] and not _RIGHT.match(tail.lstrip()):
             continue
-        if _follows(tail, bracketed=label[1] is not None, small=label[0].islower()):
-            found.add((label[1] or label[2]).upper())
+        letter = (label[1] or label[2]).upper()
+        value = re.escape(tail.strip(" .,;:)"))
+        own = value and re.search(rf"\b{letter}\W{{1,4}}{value}(?!\w)", _DRESS.sub("", question))
+        if own or _follows(tail, bracketed=label[1] is not None, small=label[0].islower()):
+            found.add(letter)
     if len(found) == 1:
         return found.pop()
     return "" if found or named else None

@@ -113,7 +113,7 @@ def same_answer(
     except Unreadable:
         return _same_text(gold, stated)
     if wanted.kind == "option":
-        return bool(chosen(stated) == wanted.value)
+        return bool(chosen(stated, question) == wanted.value)
     answer = final_answer(stated, words=wanted.kind == "words")
     if answer is None:
         return False
@@ -280,7 +280,7 @@ def _candidates(answer: Answer, wanted: ParsedExpression) -> list[str]:
     """What the answer may be in a text, the likeliest first."""
     if answer.how == "marked":
         return [answer.text]
-    formula = formula_of(answer.text, words=wanted.kind == "words")
+    formula = formula_of(_FOR_ALL.sub("", answer.text), words=wanted.kind == "words")
     return [] if formula is None else [formula]
 
 
@@ -289,10 +289,11 @@ def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated
         return False
     if gold.kind == "words":
         return bool(gold.value == _letters(stated.text))
-    if gold.kind == "()" and stated.kind == "list":  # x = 3, y = 4 for (3, 4)
-        parts = sorted(stated.value, key=lambda one: str(one.name))
-        names = {one.name for one in parts if one.name}
-        return len(names) == len(parts) and _in_order(gold.value, parts, evaluated)
+    if {gold.kind, stated.kind} == {"()", "list"}:  # x = 3, y = 4 for (3, 4), and the reverse
+        listed = gold if gold.kind == "list" else stated
+        names = {one.name for one in listed.value if one.name}
+        named = [sorted(read.value, key=lambda one: str(one.name)) for read in (gold, stated)]
+        return len(names) == len(listed.value) and _in_order(named[0], named[1], evaluated)
     if stated.kind == "list":  # else several ways to write one answer
         if gold.kind == "list":
             return _matched(gold.value, stated.value, evaluated)

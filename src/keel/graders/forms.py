@@ -119,7 +119,8 @@ def left_to_do(made: Any, text: str) -> set[str]:
 
 def brackets(made: Any) -> int:
     """How many sums are multiplied in an expression, at the most: 2 in (x + 1)²."""
-    name, args = type(made).__name__, getattr(made, "args", ())
+    name = type(made).__name__
+    args: Any = getattr(made, "args", ())
     if name == "Mul":
         return sum(map(brackets, args))
     if name == "Pow" and args[1].is_Integer:

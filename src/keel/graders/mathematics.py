@@ -99,8 +99,9 @@ class Mathematics:
     def _plain(self, pair: Pair) -> Finding | None:
         """What is found by comparing numbers or words; None where there is more to read."""
         try:
-            gold, stated, *_ = pair
-            same = same_answer(gold, stated, evaluated=self.evaluated, plain=True)
+            gold, stated, question = (*pair, "")[:3]
+            plainly = {"evaluated": self.evaluated, "plain": True}
+            same = same_answer(gold, stated, question=question, **plainly)
         except NotPlainExpression:
             return None
         if same is None:

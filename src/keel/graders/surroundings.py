@@ -80,13 +80,15 @@ def may_precede(text: str) -> bool:
         return True
     if re.search(r"\\[A-Za-z]+\Z", rest):
         return False
+    if _symbol(rest[-1]):
+        return True
     if rest[-1] == ":":
         return re.search(r"\b(?:not|never|cannot)\W*\Z|n['’]t\W*\Z", rest) is None
     if rest[-1].isalpha():
         return leads(rest, marked=True)
     line = "\n" in skipped
-    if rest[-1] in ",;)]":
-        return line or "$" in skipped or (rest[-1] in ",;" and skipped != "")
+    if rest[-1] in ",;|)]":
+        return line or "$" in skipped or (rest[-1] in ",;|" and skipped != "")
     return line if rest[-1] == "}" or rest[-1].isdigit() else rest[-1] in ".!?" and skipped != ""
 
 
@@ -98,6 +100,7 @@ def may_follow(text: str, end: int, answer: str | None) -> bool:
     if (
         not rest
         or "\n" in skipped
+        or _symbol(rest[0])
         or re.match(r"[.,;:?|](?!\d)|\\\\ldots|</?\w|[-–—]+ ?[A-Za-z]{2}", rest)
     ):
         return True
@@ -149,4 +152,9 @@ def leads(before: str, *, marked: bool = False) -> bool:
         return True
     if word.isalnum():
         return verb
-    return word in "=:)]}≈→|>%'!?】," or rest.strip() == word
+    return _symbol(word) or word in "=:)]}|>%'!?," or rest.strip() == word
+
+
+def _symbol(character: str) -> bool:
+    """Whether it is an arrow, a tick, an emoji or such."""
+    return not (character.isascii() or character.isalnum())

@@ -109,7 +109,9 @@ def choice(
     `Wrong` where it holds no letter.
     """
     rewards: list[float | Wrong | None] = []
-    for stated, gold in zip(stated_texts(completions, tag, prompts), answer, strict=True):
+    asked = [""] * len(answer) if prompts is None else question_texts(prompts)
+    stated = stated_texts(completions, tag, prompts)
+    for text, gold, question in zip(stated, answer, asked, strict=True):
         letter = label_of(str(gold))
         if gold is None:
             rewards.append(None)
@@ -117,7 +119,7 @@ def choice(
             wrong = f"the answer column holds {str(gold)[:60]!r}, which is no option's letter"
             rewards.append(Wrong(f"{wrong}: use exact_match, or name another column"))
         else:
-            rewards.append(float(stated is not None and chosen(stated) == letter))
+            rewards.append(float(text is not None and chosen(text, question) == letter))
     return rewards
 
 

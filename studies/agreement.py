@@ -1,6 +1,6 @@
 """Agreement of the reward `math` with plain math-verify, answer by answer.
 
-    python -m studies.math_verify DATA [CORPUS]   # the folder of math/math500.jsonl; a corpus
+    python -m studies.agreement DATA [CORPUS]   # the folder of math/math500.jsonl; a corpus
 
 MATH-500: each gold answer in three dressings, the worked solution, a neighbour of each answer and
 the answer of the next problem. The corpus is JSON lines with `gold`, `answer`, `prompt`, `right`.
