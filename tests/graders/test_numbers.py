@@ -529,7 +529,7 @@ NOT_SAID = [
     "It is false that the answer is 25.", "The answer is within 25.", "There are fewer than 25.",
     "They have 25 dozen eggs.", "The ratio is 25:3", "The answer is 25-30.", "25 to 30",
     "between 25 and 30", "The number is 25 + x.", "If there were 25 apples, he would be happy.",
-    "Nobody has 25.", "5 × 25", "x = 25y", "不是25。", "答案不是25。", "少于25。",
+    "No one has 25.", "5 × 25", "x = 25y", "不是25。", "答案不是25。", "少于25。",
     "答案是25的一半。", "25以上",
     "25万", "約25以下です。", "答えは25ではありません。", "ไม่ใช่25", "25 กว่าบาท", "至少25个。",
     "超过25元。", "25분의 1",

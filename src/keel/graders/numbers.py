@@ -424,7 +424,7 @@ def _unit(money: str, rest: str) -> str:
             units.append((found, power))
             power = 1
     if len(units) > 1 and all(raised > 0 for _, raised in units):
-        return ""  # such as words beside a unit: of a rate, the units are sure
+        return ""  # a noun and a unit, perhaps; those of a rate are sure
     return " ".join(sorted(name if raised == 1 else f"{name}^{raised}" for name, raised in units))
 
 

@@ -39,7 +39,7 @@ _MEASURED = re.compile(
 )
 """What `of` and `by` follow where they lead to an answer: a total of 5, decreased by 5."""
 _DOUBTED = re.compile(
-    r"^\W*(?:if|unless|suppose|assum\w+|whether)\b|\b(?:nobody|no one|none of)\b"
+    r"^\W*(?:if|unless|suppose|assum\w+|whether)\b|\b(?:no(?:body| one)|none of)\b"
     r"|\b(?:between|either)\b[^,;]*\b(?:and|or)\Z|(?<!round )(?<!rounds )\bup to\W*\Z"
     r"|\b(?:wrong|incorrect|false|untrue|not true|not the case|doubt|unlikely)\b",
     re.IGNORECASE,
