@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -31,6 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         quick = item.get_closest_marker("quick")
         if quick is not None and item.callspec.id not in quick.args:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each reason for which tests were skipped: what to install, or to set."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for reason, count in Counter(report.longrepr[2] for report in skipped).most_common():
+        terminalreporter.line(f"{count} tests: {reason}")
 
 
 @pytest.fixture(scope="module", autouse=True)

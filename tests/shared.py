@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,19 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+
+
+def _needs(package: str, program: str | None) -> pytest.MarkDecorator:
+    """Skips where a program is absent; with `KEEL_REQUIRE_SHARED` the test runs, and fails."""
+    return pytest.mark.skipif(
+        program is None and not os.environ.get("KEEL_REQUIRE_SHARED"),
+        reason=f"{package} is not installed: apt install {package}",
+    )
+
+
+needs_bubblewrap = _needs("bubblewrap", shutil.which("bwrap"))
+needs_chromium = _needs("chromium", CHROMIUM)
 
 
 def mostly_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:

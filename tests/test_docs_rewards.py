@@ -20,8 +20,7 @@ from keel.rewards.registry import BUILT_IN, MADE, RESERVED, TASK, RewardContext,
 from keel.rewards.scorer import Scorer
 from keel.types import Prompt
 from tests.rewards.learned import policy
-from tests.sandbox.processes import needs_bubblewrap
-from tests.shared import ROOT
+from tests.shared import ROOT, needs_bubblewrap
 
 GUIDE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "reward-reference.md").read_text(encoding="utf-8")
@@ -39,7 +38,7 @@ def fences(language: str, text: str) -> list[str]:
 def snippets() -> Iterator[Any]:
     """Every TOML of the pages; those that start a sandbox need bubblewrap."""
     for number, text in enumerate(fences("toml", GUIDE + PAGE)):
-        sandboxed = 'function = "code"' in text and "trusted = true" not in text
+        sandboxed = re.search('function = "(code|math)"', text) and "trusted = true" not in text
         marks = [needs_bubblewrap] if sandboxed else []
         yield pytest.param(text, marks=marks, id=f"{number}-{text.split()[0]}")
 

@@ -7,8 +7,9 @@ here: `train`, `check`, `evaluate`, `export`, `load`, `load_recipe`, `explain`, 
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from keel.version import VERSION
 
 if TYPE_CHECKING:
     from keel.algorithms.explain import explain
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from keel.training.evaluation import evaluate
     from keel.training.export import export
 
-__version__ = version("keel-rl")
+__version__ = VERSION
 
 __all__ = [
     "Callback",

@@ -6,6 +6,7 @@ completion or a result.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Required, TypedDict, runtime_checkable
@@ -52,6 +53,12 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
+def shown_text(message: Mapping[str, Any]) -> str:
+    """The text of a message for people to read, with its tool calls as JSON."""
+    calls = (json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ())
+    return "\n".join(filter(None, (text_of(message), *calls)))
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One thing to answer.
@@ -59,7 +66,8 @@ class Prompt:
     `id` names the prompt within the run and never changes; it seeds the prompt's random streams.
     `columns` are the data columns that rewards may ask for by name. `tokens` is empty until the
     prompt has been encoded with a tokenizer. `tools` are described to the policy by the chat
-    template.
+    template. `opening` is what the template puts at the beginning of the policy's answer, such as
+    `<think>`.
     """
 
     id: str
@@ -68,6 +76,7 @@ class Prompt:
     task: str = ""
     tokens: tuple[int, ...] = ()
     tools: Tools = ()
+    opening: str = ""
 
 
 @dataclass(frozen=True, slots=True)

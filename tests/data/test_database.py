@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 import threading
 from pathlib import Path
@@ -35,3 +37,14 @@ def test_opening_waits_no_longer_than_it_may(other: sqlite3.Connection, tmp_path
     with pytest.raises(KeelError, match=r"store cannot be used: .* locked.*wait for it to end"):
         Database(tmp_path / "a.db", FORMAT, "store", timeout=0.2)
     other.close()
+
+
+def test_folder_that_does_not_fit_on_the_disk_asks_for_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(KeelError, match=r"No space left on device: free space on its disk$"):
+        Database(tmp_path / "new" / "a.db", FORMAT, "store")

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from keel.data.database import Database
+from keel.data.preferences.store.tables import FORMAT
+from keel.types import KeelError
 from tests.durability import mounts
 from tests.durability.harm import plan
 from tests.durability.processes import keel
@@ -157,3 +160,14 @@ def test_disk_without_space_for_a_run_folder_is_not_changed(tmp_path: Path) -> N
         assert "No space left on device: fix the disk or folder" in one_line(err)
         mounts.empty(disk)
         assert keel(tmp_path, "train", "tiny", *RUN, "steps=1", "--run", disk / "run")[0] == 2
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 4, 8])
+def test_full_disk_under_a_database_asks_for_space(left: int, tmp_path: Path) -> None:
+    """The log's index is made by what SQLite calls an I/O error where the disk has no room."""
+    with mounts.small_disk(tmp_path / "disk", 1 << 20) as disk:
+        mounts.fill(disk, left * mounts.PAGE)
+        with pytest.raises(KeelError, match=r"^store cannot be used: .*: free space on its disk"):
+            Database(disk / "a.db", FORMAT, "store")
+        mounts.empty(disk)
+        Database(disk / "a.db", FORMAT, "store").close()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from keel.engines.sampler import check
-from keel.models.chat import decode
+from keel.models.text import decode
 from keel.types import Completion, Group, KeelError, Prompt, Sampling
 
 Line = str | tuple[str, Sequence[float]]

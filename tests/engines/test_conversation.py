@@ -18,6 +18,7 @@ from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.scheduler import DecodeBatch
 from keel.engines.slots import PagePool
+from keel.models.chat import ChatEncoder
 from keel.models.lora import add_lora, lora_layers
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Split
 from studies.turns import tokens_fed
@@ -72,7 +73,7 @@ def talk(
         WORDS,
         0,
         tasks={task.name: task},
-        tokenizer=TOKENIZER,
+        chat=ChatEncoder(TOKENIZER),
         max_turns=max_turns,
     )
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.native import NativeEngine
 from keel.learn.batch import from_groups
+from keel.models.chat import ChatEncoder
 from keel.runs.loop_thread import LoopThread
 from keel.types import Completion, Group, ProgramInput, Prompt, Sampling
 from tests.engines.test_endpoint import TEMPLATE
@@ -102,7 +103,14 @@ def run(engine: Any, program: Any, n: int = 1, tokens: int = 900, **keys: Any) -
     config = ProgramConfig(name="mine:run", function=program, **keys)
     sampling = Sampling(tokens)
     return sample_with_program(
-        engine, PROMPTS, n, sampling, 3, program=config, tokenizer=TOKENIZER, loop=LoopThread()
+        engine,
+        PROMPTS,
+        n,
+        sampling,
+        3,
+        program=config,
+        chat=ChatEncoder(TOKENIZER),
+        loop=LoopThread(),
     )
 
 

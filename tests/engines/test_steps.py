@@ -207,6 +207,8 @@ def test_a_token_without_an_embedding_is_not_fed(calls: list[int]) -> None:
     words = model.config.vocab_size
     model.lm_head = torch.nn.Linear(model.config.hidden_size, 20 * words, bias=False)
     model.config.vocab_size = 20 * words
+    engine = NativeEngine(model, TOKENIZER)
+    engine.tokens = 20 * words  # as if the tokenizer had them
     with pytest.raises(IndexError):
-        NativeEngine(model, TOKENIZER).sample(prompts(4), 8, Sampling(max_tokens=30), 0)
+        engine.sample(prompts(4), 8, Sampling(max_tokens=30), 0)
     assert not calls

@@ -12,6 +12,7 @@ import pytest
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
+from keel.models.chat import ChatEncoder
 from keel.runs.watchdog import Cancelled, cancelled_by
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Split
 from tests.engines.scripted import ScriptedEngine
@@ -54,7 +55,7 @@ def talk(engine, prompts, n, sampling, task, max_turns, seed=0) -> list[Group]:
         sampling,
         seed,
         tasks={task.name: task},
-        tokenizer=TOKENIZER,
+        chat=ChatEncoder(TOKENIZER),
         max_turns=max_turns,
     )
 
@@ -212,7 +213,7 @@ def test_a_special_token_in_a_reply_is_ordinary_characters() -> None:
     prompt = Prompt("p", "3+4", task=task.name, tokens=(5,))
     tasks = {task.name: task}
     [group] = generate_multi_turn(
-        engine, [prompt], 1, Sampling(90), 0, tasks=tasks, tokenizer=tokenizer, max_turns=2
+        engine, [prompt], 1, Sampling(90), 0, tasks=tasks, chat=ChatEncoder(tokenizer), max_turns=2
     )
     completion = group.completions[0]
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in completion.tokens.tolist()

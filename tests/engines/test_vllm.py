@@ -24,6 +24,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
+from keel.models.chat import ChatEncoder
 from keel.models.lora import add_lora, plain_copy
 from keel.runs.watchdog import watching
 from keel.types import Completion, Group, Prompt, Sampling
@@ -226,7 +227,14 @@ def test_a_server_by_address_gets_all_weights_first(
 
 def test_several_turns_have_the_version_of_the_first(engine: VllmEngine) -> None:
     groups = generate_multi_turn(
-        engine, ragged_prompts(2), 2, SAMPLING, 0, tasks={}, tokenizer=TOKENIZER, max_turns=3
+        engine,
+        ragged_prompts(2),
+        2,
+        SAMPLING,
+        0,
+        tasks={},
+        chat=ChatEncoder(TOKENIZER),
+        max_turns=3,
     )
     assert {c.weight_version for c in _all(groups)} == {engine.weight_version}
 

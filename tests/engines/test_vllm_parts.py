@@ -9,11 +9,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import ThreadingUnixStreamServer
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.registry import build_engine
-from keel.engines.vllm.client import ServerFailure, VllmClient
+from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
 from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
 from keel.engines.vllm.server import ServerProcess, check_server, last_error, passed
 from keel.engines.vllm.transfer import (
@@ -37,7 +38,9 @@ from keel.engines.vllm.transfer import (
     new_folder,
     server_variables,
 )
+from keel.models.chat import ChatEncoder
 from keel.models.lora import add_lora, plain_weights
+from keel.models.policy import token_count
 from keel.models.tokenizer_round_trip import quiet
 from keel.types import KeelError, Sampling
 from tests.engines.tiny import FAMILIES, TOKENIZER, ragged_prompts, tiny
@@ -353,6 +356,27 @@ def test_without_a_python_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch)
         build_engine("vllm", model=tiny("llama", dtype=torch.float32), tokenizer=TOKENIZER)
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+def test_ids_without_a_token_are_not_sampled(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM samples any row of the head, and reports log-probs after the bias."""
+    model = tiny("llama", dtype=torch.float32)
+    tokens = token_count(TOKENIZER)
+    model.config.vocab_size = tokens + padding
+    engine = VllmEngine(model, TOKENIZER, server=VllmServer(python=sys.executable))
+    asked: list[dict[str, Any]] = []
+
+    def complete(requests: dict[Any, Any], take: Callable[..., None]) -> None:
+        asked.extend(settings for _, settings in requests.values())
+        for place in requests:
+            take(place, Sampled([1], [-1.0], "stop"))
+
+    monkeypatch.setattr(engine, "_redoing", lambda run, times: run())
+    monkeypatch.setattr(engine, "_complete", complete)
+    engine.sample(ragged_prompts(2), 2, Sampling(max_tokens=2), 0)
+    wanted = {str(tokens + at): -100.0 for at in range(padding)}
+    assert [settings.get("logit_bias", {}) for settings in asked] == [wanted] * 4
+
+
 def test_a_temperature_that_vllm_changes_is_refused() -> None:
     sampling = Sampling(max_tokens=2, temperature=0.005)
     with pytest.raises(KeelError, match=r"raised to 0\.01"):
@@ -366,6 +390,6 @@ def test_the_native_engine_counts_its_syncs() -> None:
     assert engine.sample(prompts, 1, sampling, 0)[0].completions[0].weight_version == 5
     engine.sync({})
     for group in generate_multi_turn(
-        engine, prompts, 2, sampling, 0, tasks={}, tokenizer=TOKENIZER, max_turns=2
+        engine, prompts, 2, sampling, 0, tasks={}, chat=ChatEncoder(TOKENIZER), max_turns=2
     ):
         assert {c.weight_version for c in group.completions} == {6}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from keel.models.chat import Encoder, encode, encode_text
+from keel.models.chat import Encoder, encode
 from keel.models.reward import Reader
+from keel.models.text import encode_text
 from keel.types import KeelError, Prompt
 from tests.fuzz.tokenizers import CHATS, MADE, made
 

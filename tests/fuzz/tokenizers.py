@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from keel.models.build import byte_tokenizer, character_tokenizer
-from keel.models.chat import Encoder, decode
+from keel.models.chat import Encoder
 from keel.models.reward import Reader
+from keel.models.text import decode
 from keel.types import KeelError, Prompt
 from tests.fuzz.held import OK, REFUSED, Fault, Outcome, one_line
 

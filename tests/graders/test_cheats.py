@@ -8,7 +8,7 @@ from keel.graders.unit_tests import Checked, Isolation, read_tests, run_tests
 from keel.rewards.code import in_threads
 from keel.sandbox.bubblewrap import Limits, Sandbox
 from tests.graders.cheats import CHEATS, SHAPES, Cheat
-from tests.sandbox.processes import needs_bubblewrap
+from tests.shared import needs_bubblewrap
 
 RIGHT = "def double(x):\n    return [2 * n for n in x] if isinstance(x, list) else 2 * x\n"
 RIGHT += "def ordered(n):\n    return sorted(n)\n"

@@ -5,8 +5,16 @@ import re
 import pytest
 
 from keel.graders import formats
-from keel.graders.formats import has_tags, matches, normalise, same_text, tag_content
-from keel.rewards.rules import format_match
+from keel.graders.formats import (
+    has_tags,
+    matches,
+    normalise,
+    repeated_share,
+    same_text,
+    tag_content,
+    units,
+)
+from keel.rewards.rules import format_match, repetition
 from keel.rewards.validation import Wrong
 
 BOTH = ("think", "answer")
@@ -16,7 +24,9 @@ BOTH = ("think", "answer")
     ("text", "fits"),
     [
         ("<think>a</think><answer>b</answer>", True),
-        (" <think>a\nb</think>\n\n<answer></answer>\n", True),
+        (" <think>a\nb</think>\n\n<answer>c</answer>\n", True),
+        ("<think>a</think><answer></answer>", False),
+        ("<think> \n</think><answer>b</answer>", False),
         ("<answer>b</answer><think>a</think>", False),
         ("<think>a</think>so <answer>b</answer>", False),
         ("<think>a</think><answer>b</answer> done", False),
@@ -64,3 +74,35 @@ def test_texts_are_equal_up_to_blanks_or_normalised() -> None:
     assert same_text("a\t b", "a b", normalised=True)
     assert not same_text("a b", "ab", normalised=True)
     assert normalise("ＡＢ．") == "ab"
+    assert normalise("ﬁ𝟑…") == normalise("FI3...")
+
+
+@pytest.mark.parametrize("pair", ["3² 32", "3₂ 32", "1½ 11⁄2", "①2 12", "5㎡ 5m2", "1º 1o"])
+def test_a_characters_place_is_not_normalised_away(pair: str) -> None:
+    one, other = pair.split()
+    assert not same_text(one, other, normalised=True)
+    assert same_text(one, one.upper() + ".", normalised=True)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ("ha" * 50, "ha " * 50),
+        ("a" * 50, "a " * 50),
+        ("so-" * 50, "so- " * 50),
+        ("😂" * 9, "😂 " * 9),
+    ],
+)
+def test_a_run_counts_as_its_repetitions(run: str, words: str) -> None:
+    assert units(run) == words.split()
+    assert repeated_share(run, 3) == repeated_share(words, 3) > 0.8
+    assert repetition(completions=[f"no {run}", "it is so"]) == [
+        -repeated_share(f"no {words}", 3),
+        0.0,
+    ]
+
+
+def test_numbers_and_borders_are_no_runs() -> None:
+    for text in ("1000000000", "|---|------|", "0.3333333333", "....", "book", "====" * 10):
+        assert units(text) == [text]
+    assert len(units("7" * 300)) == 300

@@ -17,9 +17,10 @@ import pytest
 from keel.graders import mathematics_worker
 from keel.graders.mathematics import Finding, Mathematics
 from keel.types import KeelError
-from tests.shared import shared_path
+from tests.shared import needs_bubblewrap, shared_path
 
 pytest.importorskip("math_verify")
+pytestmark = needs_bubblewrap
 LONG = 300.0
 
 

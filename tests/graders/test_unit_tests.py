@@ -22,8 +22,7 @@ from keel.rewards.code import in_threads
 from keel.sandbox.bubblewrap import Limits, Sandbox, environment
 from keel.types import KeelError
 from tests.graders.mutants import mutants
-from tests.sandbox.processes import needs_bubblewrap
-from tests.shared import shared_path
+from tests.shared import needs_bubblewrap, shared_path
 
 ASSERTS = ["assert double(1) == 2", "assert abs(double(2)) == 4", "assert double(0) == 0"]
 RIGHT = "def double(x):\n    return 2 * x\n"
@@ -296,6 +295,43 @@ def test_chance_is_the_same_each_time(run: Run) -> None:
 
 @needs_bubblewrap
 @pytest.mark.parametrize(
+    "tests",
+    [
+        "n = f(100)\nif n == 0: 1 / 0\n"
+        + "".join(f"elif n == {at}: assert at\n" for at in range(1, 100))
+        + "else: assert f(n) == 100",
+        f"assert f(0x{'f' * 6000}) > 0x{'e' * 6000} and (0x{'f' * 6000}).bit_length() == f(24000)",
+        f"assert f(1500) == {'+'.join('1' * 1500)}",
+        "from __future__ import annotations\nn: é = 'é'; assert f(n) == n\nassert f(1) == 1",
+        "def other(x):\n\treturn x\r\n@other\ndef é(n): 'é'; assert f(n) == n\né(2)",
+        "n = f(2)\nif(n == 1): 1 / 0\nelif[] or f(0): 1 / 0\nelif(n) == 2 if n else 3: f(2)\n"
+        "else: 1 / 0",
+        "match f(2):\n    case 1: raise ValueError\n    case _: assert f(3) == 3",
+        "try: f()\nexcept TypeError: pass\nelse: raise ValueError\nfinally: assert f(3) == 3",
+    ],
+)
+def test_tests_run_as_they_are_written(run: Run, tests: str) -> None:
+    assert run("def f(x): return x", tests).cause == ""
+    assert run("def f(x): return 7.5", tests).status == "failed"
+
+
+@needs_bubblewrap
+def test_a_condition_of_elif_sees_what_was_changed(run: Run) -> None:
+    tests = "n = [2, 1]\nif f(n): pass\nelif n == ([1, 2] if 1 else 3): assert f(n) == 0"
+    assert run("def f(x): x.sort(); return 0", f"{tests}\nelse: 1 / 0").cause == ""
+    assert run("def f(x): return 0", f"{tests}\nelse: 1 / 0").status == "failed"
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("before", ["", "random.seed(0)\n", "random.seed('0')\n"])
+def test_the_chance_of_tests_is_not_the_codes(run: Run, before: str) -> None:
+    code = f"import random\n{before}def guess(n): return random.randrange(n)"
+    tests = "import random\nassert guess(1) == 0\nassert guess(10**9) == random.randrange(10**9)"
+    assert run(code, tests).cause == "test 0: AssertionError"
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
     ("code", "tests", "cause"),
     [
         # Arguments changed in place are changed for the tests, whatever the call returns.
@@ -425,12 +461,12 @@ def test_chance_is_the_same_each_time(run: Run) -> None:
             "try: f()\nexcept TypeError: pass",
             "test 0: TypeError: what f returns is or holds a object, which is not plain data",
         ),
-        # State stays between calls, and chance is seeded on either side.
+        # State stays between calls, and the code cannot know the chance of its tests.
         ("n = []\ndef f(): n.append(1); return len(n)", "assert [f(), f()] == [1, 2]", ""),
         (
             "import random\ndef f(): return random.random()",
             "import random\nassert f() == random.random()",
-            "",
+            "test 0: AssertionError",
         ),
     ],
 )
@@ -544,6 +580,10 @@ def test_without_the_prompt_a_helper_is_the_codes(sandbox: Sandbox) -> None:
     assert run_tests(sandbox, program, problem["test"], problem["entry_point"]).cause == ""
 
 
+DOC = '  """\n  ```\n  f()\n  ```\n  """\n'
+NAMED = DOC.replace("```", "```py", 1)
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [
@@ -556,6 +596,22 @@ def test_without_the_prompt_a_helper_is_the_codes(sandbox: Sandbox) -> None:
         ("s = '```'", "s = '```'"),
         ("```python\na\n```\nOutput:\n```\n5\n```", "a\n"),
         ("```\na\n```\nthen\n```\nb\n```\n```text\nc\n```", "b\n"),
+        # In a list: the fence's own blanks are not the code's.
+        ("- So:\n  ```python\n  if x:\n      y\n  ```\n- done", "if x:\n    y\n"),
+        ("1. ```py\n   x = 1\n   y = 2\n   ```", "x = 1\ny = 2\n"),
+        ("10.\n\t```python\n\tx = 1\n\n\ty = 2\n\t```\n", "x = 1\n\ny = 2\n"),
+        # In a docstring, by itself, with a name, and of a body alone.
+        (f"```py\ndef f():\n{DOC}```\n1", f"def f():\n{DOC}"),
+        (f"```py\ndef f():\n{NAMED}```", f"def f():\n{NAMED}"),
+        (f"```py\n{NAMED}```\n```\n5\n```", NAMED),
+        (f"- ```py\n  if x:\n{DOC.replace('  ', '    ')}  ```", f"if x:\n{DOC}"),
+        ("> ```python\n> if x:\n>     y\n> ```", "if x:\n    y\n"),
+        ("~~~python\nx = 1\n```\n~~~\n", "x = 1\n```\n"),
+        # Not closed before the next begins; code that is no Python; a longer fence; tags.
+        ("```py\na(\n```py\nb\n```", "b\n"),
+        ("```py\na(\n```\nb\n```text\n)\n```", "a(\n"),
+        ('````py\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
+        ("<answer>```python\nx = 1\n```</answer>", "x = 1\n"),
     ],
 )
 def test_the_code_of_a_text(text: str, code: str) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from keel.graders.steps import split_steps
 from keel.models.build import byte_tokenizer, character_tokenizer
-from keel.models.chat import decode, token_ends
 from keel.models.packed import PackedSizes
 from keel.models.reward import Answered, Reader, joined, pack_answers
+from keel.models.text import decode, token_ends
 from keel.types import KeelError
 from tests.models.test_encode import TEMPLATE
 from tests.models.test_encode import tokenizer as word_tokenizer
@@ -114,36 +114,15 @@ def test_a_character_that_is_unknown_names_the_row() -> None:
 # ---------------------------------------------------------------- prompts
 
 
-def test_prompts_are_encoded_once() -> None:
-    counting = Counting(LETTERS)
-    reader = Reader(counting)
-    for _ in range(3):
-        assert reader.answer("ab:", "a", "row").begins == 3
-    for_prompts = counting.calls - 3  # an answer is one call
-    reader.answer("ba:", "a", "row")
-    assert counting.calls - 4 == 2 * for_prompts
-    assert reader.answer("ba:", "a", "row").tokens[:3] == (B, A, COLON)
-
-
-def test_a_full_cache_of_prompts_begins_anew() -> None:
-    reader = Reader(LETTERS)
-    names = [format(n, "013b").replace("0", "a").replace("1", "b") for n in range(4099)]
-    for name in names:
-        reader.answer(name, "", "row")
-        assert len(reader._prompts) <= 4096
-    for name in (names[0], names[-1]):
-        assert decode(LETTERS, [reader.answer(name, "", "row").tokens]) == [name]
-
-
 def test_conversations_go_through_the_template() -> None:
     turns = ({"role": "system", "content": "you"}, {"role": "user", "content": "hi"})
     reader = Reader(word_tokenizer("<s> $A", TEMPLATE))
     # system you user hi assistant | slow </s>: what frames plain text frames no answer.
     assert reader.answer(turns, "slow", "row") == Answered((4, 8, 5, 7, 6, 9, 2), 5, (6,))
-    assert reader.steps(turns, ["slow", "hi you"], "row").ends == (5, 8)
+    assert reader.steps(turns, ["slow ", "hi you"], "row").ends == (5, 8)
     other = ({"role": "system", "content": "hi"}, {"role": "user", "content": "you"})
     assert reader.answer(other, "slow", "row").tokens[:5] == (4, 7, 5, 8, 6)
-    with pytest.raises(KeelError, match=r"prompt 'row 3' is a conversation.*no chat template"):
+    with pytest.raises(KeelError, match=r"row 3'? is a conversation.*no chat template"):
         Reader(LETTERS).answer(turns, "a", "row 3")
 
 

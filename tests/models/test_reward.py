@@ -10,7 +10,11 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from keel.config.model import Lora, Model
 from keel.models import lora, probe
@@ -23,6 +27,7 @@ from keel.models.reward import (
     Answered,
     Reader,
     RewardModel,
+    continued_reward_model,
     head_of_classifier,
     load_reward_model,
     pack_answers,
@@ -57,7 +62,12 @@ SAME = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def policy(
-    family: str = "llama", *, pad_is_eos: bool = False, rank: int = 0, dtype: str = "float32"
+    family: str = "llama",
+    *,
+    pad_is_eos: bool = False,
+    pad: bool = True,
+    rank: int = 0,
+    dtype: str = "float32",
 ) -> Policy:
     """A policy whose alphabet has newlines, with weights far from the start."""
     adapter = Lora(rank=rank, alpha=2.0 * rank) if rank else None
@@ -73,6 +83,9 @@ def policy(
     stir(made.model)
     if pad_is_eos:
         made.tokenizer.pad_token = made.tokenizer.eos_token
+    if not pad:  # as GPT-2 and many others come
+        made.tokenizer.pad_token = None
+        made.model.config.pad_token_id = None
     return made
 
 
@@ -178,6 +191,61 @@ def test_the_same_where_padding_is_the_end_of_sequence(
     message = ours.judge(rows, 1000)
     close(message, alone(theirs, kind, rows))
     close(message, padded(theirs, kind, rows))
+
+
+def batch_by_transformers(folder: Path, kind: Kind, rows: list[Answered]) -> list[list[float]]:
+    """The scores of the rows in one batch, padded by the saved tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = tokenizer.pad({"input_ids": [list(row.tokens) for row in rows]}, return_tensors="pt")
+    with torch.no_grad():
+        logits = stock(folder, kind)(**batch).logits
+    if kind == "outcome":
+        return logits.tolist()  # type: ignore[no-any-return]
+    return [odds(one, row) for one, row in zip(logits, rows, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+@pytest.mark.parametrize(("family", "rank"), [("gpt2", 0), ("llama", 4), ("gpt_neox", 0)])
+def test_batch_is_scored_without_the_policys_padding_token(
+    kind: Kind, family: str, rank: int, tmp_path: Path
+) -> None:
+    source = policy(family, pad=False)
+    ours = reward_model_from(source, kind, 0, Lora(rank=rank) if rank else None)
+    learn(ours.model)
+    reader = ours.reader()
+    read = reader.answer if kind == "outcome" else lambda p, c, n: reader.split(p, c, "\n", n)
+    rows = [read(prompt, completion, "row") for prompt, completion in ROWS]
+    ours.save(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).pad_token == source.tokenizer.eos_token
+    close(batch_by_transformers(tmp_path, kind, rows), ours.judge(rows, 1000))
+    assert source.tokenizer.pad_token is None  # the policy is saved as it came
+
+
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_continued_reward_model_gets_a_padding_token(kind: Kind, tmp_path: Path) -> None:
+    source = policy("gpt2", pad=False)
+    first = made(kind, "gpt2")
+    first.model.config.pad_token_id = None
+    first.tokenizer = source.tokenizer
+    first.save(tmp_path / "first")
+    frozen = load_reward_model(model_spec(tmp_path / "first"), kind)
+    assert frozen.model.config.pad_token_id is None  # one that only scores stays as it is
+    again = continued_reward_model(model_spec(tmp_path / "first"), kind, source, 0)
+    reader = again.reader()
+    read = reader.answer if kind == "outcome" else lambda p, c, n: reader.split(p, c, "\n", n)
+    rows = [read(prompt, completion, "row") for prompt, completion in ROWS]
+    again.save(tmp_path / "again")
+    close(batch_by_transformers(tmp_path / "again", kind, rows), again.judge(rows, 1000))
+
+
+def test_padding_token_without_an_eos_of_the_tokenizer(tmp_path: Path) -> None:
+    """The end of sequence is then in the config alone."""
+    source = policy("gpt2", pad=False)
+    eos = source.tokenizer.eos_token_id
+    source.tokenizer.eos_token = None
+    source.model.config.eos_token_id = [eos, 0]
+    ours = reward_model_from(source, "outcome", 0)
+    assert (ours.model.config.pad_token_id, ours.tokenizer.pad_token_id) == (eos, eos)
 
 
 @pytest.mark.parametrize("kind", ["outcome", "process"])
@@ -485,18 +553,18 @@ def test_the_probe_refuses_states_that_are_no_numbers() -> None:
 
 def test_the_probe_allows_what_rounding_moves_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The packed states are moved by a share of the largest."""
-    real = probe._packed_states
+    real = probe._packed
     for share, fits in ((3e-5, True), (3e-4, False)):
 
         def moved(*args: Any, share: float = share) -> Tensor:
             found = real(*args)
             return found + share * found.abs().max()
 
-        monkeypatch.setattr("keel.models.probe._packed_states", moved)
+        monkeypatch.setattr("keel.models.probe._packed", moved)
         if fits:
             prepare_backbone(stock_model(), True)
         else:
-            with pytest.raises(KeelError, match=r"allowed 1e-04 in float32"):
+            with pytest.raises(KeelError, match=r"allowed 1e-04"):
                 prepare_backbone(stock_model(), True)
 
 

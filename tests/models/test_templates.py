@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keel.config.model import BuildModel, Model
-from keel.models import chat as chats
+from keel.models import template as chats
 from keel.models.build import build_config
 from keel.models.chat import encode
 from keel.models.loading import load_model, load_tokenizer

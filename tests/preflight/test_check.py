@@ -16,24 +16,27 @@ import torch
 from keel.config.fields import derive
 from keel.config.load import load_recipe, shipped
 from keel.config.schema import RLStage
-from keel.config.sources import RewardSource
-from keel.data.tasks import PromptStream
+from keel.config.sources import Rewards, RewardSource
+from keel.data.tasks import PromptStream, build_task
 from keel.engines.native import NativeEngine
+from keel.models.build import character_tokenizer
 from keel.models.chat import Encoder
 from keel.models.policy import load_policy
 from keel.preflight.check import Report
 from keel.preflight.check import check as whole_check
 from keel.preflight.context import StageContext
-from keel.preflight.gold_answers import shapes
+from keel.preflight.gold_answers import gold_of, shapes
 from keel.preflight.prompts import read_prompts, sampling_plan
 from keel.preflight.trial_batch import GROUPS, MEMBERS, SHORTEST, Load, Size, sample, size_for
+from keel.rewards.registry import load_reward
 from keel.rewards.scorer import Scorer
 from keel.training.evaluation import evaluate
 from keel.training.rollout import Sampler, collect
 from keel.training.run import train
 from keel.types import KeelError
 from studies.preflight import Case, cases, half_trained, look
-from tests.shared import shared_path
+from tests.data.tasks.made import source
+from tests.shared import needs_bubblewrap, shared_path
 
 CASES = ("gold-format", "budget", "end-of-turn", "idle-keys", "long-prompts", "cold",
          "always-fine", "never-in-tags", "leak", "bfloat16", "sft-header", "dpo-special",
@@ -279,6 +282,18 @@ def test_shapes_of_gold_answers_follow_the_rewards() -> None:
     assert {"7", "<answer>7</answer>", "\\boxed{7}", "#### 7"} <= set(written("a:b"))
 
 
+def test_gold_answers_follow_the_thoughts_that_a_template_opens() -> None:
+    task = build_task(source("addition"), 0)
+    asked = replace(task.prompt("train", 0), opening="<think>\n")
+    reward = RewardSource(function="exact_match")
+    tokenizer = character_tokenizer("0123456789+=", 64)
+    gold = gold_of(
+        [asked], {task.name: task}, [(reward, load_reward(reward))], tokenizer, Rewards()
+    )
+    assert gold is not None
+    assert gold.best == {"exact_match": [1.0]}
+
+
 # ---------------------------------------------------------------- rewards and names
 
 LEARNED = {"function": "outcome", "options": {"stage": "made"}}
@@ -324,7 +339,7 @@ def test_would_stop_has_the_key_and_the_line(own: str, tmp_path: Path) -> None:
     for stage, key, reason in (
         (rl({"function": f"{own}:broken"}, tasks=[questions(tmp_path / "q.jsonl", 60)]),
          "rewards.functions", "no such thing"),
-        (rl({"function": "code"}), "rewards.functions", "tests"),
+        (rl({"function": "code", "options": {"trusted": True}}), "rewards.functions", "tests"),
         (rl(tasks=gone), "tasks", "gone.jsonl"),
         (rl(rollout={**ROLLOUT, "stop_ids": [999]}), "rollout.stop_ids", "999"),
         (rl(rollout={**ROLLOUT, "stop": ["É"]}), "model.build.alphabet", "stop = 'É'"),
@@ -336,6 +351,22 @@ def test_would_stop_has_the_key_and_the_line(own: str, tmp_path: Path) -> None:
         check(recipe(rl(stepps=3)))
     with pytest.raises(KeelError, match="does not exist"):
         check({**recipe(rl()), "model": {"name": "/nowhere/at/all"}})
+
+
+@needs_bubblewrap
+def test_tests_that_any_code_passes_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"{at}+1=", "tests": f"assert {'not' * (at % 2)} f({at}) == {at}"}
+        for at in range(60)
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    stage = rl(
+        {"function": "code", "options": {"timeout": 60.0}}, tasks=[{"name": "jsonl", "path": path}]
+    )
+    (found,) = [one for one in check(recipe(stage)).findings if one.kind == "weak-tests"]
+    assert (found.key, found.severity) == ("rewards.functions", "warning")
+    assert "of 8 examples" in found.evidence
+    assert "[], " in found.evidence
 
 
 def test_reward_that_returns_none_and_one_that_only_punishes(own: str, tmp_path: Path) -> None:
@@ -468,6 +499,7 @@ def test_validation_prompts_that_are_trained_on(tmp_path: Path, pairs: str) -> N
 
 
 @pytest.mark.slow
+@needs_bubblewrap
 def test_gsm8k_and_math500_with_their_rewards() -> None:
     """Rationales under numeric_match, answers under math: no gold answer is refused; and
     numeric_match stops at an answer of MATH that holds no number."""

@@ -17,7 +17,9 @@ from keel.cli.main import main
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe, RLStage, Stage
 from keel.engines.native import NativeEngine
+from keel.engines.registry import ENGINES
 from keel.models.policy import load_policy
+from keel.preflight import trial_child
 from keel.preflight.check import Report, check
 from keel.preflight.context import LongestExample
 from keel.preflight.judge_cost import evaluations_of
@@ -25,6 +27,8 @@ from keel.preflight.memory import available_memory, read_result, resident_memory
 from keel.preflight.prediction import stage_parts
 from keel.preflight.trial import Trial, full_length, trial_of
 from keel.preflight.trial_batch import Load
+from keel.preflight.trial_process import TrialJob
+from keel.runs.writer import RunWriter
 from keel.types import Prompt, Sampling
 
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
@@ -302,6 +306,36 @@ def test_evaluations_are_counted() -> None:
     assert evaluations_of(on_rows("reward_model")) == 2
     sft = {"stage": "sft", "tasks": [{"name": "sort_digits"}]}
     assert evaluations_of(load_recipe({"model": {"build": {}}, "stages": [sft]}).stages[0]) == 0
+
+
+# ---------------------------------------------------------------- a GPU, by its name alone
+
+
+def test_trial_on_a_gpu_measures_every_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a new process: torch has no statistics of a GPU before it is initialised."""
+    ready: list[str] = []
+
+    def reset(device: torch.device) -> None:
+        if not ready:
+            raise RuntimeError("Invalid device argument 0: did you call init?")
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: ready.append("init"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(RunWriter, "checkpoint", RunWriter.checkpoint)
+    for name, engine in ENGINES.items():
+        monkeypatch.setitem(ENGINES, name, engine)
+    recipe = load_recipe("tiny", ["steps=2", "model.device=cpu", "evaluation.prompts=2"])
+    (tmp_path / "recipe.toml").write_text(to_toml(recipe))
+    trial_child.run_trial(TrialJob(str(tmp_path), "cuda:0", None, {"rl": 4}, ("native",)))
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    result = read_result([json.loads(line) for line in lines], 0)
+    assert not result.stopped
+    memory = result.stages["rl"]
+    assert {"rollout", "update"} <= memory.phases.keys()
+    assert (memory.peak, memory.tokens > 0) == (7, True)
 
 
 # ---------------------------------------------------------------- available memory

@@ -90,6 +90,7 @@ CASES: list[tuple[Any, ...]] = [
         **SAMPLED, "rewards": {"functions": [{"function": "task", "correctness": True}]}}), ()),
     ("rollout.max_turns", rl(), ("rollout.max_turns=3",)),
     ("rollout.max_turns", rl(), ("rollout.max_turns=3", "rollout.program=mine.py:run")),
+    ("rollout.reply_role", rl(), ("rollout.reply_role=tool",)),
     ("rollout.max_programs", rl(), ("rollout.max_programs=3",)),
     ("rollout.overlap_rewards", rl(),
      ("rollout.program=mine.py:run", "rollout.overlap_rewards=true")),

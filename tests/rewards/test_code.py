@@ -9,10 +9,11 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer
-from keel.rewards.code import in_threads
+from keel.rewards.code import CodeReward, in_threads
 from keel.rewards.registry import load_reward
 from keel.types import KeelError
-from tests.sandbox.processes import children, eventually, needs_bubblewrap, resident_mb
+from tests.sandbox.processes import children, eventually, resident_mb
+from tests.shared import needs_bubblewrap
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(0) == 0"]
 RIGHT = "def double(x):\n    return 2 * x\n"
@@ -235,3 +236,45 @@ def test_threads_that_are_stopped_begin_no_further_item() -> None:
     with pytest.raises(KeelError, match="stopped"):
         in_threads(work, range(1000), 1, stop)
     assert done == [0, 1, 2]
+
+
+@needs_bubblewrap
+def test_code_in_thoughts_is_not_judged() -> None:
+    asked = Asked()
+    wrong = "```python\ndef double(x): return x\n```"
+    right = f"```python\n{RIGHT}```"
+    texts = [
+        f"<think>{wrong}</think>{right}",
+        f"{wrong}\n</think>\n{right}",
+        f"<think>{right}</think>{wrong}",
+        f"<think>{right}</think>Done.",
+        f"{right} and",
+        f"<answer>\n{RIGHT}</answer>",
+    ]
+    openings = ["", "<think>\n", "", "", "<think>\n", ""]
+    assert asked(texts, tests=[ASSERTS] * 6, openings=openings) == [1, 1, 0, 0, 0, 1]
+    assert asked.causes[4] == "no code: the completion ends within a thought"
+
+
+WEAK = {
+    "import numpy as np\nassert np.isclose(double(2), [4]).all()": {"[]"},
+    "assert not double(1)": {"[]", "None", '""', "0"},
+    "assert not double(1) > 2": {"nan", "0"},
+    "try: double(1)\nexcept ValueError: pass": {"[]", "nan", "None", '""', "0", "a raise"},
+    "assert double(2) == 4": set(),
+    "assert sum([1]) == 1": set(),
+}
+
+
+@needs_bubblewrap
+def test_tests_that_answers_pass_which_solve_nothing() -> None:
+    named = {"tests": "def check(f):\n    assert not f(1)", "entry_point": "double"}
+    for columns, isolation in (({}, "process"), ({"entry_point": "entry_point"}, "shared")):
+        asked = Asked(isolation=isolation, **columns)
+        reward = asked.reward.function
+        assert isinstance(reward, CodeReward)
+        if not columns:
+            found = reward.trivial([*({"tests": test} for test in WEAK), {"tests": None}])
+            assert [set(one) for one in found] == [*WEAK.values(), set()]
+        else:
+            assert set(reward.trivial([named])[0]) == {"[]", "None", '""', "0"}

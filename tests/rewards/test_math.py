@@ -1,23 +1,21 @@
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards.registry import load_reward
 from keel.rewards.validation import Wrong
+from tests.shared import needs_bubblewrap
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
-)
+pytest.importorskip("math_verify")
+pytestmark = needs_bubblewrap
 
 
 def test_rewards() -> None:
     reward = load_reward(RewardSource(function="math", options={"timeout": 300.0}))
     assert (reward.required, reward.optional) == (
         ("completions", "answer"),
-        ("prompts", "log_metric", "log_extra"),
+        ("prompts", "openings", "log_metric", "log_extra"),
     )
     logged: dict[str, float] = {}
     extras: dict[str, object] = {}
@@ -36,6 +34,8 @@ def test_rewards() -> None:
         assert extras == {"extracted": ["it is $1/2$", "0.25", "1/2", None]}
     assert logged == {"math/timed_out": 0, "math/died": 0}
     assert reward.function(completions=["1"], answer=["1"]) == [1]
+    several = [[r"\frac{1}{2}", "2"], ["3", ")("], [None, 0.5]]
+    assert reward.function(completions=["2", "4", "1/2"], answer=several) == [1, 0, 1]
     reward.function.close()  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -155,3 +156,76 @@ def test_place_match_counts_characters_at_their_places() -> None:
     assert found == pytest.approx(expected)
     assert place_match(completions=["abc", " abc"], answer=[" abc\n", "ab "]) == [1.0, 2 / 3]
     assert place_match(completions=["x", ""], answer=[None, ""]) == [None, 0.0]
+
+
+@pytest.mark.parametrize("wrap", [str, message])
+@pytest.mark.parametrize("opening", ["", "<think>\n", "<reasoning>\n", "<scratchpad>\n"])
+def test_the_answer_follows_the_last_thought(wrap: Any, opening: str) -> None:
+    tag = opening.strip() or "<think>"
+    end = f"</{tag[1:]}"
+    begun = "" if opening else tag
+    texts = [
+        wrap(f"{begun}Maybe \\boxed{{35}}? <answer>35</answer>{end}36"),
+        wrap(f"{begun}36. {end}The <answer>36</answer>"),
+        wrap(f"{begun}I get \\boxed{{36}}."),
+        wrap(f"{begun}36{end}"),
+    ]
+    given: dict[str, Any] = {"completions": texts, "openings": [opening] * 4}
+    for gold, right in (("36", [1, 1, 0, 0]), ("35", [0, 0, 0, 0])):
+        assert numeric_match(answer=[gold] * 4, prompts=["?"] * 4, **given) == right
+    assert exact_match(answer=["36"] * 4, **given) == [1, 0, 0, 0]
+    assert exact_match(answer=["36"] * 4, tag="answer", **given) == [0, 1, 0, 0]
+    assert place_match(answer=["36"] * 4, **given) == [1, 0, 0, 0]
+
+
+def test_a_form_begins_with_what_the_template_opened() -> None:
+    asked: dict[str, Any] = {"tags": ["reasoning", "answer"]}
+    text = "18 + 18.\n</reasoning>\n<answer>36</answer>"
+    openings = ["<reasoning>\n"]
+    assert format_match(completions=[text], openings=openings, **asked) == [1]
+    assert format_match(completions=[message(text)], openings=openings, **asked) == [1]
+    assert format_match(completions=[text], **asked) == [0]
+    assert format_match(
+        completions=["</reasoning><answer>36</answer>"], openings=openings, **asked
+    ) == [0]
+    regex = r"^<reasoning>.+</reasoning>\s*<answer>\d+</answer>$"
+    assert format_match(completions=[text], openings=openings, regex=regex) == [1]
+    # A thought that the template closed as well is no part of the policy's form.
+    closed = ["<think>\n\n</think>\n\n"]
+    assert format_match(completions=["<answer>36</answer>"], openings=closed, tags=["answer"]) == [
+        1
+    ]
+
+
+@pytest.mark.parametrize("text", ["<answer>25</answer>", "5 * 5:\n<result>25</result>\n", "25</s>"])
+def test_tags_around_a_number_need_no_option(text: str) -> None:
+    logged: dict[str, Any] = {}
+    values = numeric_match(completions=[text], answer=["25"], log_extra=logged.__setitem__)
+    assert (values, logged["extracted"]) == ([1], ["25"])
+    assert numeric_match(completions=[text], answer=["2"]) == [0]
+
+
+# ---------------------------------------------------------------- answer columns that hold lists
+
+
+def test_any_entry_of_a_list_is_right() -> None:
+    golds: list[Any] = [["Oslo", "Kristiania"], "Lima", None, [], [14.0, None], math.nan, 14.0]
+    said = ["Kristiania", "Lima", "x", "x", "14", "nan", "14"]
+    assert exact_match(completions=said, answer=golds) == [1.0, 1.0, None, None, 1.0, None, 1.0]
+    assert exact_match(completions=["['Oslo']"], answer=[["Oslo"]]) == [0.0]
+    assert place_match(completions=["ab"], answer=[["xyz", "ac"]]) == [0.5]
+
+
+def test_a_list_of_numbers_is_read_entry_by_entry() -> None:
+    extras: dict[str, Any] = {}
+    found = numeric_match(
+        completions=["It is 7.", "It is 36.", "It is 5."],
+        answer=[["1", 7], [35, "thirty-six", 36.0], ["none", "neither"]],
+        prompts=["a"] * 3,
+        log_extra=extras.__setitem__,
+    )
+    assert found[:2] == [1.0, 1.0]
+    assert isinstance(found[2], Wrong)
+    assert extras["extracted"] == ["7", "36", "5"]
+    with pytest.raises(KeelError, match="a table of text: name a key of it"):
+        exact_match(completions=["8"], answer=[{"text": ["8"]}])

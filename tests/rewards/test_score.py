@@ -15,10 +15,12 @@ import torch
 
 from keel.config.sources import RewardSource
 from keel.data.tasks import build_task
+from keel.models.chat import encode
 from keel.rewards import Scorer, load_reward
 from keel.rewards.registry import NamedReward, named_reward
 from keel.types import Completion, Group, KeelError, Message, Prompt, Step
 from tests.data.tasks.made import Calculator, Listed, completion, source
+from tests.models.published_templates import tokenizer_of
 from tests.rewards import functions
 
 
@@ -436,6 +438,19 @@ def test_a_missing_column_is_named_before_any_call() -> None:
         scorer.check([Prompt("p", "say")])
 
 
+def test_a_column_turns_is_not_mistaken_for_the_conversation() -> None:
+    def first(completions: list[str], turns: list[Any]) -> list[float]:
+        return [float(len(own)) for own in turns]
+
+    def other(completions: list[str], **columns: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    groups = [group(["a"], Prompt("t/train/0", "say", {"turns": 3}, "t"))]
+    with pytest.raises(KeelError, match=r"reward 'first' has an argument 'turns', .* rename the"):
+        Scorer([named_reward(first)])(groups, 0)
+    assert values(Scorer([named_reward(other)])(groups, 0)) == [[0.0]]
+
+
 def test_a_column_of_another_task_is_none_for_this_one() -> None:
     def picky(completions: list[str], solution: list[Any]) -> list[float | None]:
         return [None if gold is None else 1.0 for gold in solution]
@@ -551,3 +566,82 @@ def test_steps_that_end_at_written_tokens_stand_at_their_places_in_the_completio
     group = Group(Prompt("t/train/0", "go", {}, "t"), (conversation(["ab", "c"], "12"),))
     [[result]] = Scorer([named_reward(each)])([group], 1).results
     assert result.steps == (Step(0, 1.0), Step(1, 1.0), Step(4, 1.0))
+
+
+def ended(text: str, finish: Any = "stop", turns: tuple[Message, ...] = ()) -> Completion:
+    return replace(completion(text), finish=finish, turns=turns)
+
+
+def test_functions_get_the_text_before_the_stop_string() -> None:
+    asked = Prompt("t/train/0", "say", {"answer": "25"}, "t")
+    found = [
+        ended("25\nUser:"),
+        ended("5\nUser: 25"),
+        ended("<answer>25</answer>"),
+        ended("25\nUser: 7", "length"),
+        ended(
+            "?</call>25\nUser:",
+            turns=(
+                Message(role="assistant", content="?</call>"),
+                Message(role="environment", content="\nUser:"),
+                Message(role="assistant", content="25\nUser:"),
+            ),
+        ),
+    ]
+    seen: list[Any] = []
+    ids: list[Any] = []
+
+    def own(completions: list[str], completion_ids: list[Any], turns: list[Any]) -> list[float]:
+        seen.extend(completions)
+        ids.extend(completion_ids)
+        seen.append([turn["content"] for turn in turns[-1]])
+        return [0.0] * len(completions)
+
+    functions = [named_reward(own), load_reward(RewardSource(function="numeric_match"))]
+    scorer = Scorer(functions, stop=("\nUser:", "</answer>", "</call>"))
+    scored = scorer([Group(asked, tuple(found))], 1)
+    assert [one.components["numeric_match"] for one in scored.results[0]] == [1, 0, 1, 0, 0]
+    assert seen == [
+        "25", "5", "<answer>25</answer>", "25\nUser: 7", "?</call>25",
+        ["?</call>", "\nUser:", "25"],
+    ]  # fmt: skip
+    assert [len(one) for one in ids] == [len(one.tokens) for one in found]
+
+
+def test_rewards_know_what_the_template_opened() -> None:
+    turns = (Message(role="user", content="say"),)
+    asked = Prompt("t/train/0", turns, {"answer": "36"}, "t", opening="<reasoning>\n")
+    texts = ["35?</reasoning><answer>36</answer>", "<answer>36</answer>"]
+    seen: list[Any] = []
+
+    def own(completions: list[Any], **columns: Any) -> list[float]:
+        seen.extend(c[0]["content"] for c in completions)
+        return [float("openings" in columns)] * len(completions)
+
+    options = {"tags": ["reasoning", "answer"]}
+    functions = [
+        named_reward(own),
+        load_reward(RewardSource(function="format_match", options=options)),
+        load_reward(RewardSource(function="numeric_match")),
+    ]
+    scored = Scorer(functions)([group(texts, asked)], 1)
+    assert [one.components for one in scored.results[0]] == [
+        {"own": 0.0, "format_match": 1.0, "numeric_match": 1.0},
+        {"own": 0.0, "format_match": 0.0, "numeric_match": 0.0},
+    ]
+    assert seen == texts  # as generated
+
+
+@pytest.mark.parametrize("name", ["deepseek-r1", "opened"])
+def test_thoughts_of_published_templates_are_known(name: str) -> None:
+    ask = (Message(role="user", content="17 + 19?"),)
+    asked = encode(Prompt("p", ask, {"answer": "36"}, "t"), tokenizer_of(name), {})
+    tag = asked.opening.strip(" \n<>")
+    texts = [f"35?</{tag}><answer>36</answer>", "<answer>36</answer>", f"36</{tag}>"]
+    options = {"tags": [tag, "answer"]}
+    functions = [
+        load_reward(RewardSource(function="format_match", options=options)),
+        load_reward(RewardSource(function="numeric_match")),
+    ]
+    scored = Scorer(functions)([group(texts, asked)], 1)
+    assert [list(one.components.values()) for one in scored.results[0]] == [[1, 1], [0, 0], [0, 0]]

@@ -10,8 +10,10 @@ from keel.config.sources import TaskSource
 from keel.data.tasks.build import build_task
 from keel.types import Completion, Task
 from tests.data.tasks.made import completion
+from tests.shared import needs_bubblewrap
 
 pytest.importorskip("reasoning_gym")
+pytestmark = needs_bubblewrap
 
 RUNNING = (
     *("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"),

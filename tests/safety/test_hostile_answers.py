@@ -30,7 +30,7 @@ from keel.sandbox.resident import Resident
 from keel.types import KeelError, Prompt
 from tests.data.tasks.made import completion
 from tests.safety.processes import descendants, gone
-from tests.sandbox.processes import needs_bubblewrap
+from tests.shared import needs_bubblewrap
 
 EVALUATED = (
     *("countdown", "puzzle24", "simple_integration", "intermediate_integration"),

@@ -18,7 +18,8 @@ from keel.sandbox.lifeline import Lifeline
 from tests.rewards.learned import save_model
 from tests.safety.parents import KINDS, LOOP
 from tests.safety.processes import Process, descendants, end, gone, look
-from tests.sandbox.processes import eventually, needs_bubblewrap
+from tests.sandbox.processes import eventually
+from tests.shared import needs_bubblewrap
 from tests.source_tree import ROOT
 
 BUSY = 0.3

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-import pytest
-
-needs_bubblewrap = pytest.mark.skipif(
-    shutil.which("bwrap") is None and not os.environ.get("KEEL_REQUIRE_SHARED"),
-    reason="bubblewrap is not installed: apt install bubblewrap",
-)
 
 
 def processes_with(word: str) -> list[int]:

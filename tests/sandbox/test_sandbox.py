@@ -15,13 +15,8 @@ import pytest
 
 from keel.sandbox.bubblewrap import DYNAMIC_UIDS, Limits, Ran, Sandbox, passing_uid
 from keel.types import KeelError
-from tests.sandbox.processes import (
-    children,
-    eventually,
-    needs_bubblewrap,
-    processes_with,
-    resident_mb,
-)
+from tests.sandbox.processes import children, eventually, processes_with, resident_mb
+from tests.shared import needs_bubblewrap
 from tests.source_tree import ROOT
 
 LONG = 300.0

@@ -27,8 +27,8 @@ from keel.sandbox.seccomp import (
     computing_filter,
     seccomp_filter,
 )
-from tests.sandbox.processes import needs_bubblewrap
 from tests.sandbox.test_sandbox import python
+from tests.shared import needs_bubblewrap
 
 ALLOWED, KILLED = 0x7FFF0000, 0x80000000
 REFUSED, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS

@@ -15,6 +15,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.training.run import train
+from keel.types import KeelError
 from tests.training.judged import data, labelled, ones, recipe, traces
 from tests.training.small import Stop
 from tests.training.test_resume import damage, same
@@ -230,4 +231,51 @@ def test_resume_of_three_stages_after_an_interrupt(
     with pytest.raises(Interrupted):
         train(three_stages(), tmp_path / "again", callbacks=[Stop(step, stage=stage)])
     again = train(None, tmp_path / "again", resume=True)
+    alike(whole, again)
+
+
+def other_model(run: RunFolder, other: RunFolder) -> None:
+    """The reward model of another run in its place, whole, with its manifest."""
+    shutil.rmtree(run.models_folder)
+    shutil.copytree(other.models_folder, run.models_folder)
+
+
+@pytest.mark.parametrize("kind", ["reward_model", "process_reward_model"])
+def test_reward_model_of_another_run_is_refused(kind: str, tmp_path: Path) -> None:
+    if kind == "reward_model":
+        made = three_stages()
+    else:
+        rewards = {"functions": [{"function": "step_match"}]}
+        judge = {"stage": kind, **EVERY_SECOND, "sampled": {**SAMPLED, "rewards": rewards}}
+        learned = {"functions": [{"function": "process", "options": {"stage": kind}}]}
+        reinforce = {**REINFORCE, "algorithm": "grpo_process", "rewards": learned}
+        reinforce["evaluation"] = {"every": 0}
+        made = recipe(IMITATE, judge, reinforce)
+    run = RunFolder(tmp_path / "run", tuple(stage.name for stage in made.stages))
+    with pytest.raises(Interrupted):
+        train(made, run.path, callbacks=[Stop(2, stage="rl")])
+    other = train(made.model_copy(update={"seed": 1}), tmp_path / "other")
+    kept = tmp_path / "kept"
+    shutil.copytree(run.models_folder, kept)
+    other_model(run, other)
+    with pytest.raises(KeelError, match=f"models/{kind} is not the reward model that this run"):
+        train(None, run.path, resume=True)
+    shutil.rmtree(run.model(kind))
+    with pytest.raises(KeelError, match=f"models/{kind} is not the reward model that this run"):
+        train(None, run.path, resume=True)
+    shutil.copytree(kept, run.models_folder, dirs_exist_ok=True)
+    train(None, run.path, resume=True)
+
+
+def test_reward_model_replaced_before_the_next_stage_is_restored(tmp_path: Path) -> None:
+    """The newest checkpoint is the last of its own stage: the model is that of the checkpoint."""
+    made = three_stages()
+    whole = train(made, tmp_path / "whole")
+    again = train(made, tmp_path / "again")
+    other = train(made.model_copy(update={"seed": 1}), tmp_path / "other")
+    for entry in again.list_checkpoints():
+        if entry.place.stage == 2:
+            shutil.rmtree(entry.path)
+    other_model(again, other)
+    train(None, again.path, resume=True)
     alike(whole, again)

@@ -15,12 +15,13 @@ from keel.data.preferences.store.records import LabelRecord
 from keel.data.preferences.store.store import PreferenceStore
 from keel.rewards.rules import place_match
 from keel.runs.layout import RunFolder
+from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from tests.durability.same import contents
 from tests.training.judged import recipe
-from tests.training.small import Notes
+from tests.training.small import Notes, Stop
 
 TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
 SAMPLED: dict[str, Any] = {
@@ -188,3 +189,55 @@ def test_costs_of_a_run_are_its_labels_and_the_hours_of_its_steps(
     assert of["gpu"]["actual_dollars"] == pytest.approx(2 * hours)
     assert main(["prefs", "costs", str(folder.preferences), "--gpu-price", "2"]) == 2
     assert "give a run folder" in capsys.readouterr().err
+
+
+def first_round(tmp_path: Path, then: dict[str, Any]) -> tuple[RunFolder, PreferenceStore]:
+    """A run that stopped in the stage after one with people, and a copy of its store."""
+    made = recipe(stage(labels=20, noise=0.1, price=0.5), {**then, "checkpoints": {"every": 1}})
+    with pytest.raises(Interrupted):
+        train(made, tmp_path / "run", callbacks=[Stop(1, stage=then["name"])])
+    folder = RunFolder.open(tmp_path / "run")
+    return folder, PreferenceStore(folder.preferences)
+
+
+AFTER = [
+    {"name": "next", "stage": "dpo", "sampled": SAMPLED, **BRIEF},
+    {**stage(labels=20, noise=0.1, price=0.5), "name": "next"},
+]
+
+
+@pytest.mark.parametrize("then", AFTER, ids=["dpo", "people again"])
+@pytest.mark.parametrize("how", ["gone", "older", "changed"])
+def test_store_without_the_labels_of_a_round_is_refused(
+    tmp_path: Path, how: str, then: dict[str, Any]
+) -> None:
+    folder, store = first_round(tmp_path, then)
+    with store:
+        labels = list(store.labels(source="human"))
+        if how == "older":
+            store.database.execute("DELETE FROM labels WHERE id = ?", (labels[0].id,))
+        elif how == "changed":
+            sql = "UPDATE labels SET value = 1 - value WHERE id = ?"
+            store.database.execute(sql, (labels[0].id,))
+    if how == "gone":
+        for path in folder.path.glob("preferences.db*"):
+            path.unlink()
+    lost = 20 if how == "gone" else 1
+    message = rf"preferences\.db: {lost} of 20 labels .*'reward_model'.* restore it from a copy"
+    with pytest.raises(KeelError, match=message):
+        train(None, folder.path, resume=True)
+    assert how != "gone" or not folder.preferences.exists()
+
+
+def test_store_with_further_labels_is_that_of_the_run(tmp_path: Path) -> None:
+    folder, store = first_round(tmp_path, AFTER[0])
+    with store:
+        labelled = {label.pair for label in store.labels(source="human")}
+        pair = next(pair for pair in store.pairs() if pair.id not in labelled)
+        store.add([LabelRecord(pair.id, 1.0, "human", "ada")])
+    train(None, folder.path, resume=True)
+    recorded = lines(folder.labels("reward_model"))
+    assert len(recorded) == 20
+    folder.labels("reward_model").write_text("")
+    with pytest.raises(KeelError, match=r"reward_model-labels\.jsonl is damaged"):
+        train(None, folder.path, resume=True)

@@ -76,6 +76,18 @@ def test_evaluation_and_rollouts_call_async_rewards_in_one_event_loop(tmp_path: 
     assert len(set(map(id, rewards.LOOPS))) == 1
 
 
+def test_rewards_of_a_run_get_texts_before_the_stop_string(tmp_path: Path) -> None:
+    rewards.TEXTS.clear()
+    words = (function("remembers"), 'rollout.stop=["1", "2", "3"]', "rollout.max_tokens=8")
+    folder = run(tmp_path / "run", "steps=2", "evaluation.prompts=4", *words)
+    assert len(rewards.TEXTS) == 2 * 4 * 4 + 2 * 4
+    assert not [text for text in rewards.TEXTS if set(text) & set("123")]
+    rows = load(folder.path).rollouts(1)
+    ended = [row for row in rows if row["finish"] == "stop"]
+    assert ended
+    assert all(row["completion"][-1] in "123" for row in ended)
+
+
 def test_mask_truncated_gives_zero_advantages(tmp_path: Path) -> None:
     words = ("rewards.functions=[{function='place_match'}]", "rollout.mask_truncated=true")
     folder = run(tmp_path / "run", *words, "steps=1")

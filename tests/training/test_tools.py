@@ -60,11 +60,12 @@ def sampler(policy: Policy, turns: int) -> Sampler:
         return second.pop(0) if answered else first[index]
 
     engine = ScriptedEngine(script, policy.tokenizer)
-    stream = PromptStream([task], [1.0], 0, Encoder(policy.tokenizer))
+    encoder = Encoder(policy.tokenizer)
+    stream = PromptStream([task], [1.0], 0, encoder)
     tasks = {task.name: task}
     return Sampler(
         engine=engine,
-        tokenizer=policy.tokenizer,
+        chat=encoder.chat,
         tasks=tasks,
         stream=stream,
         scorer=Scorer((), tasks),

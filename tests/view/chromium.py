@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,12 +16,9 @@ from typing import Any
 
 import pytest
 
+from tests.shared import CHROMIUM
+
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None and "KEEL_REQUIRE_SHARED" not in os.environ,
-    reason="there is no Chromium (apt install chromium, or set CHROMIUM)",
-)
 WAIT = 60_000
 """Milliseconds for which a page may take to show something: the machine may be busy."""
 sync_api.expect.set_options(timeout=WAIT)

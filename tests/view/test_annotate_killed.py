@@ -15,8 +15,9 @@ import pytest
 
 from keel.data.preferences.store.store import PreferenceStore
 from tests.data.preferences.store.made import taken
+from tests.shared import needs_chromium
 from tests.view.annotating import Annotator, Server, pair
-from tests.view.chromium import WAIT, launch, needs_chromium, sync_api
+from tests.view.chromium import WAIT, launch, sync_api
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 PAIRS, BROWSER_KILL = 200, 60

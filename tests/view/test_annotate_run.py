@@ -11,9 +11,10 @@ import pytest
 from keel.runs.layout import RunFolder
 from keel.training.run import train
 from keel.types import KeelError
+from tests.shared import needs_chromium
 from tests.training.test_people import recipe, stage
 from tests.view.annotating import Annotator, Server
-from tests.view.chromium import needs_chromium, tab
+from tests.view.chromium import tab
 
 pytestmark = [needs_chromium]
 KEYS = ("1", "2", "t", "s", "1", "2")

@@ -8,8 +8,9 @@ import pytest
 
 from keel.runs.layout import RunFolder
 from keel.runs.writer import Recorder
+from tests.shared import needs_chromium
 from tests.view import hostile
-from tests.view.chromium import WAIT, Served, needs_chromium, part, serve, sync_api
+from tests.view.chromium import WAIT, Served, part, serve, sync_api
 
 expect = sync_api.expect
 pytestmark = [needs_chromium]

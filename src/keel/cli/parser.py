@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import NoReturn, TypeAlias
+
+from keel.version import VERSION
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train language models by reinforcement learning: PPO, GRPO, GSPO and their "
         "relatives, from a laptop's CPU up.",
     )
-    parser.add_argument("--version", action="version", version=f"keel {version('keel-rl')}")
+    parser.add_argument("--version", action="version", version=f"keel {VERSION}")
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=Parser
     )

@@ -36,7 +36,7 @@ class Optimizer(FrozenModel):
     epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """Added to the square root of the second moment."""
     weight_decay: Coefficient = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; norms and biases have none."""
     max_grad_norm: Positive | None = 1.0
     """Gradients are scaled down to this norm; None: never."""
 

@@ -21,6 +21,7 @@ _NO_EVALUATION = UnusedIf(lambda key: key.table.prompts == 0, NEVER_EVALUATED.wh
 _NO_REPLIES = UnusedIf(
     lambda key: key.facts.replies.get(key.stage.name) is False, "no task of the stage replies"
 )
+_ONE_TURN = UnusedIf(lambda key: key.table.max_turns == 1, "rollout.max_turns is 1: no replies")
 _NO_REFILLS = UnusedIf(
     lambda key: not key.table.dynamic_sampling, "rollout.dynamic_sampling is off: no refills"
 )
@@ -99,6 +100,8 @@ class Rollout(FrozenModel):
     """Token ids that end a completion."""
     max_turns: Annotated[Answers, _PROGRAM, _NO_REPLIES] = 1
     """Turns of the policy in one completion, for tasks that reply."""
+    reply_role: Annotated[Literal["user", "tool"], _PROGRAM, _ONE_TURN, _NO_REPLIES] = "user"
+    """The role of a reply in a conversation."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards (without length penalty) are all equal, and sample others in their
     place; the preset's unless set."""

@@ -27,7 +27,7 @@ from keel.runs.reader import load
 from keel.runs.writer import RunWriter, update_run_json
 from keel.types import KeelError
 
-REPORTED = ("keel-rl", "gymnasium", "torch", "numpy")
+REPORTED = ("gymnasium", "torch", "numpy")
 LEARNERS: Mapping[str, Callable[[Any, int], ControlLearner]] = {
     "q_learning": QLearning,
     "policy_gradient": PolicyGradient,

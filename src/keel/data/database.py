@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import threading
 import time
@@ -19,6 +20,8 @@ MAGIC = b"SQLite format 3\0"
 """The first bytes of every SQLite file."""
 FIXES = {
     sqlite3.SQLITE_FULL: "free space on its disk",
+    # Also of a full disk: SQLite reports so that the index of its log, or a quota, has no space.
+    sqlite3.SQLITE_IOERR: "free space on its disk; if it is not full, check the disk",
     sqlite3.SQLITE_READONLY: "make the file and its folder writable",
     sqlite3.SQLITE_CANTOPEN: "make the file and its folder readable and writable",
     sqlite3.SQLITE_BUSY: "another process is writing to it: wait for it to end",
@@ -153,7 +156,8 @@ class Database:
             yield
         except (OSError, sqlite3.Error) as error:
             # The low byte of an extended code is the primary one.
-            code = getattr(error, "sqlite_errorcode", None)
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_FULL if full else None)
             fix = FIXES.get(0 if code is None else code & 0xFF, "name another file")
             raise KeelError(f"{self.name} cannot be used: {error}: {fix}") from None
 

@@ -8,12 +8,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from keel.engines.sampler import occurrences
-from keel.models.chat import decode
+from keel.models.chat import ChatEncoder
+from keel.models.text import decode, encode_text
 from keel.runs.watchdog import raise_if_cancelled
-from keel.types import Completion, Engine, Group, KeelError, Message, Prompt, Sampling, Task
+from keel.types import (
+    Completion,
+    Engine,
+    Group,
+    KeelError,
+    Message,
+    Prompt,
+    Sampling,
+    Task,
+    text_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +63,19 @@ def generate_multi_turn(
     seed: int,
     *,
     tasks: Mapping[str, Task],
-    tokenizer: Any,
+    chat: ChatEncoder,
     max_turns: int,
+    reply_role: str = "user",
 ) -> list[Group]:
     """`n` completions for each prompt, in each of which the policy may have `max_turns` turns.
 
     When the policy ends a turn before its budget does, the prompt's task is asked for a reply to
     the text so far. The reply's tokens are appended as context (`written` false, log-probability 0)
-    after the policy's end-of-sequence token, and the policy continues. A task that replies None
+    after the policy's own, and the policy continues. In a conversation the reply is a message of
+    `reply_role`: the chat template closes the policy's turn and opens the next, and the tokens that
+    the policy wrote stay. After a prompt of plain text it is text. A task that replies None
     ends the completion, as does the last turn. `sampling.max_tokens` and the engine's `context`
-    limit all tokens of the completion; a reply that does not fit is cut. A special token spelled
+    limit all tokens of the completion; a reply that does not fit is cut. A control token spelled
     out in a reply is ordinary characters. `text` of a completion is what the policy wrote, `turns`
     has the replies as well. `finish` is that of the last turn, or "length" where a reply used up
     the budget. An engine with a `conversation` method is fed each token once.
@@ -81,15 +94,15 @@ def generate_multi_turn(
             replies = {number: _reply(dialogs[number], tasks) for number in going}
             answered = {number: text for number, text in replies.items() if text is not None}
             for number, text in answered.items():
-                dialogs[number] = _with_reply(dialogs[number], text, tokenizer)
+                dialogs[number] = _with_reply(dialogs[number], text, chat, reply_role)
             going = [number for number in answered if dialogs[number].left > 0]
             if not going:
                 break
             turns = _next_turns(
-                sampler, [dialogs[number] for number in going], turn, sampling, seed
+                sampler, [dialogs[number] for number in going], turn, sampling, seed, chat
             )
             for number, words in zip(going, turns, strict=True):
-                dialogs[number] = _extended(dialogs[number], words, tokenizer)
+                dialogs[number] = _extended(dialogs[number], words, words.text)
     return [
         Group(
             group.prompt,
@@ -125,24 +138,33 @@ def _reply(dialog: _Conversation, tasks: Mapping[str, Task]) -> str | None:
     return tasks[dialog.prompt.task].reply(dialog.prompt, dialog.completion.transcript)
 
 
-def _with_reply(dialog: _Conversation, text: str, tokenizer: Any) -> _Conversation:
+def _with_reply(dialog: _Conversation, text: str, chat: ChatEncoder, role: str) -> _Conversation:
     """The conversation with the task's reply as context."""
-    try:
-        tokens = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    except Exception as error:  # tokenizers raise bare exceptions
-        raise KeelError(
-            f"task '{dialog.prompt.task}' replied to prompt '{dialog.prompt.id}' with {text!r}, "
-            f"which the tokenizer cannot encode ({error}): reply in its alphabet"
-        ) from error
-    tokens = np.array(tokens[: dialog.left], dtype=np.int64)
+    prompt, so_far = dialog.prompt, dialog.completion
+    name = f"the reply of task {prompt.task!r} to prompt {prompt.id!r}"
+    if isinstance(prompt.content, str):
+        found = encode_text(text, name, chat.tokenizer, literal=True, continues=True)
+        if len(found) > dialog.left:
+            text = decode(chat.tokenizer, [found[: dialog.left]])[0]
+    else:
+        turns = [
+            Message(
+                role=turn["role"] if turn["role"] == "assistant" else role, content=text_of(turn)
+            )
+            for turn in so_far.conversation
+        ]
+        messages = [*prompt.content, *turns, Message(role=role, content=text)]
+        last = int(so_far.tokens[-1]) if len(so_far) else -1
+        found = chat.after(messages, len(messages) - 1, last, name, prompt.tools)
+    tokens = np.array(found[: dialog.left], dtype=np.int64)
     context = Completion(
         tokens=tokens,
         log_probs=np.zeros(len(tokens), dtype=np.float32),
         written=np.zeros(len(tokens), dtype=np.bool_),
-        finish="length" if len(tokens) == dialog.left else dialog.completion.finish,
+        finish="length" if len(tokens) == dialog.left else so_far.finish,
         text="",
     )
-    return _extended(dialog, context, tokenizer)
+    return _extended(dialog, context, text)
 
 
 def _next_turns(
@@ -151,6 +173,7 @@ def _next_turns(
     turn: int,
     sampling: Sampling,
     seed: int,
+    chat: ChatEncoder,
 ) -> list[Completion]:
     """The policy's next turn in each conversation.
 
@@ -168,13 +191,13 @@ def _next_turns(
     budget = max(dialog.left for dialog in dialogs)
     groups = sampler.sample(prompts, 1, replace(sampling, max_tokens=budget), seed)
     return [
-        cut(group.completions[0], dialog.left)
+        cut(group.completions[0], dialog.left, chat.tokenizer)
         for group, dialog in zip(groups, dialogs, strict=True)
     ]
 
 
-def cut(completion: Completion, length: int) -> Completion:
-    """The first `length` tokens of a completion; one that is cut has no text."""
+def cut(completion: Completion, length: int, tokenizer: Any) -> Completion:
+    """The first `length` tokens of a completion."""
     if len(completion) <= length:
         return completion
     return Completion(
@@ -182,24 +205,22 @@ def cut(completion: Completion, length: int) -> Completion:
         log_probs=completion.log_probs[:length],
         written=completion.written[:length],
         finish="length",
-        text="",
+        text=decode(tokenizer, [completion.tokens[:length].tolist()])[0],
         weight_version=completion.weight_version,
     )
 
 
-def _extended(dialog: _Conversation, more: Completion, tokenizer: Any) -> _Conversation:
+def _extended(dialog: _Conversation, more: Completion, text: str) -> _Conversation:
     """The conversation with one more turn at its end."""
-    tokens: npt.NDArray[np.int64] = np.concatenate([dialog.completion.tokens, more.tokens])
-    written: npt.NDArray[np.bool_] = np.concatenate([dialog.completion.written, more.written])
-    own, added = decode(tokenizer, [tokens[written].tolist(), more.tokens.tolist()])
+    so_far = dialog.completion
     role = "assistant" if more.written.all() else "environment"
     completion = Completion(
-        tokens=tokens,
-        log_probs=np.concatenate([dialog.completion.log_probs, more.log_probs]),
-        written=written,
+        tokens=np.concatenate([so_far.tokens, more.tokens]),
+        log_probs=np.concatenate([so_far.log_probs, more.log_probs]),
+        written=np.concatenate([so_far.written, more.written]),
         finish=more.finish,
-        text=own,
-        turns=(*dialog.completion.conversation, Message(role=role, content=added)),
-        weight_version=dialog.completion.weight_version,
+        text=so_far.text + more.text,
+        turns=(*so_far.conversation, Message(role=role, content=text)),
+        weight_version=so_far.weight_version,
     )
     return replace(dialog, completion=completion)

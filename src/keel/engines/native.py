@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,11 @@ from keel.engines.model_runner import pass_of
 from keel.engines.multi_step import steps_of
 from keel.engines.sampler import Uniforms, check, sample_tokens
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
-from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, eos_ids
+from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, completion_texts, eos_ids
 from keel.models.attention import ATTENTION, install
-from keel.models.chat import decode
 from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import steady_logits
+from keel.models.policy import token_count
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
 
@@ -69,6 +70,7 @@ class NativeEngine:
             raise ValueError("max_rows and prefill_tokens must be at least 1")
         self.model = model
         self.tokenizer = tokenizer
+        self.tokens = token_count(tokenizer)
         self.max_rows = max_rows
         self.prefill_tokens = prefill_tokens
         self.autocast = autocast
@@ -221,7 +223,7 @@ class _Run:
     ) -> None:
         self.device = model.device
         # The trainer's own head: float32 logits, whatever the backbone computes in.
-        head = head_of(model)
+        head = replace(head_of(model), tokens=engine.tokens)
         self.logits = steady_logits(head)
         self.sampling = sampling
         self.stops = stops
@@ -268,7 +270,8 @@ class _Run:
         log_probs = [np.array(self.log_probs[s]).astype(np.float32) for s in sequences]
         if not all(np.isfinite(scores).all() for scores in log_probs):
             return None
-        texts = decode(engine.tokenizer, [self.tokens[s].tolist() for s in sequences])
+        ids = [self.tokens[s].tolist() for s in sequences]
+        texts = completion_texts(engine.tokenizer, ids, [int(self.codes[s]) for s in sequences])
         completions = [
             Completion(
                 tokens=np.array(self.tokens[sequence], dtype=np.int64),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.models.chat import decode, encode_text
+from keel.models.text import control_tokens, decode, encode_text, special_tokens
 from keel.types import FinishReason, KeelError, Prompt, Sampling
 
 GOING, EOS, STOP, LENGTH = range(4)
@@ -66,22 +66,20 @@ def budgets(
 def split_stops(stop: Sequence[str], tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The stop strings that are text, and the ids of those that are one special token.
 
-    Raises KeelError for a string that cannot match: one with a special token inside it, since
-    these are no part of the text, or with a character that the tokenizer cannot write.
+    Raises KeelError for a string that cannot match: one with a control token inside it, since
+    these are not part of the text, or with a character that the tokenizer cannot write.
     """
     if not stop:
         return (), ()
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {str(token): int(number) for number, token in added.items() if token.special}
-    special |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    special, control = special_tokens(tokenizer), control_tokens(tokenizer)
     texts: list[str] = []
     for text in stop:
         if text in special:
             continue
-        inside = next((token for token in special if token and token in text), None)
+        inside = next((token for token in control if token in text), None)
         if inside is not None:
             raise KeelError(
-                f"stop = {text!r} never matches: {inside!r} in it is a special token, which is no "
+                f"stop = {text!r} never matches: {inside!r} in it is a control token, which is not "
                 f"part of the text: give {inside!r} alone, or its id {special[inside]} in stop_ids"
             )
         encode_text(text, f"stop = {text!r}", tokenizer)
@@ -94,7 +92,7 @@ class Stops:
 
     Ids, and stop strings that are one special token, are looked up in a table. Other stop strings
     are searched for in the decoded last tokens of each row, so that one across several tokens is
-    found; special tokens are no text. The end-of-sequence token has precedence over a stop, and a
+    found; control tokens are not text. The end-of-sequence token has precedence over a stop, and a
     stop over the budget. Raises KeelError for a stop that cannot match.
     """
 
@@ -115,7 +113,7 @@ class Stops:
         self.by_token = None if self.strings else self._table
         """The code of each token (int8, V), if only tokens and the budget end a row."""
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids) if self.strings else frozenset()
+        self._control = frozenset(control_tokens(tokenizer).values())
         # A token of text has at least one byte. The first tokens of a window may lose a space or
         # half a character, so a few more are decoded than a string can span.
         longest = max((len(text.encode()) for text in self.strings), default=0)
@@ -148,9 +146,17 @@ class Stops:
     ) -> None:
         tails = [self._tails.setdefault(sequence, []) for sequence in sequences.tolist()]
         for tail, token in zip(tails, tokens.tolist(), strict=True):
-            if token not in self._special:
+            if token not in self._control:
                 tail.append(token)
                 del tail[: -self._window]
         for row, text in enumerate(decode(self._tokenizer, tails)):
             if codes[row] in (GOING, LENGTH) and any(stop in text for stop in self.strings):
                 codes[row] = STOP
+
+
+def completion_texts(
+    tokenizer: Any, sequences: Sequence[Sequence[int]], codes: Iterable[int]
+) -> list[str]:
+    """The texts of completions, without the token that ended a sequence."""
+    pairs = zip(sequences, codes, strict=True)
+    return decode(tokenizer, [ids[:-1] if code == EOS else ids for ids, code in pairs])

@@ -48,7 +48,8 @@ def matches(pattern: str, texts: Sequence[str]) -> list[bool | None]:
 
 
 def has_tags(text: str, tags: Sequence[str]) -> bool:
-    """Whether the text is `<a>…</a><b>…</b>…`: each tag once, in order, nothing but blanks between.
+    """Whether the text is `<a>…</a><b>…</b>…`: each tag once, in order, with something in each and
+    nothing but blanks between.
 
     So `tags = ("think", "answer")` asks for `<think>…</think> <answer>…</answer>`.
     """
@@ -57,8 +58,8 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
         opening, closing = f"<{tag}>", f"</{tag}>"
         if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
             return False
-        _, found, rest = rest.partition(closing)
-        if not found:
+        content, found, rest = rest.removeprefix(opening).partition(closing)
+        if not found or not content.strip():
             return False
         rest = rest.lstrip()
     return not rest
@@ -74,9 +75,22 @@ def tag_content(text: str, tag: str) -> str | None:
 
 
 def normalise(text: str) -> str:
-    """Case folded, composed (NFKC), runs of blanks as one, without full stops at the end."""
-    folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    return " ".join(folded.split()).rstrip(" .")
+    """Case folded, composed (NFKC), runs of blanks as one, without full stops at the end.
+
+    Characters whose place is a meaning (`²`, `½`, `①`, `㎡`) stay: `3²` is not `32`.
+    """
+    return " ".join(_composed(_composed(text).casefold()).split()).rstrip(" .")
+
+
+_PLACED = re.compile("<(?:super|sub|fraction|circle|square)>")
+
+
+def _composed(text: str) -> str:
+    def form(c: str) -> str:
+        placed = _PLACED.match(unicodedata.decomposition(c))
+        return c if placed else unicodedata.normalize("NFKC", c)
+
+    return unicodedata.normalize("NFC", "".join(map(form, text)))
 
 
 def same_text(a: str, b: str, *, normalised: bool = False) -> bool:
@@ -89,9 +103,23 @@ _UNBROKEN = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\u
 _UNIT = re.compile(f"[{_UNBROKEN}\U00020000-\U0003ffff]|[^\\s{_UNBROKEN}\U00020000-\U0003ffff]+")
 
 
+_RUN = re.compile(r"(\S{1,32}?)\1{2,}")
+_PLAIN_RUN = 64
+"""Characters of a run of digits or signs, as in a number or the border of a table, that is one."""
+
+
 def units(text: str) -> list[str]:
-    """The words of a text, case folded: what blanks part; in scripts without them, characters."""
-    return _UNIT.findall(text.casefold())
+    """The words of a text, case folded: what blanks part; in scripts without them, characters.
+
+    A run without blanks (`hahaha`) is as many words as it has repetitions.
+    """
+    return _UNIT.findall(_RUN.sub(_spread, text.casefold()))
+
+
+def _spread(run: re.Match[str]) -> str:
+    unit = run[1]
+    plain = unit.isascii() and not any(map(str.isalpha, unit)) and len(run[0]) <= _PLAIN_RUN
+    return run[0] if plain else f" {unit}" * (len(run[0]) // len(unit)) + " "
 
 
 def repeated_share(text: str, n: int) -> float:

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import itertools
 import os
 import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -46,14 +48,19 @@ memory, of processes, of the output it may print; a signal ended it.
 """
 Isolation = Literal["process", "shared"]
 """Whether the code has a process of its own, or shares that of its tests."""
-_FENCE = re.compile(
-    r"^[ \t]*```[ \t]*+(\w*+)[^\n]*+\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+_OPENING = re.compile(
+    r"^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?:<\w+>)?(`{3,}|~{3,})[ \t]*+(\w*+)[^\n`]*+\n",
+    re.MULTILINE,
 )
+_CLOSING = re.compile(r"^([ \t>]*+)(`{3,}|~{3,})([^\n]*+)", re.MULTILINE)
+_CLOSINGS = 8
+"""Lines that are tried as the end of a fence: code may hold fences in its docstrings."""
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _TESTING = (ast.Assert, ast.Call, ast.Raise)
 _LOOKING_UP = ("globals", "locals", "vars", "dir")
 """Builtins through which a test may call what it does not name."""
+_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 _CAUSES: dict[str, Status] = {"MemoryError": "memory", "BlockingIOError": "processes"}
 
 
@@ -96,12 +103,44 @@ def python_code(text: str) -> str:
     """The code of the last fence ```` ```python ```` (or `py`); of the last without a name where
     there is none; or all the text.
 
-    A fence that is not closed runs to the end. The blanks at the beginnings of lines stay.
+    A fence that is not closed runs to the end. The blanks at the beginnings of lines stay, less
+    those (and the `>`) that the fence itself has in a list or quotation. A fence in a docstring is
+    part of the code.
     """
-    fences = [(fence[1].lower(), fence[2]) for fence in _FENCE.finditer(text)]
+    fences = list(_fences(text))
     named = [code for name, code in fences if name in ("py", "python", "python3")]
     # One without a name next to it shows what the code prints, more likely than not.
     return [text, *(code for name, code in fences if not name), *named][-1]
+
+
+def _fences(text: str) -> Iterator[tuple[str, str]]:
+    """The name of each fence, in lower case, and its code."""
+
+    def code(end: re.Match[str] | None) -> str:
+        inside = text[start : end.start() if end else None]
+        blanks = "[ \t>]" if ">" in indent else "[ \t]"
+        return re.sub(f"^{blanks}{{0,{len(indent)}}}", "", inside, flags=re.MULTILINE)
+
+    at = 0
+    while opening := _OPENING.search(text, at):
+        start, indent, ticks = opening.end(), opening[1], opening[2]
+        found = (m for m in _CLOSING.finditer(text, start) if m[2][0] == ticks[0])
+        lines = list(itertools.islice(found, _CLOSINGS))
+        ends = [m for m in lines if len(m[2]) >= len(ticks) and not m[3].strip()]
+        near = [m for m in lines if len(m[1]) < len(indent) + 4]
+        whole = (m for m in ends if _is_python(code(m)))
+        end = next((m for m in (*whole, *near, *ends)), None)
+        yield opening[3].lower(), code(end)
+        # A line with a name opens the next fence; the one before it was not closed.
+        at = len(text) if end is None else end.end() if end in ends else end.start()
+
+
+def _is_python(code: str) -> bool:
+    """Whether a text can be parsed, as a program or as the body of a function."""
+    for before in ("", "if 1:\n"):
+        with suppress(*_NOT_PYTHON):
+            return bool(parsed(before + code))
+    return False
 
 
 def read_tests(
@@ -136,7 +175,7 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
         for node in tree.body:
             if isinstance(node, _DEFINING):
                 _refuse_idle(f"the test {test[:60]!r}", node, used | owned, nodes)
-        if any(isinstance(n, ast.Attribute) and ast.unparse(n) == "unittest.main" for n in nodes):
+        if any(isinstance(n, ast.Attribute) and _dotted(n) == "unittest.main" for n in nodes):
             raise KeelError(
                 f"the test {test[:60]!r} calls unittest.main, which finds no test here and exits: "
                 "run the TestCase with unittest.TextTestRunner, and assert wasSuccessful()"
@@ -159,7 +198,7 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
     used = _names(trees, ast.Load) - own
     shadow = entry_point is None and used <= set(dir(builtins))
     helpers = _helpers(prompt, used, entry_point)
-    trees.append(helpers)
+    trees.append(parsed(helpers))
     return UnitTests(
         texts=each,
         checks=tuple(checks),
@@ -167,7 +206,7 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
         shadow=shadow,
         entry_point=entry_point,
         setup=setup,
-        helpers=ast.unparse(helpers),
+        helpers=helpers,
         alone=bool(prompt),
     )
 
@@ -175,27 +214,48 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
 def _parse(text: str, what: str) -> ast.Module:
     try:
         return parsed(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except _NOT_PYTHON as error:
         raise KeelError(f"the {what} {text[:60]!r} is not Python: {error}") from None
 
 
-def _helpers(prompt: str, used: set[str], entry_point: str | None) -> ast.Module:
+TRIVIAL = {one: f"return {one}" for one in ("[]", "None", '""', "0")}
+TRIVIAL |= {"nan": "return float('nan')", "a raise": "raise ValueError"}
+"""Bodies of functions that solve nothing, by what they give."""
+
+
+def trivial_codes(tests: UnitTests) -> dict[str, str]:
+    """Code that solves nothing, by what its functions give; none without the name of a function.
+
+    The function is `entry_point`, or else they are all that the tests use of the code.
+    """
+    names = {tests.entry_point or ""}
+    if tests.entry_point is None:
+        trees = [parsed(text) for text in (tests.setup, *tests.texts)]
+        names = _names(trees, ast.Load) - _names(trees, ast.Store) - set(dir(builtins))
+    heads = [f"def {name}(*args, **named): " for name in sorted(names)]
+    return {name: "".join(f"{h}{body}\n" for h in heads) for name, body in TRIVIAL.items() if heads}
+
+
+def _helpers(prompt: str, used: set[str], entry_point: str | None) -> str:
     """What a prompt defines or imports of the names that are used, and what that needs in turn."""
     body: list[ast.stmt] = []
-    for end in ("", "\n    pass\n"):  # a prompt may break off after the head of its function
-        try:
+    for end in ("\n    pass\n", ""):  # a prompt may break off after the head of its function
+        with suppress(*_NOT_PYTHON):
             body = parsed(prompt + end).body
-            break
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
+    lines = _lines(prompt)
     wanted = set(used)
-    kept: list[ast.stmt] = []
+    kept: list[str] = []
     for node in reversed(body):
         bound = {node.name} if isinstance(node, _DEFINING) else _names([node], ast.Store)
         if bound & wanted and entry_point not in bound:
-            kept.insert(0, node)
+            line, column = _start(node)
+            source = lines[line : node.end_lineno]
+            source[-1] = source[-1][: node.end_col_offset]
+            source[0] = source[0][column:]
+            blank = "\n" * isinstance(node, _DEFINING)
+            kept.insert(0, blank + b"\n".join(source).decode())
             wanted |= _names([node], ast.Load)
-    return ast.Module(kept, [])
+    return "\n".join(kept).lstrip("\n")
 
 
 def _texts(tests: object, what: str) -> tuple[str, ...]:
@@ -220,7 +280,7 @@ def _is_check(node: ast.AST) -> bool:
 def _refuse_idle(where: str, node: _Definition, used: set[str], running: Sequence[ast.AST]) -> None:
     """Raise KeelError for a function or class in the form of a test that tests nothing as it is."""
     name = node.name
-    if isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(b) for b in node.bases):
+    if isinstance(node, ast.ClassDef) and any("TestCase" in _dotted(b) for b in node.bases):
         if not any(map(_raises, running)):
             raise KeelError(
                 f"{where} defines the TestCase {name}, but raises nothing where that fails: end it "
@@ -231,7 +291,7 @@ def _refuse_idle(where: str, node: _Definition, used: set[str], running: Sequenc
         raise KeelError(f"{where} defines {name} but never calls it: add the call")
     elif isinstance(node, ast.AsyncFunctionDef):
         left = (one.value for one in running if isinstance(one, ast.Expr))
-        if any(isinstance(one, ast.Call) and ast.unparse(one.func) == name for one in left):
+        if any(isinstance(one, ast.Call) and _dotted(one.func) == name for one in left):
             raise KeelError(
                 f"{where} calls {name}, which is async, and does not await it: use "
                 f"asyncio.run({name}())"
@@ -243,7 +303,7 @@ def _raises(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr == "debug"  # TestCase.debug, which lets errors through
     if isinstance(node, ast.Call):
-        return ast.unparse(node.func) in ("exit", "quit", "sys.exit", "os._exit")
+        return _dotted(node.func) in ("exit", "quit", "sys.exit", "os._exit")
     return isinstance(node, ast.Assert | ast.Raise)
 
 
@@ -327,6 +387,7 @@ def run_tests(
         "entry_point": read.entry_point,
         "setup": read.setup,
         "secrets": secret,
+        "seed": "\n".join((read.setup, *read.texts)),
     }
     if isolation == "process":
         own = {
@@ -456,19 +517,57 @@ SETTLE = "__keel_settle__"
 
 @lru_cache(4096)
 def stepwise(text: str) -> str:
-    """The source of tests with a call of `SETTLE` before each statement."""
-    tree = parsed(text)
-    for node in list(ast.walk(tree)):
+    """The source of tests with a call of `SETTLE` before each statement and condition of an `elif`.
+
+    The calls are inserted into the text: a tree that is written as text again, or compiled, fails
+    where the text does not (long chains of `elif` or `+`, long numbers).
+    """
+    lines = _lines(text)
+    inserted: list[tuple[int, int, bytes]] = []
+    call = f"{SETTLE}()".encode()
+    for node in ast.walk(parsed(text)):
         for field in ("body", "orelse", "finalbody"):
             block = getattr(node, field, None)
-            if isinstance(block, list):
-                setattr(node, field, [part for one in block for part in _settled(one)])
-    return ast.unparse(ast.fix_missing_locations(tree))
+            for one in block if isinstance(block, list) else ():
+                line, column = _start(one)
+                before, rest = lines[line][:column], lines[line][column:]
+                if isinstance(one, ast.If) and rest.startswith(b"elif"):
+                    test = one.test
+                    end = (test.end_lineno or 1) - 1, test.end_col_offset or 0
+                    inserted += [
+                        (test.lineno - 1, test.col_offset, b" " + call + b" or ("),
+                        (*end, b")"),
+                    ]
+                elif not _stands_first(one):
+                    compound = hasattr(one, "body") or isinstance(one, ast.Match)
+                    after = b"\n" + before if compound else b";"
+                    inserted.append((line, column, call + after))
+    for line, column, words in sorted(inserted, key=lambda one: one[:2], reverse=True):
+        lines[line] = lines[line][:column] + words + lines[line][column:]
+    return b"\n".join(lines).decode()
 
 
-def _settled(statement: ast.stmt) -> list[ast.stmt]:
-    first = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-    if first or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
-        return [statement]  # what must stand first: imports from the future, docstrings
-    call = ast.Expr(ast.Call(ast.Name(SETTLE, ast.Load()), [], []))
-    return [call, statement]
+def _stands_first(statement: ast.stmt) -> bool:
+    """Whether nothing may stand before it: imports from the future, docstrings."""
+    if isinstance(statement, ast.ImportFrom):
+        return statement.module == "__future__"
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _lines(text: str) -> list[bytes]:
+    """The lines of a source, in which a tree's columns count bytes."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").encode().split(b"\n")
+
+
+def _start(node: ast.stmt) -> tuple[int, int]:
+    """Where a statement begins, its decorators included: line and column, both from 0."""
+    decorators = getattr(node, "decorator_list", ())
+    return (decorators[0] if decorators else node).lineno - 1, node.col_offset
+
+
+def _dotted(node: ast.AST) -> str:
+    """A name, or names joined by dots; empty for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    before = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{before}.{node.attr}" if before and isinstance(node, ast.Attribute) else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,16 @@ def learning_rate(choice: Optimizer, step: int, steps: int) -> float:
     return choice.learning_rate * warm * left
 
 
+def _groups(parameters: Named, decay: float) -> list[dict[str, Any]]:
+    """Matrices, embeddings among them, with weight decay; norms and biases without, as in
+    transformers.Trainer. The biases of experts are matrices too, so the name counts as well."""
+    split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, p in parameters:
+        split[p.ndim >= 2 and "bias" not in name and "norm" not in name].append(p)
+    rates = zip(split, (0.0, decay), strict=True)
+    return [{"params": some, "weight_decay": rate} for some, rate in rates if some]
+
+
 class AdamW:
     """torch's AdamW over named parameters; its state saves and restores as tensors by name."""
 
@@ -45,11 +56,10 @@ class AdamW:
         self.parameters = parameters
         self.choice = choice
         self.inner = torch.optim.AdamW(
-            [p for _, p in parameters],
+            _groups(parameters, choice.weight_decay),
             lr=choice.learning_rate,
             betas=choice.betas,
             eps=choice.epsilon,
-            weight_decay=choice.weight_decay,
             fused=True,
         )
 

@@ -1,58 +1,334 @@
-"""Prompts as tokens: by the tokenizer's chat template, or as plain text."""
+"""Conversations as tokens, by the tokenizer's chat template.
+
+What is trained is what is served: a prompt ends as `apply_chat_template` ends it for generation, an
+answer closes with the template's end of turn, and an environment's reply is a turn of its own.
+"""
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
+from keel.models.template import render
+from keel.models.text import common_prefix, control_tokens, encode_text
 from keel.models.tokenizer_round_trip import Served, apart, differing
-from keel.runs.watchdog import Hung, limited
-from keel.types import Content, KeelError, Message, Prompt
+from keel.runs.watchdog import Hung
+from keel.types import Content, KeelError, Message, Prompt, Tools, text_of
 
-TEMPLATE_SECONDS = 30.0
-"""Limit for one conversation, which usually takes less than a thousandth of a second.
+PROBE = "An answer to close"
+"""An answer that no template changes, to find what a template writes around one."""
+_MASK = 0xF0000
+"""First of the private characters that stand for control tokens spelled out in a message."""
+_TAG = re.compile(r"[<\[]\w[\w-]*[>\]]")
+"""What opens a thought, such as `<think>`."""
 
-A chat template comes with a model. transformers renders it in a sandbox without files and
-attributes, but nested loops could still run for hours."""
+
+@dataclass(frozen=True, slots=True)
+class EncodedAnswer:
+    """A prompt and its answer in tokens.
+
+    `prompt` ends where the policy's words begin. The last `closing` tokens of `answer` are what the
+    template, or the tokenizer, closes it with; `text` is what stands before them.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    closing: int
+    text: str
+
+    def fit(self, context: int | None) -> list[int]:
+        """All tokens, without those of the closing that do not fit the context."""
+        tokens = self.prompt + self.answer
+        fits = context is not None and len(tokens) - self.closing <= context
+        return tokens[:context] if fits else tokens
 
 
-def limited_template(what: str) -> AbstractContextManager[None]:
-    """Raise `Hung`, which names `what`, where the block exceeds `TEMPLATE_SECONDS`."""
-    hint = "does it loop? Set model.chat_template to another"
-    return limited(f"the chat template of {what}", TEMPLATE_SECONDS, hint)
+class ChatEncoder:
+    """Messages as tokens.
+
+    With `mask` a control token spelled out in a message is ordinary characters. Methods raise
+    KeelError, with the `name` of the example, for what the template or the tokenizer does not take.
+    """
+
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+        self._masks = {text: chr(_MASK + at) for at, text in enumerate(control_tokens(tokenizer))}
+        spelled = "|".join(map(re.escape, self._masks)) or r"(?!)"
+        self._control = re.compile(f"({spelled})")
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        name: str,
+        tools: Tools = (),
+        *,
+        mask: bool = False,
+        **keywords: Any,
+    ) -> list[int]:
+        """The conversation up to where the assistant begins."""
+        text = self._render(messages, name, tools, generate=True, mask=mask, **keywords)
+        return self._encode(text, name)
+
+    def answered(
+        self,
+        messages: Sequence[Message],
+        answer: str,
+        name: str,
+        tools: Tools = (),
+        *,
+        mask: bool = True,
+    ) -> EncodedAnswer:
+        """The answer after the prompt that the policy is given, up to the end of its turn.
+
+        The tokens are those of `apply_chat_template` for the conversation with the answer, less
+        what follows the end of the turn. If the prompt opens a thought, and the answer begins with
+        it or closes it, they are the prompt's and the rest of the answer's: templates drop the
+        thoughts of a turn that is over.
+        """
+        asked = self._render(messages, name, tools, generate=True)
+        parts = self._around(messages, name, tools)
+        head, tail = parts or ("", "")
+        ending, rest = self._ending(tail), self._continuation(answer)
+        if parts is None or rest is not None:
+            return self._continued(asked, answer if rest is None else rest, ending, name, mask)
+        text = self._whole(messages, answer, name, tools, mask).removesuffix(tail)
+        start = text[: common_prefix(text, head)] if self.opening else asked
+        start = asked if text.startswith(asked) else start
+        own = self._unmasked(text[len(start) :]) if text.startswith(start) else answer
+        if ending and text.startswith(start):
+            prompt, tokens = self._encode(start, name), self._encode(text + ending, name)
+            if tokens[: len(prompt)] == prompt:  # else a token is of both
+                answer_tokens, closing = tokens[len(prompt) :], self._encode(ending, name)
+                return EncodedAnswer(prompt, answer_tokens, len(closing), own)
+        return self._continued(start, own, ending, name, mask)
+
+    def whole(
+        self, messages: Sequence[Message], answer: str, name: str, tools: Tools = ()
+    ) -> EncodedAnswer | None:
+        """The conversation with its answer, as `apply_chat_template` writes it.
+
+        None if the template is of prompts only: it does not show the assistant's turn.
+        """
+        parts = self._around(messages, name, tools)
+        if parts is None:
+            return None
+        tokens = self._encode(self._whole(messages, answer, name, tools, True), name)
+        start = min(len(self.prompt(messages, name, tools)), len(tokens) - 1)
+        closing = len(self._encode(parts[1], name)) if parts[1] else 0
+        return EncodedAnswer(tokens[:start], tokens[start:], closing, answer)
+
+    def after(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        known: int,
+        last: int,
+        name: str,
+        tools: Tools = (),
+        **keywords: Any,
+    ) -> list[int]:
+        """The tokens between the assistant's message `known - 1` and its next.
+
+        They are the end of its turn (unless `last`, the last token that it wrote, is that) and the
+        messages from `known` on, masked, with the header of the assistant's turn.
+        """
+
+        def tail(several: Sequence[Mapping[str, Any]], generate: bool) -> str:
+            text = self._render(several, name, tools, generate=generate, mask=True, **keywords)
+            head, _, found = text.rpartition(PROBE)
+            if not head:
+                raise KeelError(f"{name}: the chat template omits the assistant: set another")
+            return found
+
+        before = messages[: known - 1]
+        closing = tail([*before, Message(role="assistant", content=PROBE)], False)
+        probe = {**messages[known - 1], "content": PROBE}
+        start = tail([*before, probe], False)
+        whole = tail([*before, probe, *messages[known:]], True)
+        ends: set[int] = set()
+        if not whole.startswith(start):
+            # The last turn of all is closed differently: close this one as within a conversation.
+            ends = {*self._encode(closing, name)[:1], self.tokenizer.eos_token_id}
+            shared = list(self._control.finditer(whole[: common_prefix(whole, start)]))
+            found = shared[-1] if shared else self._control.search(whole)
+            if found is None:
+                raise KeelError(f"{name}: the chat template does not append messages: set another")
+            closing, start = whole[found.start() :], whole
+        tokens = self._encode(closing + whole[len(start) :], name)
+        return tokens[1:] if closing and last in {*tokens[:1]} | ends else tokens
+
+    @cached_property
+    def opening(self) -> str:
+        """What the template puts at the beginning of the assistant's own words, such as `<think>`;
+        empty if it opens nothing."""
+        turns = [Message(role="user", content="a question")]
+        parts = self._around(turns, "a probe", ())
+        asked = self._render(turns, "a probe", (), generate=True)
+        opened = "" if parts is None else asked[common_prefix(asked, parts[0]) :]
+        return opened if _TAG.search(opened) else ""
+
+    def _continuation(self, answer: str) -> str | None:
+        """The rest of an answer that begins with the opening, or goes on from it; else None."""
+        tag = _TAG.search(self.opening)
+        if tag is None:
+            return None
+        start = self.opening.strip()
+        if answer.lstrip().startswith(start):
+            after = self.opening[len(self.opening.rstrip()) :]
+            return answer.lstrip().removeprefix(start).removeprefix(after)
+        closes = f"{tag[0][0]}/{tag[0][1:]}"
+        return answer if closes in answer or closes in start else None
+
+    def _around(
+        self, messages: Sequence[Message], name: str, tools: Tools
+    ) -> tuple[str, str] | None:
+        """What the template writes before an answer and after it; None if it shows none."""
+        text = self._whole(messages, PROBE, name, tools, False)
+        head, probe, tail = text.rpartition(PROBE)
+        return (head, tail) if probe else None
+
+    def _ending(self, tail: str) -> str:
+        """What closes a turn: up to the first control token; empty if there is none."""
+        found = self._control.search(tail)
+        return "" if found is None else tail[: found.end()]
+
+    def _whole(
+        self, messages: Sequence[Message], answer: str, name: str, tools: Tools, mask: bool
+    ) -> str:
+        content = self._masked(answer) if mask else answer
+        turns = [*messages, Message(role="assistant", content=content)]
+        return self._render(turns, name, tools, generate=False)
+
+    def _continued(
+        self, start: str, answer: str, ending: str, name: str, mask: bool
+    ) -> EncodedAnswer:
+        """The answer's own tokens after those of the text before it, closed."""
+        what = f"the answer of {name}"
+        own = encode_text(answer, what, self.tokenizer, literal=mask, continues=True)
+        end = self._encode(ending, name) if ending else end_of_sequence(self.tokenizer)
+        return EncodedAnswer(self._encode(start, name), [*own, *end], len(end), answer)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        name: str,
+        tools: Tools,
+        *,
+        generate: bool,
+        mask: bool = False,
+        **keywords: Any,
+    ) -> str:
+        return render(
+            self.tokenizer,
+            self._masked(list(messages)) if mask else messages,
+            name,
+            generate=generate,
+            tools=tools,
+            template_kwargs={**self.template_kwargs, **keywords},
+        )
+
+    def _masked(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._control.sub(lambda found: self._masks[found[0]], value)
+        if isinstance(value, Mapping):
+            return {key: self._masked(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._masked(inner) for inner in value]
+        return value
+
+    def _unmasked(self, text: str) -> str:
+        return text.translate({ord(mask): spelled for spelled, mask in self._masks.items()})
+
+    def _encode(self, text: str, name: str) -> list[int]:
+        """The tokens of a rendered text, in which masks are ordinary characters."""
+        if not any(mask in text for mask in self._masks.values()):
+            return encode_text(text, name, self.tokenizer)
+        tokens: list[int] = []
+        pieces = self._control.split(text)
+        for at, piece in enumerate(pieces):
+            if at % 2:
+                tokens.append(int(self.tokenizer.convert_tokens_to_ids(piece)))
+                continue
+            before, after = pieces[max(at - 1, 0)], pieces[min(at + 1, len(pieces) - 1)]
+            piece = piece.lstrip() if at and before in self._strips[1] else piece
+            piece = piece.rstrip() if at + 1 < len(pieces) and after in self._strips[0] else piece
+            if piece:
+                tokens += encode_text(self._unmasked(piece), name, self.tokenizer, literal=True)
+        return tokens
+
+    @cached_property
+    def _strips(self) -> tuple[set[str], set[str]]:
+        """The tokens that take the blanks on their left, and on their right."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        return {str(t) for t in added if t.lstrip}, {str(t) for t in added if t.rstrip}
+
+
+def end_of_sequence(tokenizer: Any) -> list[int]:
+    """The tokenizer's end of sequence, if it has one."""
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
 
 
 def encode(
     prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any], *, raw: bool = False
 ) -> Prompt:
-    """The prompt with its tokens.
+    """The prompt with its tokens; see `encode_prompt`."""
+    return encode_prompt(prompt, ChatEncoder(tokenizer, template_kwargs), raw=raw)
+
+
+def encode_prompt(prompt: Prompt, chat: ChatEncoder, *, raw: bool = False) -> Prompt:
+    """The prompt with its tokens, and what the template opens the answer with.
 
     Messages get the chat template with the header of the assistant's turn. Plain text is the user's
-    turn of such a conversation (and so is the returned prompt's content) where the tokenizer has a
+    turn of such a conversation (and so is the returned prompt's content) if the tokenizer has a
     chat template; with `raw`, or without a template, it gets what the tokenizer puts in front (a
-    BOS where it has one) but never an EOS after it. `template_kwargs` are the template's keyword
-    arguments. Raises KeelError, naming the prompt, for what cannot be encoded.
+    BOS if it has one) but never an EOS after it. Raises KeelError, naming the prompt, for what
+    cannot be encoded.
     """
-    prompt = dataclasses.replace(prompt, content=as_turns(prompt.content, tokenizer, raw))
-    if isinstance(prompt.content, str):
-        tokens = _text(prompt.content, prompt.id, tokenizer)
+    content, opening = as_turns(prompt.content, chat.tokenizer, raw), ""
+    if isinstance(content, str):
+        tokens = _text(content, prompt.id, chat.tokenizer)
     else:
-        tokens = _messages(prompt, tokenizer, template_kwargs)
+        tokens = _messages(prompt.id, content, prompt.tools, chat)
+        opening = chat.opening
     if not tokens:
         raise KeelError(f"prompt {prompt.id!r} has no tokens: leave the empty prompt out")
-    return dataclasses.replace(prompt, tokens=tuple(int(t) for t in tokens))
+    ids = tuple(int(t) for t in tokens)
+    return dataclasses.replace(prompt, content=content, tokens=ids, opening=opening)
 
 
 def as_turns(content: Content, tokenizer: Any, raw: bool) -> Content:
-    """Plain text as the user's turn where the tokenizer has a chat template, unless `raw`."""
+    """Plain text as the user's turn if the tokenizer has a chat template, unless `raw`."""
     if raw or not isinstance(content, str) or not getattr(tokenizer, "chat_template", None):
         return content
     return (Message(role="user", content=content),)
+
+
+def encode_answer(
+    content: Content,
+    answer: str,
+    name: str,
+    chat: ChatEncoder,
+    tools: Tools = (),
+    *,
+    raw: bool = False,
+    mask: bool = True,
+) -> EncodedAnswer:
+    """A prompt and its answer, as the policy is asked and as it would have answered.
+
+    An answer to plain text closes with the tokenizer's end of sequence.
+    """
+    turns = as_turns(content, chat.tokenizer, raw)
+    if not isinstance(turns, str):
+        return chat.answered(turns, answer, name, tools, mask=mask)
+    prompt = encode_prompt(Prompt(name, turns), chat, raw=raw)
+    what = f"the answer of {name}"
+    tokens = encode_text(answer, what, chat.tokenizer, literal=mask, continues=True)
+    end = end_of_sequence(chat.tokenizer)
+    return EncodedAnswer(list(prompt.tokens), [*tokens, *end], len(end), answer)
 
 
 class Encoder:
@@ -76,20 +352,24 @@ class Encoder:
         raw: Collection[str] = (),
         served: Served | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.chat = ChatEncoder(tokenizer, template_kwargs)
         self.max_tokens = max_tokens
-        self.template_kwargs = dict(template_kwargs or {})
         self.forgiven = frozenset(forgiven)
         self.note = note
         self.known: set[str] = set()
         self.raw = frozenset(raw)
         self.served = served or Served()
+        self._others = {
+            id(other): ChatEncoder(other, template_kwargs)
+            for other in (self.served.saved, self.served.written)
+            if other is not None
+        }
         self.differs: str | None = None
         """How tokenizer.json and AutoTokenizer first differed on a prompt."""
 
     def __call__(self, prompt: Prompt) -> Prompt | None:
         """The prompt with its tokens; None where it is left out."""
-        encoded = self._attempt(prompt, self.tokenizer)
+        encoded = self._attempt(prompt, self.chat)
         if isinstance(encoded, KeelError):
             if prompt.task not in self.forgiven:
                 raise encoded
@@ -111,16 +391,16 @@ class Encoder:
 
     def wrong(self, prompt: Prompt) -> tuple[str, Literal["bad", "long"]] | None:
         """Why a prompt cannot be used: it cannot be encoded (bad), or is too long."""
-        encoded = self._attempt(prompt, self.tokenizer)
+        encoded = self._attempt(prompt, self.chat)
         if isinstance(encoded, KeelError):
             return str(encoded), "bad"
         long = self.too_long(encoded)
         return None if long is None else (long, "long")
 
-    def _attempt(self, prompt: Prompt, tokenizer: Any) -> Prompt | KeelError:
+    def _attempt(self, prompt: Prompt, chat: ChatEncoder) -> Prompt | KeelError:
         """The encoded prompt, or why it cannot be encoded. A template that hangs raises."""
         try:
-            return encode(prompt, tokenizer, self.template_kwargs, raw=prompt.task in self.raw)
+            return encode_prompt(prompt, chat, raw=prompt.task in self.raw)
         except Hung:
             raise
         except KeelError as error:
@@ -144,7 +424,7 @@ class Encoder:
                 )
 
     def _other(self, prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
-        encoded = self._attempt(prompt, tokenizer)
+        encoded = self._attempt(prompt, self._others[id(tokenizer)])
         return () if isinstance(encoded, KeelError) else encoded.tokens
 
     def _leave_out(self, prompt: Prompt, why: str) -> None:
@@ -155,43 +435,7 @@ class Encoder:
 
 def _shown(prompt: Prompt) -> str:
     content = prompt.content
-    return content if isinstance(content, str) else str(content[-1]["content"])
-
-
-def encode_text(
-    text: str, name: str, tokenizer: Any, *, split_special_tokens: bool = False
-) -> list[int]:
-    """The text's own tokens, nothing added; `name` is what an error calls the text.
-
-    With `split_special_tokens` a special token spelled out in the text is ordinary characters.
-    Raises KeelError with the character that the tokenizer does not know.
-    """
-    try:
-        bare = _bare(text, tokenizer, split_special_tokens)
-        unknown = getattr(tokenizer, "unk_token_id", None)
-        if unknown is None or unknown not in bare:
-            return bare
-        # The unknown token may be spelled out in the text: check what is around it.
-        pieces = [piece for piece in text.split(tokenizer.unk_token) if piece]
-        lost = len(pieces) == 1 and pieces[0] == text
-        if not lost and all(
-            unknown not in _bare(p, tokenizer, split_special_tokens) for p in pieces
-        ):
-            return bare
-        error = None
-    except Exception as raised:  # tokenizers raises bare Exception
-        error = raised
-    raise KeelError(_unreadable(text, name, tokenizer, error))
-
-
-def _bare(text: str, tokenizer: Any, split_special_tokens: bool) -> list[int]:
-    found = tokenizer(
-        text,
-        add_special_tokens=False,
-        split_special_tokens=split_special_tokens,
-        verbose=False,  # texts that are too long are reported elsewhere
-    )
-    return list(found["input_ids"])
+    return content if isinstance(content, str) else text_of(content[-1])
 
 
 def _text(text: str, name: str, tokenizer: Any) -> list[int]:
@@ -206,208 +450,12 @@ def _text(text: str, name: str, tokenizer: Any) -> list[int]:
     return tokens
 
 
-def _messages(prompt: Prompt, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
-    turns = [dict(turn) for turn in prompt.content]  # type: ignore[arg-type]
+def _messages(id: str, turns: Sequence[Message], tools: Tools, chat: ChatEncoder) -> list[int]:
     if not turns:
-        raise KeelError(f"prompt {prompt.id!r} has no messages: leave the empty prompt out")
-    if not getattr(tokenizer, "chat_template", None):
-        raise KeelError(
-            f"prompt {prompt.id!r} is a conversation, but the tokenizer has no chat template: set "
-            "model.chat_template, or write the prompt as text"
-        )
+        raise KeelError(f"prompt {id!r} has no messages: leave the empty prompt out")
     if turns[-1]["role"] == "assistant":
         raise KeelError(
-            f"prompt {prompt.id!r} ends with the assistant's turn, which is the answer: end it "
+            f"prompt {id!r} ends with the assistant's turn, which is the answer: end it "
             "with the user's"
         )
-    try:
-        with limited_template(f"prompt {prompt.id!r}"):
-            encoded = tokenizer.apply_chat_template(
-                turns,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                tokenizer_kwargs={"verbose": False},
-                **template_kwargs,
-            )
-    except Hung:
-        raise
-    except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KeelError(f"prompt {prompt.id!r}: the chat template fails: {message}") from None
-    return list(encoded["input_ids"])
-
-
-PROBE = "An answer to close"
-"""An answer that no template changes."""
-
-
-def encode_answered(
-    turns: Sequence[Message],
-    answer: str,
-    name: str,
-    tokenizer: Any,
-    template_kwargs: Mapping[str, Any],
-) -> tuple[list[int], int] | None:
-    """A conversation and its answer by the chat template; how many tokens close the answer.
-
-    None where the template is of prompts only: it does not show the assistant's turn.
-
-    The tokens are those of `apply_chat_template`, except that special tokens spelled out in the
-    answer are ordinary characters. Raises KeelError with the example's name where the template
-    fails.
-    """
-
-    def rendered(text: str) -> str:
-        whole = [*(dict(turn) for turn in turns), {"role": "assistant", "content": text}]
-        try:
-            with limited_template(name):
-                text = tokenizer.apply_chat_template(whole, tokenize=False, **template_kwargs)
-            return str(text)
-        except Hung:
-            raise
-        except Exception as error:  # a template raises what it likes
-            message = " ".join(f"{type(error).__name__}: {error}".split())
-            raise KeelError(f"{name}: the chat template fails: {message}") from None
-
-    text, probe = rendered(answer), rendered(PROBE)
-    if PROBE not in probe:
-        return None
-    head, _, tail = probe.rpartition(PROBE)
-    what = f"the answer of {name}"
-    closing = len(encode_text(tail, what, tokenizer)) if tail else 0
-    specials = re.compile("|".join(map(re.escape, special_texts(tokenizer))) or r"(?!)")
-    if specials.findall(text) == specials.findall(probe):
-        return encode_text(text, what, tokenizer), closing
-    # Only special tokens outside of the answer are the template's.
-    start = _common(text, head)
-    stop = _common(text[start:][::-1], tail[::-1])
-    own = [(m.start(), m.end()) for m in specials.finditer(text)]
-    own = [(a, b) for a, b in own if b <= start or a >= len(text) - stop]
-    tokens: list[int] = []
-    at = 0
-    for a, b in [*own, (len(text), len(text))]:
-        if text[at:a]:
-            tokens += encode_text(text[at:a], what, tokenizer, split_special_tokens=True)
-        if a < b:
-            tokens.append(int(tokenizer.convert_tokens_to_ids(text[a:b])))
-        at = b
-    return tokens, closing
-
-
-def _common(a: str, b: str) -> int:
-    """Length of the common beginning of two texts."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-
-
-def special_texts(tokenizer: Any) -> list[str]:
-    """The special tokens as they are spelled, longest first."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    spelled = {str(token) for token in added if getattr(token, "special", True)}
-    return sorted(spelled | set(map(str, tokenizer.all_special_tokens)), key=len, reverse=True)
-
-
-def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -> str:
-    """The error for a text, with the first character that the tokenizer does not know."""
-    for character in dict.fromkeys(text):
-        try:
-            tokens = tokenizer(character, add_special_tokens=False)["input_ids"]
-            if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in tokens:
-                continue
-        except Exception:
-            pass
-        return (
-            f"{name} holds {character!r}, which the tokenizer does not know: add it to "
-            "model.build.alphabet, or use another tokenizer"
-        )
-    if error is None:
-        return f"{name} holds a word that the tokenizer does not know: use another tokenizer"
-    return f"{name} cannot be encoded: {' '.join(str(error).split())[:300]}"
-
-
-def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
-    """The exact text of the sequences, without special tokens."""
-    texts: list[str] = tokenizer.batch_decode(
-        sequences, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return texts
-
-
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
-    """The text of each token as it stands within a text, special tokens included.
-
-    Decoded after another token, since tokenizers drop the blank before a first word. Part of a
-    character's bytes is the replacement character.
-    """
-
-    def decoded(sequences: list[list[int]]) -> list[str]:
-        texts: list[str] = tokenizer.batch_decode(
-            sequences, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return texts
-
-    alone = dict(zip(ids, decoded([[one] for one in ids]), strict=True))
-    first = next((one for one in ids if alone[one].strip("\ufffd ")), None)
-    if first is None:
-        return alone
-    start = alone[first]
-    pairs = zip(ids, decoded([[first, one] for one in ids]), strict=True)
-    return {
-        one: pair.removeprefix(start) if pair.startswith(start) else alone[one]
-        for one, pair in pairs
-    }
-
-
-def token_ends(tokenizer: Any, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """For each ascending position in the text of `ids`, the token that completes the text up to it.
-
-    A position after the text belongs to the last token; without tokens there are no positions.
-    """
-    if not ids:
-        return []
-    runs = _runs(tokenizer, ids)
-    starts = list(itertools.accumulate((len(run) for run, _ in runs), initial=0))
-    reach = list(itertools.accumulate((len(text) for _, text in runs), initial=0))
-    found: list[int] = []
-    for end in ends:
-        # The first run that reaches this position.
-        at = bisect.bisect_left(reach, end, lo=1) - 1
-        if at == len(runs):
-            found.append(len(ids) - 1)
-        else:
-            found.append(starts[at] + _token_of_run(tokenizer, *runs[at], end - reach[at]))
-    return found
-
-
-def _runs(tokenizer: Any, ids: Sequence[int]) -> list[tuple[list[int], str]]:
-    """The tokens in runs whose concatenated texts are the text of every beginning.
-
-    Tokens with part of a character's bytes form one run with their neighbours; where a token's text
-    depends on more than that, all tokens are one run.
-    """
-    distinct = list(dict.fromkeys(ids))
-    alone = dict(zip(distinct, decode(tokenizer, [[one] for one in distinct]), strict=True))
-    runs: list[list[int]] = []
-    for broken, neighbours in itertools.groupby(ids, lambda one: "\ufffd" in alone[one]):
-        tokens = list(neighbours)
-        runs += [tokens] if broken else [[one] for one in tokens]
-    *texts, whole = decode(tokenizer, [*(run for run in runs if len(run) > 1), ids])
-    rest = iter(texts)
-    parts = [next(rest) if len(run) > 1 else alone[run[0]] for run in runs]
-    return list(zip(runs, parts, strict=True)) if "".join(parts) == whole else [(list(ids), whole)]
-
-
-def _token_of_run(tokenizer: Any, run: Sequence[int], text: str, end: int) -> int:
-    """The first token of a run that completes its text up to `end`, by bisection."""
-    low, high = 0, len(run) - 1
-    while low < high:
-        middle = (low + high) // 2
-        # Part of a character decodes to another one, so its length is not enough.
-        beginning = decode(tokenizer, [run[: middle + 1]])[0]
-        if len(beginning) >= end and beginning[:end] == text[:end]:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return chat.prompt(turns, f"prompt {id!r}", tools)

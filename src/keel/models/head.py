@@ -16,7 +16,7 @@ autocast.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,18 +38,25 @@ CHUNK_TOKENS = 16
 class Head:
     """How logits come from hidden states: softcap(scale · (W h + b)).
 
-    softcap(x) = c · tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2); None leaves it out.
+    softcap(x) = c · tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2); None leaves it out. Only
+    the first `tokens` of the V rows count (None: all): the rest of a padded vocabulary has no text.
     """
 
     weight: Float[Tensor, "V H"]
     bias: Float[Tensor, "V"] | None = None
     scale: float = 1.0
     softcap: float | None = None
+    tokens: int | None = None
 
     def detached(self) -> Head:
         """The same head without gradients."""
         bias = None if self.bias is None else self.bias.detach()
-        return Head(self.weight.detach(), bias, self.scale, self.softcap)
+        return replace(self, weight=self.weight.detach(), bias=bias)
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the rows that count."""
+        return self.weight[: self.tokens], None if self.bias is None else self.bias[: self.tokens]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +96,9 @@ def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]
     """The model's logits, all at once and differentiable: for a few positions."""
     with torch.autocast(hidden.device.type, enabled=False):
         dtype = _precision(hidden)
-        bias = None if head.bias is None else head.bias.to(dtype)
-        return _shaped(nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias), head)
+        weight, bias = head.rows
+        bias = None if bias is None else bias.to(dtype)
+        return _shaped(nn.functional.linear(hidden.to(dtype), weight.to(dtype), bias), head)
 
 
 def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, "R V"]]:
@@ -105,7 +113,7 @@ def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, 
 def compiled_weight(head: Head) -> compiled.HeadWeight | None:
     """The compiled product with the head's weight and bias, without scale and soft cap; None where
     the head is not float32 on a CPU, or there is no compiler."""
-    weight, bias = head.weight, head.bias
+    weight, bias = head.rows
     given = [x for x in (weight, bias) if x is not None]
     fits = all(x.dtype == torch.float32 and x.is_contiguous() for x in given)
     if fits and weight.device.type == "cpu" and compiled.library() is not None:
@@ -175,8 +183,9 @@ class _Chunks:
     ) -> None:
         self.hidden, self.head, self.temperature, self.chunk = hidden, head, temperature, chunk
         # One copy for all chunks; for float32 weights it is the weight itself.
-        self.weight = head.weight.to(dtype)
-        self.bias = None if head.bias is None else head.bias.to(dtype)
+        weight, bias = head.rows
+        self.weight = weight.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
         self.dtype = dtype
 
     def slices(self) -> Iterator[slice]:
@@ -225,7 +234,8 @@ class _Gradients:
     def __init__(self, needs: tuple[bool, ...], policy: _Chunks, bias: Tensor | None) -> None:
         hidden = policy.hidden
         self.hidden = torch.empty_like(hidden) if needs[0] else None
-        self.weight = torch.zeros_like(policy.weight) if needs[1] else None
+        shape, self.tokens = policy.head.weight.shape, len(policy.weight)
+        self.weight = policy.weight.new_zeros(shape) if needs[1] else None
         self.bias = None
         if bias is not None and needs[2]:
             self.bias = torch.zeros(bias.shape, dtype=policy.dtype, device=bias.device)
@@ -235,9 +245,9 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden[rows] = (grad @ policy.weight).to(self.hidden.dtype)
         if self.weight is not None:
-            self.weight.addmm_(grad.T, policy.states(rows))
+            self.weight[: self.tokens].addmm_(grad.T, policy.states(rows))
         if self.bias is not None:
-            self.bias += grad.sum(0)
+            self.bias[: self.tokens] += grad.sum(0)
 
     def as_inputs(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden states, weight and bias; the last two in the weight's own dtype."""
@@ -279,17 +289,17 @@ class _Readout(torch.autograd.Function):
                     log_q, _ = other.log_softmax(rows)
                     divergence[rows] = log_q.neg_().add_(log_p).mul_(log_p.exp()).sum(1)
         ctx.save_for_backward(hidden, weight, bias, token, entropies, divergence)
-        ctx.settings = (head.scale, head.softcap, temperature, entropy, reference, chunk)
+        ctx.settings = (head, temperature, entropy, reference, chunk)
         return log_prob, entropies, divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, token, entropies, divergence = ctx.saved_tensors
-        scale, softcap, temperature, entropy, reference, chunk = ctx.settings
+        head, temperature, entropy, reference, chunk = ctx.settings
         dtype = _precision(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            head = Head(weight, bias, scale, softcap)
+            head = replace(head, weight=weight, bias=bias)
             policy = _Chunks(hidden, head, temperature, chunk, dtype)
             other = None
             if reference is not None:
@@ -310,5 +320,5 @@ class _Readout(torch.autograd.Function):
                 grad.scatter_add_(1, token[rows, None], g)
                 if slope is not None:
                     grad.mul_(slope)
-                into.add(rows, grad.mul_(scale / temperature), policy)
+                into.add(rows, grad.mul_(head.scale / temperature), policy)
             return *into.as_inputs(weight.dtype), *(None,) * 6

@@ -28,6 +28,11 @@ BASE = "base.json"
 """File of an adapter's folder that names the base it was trained on."""
 
 
+def token_count(tokenizer: Any) -> int:
+    """The number of ids up to the last token: a model may have more, which stand for no text."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
 class HiddenStates(Protocol):
     """What a full divergence needs from a reference policy."""
 
@@ -57,6 +62,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
+        self.tokens = token_count(tokenizer)
         self.served = served or Served()
         self.revision = revision
         """The model's revision on the hub, from the recipe."""
@@ -86,7 +92,7 @@ class Policy(nn.Module):
     @property
     def head(self) -> Head:
         """How logits are made from hidden states, with the current weights."""
-        return head_of(self.model)
+        return replace(head_of(self.model), tokens=self.tokens)
 
     @property
     def hidden_size(self) -> int:

@@ -36,10 +36,11 @@ def reference_for(policy: Policy, state: Mapping[str, Tensor] | None = None) -> 
 
 
 class FrozenPolicy:
-    """A policy that does not learn."""
+    """A policy that does not learn; `tokens` as in `Head`."""
 
-    def __init__(self, model: PreTrainedModel, autocast: Autocast) -> None:
+    def __init__(self, model: PreTrainedModel, autocast: Autocast, tokens: int) -> None:
         self.model = model
+        self.tokens = tokens
         self.autocast = autocast
 
     @property
@@ -47,7 +48,7 @@ class FrozenPolicy:
         """How its logits are made from its hidden states."""
         head = head_of(self.model)
         bias = None if head.bias is None else whole(head.bias)
-        return replace(head, weight=whole(head.weight), bias=bias)
+        return replace(head, weight=whole(head.weight), bias=bias, tokens=self.tokens)
 
     @torch.no_grad()
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
@@ -84,7 +85,7 @@ class FrozenCopy(Reference):
 
     def __init__(self, policy: Policy) -> None:
         copied = lora.plain_copy(policy.model).requires_grad_(False).eval()
-        super().__init__(copied, policy.autocast)
+        super().__init__(copied, policy.autocast, policy.tokens)
 
     def refresh(self, policy: Policy) -> None:
         _copy(lora.plain_weights(policy.model), self.state())
@@ -110,7 +111,7 @@ class AdapterOff(Reference):
     """The policy's base with the adapter off, or with a second, frozen adapter after `refresh`."""
 
     def __init__(self, policy: Policy) -> None:
-        super().__init__(policy.model, policy.autocast)
+        super().__init__(policy.model, policy.autocast, policy.tokens)
 
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
         second = lora.has_reference(self.model)

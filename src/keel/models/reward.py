@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from transformers import (
 from keel.config.model import Autocast, Lora, Model
 from keel.graders.steps import split_steps
 from keel.models import lora
-from keel.models.chat import as_turns, encode, encode_answered, encode_text
+from keel.models.chat import ChatEncoder, as_turns, encode_answer, encode_prompt
 from keel.models.families import context_length, states_at
 from keel.models.loading import (
     choose_device,
@@ -35,8 +36,9 @@ from keel.models.loading import (
 from keel.models.packed import Packed, pack, sizes_on
 from keel.models.policy import Policy
 from keel.models.probe import prepare_backbone
+from keel.models.text import encode_text
 from keel.models.tokenizer_round_trip import quiet
-from keel.types import Content, KeelError, Prompt
+from keel.types import Content, KeelError, Prompt, Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,75 +84,73 @@ class Reader:
     ) -> None:
         self.tokenizer = tokenizer
         self.context = context
-        self._template = dict(template or {})
+        self.chat = ChatEncoder(tokenizer, template)
         self._pad = tokenizer.pad_token_id if pad is None else pad
         self._raw, self._closing = raw, closing
-        self._prompts: dict[Any, tuple[int, ...]] = {}
 
-    def answer(self, prompt: Content, completion: str, name: str) -> Answered:
+    def answer(self, prompt: Content, completion: str, name: str, tools: Tools = ()) -> Answered:
         """An answer with one score, at the last token that is not the padding token.
 
-        The stock classes read it there, also where padding and end of sequence are one token.
+        The stock classes read it there, also if padding and end of sequence are one token.
         `name` is the example's in an error.
         """
-        before = self._prompt(prompt, name)
-        tokens = self._rendered(prompt, completion, name)
-        if tokens is None:
-            tokens = self._closed([*before, *self._text(completion, name)])
+        turns = as_turns(prompt, self.tokenizer, self._raw)
+        whole = None
+        if self._closing and not isinstance(turns, str):
+            whole = self.chat.whole(turns, completion, name, tools)
+        found = whole or encode_answer(prompt, completion, name, self.chat, tools, raw=self._raw)
+        tokens = found.fit(self.context)
         last = len(tokens) - 1
         while last > 0 and tokens[last] == self._pad:
             last -= 1
-        return Answered(tuple(tokens), min(len(before), len(tokens) - 1), (last,))
+        return Answered(tuple(tokens), min(len(found.prompt), len(tokens) - 1), (last,))
 
-    def prompt(self, content: Content, name: str) -> Prompt:
+    def prompt(self, content: Content, name: str, tools: Tools = ()) -> Prompt:
         """An example's prompt with its tokens."""
-        return encode(Prompt(name, content), self.tokenizer, self._template, raw=self._raw)
+        return encode_prompt(Prompt(name, content, tools=tools), self.chat, raw=self._raw)
 
-    def _rendered(self, prompt: Content, completion: str, name: str) -> list[int] | None:
-        """The conversation with its answer, closed by the template; None where none closes it."""
-        turns = as_turns(prompt, self.tokenizer, self._raw)
-        if not self._closing or isinstance(turns, str):
-            return None
-        found = encode_answered(turns, completion, name, self.tokenizer, self._template)
-        if found is None:
-            return None
-        tokens, closing = found
-        fits = self.context is not None and len(tokens) - closing <= self.context
-        return tokens[: self.context] if fits else tokens
+    def steps(
+        self, prompt: Content, steps: Sequence[str], name: str, tools: Tools = ()
+    ) -> Answered:
+        """An answer with a score at the last token of each step; steps include their separators.
 
-    def steps(self, prompt: Content, steps: Sequence[str], name: str) -> Answered:
-        """An answer with a score at the last token of each step; steps include their separators."""
-        before = self._prompt(prompt, name)
-        tokens = list(before)
-        ends = []
-        for number, step in enumerate(steps, start=1):
-            tokens += self._text(step, name)
-            if number == len(steps):
-                tokens = self._closed(tokens)
+        The tokens of each step are its own, so that none is of two.
+        """
+        whole = encode_answer(prompt, "".join(steps), name, self.chat, tools, raw=self._raw)
+        lead, steps = _as_written(steps, whole.text)
+        what = f"the answer of {name}"
+        encode = partial(encode_text, name=what, tokenizer=self.tokenizer, continues=True)
+        tokens = [*whole.prompt, *encode(lead)]
+        begins, ends = len(tokens), list[int]()
+        for step in steps:
+            tokens += encode(step, literal=True)
             ends.append(len(tokens) - 1)
+        closing = whole.answer[len(whole.answer) - whole.closing :]
+        room = len(closing) if self.context is None else max(self.context - len(tokens), 0)
+        if ends:
+            tokens += closing[:room]
+            ends[-1] = len(tokens) - 1
         if len(set(ends)) < len(ends) or (ends and ends[0] < 1):
             raise KeelError(f"{name}: a step without tokens: leave the empty step out")
-        return Answered(tuple(tokens), len(before), tuple(ends))
+        return Answered(tuple(tokens), begins, tuple(ends))
 
-    def split(self, prompt: Content, completion: str, separator: str, name: str) -> Answered:
+    def split(
+        self, prompt: Content, completion: str, separator: str, name: str, tools: Tools = ()
+    ) -> Answered:
         """`steps` of a text that is cut after each separator."""
         spans = split_steps(completion, separator)
-        return self.steps(prompt, [completion[a:b] for a, b in spans], name)
+        return self.steps(prompt, [completion[a:b] for a, b in spans], name, tools)
 
-    def _prompt(self, content: Content, name: str) -> tuple[int, ...]:
-        key = content if isinstance(content, str) else repr(content)
-        if key not in self._prompts:
-            if len(self._prompts) >= 4096:
-                self._prompts.clear()
-            self._prompts[key] = self.prompt(content, name).tokens
-        return self._prompts[key]
 
-    def _text(self, text: str, name: str) -> list[int]:
-        return encode_text(text, f"the answer of {name}", self.tokenizer, split_special_tokens=True)
-
-    def _closed(self, tokens: list[int]) -> list[int]:
-        eos = self.tokenizer.eos_token_id
-        return tokens if eos is None or len(tokens) == self.context else [*tokens, eos]
+def _as_written(steps: Sequence[str], body: str) -> tuple[str, list[str]]:
+    """What an answer begins with before its steps, and the steps as the template wrote them: it may
+    trim the answer, and the prompt may have opened the thought that the first step opens."""
+    text = "".join(steps)
+    kept = next((one for one in (text, text.strip(), body) if one in body and one in text), text)
+    start = text.index(kept)
+    ends = accumulate(map(len, steps))
+    cuts = [min(max(at, start), start + len(kept)) for at in (0, *ends)]
+    return body[: max(body.find(kept), 0)], [text[a:b] for a, b in pairwise(cuts)]
 
 
 def joined(steps: Sequence[str], separator: str) -> list[str]:
@@ -281,6 +281,7 @@ def reward_model_from(
     """
     config = _classifier_config(policy, kind)
     check_classifier(config, kind)
+    tokenizer = _with_padding(config, policy.tokenizer)
     with torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = STOCK[kind].from_config(config, dtype=policy.model.dtype)
     silence_dropout(model)
@@ -297,7 +298,7 @@ def reward_model_from(
     prepare_backbone(model, policy.autocast)
     _add_adapter(model, adapter, seed, policy.revision)
     policy.set_checkpointing(model)
-    return RewardModel(model, policy.tokenizer, kind, autocast=policy.autocast)
+    return RewardModel(model, tokenizer, kind, autocast=policy.autocast)
 
 
 def continued_reward_model(
@@ -307,6 +308,7 @@ def continued_reward_model(
     found = load_reward_model(spec, kind)
     # The adapter's config would name the run folder, whose path is no part of the run.
     found.model.config.name_or_path = ""
+    found.tokenizer = _with_padding(found.model.config, found.tokenizer)
     found.model.requires_grad_(True).to(policy.device)
     _add_adapter(found.model, adapter, seed)
     policy.set_checkpointing(found.model)
@@ -365,12 +367,28 @@ def _add_adapter(
         head.requires_grad_(True)
 
 
+def _with_padding(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase:
+    """The tokenizer with a padding token, which the config gets too: that of one of them, else the
+    end of sequence. The stock classes score no batch without one, and read the last token that is
+    not it."""
+    eos = config.eos_token_id
+    ids = (config.pad_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id)
+    named = [*ids, *(eos if isinstance(eos, list) else [eos])]
+    inside = (id for id in named if id is not None and 0 <= id < len(tokenizer))
+    config.pad_token_id = next(inside, None)
+    if tokenizer.pad_token_id is None and config.pad_token_id is not None:
+        tokenizer = copy.deepcopy(tokenizer)  # the policy keeps its own
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(config.pad_token_id)
+    return tokenizer
+
+
 def _classifier_config(policy: Policy, kind: Kind) -> PreTrainedConfig:
     config: PreTrainedConfig = copy.deepcopy(policy.model.config)
     names = ("score",) if kind == "outcome" else ("wrong", "right")
     config.id2label = dict(enumerate(names))
     config.label2id = {name: number for number, name in enumerate(names)}
-    # The stock class finds the last token by it.
     config.pad_token_id = policy.tokenizer.pad_token_id
     config.architectures = None
     # transformers' own attention first, so that the probe can compare ours with it.

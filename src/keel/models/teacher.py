@@ -26,7 +26,7 @@ def load_teacher(
     except KeelError as error:
         raise _renamed(error) from error
     prepare(model, own.autocast)
-    return FrozenPolicy(model.requires_grad_(False).eval(), own.autocast)
+    return FrozenPolicy(model.requires_grad_(False).eval(), own.autocast, policy.tokens)
 
 
 def check_teacher(choice: TeacherModel, policy: Policy, spec: Model, longest: int | None) -> None:
@@ -41,11 +41,10 @@ def check_teacher(choice: TeacherModel, policy: Policy, spec: Model, longest: in
     except KeelError as error:
         raise _renamed(error) from error
     _check_tokens(where, tokenizer, policy.tokenizer)
-    size = policy.model.config.get_text_config().vocab_size
-    if config.vocab_size < size:
+    if config.vocab_size < policy.tokens:
         raise KeelError(
-            f"{where} has a vocabulary of {config.vocab_size} tokens and the policy one of {size}: "
-            "choose a teacher with the policy's vocabulary"
+            f"{where} has a vocabulary of {config.vocab_size} tokens and the policy one of "
+            f"{policy.tokens}: choose a teacher with the policy's vocabulary"
         )
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and (longest is None or longest > context):

@@ -37,7 +37,7 @@ from keel.preflight.judge_cost import over_budget
 from keel.preflight.prediction import facts_of, predict, totals, with_judges, with_ranks
 from keel.preflight.prompts import sampling_plan, trained_on_validation
 from keel.preflight.sampling_stage import inspect_sampling_stage
-from keel.preflight.tokens import eos_pair
+from keel.preflight.tokens import closing, eos_pair
 from keel.preflight.trial_process import TrialProcess
 from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
@@ -195,7 +195,10 @@ def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     tokenizer = policy.tokenizer
     named = getattr(getattr(policy.model, "generation_config", None), "eos_token_id", None)
     ids = () if named is None else (named,) if isinstance(named, int) else tuple(named)
-    found = [eos_pair(tokenizer.eos_token_id, ids, str(tokenizer.eos_token), "model.name")]
+    closed = closing(tokenizer, {})
+    known = closed is not None and closed.token in ids
+    own = None if known else tokenizer.eos_token_id
+    found = [eos_pair(own, ids, str(tokenizer.eos_token), "model.name")]
     if is_llama_like(policy.model.base_model):
         found.append(settings.no_compiler(fingerprint("decode")))
     if recipe.model.dtype == "bfloat16":

@@ -12,10 +12,11 @@ import numpy as np
 from keel.analysis.statistics import wilson_interval
 from keel.config.sources import Rewards, RewardSource
 from keel.data.tasks import stored
-from keel.models.chat import encode_text
+from keel.models.text import encode_text
 from keel.preflight.finding import Finding, percent, quantile, shorten
 from keel.preflight.prompts import inspected_places
 from keel.preflight.trial_batch import CUT
+from keel.rewards.code import CodeReward
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.rewards.validation import Wrong
@@ -138,7 +139,7 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
             continue
         split = data.splits["train"]
         places = inspected_places(task)
-        answers = [str(data.prompt("train", at).columns["answer"]) for at in places]
+        answers = [data.prompt("train", at).columns["answer"] for at in places]
         for reader in readers:
             assert reader.function is not None
             texts = [""] * len(answers)
@@ -147,6 +148,26 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
                 if isinstance(value, Wrong):
                     place = split.where.place(split.entries[at].line)
                     raise KeelError(f"{place}: reward {reader.name!r}: {value.why}")
+
+
+def weak_tests(
+    name: str, reward: CodeReward, prompts: Sequence[Prompt], key: str
+) -> Finding | None:
+    """Tests that pass an answer which solves nothing: an empty list, `nan`, a raise, and so on."""
+    found = reward.trivial([prompt.columns for prompt in prompts])
+    weak = [(prompt.id, passed) for prompt, passed in zip(prompts, found, strict=True) if passed]
+    if not weak:
+        return None
+    shown = "; ".join(f"{at!r}: {', '.join(passed)}" for at, passed in weak[:5])
+    return Finding(
+        "weak-tests",
+        f"the tests of reward {name!r} pass answers that solve nothing",
+        f"{len(weak)} of {len(prompts)} examples; the first, by what functions give: {shown}",
+        key,
+        "compare with expected values, and lengths first (np.isclose([], [4]).all() is true), or "
+        "leave these examples out",
+        "error" if len(weak) == len(prompts) else "warning",
+    )
 
 
 def shapes(sources: Sequence[RewardSource]) -> list[str]:
@@ -199,7 +220,7 @@ def _answered(prompt: Prompt, text: str, tokenizer: Any) -> Group:
         finish="eos",
         text=text,
     )
-    return Group(prompt, (completion,))
+    return Group(replace(prompt, opening=""), (completion,))  # its thoughts are closed
 
 
 # ---------------------------------------------------------------- findings

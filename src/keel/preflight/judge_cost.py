@@ -12,6 +12,7 @@ from keel.config.sampling import SamplingSource
 from keel.config.schema import Stage
 from keel.config.sources import RewardSource
 from keel.config.stage import StageConfig
+from keel.graders.stated import answer_part
 from keel.preflight.finding import Finding
 from keel.rewards.judge.options import GROUP, JudgeOptions
 from keel.rewards.judge.pairs import choose_pairs
@@ -141,7 +142,8 @@ def _bodies(options: JudgeOptions, groups: Sequence[Group]) -> Iterator[dict[str
     """A request for each sampled answer; in a comparison, its rival is as long as itself."""
     for group in groups:
         content = group.prompt.content
-        for text in (completion.text for completion in group.completions):
+        for completion in group.completions:
+            text = answer_part(completion.text, group.prompt.opening) or ""
             if options.mode == "rubric":
                 question = score_question(
                     content, text, rubric=options.rubric, low=options.low, high=options.high

@@ -12,6 +12,7 @@ import torch
 
 from keel.config.judging import JudgingStage
 from keel.config.sources import RewardSource
+from keel.data.messages import prompt_columns
 from keel.engines.stopping import eos_ids, split_stops
 from keel.learn.advantages import check_steps
 from keel.learn.batch import from_groups
@@ -19,17 +20,17 @@ from keel.models.families import uses_autocast
 from keel.models.precision import rounding_effect
 from keel.preflight import settings, tokens
 from keel.preflight.context import LongestExample, PromptStats, StageContext, StageStops
-from keel.preflight.gold_answers import Gold, check_readable, gold_of
+from keel.preflight.gold_answers import SHOWN, Gold, check_readable, gold_of, weak_tests
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.prompts import (
     SamplingPlan,
-    plain_content,
     read_prompts,
     reply_holds_answer,
     sampling_plan,
 )
 from keel.preflight.rewards import ScoredBatch, check_gold, check_sampled_rewards
 from keel.preflight.trial_batch import TrialBatch, check_ends, sample
+from keel.rewards.code import CodeReward
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.training.recipe_checks import check_component, check_rewards, check_rewards_of_steps
@@ -80,6 +81,10 @@ def inspect_sampling_stage(context: StageContext) -> None:
         with suppress(StageStops), context.stops("as its rewards are asked", key):
             called = rewards if callable_now else []
             gold = gold_of(stats.first, stats.tasks, called, context.policy.tokenizer, plan.rewards)
+            for _, function in called:
+                if isinstance(function.function, CodeReward):
+                    tried = stats.first[:SHOWN]
+                    context.add(weak_tests(function.name, function.function, tried, key))
             if callable_now:
                 start = time.perf_counter()
                 results = judge(batch.groups, 1).results
@@ -208,7 +213,7 @@ def _scorer(
     made = scorer(
         plan.rewards, functions, stats.tasks,
         max_tokens=plan.rollout.max_tokens, overlong_buffer=plan.rollout.overlong_buffer,
-        needed=algorithm is None or algorithm.needs_reward,
+        needed=algorithm is None or algorithm.needs_reward, stop=plan.rollout.stop,
     )  # fmt: skip
     made.check(stats.first)
     return made
@@ -240,11 +245,12 @@ def _set_work(
     work, rollout = context.work, plan.rollout
     if stats.longest is not None:
         longest = stats.longest
-        data = {"prompt": plain_content(longest.content)}
+        data = prompt_columns(longest.content, longest.tools)
         if plan.sampling.algorithm is None:  # rows of one prompt are all in the same split
             others = (p for p in (*stats.validation, *stats.first) if p.content != longest.content)
             other = next(others, None)
-            data |= {} if other is None else {"validation": plain_content(other.content)}
+            if other is not None:
+                data["validation"] = prompt_columns(other.content, ())["prompt"]
         work.longest = LongestExample(len(longest.tokens), data, longest.task in stats.raw)
     random = context.recipe.model.build is not None
     full = context.trained_by is not None or random or not batch.whole

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.models.chat import encode, limited_template
+from keel.models.chat import encode
+from keel.models.template import render
 from keel.preflight.finding import Finding, shorten
 from keel.runs.watchdog import Hung
-from keel.types import KeelError, Message, Prompt
+from keel.types import KeelError, Message, Prompt, Tools, text_of
 
 PROBE = "An answer to close"
 """An answer that no template has reason to change."""
@@ -74,10 +75,10 @@ def end_of_turn(
 
 
 def eos_pair(own: int | None, generation: Sequence[int], spelled: str, key: str) -> Finding | None:
-    """The tokenizer's end of sequence, which the saved model's generation config does not know.
+    """The tokenizer's end of sequence, if the saved model's generation config does not know it.
 
-    Keel stops at either; a demonstration ends with the tokenizer's, and a server that loads the
-    saved model stops at the generation config's alone. `generation` is empty where it names none.
+    Keel stops at either; a server that loads the saved model stops at the generation config's
+    alone. `generation` is empty if it names none.
     """
     if own is None or not generation or own in generation:
         return None
@@ -116,7 +117,7 @@ def special_in_messages(
         if not isinstance(prompt.content, str)
         for turn in prompt.content
         for token in specials
-        if token and token in turn["content"]
+        if token and token in text_of(turn)
     ]
     if not spelled:
         return None
@@ -142,15 +143,15 @@ def template_text(
         if isinstance(prompt.content, str):
             continue
         turns = list(prompt.content)
-        text = _rendered(tokenizer, turns, template, prompt=True)
+        text = _rendered(tokenizer, turns, template, prompt.tools, prompt=True)
         if text is None:
             continue
-        lost = next((t for t in turns if _squeezed(t["content"]) not in _squeezed(text)), None)
+        lost = next((t for t in turns if _squeezed(text_of(t)) not in _squeezed(text)), None)
         if lost is not None:
             return Finding(
                 "template-loses-text",
                 f"the chat template drops or changes the {lost['role']}'s words",
-                f"prompt {prompt.id!r}: {shorten(lost['content'])!r} is not in "
+                f"prompt {prompt.id!r}: {shorten(text_of(lost))!r} is not in "
                 f"{shorten(text, 160)!r}",
                 key,
                 "use a template that shows every message as it is (model.chat_template), or put "
@@ -185,9 +186,9 @@ def template_prefix(
         return None
     assert not isinstance(first.content, str)
     turns = list(first.content)
-    asked = _rendered(tokenizer, turns, template, prompt=True)
+    asked = _rendered(tokenizer, turns, template, first.tools, prompt=True)
     answer = Message(role="assistant", content=PROBE)
-    whole = _rendered(tokenizer, [*turns, answer], template, prompt=False)
+    whole = _rendered(tokenizer, [*turns, answer], template, first.tools, prompt=False)
     if asked is None or whole is None:
         return None
     if _thoughtless(whole).startswith(_thoughtless(asked) + _squeezed(PROBE)):
@@ -228,12 +229,12 @@ def unread(
     tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any]
 ) -> frozenset[str]:
     """The keywords without which the template writes the same of each conversation."""
-    talks = [list(p.content) for p in prompts if not isinstance(p.content, str)]
+    talks = [(list(p.content), p.tools) for p in prompts if not isinstance(p.content, str)]
     if not talks:
         return frozenset()
 
     def texts(words: Mapping[str, Any]) -> list[str | None]:
-        return [_rendered(tokenizer, turns, words, prompt=True) for turns in talks]
+        return [_rendered(tokenizer, turns, words, tools, prompt=True) for turns, tools in talks]
 
     every = texts(template)
     return frozenset(
@@ -244,23 +245,23 @@ def unread(
 
 
 def _rendered(
-    tokenizer: Any, turns: Sequence[Message], template: Mapping[str, Any], *, prompt: bool
+    tokenizer: Any,
+    turns: Sequence[Message],
+    template: Mapping[str, Any],
+    tools: Tools = (),
+    *,
+    prompt: bool,
 ) -> str | None:
     """The conversation as the template's text; None where it has none, or it fails."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:
-        with limited_template("a prompt"):
-            text = tokenizer.apply_chat_template(
-                [dict(turn) for turn in turns],
-                tokenize=False,
-                add_generation_prompt=prompt,
-                **template,
-            )
-        return str(text)
+        return render(
+            tokenizer, turns, "a prompt", tools=tools, generate=prompt, template_kwargs=template
+        )
     except Hung:
         raise
-    except Exception:  # a template raises what it likes; as a prompt it is reported elsewhere
+    except KeelError:  # as a prompt it is reported elsewhere
         return None
 
 

@@ -38,6 +38,9 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        if device.type == "cuda":
+            # Before it there are no statistics to reset.
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         self.resets = self.reset()
         """Whether there are peaks of parts of a run, not only of all until now."""
 
@@ -137,6 +140,8 @@ def run_trial(job: TrialJob) -> None:
         full = out_of_memory(error) or line.startswith("out of memory")
         kind = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
         monitor.emit(**{"full" if full else "error": f"{kind}{line}"})
+    finally:
+        monitor.events.close()
 
 
 def main() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from keel.graders.stated import before_stop
 from keel.rewards.registry import RESERVED, NamedReward
 from keel.runs.values import plain
-from keel.types import Completion, Group, Message, Prompt
+from keel.types import Completion, Group, Message, Prompt, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,22 @@ class RewardBatch:
             self.names,
             self.step,
         )
+
+
+def without_stop(group: Group, stop: Sequence[str]) -> Group:
+    """The group with the texts of its completions up to the stop string that ended them."""
+
+    def cut(one: Completion) -> Completion:
+        *turns, last = one.conversation
+        written = text_of(last)
+        left = before_stop(written, stop)
+        if one.finish != "stop" or left == written or last["role"] != "assistant":
+            return one
+        changed: Message = {**last, "content": left}
+        text = one.text.removesuffix(written) + left
+        return replace(one, text=text, turns=(*turns, changed) if one.turns else ())
+
+    return replace(group, completions=tuple(map(cut, group.completions)))
 
 
 Summary = Callable[[list[Any]], Mapping[str, float]]
@@ -158,6 +175,7 @@ def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, 
 
     Of each column a value for each completion, None where its prompt has none.
     """
+    any_tools = any(p.tools for p in batch.prompts)
     given: dict[str, Any] = {
         **dict.fromkeys(function.required, [None] * len(batch)),
         **{
@@ -167,6 +185,8 @@ def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, 
             ]
             for name in (*batch.names, *column_names(batch.completions))
         },
+        # As the chat template gets them, also where the data have JSON text.
+        **({"tools": [list(p.tools) for p in batch.prompts]} if any_tools else {}),
         "prompts": [
             p.content if isinstance(p.content, str) else _turns(p.content) for p in batch.prompts
         ],
@@ -178,6 +198,7 @@ def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, 
             for p, c in zip(batch.prompts, batch.completions, strict=True)
         ],
         "completion_ids": [c.tokens[c.written].tolist() for c in batch.completions],
+        "openings": [p.opening for p in batch.prompts],
         "turns": [_turns(c.conversation) for c in batch.completions],
         "trainer_state": SimpleNamespace(global_step=batch.step),
         "log_extra": log.extra,

@@ -19,7 +19,7 @@ import numpy as np
 
 from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
-from keel.rewards.batch import Log, RewardBatch, arguments, column_names
+from keel.rewards.batch import Log, RewardBatch, arguments, column_names, without_stop
 from keel.rewards.executor import POLL, AsyncCalls, CallOutcome, call, call_each
 from keel.rewards.registry import NamedReward
 from keel.rewards.validation import BadReturn, RewardOutput, read_rewards
@@ -41,6 +41,7 @@ class CallConfig:
     timeout: float
     on_error: Literal["stop", "skip"]
     loop: LoopThread
+    stop: Sequence[str] = ()
 
 
 class RewardCall:
@@ -246,7 +247,7 @@ class Overlap:
 
         Raises Failed where an earlier part could not be scored.
         """
-        self._groups[place] = group
+        self._groups[place] = without_stop(group, self._config.stop)
         if self._failed_before(len(self._parts)):
             raise Failed
         while self._first < len(self._groups):

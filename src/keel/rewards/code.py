@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
+from keel.graders.stated import unwrapped
 from keel.graders.unit_tests import (
     Checked,
     Isolation,
@@ -15,10 +16,11 @@ from keel.graders.unit_tests import (
     python_code,
     read_tests,
     run_tests,
+    trivial_codes,
 )
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
-from keel.rewards.rules import texts
+from keel.rewards.rules import stated_texts
 from keel.sandbox.bubblewrap import Limits, Sandbox
 from keel.types import KeelError
 
@@ -92,7 +94,7 @@ class CodeReward:
         self._isolation, self._workers = isolation, workers
         self._running: set[threading.Event] = set()
         names = dict.fromkeys(("completions", *columns.values(), "log_extra", "log_metric"))
-        self.__signature__ = keywords(names)
+        self.__signature__ = keywords(names, ("openings",))
 
     def __call__(
         self,
@@ -100,6 +102,7 @@ class CodeReward:
         completions: Sequence[Any],
         log_extra: Callable[[str, Sequence[Any]], None],
         log_metric: Callable[[str, float], None],
+        openings: Sequence[str] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
         rows = [
@@ -108,12 +111,13 @@ class CodeReward:
         ]
         tests = [_read(at, row) for at, row in enumerate(rows)]
         before = [row.get("prepend") or "" for row in rows]
+        stated = stated_texts(completions, None, openings=openings)
         stop = threading.Event()
         self._running.add(stop)
         try:
             tested = in_threads(
                 lambda item: self._judge(*item, stop),
-                list(zip(texts(completions), before, tests, strict=True)),
+                list(zip(stated, before, tests, strict=True)),
                 self._workers,
                 stop,
             )
@@ -123,6 +127,24 @@ class CodeReward:
         log_summary(log_metric, [one.status for one in tested if one is not None], _shares)
         return [None if one is None else self._worth(one) for one in tested]
 
+    def trivial(self, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+        """For each example, by its columns, which of the answers `TRIVIAL` its tests pass."""
+
+        def passed(example: tuple[int, Mapping[str, Any]]) -> list[str]:
+            at, row = example
+            read = _read(at, {option: row.get(name) for option, name in self._columns.items()})
+            found: list[str] = []
+            if read is None:
+                return found
+            for answer, code in trivial_codes(read).items():
+                ran = run_tests(self._sandbox, code, read, isolation=self._isolation)
+                if ran.status == "timeout":
+                    break  # further answers would take as long
+                found += [answer] if ran.status == "passed" else []
+            return found
+
+        return in_threads(passed, list(enumerate(rows)), self._workers)
+
     def abandon(self) -> None:
         """Stop the calls that still run: their sandboxes are killed, and no further one starts."""
         for stop in self._running.copy():
@@ -131,10 +153,14 @@ class CodeReward:
     close = abandon
 
     def _judge(
-        self, text: str, before: str, tests: UnitTests | None, stop: threading.Event
+        self, text: str | None, before: str, tests: UnitTests | None, stop: threading.Event
     ) -> Checked | None:
         if tests is None:
             return None
+        if text is None:
+            unclosed = "no code: the completion ends within a thought"
+            return Checked((False,) * len(tests.texts), "error", unclosed)
+        text = unwrapped(text) if text.lstrip().startswith("<") else text
         code = python_code(text)
         if before and code != text and not before.endswith("\n"):
             before += "\n"  # a fence begins a line; a text goes on where the prompt ends

@@ -8,9 +8,10 @@ from typing import Any
 from keel.graders.answers import final_answer
 from keel.graders.languages import check_language, language_of, language_share
 from keel.graders.mathematics import Mathematics
+from keel.graders.stated import unwrapped
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
-from keel.rewards.rules import question_texts, stated_texts, texts
+from keel.rewards.rules import any_gold, question_texts, stated_texts, texts
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
@@ -47,16 +48,19 @@ class MathReward:
         self.abandon = mathematics.abandon
         self.close = mathematics.close
 
+    @any_gold
     def __call__(
         self,
         *,
         completions: Sequence[Any],
         answer: Sequence[Any],
         prompts: Sequence[Any] | None = None,
+        openings: Sequence[str] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
     ) -> list[float | Wrong | None]:
-        stated = [text or "" for text in stated_texts(completions, self._tag, prompts)]
+        every = stated_texts(completions, self._tag, prompts, openings)
+        stated = [unwrapped(text or "") for text in every]
         compared = [at for at, gold in enumerate(answer) if gold is not None]
         # An empty text is compared too: an answer column that cannot be read is always wrong.
         asked = [""] * len(stated) if prompts is None else question_texts(prompts)

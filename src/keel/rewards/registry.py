@@ -41,6 +41,7 @@ RESERVED = (
     "completions",
     "completion_ids",
     "turns",
+    "openings",
     "trainer_state",
     "log_extra",
     "log_metric",
@@ -54,7 +55,8 @@ class RewardContext:
 
     `tokenizer` is the policy's (None without a policy). `models` are the folders of the models that
     earlier stages of the run trained, by the stage's name. `folder` is where a reward may keep
-    files (None: nowhere); `device` is the policy's.
+    files (None: nowhere); `device` is the policy's. `template_time` is given to chat templates in
+    another process (ISO 8601; None: the present).
     """
 
     tokenizer: Any = None
@@ -62,6 +64,7 @@ class RewardContext:
     folder: Path | None = None
     device: str = "cpu"
     seed: int = 0
+    template_time: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class NamedReward:
             return False
         if name in (*self.required, *self.optional):
             return True
-        return self.everything and name != "turns"  # with others' words: only where it is named
+        return self.everything and name not in ("turns", "openings")  # only if they are named
 
     def shuts(self, value: float | None) -> bool:
         """Whether this is a gate that rejects a completion of this value; None passes."""

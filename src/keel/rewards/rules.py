@@ -6,11 +6,13 @@ completion; None where a rule has nothing to judge by.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from keel.data.gold import gold_entries, read_gold
 from keel.graders.answers import only_repeats, stated_number
 from keel.graders.choices import chosen, label_of
 from keel.graders.formats import (
@@ -22,16 +24,46 @@ from keel.graders.formats import (
     tag_content,
 )
 from keel.graders.numbers import Number, read_number, same_number
+from keel.graders.stated import answer_part, opened, unwrapped
 from keel.rewards.validation import Wrong
 from keel.types import KeelError, text_of
 
+Rule = TypeVar("Rule", bound=Callable[..., list[Any]])
 
+
+def any_gold(reward: Rule) -> Rule:
+    """A reward whose `answer` may hold lists: it is called for every entry, and the best counts.
+
+    Raises KeelError for what is no answer, such as a table.
+    """
+
+    @functools.wraps(reward)
+    def best(*own: Any, **given: Any) -> list[Any]:
+        try:
+            golds = [gold_entries(read_gold(value)) or [None] for value in given.pop("answer")]
+        except ValueError as error:
+            raise KeelError(f"the answer column holds {error}: name a key of it") from None
+        rounds = []
+        for at in range(max(map(len, golds), default=1)):
+            rounds.append(reward(*own, **given, answer=[g[min(at, len(g) - 1)] for g in golds]))
+            given = {name: value for name, value in given.items() if not name.startswith("log_")}
+        return [max(several, key=_number) for several in zip(*rounds, strict=True)]
+
+    return cast(Rule, best)
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else -1.0
+
+
+@any_gold
 def exact_match(
     *,
     completions: Sequence[Any],
     answer: Sequence[Any],
     normalised: bool = False,
     tag: str | None = None,
+    openings: Sequence[str] | None = None,
 ) -> list[float | None]:
     """1 where the text is the `answer` column's, less the blanks around it, else 0.
 
@@ -42,10 +74,13 @@ def exact_match(
         None
         if gold is None
         else float(stated is not None and same_text(stated, str(gold), normalised=normalised))
-        for stated, gold in zip(stated_texts(completions, tag), answer, strict=True)
+        for stated, gold in zip(
+            stated_texts(completions, tag, openings=openings), answer, strict=True
+        )
     ]
 
 
+@any_gold
 def numeric_match(
     *,
     completions: Sequence[Any],
@@ -53,6 +88,7 @@ def numeric_match(
     prompts: Sequence[Any] | None = None,
     tolerance: float = 0.0,
     tag: str | None = None,
+    openings: Sequence[str] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
     log_extra: Callable[[str, Sequence[Any]], None] | None = None,
 ) -> list[float | Wrong | None]:
@@ -71,8 +107,9 @@ def numeric_match(
     rewards: list[float | Wrong | None] = []
     read: list[bool] = []
     extracted: list[str | None] = []
-    for stated, gold in zip(stated_texts(completions, tag, prompts), answer, strict=True):
-        given = None if stated is None else stated_number(stated)
+    every = stated_texts(completions, tag, prompts, openings)
+    for stated, gold in zip(every, answer, strict=True):
+        given = None if stated is None else stated_number(unwrapped(stated))
         extracted.append(None if given is None else str(given.value))
         if gold is None:
             rewards.append(None)
@@ -95,12 +132,14 @@ def numeric_match(
     return rewards
 
 
+@any_gold
 def choice(
     *,
     completions: Sequence[Any],
     answer: Sequence[Any],
     prompts: Sequence[Any] | None = None,
     tag: str | None = None,
+    openings: Sequence[str] | None = None,
 ) -> list[float | Wrong | None]:
     r"""1 where the text settles on the option whose letter the `answer` column holds, else 0.
 
@@ -110,7 +149,7 @@ def choice(
     """
     rewards: list[float | Wrong | None] = []
     asked = [""] * len(answer) if prompts is None else question_texts(prompts)
-    stated = stated_texts(completions, tag, prompts)
+    stated = stated_texts(completions, tag, prompts, openings)
     for text, gold, question in zip(stated, answer, asked, strict=True):
         letter = label_of(str(gold))
         if gold is None:
@@ -119,7 +158,7 @@ def choice(
             wrong = f"the answer column holds {str(gold)[:60]!r}, which is no option's letter"
             rewards.append(Wrong(f"{wrong}: use exact_match, or name another column"))
         else:
-            rewards.append(float(text is not None and chosen(text, question) == letter))
+            rewards.append(float(text is not None and chosen(unwrapped(text), question) == letter))
     return rewards
 
 
@@ -129,16 +168,22 @@ def _gold_number(gold: str) -> Number | None:
     return stated_number(gold, evaluated=False) if whole is None else whole
 
 
-def place_match(*, completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+@any_gold
+def place_match(
+    *,
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    openings: Sequence[str] | None = None,
+) -> list[float | None]:
     """The share of characters that stand where the `answer` column has them, in [0, 1].
 
     Less the blanks around either text; counted over the longer of the two, so that neither rambling
     nor stopping short pays. A dense stand-in for `exact_match` where a policy gets nothing right
     yet. None where the column is empty.
     """
-    pairs = zip(texts(completions), answer, strict=True)
+    pairs = zip(stated_texts(completions, None, openings=openings), answer, strict=True)
     return [
-        None if gold is None else _agreeing(stated.strip(), str(gold).strip())
+        None if gold is None else _agreeing((stated or "").strip(), str(gold).strip())
         for stated, gold in pairs
     ]
 
@@ -153,6 +198,7 @@ def format_match(
     completions: Sequence[Any],
     regex: str | None = None,
     tags: Sequence[str] | None = None,
+    openings: Sequence[str] | None = None,
 ) -> list[float | Wrong]:
     """1 where `regex` is found in the text, or the text is made of `tags`; else 0.
 
@@ -169,9 +215,9 @@ def format_match(
             raise KeelError(f'tags = "{tags}": give a list, ["{tags}"]')
         if not tags:
             raise KeelError("tags = []: name at least one")
-        return [float(has_tags(text, tags)) for text in texts(completions)]
+        return [float(has_tags(text, tags)) for text in texts(completions, openings)]
     try:
-        found = matches(regex, texts(completions))
+        found = matches(regex, texts(completions, openings))
     except re.error as error:
         raise KeelError(f"regex = {regex!r} is no regular expression: {error}") from None
     slow = Wrong(
@@ -213,21 +259,37 @@ def repetition(*, completions: Sequence[Any], n: int = 3, max_penalty: float = 1
     return [0.0 - max_penalty * repeated_share(text, n) for text in texts(completions)]
 
 
-def texts(completions: Sequence[Any]) -> list[str]:
-    """The policy's words: the text, or the text of the assistant's turns of a conversation."""
+def texts(completions: Sequence[Any], openings: Sequence[str] | None = None) -> list[str]:
+    """The policy's words: the text, or the text of the assistant's turns of a conversation.
+
+    With `openings`, each turn begins with the tag that the chat template opened for it.
+    """
+    begun = [""] * len(completions) if openings is None else map(opened, openings)
     return [
-        c
+        opening + c
         if isinstance(c, str)
-        else "".join(str(turn["content"]) for turn in c if turn["role"] == "assistant")
-        for c in completions
+        else "".join(opening + text_of(turn) for turn in c if turn["role"] == "assistant")
+        for c, opening in zip(completions, begun, strict=True)
     ]
 
 
 def stated_texts(
-    completions: Sequence[Any], tag: str | None, prompts: Sequence[Any] | None = None
+    completions: Sequence[Any],
+    tag: str | None,
+    prompts: Sequence[Any] | None = None,
+    openings: Sequence[str] | None = None,
 ) -> list[str | None]:
-    """The text of each completion, or of its last tag; None without, and where it only repeats."""
-    stated = [text if tag is None else tag_content(text, tag) for text in texts(completions)]
+    """The text of each completion after its thoughts, or in its last tag.
+
+    None without the tag, if a thought is not closed, and if the text only repeats its prompt.
+    """
+    openings = [""] * len(completions) if openings is None else openings
+    stated = [
+        answer_part(text, opening)
+        for text, opening in zip(texts(completions, openings), openings, strict=True)
+    ]
+    if tag is not None:
+        stated = [None if text is None else tag_content(text, tag) for text in stated]
     if prompts is None:
         return stated
     return [

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.config.fields import unknown
-from keel.rewards.batch import RewardBatch, column_names, join_logs
+from keel.rewards.batch import RewardBatch, column_names, join_logs, without_stop
 from keel.rewards.calls import CallConfig, Overlap, RewardCall
 from keel.rewards.registry import RESERVED, TASK, NamedReward
 from keel.rewards.rules import overlong_penalty
@@ -54,7 +54,8 @@ class Scorer:
     names the function, the step and, where it is known, the sample. Over the last
     `overlong_buffer` tokens of `max_tokens`, a length penalty applies. Unless they are `needed`,
     completions may go without a reward, and all weights may be 0. `loop` runs async functions;
-    scorers of the same functions share it.
+    scorers of the same functions share it. Of a completion that one of the strings `stop` ended,
+    functions get the text before it.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Scorer:
         max_tokens: int = 0,
         needed: bool = True,
         loop: LoopThread | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         self.tasks = dict(tasks or {})
         self.by_task_alone = not functions
@@ -77,7 +79,9 @@ class Scorer:
         self.max_tokens = max_tokens
         self.needed = needed
         self.loop = loop or LoopThread()
-        self._config = CallConfig(self.functions, self.tasks, timeout, on_error, self.loop)
+        self._config = CallConfig(
+            self.functions, self.tasks, timeout, on_error, self.loop, tuple(stop)
+        )
         names = [f.name for f in self.functions]
         for name in names:
             if names.count(name) > 1 or name == OVERLONG:
@@ -94,7 +98,8 @@ class Scorer:
         """Score the groups of a step."""
         prompts = [group.prompt for group in groups if group.completions]
         self.check(prompts)
-        call = RewardCall(self._config, RewardBatch.of(groups, step, column_names(prompts)))
+        ended = [without_stop(group, self._config.stop) for group in groups]
+        call = RewardCall(self._config, RewardBatch.of(ended, step, column_names(prompts)))
         call.run()
         return self.conclude(groups, step, [call])
 
@@ -170,7 +175,13 @@ class Scorer:
         if not prompts or len({p.task for p in prompts}) < len(self.tasks):
             return  # a column may be that of a task that has no prompt here
         found = column_names(prompts)
+        columns = {name for prompt in prompts for name in prompt.columns}
         for function in self.functions:
+            if "turns" in columns and "turns" in (*function.required, *function.optional):
+                raise KeelError(
+                    f"reward {function.name!r} has an argument 'turns', which is the conversation, "
+                    "and the data have a column of that name: rename the column"
+                )
             for name in function.required:
                 if name not in RESERVED and name not in found:
                     known = unknown("column", name, found) if found else "the prompts have none"

@@ -287,7 +287,7 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
 
     Nothing that follows depends on rollouts and evaluations before a checkpoint: those missing or
     changed are only reported, each as `PATH is missing` or `PATH is damaged`. Raises KeelError
-    where metrics or sampled examples from before the checkpoint are.
+    where metrics, sampled examples, labels or reward models from before the checkpoint are.
     """
     if known.metrics != _metrics_hash(folder, newest.place):
         changed = [
@@ -304,6 +304,8 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
         if path.is_file() and files.sha256(path) == digest:
             continue
         what = "is damaged" if path.is_file() else "is missing"
+        if path.name == MANIFEST:
+            path, what = path.parent, "is not the reward model that this run trained"
         if path.parent not in (folder.rollouts_folder, folder.evaluations_folder):
             raise KeelError(f"{path} {what}: restore it from a copy")
         lost.append(f"{name} {what}")

@@ -156,6 +156,10 @@ class RunFolder:
         """Which pairs of the pool people label."""
         return self.rows_folder / f"{stage}-chosen.jsonl"
 
+    def labels(self, stage: str) -> Path:
+        """The labels of people that were in the store when a stage began to learn."""
+        return self.rows_folder / f"{stage}-labels.jsonl"
+
     def rollouts(self, stage: int, step: int) -> Path:
         """The rollouts of a step (counted within its stage, from 1)."""
         return self.rollouts_folder / (self._name(stage, step) + ".parquet")

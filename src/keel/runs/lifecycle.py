@@ -26,6 +26,7 @@ from keel.runs.process import ProcessLost, catching
 from keel.runs.reader import read_run_json
 from keel.runs.writer import Reached, Recorder, RunWriter, truncate_after, update_run_json
 from keel.types import KeelError
+from keel.version import VERSION
 
 RUNS = "runs"
 """Where run folders go unless one is named."""
@@ -157,7 +158,8 @@ def write_metadata(
 
     A resumed run keeps what it began with; differences are noted.
     """
-    versions = {"python": platform.python_version(), **{p: version(p) for p in packages}}
+    versions = {"python": platform.python_version(), "keel-rl": VERSION}
+    versions |= {package: version(package) for package in packages}
     if kernels is not None:
         versions["kernels"] = kernels
     begun: dict[str, Any] = {} if writer.reached.step is None else read_run_json(writer.folder)

@@ -39,7 +39,7 @@ class _Result(_Strict):
 
 
 class _Turn(_Strict):
-    content: str
+    content: str | None = None
 
 
 class _Example(_Strict):
@@ -57,6 +57,7 @@ class _Shape(_Strict):
     best: dict[str, int] = {}
     versions: dict[str, Any] = {}
     threads: int | None = None
+    template_time: str | None = None
 
 
 def read_run_json(folder: RunFolder) -> dict[str, Any]:

@@ -19,14 +19,13 @@ from keel.config.secrets import without_secrets
 from keel.runs import checkpoint, files
 from keel.runs import rollouts as rollout_table
 from keel.runs.callbacks import Callbacks
-from keel.runs.checkpoint import Recorded
+from keel.runs.checkpoint import MANIFEST, Recorded
 from keel.runs.layout import Place, RunFolder
 from keel.runs.process import Interrupt, Interrupted
 from keel.runs.reader import read_run_json
 from keel.runs.rollouts import RolloutRow
 from keel.runs.trackers import Tracker
 from keel.runs.values import document, plain, record_line
-from keel.types import Split
 
 
 class JsonlWriter:
@@ -135,12 +134,19 @@ class Recorder(ExitStack):
         self._not_synced.clear()
 
     def describe(self, checkpoint: Path, stage: int) -> None:
-        """Put hashes of what was recorded so far into a checkpoint of a stage, being written."""
-        splits: tuple[Split, ...] = ("train", "validation")
-        for name in self.folder.stages[: stage + 1]:
-            for path in (self.folder.rows(name, split) for split in splits):
-                if path.is_file() and self._name(path) not in self._known:
-                    self._known[self._name(path)] = files.sha256(path)
+        """Put hashes of what was recorded so far into a checkpoint of a stage, being written.
+
+        The manifest of a reward model has the hashes of its files. That of this stage is not one
+        yet, or is written again.
+        """
+        made, stages = [], self.folder.stages
+        for name in stages[: stage + 1]:
+            rows = (self.folder.rows(name, "train"), self.folder.rows(name, "validation"))
+            made += [*rows, self.folder.labels(name)]
+        made += [self.folder.model(name) / MANIFEST for name in stages[:stage]]
+        for path in made:
+            if path.is_file() and self._name(path) not in self._known:
+                self._known[self._name(path)] = files.sha256(path)
         digest = self._digest.hexdigest()
         with files.os_errors(checkpoint):
             Recorded(self._recipe, self._inputs, digest, self._known).write(checkpoint)

@@ -106,6 +106,7 @@ def _test(orders: dict[str, Any]) -> None:
     module = type(sys)(CODE)
     sys.modules[CODE] = module
     random.seed(0)
+    seed = random.seed
     try:
         run(read(orders["code"], f"{CODE}.py", "exec"), vars(module))
     except BaseException as error:
@@ -114,6 +115,7 @@ def _test(orders: dict[str, Any]) -> None:
     trace(None)
     profile(None)
     put_back()
+    seed(orders["seed"])
     entry = orders["entry_point"]
     names = {name: value for name, value in module.__dict__.items() if not name.startswith("__")}
     if not orders["shadow"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from keel.types import KeelError
 
 SIMULATED = "simulated"
 """The annotator of labels that no person gave."""
+STATED = itemgetter("pair", "annotator", "value")
 Row = dict[str, Any]
 Choose = Callable[[Sequence[Row]], list[int]]
 """The pairs of a pool that people label, by their place in it, the first one first."""
@@ -96,7 +98,9 @@ def label_pairs(
             )
         labels = _labels(store)
         own = {pairs[at].id for at in chosen}
-        costs = [label.cost for label in store.labels(source="human") if label.pair in own]
+        given = list(store.labels(source="human"))
+        costs = [label.cost for label in given if label.pair in own]
+    write_jsonl(folder.labels(stage), map(_stated, given))
     rows = [_row(row, pair, labels.get(pair.id)) for row, pair in zip(pool, pairs, strict=True)]
     write_jsonl(folder.rows(stage, "train"), rows)
     labelled = sum(row["source"] == "people" for row in rows)
@@ -105,6 +109,30 @@ def label_pairs(
         f"{len(pool)} pairs labelled by the rewards (${len(pool) * choice.price:,.2f}), "
         f"{labelled} of them by people (${spent:,.2f})"
     )
+
+
+def check_labels(folder: RunFolder) -> None:
+    """Raise KeelError if the store lacks labels of people that a stage began with: later rounds
+    would choose and pay for other pairs. Labels that were added since are no difference."""
+    for stage in folder.stages:
+        path = folder.labels(stage)
+        before = read_jsonl(path) if path.exists() else []
+        if not before:
+            continue
+        found: set[Any] = set()
+        if folder.preferences.exists():
+            with PreferenceStore(folder.preferences) as store:
+                found = {STATED(_stated(label)) for label in store.labels(source="human")}
+        lost = sum(STATED(label) not in found for label in before)
+        if lost:
+            raise KeelError(
+                f"{folder.preferences}: {lost} of {len(before)} labels that people had given when "
+                f"stage {stage!r} began are missing or changed: restore it from a copy"
+            )
+
+
+def _stated(label: LabelRecord) -> Row:
+    return {name: getattr(label, name) for name in ("pair", "annotator", "value")}
 
 
 def _ask(
@@ -182,7 +210,7 @@ def choose_pairs(
 
 
 def _in_store(row: Row, round: int) -> PoolPair:
-    prompt = PromptRecord(row["prompt"])
+    prompt = PromptRecord(row["prompt"], {k: row[k] for k in ("tools",) if k in row})
     two = [
         CompletionRecord(prompt.id, row[side], model="policy", round=round)
         for side in ("chosen", "rejected")
@@ -218,7 +246,9 @@ def _labels(store: PreferenceStore) -> dict[str, float | None]:
 
 def _row(row: Row, pair: PoolPair, label: float | None) -> Row:
     """A row of the pool as one to learn from; without a person's label the rewards' one holds."""
-    plain = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+    plain: Row = {
+        name: row[name] for name in ("prompt", "tools", "chosen", "rejected") if name in row
+    }
     if label is None:
         return {**plain, "source": "rewards"}
     better = pair.judged(label)

@@ -25,7 +25,6 @@ from keel.config.sources import PreferenceData
 from keel.config.stage import Records
 from keel.data.preferences.dataset import READERS, Sieve
 from keel.learn.optimizer import AdamW, trainable
-from keel.models.chat import decode
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
 from keel.models.reward import (
@@ -36,6 +35,7 @@ from keel.models.reward import (
     load_reward_model,
     reward_model_from,
 )
+from keel.models.text import decode
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.training import sampled_data, supervised
@@ -155,10 +155,9 @@ def _keep(
     """Save a trained reward model in the run folder; of its newest version measure what it has
     forgotten."""
     folder, recipe = run.writer.folder, run.recipe
-    target = folder.model(stage.name)
-    if not target.exists():
-        with checkpoint.writing(target) as aside:
-            model.save(aside)
+    # Also where there is one: another's would be learned from.
+    with checkpoint.writing(folder.model(stage.name)) as aside:
+        model.save(aside)
     if len(versions(recipe, stage)) == 1 or not is_newest(recipe, stage):
         return
     kind, records = cast(Kind, stage.reward_model), cast(Records, stage.records)

@@ -44,6 +44,7 @@ from keel.rewards.executor import POLL, restart_time_limit
 from keel.rewards.registry import TASK, NamedReward, RewardContext, load_reward
 from keel.training.group_learner import GroupLearner
 from keel.training.setup import build_learner, rollout_engine
+from keel.training.template_time import templates_at
 from keel.types import (
     Engine,
     Group,
@@ -296,6 +297,7 @@ class _RewardWorker:
 
     def __init__(self, sources: Mapping[int, RewardSource], around: RewardContext) -> None:
         self._rewards = {place: load_reward(source, around) for place, source in sources.items()}
+        self._time = around.template_time
         self._loop = asyncio.new_event_loop()  # what a function keeps between calls belongs to it
 
     def named(self, place: int) -> NamedReward:
@@ -308,9 +310,10 @@ class _RewardWorker:
         logs = {"log_extra": log.extra, "log_metric": log.metric}
         reward = self._rewards[place]
         assert reward.function is not None
-        value = reward.function(**arguments, **{name: logs[name] for name in wanted})
-        if reward.is_async:
-            value = self._loop.run_until_complete(value)
+        with templates_at(self._time):
+            value = reward.function(**arguments, **{name: logs[name] for name in wanted})
+            if reward.is_async:
+                value = self._loop.run_until_complete(value)
         return value, log.extras, log.metric
 
     def close(self, place: int) -> None:

@@ -161,7 +161,7 @@ def run(loop: Loop, progress: Progress) -> Progress:
             wanted = due(loop.rollouts_every, number)
             records = []
             if wanted and made.batch is not None:
-                tokenizer = loop.sampler.tokenizer
+                tokenizer = loop.sampler.chat.tokenizer
                 records = rollout_records(made.rollouts, made.batch, made.tokens, tokenizer)
         writer.recorded(progress, made.metrics, records, seconds)
         if writer.checkpoint_due(progress, steps, loop.checkpoints):

@@ -14,13 +14,15 @@ from torch import Tensor
 from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.sampling import Rollout as SamplingConfig
+from keel.data.gold import shown_gold
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.multi_turn import generate_multi_turn
 from keel.learn.advantages import outcome_of
 from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
-from keel.models.chat import token_texts
+from keel.models.chat import ChatEncoder
+from keel.models.text import token_texts
 from keel.rewards.judge.reward import spending
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.rollouts import RolloutRow
@@ -56,7 +58,7 @@ class Sampler:
     """The engine and the scorer that make rollouts, and their settings."""
 
     engine: Engine
-    tokenizer: object
+    chat: ChatEncoder
     tasks: dict[str, Task]
     stream: PromptStream
     scorer: Scorer
@@ -129,7 +131,7 @@ class Sampler:
                         sampling,
                         seed,
                         program=self.program,
-                        tokenizer=self.tokenizer,
+                        chat=self.chat,
                         loop=self.scorer.loop,
                     )
                 return generate_multi_turn(
@@ -139,8 +141,9 @@ class Sampler:
                     sampling,
                     seed,
                     tasks=self.tasks,
-                    tokenizer=self.tokenizer,
+                    chat=self.chat,
                     max_turns=self.config.max_turns,
+                    reply_role=self.config.reply_role,
                 )
         except Hung as error:
             if not self.less:
@@ -382,9 +385,9 @@ def completion_rows(
 
 
 def expected_answer(prompt: Prompt) -> str | None:
-    """The answer that the data has; None where it has none that is a text or number."""
+    """The answer that the data has, of several each; None if it has none."""
     answer = prompt.columns.get("answer")
-    return str(answer) if isinstance(answer, str | int | float) else None
+    return shown_gold(answer) if isinstance(answer, str | int | float | list) else None
 
 
 def _placed(completion: Completion, written: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

@@ -26,13 +26,15 @@ from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training.non_finite import keeping_stacks
+from keel.training.people import check_labels
 from keel.training.recipe_checks import leaks, validate_later_stages
 from keel.training.setup import RunContext
 from keel.training.stage_kinds import STAGE_KINDS
 from keel.training.state import Progress, check_base, read_progress, restore_policy
+from keel.training.template_time import templates_at
 from keel.types import KeelError
 
-REPORTED = ("keel-rl", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+REPORTED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
 
 def train(
@@ -76,7 +78,7 @@ def train(
                 if start != before:
                     before, left = start, recipe.cluster.restarts
                 writer.callbacks.add(DiagnosisMonitor(writer.warn))
-                with keeping_stacks(writer):
+                with keeping_stacks(writer), templates_at(run=place, record=True):
                     run_stages(recipe, writer, progress, start)
             return place
         except KeelError as error:
@@ -106,6 +108,7 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
     if start is not None:
         check_base(policy, recipe.model, start)
         restore_policy(start, policy)
+    check_labels(writer.folder)
     threads = torch.get_num_threads()
     if start is None:
         writer.callbacks.note(

@@ -52,6 +52,7 @@ from keel.training.state import (
     restore_optimizers,
 )
 from keel.training.supervised import SupervisedLoop
+from keel.training.template_time import time_read_by
 from keel.types import Engine, KeelError, Prompt, Task, VersionedEngine
 
 ENCODED_BEFORE = 10_000
@@ -243,6 +244,7 @@ def reward_context(
         folder=None if folder is None else folder.rewards,
         device=str(policy.device),
         seed=0 if recipe is None else recipe.seed,
+        template_time=time_read_by(policy.tokenizer.chat_template),
     )
 
 
@@ -274,6 +276,7 @@ def scorer(
     overlong_buffer: int = 0,
     needed: bool = True,
     loop: LoopThread | None = None,
+    stop: Sequence[str] = (),
 ) -> Scorer:
     """The scorer of a stage's rewards; `needed`: the stage learns from them."""
     return Scorer(
@@ -285,6 +288,7 @@ def scorer(
         overlong_buffer=overlong_buffer,
         needed=needed,
         loop=loop,
+        stop=stop,
     )
 
 
@@ -343,11 +347,10 @@ def build_sampler(
             function=load_program(rollout.program),
             limit=rollout.max_programs,
             timeout=rollout.timeout,
-            template_kwargs=source.encoder.template_kwargs,
         )
     return Sampler(
         engine=engine,
-        tokenizer=policy.tokenizer,
+        chat=source.encoder.chat,
         tasks=source.tasks,
         stream=source.stream,
         scorer=scorer,

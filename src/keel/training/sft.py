@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from keel.config.fields import derive
 from keel.data.tasks.mixture import PromptStream
 from keel.learn.batch import Batch, from_groups
-from keel.models.chat import encode_text
+from keel.models.chat import EncodedAnswer, Encoder, encode_answer
 from keel.models.policy import Policy
 from keel.training import non_finite
 from keel.training.supervised import Examples, GradientStep
@@ -33,6 +33,7 @@ class Demonstrations:
     batch_size: int
     policy: Policy
     seed: int
+    encoder: Encoder
 
     def examples(self) -> Examples[Batch]:
         """The demonstrations as the examples of a stage."""
@@ -46,7 +47,7 @@ class Demonstrations:
         )
 
     def batch(self, number: int) -> Batch:
-        """The step's prompts, each with its demonstration as the completion, EOS at its end."""
+        """The step's prompts, each with its demonstration as the completion, closed as a turn."""
         rng = np.random.default_rng(derive(self.seed, "demonstrations", number))
         groups = []
         for prompt in self.stream.take(self.batch_size):
@@ -56,7 +57,7 @@ class Demonstrations:
                     f"stage {self.stage!r}: task {prompt.task!r} has no gold answer to imitate: "
                     "name the answer column (tasks.answer) or leave the sft stage out"
                 )
-            groups.append(Group(prompt, (self._completion(prompt, gold, rng),)))
+            groups.append(self._group(prompt, gold, rng))
         return from_groups(groups, self.policy.device)
 
     def backward(self, batch: Batch, token_budget: int) -> GradientStep:
@@ -77,8 +78,9 @@ class Demonstrations:
         }
         return GradientStep(metrics, sum(batch.input_lengths))
 
-    def _completion(self, prompt: Prompt, gold: str, rng: np.random.Generator) -> Completion:
-        """The text to imitate. Raises KeelError where it cannot be made or does not fit."""
+    def _group(self, prompt: Prompt, gold: str, rng: np.random.Generator) -> Group:
+        """The prompt and the text to imitate. Raises KeelError if it cannot be made or does not
+        fit."""
         try:
             text = self.demonstrate(prompt, gold, rng)
         except Exception as error:
@@ -86,26 +88,41 @@ class Demonstrations:
             raise KeelError(
                 f"demonstration {self.entry!r} raised {message} at {prompt.id!r}"
             ) from error
-        tokenizer, context = self.policy.tokenizer, self.policy.context
-        ids = encode_text(text, f"the demonstration for {prompt.id}", tokenizer)
-        eos = tokenizer.eos_token_id
-        if eos is None:
-            raise KeelError(
-                f"stage {self.stage!r}: the tokenizer has no end-of-sequence token to end a "
-                "demonstration with: set eos_token in its tokenizer_config.json"
-            )
-        tokens = np.array([*ids, eos], dtype=np.int64)
-        length = len(prompt.tokens) + len(tokens)
-        if context is not None and length > context:
-            raise KeelError(
-                f"prompt {prompt.id!r} and its demonstration are {length} tokens, more than the "
-                f"model's context of {context}: lower {self.stage}.prompts.max_tokens, or drop "
-                "the row"
-            )
-        return Completion(
+        found = encode_demonstration(
+            prompt, text, self.encoder, self.policy.context, f"{self.stage}."
+        )
+        tokens = np.array(found.answer, dtype=np.int64)
+        completion = Completion(
             tokens=tokens,
             log_probs=np.zeros(len(tokens), dtype=np.float32),
             written=np.ones(len(tokens), dtype=np.bool_),
             finish="eos",
             text=text,
         )
+        return Group(replace(prompt, tokens=tuple(found.prompt)), (completion,))
+
+
+def encode_demonstration(
+    prompt: Prompt, text: str, encoder: Encoder, context: int | None, prefix: str
+) -> EncodedAnswer:
+    """A demonstration as the policy would have written it, with what ends it.
+
+    `prefix` is that of the stage's keys. Raises KeelError if nothing can end it, or it does not fit
+    the model's context.
+    """
+    raw = prompt.task in encoder.raw
+    found = encode_answer(
+        prompt.content, text, prompt.id, encoder.chat, prompt.tools, raw=raw, mask=False
+    )
+    if not found.closing:
+        raise KeelError(
+            "the tokenizer has no end-of-sequence token to end a demonstration with: set eos_token "
+            "in its tokenizer_config.json"
+        )
+    length = len(found.prompt) + len(found.answer)
+    if context is not None and length > context:
+        raise KeelError(
+            f"prompt {prompt.id!r} and its demonstration are {length} tokens, more than the "
+            f"model's context of {context}: lower {prefix}prompts.max_tokens, or drop the row"
+        )
+    return found

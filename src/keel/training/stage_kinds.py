@@ -94,6 +94,7 @@ def train_sft(run: RunContext, stage: SFTStage, progress: Progress) -> Progress:
         batch_size=stage.batch_size,
         policy=run.policy,
         seed=seed,
+        encoder=source.encoder,
     )
     examples = demonstrations.examples()
     loop = supervised_loop(run, stage, progress, examples=examples, optimizer=optimizer)
@@ -147,6 +148,8 @@ def _train_rl(
         progress = replace(progress, beta=stage.algorithm.divergence.beta)
     objective = explain_stage(stage, lora=recipe.model.lora is not None)
     update_run_json(writer.folder, {"objective": objective.unicode()})
+    formula = "; ".join(line.unicode for line in objective.objective)
+    writer.callbacks.note(f"{stage.name} optimises {formula}")
     if stage.ratio_stays_one and run.resume_from is None:
         writer.note(
             f"{stage.name}: with one optimizer step a batch (epochs = 1, minibatches = 1) the "
@@ -206,6 +209,7 @@ def build_loop(
         source.tasks,
         max_tokens=rollout.max_tokens,
         needed=stage.algorithm.needs_reward,
+        stop=rollout.stop,
     )
     shaped = scored(overlong_buffer=rollout.overlong_buffer)
     sampler = build_sampler(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -54,6 +56,9 @@ def test_gold_is_right_and_only_gold_scores(name: str) -> None:
         assert task.score(prompt, completion(f" {gold}\n")) == 1.0
         assert task.score(prompt, completion(gold + "1")) == 0.0
         assert task.score(prompt, completion("")) == 0.0
+    opened = replace(prompt, opening="<think>\n")
+    assert task.score(opened, completion(f"1?</think>{gold}")) == 1.0
+    assert task.score(opened, completion(gold)) == 0.0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,12 @@ from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_
 from keel.types import KeelError, Split
 from tests.data.tasks.made import completion, source
 from tests.safety.processes import descendants, gone
+from tests.shared import needs_bubblewrap
 
-pytestmark = pytest.mark.skipif(not gym_installed(), reason="reasoning-gym is not installed")
+pytestmark = [
+    needs_bubblewrap,
+    pytest.mark.skipif(not gym_installed(), reason="reasoning-gym is not installed"),
+]
 
 NO_GOLD = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Data sets that know how to judge an answer but give none."""
@@ -93,6 +98,9 @@ def test_its_own_scorer_judges(process: GymProcess) -> None:
     assert gold is not None
     assert task.score(prompt, completion(f"  {gold}\n")) == 1.0
     assert task.score(prompt, completion(f"<think>1+1</think><answer>{gold}</answer>")) == 1.0
+    opened = replace(prompt, opening="<think>\n")
+    assert task.score(opened, completion(f"1+1</think>{gold}")) == 1.0
+    assert task.score(opened, completion(f"<answer>{gold}</answer>")) < 1.0
     partial = task.score(prompt, completion("1 + 1"))
     assert 0.0 <= partial < 1.0
     # A task made again scores a prompt that it did not draw itself.

@@ -10,6 +10,7 @@ import numpy as np
 
 from keel.config.fields import unknown
 from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_of
+from keel.graders.stated import answer_part
 from keel.types import Completion, KeelError, Prompt, Split
 
 ATTEMPTS = 5_000
@@ -52,7 +53,8 @@ class Generated(BaseTask):
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
         """1 for the right answer and nothing but it, else 0."""
-        return float(completion.text.strip() == self.gold(prompt))
+        stated = answer_part(completion.text, prompt.opening) or ""
+        return float(stated.strip() == self.gold(prompt))
 
 
 def no_draw(name: str, split: Split, attempts: int) -> KeelError:

@@ -18,6 +18,7 @@ from keel.config.fields import unknown
 from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_and_index, split_of
 from keel.data.tasks.generated import ATTEMPTS, no_draw
 from keel.graders.formats import tag_content
+from keel.graders.stated import answer_part
 from keel.sandbox.resident import Resident, Restarting
 from keel.types import Completion, KeelError, Prompt, Split
 
@@ -127,8 +128,9 @@ class GymTask(BaseTask):
         where = split_and_index(prompt)
         if where not in self._addresses:
             self.prompt(*where)
-        text = tag_content(completion.text, "answer")
-        text = completion.text.strip() if text is None else text
+        stated = answer_part(completion.text, prompt.opening) or ""
+        text = tag_content(stated, "answer")
+        text = stated.strip() if text is None else text
         try:
             limits = {"cpu": SCORE_SECONDS, "patience": SCORE_PATIENCE}
             request = {"op": "score", "text": text, **limits, **self._addresses[where]}

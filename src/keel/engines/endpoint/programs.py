@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 
@@ -24,9 +24,10 @@ from keel.config.entry import load_entry
 from keel.config.secrets import without_secrets
 from keel.engines.endpoint.protocol import MODEL, TOO_LONG, ChatRequest, RefusedRequest
 from keel.engines.endpoint.server import Endpoint
-from keel.engines.endpoint.session import ChatEncoder, Session
+from keel.engines.endpoint.session import Session
 from keel.engines.multi_turn import CompletionSource, cut, with_cache
 from keel.engines.sampler import occurrences
+from keel.models.chat import ChatEncoder
 from keel.runs.loop_thread import LoopThread, Served
 from keel.runs.watchdog import (
     TICK,
@@ -58,7 +59,6 @@ class ProgramConfig:
     function: Program
     limit: int
     timeout: float
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_program(name: str) -> Program:
@@ -79,7 +79,7 @@ def sample_with_program(
     seed: int,
     *,
     program: ProgramConfig,
-    tokenizer: Any,
+    chat: ChatEncoder,
     loop: LoopThread,
 ) -> list[Group]:
     """`n` completions for each prompt, each of which a run of the program leads.
@@ -91,18 +91,17 @@ def sample_with_program(
     requests begin with. Raises KeelError for a program that raises or makes no request, and Hung
     for one that makes none in time.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not getattr(chat.tokenizer, "chat_template", None):
         raise KeelError(
             f"rollout.program = {program.name!r} needs a chat template, and the tokenizer has "
             "none: set model.chat_template"
         )
     runs: list[_ProgramRun] = []
-    encoder = ChatEncoder(tokenizer, program.template_kwargs)
     context = getattr(engine, "context", None)
     for prompt, time_ in zip(prompts, occurrences([p.id for p in prompts]), strict=True):
         for index in range(n):
             name = f"{prompt.id}/{time_}/{index}"
-            session = Session(prompt, name, encoder, sampling.max_tokens, context)
+            session = Session(prompt, name, chat, sampling.max_tokens, context)
             runs.append(_ProgramRun(session, index))
     _Programs(engine, runs, program, sampling, seed, loop).run()
     groups = []
@@ -119,6 +118,12 @@ def _shared(several: Sequence[Sequence[int]]) -> int:
     """How many tokens all begin with."""
     together = zip(*several, strict=False)
     return next((at for at, ids in enumerate(together) if len({*ids}) > 1), min(map(len, several)))
+
+
+@lru_cache(maxsize=1)
+def _longest_token(tokenizer: Any) -> int:
+    """The most characters of a token."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _is_refusal(error: BaseException) -> bool:
@@ -169,9 +174,23 @@ class _ProgramRun:
                 )
             answer.set_result(self.session.response)
         else:
+            self._bound(request)
             self.budget = self.session.prepare(request)
             self.answers.append(answer)
             self.repeats, self.refusal = 0, ""
+
+    def _bound(self, request: ChatRequest) -> None:
+        """Refuse what has more characters than the tokens that are left can hold: a tool's result
+        of megabytes would be encoded for seconds, while all other programs wait."""
+        session = self.session
+        room = len(session.first) + session.limit if session.first else session.context
+        if room is not None and request.characters > room * _longest_token(session.chat.tokenizer):
+            session.full = bool(session.first)
+            raise RefusedRequest(
+                f"no token is left for an answer to {request.characters:,} characters "
+                f"(rollout.max_tokens = {session.limit})",
+                TOO_LONG,
+            )
 
     def refuse(self, error: RefusedRequest) -> None:
         """Refuse the request that waits, if any."""
@@ -338,7 +357,9 @@ class _Programs:
         sampling = replace(self._sampling, max_tokens=max(run.budget for run in runs))
         groups = source.sample(prompts, 1, sampling, self._seed)
         for run, group in zip(runs, groups, strict=True):
-            response = run.session.add(cut(group.completions[0], run.budget))
+            response = run.session.add(
+                cut(group.completions[0], run.budget, run.session.chat.tokenizer)
+            )
             for answer in run.answers:
                 answer.set_result(response)
             run.answers = []

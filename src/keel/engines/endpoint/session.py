@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,101 +16,9 @@ from keel.engines.endpoint.protocol import (
     first_difference,
     response,
 )
-from keel.models.chat import decode, encode_text, limited_template, special_texts
+from keel.models.chat import ChatEncoder
 from keel.runs.watchdog import Hung
-from keel.types import Completion, KeelError, Message, Prompt
-
-_PROBE = "\U000f8000answer\U000f8000"
-"""Stands for the assistant's last message, to find what the template writes after it."""
-_MASK = 0xF0000
-"""First of the private characters that stand for special tokens spelled out in a message."""
-
-
-class ChatEncoder:
-    """Messages as tokens by the chat template.
-
-    A special token spelled out in a message is ordinary characters. Raises RefusedRequest for
-    messages that the template or the tokenizer does not take.
-    """
-
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
-        self.tokenizer = tokenizer
-        self._kwargs = dict(template_kwargs)
-        self._specials = special_texts(tokenizer)
-        self._masks = {text: chr(_MASK + at) for at, text in enumerate(self._specials)}
-        spelled = "|".join(map(re.escape, self._specials)) or r"(?!)"
-        self._pattern = re.compile(f"({spelled})")
-
-    def first(self, request: ChatRequest) -> list[int]:
-        """The tokens of a whole request."""
-        return self._encode(self._render(request, request.messages, True))
-
-    def after(self, request: ChatRequest, known: int, last: int) -> list[int]:
-        """The tokens between the assistant's message `known - 1` and its next: the end of its turn
-        (unless `last`, the last token it wrote, is that), and the messages from `known` on."""
-        messages = request.messages
-        plain = {"role": "assistant", "content": _PROBE}
-        before = messages[: known - 1]
-        closing = self._tail(self._render(request, (*before, plain), False))
-        probe = {**messages[known - 1], "content": _PROBE}
-        start = self._tail(self._render(request, (*before, probe), False))
-        whole = self._tail(self._render(request, (*before, probe, *messages[known:]), True))
-        if not whole.startswith(start):
-            raise RefusedRequest("the chat template does not append messages: set another")
-        tokens = self._encode(closing + whole[len(start) :])
-        return tokens[1:] if closing and tokens[:1] == [last] else tokens
-
-    def _tail(self, text: str) -> str:
-        head, _, tail = text.rpartition(_PROBE)
-        if not head:
-            raise RefusedRequest("the chat template omits the assistant: set another")
-        return tail
-
-    def _render(
-        self, request: ChatRequest, messages: Sequence[Mapping[str, Any]], generate: bool
-    ) -> str:
-        given = dict(self._kwargs)
-        if request.tool_choice is not None:
-            given["tool_choice"] = request.tool_choice
-        try:
-            with limited_template("a request"):
-                text = self.tokenizer.apply_chat_template(
-                    [self._masked(message) for message in messages],
-                    tools=list(request.tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=generate,
-                    **given,
-                )
-            return str(text)
-        except Hung:
-            raise
-        except Exception as error:  # a template raises what it likes
-            line = " ".join(f"{type(error).__name__}: {error}".split())
-            raise RefusedRequest(f"the chat template fails: {line}") from None
-
-    def _masked(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._pattern.sub(lambda found: self._masks[found[0]], value)
-        if isinstance(value, Mapping):
-            return {key: self._masked(inner) for key, inner in value.items()}
-        return [self._masked(inner) for inner in value] if isinstance(value, list) else value
-
-    def _encode(self, text: str) -> list[int]:
-        masks = {mask: spelled for spelled, mask in self._masks.items() if mask in text}
-        try:
-            if not masks:
-                return encode_text(text, "a message", self.tokenizer)
-            tokens: list[int] = []
-            for piece in filter(None, self._pattern.split(text)):
-                if piece in self._masks:
-                    tokens.append(int(self.tokenizer.convert_tokens_to_ids(piece)))
-                    continue
-                for mask, spelled in masks.items():
-                    piece = piece.replace(mask, spelled)
-                tokens += encode_text(piece, "a message", self.tokenizer, split_special_tokens=True)
-            return tokens
-        except KeelError as error:
-            raise RefusedRequest(str(error)) from None
+from keel.types import Completion, KeelError, Message, Prompt, text_of
 
 
 class Session:
@@ -123,9 +30,9 @@ class Session:
     """
 
     def __init__(
-        self, prompt: Prompt, name: str, encoder: ChatEncoder, limit: int, context: int | None
+        self, prompt: Prompt, name: str, chat: ChatEncoder, limit: int, context: int | None
     ) -> None:
-        self.prompt, self.name, self.encoder = prompt, name, encoder
+        self.prompt, self.name, self.chat = prompt, name, chat
         self.limit, self.context = limit, context
         self.first: list[int] = []
         self.request: ChatRequest | None = None
@@ -149,7 +56,7 @@ class Session:
         Raises RefusedRequest, and then nothing changes but `full`.
         """
         if self._last is None:
-            first, new = self.encoder.first(request), []
+            first, new = self._encoded(request), []
         else:
             first, new = self.first, self._continued(request)
         left = self.limit
@@ -176,7 +83,21 @@ class Session:
             raise RefusedRequest("messages: append a message to the conversation")
         if request.tools != self.request.tools:
             raise RefusedRequest("tools differ from those of the first request: send the same")
-        return self.encoder.after(request, len(self._messages), self._tokens[-1])
+        return self._encoded(request, len(self._messages))
+
+    def _encoded(self, request: ChatRequest, known: int = 0) -> list[int]:
+        """The tokens of a request's messages from `known` on; special tokens in them are text."""
+        messages, tools = request.messages, request.tools
+        keywords = {} if request.tool_choice is None else {"tool_choice": request.tool_choice}
+        try:
+            if not known:
+                return self.chat.prompt(messages, "a request", tools, mask=True, **keywords)
+            last = self._tokens[-1]
+            return self.chat.after(messages, known, last, "a request", tools, **keywords)
+        except Hung:
+            raise
+        except KeelError as error:
+            raise RefusedRequest(str(error)) from None
 
     @property
     def asked(self) -> Prompt:
@@ -189,13 +110,13 @@ class Session:
         assert self.request is not None
         new, made = self._new, completion.tokens.tolist()
         before = len(self.first) + len(self._tokens) + len(new)
-        text = decode(self.encoder.tokenizer, [made])[0]
+        text = completion.text
         message = assistant_message(text, self.count, bool(self.request.tools))
         self._tokens += [*new, *made]
         self._log_probs += [*[0.0] * len(new), *completion.log_probs.tolist()]
         self._written += [*[False] * len(new), *completion.written.tolist()]
         for added in self.request.messages[len(self._messages) :] if self._messages else ():
-            self._turns.append(Message(role="environment", content=added["content"]))
+            self._turns.append(Message(role="environment", content=text_of(added)))
         self._turns.append(Message(role="assistant", content=text))
         self._messages = (*self.request.messages, message)
         if self._last is None:
@@ -219,7 +140,7 @@ class Session:
             log_probs=np.array([0.0] * len(context) + self._log_probs, dtype=np.float32),
             written=written,
             finish="length" if self.full else self._last.finish,
-            text=decode(self.encoder.tokenizer, [tokens[written].tolist()])[0],
+            text="".join(text_of(turn) for turn in self._turns if turn["role"] == "assistant"),
             turns=tuple(self._turns),
             weight_version=self._version,
             columns=columns,

@@ -21,7 +21,16 @@ from keel.config.fields import derive
 from keel.config.sampling import VllmServer
 from keel.engines.native import copy_weights
 from keel.engines.sampler import check, occurrences
-from keel.engines.stopping import GOING, LENGTH, REASONS, STOP, Stops, budgets, eos_ids
+from keel.engines.stopping import (
+    GOING,
+    LENGTH,
+    REASONS,
+    STOP,
+    Stops,
+    budgets,
+    completion_texts,
+    eos_ids,
+)
 from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
 from keel.engines.vllm.server import MODEL, ServerProcess, check_server
 from keel.engines.vllm.transfer import (
@@ -34,9 +43,9 @@ from keel.engines.vllm.transfer import (
     server_variables,
     writing,
 )
-from keel.models.chat import decode
 from keel.models.families import context_length
 from keel.models.lora import plain_weights
+from keel.models.policy import token_count
 from keel.models.tokenizer_round_trip import quiet
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
 from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
@@ -84,6 +93,10 @@ class VllmEngine:
         check_server(server)
         self.model = model
         self.tokenizer = tokenizer
+        rows = int(model.config.get_text_config().vocab_size)
+        padding = {str(id): -100.0 for id in range(token_count(tokenizer), rows)}
+        self._without_padding = {"logit_bias": padding} if padding else {}
+        """Takes the probability of ids without a token: vLLM samples any row of the head."""
         self.server = server
         self.max_rows = max_rows
         self.dtype = dtype
@@ -133,7 +146,7 @@ class VllmEngine:
                 f"by vLLM: set it to {LOWEST_TEMPERATURE} or above, or to 0 (greedy)"
             )
         limits = budgets(prompts, sampling, self.context).tolist()
-        stops = _vllm_stops(self._stops(sampling), sampling)
+        stops = {**_vllm_stops(self._stops(sampling), sampling), **self._without_padding}
         times = occurrences([prompt.id for prompt in prompts])
         requests: dict[tuple[int, int], tuple[list[int], dict[str, Any]]] = {}
         for p, prompt in enumerate(prompts):
@@ -323,7 +336,7 @@ class VllmEngine:
             log_probs=log_probs,
             written=np.ones(length, dtype=np.bool_),
             finish=REASONS[code],
-            text=decode(self.tokenizer, [tokens.tolist()])[0],
+            text=completion_texts(self.tokenizer, [tokens.tolist()], [code])[0],
             weight_version=self.weight_version,
         )
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from keel.graders.stated import answer_part
 from keel.rewards.judge.store import StoredAnswer
-from keel.types import Content
+from keel.types import Content, Message
 
 Structured = Literal["json_schema", "json_object", "text"]
 """How a server is asked for JSON: by a schema, as any JSON object, or only in the prompt."""
@@ -47,6 +48,8 @@ TEMPLATE_TOKEN = re.compile(
     r"|<(?=[|｜][^<>]{1,64}[|｜]>)"  # with blanks inside: <|end of turn|>
     r"|[][](?=[^][\s]{0,40}(?:[A-Z_]{2}|[~|｜▁])[^][\s]{0,40}[][])"  # [INST], [gMASK], ]~b], [e~[
     r"|\](?=<\])"  # ]<]image[>[
+    r"|\[(?=/?(?:[bes]o[dmpst]|pad|unk|sep|cls|mask|inst|sys|system|user|assistant|tool|end|start"
+    r"|(?:unused|reserved|extra|special|control)[\w-]{0,20})\])"  # [eot], [unused17], [/inst]
     r"|>(?=>[A-Z_]{2,40}<<)"  # >>QUESTION<<
 )
 """The first character of a possible chat template token: a word in angle or square brackets.
@@ -90,7 +93,7 @@ class Question:
 class Chat:
     """Messages that are answered in plain text."""
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
 
     def format(self, structured: Structured) -> None:
         """The `response_format` of a request: none."""
@@ -98,8 +101,21 @@ class Chat:
 
 def chat(prompt: Content) -> Chat:
     """A prompt as messages; a text is the user's."""
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return Chat(tuple({"role": turn["role"], "content": turn["content"]} for turn in turns))
+    turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+    return Chat(tuple(map(_sent, turns)))
+
+
+def _sent(turn: Message) -> Mapping[str, Any]:
+    """A message as servers take it: the arguments of its calls are JSON texts."""
+    sent = {k: v for k, v in turn.items() if k in ("role", "content", "name", "tool_call_id")}
+    calls = []
+    for call in turn.get("tool_calls") or ():
+        function = call.get("function") or call
+        given = function.get("arguments", {})
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        named = {"name": function.get("name"), "arguments": text}
+        calls.append({"id": call.get("id", ""), "type": "function", "function": named})
+    return {**sent, "tool_calls": calls} if calls else sent
 
 
 def score_question(
@@ -143,10 +159,10 @@ def _messages(
     parses them anywhere opens no turn."""
     material: dict[str, Any] = {"prompt": prompt}
     if not isinstance(prompt, str):
-        material["prompt"] = [{"role": t["role"], "content": t["content"]} for t in prompt]
+        material["prompt"] = [dict(turn) for turn in prompt]
     if reference is not None:
         material["reference"] = reference
-    text = json.dumps(material | answers, ensure_ascii=False, indent=1)
+    text = json.dumps(material | answers, ensure_ascii=False, indent=1, default=str)
     text = TEMPLATE_TOKEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     instructions = template.format(
         **values, reference="" if reference is None else REFERENCE, caution=CAUTION
@@ -159,7 +175,6 @@ def _messages(
 
 
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
-THOUGHT = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +189,7 @@ class ParsedReply:
 def parse(answer: StoredAnswer, question: Question) -> ParsedReply:
     """Parse a reply: one JSON object that has the key with one of its values.
 
-    It may be in a code fence, and follow reasoning that ends with `</think>`.
+    It may be in a code fence, and follow thoughts (`keel.graders.stated`).
     """
     if answer.refusal:
         return ParsedReply(wrong=f"refused: {answer.refusal}")
@@ -182,7 +197,7 @@ def parse(answer: StoredAnswer, question: Question) -> ParsedReply:
         return ParsedReply(wrong="cut off at max_tokens")
     text = answer.text.strip()
     if not text.startswith(("{", "```")):  # or the reason may contain it
-        text = text.rpartition(THOUGHT)[2].strip()
+        text = (answer_part(text) or "").strip()
     fenced = FENCE.fullmatch(text)
     try:
         found = json.loads(

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from keel.config.errors import explain_validation
+from keel.data.gold import shown_gold
 from keel.rewards.batch import log_summary
 from keel.rewards.judge.client import Client
 from keel.rewards.judge.options import GROUP, JudgeOptions
@@ -26,7 +27,7 @@ from keel.rewards.judge.prompts import score_question
 from keel.rewards.judge.requests import Asker, Judgement
 from keel.rewards.judge.store import Account, JudgeStore
 from keel.rewards.registry import NamedReward, RewardContext, keywords
-from keel.rewards.rules import texts
+from keel.rewards.rules import stated_texts
 from keel.types import KeelError
 
 
@@ -40,7 +41,7 @@ class Judge:
         columns = dict.fromkeys(name for name in own if name not in (None, GROUP))
         self.__signature__ = keywords(
             dict.fromkeys(("prompts", "completions", *map(str, columns))),
-            ("log_extra", "log_metric"),
+            ("openings", "log_extra", "log_metric"),
         )
 
     async def __call__(
@@ -48,15 +49,17 @@ class Judge:
         *,
         prompts: Sequence[Any],
         completions: Sequence[Any],
+        openings: Sequence[str] | None = None,
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
-        """A reward in [0, 1] a completion; None without a verdict.
+        """A reward in [0, 1] a completion; None without a verdict. The judge sees no thoughts.
 
         Raises KeelError where the server gives no answers or the spend limit is reached.
         """
-        answers, label = texts(completions), self.options.label
+        stated = stated_texts(completions, None, openings=openings)
+        answers, label = [text or "" for text in stated], self.options.label
         values: list[list[float]] = [[] for _ in answers]
         reasons: list[list[str]] = [[] for _ in answers]
         wrong: list[list[str]] = [[] for _ in answers]
@@ -97,7 +100,7 @@ class Judge:
 
     def _column(self, name: str | None, columns: dict[str, Any], size: int) -> list[str | None]:
         values = [None] * size if name is None else columns[name]
-        return [None if value is None else str(value) for value in values]
+        return [shown_gold(value) for value in values]
 
     async def _scores(
         self, prompts: Sequence[Any], answers: Sequence[str], columns: dict[str, Any]

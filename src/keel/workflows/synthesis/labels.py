@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 
+from keel.data.gold import shown_gold
 from keel.data.preferences.store.records import JudgedPair, LabelRecord, PairRecord, Side
 from keel.data.preferences.store.store import PreferenceStore
+from keel.graders.stated import answer_part
 from keel.rewards.judge.pairs import SWAPPED, WORTH
 from keel.rewards.judge.prompts import Question, pair_question
 from keel.rewards.judge.requests import Asker, Judgement
@@ -81,13 +83,13 @@ async def _judge(
 def questions(pair: JudgedPair, rubric: str, reference: str | None) -> list[Question]:
     """The two questions about a pair: its first completion shown first, then its second."""
     known = None if reference is None else pair.prompt.columns.get(reference)
-    texts = (pair.first.text, pair.second.text)
+    texts = [answer_part(one.text) or "" for one in (pair.first, pair.second)]
     return [
         pair_question(
             pair.prompt.content,
             *(texts if shown == "first" else texts[::-1]),
             rubric=rubric,
-            reference=None if known is None else str(known),
+            reference=shown_gold(known),
         )
         for shown in ORDERS
     ]

@@ -1,0 +1,107 @@
+"""The part of a completion that states its answer: without thoughts and the tags around it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+THOUGHTS = frozenset({"think", "thinking", "thought", "thoughts", "reasoning", "seed:think"})
+"""Names of tags around thoughts: `<think>`, `[THINK]`, `<|begin_of_thought|>`. A tag that the chat
+template opens is one as well, unless it is named after an answer."""
+_ANSWER = re.compile("answer|result|solution|final|output|response|code")
+_TAG = re.compile(
+    # In quotes or backticks a tag is mentioned, not used.
+    r"(?<![\w`])[rbfRBF]?([\"'`])[^\n\"'`<[]{0,20}[<[]/?[\w:.-]+[]>][^\n\"'`]{0,60}\1(?![\w`])"
+    r"|[<[](\|(?:begin|end)_of_|/?)([\w:.-]+)\|?[]>]"
+)
+# gpt-oss writes its thoughts and its answer on two channels.
+_CHANNEL = re.compile(r"<\|channel\|>(final)?[^<>]*(?:<\|constrain\|>\w*)?(?:<\|message\|>)?")
+_BARE_CHANNEL = re.compile(r"\s*analysis(?:.*assistant(final)|(?=[A-Z]).*)", re.DOTALL)
+_ENDING = re.compile(r"(?:</s>|<\|[\w ]{1,40}\|>|#{3,}|\n(?:Q|Question|User|Human):)\Z")
+_CLOSING = re.compile(r"</([A-Za-z][\w.-]*)>[.!*_`$]*\Z")
+_NOT_FINAL = re.compile(
+    r"\b(?:or|nor|not?|neither|never|than|maybe|perhaps|possibly|wrong|incorrect|unless|except"
+    r"|without|nicht|kein\w*|pas)\b|n't\b|不|[-+*/^×÷·−<>≤≥≠~≈±\\({]\s*\Z|[\w$]\Z",
+    re.IGNORECASE,
+)
+_OPENS = {"}": "{", "]": "[", ")": "("}
+
+
+def opened(opening: str) -> str:
+    """The text that a chat template puts before a completion, if it leaves a tag open; else ""."""
+    return opening if _tags(opening)[1] else ""
+
+
+def answer_part(text: str, opening: str = "") -> str | None:
+    """What follows the last thought of a completion; None if one is open at its end.
+
+    `opening` is the text that the chat template put before it (`Prompt.opening`).
+    """
+    begun = opened(opening)
+    whole = _on_tags(text if text.startswith(begun) else begun + text)
+    names = THOUGHTS | {name for name in _tags(begun)[1] if not _ANSWER.search(name)}
+    end, unclosed = _tags(whole, names)
+    return None if unclosed else whole[end:]
+
+
+def _on_tags(text: str) -> str:
+    """The channels of gpt-oss as tags, also if its special tokens were dropped from the text."""
+    text = _CHANNEL.sub(lambda m: "</think>" if m[1] else "<think>", text)
+    bare = _BARE_CHANNEL.match(text)
+    return text if bare is None else f"<{'/' * bool(bare[1])}think>{text[bare.end() :]}"
+
+
+def _tags(text: str, names: frozenset[str] | None = None) -> tuple[int, dict[str, str]]:
+    """Where the last closing tag ends, of these names or any, and the tags that are left open.
+
+    A model may repeat the tag that its template opened, so that a name is open only once.
+    """
+    end = 0
+    found: dict[str, str] = {}
+    for tag in _TAG.finditer(_on_tags(text) if names is None else text):
+        name = (tag[3] or "").lower()
+        if not name or (tag[0][0] == "[" and not tag[3].isupper()) or name not in (names or [name]):
+            continue
+        if tag[2] not in ("/", "|end_of_"):
+            found.setdefault(name, tag[0])
+        elif name in found or not found:
+            end = tag.end()
+            while found and name in found:
+                found.popitem()
+    return end, found
+
+
+def unwrapped(text: str) -> str:
+    """The text inside the tags that stand around a final answer, as `<answer>25</answer>`.
+
+    Any other text is returned as it is, less a marker of its end such as `</s>`. What the line says
+    before the tags may neither deny the answer nor be part of it.
+    """
+    text = text.rstrip()
+    while ending := _ENDING.search(text[-60:]):
+        text = text[: len(text) - len(ending[0])].rstrip()
+    while closing := _CLOSING.search(text[-200:]):
+        end = len(text) - len(closing[0])
+        start = text.rfind(f"<{closing[1]}>", 0, end)
+        before = re.split(r"[\n.?!:;]", text[max(start - 200, 0) : max(start, 0)])[-1]
+        if start < 0 or (before.strip(" *_-•#>") and _NOT_FINAL.search(before)):
+            break
+        text = text[start + len(closing[1]) + 2 : end].strip()
+    return text
+
+
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the stop strings in it.
+
+    One that closes a tag or bracket of the text is part of it: with `stop = ["</answer>"]`, the
+    text `<answer>25</answer>` is whole.
+    """
+    found = [(at, -len(one)) for one in stop if one and (at := text.find(one)) >= 0]
+    if not found:
+        return text
+    at, size = min(found)
+    before, first = text[:at], text[at : at - size]
+    closing = first.strip()
+    opens = _OPENS.get(closing) or (f"<{closing[2:]}" if closing.startswith("</") else "")
+    part = opens and before.count(opens) > before.count(closing)
+    return before + first if part else before

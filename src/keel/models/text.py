@@ -1,0 +1,244 @@
+"""Text as tokens, and tokens as text.
+
+Control tokens frame text: the beginning and end of a sequence, padding, and what the chat template
+opens and closes turns with. They are never part of a text. Every other token is, also one that the
+tokenizer calls special, such as `<sol>` or `<think>`: what a policy writes is what rewards read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from keel.models.template import render
+from keel.types import KeelError, Message
+
+_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_PREFIXES = ("▁", "Ġ")
+"""How tokenizers spell the blank that they put before a text."""
+
+
+def control_tokens(tokenizer: Any) -> Mapping[str, int]:
+    """The control tokens: how each is spelled, and its id."""
+    named = tuple(str(getattr(tokenizer, f"{name}_token", None) or "") for name in _NAMES)
+    template = getattr(tokenizer, "chat_template", None)
+    return _control_tokens(tokenizer, named, str(template or ""))
+
+
+@lru_cache(maxsize=16)
+def _control_tokens(tokenizer: Any, named: tuple[str, ...], template: str) -> Mapping[str, int]:
+    """Of the template, what it writes around a user's turn, what closes an assistant's, and the
+    first token that opens an assistant's: the others may open a thought, which is text."""
+    special = special_tokens(tokenizer)
+    found = {text for text in special if text in named}
+    if template:
+        question, answer = "a question", "an answer"
+        turns = [Message(role="user", content=question), Message(role="assistant", content=answer)]
+        try:
+            asked = render(tokenizer, turns[:1], "a probe", generate=False)
+            whole = render(tokenizer, turns, "a probe", generate=False)
+        except KeelError:
+            return special
+        spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        head, _, tail = whole.rpartition(answer)
+        after = spelled.findall(asked.rpartition(question)[2])
+        opens = spelled.findall(head.rpartition(question)[2])
+        known = common_prefix(opens, after)
+        found |= {*spelled.findall(asked), *spelled.findall(tail), *opens[known : known + 1]}
+    return {text: number for text, number in special.items() if text in found}
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The special tokens and their ids, the longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    found = {str(token): int(number) for number, token in added if token.special}
+    found |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return dict(sorted(found.items(), key=lambda one: len(one[0]), reverse=True))
+
+
+def encode_text(
+    text: str, name: str, tokenizer: Any, *, literal: bool = False, continues: bool = False
+) -> list[int]:
+    """The text's own tokens, nothing added; `name` is what an error calls the text.
+
+    With `literal` a control token spelled out in the text is ordinary characters. With `continues`
+    the text goes on from another, so that it gets no blank in front, as some tokenizers put one.
+    Raises KeelError with the character that the tokenizer does not know.
+    """
+    try:
+        bare = _bare(text, tokenizer, literal, continues)
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        if unknown is None or unknown not in bare:
+            return bare
+        # The unknown token may be spelled out in the text: check what is around it.
+        pieces = [piece for piece in text.split(tokenizer.unk_token) if piece]
+        lost = len(pieces) == 1 and pieces[0] == text
+        if not lost and all(unknown not in _bare(p, tokenizer, literal) for p in pieces):
+            return bare
+        error = None
+    except Exception as raised:  # tokenizers raises bare Exception
+        error = raised
+    raise KeelError(_unreadable(text, name, tokenizer, error))
+
+
+def _bare(text: str, tokenizer: Any, literal: bool, continues: bool = False) -> list[int]:
+    if continues and _adds_prefix(tokenizer):
+        for anchor in ("\n", "a", "0", text[:1]):
+            before = _ids(anchor, tokenizer)
+            if not before or getattr(tokenizer, "unk_token_id", None) in before:
+                continue
+            whole = _bare(anchor + text, tokenizer, literal)
+            if whole[: len(before)] == before:
+                return whole[len(before) :]
+    control = control_tokens(tokenizer) if literal else {}
+    if not any(spelled in text for spelled in control):
+        return _ids(text, tokenizer)
+    # Special tokens that are text stay tokens; between them every character counts.
+    kept = [re.escape(one) for one in special_tokens(tokenizer) if one not in control]
+    pattern = re.compile(f"({'|'.join(kept)})" if kept else r"((?!))")
+    found: list[int] = []
+    for at, piece in enumerate(pattern.split(text)):
+        if piece:
+            found += _ids(piece, tokenizer, split=at % 2 == 0)
+    return found
+
+
+def _ids(text: str, tokenizer: Any, split: bool = False) -> list[int]:
+    found = tokenizer(
+        text,
+        add_special_tokens=False,
+        split_special_tokens=split,
+        verbose=False,  # texts that are too long are reported elsewhere
+    )
+    return list(found["input_ids"])
+
+
+@lru_cache(maxsize=16)
+def _adds_prefix(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts a blank before every text that it encodes."""
+    for text in ("=", "a", "0"):
+        try:
+            tokens = tokenizer.convert_ids_to_tokens(_ids(text, tokenizer))
+        except Exception:  # a character that it does not know
+            continue
+        if tokens and str(tokens[0]).startswith(_PREFIXES):
+            return True
+    return False
+
+
+def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -> str:
+    """The error for a text, with the first character that the tokenizer does not know."""
+    for character in dict.fromkeys(text):
+        try:
+            tokens = tokenizer(character, add_special_tokens=False)["input_ids"]
+            if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in tokens:
+                continue
+        except Exception:
+            pass
+        return (
+            f"{name} holds {character!r}, which the tokenizer does not know: add it to "
+            "model.build.alphabet, or use another tokenizer"
+        )
+    if error is None:
+        return f"{name} holds a word that the tokenizer does not know: use another tokenizer"
+    return f"{name} cannot be encoded: {' '.join(str(error).split())[:300]}"
+
+
+def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
+    """The exact text of the sequences, without control tokens."""
+    control = frozenset(control_tokens(tokenizer).values())
+    texts: list[str] = tokenizer.batch_decode(
+        [[one for one in sequence if one not in control] for sequence in sequences],
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
+    return texts
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:
+    """The text of each token as it stands within a text, special tokens included.
+
+    Decoded after another token, since tokenizers drop the blank before a first word. Part of a
+    character's bytes is the replacement character.
+    """
+
+    def decoded(sequences: list[list[int]]) -> list[str]:
+        texts: list[str] = tokenizer.batch_decode(
+            sequences, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return texts
+
+    alone = dict(zip(ids, decoded([[one] for one in ids]), strict=True))
+    first = next((one for one in ids if alone[one].strip("\ufffd ")), None)
+    if first is None:
+        return alone
+    start = alone[first]
+    pairs = zip(ids, decoded([[first, one] for one in ids]), strict=True)
+    return {
+        one: pair.removeprefix(start) if pair.startswith(start) else alone[one]
+        for one, pair in pairs
+    }
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the common beginning of two texts or lists."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+def token_ends(tokenizer: Any, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """For each ascending position in the text of `ids`, the token that completes the text up to it.
+
+    A position after the text belongs to the last token; without tokens there are no positions.
+    """
+    if not ids:
+        return []
+    runs = _runs(tokenizer, ids)
+    starts = list(itertools.accumulate((len(run) for run, _ in runs), initial=0))
+    reach = list(itertools.accumulate((len(text) for _, text in runs), initial=0))
+    found: list[int] = []
+    for end in ends:
+        # The first run that reaches this position.
+        at = bisect.bisect_left(reach, end, lo=1) - 1
+        if at == len(runs):
+            found.append(len(ids) - 1)
+        else:
+            found.append(starts[at] + _token_of_run(tokenizer, *runs[at], end - reach[at]))
+    return found
+
+
+def _runs(tokenizer: Any, ids: Sequence[int]) -> list[tuple[list[int], str]]:
+    """The tokens in runs whose concatenated texts are the text of every beginning.
+
+    Tokens with part of a character's bytes form one run with their neighbours; where a token's text
+    depends on more than that, all tokens are one run.
+    """
+    distinct = list(dict.fromkeys(ids))
+    alone = dict(zip(distinct, decode(tokenizer, [[one] for one in distinct]), strict=True))
+    runs: list[list[int]] = []
+    for broken, neighbours in itertools.groupby(ids, lambda one: "\ufffd" in alone[one]):
+        tokens = list(neighbours)
+        runs += [tokens] if broken else [[one] for one in tokens]
+    *texts, whole = decode(tokenizer, [*(run for run in runs if len(run) > 1), ids])
+    rest = iter(texts)
+    parts = [next(rest) if len(run) > 1 else alone[run[0]] for run in runs]
+    return list(zip(runs, parts, strict=True)) if "".join(parts) == whole else [(list(ids), whole)]
+
+
+def _token_of_run(tokenizer: Any, run: Sequence[int], text: str, end: int) -> int:
+    """The first token of a run that completes its text up to `end`, by bisection."""
+    low, high = 0, len(run) - 1
+    while low < high:
+        middle = (low + high) // 2
+        # Part of a character decodes to another one, so its length is not enough.
+        beginning = decode(tokenizer, [run[: middle + 1]])[0]
+        if len(beginning) >= end and beginning[:end] == text[:end]:
+            high = middle
+        else:
+            low = middle + 1
+    return low
