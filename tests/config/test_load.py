@@ -14,6 +14,7 @@ from keel.types import KeelError
 from tests.shared import ROOT
 
 TINY = "tiny"
+ONE_TASK = {"model": {"name": "m"}, "tasks": [{"name": "jsonl", "path": "a.jsonl"}]}
 
 
 def rl(*overrides: str, recipe: str = TINY) -> RLStage:
@@ -88,6 +89,61 @@ def test_keys_find_their_stage() -> None:
     recipe = load_recipe("quickstart", ["sft.steps=3", "steps=4", "rl.rollout.group_size=2"])
     assert [stage.steps for stage in recipe.stages] == [3, 4]
     assert recipe.stages[-1].rollout.group_size == 2  # type: ignore[union-attr]
+
+
+def test_overrides_reach_the_entries_of_lists() -> None:
+    data = {**ONE_TASK, "rewards": {"functions": [{"function": "length"}]}}
+    stage = load_recipe(data, ["tasks.path=b.jsonl", "rewards.functions.0.weight=2"]).stages[0]
+    assert isinstance(stage, RLStage)
+    assert (stage.tasks[0].name, stage.tasks[0].path) == ("jsonl", "b.jsonl")
+    assert (stage.rewards.functions[0].function, stage.rewards.functions[0].weight) == ("length", 2)
+    more = ["tasks.1.name=addition", "tasks.1.weight=3", "tasks.0.system=Add."]
+    stage = load_recipe(data, more).stages[0]
+    assert isinstance(stage, RLStage)
+    assert [(one.name, one.weight, one.system) for one in stage.tasks] == [
+        ("jsonl", 1.0, "Add."),
+        ("addition", 3.0, None),
+    ]
+    betas = load_recipe(data, ["optimizer.betas=[0.5, 0.6]", "optimizer.betas.1=0.7"])
+    assert betas.stages[0].optimizer.betas == (0.5, 0.7)
+    both = load_recipe("quickstart", ["stages.0.steps=3", "sft.tasks.0.validation_fraction=0.3"])
+    assert both.stages[0].steps == 3
+    assert both.stages[0].trained_tasks[0].validation_fraction == 0.3
+
+
+def test_overrides_begin_a_list_that_is_not_set() -> None:
+    bare = {"model": {"name": "m"}}
+    for keys in (["tasks.name=addition"], ["tasks.0.name=addition"]):
+        made = [*keys, "rewards.functions.function=length", "rewards.functions.weight=2"]
+        stage = load_recipe(bare, made).stages[0]
+        assert isinstance(stage, RLStage)
+        assert [one.name for one in stage.tasks] == ["addition"]
+        assert [(one.function, one.weight) for one in stage.rewards.functions] == [("length", 2)]
+
+
+def test_an_entry_that_a_list_lacks_is_refused() -> None:
+    two = [*ONE_TASK["tasks"], {"name": "addition"}]  # type: ignore[misc]
+    with pytest.raises(KeelError, match=r"tasks\.path: tasks has 2 entries: write tasks\.0\.path"):
+        load_recipe({**ONE_TASK, "tasks": two}, ["tasks.path=x"])
+    with pytest.raises(KeelError, match=r"tasks\.2: tasks has 1 entries, from tasks\.0"):
+        load_recipe(ONE_TASK, ["tasks.2.path=x"])
+
+
+def test_a_table_does_not_replace_its_own_keys() -> None:
+    for keys in (
+        ["algorithm.entropy=0.1", "algorithm=ppo"],
+        ["rl.algorithm.entropy=0.1", "rl.algorithm=ppo"],
+    ):
+        assert rl(*keys).algorithm.entropy == 0.1
+        assert rl(*keys).algorithm.preset == "ppo"
+
+
+def test_overrides_change_a_recipe_that_was_read() -> None:
+    known = load_recipe("quickstart").model_dump()
+    assert [stage.steps for stage in load_recipe(known, ["steps=3", "sft.steps=2"]).stages] == [
+        2,
+        3,
+    ]
 
 
 def test_a_model_by_name_takes_the_place_of_a_built_one() -> None:

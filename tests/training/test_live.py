@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import keel
@@ -24,6 +25,7 @@ from tests.soak.killing import differences
 
 TOKENIZER = build_tokenizer(BuildModel(alphabet="0123456789>", context=32))
 ROWS = [{"prompt": f"{a}{b}>", "top": max(a, b)} for a in range(10) for b in range(10)]
+SPLITS = DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS))
 SMALL: dict[str, Any] = {
     "algorithm": "grpo",
     "steps": 4,
@@ -224,6 +226,60 @@ def test_keywords_are_recipe_keys() -> None:
     assert load_recipe(objects(shipped).recipe) == shipped
 
 
+def test_keywords_change_a_loaded_recipe() -> None:
+    rl = load_recipe(objects(load_recipe("quickstart"), steps=3).recipe).stages[-1]
+    assert rl.steps == 3
+
+
+@pytest.mark.parametrize("prefix", ["", "rl."])
+def test_keywords_below_tasks_stay_with_data(prefix: str) -> None:
+    keys = {f"{prefix}tasks.system": "Add.", f"{prefix}tasks.prompt": "{prompt}?"}
+    (task,) = stage_of(**keys).trained_tasks
+    assert (task.system, task.prompt) == ("Add.", "{prompt}?")
+    assert task.path == "$RUN/inputs/data.jsonl"
+    assert stage_of(tasks={"0": {"bad_rows": "quarantine"}}).tasks[0].bad_rows == "quarantine"
+    keys = {"rewards.functions.weight": 2, "rewards.timeout": 5}
+    assert stage_of(rewards=first, **keys).rewards.functions[0].weight == 2
+    with pytest.raises(KeelError, match=r"unknown key 'tasks\.0\.sytem': did you mean 'system'"):
+        stage_of(**{f"{prefix}tasks.sytem": 1})
+    for other in ({"tasks.path": "x.jsonl"}, {"tasks": [{"name": "addition"}]}):
+        with pytest.raises(KeelError, match="another keyword sets tasks"):
+            stage_of(**other)
+
+
+def test_data_keeps_how_the_recipe_reads_rows() -> None:
+    rows = [{"question": "1+1", "answer": "#### 2"}]
+    made = load_recipe(objects("gsm8k-grpo", data=rows).recipe).stages[-1].trained_tasks
+    (shipped,) = load_recipe("gsm8k-grpo").stages[-1].trained_tasks
+    assert made == (
+        shipped.model_copy(
+            update={"name": "jsonl", "path": "$RUN/inputs/data.jsonl", "validation_path": None}
+            | {"options": {}}
+        ),
+    )
+    pairs = [{"q": "1", "a": "2", "b": "3"}]
+    columns = {"data.columns": {"prompt": "q", "chosen": "a", "rejected": "b"}}
+    stage = load_recipe(objects(model="m", stage="dpo", data=pairs, **columns).recipe).stages[-1]
+    assert stage.preference_data is not None
+    assert stage.preference_data.columns["prompt"] == "q"
+    assert stage.preference_data.path == "$RUN/inputs/data.jsonl"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    rows = [{"prompt": "1", "top": np.int64(3), "all": np.arange(2), "x": torch.tensor(0.5)}]
+    made = objects(model="m", data=rows, steps=np.int64(3), seed=torch.tensor(5))
+    assert json.loads(made.tables["data.jsonl"]) == {
+        "prompt": "1",
+        "top": 3,
+        "all": [0, 1],
+        "x": 0.5,
+    }
+    recipe = load_recipe(made.recipe, ["optimizer.learning_rate=0.5"])
+    assert (recipe.stages[0].steps, recipe.seed) == (3, 5)
+    rate = objects(model="m", data=rows, optimizer={"learning_rate": np.float32(0.25)})
+    assert load_recipe(rate.recipe).stages[0].optimizer.learning_rate == 0.25
+
+
 @pytest.mark.parametrize("preset", ["ppo", "dr_grpo"])
 def test_algorithm_as_name_preset_or_object(preset: str) -> None:
     named = stage_of(algorithm=preset)
@@ -291,13 +347,15 @@ def test_functions_get_unique_names() -> None:
         ({"tokenizer": TOKENIZER}, "pass model=, too"),
         ({"model": 3}, "a int cannot be trained"),
         ({"data": 3}, "data: a int is no data"),
+        ({"data": SPLITS}, 'the splits train, test: pass one of them, .*data=splits."train"'),
+        ({"data": ROWS, "eval_data": SPLITS}, "eval_data: a DatasetDict has the splits"),
         ({"data": ["1"]}, r"data\[0\]: a str: give a dict of columns"),
         ({"data": [{"prompt": {1}}]}, r"data\[0\]: .*set.*: use texts"),
         ({"data": [{"prompt": "1", "x": float("nan")}]}, r"data\[0\]"),
         ({"eval_data": ROWS}, "pass data=, too"),
         ({"data": "x.jsonl", "eval_data": Dataset.from_list(ROWS)}, "of the same type"),
         ({"rewards": tiny()}, "LlamaForCausalLM is no function"),
-        ({"a..b": 1}, "'a..b' is no key"),
+        ({"a..b": 1}, "'a..b' is not a valid key"),
     ],
 )
 def test_invalid_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:

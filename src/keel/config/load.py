@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import FrozenModel
-from keel.config.address import gather, layer
+from keel.config.address import DEEPEST, gather, layer, nest, overlay
 from keel.config.errors import explain_validation
 from keel.config.fields import nearest, unknown
 from keel.config.repeat import write_out
@@ -26,8 +26,6 @@ Source = str | Path | Mapping[str, Any]
 FOREIGN_FORMATS = (".yaml", ".yml", ".json", ".py")
 RUN_FOLDER = "$RUN/"
 """How a recipe names a file of its own run folder, as of a model that was passed to keel.train."""
-DEEPEST = 32
-"""Levels of tables and lists that a recipe may have."""
 _INNER = (dict, list)
 
 
@@ -36,9 +34,7 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises KeelError, in one line, on whatever is wrong with it.
     """
-    data = read_recipe(source)
-    for override in overrides:
-        data = layer(data, parse_override(override))
+    data = overlay(read_recipe(source), map(split_override, overrides))
     stages = data.get("stages")
     if isinstance(stages, list) and any(_of_control(stage) for stage in stages):
         raise KeelError("this is a recipe of keel control: run it with that")
@@ -231,21 +227,16 @@ def _check(data: Any) -> None:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=1` as {"a": {"b": 1}}. Raises KeelError where there is no key or no `=`."""
+    """`a.b=1` as {"a": {"b": 1}}. Raises KeelError if there is no key or no `=`."""
+    return nest(*split_override(text))
+
+
+def split_override(text: str) -> tuple[str, Any]:
+    """The key and the value of `a.b=1`. Raises KeelError if there is no `=`."""
     key, equals, value = text.partition("=")
     if not equals:
         raise KeelError(f"override {text!r}: write it as key=value, for example steps=50")
-    return nest(key.strip(), _parse_value(value.strip()))
-
-
-def nest(key: str, value: Any) -> dict[str, Any]:
-    """`a.b` and 1 as {"a": {"b": 1}}. Raises KeelError for what is no key."""
-    parts = key.split(".")
-    if not all(parts) or len(parts) > DEEPEST:
-        raise KeelError(f"{key!r} is no key: write it as steps or optimizer.learning_rate")
-    for part in reversed(parts):
-        value = {part: value}
-    return dict(value)
+    return key.strip(), _parse_value(value.strip())
 
 
 def _parse_value(text: str) -> Any:

@@ -17,8 +17,9 @@ HEAD = """# Every key of a recipe
 A recipe is a TOML file. `name`, `description`, `seed`, `threads`, `model` and `cluster` apply to
 all of it, the other keys to a stage. With one stage, its keys are at the top level; with several,
 each stage is a `[[stages]]` table. On the command line a key applies to the stage that it names
-(`sft.steps=10`), else to the last. `extends = "NAME"` starts from another recipe. `"none"` unsets a
-key. The keys of an algorithm are described in [recipe terms](algorithms/README.md) and by
+(`sft.steps=10`), else to the last, and to the entry of a list that it numbers (`tasks.0.path=x`),
+or to its only one (`tasks.path=x`). `extends = "NAME"` starts from another recipe. `"none"` unsets
+a key. The keys of an algorithm are described in [recipe terms](algorithms/README.md) and by
 `keel explain`.
 
 Recipes of `keel control` have one stage. The defaults of an algorithm, or of a tuned pair of
