@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -361,6 +362,17 @@ def test_functions_get_unique_names() -> None:
 def test_invalid_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(KeelError, match=message):
         objects(**wrong)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, called by peft
+def test_models_with_peft_adapters_are_refused_with_a_fix() -> None:
+    lora = peft.LoraConfig(target_modules="all-linear", r=2)
+    wrapped, added = peft.get_peft_model(tiny(), lora), tiny()
+    added.add_adapter(lora)
+    for model in (wrapped, wrapped.base_model.model, added):
+        with pytest.raises(KeelError, match=r"adapters of peft: pass what its merge_and_unload"):
+            objects(model=model, tokenizer=TOKENIZER, data=ROWS)
+    assert objects(model=wrapped.merge_and_unload(), tokenizer=TOKENIZER, data=ROWS).model
 
 
 def test_failed_start_leaves_no_folder(tmp_path: Path) -> None:

@@ -128,6 +128,12 @@ def _only(table: Any) -> Mapping[str, Any]:
 
 
 def _model(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    if hasattr(model, "peft_config") or any(hasattr(part, "base_layer") for part in parts):
+        raise KeelError(
+            f"model: this {type(model).__name__} has adapters of peft: pass what its "
+            'merge_and_unload() returns, and **{"model.lora.rank": 16} for a new adapter'
+        )
     if isinstance(model, PreTrainedModel):
         if tokenizer is None:
             raise KeelError("model: a loaded model needs its tokenizer: pass tokenizer=, too")
@@ -138,12 +144,9 @@ def _model(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, A
         return dict(model)
     if isinstance(model, str | Path):
         return {"name": str(model)}
-    hint = (
-        "; of a peft model, pass the base and model.lora" if hasattr(model, "peft_config") else ""
-    )
     raise KeelError(
         f"model: a {type(model).__name__} cannot be trained: pass a transformers PreTrainedModel, "
-        f"a folder or hub name, or the recipe's table as a dict{hint}"
+        f"a folder or hub name, or the recipe's table as a dict"
     )
 
 
