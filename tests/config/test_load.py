@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_overrides_reach_the_entries_of_lists() -> None:
     data = {**ONE_TASK, "rewards": {"functions": [{"function": "length"}]}}
     stage = load_recipe(data, ["tasks.path=b.jsonl", "rewards.functions.0.weight=2"]).stages[0]
     assert isinstance(stage, RLStage)
-    assert (stage.tasks[0].name, stage.tasks[0].path) == ("jsonl", "b.jsonl")
+    assert (stage.tasks[0].name, stage.tasks[0].path) == ("jsonl", f"{Path.cwd()}/b.jsonl")
     assert (stage.rewards.functions[0].function, stage.rewards.functions[0].weight) == ("length", 2)
     more = ["tasks.1.name=addition", "tasks.1.weight=3", "tasks.0.system=Add."]
     stage = load_recipe(data, more).stages[0]
@@ -182,6 +183,70 @@ def test_a_mistake_is_one_line_that_names_it(override: str) -> None:
     assert "\n" not in message
     for part in MISTAKES[override]:
         assert part in message
+
+
+def test_paths_in_a_file_are_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, other = tmp_path / "project", tmp_path / "other"
+    for name in ("base", "exp/policy", "exp/rows"):
+        (project / name).mkdir(parents=True)
+    other.mkdir()
+    for name in ("base", "exp/policy"):
+        (project / name / "config.json").write_text("{}")
+    (project / "base" / "below.toml").write_text(
+        'model = {name = "../exp/policy"}\ntasks = [{name = "jsonl", path = "train.jsonl"}]\n'
+    )
+    recipe = project / "exp" / "recipe.toml"
+    recipe.write_text(
+        'extends = "../base/below.toml"\n'
+        'tasks = [{name = "jsonl", path = "a.jsonl", validation_path = "../b.jsonl"}, '
+        '{name = "parquet", path = "/abs.parquet"}, {name = "datasets", path = "openai/gsm8k", '
+        'validation_path = "test"}, {name = "datasets", path = "rows", '
+        'options = {data_files = ["c.json", "hf://d.json"]}}, {name = "my.module:Task"}]\n'
+        '[rewards]\nfunctions = [{function = "../r.py:f"}, {function = "outcome", '
+        'options = {model = "policy"}}, {function = "outcome", options = {model = "org/model"}}]\n'
+    )
+    monkeypatch.chdir(other)
+    for place in (recipe, Path("../project/exp/recipe.toml")):
+        stage = load_recipe(place).stages[-1]
+        assert isinstance(stage, RLStage)
+        exp = f"{project}/exp"
+        assert load_recipe(place).model.name == f"{exp}/policy"
+        assert [(one.path, one.validation_path) for one in stage.tasks[:3]] == [
+            (f"{exp}/a.jsonl", f"{project}/b.jsonl"),
+            ("/abs.parquet", None),
+            ("openai/gsm8k", "test"),
+        ]
+        assert stage.tasks[3].path == f"{exp}/rows"
+        assert stage.tasks[3].options == {"data_files": [f"{exp}/c.json", "hf://d.json"]}
+        assert stage.tasks[4].name == "my.module:Task"
+        assert [one.function for one in stage.rewards.functions[:2]] == [
+            f"{project}/r.py:f",
+            "outcome",
+        ]
+        models = [one.options.get("model") for one in stage.rewards.functions[1:]]
+        assert models == [f"{exp}/policy", "org/model"]
+    written = project / "runs" / "recipe.toml"
+    written.parent.mkdir()
+    written.write_text(to_toml(load_recipe(recipe)))
+    assert load_recipe(written) == load_recipe(recipe)
+
+
+def test_other_paths_are_relative_to_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "exp" / "recipe.toml"
+    recipe.parent.mkdir()
+    recipe.write_text('model = {name = "m"}\ntasks = [{name = "jsonl", path = "a.jsonl"}]\n')
+    monkeypatch.chdir(tmp_path)
+    of_keys = load_recipe(recipe, ["tasks.path=b.jsonl", "rewards.functions.function=r.py:f"])
+    stage = of_keys.stages[0]
+    assert isinstance(stage, RLStage)
+    assert stage.tasks[0].path == f"{tmp_path}/b.jsonl"
+    assert stage.rewards.functions[0].function == f"{tmp_path}/r.py:f"
+    mapping = load_recipe(ONE_TASK).stages[0]
+    assert mapping.trained_tasks[0].path == f"{tmp_path}/a.jsonl"
 
 
 def test_a_file_that_is_not_there_or_not_toml(tmp_path) -> None:  # type: ignore[no-untyped-def]
