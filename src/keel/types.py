@@ -24,6 +24,10 @@ for the last answer), or the token budget."""
 class KeelError(Exception):
     """A user's mistake or a refused input: one line that says what, where, and how to fix it."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Message(TypedDict, total=False):
     """One turn of a conversation, whole: other keys than these also go to the chat template.

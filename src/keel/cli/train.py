@@ -156,11 +156,14 @@ def _recipe(arguments: argparse.Namespace) -> Recipe | None:
         if arguments.recipe is None:
             raise KeelError("which recipe? name a TOML file or a shipped one (keel recipes)")
         return load_recipe(arguments.recipe, arguments.overrides)
+    words = [word for word in (arguments.recipe, *arguments.overrides) if word is not None]
+    if words and "=" not in words[0] and arguments.run is None:
+        arguments.run = words.pop(0)
     if arguments.run is None:
         raise KeelError("--resume goes on with a run: name its folder with --run DIR")
-    if arguments.recipe is not None:
-        raise KeelError("--resume runs the recipe that the run folder holds: name no other, no key")
-    return None
+    if words and "=" not in words[0]:
+        raise KeelError("--resume runs the recipe that the run folder holds: name no other")
+    return load_recipe(load(arguments.run).recipe(), words) if words else None
 
 
 def _share(result: dict[str, Any] | None) -> str:

@@ -74,7 +74,7 @@ def _into_list(below: Sequence[Any], above: Mapping[str, Any], where: str) -> li
         at = int(key)
         if at > len(entries):
             raise KeelError(f"{where}{key}: {where[:-1]} has {len(entries)} entries, from {where}0")
-        old = {key: one for one in entries[at : at + 1]}
+        old = dict.fromkeys([key], *entries[at : at + 1])
         entries[at : at + 1] = [merge(old, {key: value}, where)[key]]
     return entries
 

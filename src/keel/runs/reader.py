@@ -89,6 +89,18 @@ class Run:
 
     folder: RunFolder
 
+    def __fspath__(self) -> str:
+        """The path of the run folder, so that a run is taken wherever a path is."""
+        return str(self.folder.path)
+
+    def __repr__(self) -> str:
+        try:
+            last = [f"{one['stage']} step {one['step']}" for one in self.metrics()[-1:]]
+            last += ["finished"] * bool(self.info().get("finished"))
+        except (KeelError, KeyError):
+            last = ["damaged"]
+        return f"{type(self).__name__}({', '.join([repr(str(self.folder.path)), *last])})"
+
     @property
     def stages(self) -> tuple[str, ...]:
         """The names of the recipe's stages, in order."""

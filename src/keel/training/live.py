@@ -245,6 +245,12 @@ def _plain(value: Any, functions: dict[str, Any]) -> Any:
     return _named(value, functions) if callable(value) else value
 
 
+def named(functions: Any) -> tuple[Any, dict[str, Any]]:
+    """The names of functions in a recipe, and the functions by name."""
+    found: dict[str, Any] = {}
+    return _plain(functions, found), found
+
+
 def _named(function: Callable[..., Any], functions: dict[str, Any]) -> str:
     """`python:NAME`, with a name that no other function has."""
     own = getattr(function, "__name__", type(function).__name__)
