@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -122,9 +123,14 @@ def show(console: Console, folder: RunFolder) -> None:
     if folder.curve.exists():
         console.print(f"curve       {folder.curve}")
     console.print("next")
-    console.print(f"  keel report {folder.path}", soft_wrap=True)
-    console.print(f"  keel eval {folder.path} --samples 4", soft_wrap=True)
-    console.print(f"  keel export {folder.path} {folder.path.name}-model", soft_wrap=True)
+    path, model = str(folder.path), f"{folder.path.name}-model"
+    commands = [["report", path], ["export", path, model]]
+    if folder.model(run.stages[-1]).is_dir():
+        commands[1] += ["--stage", run.stages[-1]]
+    elif any("tasks" in stage for stage in run.recipe()["stages"]):
+        commands.insert(1, ["eval", path, "--samples", "4"])
+    for words in commands:
+        console.print(f"  {shlex.join(['keel', *words])}", soft_wrap=True, markup=False)
 
 
 def _diagnoses(console: Console, run: Run) -> None:

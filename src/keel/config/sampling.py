@@ -50,6 +50,12 @@ _NOT_SAMPLED = UnusedIf(
 )
 
 
+_SHARED = UnusedIf(
+    lambda key: key.recipe.cluster.processes > 1 and key.recipe.cluster.ray is None,
+    "with cluster.processes > 1 the groups of a step come together, so rewards are called then",
+)
+
+
 class VllmServer(FrozenModel):
     """The server of `rollout.engine = "vllm"`."""
 
@@ -129,7 +135,7 @@ class Rollout(FrozenModel):
     the program. With the vLLM engine: seconds of each request, thus of a whole completion."""
     max_rows: Answers = 256
     """Sequences that the engine decodes at once."""
-    overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
+    overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS, _SHARED] = False
     """Score the first groups while the last ones are still being sampled."""
     async_level: Annotated[int, Field(ge=0, le=64)] = 0
     """How many steps ahead rollouts are sampled: with 1 those of the next step, by a copy of the
