@@ -106,7 +106,8 @@ class Completion:
     counted from the start of the stage; of several turns, that of the first, which is the oldest.
 
     `columns` are what the program that led the conversation returned; rewards may ask for them by
-    name, as for those of the prompt.
+    name, as for those of the prompt. `failed` is the error that it raised: such a completion has no
+    reward.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -117,6 +118,7 @@ class Completion:
     turns: tuple[Message, ...] = ()
     weight_version: int = 0
     columns: Mapping[str, Any] = field(default_factory=dict)
+    failed: str = ""
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])

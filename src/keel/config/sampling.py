@@ -126,6 +126,9 @@ class Rollout(FrozenModel):
     endpoint (see [agents](howto/agents.md))."""
     max_programs: Annotated[Answers, _NO_PROGRAM] = 64
     """Programs that run at once."""
+    on_error: Annotated[Literal["stop", "skip"], _NO_PROGRAM] = "stop"
+    """Whether a program that raises after an answer stops the run, or its completion goes without
+    reward, is not learned from, and is counted."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
     """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.

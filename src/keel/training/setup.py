@@ -343,6 +343,7 @@ def build_sampler(
             function=load_program(rollout.program),
             limit=rollout.max_programs,
             timeout=rollout.timeout,
+            skips=rollout.on_error == "skip",
             template_kwargs=source.encoder.template_kwargs,
         )
     return Sampler(
