@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +192,7 @@ def test_going_on_equals_a_longer_run(tmp_path: Path) -> None:
     assert run.info()["finished"]
     assert run.recipe()["stages"][0]["steps"] == 4
     assert run.info()["changes"] == [
-        {"stage": "rl", "step": 2, "key": "stages[0].steps", "from": 2, "to": 4}
+        {"stage": "rl", "step": 2, "key": "rl.steps", "from": 2, "to": 4}
     ]
     assert [row["reward"] for row in run.metrics()] == [row["reward"] for row in straight.metrics()]
     mine, theirs = (one.policy().state_dict() for one in (straight, run))
@@ -211,7 +210,7 @@ def test_going_on_at_another_rate_survives_a_stop(tmp_path: Path) -> None:
         keel.train(callbacks=stops, **live, **keys)  # type: ignore[arg-type]
         runs.append(keel.train(**live) if stops else keel.load(folder))  # type: ignore[arg-type]
     changed = [one["key"] for one in runs[0].info()["changes"]]
-    assert sorted(changed) == [f"stages[0].{key}" for key in sorted(keys)]
+    assert sorted(changed) == [f"rl.{key}" for key in sorted(keys)]
     assert [row["learning_rate"] for row in runs[0].metrics()] == [1e-2, 1e-2, 1e-3, 1e-3, 1e-3]
     assert differences(runs[0].folder.path, runs[1].folder.path) == []
 
@@ -265,12 +264,8 @@ def test_errors_of_functions_name_a_call_that_resumes(tmp_path: Path) -> None:
         keel.train(folder=tmp_path / "run", **arguments(rewards=breaks))
 
 
-def test_runs_reports_and_errors_show_in_few_words(whole: Any, tmp_path: Path) -> None:
-    assert repr(whole) == f"TrainedRun({str(whole.folder.path)!r}, rl step 4, finished)"
-    damaged = tmp_path / "run"
-    shutil.copytree(whole.folder.path, damaged)
-    (damaged / "metrics.jsonl").write_text("{")
-    assert str(damaged) in repr(keel.load(damaged))
+def test_runs_reports_and_errors_show_in_few_words(whole: Any) -> None:
+    assert repr(whole) == f"TrainedRun({str(whole.folder.path)!r}, stages=rl)"
     given = {key: value for key, value in arguments().items() if key != "progress"}
     report = keel.check(**given)
     lines = repr(report).splitlines()

@@ -351,7 +351,7 @@ def test_going_on_writes_the_reward_model_again(tmp_path: Path) -> None:
     assert weights[1].read_bytes() != before
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert info(first)["changes"] == [
-        {"stage": "reward_model", "step": 3, "key": "stages[0].steps", "from": 3, "to": 5}
+        {"stage": "reward_model", "step": 3, "key": "reward_model.steps", "from": 3, "to": 5}
     ]
 
 

@@ -11,7 +11,9 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import reduce
 from importlib.metadata import version
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,38 +79,40 @@ def resume_run(path: Path | str | None) -> RunFolder:
 
 def change_recipe(place: RunFolder, text: str) -> None:
     """Take over what a run can go on with from a resolved recipe (TOML): CHANGEABLE keys of the
-    stage that it is in, or of a later one.
+    stage that it is in, or of a later one. `changes` in run.json has them, with the step.
 
     Raises KeelError for another key that differs, and for fewer steps than were taken.
     """
     with locked(place.path):
         known = tomllib.loads(place.recipe.read_text("utf-8"))
         newest = place.list_checkpoints()[-1:]
-        models: list[Path] = []
         at, step = (newest[0].place.stage, newest[0].place.step) if newest else (0, 0)
+        made = []
         for one in list(changes(known, tomllib.loads(text))):
-            found = re.fullmatch(r"stages\[(\d+)\]\.(.+)", one.name)
-            stage, key = (int(found[1]), found[2]) if found else (len(place.stages), one.name)
-            name = f"{place.stages[stage]}.{key}" if found else key
             if one.a is None:  # a key that the version which wrote the recipe did not have
                 continue
-            if key not in CHANGEABLE or stage < at:
+            found = re.fullmatch(r"stages\[(\d+)\]\.(.+)", one.name)
+            number, key = (int(found[1]), found[2]) if found else (-1, one.name)
+            name = f"{place.stages[number]}.{key}" if found else key
+            if key not in CHANGEABLE or number < at:
                 raise KeelError(
                     f"{name} is {one.b}, but the run in {place.path} has {one.a}: it can only go "
                     f"on with other {', '.join(CHANGEABLE)} of stage {place.stages[at]} or a later "
                     "one: leave the others as they are, or start a new run"
                 )
-            if key == "steps" and stage == at and one.b < step:
+            if key == "steps" and number == at and one.b < step:
                 raise KeelError(f"{name} is {one.b}, but the run has taken {step}: raise it")
-            table = known["stages"][stage]
             *tables, leaf = key.split(".")
-            for part in tables:
-                table = table[part]
-            table[leaf] = one.b
-            models += [place.model(place.stages[stage])] * (key == "steps")
-        for path in filter(Path.exists, models):  # of the stage's end so far
-            files.remove(path)
-        files.write_text(place.recipe, tomli_w.dumps(known))
+            reduce(getitem, tables, known["stages"][number])[leaf] = one.b
+            point = {"stage": place.stages[at], "step": step}
+            made.append({**point, "key": name, "from": one.a, "to": one.b})
+        if made:
+            model = place.model(place.stages[at])
+            if model.exists():  # it is of the end so far, and is written again
+                files.remove(model)
+            before = read_run_json(place).get("changes", [])
+            update_run_json(place, {"changes": [*before, *made]})
+            files.write_text(place.recipe, tomli_w.dumps(known))
 
 
 @contextmanager
@@ -153,7 +157,6 @@ def run_lifecycle(
         if start is not None:
             for note in _notes(start, known, recipe, inputs, lost):
                 writer.note(note)
-            _record_changes(place, start, known, recipe)
         if resume and predates_raw(recipe):
             writer.note(
                 f"{place.recipe.name} has no key raw (an earlier version of Keel wrote it): plain "
@@ -188,22 +191,6 @@ def _notes(
             f"{', '.join(lost[:SHOWN])}{more}: the run goes on, since nothing that follows depends "
             "on it; restore it from a copy to have it again"
         )
-
-
-def _record_changes(
-    place: RunFolder, start: FolderEntry, known: Recorded | None, recipe: Mapping[str, Any]
-) -> None:
-    """Write to run.json what the recipe has had otherwise until a checkpoint, and its step."""
-    point = {"stage": place.stages[start.place.stage], "step": start.place.step}
-    found = [] if known is None else list(changes(known.recipe, recipe))
-    if found:
-        before = [
-            one
-            for one in read_run_json(place).get("changes", [])
-            if (place.stages.index(one["stage"]), one["step"]) < (start.place.stage, point["step"])
-        ]
-        made = [{**point, "key": one.name, "from": one.a, "to": one.b} for one in found]
-        update_run_json(place, {"changes": [*before, *made]})
 
 
 def write_metadata(

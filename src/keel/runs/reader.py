@@ -94,12 +94,7 @@ class Run:
         return str(self.folder.path)
 
     def __repr__(self) -> str:
-        try:
-            last = [f"{one['stage']} step {one['step']}" for one in self.metrics()[-1:]]
-            last += ["finished"] * bool(self.info().get("finished"))
-        except (KeelError, KeyError):
-            last = ["damaged"]
-        return f"{type(self).__name__}({', '.join([repr(str(self.folder.path)), *last])})"
+        return f"{type(self).__name__}({str(self.folder.path)!r}, stages={', '.join(self.stages)})"
 
     @property
     def stages(self) -> tuple[str, ...]:
