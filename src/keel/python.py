@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from keel.analysis.progress import watching
-from keel.config.entry import passed
+from keel.config.entry import PASSED, passed
 from keel.config.load import Source, in_run_folder, load_recipe
 from keel.config.schema import Recipe
 from keel.runs import reader
-from keel.runs.layout import RunFolder
+from keel.runs.layout import RECIPE, RunFolder
 from keel.types import KeelError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def load(path: Path | str | reader.Run, functions: Sequence[Any] = ()) -> Traine
     """
     from keel.training.live import named
 
-    return TrainedRun(RunFolder.open(path), named(functions)[1])
+    return TrainedRun(RunFolder.open(Path(path)), named(functions)[1])
 
 
 def evaluate(
@@ -74,21 +74,20 @@ def evaluate(
     from keel.training.live import named
 
     names, functions = named(rewards if isinstance(rewards, list | tuple) else [rewards])
-    own = (
-        "" if names == [] or not isinstance(model, reader.Run) else model.folder.recipe.read_text()
-    )
-    if names and all(json.dumps(name) in own for name in names):
+    recipe = Path(model) / RECIPE
+    own = recipe.read_text("utf-8") if recipe.is_file() else ""
+    if names and all(PASSED.fullmatch(str(name)) and f'"{name}"' in own for name in names):
         names = []
     with passed({**getattr(model, "functions", {}), **functions}):
-        return run(model, rewards=names, **choices)
+        return run(os.fspath(model), rewards=names, **choices)
 
 
 def train(
-    recipe: Source | Recipe | None = None,
+    recipe: Source | Recipe | reader.Run | None = None,
     folder: Path | str | None = None,
     *,
     resume: bool = False,
-    callbacks: Sequence[object] = (),
+    callbacks: Sequence[object] | object = (),
     progress: bool = True,
     **arguments: Any,
 ) -> TrainedRun:
@@ -126,11 +125,12 @@ def train(
     functions: dict[str, Any] = {}
     if isinstance(recipe, reader.Run):
         functions.update(getattr(recipe, "functions", {}))
-        folder, recipe, resume = recipe, None, True
+        folder, recipe, resume = recipe.folder.path, None, True
     if resume and folder is None:
         raise KeelError("resume=True continues a run: pass its folder")
-    if resume and recipe is None:
-        recipe = reader.load(folder).recipe()
+    known = RunFolder.open(folder) if resume and folder is not None else None
+    if known is not None and recipe is None:
+        recipe = reader.Run(known).recipe()
         rewards = arguments.get("rewards", ())
         rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
         if not any(isinstance(one, Mapping) for one in rewards):  # the recipe has their tables
@@ -140,8 +140,8 @@ def train(
     several = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     console = Console(quiet=not progress)
     with passed(functions), watching(console) as shown:
-        if resume:
-            given.check_data(RunFolder.open(folder).inputs)
+        if known is not None:
+            given.check_data(known.inputs)
         place = run(
             load_recipe(given.recipe),
             folder,

@@ -123,7 +123,7 @@ def test_overrides_begin_a_list_that_is_not_set() -> None:
 
 
 def test_an_entry_that_a_list_lacks_is_refused() -> None:
-    two = [*ONE_TASK["tasks"], {"name": "addition"}]  # type: ignore[misc]
+    two = [*ONE_TASK["tasks"], {"name": "addition"}]
     with pytest.raises(KeelError, match=r"tasks\.path: tasks has 2 entries: write tasks\.0\.path"):
         load_recipe({**ONE_TASK, "tasks": two}, ["tasks.path=x"])
     with pytest.raises(KeelError, match=r"tasks\.2: tasks has 1 entries, from tasks\.0"):

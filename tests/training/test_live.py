@@ -242,10 +242,9 @@ def test_runs_of_functions_are_evaluated_and_exported(whole: Any, tmp_path: Path
     known = keel.evaluate(whole, prompts=8)
     assert known == keel.evaluate(keel.load(whole, functions=[first, length]), prompts=8)
     assert known == keel.evaluate(keel.load(whole), rewards=[first, length], prompts=8)
-    assert (
-        known["mean"]
-        == keel.evaluate(str(whole.folder.path), rewards=[first, length], prompts=8)["mean"]
-    )
+    assert known == keel.evaluate(str(whole.folder.path), rewards=[first, length], prompts=8)
+    tables = [{"function": length, "weight": 10.0}]
+    assert keel.evaluate(whole.folder.path, rewards=tables, prompts=8)["measure"] == "reward"
     other = keel.evaluate(whole, rewards=lambda completions: [7.0 for _ in completions], prompts=8)
     assert other["mean"] == 7.0
     with pytest.raises(KeelError, match=r"python:first.* pass it again"):
@@ -390,8 +389,8 @@ def test_keywords_below_tasks_stay_with_data(prefix: str) -> None:
     assert (task.system, task.prompt) == ("Add.", "{prompt}?")
     assert task.path == "$RUN/inputs/data.jsonl"
     assert stage_of(tasks={"0": {"bad_rows": "quarantine"}}).tasks[0].bad_rows == "quarantine"
-    keys = {"rewards.functions.weight": 2, "rewards.timeout": 5}
-    assert stage_of(rewards=first, **keys).rewards.functions[0].weight == 2
+    more = {"rewards.functions.weight": 2, "rewards.timeout": 5}
+    assert stage_of(rewards=first, **more).rewards.functions[0].weight == 2
     with pytest.raises(KeelError, match=r"unknown key 'tasks\.0\.sytem': did you mean 'system'"):
         stage_of(**{f"{prefix}tasks.sytem": 1})
     for other in ({"tasks.path": "x.jsonl"}, {"tasks": [{"name": "addition"}]}):

@@ -56,7 +56,7 @@ def evaluate(
     *,
     task: str | None = None,
     task_keys: Sequence[str] = (),
-    rewards: Sequence[str] = (),
+    rewards: Sequence[str | Mapping[str, Any]] = (),
     checkpoint: str = "last",
     seed: int | None = None,
     max_tokens: int | None = None,
@@ -138,7 +138,7 @@ def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
 
 
 def _stage_data(
-    recipe: Recipe | None, task: str | None, task_keys: Sequence[str], rewards: Sequence[str]
+    recipe: Recipe | None, task: str | None, task_keys: Sequence[str], rewards: Sequence[Any]
 ) -> dict[str, Any]:
     """The recipe's last stage with what was given on top; of another kind than rl, the tasks of the
     last stage that has some."""
@@ -157,7 +157,9 @@ def _stage_data(
     if not data.get("tasks"):
         raise KeelError("no stage of the run has a task: name one with --task")
     if rewards:
-        data["rewards"] = {"functions": [{"function": name} for name in rewards]}
+        data["rewards"] = {
+            "functions": [one if isinstance(one, Mapping) else {"function": one} for one in rewards]
+        }
         data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
     return data
 
