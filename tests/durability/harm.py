@@ -75,13 +75,6 @@ def _pause(path: str) -> None:
         time.sleep(0.002)
 
 
-def _print(text: str) -> None:
-    """What a reward prints during its call."""
-    for _ in range(3):
-        print(text, flush=True)
-        time.sleep(0.01)
-
-
 def _exchange(paths: list[str]) -> None:
     """Moves the first folder to the second, and makes another in its place."""
     there, away = paths
@@ -110,5 +103,4 @@ ACTS = {
     "fill": _fill,
     "vanish": lambda place: mounts.vanish(Path(place)),
     "pause": _pause,
-    "print": _print,
 }
