@@ -365,12 +365,6 @@ def _adapter_error(name: str, file: Path, holds: str) -> str:
 
 
 def _check_folder(folder: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise KeelError(
-                f"model folder {str(folder)!r}: {path.name} is neither a file nor a folder, and "
-                "reading it could block: delete it"
-            )
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER).is_file():
             raise KeelError(_adapter_error(str(folder), folder / ADAPTER, "holds only an adapter"))
