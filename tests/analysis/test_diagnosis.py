@@ -76,6 +76,17 @@ def usual(**columns: Any) -> dict[str, Any]:
     }
 
 
+def evaluated(*accuracies: float, width: float = 0.14) -> dict[str, Any]:
+    """Evaluations at equal distances, the last at the last step, with 95 % intervals."""
+    columns: dict[str, Any] = {}
+    for end, shift in (("", 0.0), ("/low", -width / 2), ("/high", width / 2)):
+        column: list[float | None] = [None] * STEPS
+        for number, value in enumerate(accuracies, start=1):
+            column[number * STEPS // len(accuracies) - 1] = value + shift
+        columns[f"eval/pass@1{end}"] = column
+    return columns
+
+
 @dataclass(frozen=True)
 class Twin:
     """A run in a condition, and the changes that take it out of it."""
@@ -291,6 +302,12 @@ TWINS = (
         recipe={**GRPO, **GOLD},
     ),
     Twin(
+        "gold-still",
+        usual(**evaluated(0.46, 0.47)),
+        evaluated(0.46, 0.53),
+        recipe={**GRPO, **GOLD},
+    ),
+    Twin(
         "format-hacking",
         usual(**{"rewards/form/mean": ramp(0.2, 1.0), "rewards/exact_match/mean": 0.1}),
         {"rewards/exact_match/mean": ramp(0.1, 0.3)},  # the content follows
@@ -459,6 +476,43 @@ def test_an_evaluation_below_the_one_before_the_stage_is_a_fall(tmp_path: Path) 
     assert found[0].first_step == 0
     overlapping = {**before, "low": 0.15}
     assert diagnose(written_run(tmp_path / "noise", columns, before=overlapping)) == ()
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "width", "reward", "functions", "still"),
+    [
+        ((0.46, 0.47, 0.46), 0.14, ramp(0.2, 0.29), "proxy", True),
+        ((0.46, 0.44), 0.14, ramp(2.0, 2.9), "proxy", True),
+        ((0.46, 0.46), 0.14, ramp(-0.05, 0.1), "proxy", True),  # a third of its spread
+        ((0.46, 0.46), 0.14, ramp(2.0, 2.03), "proxy", False),  # too little
+        ((0.46, 0.63, 0.54), 0.14, ramp(0.2, 0.7), "proxy", False),  # it rose
+        ((0.46, 0.47, 0.46), 0.4, ramp(0.2, 0.7), "proxy", False),  # nothing is known of it
+        ((0.46, 0.47, 0.46), 0.14, 0.2 + WOBBLE, "proxy", False),  # the reward did not rise
+        ((0.97, 0.97, 0.96), 0.06, ramp(0.2, 0.7), "proxy", False),  # nothing is left to gain
+        ((0.46, 0.47, 0.46), 0.14, ramp(0.2, 0.7), "exact_match", False),  # learned by heart
+        ((0.46,), 0.14, ramp(0.2, 0.7), "proxy", False),
+    ],
+)
+def test_accuracy_that_stands_still_under_a_proxy_is_named(
+    accuracies: tuple[float, ...],
+    width: float,
+    reward: Any,
+    functions: str,
+    still: bool,
+    tmp_path: Path,
+) -> None:
+    before, *rest = accuracies
+    columns = {"reward": reward, **evaluated(*rest, width=width)}
+    given = [{"function": "length", "name": "proxy", "options": {"target": 4}}]
+    watched = [{"function": "exact_match", "weight": 0.0}]
+    sources = given + watched if functions == "proxy" else [{"function": "exact_match"}]
+    recipe = {**GRPO, "rewards": {"functions": sources}}
+    first = {"mean": before, "low": before - width / 2, "high": before + width / 2, "n": 200}
+    run = written_run(tmp_path / "run", usual(**columns), recipe=recipe, before=first)
+    found = [one for one in diagnose(run) if one.condition == "gold-still"]
+    assert bool(found) == still
+    if still:
+        assert f"eval/pass@1 went from {before:.3g} (step 0)" in found[0].evidence[1]
 
 
 def test_a_reward_that_recovers_from_a_collapse_is_not_over_optimised(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 
 from keel.analysis.glossary import look_up
-from keel.analysis.panels import CONTROL, KINDS, SPREAD, panels_of, series_of
+from keel.analysis.panels import CONTROL, KINDS, SPREAD, panels_of, series_of, with_first
 from keel.analysis.plots import smooth
 from keel.runs.follow import Column
 
@@ -23,12 +26,53 @@ def test_every_panel_is_explained_by_the_glossary() -> None:
 
 
 def test_panels_without_metrics_are_left_out() -> None:
-    assert [panel.key for panel in panels_of("rl", ["entropy", "unknown"])] == ["entropy"]
+    assert [panel.key for panel in panels_of("rl", ["entropy", "num_tokens"])] == ["entropy"]
     assert [panel.key for panel in panels_of("dqn", ["q/mean"])] == ["value"]
 
 
+def test_recorded_metrics_have_panels_of_their_own() -> None:
+    names = ["game/wins", "digits [0]", "entropy", "game/losses", "rewards/a/mean", "a<b>"]
+    found = panels_of("rl", names)[-3:]
+    assert [panel.title for panel in found] == ["a<b>", "digits [0]", "game"]
+    assert {panel.help for panel in found} == {"Recorded by a reward function with log_metric."}
+    columns = {name: column([1.0, 2.0]) for name in names}
+    labels = [[one.label for one in series_of(panel, columns)] for panel in found]
+    assert labels == [["a<b>"], ["digits [0]"], ["losses", "wins"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "name", "value"),
+    [
+        ("evaluation", {"measure": "pass@1", "mean": 0.46, "low": 0.4}, "eval/pass@1", 0.46),
+        ("evaluation", {"measure": "pass@1", "mean": 0.46, "low": 0.4}, "eval/pass@1/low", 0.4),
+        ("evaluation", {"measure": "reward", "mean": -2.0}, "eval/reward", -2.0),
+        ("evaluation", {"mean": 0.1, "pass@4": {"mean": 0.5}}, "eval/pass@4", 0.5),
+        ("measured", {"kind": "pairs", "accuracy": {"mean": 0.5}}, "eval/accuracy", 0.5),
+        ("measured", {"kind": "pairs", "log_loss": 0.69}, "eval/log_loss", 0.69),
+    ],
+)
+def test_evaluations_begin_before_the_first_step(
+    kind: str, before: dict[str, Any], name: str, value: float
+) -> None:
+    columns = {name: Column(np.array([6.0, 12.0]), np.array([0.6, 0.5])), "reward": column([1.0])}
+    found = with_first(columns, {kind: {"rl": {"before": before}}}, "rl")
+    assert found[name].steps.tolist() == [0, 6, 12]
+    assert found[name].values.tolist() == [value, 0.6, 0.5]
+    assert found["reward"].steps.tolist() == [1]
+    assert with_first(columns, {}, "rl")[name].steps.tolist() == [6, 12]
+    unknown = {kind: {"rl": {"before": {"measure": "pass@1", "mean": None}}}}
+    assert with_first(columns, unknown, "rl")[name].steps.tolist() == [6, 12]
+
+
+def test_each_kind_of_stage_explains_its_own_loss() -> None:
+    texts = {kind: panels_of(kind, ["loss"])[0].help for kind in ("sft", "dpo", "dqn")}
+    assert len({*texts.values()}) == 3
+    assert "demonstrations" in texts["sft"]
+    assert not any("divergence" in text for text in texts.values())
+
+
 def test_alone_completions_have_another_panel_in_place_of_groups() -> None:
-    names = [f"x{n}" for n in range(2)]
+    names = ["num_tokens", "learning_rate"]
     for panel in KINDS["rl"]:
         names += [line.metric for line in panel.lines]
     keys = [panel.key for panel in panels_of("rl", names, alone=True)]

@@ -43,6 +43,18 @@ def places(path: Path, colour: str) -> tuple[np.ndarray, np.ndarray]:
     return rows, columns
 
 
+def test_bins_without_predictions_break_the_line(tmp_path: Path) -> None:
+    """Predictions near 0.55 and near 0.95: no line leads over the bins between."""
+    d = np.array([0.2] * 40 + [3.0] * 40)
+    right = np.array([1.0, 0.0] * 20 + [1.0] * 40)
+    reliability_picture(pair_report(d, right), tmp_path / "gap.png", "Pairs")
+    _, columns = places(tmp_path / "gap.png", COLOURS[0])
+    assert np.diff(np.unique(columns)).max() > 400
+    reliability_picture(pair_report(*data()), tmp_path / "whole.png", "Pairs")
+    _, columns = places(tmp_path / "whole.png", COLOURS[0])
+    assert np.diff(np.unique(columns)).max() < 400
+
+
 def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
     report = pair_report(*data())
     for name in ("a", "b"):

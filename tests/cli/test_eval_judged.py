@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from keel.analysis.progress import _measured
 from keel.cli.main import main
 from keel.config.load import to_toml
 from keel.config.model import Model
@@ -155,6 +156,16 @@ def test_a_run_whose_validation_rows_are_all_ties(tmp_path: Path, capsys: Captur
     line = "validation accuracy undefined (no decided row), n = 4; log loss 0.693"
     assert f"reward_model after 0 steps: {line}" in out
     assert f"reward_model after 1 steps: {line[:50]}" in out
+
+
+def test_an_accuracy_of_one_prompt_is_a_count() -> None:
+    result: dict[str, Any] = {"accuracy": {"mean": 6 / 7, "low": 0.0, "high": 1.0, "n": 7}, "n": 7}
+    line = _measured("dpo", 4, result)
+    assert line == (
+        "dpo after 4 steps: validation accuracy 6 of 7 (too few prompts for an interval), n = 7"
+    )
+    result["accuracy"] |= {"low": 0.42, "high": 0.99}
+    assert "validation accuracy 85.7% [42.0%, 99.0%], n = 7" in _measured("dpo", 4, result)
 
 
 # ---------------------------------------------------------------- a stage's own keys

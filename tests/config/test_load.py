@@ -139,6 +139,31 @@ def test_a_file_that_is_not_there_or_not_toml(tmp_path) -> None:  # type: ignore
         load_recipe("quikstart")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    text = to_toml(load_recipe(TINY))
+    (tmp_path / "own.toml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    (tmp_path / "over.toml").write_bytes(b"\xef\xbb\xbfextends = 'own.toml'\nseed = 5\n")
+    assert load_recipe(tmp_path / "own.toml") == load_recipe(TINY)
+    assert load_recipe(tmp_path / "over.toml").seed == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("a/rows.jsonl", "jsonl"), ("rows.jsonl.gz", "jsonl"), ("rows.v2.parquet", "parquet")],
+)
+def test_the_ending_of_a_path_names_the_kind(path: str, name: str) -> None:
+    stages = [
+        {"stage": "rl", "tasks": [{"path": path, "prompt": "q"}]},
+        {"stage": "dpo", "data": {"path": path}},
+    ]
+    recipe = load_recipe({"name": "r", "model": {"name": "m"}, "stages": stages})
+    assert recipe.stages[0].tasks[0].name == name  # type: ignore[union-attr]
+    assert recipe.stages[1].data.name == name  # type: ignore[union-attr]
+    assert load_recipe(tomllib.loads(to_toml(recipe))) == recipe
+    with pytest.raises(KeelError, match=r"data.name: field required"):
+        load_recipe({"model": {"name": "m"}, "stages": [{"stage": "dpo", "data": {"path": "x"}}]})
+
+
 def test_extends_finds_a_file_beside_it_and_refuses_itself(tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "base.toml").write_text('extends = "tiny"\nsteps = 7\n')
     child = tmp_path / "child.toml"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from keel.config.model import Autocast
-from keel.models import attention
+from keel.models import attention, probe
 from keel.models.attention import PackedLayout, Rules
 from keel.models.families import uses_autocast
 from keel.models.policy import Policy, load_policy
@@ -15,7 +15,7 @@ from keel.models.precision import rounding_effect
 from tests.gpu import needs_gpus
 from tests.models.test_attention import LAYOUTS, inputs
 from tests.models.test_precision import GRADIENT, LOG_PROB
-from tests.models.tiny import batch, spec, stir
+from tests.models.tiny import batch, deep_model, spec, stir
 
 pytestmark = needs_gpus(1)
 DEVICE = "cuda"
@@ -62,6 +62,22 @@ def test_the_variable_length_kernel_equals_the_packed_cpu_path(
     wanted = with_gradients(lengths, follows, [x.float() for x in half], rules)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=HALF, atol=HALF)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
+)
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_the_probe_measures_no_rounding(
+    precision: str, dtype: torch.dtype, autocast: Autocast
+) -> None:
+    """Nor that of TF32, if the user allows it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        probe.prepare(deep_model(dtype).to(DEVICE), autocast)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_oss"])

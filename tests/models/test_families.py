@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from keel.config.model import Autocast
 from keel.models import families, probe
 from keel.models.attention import PackedLayout
 from keel.models.build import build_config, build_model
@@ -16,7 +20,16 @@ from keel.models.head import Head
 from keel.models.packed import pack
 from keel.models.policy import load_policy
 from keel.types import KeelError
-from tests.models.tiny import batch, build, policy, separate_log_probs, spec, stock
+from tests.models.tiny import (
+    batch,
+    build,
+    deep_model,
+    policy,
+    separate_log_probs,
+    spec,
+    stir,
+    stock,
+)
 
 REQUIRED = {
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text"),
@@ -124,6 +137,77 @@ def test_the_probe_refuses_nan() -> None:
         model.get_output_embeddings().weight.fill_(float("nan"))
     with pytest.raises(KeelError, match="nan"):
         probe.prepare(model, autocast=False)
+
+
+IN_BFLOAT16 = [(torch.float32, "bfloat16"), (torch.bfloat16, False)]
+
+
+@pytest.mark.parametrize("what", ["logits", "hidden states"])
+@pytest.mark.parametrize(("dtype", "autocast"), IN_BFLOAT16)
+def test_the_probe_does_not_measure_rounding(
+    what: str, dtype: torch.dtype, autocast: Autocast
+) -> None:
+    model = deep_model(dtype)
+    before = copy.deepcopy(model.state_dict())
+    (probe.prepare if what == "logits" else probe.prepare_backbone)(model, autocast)
+    for name, weight in model.state_dict().items():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), IN_BFLOAT16)
+def test_the_probe_finds_a_small_leak_under_rounding(
+    dtype: torch.dtype, autocast: Autocast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leak of a thousandth, which bfloat16 alone would hide."""
+    real = probe._packed
+
+    def leaking(*args: Any) -> Tensor:
+        found = real(*args)
+        return found + 1e-3 * found.roll(7, 0)
+
+    monkeypatch.setattr(probe, "_packed", leaking)
+    with pytest.raises(KeelError, match=r"separate ones by 0\.001 of the largest"):
+        probe.prepare(deep_model(dtype), autocast)
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), IN_BFLOAT16)
+def test_the_probe_refuses_a_fault_of_bfloat16_alone(
+    dtype: torch.dtype, autocast: Autocast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an attention kernel that is used in half precision only."""
+    real = PackedLayout.attend
+
+    def leaking(self: PackedLayout, layer: int, query: Tensor, *rest: Any) -> Tensor:
+        rounds = query.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+        layout = PackedLayout([self.tokens]) if rounds else self
+        return real(layout, layer, query, *rest)
+
+    monkeypatch.setattr(PackedLayout, "attend", leaking)
+    model = build_model(build("llama"), 0, dtype)
+    with pytest.raises(KeelError, match=r"'llama' fails the packing probe.* differ in bfloat16"):
+        probe.prepare(stir(model), autocast)
+
+
+@pytest.mark.parametrize(("share", "precision"), [(1e-3, "tf32"), (3e-2, "tf32"), (1e-3, "ieee")])
+def test_the_probe_allows_what_tf32_rounds(
+    share: float, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, products = probe._packed, torch.backends.cuda.matmul
+
+    def moved(*args: Any) -> Tensor:
+        found = real(*args)
+        return found + share * found.abs().max()
+
+    monkeypatch.setattr(probe, "_packed", moved)
+    before = products.fp32_precision
+    products.fp32_precision = precision
+    fits = share < 1e-2 and precision == "tf32"
+    try:
+        with nullcontext() if fits else pytest.raises(KeelError, match="fails the packing probe"):
+            probe.prepare(build_model(build("llama"), 0, torch.float32), False)
+    finally:
+        products.fp32_precision = before
 
 
 @pytest.mark.parametrize(

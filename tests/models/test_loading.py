@@ -27,7 +27,7 @@ from keel.models.build import (
 )
 from keel.models.chat import Encoder
 from keel.models.families import FAMILIES
-from keel.models.loading import check_pair, load_model, load_tokenizer
+from keel.models.loading import check_pair, describe_model, load_model, load_tokenizer
 from keel.models.policy import load_policy
 from keel.models.reward import load_reward_model
 from keel.models.tokenizer_round_trip import PROBES, Served, reloaded, served
@@ -38,6 +38,25 @@ ALPHABET = BuildModel().alphabet
 CHARACTERS, BYTES = character_tokenizer(ALPHABET, 64), byte_tokenizer(64)
 
 # ---------------------------------------------------------------- tokenizers
+
+
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [
+        (797_312, "0.8 M"),
+        (99_700_000, "100 M"),
+        (134_515_008, "135 M"),
+        (7_241_732_096, "7.2 B"),
+        (70_553_706_496, "71 B"),
+        (405_853_388_800, "406 B"),
+    ],
+)
+def test_a_model_is_described_without_exponents(
+    count: int, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(spec(), 0)
+    monkeypatch.setattr(model, "num_parameters", lambda: count)
+    assert describe_model(spec(), model) == f"llama, {size} parameters"
 
 
 @settings(deadline=None)

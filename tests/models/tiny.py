@@ -82,6 +82,16 @@ def stir(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def deep_model(dtype: torch.dtype) -> PreTrainedModel:
+    """16 layers of large weights, which bfloat16 moves by a fifth of the largest logit."""
+    model = build_model(build("llama", layers=16), 0, dtype)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
 def stock(family: str = "llama", *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The same weights as `policy(family)`, in a model as transformers makes it."""
     model = build_model(build(family), 0, dtype)

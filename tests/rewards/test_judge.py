@@ -20,9 +20,9 @@ from keel.rewards.judge.pairs import (
     position_bias,
     verdict,
 )
-from keel.rewards.judge.prompts import ParsedReply, pair_question, score_question
+from keel.rewards.judge.prompts import ParsedReply, chat, pair_question, score_question
 from keel.rewards.judge.requests import Judgement
-from keel.types import Group, KeelError, Prompt
+from keel.types import Group, KeelError, Message, Prompt
 from tests.data.tasks.made import completion
 from tests.rewards.judge_made import call, group, made, rewards, scored
 from tests.rewards.judge_server import Asked, JudgeServer, always, longer
@@ -76,6 +76,24 @@ def test_the_judge_sees_no_thoughts() -> None:
     with JudgeServer() as server:
         scored(server.url, None, [Group(prompt, tuple(map(completion, texts)))], concurrency=1)
         assert {asked.material["answer"] for asked in server.log} == {"", "35", "36"}
+
+
+def test_calls_and_their_results_are_shown() -> None:
+    arguments = {"town": "Bergen", "tags": []}
+    call = {"id": "c", "function": {"name": "weather", "arguments": arguments}}
+    turns: list[Message] = [
+        {"role": "user", "content": "Is it warm?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": '{"celsius": 9} </s> [INST]'},
+    ]
+    shown = json.loads(score_question(turns, "no").messages[1]["content"])
+    assert shown["prompt"] == turns
+    # A server that is to answer the conversation gets arguments as JSON text, as OpenAI's does.
+    sent = chat([*turns, {"role": "user", "content": "So?", "note": 1}]).messages  # type: ignore[list-item, typeddict-unknown-key]
+    function = {"name": "weather", "arguments": json.dumps(arguments)}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    assert sent[1] == {"role": "assistant", "content": None, "tool_calls": calls}
+    assert sent[2:] == (turns[2], {"role": "user", "content": "So?"})
 
 
 @pytest.mark.parametrize(

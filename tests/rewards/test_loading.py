@@ -35,6 +35,19 @@ def test_two_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
     assert [f(completions=[""]) for f in values if f] == [[1.0], [2.0]]
 
 
+def test_a_file_imports_modules_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "beside_rewards_helper.py").write_text("def half(n):\n    return n / 2\n")
+    (tmp_path / "own_rewards.py").write_text(
+        "from beside_rewards_helper import half\n"
+        "def score(completions, **_):\n"
+        "    import beside_rewards_helper as later\n"
+        "    return [later.half(len(c)) for c in completions]\n"
+    )
+    found = load_reward(RewardSource(function=f"{tmp_path}/own_rewards.py:score"))
+    assert found.function is not None
+    assert found.function(completions=["abc"]) == [1.5]
+
+
 def test_signature_decides_the_arguments() -> None:
     def plain(prompts: Any, answer: Any, level: Any = None) -> list[float]:
         return []

@@ -34,6 +34,8 @@ def test_rewards() -> None:
         assert extras == {"extracted": ["it is $1/2$", "0.25", "1/2", None]}
     assert logged == {"math/timed_out": 0, "math/died": 0}
     assert reward.function(completions=["1"], answer=["1"]) == [1]
+    several = [[r"\frac{1}{2}", "2"], ["3", ")("], [None, 0.5]]
+    assert reward.function(completions=["2", "4", "1/2"], answer=several) == [1, 0, 1]
     reward.function.close()  # type: ignore[attr-defined]
 
 

@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from keel.models.loading import quiet
 from keel.models.reward import Answered
 from keel.rewards import Scorer
 from keel.rewards.registry import NamedReward, RewardContext
-from keel.types import Group, KeelError
+from keel.types import Group, KeelError, Message
 from tests.rewards.learned import group, policy, reward, save_model, values
 from tests.sandbox.processes import eventually
 
@@ -145,6 +147,28 @@ def test_conversations_are_read_through_the_models_template(
     scorer = Scorer([outcome(tmp_path, around)])
     found = values(scorer([group(around.tokenizer, turns, ["2", "aa"])], 0))  # type: ignore[arg-type]
     assert found == pytest.approx(plain_scores(tmp_path, [("1+1=", "2"), ("1+1=", "aa")]), abs=SAME)
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_tools_of_a_prompt_are_read_through_the_template(
+    process: bool, tmp_path: Path, around: RewardContext
+) -> None:
+    model = save_model(tmp_path, "outcome")
+    model.tokenizer.chat_template = (
+        "{{ tools[0]['name'] if tools else '' }}:{{ messages[0]['content'] }}="
+    )
+    model.tokenizer.save_pretrained(tmp_path)
+    turns = (Message(role="user", content="1+1"),)
+    groups = [group(around.tokenizer, turns, ["2"], f"t/train/{n}") for n in range(3)]
+    tools = [({"name": "a"},), ({"name": "b"},), ()]
+    groups = [
+        replace(one, prompt=replace(one.prompt, tools=own, columns={"tools": "[]"}))
+        for one, own in zip(groups, tools, strict=True)
+    ]
+    with closing(Scorer([outcome(tmp_path, around, process=process)])) as scorer:
+        found = values(scorer(groups, 0))
+    rows = [("a:1+1=", "2"), ("b:1+1=", "2"), (":1+1=", "2")]
+    assert found == pytest.approx(plain_scores(tmp_path, rows), abs=SAME)
 
 
 def test_an_answer_beyond_the_models_context_is_refused(

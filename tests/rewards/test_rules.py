@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -202,3 +203,29 @@ def test_tags_around_a_number_need_no_option(text: str) -> None:
     values = numeric_match(completions=[text], answer=["25"], log_extra=logged.__setitem__)
     assert (values, logged["extracted"]) == ([1], ["25"])
     assert numeric_match(completions=[text], answer=["2"]) == [0]
+
+
+# ---------------------------------------------------------------- answer columns that hold lists
+
+
+def test_any_entry_of_a_list_is_right() -> None:
+    golds: list[Any] = [["Oslo", "Kristiania"], "Lima", None, [], [14.0, None], math.nan, 14.0]
+    said = ["Kristiania", "Lima", "x", "x", "14", "nan", "14"]
+    assert exact_match(completions=said, answer=golds) == [1.0, 1.0, None, None, 1.0, None, 1.0]
+    assert exact_match(completions=["['Oslo']"], answer=[["Oslo"]]) == [0.0]
+    assert place_match(completions=["ab"], answer=[["xyz", "ac"]]) == [0.5]
+
+
+def test_a_list_of_numbers_is_read_entry_by_entry() -> None:
+    extras: dict[str, Any] = {}
+    found = numeric_match(
+        completions=["It is 7.", "It is 36.", "It is 5."],
+        answer=[["1", 7], [35, "thirty-six", 36.0], ["none", "neither"]],
+        prompts=["a"] * 3,
+        log_extra=extras.__setitem__,
+    )
+    assert found[:2] == [1.0, 1.0]
+    assert isinstance(found[2], Wrong)
+    assert extras["extracted"] == ["7", "36", "5"]
+    with pytest.raises(KeelError, match="a table of text: name a key of it"):
+        exact_match(completions=["8"], answer=[{"text": ["8"]}])

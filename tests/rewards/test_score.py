@@ -438,6 +438,19 @@ def test_a_missing_column_is_named_before_any_call() -> None:
         scorer.check([Prompt("p", "say")])
 
 
+def test_a_column_turns_is_not_mistaken_for_the_conversation() -> None:
+    def first(completions: list[str], turns: list[Any]) -> list[float]:
+        return [float(len(own)) for own in turns]
+
+    def other(completions: list[str], **columns: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    groups = [group(["a"], Prompt("t/train/0", "say", {"turns": 3}, "t"))]
+    with pytest.raises(KeelError, match=r"reward 'first' has an argument 'turns', .* rename the"):
+        Scorer([named_reward(first)])(groups, 0)
+    assert values(Scorer([named_reward(other)])(groups, 0)) == [[0.0]]
+
+
 def test_a_column_of_another_task_is_none_for_this_one() -> None:
     def picky(completions: list[str], solution: list[Any]) -> list[float | None]:
         return [None if gold is None else 1.0 for gold in solution]

@@ -61,6 +61,16 @@ def test_keys_that_keel_does_not_read_are_kept(tmp_path: Path) -> None:
     assert read_run_json(folder) == content
 
 
+def test_examples_may_hold_messages_without_a_text(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    for turn in ({"role": "assistant", "content": None, "tool_calls": calls}, {"role": "user"}):
+        example = {"prompt": [turn], "completion": "7", "reward": None}
+        content = {"examples": {"rl": {"after": [example]}}}
+        folder.run_json.write_text(json.dumps(content))
+        assert read_run_json(folder) == content
+
+
 def test_timings_without_a_total_are_one_line(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     folder.timings.write_text('{"stage": "rl", "step": 1}\n')

@@ -111,6 +111,30 @@ def test_eval_of_a_run_on_another_file(
     assert evaluate(folder.path, task_keys=[f"path={other}"])["n"] == 15
 
 
+def test_eval_names_the_reward_and_warns_about_solutions(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gsm.jsonl"
+    golds = ["1 + 1 = 2\n#### 2", r"so \boxed{3}", "4"]
+    lines = [json.dumps({"prompt": f"{n}>", "answer": gold}) for n, gold in enumerate(golds)]
+    path.write_text("\n".join(lines) + "\n")
+    words = ["eval", str(model), "--task", "jsonl", "--max-tokens", "2"]
+    words += ["--set", f"path={path}", "--set", "answer=answer"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["reward"] == "task"
+    assert found["warning"].startswith("2 of 3 answers hold ####")
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "\nreward: task\n" in printed
+    assert "warning: 2 of 3 answers" in printed
+    for reward, warns in (("exact_match", True), ("numeric_match", False), ("place_match", False)):
+        assert main([*words, "--json", "--reward", reward]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["reward"] == reward
+        assert ("warning" in found) is warns
+
+
 # ---------------------------------------------------------------- correctness
 
 
@@ -158,6 +182,9 @@ def test_task_score_is_correctness_if_declared(
     )
     result = numbers_of(folder)
     assert (result["measure"], result["mean"]) == (measure, mean)
+    passed = {"pass@1": True, "reward": None}[measure]
+    examples = info(folder)["examples"]["rl"]["after"]
+    assert {one["passed"] for one in examples} == {passed}
 
 
 # ---------------------------------------------------------------- what was trained on, or chosen by

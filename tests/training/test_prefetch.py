@@ -258,6 +258,23 @@ def test_saved_rollouts_keep_user_keys_and_turns(tmp_path: Path) -> None:
     assert again.rollouts.groups[0].completions[0].transcript == "gono, 12"
 
 
+def test_saved_prompts_keep_tools_and_the_order_of_keys(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"z": 1, "a": None}}}
+    turns: tuple[Message, ...] = (
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    )
+    prompt = Prompt("p", turns, task="t", tokens=(1,), tools=({"name": "f", "description": "d"},))
+    kept = as_kept(Rollouts((Group(prompt, ()),), ((),)))
+    save_pending(tmp_path, [Pending(1, kept)])
+    (again,) = read_pending(tmp_path)
+    for found in (kept.groups[0].prompt, again.rollouts.groups[0].prompt):
+        assert json.dumps(found.content) == json.dumps(turns)
+        assert found.tools == prompt.tools
+        assert json.dumps(found.tools[0]) == json.dumps(prompt.tools[0])
+
+
 def test_saved_rollouts_of_another_version_are_refused(tmp_path: Path) -> None:
     save_pending(tmp_path, [written(tmp_path, {})])
     path = tmp_path / PENDING

@@ -22,7 +22,8 @@ from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training import sampled_data as rows_sampled
 from keel.training.run import train
-from keel.types import Completion, Group, Prompt, RewardResult, Split, Step
+from keel.types import Completion, Group, Message, Prompt, RewardResult, Split, Step
+from tests.data.tasks.made import completion
 from tests.training.judged import recipe
 
 TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
@@ -207,6 +208,23 @@ def test_steps_joined_are_the_answer_that_was_written(text: str) -> None:
     assert "".join(joined(row["completions"], " ")) == text
     assert row["labels"] == [1.0] * len(ends)
     assert row["prompt"] == "12>"
+
+
+def test_rows_keep_messages_and_tools_whole() -> None:
+    call = {"function": {"name": "f", "arguments": {"z": 1, "a": 2}}}
+    turns: list[Message] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "7"},
+    ]
+    prompt = Prompt("p", turns, tools=({"name": "f"},))
+    two = [completion(text) for text in "ab"]
+    results = [RewardResult(1.0), RewardResult(0.0)]
+    choice, rng = SampledData.model_validate(SAMPLED), np.random.default_rng(0)
+    for make in (rows_sampled.pairs, rows_sampled.labels):
+        made = make(Group(prompt, tuple(two)), results, choice, rng)
+        assert all(row["prompt"] == turns and row["tools"] == [{"name": "f"}] for row in made)
+        assert made
 
 
 def test_prompts_of_conversations_stay_messages(tmp_path: Path) -> None:

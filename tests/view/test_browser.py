@@ -49,11 +49,29 @@ def test_curves_show_status_formula_and_panels(page: sync_api.Page, served: Serv
     assert "Mean over the step's completions" in part(page, "panel-reward").inner_text()
 
 
+def test_formulas_are_set_by_a_mathematical_font(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/curves?run=ppo")
+    first = part(page, "formula").first
+    first.locator("munder").wait_for()
+    page.wait_for_function("""[...document.fonts].some(
+        font => font.family.includes("Keel Math") && font.status == "loaded")""")
+    box = "e => [e.children[0], e.children[1]].map(c => c.getBoundingClientRect().toJSON())"
+    subs = [sub.evaluate(box) for sub in first.locator("msub").all()[1:3]]  # of ρ and of A
+    assert len({round(index["top"], 1) for _, index in subs}) == 1
+    total, limit = first.locator("munder").first.evaluate(box)
+    assert total["height"] > 22, "the sum of a line of its own is larger than the text"
+    assert total["bottom"] <= limit["bottom"]
+    assert total["left"] < limit["left"] < limit["right"] < total["right"]
+
+
 def test_runs_are_listed_and_overlaid(page: sync_api.Page, served: Served) -> None:
     page.goto(served.url)
     part(page, "runs").wait_for()
     rows = part(page, "runs").locator("tbody tr")
     assert rows.count() == 3
+    line = part(page, "runs").locator("tr", has_text="grpo").inner_text()
+    assert re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d\s+sort_digits\s+grpo", line)
+    assert "accuracy" in part(page, "runs").locator("thead").inner_text()
     for name in ("grpo", "ppo"):
         part(page, "runs").locator("tr", has_text=name).locator(".q-checkbox").click()
     part(page, "open").click()
@@ -61,8 +79,8 @@ def test_runs_are_listed_and_overlaid(page: sync_api.Page, served: Served) -> No
     assert asked(page)["run"] == ["grpo", "ppo"]
     part(page, "panel-reward").locator("canvas").wait_for()
     chart = part(page, "panel-reward").locator(".chart")
-    expect(chart).to_have_attribute("aria-label", re.compile("grpo seed 0: training"))
-    expect(chart).to_have_attribute("aria-label", re.compile("ppo seed 0: training"))
+    expect(chart).to_have_attribute("aria-label", re.compile(r"representing grpo seed 0\."))
+    expect(chart).to_have_attribute("aria-label", re.compile(r"representing ppo seed 0\."))
 
 
 def add_steps(folder: Path, *rewards: float) -> None:
@@ -148,6 +166,31 @@ def write_judged(folder: Path) -> None:
                 for reward in (2.0, 10.0, -1.0, 0.5)
             ],
         )
+
+
+def test_groups_of_a_step_are_counted_and_turned(page: sync_api.Page, served: Served) -> None:
+    rows = load(served.folder / "grpo").rollouts(3)
+    groups = list(dict.fromkeys(row["group"] for row in rows))
+    rewards = {g: [row["reward"] for row in rows if row["group"] == g] for g in groups}
+    spread = {g: max(found) - min(found) for g, found in rewards.items()}
+    page.goto(f"{served.url}/rollouts?run=grpo&step=3")
+    part(page, "place").wait_for()
+    at = groups.index(max(groups, key=lambda g: spread[g]))
+    expect(part(page, "place")).to_have_text(f"{at + 1} of {len(groups)}")
+    expect(page.get_by_text("grpo", exact=True)).to_be_visible()
+    page.goto(f"{served.url}/rollouts?run=grpo&step=3&row=0")
+    expect(part(page, "place")).to_have_text(f"1 of {len(groups)}")
+    page.get_by_label("next group").click()
+    expect(part(page, "place")).to_have_text(f"2 of {len(groups)}")
+    page.keyboard.press("n")
+    expect(part(page, "place")).to_have_text(f"3 of {len(groups)}")
+    page.keyboard.press("p")
+    expect(part(page, "place")).to_have_text(f"2 of {len(groups)}")
+    best = max(
+        (at for at, row in enumerate(rows) if row["group"] == groups[1]),
+        key=lambda at: rows[at]["reward"],
+    )
+    page.wait_for_url(f"**&row={best}*")
 
 
 def test_figures_sort_as_numbers(page: sync_api.Page, served: Served) -> None:
@@ -334,6 +377,12 @@ def test_pages_fit_a_narrow_screen(page: sync_api.Page, served: Served) -> None:
         page.wait_for_selector(".page")
         page.wait_for_timeout(500)
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
+
+
+@pytest.mark.parametrize("path", ["curves", "rollouts", "diagnosis", "objective"])
+def test_every_page_names_its_run(path: str, page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/{path}?run=ppo")
+    expect(page.get_by_text("ppo", exact=True).first).to_be_visible()
 
 
 def test_diagnosis_of_a_run_is_shown(page: sync_api.Page, served: Served) -> None:

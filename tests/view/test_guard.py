@@ -60,6 +60,26 @@ def test_requests_of_another_site_are_refused() -> None:
     assert ask(guard, other, kind="websocket")[0]["type"] == "websocket.close"
 
 
+@pytest.mark.parametrize(
+    ("site", "mode", "dest", "status"),
+    [
+        ("cross-site", "no-cors", "image", 403),
+        ("cross-site", "no-cors", "script", 403),
+        ("cross-site", "navigate", "iframe", 403),
+        ("cross-site", "cors", "empty", 403),
+        ("cross-site", "navigate", "document", 200),
+        ("same-origin", "no-cors", "image", 200),
+        ("none", "navigate", "document", 200),
+    ],
+)
+def test_other_sites_may_link_but_not_embed(site: str, mode: str, dest: str, status: int) -> None:
+    let_in: list[int] = []
+    guard = Guard(page, LOOPBACK, None, before=lambda: let_in.append(1))
+    fetched = {"sec-fetch-site": site, "sec-fetch-mode": mode, "sec-fetch-dest": dest}
+    assert ask(guard, {"host": "localhost:1", **fetched})[0]["status"] == status
+    assert len(let_in) == (status == 200)
+
+
 def test_token_opens_by_query_and_then_by_cookie() -> None:
     guard = Guard(page, None, "secret")
     host = {"host": "10.0.0.1:1"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,30 @@ def test_run_in_a_folder_made_again_is_the_new_one(tmp_path: Path) -> None:
         write(tmp_path / "run", stage, steps)
         assert where(library.get("run")) == (stage, 1, steps)
         shutil.rmtree(tmp_path / "run")
+
+
+def test_runs_with_numbers_are_sorted_by_these(tmp_path: Path) -> None:
+    for name in ("train-10", "train-2", "b/run", "train-1b", "train-1"):
+        write(tmp_path / name, "rl", 3)
+    assert Library([tmp_path]).names() == ["b/run", "train-1", "train-1b", "train-2", "train-10"]
+
+
+@pytest.mark.parametrize(
+    ("table", "tasks"),
+    [
+        ('[[stages.tasks]]\nname = "a"\n[[stages.tasks]]\nname = "b"\npath = "none"\n', "a, b"),
+        ('[[stages.tasks]]\nname = "jsonl"\npath = "/data/x/gsm8k.jsonl"\n', "gsm8k.jsonl"),
+        ('[stages.environment]\nid = "CartPole-v1"\n', "CartPole-v1"),
+        ('[stages.data]\nname = "pairs"\npath = "p.parquet"\n', "p.parquet"),
+        ("", ""),
+    ],
+)
+def test_run_names_what_it_trains_on(table: str, tasks: str, tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", RECIPE.format("rl", 3) + table)
+    run = Library([tmp_path]).get("run")
+    assert run.tasks == tasks
+    os.utime(run.folder.recipe, (0, time.mktime((2026, 3, 4, 5, 6, 0, 0, 0, -1))))
+    assert run.begun == "2026-03-04 05:06"
 
 
 def test_runs_of_one_name_in_two_folders_are_distinct(tmp_path: Path) -> None:

@@ -149,6 +149,90 @@ def test_curves_follow_runs_while_one_of_them_is_damaged(tmp_path: Path) -> None
     simulate(lambda: curves.curves_page(library, Address(run=("good", "torn")), None), use)
 
 
+STAGE = """name = "{name}"
+seed = {seed}
+
+[[stages]]
+stage = "rl"
+steps = {steps}
+algorithm = {{preset = "{preset}"}}
+[stages.optimizer]
+learning_rate = {rate}
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipes", "names"),
+    [
+        ([{"seed": 1}, {"seed": 2}], ["grpo seed 1", "grpo seed 2"]),
+        ([{}, {"preset": "gspo"}], ["grpo seed 0", "gspo seed 0"]),
+        (
+            [{"name": "x"}, {"rate": 0.1, "name": "y"}],
+            ["grpo seed 0 learning_rate=0.01", "grpo seed 0 learning_rate=0.1"],
+        ),
+        (
+            [{"rate": 0.1}, {"steps": 8}, {"preset": "ppo"}],
+            [
+                "grpo seed 0 steps=9",
+                "grpo seed 0 steps=8",
+                "ppo seed 0",
+            ],
+        ),
+        (
+            [{"rate": 0.1}, {"steps": 8}, {}],
+            [
+                "grpo seed 0 steps=9 learning_rate=0.1",
+                "grpo seed 0 steps=8 learning_rate=0.01",
+                "grpo seed 0 steps=9 learning_rate=0.01",
+            ],
+        ),
+        ([{}, {}], ["grpo seed 0 (run-0)", "grpo seed 0 (run-1)"]),
+        ([{}], ["run-0"]),
+    ],
+)
+def test_overlaid_runs_are_named_by_what_differs(
+    recipes: list[dict[str, Any]], names: list[str], tmp_path: Path
+) -> None:
+    plain = {"name": "a", "seed": 0, "steps": 9, "preset": "grpo", "rate": 0.01}
+    for number, recipe in enumerate(recipes):
+        RunFolder.create(tmp_path / f"run-{number}", STAGE.format(**{**plain, **recipe}))
+    library = Library([tmp_path])
+    assert curves.names_of([library.get(name) for name in library.names()]) == names
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("finish", "EOS", "eos"),
+        ("finish", "stop", "stop"),
+        ("finish", "crashed", None),
+        ("overlay", "everything", None),
+        ("theme", "Dark", "dark"),
+        ("colour", "rainbow", "rainbow"),
+        ("stage", "none", "none"),
+        ("step", "-3", -3),
+        ("row", "999999", 999999),
+        ("token", "-1", -1),
+        ("min_reward", "nan", None),
+        ("smooth", "-4", -4),
+    ],
+)
+def test_any_value_in_an_address_shows_the_page(
+    key: str, value: str, read: str | int | None, tmp_path: Path
+) -> None:
+    add(begin(tmp_path / "a"), 0, 2)
+    begin(tmp_path / "b")
+    library = Library([tmp_path])
+    address = Address.read([("run", "a"), ("run", "b"), (key, value)])
+    assert getattr(address, key) == read
+
+    async def use(user: Any) -> None:
+        assert problems(user) == []
+
+    simulate(lambda: rollouts.rollouts_page(library, address), use)
+    simulate(lambda: curves.curves_page(library, address, None), use)
+
+
 def opened(library: Library, address: Address | None = None) -> RolloutsPage:
     """The page of rollouts, built."""
     page = RolloutsPage(library, address or Address())

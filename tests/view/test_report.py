@@ -12,6 +12,7 @@ import pytest
 from keel.runs.layout import RunFolder
 from keel.runs.writer import Recorder
 from keel.types import KeelError
+from keel.view.formula import font_face
 from keel.view.report import write_report
 from tests.training.small import run
 from tests.view.hostile import ANSI, MARKUP, RECIPE, row, write
@@ -54,6 +55,8 @@ def test_report_is_one_file_without_scripts_or_requests(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
     assert text.count("<svg") >= 6
     assert "<math" in text
+    assert "font-src data:" in text
+    assert "data:font/woff2" in text
     first = path.read_bytes()
     assert write_report(folder.path).read_bytes() == first, "not a function of the run"
 
@@ -61,19 +64,32 @@ def test_report_is_one_file_without_scripts_or_requests(tmp_path: Path) -> None:
 def test_hostile_texts_are_inert_in_the_report(tmp_path: Path) -> None:
     folder = write(tmp_path / "run")
     path = write_report(folder.path)
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8").replace(font_face(), "")
     found = elements(path)
     assert "script" not in found.names
     assert "img" not in found.names
     assert found.handlers == []
     assert "&lt;script&gt;" in text
-    assert "49" not in re.findall(r"\{\{ 7 \* 7 \}\}|\b49\b", text)
+    assert "49" not in re.findall(r"\{\{ 7 \* 7 \}\}|(?<![\d.])49(?![\d.])", text)
     assert not re.search(
         "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]", text
     )
     assert r"\x1b[31mred" in text
     assert MARKUP not in text
     assert ANSI not in text
+
+
+def test_metrics_of_any_name_are_plotted(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", RECIPE)
+    names = ("$\\frac{", "_hidden", "<b>bold</b>", 'quoted " name', "game/wins", "game/losses")
+    with Recorder(folder) as recorder:
+        for step in (1, 2):
+            recorder.metrics(0, step, {name: float(step) for name in names})
+    text = write_report(folder.path).read_text(encoding="utf-8")
+    assert text.count("Recorded by a reward function with log_metric.") == 5
+    assert "<b>bold" not in text
+    for title in ("$\\frac{", "_hidden", "&lt;b&gt;bold&lt;/b&gt;", "quoted &#34; name", "game"):
+        assert f"<h3>{title}</h3>" in text
 
 
 def test_large_groups_show_their_best_and_worst(tmp_path: Path) -> None:

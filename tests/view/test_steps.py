@@ -42,10 +42,22 @@ def test_rows_of_a_table_are_those_of_the_run(tmp_path: Path) -> None:
     rows = StepRows(run.rollout_table(1))
     assert list(rows) == run.rollouts(1)
     assert rows[3]["prompt"] == [{"role": "user", "content": "hi"}]
-    assert (rows.best, rows.members(0), rows.members(1)) == (1, [1, 0, 2], [3])
+    assert rows.by_group == {0: [1, 0, 2], 1: [3]}
+    assert rows.widest == [[1, 0, 2], [3]]
     assert rows.loss["loss"] == pytest.approx(sum(sum(one["loss/policy"]) for one in rows))
     with pytest.raises(IndexError):
         rows[4]
+
+
+def test_groups_with_different_rewards_come_first(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", RECIPE.format(name="groups"))
+    rewards = [(0, 1.0), (1, 0.2), (0, 1.0), (1, 0.9), (2, 0.4), (2, None), (3, 0.1), (3, 0.2)]
+    with Recorder(folder) as recorder:
+        rows = [row(f"answer {at}", group=g, reward=r) for at, (g, r) in enumerate(rewards)]
+        recorder.rollouts(0, 1, rows)
+    found = StepRows(load(folder.path).rollout_table(1))
+    assert found.widest == [[3, 1], [7, 6], [0, 2], [4, 5]]
+    assert [*found.by_group] == [0, 1, 2, 3]
 
 
 def test_kept_tables_are_bounded_and_read_once(

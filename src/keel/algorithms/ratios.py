@@ -26,7 +26,7 @@ else:
 
 _LOG_RATIO = r"\ell_n - \ell_{\mathrm{old},n}"
 _SUM = r"\sum_{t\in i} (\ell_t - \ell_{\mathrm{old},t})"
-_MEAN = rf"\exp(\frac{{1}}{{L_i}} \cdot {_SUM})"
+_MEAN = rf"\exp\left(\frac{{1}}{{L_i}} \cdot {_SUM}\right)"
 
 
 @dataclass(frozen=True, slots=True)

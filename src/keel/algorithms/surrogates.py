@@ -229,9 +229,10 @@ class Geometric(SurrogateTerm):
     def describe(self) -> Description:
         low, high = number(self.low), number(self.high)
         clipped = rf"g_i \, \mathrm{{clip}}(\log \rho_t, -{low}, {high})"
+        inner = rf"g_i \min(g_i \log \rho_t, \, {clipped})"
         mean = r"\frac{1}{L_i} \cdot \sum_{t\in i}"
         equations = (
-            equation("s", rf"A_n \exp({mean} g_i \min(g_i \log \rho_t, \, {clipped}))"),
+            equation("s", rf"A_n \exp\left({mean} {inner}\right)"),
             equation("g_i", r"\mathrm{sign}(A_n)"),
         )
         text = (

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from glob import escape
+from typing import Any
 
 import numpy as np
 
-from keel.analysis.glossary import look_up
+from keel.analysis.glossary import look_up, unknown
 from keel.analysis.plots import smooth
 from keel.runs.follow import Array, Column
 
@@ -34,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A plot: its lines, and the metric whose glossary entry explains it."""
+    """A plot: its lines, and what explains it: the glossary's entry for a metric, or a text."""
 
     key: str
     title: str
@@ -47,7 +49,7 @@ class Panel:
     def help(self) -> str:
         """What the plotted quantity is, and what to watch for."""
         entry = look_up(self.explains)
-        text = "" if entry is None else " ".join((entry.meaning, entry.watch))
+        text = self.explains if entry is None else " ".join((entry.meaning, entry.watch))
         return text.strip().replace("`", "")
 
 
@@ -149,8 +151,17 @@ SPREAD = Panel(
 )
 """In the place of the groups where each has one completion and there is no value model."""
 
+
+def _loss(explains: str, unit: str = "") -> Panel:
+    return Panel("loss", "Loss", explains, (Line("loss", "loss"), _GRADIENT), unit, "norm")
+
+
 SFT = (
-    Panel("loss", "Loss", "loss", (Line("loss", "loss"), _GRADIENT), "nats", "norm"),
+    _loss(
+        "Cross-entropy: minus the log-probability of a token of the demonstrations, mean over the "
+        "step's tokens, before the update. Should fall; at 0 they are known by heart.",
+        "nats",
+    ),
     Panel(
         "probability",
         "Probability of the demonstrations",
@@ -246,7 +257,10 @@ CONTROL = (
         "reward",
         "share",
     ),
-    Panel("loss", "Loss", "loss", (Line("loss", "loss"), _GRADIENT), "", "norm"),
+    _loss(
+        "What the optimizer step minimised: of Q-learning the error of the action values, of "
+        "policy gradients minus the surrogate plus the value loss. Watch the return."
+    ),
 )
 
 KINDS = {
@@ -259,7 +273,8 @@ KINDS = {
 
 
 def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[Panel]:
-    """The panels of a kind of stage of which some metric is there; of games any other kind.
+    """The panels of a kind of stage of which some metric is there; of games any other kind. Then
+    those of the metrics that reward functions recorded, which the glossary does not know.
 
     `alone`: a group is one completion. The value model, or else the spread over all prompts, then
     has the place of the variance in groups.
@@ -269,11 +284,50 @@ def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[P
         reward, _, *rest, value = RL
         learned = any(name.startswith("value/") for name in names)
         panels = (reward, value if learned else SPREAD, *rest)
-    return [
+    found = [
         panel
         for panel in panels
         if any(fnmatchcase(name, line.metric) for line in panel.lines for name in names)
     ]
+    return [*found, *_recorded(unknown(names))]
+
+
+def _recorded(names: Sequence[str]) -> list[Panel]:
+    """A panel for each of the names; one for all that have the same part before a slash."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        groups.setdefault(name.partition("/")[0], []).append(name)
+    text = "Recorded by a reward function with log_metric."
+    return [
+        Panel(
+            f"recorded-{at}",
+            group if len(of_group) > 1 else of_group[0],
+            text,
+            tuple(Line(escape(name), name.removeprefix(f"{group}/")) for name in of_group),
+        )
+        for at, (group, of_group) in enumerate(groups.items(), start=1)
+    ]
+
+
+def with_first(
+    columns: Mapping[str, Column], info: Mapping[str, Any], stage: str
+) -> Mapping[str, Column]:
+    """The columns with what was evaluated before the first step, which `info` (run.json) has, as
+    values of step 0."""
+    found: dict[str, Any] = {}
+    for kind in ("evaluation", "measured"):
+        before = info.get(kind, {}).get(stage, {}).get("before", {})
+        own = {before.get("measure", "pass@1"): before} if "mean" in before else {}
+        for name, value in {**before, **own}.items():
+            ends = value if isinstance(value, Mapping) else {"mean": value}
+            found |= {f"eval/{name}/{end}": ends[end] for end in ends}
+            found[f"eval/{name}"] = ends.get("mean")
+    return {
+        name: Column(np.array([0.0, *column.steps]), np.array([found[name], *column.values]))
+        if isinstance(found.get(name), int | float) and 0 not in column.steps
+        else column
+        for name, column in columns.items()
+    }
 
 
 def series_of(

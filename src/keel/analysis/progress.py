@@ -164,6 +164,9 @@ def _measured(stage: str, step: int, result: Mapping[str, Any]) -> str:
     share = result["accuracy"]
     if share["mean"] is None:
         accuracy = "undefined (no decided row)"
+    elif share["low"] <= 0 and share["high"] >= 1:
+        right = f"{share['mean'] * share['n']:g} of {share['n']}"
+        accuracy = f"{right} (too few prompts for an interval)"
     else:
         accuracy = f"{share['mean']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
     line = f"{stage} after {step} steps: validation accuracy {accuracy}, n = {result['n']}"

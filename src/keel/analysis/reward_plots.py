@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,14 +32,20 @@ def reliability_picture(
         KeelError: matplotlib is not installed, or the file cannot be written.
     """
     pairs = isinstance(report, PairReport)
-    full = [b for b in report.bins if b.n]
+    full = any(b.n for b in report.bins)
     low = report.bins[0].low
     with drawing(path, 6.0) as figure:
         above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
         above.plot([low, 1], [low, 1], color=FAINT, linestyle="--", label="perfectly calibrated")
         if full:
-            at, share = [b.predicted for b in full], np.array([b.observed.mean for b in full])
-            ends = np.array([[b.observed.low, b.observed.high] for b in full]).T
+            # NaN for an empty bin: the line has a gap there.
+            figures = [
+                (b.predicted, b.observed.mean, b.observed.low, b.observed.high)
+                if b.n
+                else (math.nan,) * 4
+                for b in report.bins
+            ]
+            at, share, *ends = np.array(figures).T
             above.errorbar(
                 at,
                 share,

@@ -129,6 +129,9 @@ def _table(result: dict[str, Any]) -> None:
             "\nmean rewards, no pass@k: no reward is declared as correctness "
             "(rewards.functions.correctness)"
         )
+    print(f"\nreward: {result['reward']}")
+    if "warning" in result:
+        print(f"\nwarning: {result['warning']}")
     if result.get("selected"):
         print("\nthis checkpoint was selected on these prompts: report the figure of other ones")
     if result.get("left_out"):
@@ -145,6 +148,8 @@ def _row(name: str, value: dict[str, Any]) -> None:
     known = _known(mean)
     shown = f"{mean:.3f}" if known else "undefined"
     interval = f"[{low:.3f}, {high:.3f}]" if known and _known(low) and _known(high) else "–"
+    if known and low == 0 and high == 1:
+        interval = "too few prompts"
     print(f"{name:<15}{shown:>9}   {interval:<18}{value['n']:>4}")
 
 

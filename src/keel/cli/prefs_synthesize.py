@@ -20,7 +20,7 @@ from keel.data.preferences.store.audit import audit_judges
 from keel.data.preferences.store.records import PromptRecord
 from keel.data.preferences.store.store import PreferenceStore
 from keel.runs.values import plain
-from keel.types import KeelError, Sampling
+from keel.types import KeelError, Sampling, text_of
 from keel.workflows.synthesis.forecast import forecast_lines
 from keel.workflows.synthesis.options import (
     SAMPLING,
@@ -159,7 +159,7 @@ def _price(text: str) -> tuple[float, float]:
 
 def _read_text(path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8").strip()
+        text = Path(path).read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise KeelError(f"--rubric-file {path}: cannot be read: {why}") from None
@@ -203,9 +203,7 @@ def _ratio(name: str, prompts: Sequence[PromptRecord]) -> float | None:
     except Exception as error:  # of its own kinds, for a file that is none
         raise KeelError(f"--tokenizer {name}: no tokenizer.json that loads: {error}") from None
     contents = [prompt.content for prompt in prompts[:1000]]
-    turns = [
-        [one] if isinstance(one, str) else [turn["content"] for turn in one] for one in contents
-    ]
+    turns = [[one] if isinstance(one, str) else list(map(text_of, one)) for one in contents]
     texts = ["\n".join(one) for one in turns]
     tokens = sum(len(one.ids) for one in tokenizer.encode_batch(texts, add_special_tokens=False))
     size = sum(len(text.encode()) for text in texts)

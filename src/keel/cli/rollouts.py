@@ -11,6 +11,7 @@ from keel.analysis.text import visible
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
 from keel.runs.values import plain
+from keel.types import shown_text
 
 SHOWN = 5
 
@@ -67,5 +68,5 @@ def _number(value: float | None) -> str:
 def _text(content: Any) -> str:
     """On one line, without control characters; of a conversation each message."""
     if not isinstance(content, str):
-        return "  ".join(f"{turn['role']}: {_text(turn['content'])}" for turn in content)
+        return "  ".join(f"{turn['role']}: {_text(shown_text(turn))}" for turn in content)
     return f'"{visible(content)}"'

@@ -22,7 +22,7 @@ from keel.config.load import load_recipe, load_run_recipe
 from keel.config.schema import Recipe
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
-from keel.types import KeelError
+from keel.types import KeelError, text_of
 
 
 class Start(Protocol):
@@ -167,8 +167,12 @@ def _share(result: dict[str, Any] | None) -> str:
 
 def _example(example: dict[str, Any]) -> str:
     prompt = example["prompt"]
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    text = prompt if isinstance(prompt, str) else text_of(prompt[-1])
     mark = "-" if example["reward"] is None else f"{example['reward']:g}"
+    passed = example.get("passed")
+    if passed is not None and float(passed) != example["reward"]:
+        # Accuracy is of another reward than the one that is trained on.
+        mark = f"{'right' if passed else 'wrong'}, reward {mark}"
     return f"  [{mark}] {_short(text, 200)} {_short(example['completion'], 200)}"
 
 

@@ -101,6 +101,8 @@ def _file(place: str, entry: str, what: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look modules up while they load
+    if str(path.parent) not in sys.path:  # as for a script: it may import files of its folder
+        sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -197,7 +197,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 def _file_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise KeelError(
             f"recipe {path!r}: no such file (keel recipes lists what is shipped)"

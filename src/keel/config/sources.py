@@ -57,12 +57,28 @@ TemplateKeywords = Annotated[dict[str, Any], _UNREAD_KEYWORD, NO_CONVERSATION]
 """Keyword arguments of the tokenizer's chat template."""
 
 
-class TaskSource(FrozenModel):
+ENDINGS = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
+
+
+class FileSource(FrozenModel):
+    """A source whose `name` may be left out if `path` is a file of a known ending."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_its_path(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "name" in data:
+            return data
+        path = str(data.get("path", ""))
+        kind = next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), None)
+        return data if kind is None else {"name": kind, **data}
+
+
+class TaskSource(FileSource):
     """A task that prompts come from."""
 
     name: str
     """A built-in task (`keel tasks`), `reasoning_gym:NAME`, `jsonl`, `parquet`, `datasets`, or
-    `module:function`."""
+    `module:function`. May be left out if `path` ends in `.jsonl`, `.jsonl.gz` or `.parquet`."""
     weight: Annotated[Positive, _ONE_TASK] = 1.0
     """Share of the stage's prompts, relative to the other tasks."""
     path: str | None = None
@@ -73,9 +89,11 @@ class TaskSource(FrozenModel):
     validation_fraction: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION, _GENERATED] = 0.1
     """The share of the prompts in the validation split, chosen by their content."""
     prompt: str = "{prompt}"
-    """The prompt as a format string over the columns, or the column that holds messages."""
+    """The prompt as a format string over the columns, or the column that holds messages. A column
+    `tools` (a list of JSON schemas, or its JSON text) goes to the chat template."""
     answer: str | None = None
-    """Column of the gold answer."""
+    """Column of the gold answer, or of a list of which any entry is right; `answers.text` is a key
+    of a column's table."""
     system: str | None = None
     """System message; makes each prompt a conversation."""
     raw: Annotated[bool, _NO_TEMPLATE] = False
@@ -161,11 +179,12 @@ class Prompts(FrozenModel):
     """Keyword arguments of the tokenizer's chat template, such as enable_thinking."""
 
 
-class PreferenceData(FrozenModel):
+class PreferenceData(FileSource):
     """Preference data: pairs, labelled answers, or labelled steps."""
 
     name: str
-    """`jsonl`, `parquet`, `datasets`, or a function `module:function` that returns examples."""
+    """`jsonl`, `parquet`, `datasets`, or a function `module:function` that returns examples. May be
+    left out if `path` ends in `.jsonl`, `.jsonl.gz` or `.parquet`."""
     path: str | None = None
     """Data file of the train split (.jsonl, .parquet), or the name of a data set."""
     validation_path: str | None = None

@@ -6,8 +6,9 @@ import gzip
 import importlib
 import importlib.util
 import json
+import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,17 +56,41 @@ class Table:
 
 
 class Gathered:
-    """What becomes of bad rows: the first one stops, or all are gathered."""
+    """Bad rows: the reader goes on, so that one message counts all of them if they stop it."""
 
-    def __init__(self, choice: BadRows) -> None:
+    def __init__(self, choice: BadRows, rows: Iterable[LeftOut] = ()) -> None:
         self.stops = choice == "stop"
-        self.rows: list[LeftOut] = []
+        self.rows = list(rows)
 
     def take(self, error: KeelError, where: Where, line: int, row: Any) -> None:
-        """A row and what is wrong with it. Raises the error where it stops."""
-        if self.stops:
-            raise error
+        """A row and what is wrong with it."""
         self.rows.append(where.left_out(line, str(error), row))
+
+    def check(self, table: str = "") -> None:
+        """Raise KeelError if bad rows stop and there are any.
+
+        It has the first row of each kind, and the key that drops them, of the recipe's `table`.
+        """
+        if not self.stops or not self.rows:
+            return
+        kinds: dict[str, list[LeftOut]] = {}
+        for row in sorted(self.rows, key=lambda row: row.line):
+            reason = row.reason.removeprefix(row.source).partition(str(row.line))[2]
+            kinds.setdefault(_VALUES.sub(r"\1", reason), []).append(row)
+        firsts = [
+            rows[0].reason + (f" ({len(rows)} rows like it)" if len(rows) > 1 else "")
+            for rows in list(kinds.values())[:KINDS_SHOWN]
+        ]
+        more = len(kinds) - len(firsts)
+        firsts += [f"{more} other kinds of error"] if more else []
+        several = f" ({len(self.rows)} bad rows)" if len(firsts) > 1 else ""
+        key = f'; {table}.bad_rows = "quarantine" drops bad rows' if table else ""
+        raise KeelError("; ".join(firsts) + several + key)
+
+
+KINDS_SHOWN = 5
+_VALUES = re.compile(r"(column '[^']*')|'[^']*'|= .*?(?=: )|\d+")
+"""The parts of a reason in which rows of one kind differ."""
 
 
 def read_table(
@@ -122,7 +147,7 @@ def read_parquet(path: Path, bad_rows: BadRows = "stop") -> Table:
     if table is None:
         twice = next(name for at, name in enumerate(names) if name in names[:at])
         raise KeelError(f"{path}: two columns are named {twice!r}: rename one of them")
-    columns = [_values(table.column(at)) for at in range(len(names))]
+    columns = [list(map(_own, _values(table.column(at)))) for at in range(len(names))]
     rows: Sequence[Row] = [{} for _ in range(table.num_rows)]
     if columns:
         rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
@@ -142,7 +167,7 @@ def read_dataset(
         found = datasets.load_dataset(name, **options)
         if split not in found:
             raise KeelError(f"datasets: {name!r}: {unknown('split', split, list(found))}")
-        rows = list(found[split])
+        rows = list_rows(found[split])
     except KeelError:
         raise
     except Exception as error:
@@ -155,7 +180,37 @@ def rows_table(rows: Sequence[Any], name: str, bad_rows: BadRows = "stop") -> Ta
     return _checked(Where(name), rows, Gathered(bad_rows), _not_columns)
 
 
+def list_rows(made: Any) -> list[Any]:
+    """The rows of an iterable; of a data set of the `datasets` library without Arrow's nulls."""
+    if not hasattr(made, "features"):
+        return list(made)
+    return [{name: _own(value) for name, value in row.items()} for row in made]
+
+
 # ---------------------------------------------------------------- one row
+
+_OF_MESSAGES = frozenset(("role", "from", "function", "parameters"))
+"""Keys of which a message or a description of a tool has one."""
+
+
+def _own(value: Any) -> Any:
+    """A cell of an Arrow table; messages and tools without the keys that only other rows have.
+
+    A struct has the same keys in every row, and null for those that a row lacks.
+    """
+    first = value[0] if isinstance(value, list) and value else None
+    of_messages = isinstance(first, dict) and not _OF_MESSAGES.isdisjoint(first)
+    return _without_nulls(value) if of_messages else value
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without null keys; a message keeps `content = None` next to its calls."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = ("content",) if value.get("tool_calls") else ()
+    return {k: _without_nulls(v) for k, v in value.items() if v is not None or k in kept}
 
 
 def _row(text: str, where: Where, line: int) -> Row:
@@ -290,6 +345,7 @@ def _checked(
 def _table(
     where: Where, rows: Sequence[Row], numbers: Sequence[int], lines: Sequence[int], bad: Gathered
 ) -> Table:
+    bad.check()
     if not rows and bad.rows:
         raise all_bad(where.source, bad.rows)
     if not rows:

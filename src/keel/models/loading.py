@@ -129,8 +129,9 @@ def describe_model(spec: Model, model: PreTrainedModel) -> str:
     """A model in a few words: `llama, 0.8 M parameters`."""
     name = spec.build.family if spec.build else Path(spec.name or "").name
     count = model.num_parameters()
-    size = f"{count / 1e9:.2g} B" if count >= 1e9 else f"{count / 1e6:.2g} M"
-    return f"{name}, {size} parameters" + (", LoRA" if spec.lora else "")
+    size, unit = (count / 1e9, "B") if count >= 1e9 else (count / 1e6, "M")
+    digits = f"{size:.2g}" if size < 9.95 else f"{size:.0f}"
+    return f"{name}, {digits} {unit} parameters" + (", LoRA" if spec.lora else "")
 
 
 def choose_device(device: str) -> torch.device:

@@ -13,6 +13,7 @@ from keel.config.fields import derive
 from keel.config.judging import JudgingStage, ProcessRewardModelStage
 from keel.config.schema import SFTStage
 from keel.config.stage import Records
+from keel.data.messages import prompt_columns
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS, Sieve
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
@@ -26,7 +27,6 @@ from keel.preflight.prompts import (
     encoded_prompts,
     how_read,
     over_length,
-    plain_content,
     read_prompts,
     report_left_out,
     unreadable,
@@ -69,7 +69,7 @@ def inspect_demonstrations(context: StageContext) -> None:
                 texts.append((prompt.id, text))
                 context.work.tokens += whole
             if context.work.longest is None or whole > context.work.longest.tokens:
-                data = {"prompt": plain_content(prompt.content), "answer": text}
+                data = {**prompt_columns(prompt.content, prompt.tools), "answer": text}
                 context.work.longest = LongestExample(whole, data, prompt.task in stats.raw)
     specials = [str(token) for token in policy.tokenizer.all_special_tokens]
     context.add(tokens.special_in_answers(texts, specials, f"{prefix}tasks.0.answer"))
@@ -158,7 +158,7 @@ def _check_row_tokens(
     """Findings of the first rows' prompts, and of the answers of all, as tokens."""
     template, tokenizer = stage.template_keywords, base.tokenizer
     reader = Reader(tokenizer, None, template, raw=stage.raw)
-    prompts = [reader.prompt(row.prompt, row.id) for row in rows[:32]]
+    prompts = [reader.prompt(row.prompt, row.id, row.tools) for row in rows[:32]]
     check_tokens(context, tokenizer, prompts, template, {prompt.task: key for prompt in prompts})
     specials = [str(token) for token in tokenizer.all_special_tokens]
     answers = [(row.id, text) for row in rows for text in _answers(row)]
@@ -173,13 +173,13 @@ def _answers(row: Preference | Labelled | Stepwise) -> tuple[str, ...]:
 
 def _as_columns(row: Preference | Labelled | Stepwise) -> dict[str, Any]:
     """A row as the readers of preference data take it."""
-    prompt = plain_content(row.prompt)
+    prompt = prompt_columns(row.prompt, row.tools)
     if isinstance(row, Preference):
         answers: dict[str, Any] = {"chosen": row.chosen, "rejected": row.rejected}
-        return {"prompt": prompt, **answers, "probability": row.probability, "margin": row.margin}
+        return {**prompt, **answers, "probability": row.probability, "margin": row.margin}
     if isinstance(row, Stepwise):
-        return {"prompt": prompt, "completions": list(row.steps), "labels": list(row.labels)}
-    return {"prompt": prompt, "completion": row.completion, "label": row.label}
+        return {**prompt, "completions": list(row.steps), "labels": list(row.labels)}
+    return {**prompt, "completion": row.completion, "label": row.label}
 
 
 def _demonstrated(

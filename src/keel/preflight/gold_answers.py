@@ -139,7 +139,7 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
             continue
         split = data.splits["train"]
         places = inspected_places(task)
-        answers = [str(data.prompt("train", at).columns["answer"]) for at in places]
+        answers = [data.prompt("train", at).columns["answer"] for at in places]
         for reader in readers:
             assert reader.function is not None
             texts = [""] * len(answers)

@@ -21,7 +21,7 @@ from keel.preflight.context import PromptStats, StageContext, StageStops
 from keel.preflight.finding import Finding, percent, quantile
 from keel.runs.quarantine import WORDS, LeftOut
 from keel.training.setup import longest_prompt, raw_tasks
-from keel.types import Content, KeelError, Prompt, Task
+from keel.types import KeelError, Prompt, Task, text_of
 
 STORED, GENERATED = 1_000, 128
 """Prompts whose length is measured: of a task with rows, and of one without end. A share of 5 %
@@ -210,11 +210,6 @@ def inspected_places(task: Task) -> list[int]:
     return [int(at * step) for at in range(min(size, STORED))]
 
 
-def plain_content(content: Content) -> Any:
-    """A prompt's content in JSON types."""
-    return content if isinstance(content, str) else [dict(turn) for turn in content]
-
-
 def how_read(tokenizer: Any, raw: bool) -> str:
     """How plain prompts are read, in words."""
     if not getattr(tokenizer, "chat_template", None):
@@ -382,7 +377,7 @@ def _spells(
 ) -> bool:
     prompt, gold = known[at]
     content = prompt.content
-    asked = content if isinstance(content, str) else "\n".join(turn["content"] for turn in content)
+    asked = content if isinstance(content, str) else "\n".join(map(text_of, content))
     elsewhere = any(
         _holds(text, gold)
         for own, (_, other) in zip(replies, known, strict=True)

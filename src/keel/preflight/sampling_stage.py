@@ -12,6 +12,7 @@ import torch
 
 from keel.config.judging import JudgingStage
 from keel.config.sources import RewardSource
+from keel.data.messages import prompt_columns
 from keel.engines.stopping import eos_ids, split_stops
 from keel.learn.advantages import check_steps
 from keel.learn.batch import from_groups
@@ -23,7 +24,6 @@ from keel.preflight.gold_answers import SHOWN, Gold, check_readable, gold_of, we
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.prompts import (
     SamplingPlan,
-    plain_content,
     read_prompts,
     reply_holds_answer,
     sampling_plan,
@@ -245,11 +245,12 @@ def _set_work(
     work, rollout = context.work, plan.rollout
     if stats.longest is not None:
         longest = stats.longest
-        data = {"prompt": plain_content(longest.content)}
+        data = prompt_columns(longest.content, longest.tools)
         if plan.sampling.algorithm is None:  # rows of one prompt are all in the same split
             others = (p for p in (*stats.validation, *stats.first) if p.content != longest.content)
             other = next(others, None)
-            data |= {} if other is None else {"validation": plain_content(other.content)}
+            if other is not None:
+                data["validation"] = prompt_columns(other.content, ())["prompt"]
         work.longest = LongestExample(len(longest.tokens), data, longest.task in stats.raw)
     random = context.recipe.model.build is not None
     full = context.trained_by is not None or random or not batch.whole

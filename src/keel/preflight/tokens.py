@@ -10,7 +10,7 @@ from keel.models.chat import encode
 from keel.models.template import render
 from keel.preflight.finding import Finding, shorten
 from keel.runs.watchdog import Hung
-from keel.types import KeelError, Message, Prompt, text_of
+from keel.types import KeelError, Message, Prompt, Tools, text_of
 
 PROBE = "An answer to close"
 """An answer that no template has reason to change."""
@@ -143,7 +143,7 @@ def template_text(
         if isinstance(prompt.content, str):
             continue
         turns = list(prompt.content)
-        text = _rendered(tokenizer, turns, template, prompt=True)
+        text = _rendered(tokenizer, turns, template, prompt.tools, prompt=True)
         if text is None:
             continue
         lost = next((t for t in turns if _squeezed(text_of(t)) not in _squeezed(text)), None)
@@ -186,9 +186,9 @@ def template_prefix(
         return None
     assert not isinstance(first.content, str)
     turns = list(first.content)
-    asked = _rendered(tokenizer, turns, template, prompt=True)
+    asked = _rendered(tokenizer, turns, template, first.tools, prompt=True)
     answer = Message(role="assistant", content=PROBE)
-    whole = _rendered(tokenizer, [*turns, answer], template, prompt=False)
+    whole = _rendered(tokenizer, [*turns, answer], template, first.tools, prompt=False)
     if asked is None or whole is None:
         return None
     if _thoughtless(whole).startswith(_thoughtless(asked) + _squeezed(PROBE)):
@@ -229,12 +229,12 @@ def unread(
     tokenizer: Any, prompts: Sequence[Prompt], template: Mapping[str, Any]
 ) -> frozenset[str]:
     """The keywords without which the template writes the same of each conversation."""
-    talks = [list(p.content) for p in prompts if not isinstance(p.content, str)]
+    talks = [(list(p.content), p.tools) for p in prompts if not isinstance(p.content, str)]
     if not talks:
         return frozenset()
 
     def texts(words: Mapping[str, Any]) -> list[str | None]:
-        return [_rendered(tokenizer, turns, words, prompt=True) for turns in talks]
+        return [_rendered(tokenizer, turns, words, tools, prompt=True) for turns, tools in talks]
 
     every = texts(template)
     return frozenset(
@@ -245,13 +245,20 @@ def unread(
 
 
 def _rendered(
-    tokenizer: Any, turns: Sequence[Message], template: Mapping[str, Any], *, prompt: bool
+    tokenizer: Any,
+    turns: Sequence[Message],
+    template: Mapping[str, Any],
+    tools: Tools = (),
+    *,
+    prompt: bool,
 ) -> str | None:
     """The conversation as the template's text; None where it has none, or it fails."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:
-        return render(tokenizer, turns, "a prompt", generate=prompt, template_kwargs=template)
+        return render(
+            tokenizer, turns, "a prompt", tools=tools, generate=prompt, template_kwargs=template
+        )
     except Hung:
         raise
     except KeelError:  # as a prompt it is reported elsewhere

@@ -264,7 +264,8 @@ class RepeatedPrompt(BaseTask):
         content = self.example["prompt"]
         if split == "validation":
             content = self.example.get("validation", content)
-        return Prompt(f"{self.name}/{split}/{index}", content, {}, self.name)
+        tools = tuple(self.example.get("tools", ()))
+        return Prompt(f"{self.name}/{split}/{index}", content, {}, self.name, tools=tools)
 
     def gold(self, prompt: Prompt) -> str | None:
         answer: str | None = self.example.get("answer")

@@ -175,6 +175,7 @@ def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, 
 
     Of each column a value for each completion, None where its prompt has none.
     """
+    any_tools = any(p.tools for p in batch.prompts)
     given: dict[str, Any] = {
         **dict.fromkeys(function.required, [None] * len(batch)),
         **{
@@ -184,6 +185,8 @@ def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, 
             ]
             for name in (*batch.names, *column_names(batch.completions))
         },
+        # As the chat template gets them, also where the data have JSON text.
+        **({"tools": [list(p.tools) for p in batch.prompts]} if any_tools else {}),
         "prompts": [
             p.content if isinstance(p.content, str) else _turns(p.content) for p in batch.prompts
         ],

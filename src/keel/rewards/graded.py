@@ -11,7 +11,7 @@ from keel.graders.mathematics import Mathematics
 from keel.graders.stated import unwrapped
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
-from keel.rewards.rules import stated_texts, texts
+from keel.rewards.rules import any_gold, stated_texts, texts
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
@@ -48,6 +48,7 @@ class MathReward:
         self.abandon = mathematics.abandon
         self.close = mathematics.close
 
+    @any_gold
     def __call__(
         self,
         *,

@@ -17,7 +17,7 @@ from keel.rewards.steps import needs_tokenizer, on_tokens
 from keel.runs.checkpoint import check_model
 from keel.sandbox.worker import serve
 from keel.sandbox.worker_pool import WorkerPool
-from keel.types import Content, KeelError
+from keel.types import Content, KeelError, Tools
 
 HOW = ("steps", "min", "last", "product", "mean")
 
@@ -59,14 +59,19 @@ class LocalModel:
         )
         self.reader = self.model.reader(spec.raw)
 
-    def score(self, prompts: Sequence[Content], completions: Sequence[str]) -> list[list[float]]:
-        """The model's scores of each answer, in order: one, or one for each step."""
-        keys = [repr((p, c)) for p, c in zip(prompts, completions, strict=True)]
+    def score(
+        self, prompts: Sequence[Content], completions: Sequence[str], tools: Sequence[Any] = ()
+    ) -> list[list[float]]:
+        """The model's scores of each answer, in order: one, or one for each step.
+
+        `tools` are those of each prompt, if any has some.
+        """
+        each = tools or [()] * len(prompts)
+        given = [tuple(own) if isinstance(own, list) else () for own in each]
+        rows = list(zip(prompts, completions, given, strict=True))
+        keys = list(map(repr, rows))
         places = {key: at for at, key in reversed(list(enumerate(keys)))}
-        answers = {
-            key: self._answer(prompts[at], completions[at], f"completion {at}")
-            for key, at in places.items()
-        }
+        answers = {key: self._answer(*rows[at], f"completion {at}") for key, at in places.items()}
         # By length, so that a pass holds answers that take alike long.
         order = sorted(answers, key=lambda key: (len(answers[key].tokens), places[key]))
         scores = self.model.judge([answers[key] for key in order], self.spec.token_budget)
@@ -76,11 +81,12 @@ class LocalModel:
     def close(self) -> None:
         """The model is freed with its last reference."""
 
-    def _answer(self, prompt: Content, completion: str, name: str) -> Any:
+    def _answer(self, prompt: Content, completion: str, tools: Tools, name: str) -> Any:
         if self.spec.kind == "outcome":
-            answer = self.reader.answer(prompt, completion, name)
+            answer = self.reader.answer(prompt, completion, name, tools=tools)
         else:
-            answer = self.reader.split(prompt, completion, self.spec.separator, name)
+            separator = self.spec.separator
+            answer = self.reader.split(prompt, completion, separator, name, tools=tools)
         context = self.model.context
         if context is not None and len(answer.tokens) > context:
             raise KeelError(
@@ -97,9 +103,11 @@ class RemoteModel:
         self.spec, self.timeout = spec, timeout
         self.pool = WorkerPool("keel.rewards.learned", workers=1, memory_mb=memory_mb)
 
-    def score(self, prompts: Sequence[Content], completions: Sequence[str]) -> list[list[float]]:
+    def score(
+        self, prompts: Sequence[Content], completions: Sequence[str], tools: Sequence[Any] = ()
+    ) -> list[list[float]]:
         """As `LocalModel.score`. Raises KeelError where the process fails."""
-        rows = [[p, c] for p, c in zip(prompts, completions, strict=True)]
+        rows = {"prompts": list(prompts), "completions": list(completions), "tools": list(tools)}
         reply = self.pool.map([{"spec": asdict(self.spec), "rows": rows}], self.timeout)[0]
         if reply.wrong is not None:
             raise KeelError(
@@ -129,6 +137,7 @@ class OutcomeReward:
         completions: Sequence[Any],
         log_extra: Callable[[str, Sequence[Any]], None],
         openings: Sequence[str] | None = None,
+        tools: Sequence[Any] = (),
     ) -> list[float]:
         """A score for each completion; Bradley–Terry scores have no zero of their own.
 
@@ -139,7 +148,7 @@ class OutcomeReward:
             log_extra("version", [self.version] * len(completions))
         opened = [""] * len(completions) if openings is None else openings
         answers = [begun + text for begun, text in zip(opened, texts(completions), strict=True)]
-        return [scores[0] for scores in self.model.score(prompts, answers)]
+        return [scores[0] for scores in self.model.score(prompts, answers, tools)]
 
 
 class ProcessReward:
@@ -161,13 +170,15 @@ class ProcessReward:
         prompts: Sequence[Any],
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
+        tools: Sequence[Any] = (),
     ) -> list[Any]:
         """For each completion its steps as (index of the last token, probability), or one number.
 
         An answer without any step gets 0.
         """
         answers = texts(completions)
-        right = [[_sigmoid(z) for z in logits] for logits in self.model.score(prompts, answers)]
+        scores = self.model.score(prompts, answers, tools)
+        right = [[_sigmoid(z) for z in logits] for logits in scores]
         if self.how != "steps":
             return [aggregate(steps, self.how) for steps in right]
         return [
@@ -274,8 +285,7 @@ class _ModelServer:
         try:
             if self.model is None:
                 self.model = LocalModel(ModelSpec(**item["spec"]))
-            prompts, completions = zip(*item["rows"], strict=True)
-            return {"scores": self.model.score(prompts, completions)}
+            return {"scores": self.model.score(**item["rows"])}
         except KeelError as error:
             return {"error": str(error)}
 

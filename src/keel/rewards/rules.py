@@ -6,11 +6,13 @@ completion; None where a rule has nothing to judge by.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from keel.data.gold import gold_entries, read_gold
 from keel.graders.answers import only_repeats, stated_number
 from keel.graders.formats import (
     SECONDS,
@@ -25,7 +27,35 @@ from keel.graders.stated import answer_part, opened, unwrapped
 from keel.rewards.validation import Wrong
 from keel.types import KeelError, text_of
 
+Rule = TypeVar("Rule", bound=Callable[..., list[Any]])
 
+
+def any_gold(reward: Rule) -> Rule:
+    """A reward whose `answer` may hold lists: it is called for every entry, and the best counts.
+
+    Raises KeelError for what is no answer, such as a table.
+    """
+
+    @functools.wraps(reward)
+    def best(*own: Any, **given: Any) -> list[Any]:
+        try:
+            golds = [gold_entries(read_gold(value)) or [None] for value in given.pop("answer")]
+        except ValueError as error:
+            raise KeelError(f"the answer column holds {error}: name a key of it") from None
+        rounds = []
+        for at in range(max(map(len, golds), default=1)):
+            rounds.append(reward(*own, **given, answer=[g[min(at, len(g) - 1)] for g in golds]))
+            given = {name: value for name, value in given.items() if not name.startswith("log_")}
+        return [max(several, key=_number) for several in zip(*rounds, strict=True)]
+
+    return cast(Rule, best)
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) else -1.0
+
+
+@any_gold
 def exact_match(
     *,
     completions: Sequence[Any],
@@ -49,6 +79,7 @@ def exact_match(
     ]
 
 
+@any_gold
 def numeric_match(
     *,
     completions: Sequence[Any],
@@ -106,6 +137,7 @@ def _gold_number(gold: str) -> Number | None:
     return stated_number(gold, evaluated=False) if whole is None else whole
 
 
+@any_gold
 def place_match(
     *,
     completions: Sequence[Any],

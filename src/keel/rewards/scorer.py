@@ -175,7 +175,13 @@ class Scorer:
         if not prompts or len({p.task for p in prompts}) < len(self.tasks):
             return  # a column may be that of a task that has no prompt here
         found = column_names(prompts)
+        columns = {name for prompt in prompts for name in prompt.columns}
         for function in self.functions:
+            if "turns" in columns and "turns" in (*function.required, *function.optional):
+                raise KeelError(
+                    f"reward {function.name!r} has an argument 'turns', which is the conversation, "
+                    "and the data have a column of that name: rename the column"
+                )
             for name in function.required:
                 if name not in RESERVED and name not in found:
                     known = unknown("column", name, found) if found else "the prompts have none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keel.data.gold import gold_entries, read_gold
 from keel.graders.steps import split_steps
 from keel.models.text import token_ends
 from keel.rewards.registry import RewardContext
@@ -63,12 +64,11 @@ def step_match(
         answer: Sequence[Any],
     ) -> list[Judged | None]:
         rewards: list[Judged | None] = []
-        for text, ids, gold in zip(texts(completions), completion_ids, answer, strict=True):
-            if gold is None:
-                rewards.append(None)
-                continue
-            marks = _marks(text, str(gold), separator, strict)
-            rewards.append(on_tokens(tokenizer, ids, text, separator, marks))
+        for text, ids, value in zip(texts(completions), completion_ids, answer, strict=True):
+            golds = map(str, gold_entries(read_gold(value)))
+            marks = max((_marks(text, g, separator, strict) for g in golds), key=sum, default=None)
+            judged = None if marks is None else on_tokens(tokenizer, ids, text, separator, marks)
+            rewards.append(judged)
         return rewards
 
     return step_match

@@ -39,7 +39,7 @@ class _Result(_Strict):
 
 
 class _Turn(_Strict):
-    content: str
+    content: str | None = None
 
 
 class _Example(_Strict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
@@ -21,7 +22,8 @@ from keel.models.chat import Encoder
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import load_reward_model
-from keel.rewards.registry import RewardContext
+from keel.rewards.registry import NamedReward, RewardContext
+from keel.rewards.rules import exact_match
 from keel.runs.layout import RECIPE, RunFolder
 from keel.training.evaluator import Evaluator
 from keel.training.export import pick_checkpoint, reward_model_of
@@ -63,7 +65,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Greedy pass@1 and, with `samples`, sampled accuracy and pass@k, with 95 % intervals.
 
-    Where no reward is declared as correctness, the mean reward instead; `measure` says which.
+    Where no reward is declared as correctness, the mean reward instead; `measure` says which, and
+    `reward` is the name of the reward that decided. `warning` is set if it is an exact match with
+    worked solutions.
 
     `model` is a run folder (its recipe says the task, the rewards and the budget unless given), a
     model folder or a hub name (which needs a `task`). `task_keys` are `key=value` of the task's
@@ -194,8 +198,32 @@ def _run(
     less = "lower --prompts or --max-tokens"
     sampler = build_sampler(policy, source, judge, rollout, seed, less=less)
     with closing(judge):
-        result = Evaluator(sampler, judge, chosen, choice)(0).report
+        evaluator = Evaluator(sampler, judge, chosen, choice)
+        result = evaluator(0).report
+    read_by = [evaluator.judging] if evaluator.judging else judge.functions
+    result["reward"] = " + ".join(function.name for function in read_by)
+    if (warning := _whole_answers(read_by, [(tasks[p.task], p) for p in chosen])) is not None:
+        result["warning"] = warning
     return {**result, "left_out": len(left_out) + sum(map(_unreadable, ordered))}
+
+
+def _whole_answers(
+    rewards: Sequence[NamedReward], asked: Sequence[tuple[Task, Prompt]]
+) -> str | None:
+    """A warning if a reward is an exact match, and gold answers are worked solutions."""
+    functions = [reward.function for reward in rewards]
+    matched = [
+        task.gold(prompt) or ""
+        for task, prompt in asked
+        if exact_match in functions or (None in functions and stored(task) is not None)
+    ]
+    worked = sum(re.search(r"####|\\boxed|\n", gold.strip()) is not None for gold in matched)
+    if not worked:
+        return None
+    return (
+        f"{worked} of {len(matched)} answers hold ####, \\boxed or several lines, and the reward "
+        "is an exact match of the whole text: for their last number give --reward numeric_match"
+    )
 
 
 def _unreadable(task: Task) -> int:

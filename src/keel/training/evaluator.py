@@ -79,9 +79,10 @@ class Evaluator:
             rows += sampled
         if spent:
             report["spent"] = spent
-        report["examples"] = [_example(g, v) for g, v in zip(groups, results, strict=True)][
-            :EXAMPLES
-        ]
+        report["examples"] = [
+            {**_example(group, judged), "passed": row.passed}
+            for group, judged, row in zip(groups, results, rows, strict=False)
+        ][:EXAMPLES]
         return Evaluated(report, rows)
 
     def _sampled(

@@ -29,7 +29,7 @@ from keel.runs.files import is_taken
 from keel.runs.layout import RECIPE, FolderEntry, RunFolder
 from keel.runs.reader import load
 from keel.training.state import POLICY, checkpoint_policy, holds_adapter, read_progress
-from keel.types import KeelError
+from keel.types import KeelError, text_of
 
 ADAPTER = "adapter"
 """Folder of an adapter next to the model that it is merged into."""
@@ -179,7 +179,7 @@ def _texts(run: RunFolder) -> list[str]:
 def _texts_of(row: Mapping[str, Any]) -> list[str]:
     """The texts of a rollout."""
     prompt = row["prompt"]
-    turns = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
+    turns = [prompt] if isinstance(prompt, str) else list(map(text_of, prompt))
     return [*turns, row["completion"]]
 
 

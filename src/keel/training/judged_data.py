@@ -101,8 +101,8 @@ def pair_encoder(reader: Reader) -> Callable[[Preference], EncodedPair]:
 
     def encode(row: Preference) -> EncodedPair:
         return EncodedPair(
-            reader.answer(row.prompt, row.chosen, row.id),
-            reader.answer(row.prompt, row.rejected, row.id),
+            reader.answer(row.prompt, row.chosen, row.id, tools=row.tools),
+            reader.answer(row.prompt, row.rejected, row.id, tools=row.tools),
             row.probability,
             row.margin,
             cluster_of(row),
@@ -115,7 +115,7 @@ def label_encoder(reader: Reader) -> Callable[[Labelled], Marked]:
     """Labelled answers, judged at their end."""
 
     def encode(row: Labelled) -> Marked:
-        answer = reader.answer(row.prompt, row.completion, row.id)
+        answer = reader.answer(row.prompt, row.completion, row.id, tools=row.tools)
         return Marked(answer, (row.label,), cluster_of(row))
 
     return encode
@@ -125,7 +125,7 @@ def step_encoder(reader: Reader, separator: str) -> Callable[[Stepwise], Marked]
     """Answers in steps, judged at the end of each."""
 
     def encode(row: Stepwise) -> Marked:
-        answer = reader.steps(row.prompt, joined(row.steps, separator), row.id)
+        answer = reader.steps(row.prompt, joined(row.steps, separator), row.id, tools=row.tools)
         return Marked(answer, row.labels, cluster_of(row))
 
     return encode

@@ -210,7 +210,7 @@ def choose_pairs(
 
 
 def _in_store(row: Row, round: int) -> PoolPair:
-    prompt = PromptRecord(row["prompt"])
+    prompt = PromptRecord(row["prompt"], {k: row[k] for k in ("tools",) if k in row})
     two = [
         CompletionRecord(prompt.id, row[side], model="policy", round=round)
         for side in ("chosen", "rejected")
@@ -246,7 +246,9 @@ def _labels(store: PreferenceStore) -> dict[str, float | None]:
 
 def _row(row: Row, pair: PoolPair, label: float | None) -> Row:
     """A row of the pool as one to learn from; without a person's label the rewards' one holds."""
-    plain = {name: row[name] for name in ("prompt", "chosen", "rejected")}
+    plain: Row = {
+        name: row[name] for name in ("prompt", "tools", "chosen", "rejected") if name in row
+    }
     if label is None:
         return {**plain, "source": "rewards"}
     better = pair.judged(label)

@@ -278,11 +278,11 @@ def _read(state: Mapping[str, Any]) -> Rollouts:
 
 
 def _bare(prompt: Prompt) -> Prompt:
-    content = prompt.content
-    if not isinstance(content, str):
-        content = plain(list(content))
+    # As JSON reads it back; the order of keys stays, since a template may write it.
+    content, tools = json.loads(json.dumps((prompt.content, prompt.tools), default=plain))
     answer = expected_answer(prompt)
-    return replace(prompt, content=content, columns={} if answer is None else {"answer": answer})
+    columns = {} if answer is None else {"answer": answer}
+    return replace(prompt, content=content, columns=columns, tools=tuple(tools))
 
 
 def _group(group: Group) -> dict[str, Any]:
@@ -290,6 +290,7 @@ def _group(group: Group) -> dict[str, Any]:
         "prompt": {
             **{name: getattr(group.prompt, name) for name in Prompt.__slots__},
             "content": json.dumps(group.prompt.content),
+            "tools": json.dumps(group.prompt.tools),
         },
         "completions": [
             {
@@ -303,6 +304,7 @@ def _group(group: Group) -> dict[str, Any]:
 
 def _read_group(state: Mapping[str, Any]) -> Group:
     prompt = {**state["prompt"], "content": json.loads(state["prompt"]["content"])}
+    prompt["tools"] = tuple(json.loads(prompt.get("tools", "[]")))
     completions = [
         {**one, "turns": tuple(json.loads(one["turns"]))} for one in state["completions"]
     ]

@@ -14,6 +14,7 @@ from torch import Tensor
 from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.sampling import Rollout as SamplingConfig
+from keel.data.gold import shown_gold
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.multi_turn import generate_multi_turn
@@ -384,9 +385,9 @@ def completion_rows(
 
 
 def expected_answer(prompt: Prompt) -> str | None:
-    """The answer that the data has; None where it has none that is a text or number."""
+    """The answer that the data has, of several each; None if it has none."""
     answer = prompt.columns.get("answer")
-    return str(answer) if isinstance(answer, str | int | float) else None
+    return shown_gold(answer) if isinstance(answer, str | int | float | list) else None
 
 
 def _placed(completion: Completion, written: npt.NDArray[Any]) -> npt.NDArray[np.float32]:

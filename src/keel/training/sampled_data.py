@@ -13,6 +13,7 @@ import numpy as np
 
 from keel.config.fields import derive
 from keel.config.judging import PROMPTS_AT_ONCE, SampledData
+from keel.data.messages import prompt_columns
 from keel.data.tasks.base import SEED_NAMES
 from keel.rewards.batch import without_stop
 from keel.rewards.scorer import Scorer
@@ -71,7 +72,7 @@ def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: M
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows to a file, one a line, completely or not at all."""
     make_folder(path.parent)
-    lines = [json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     write_text(path, "".join(lines))
 
 
@@ -97,7 +98,11 @@ def pairs(
         inverted = bool(rng.random() < choice.noise)
         if inverted:
             chosen, rejected = rejected, chosen
-        row = {"prompt": _content(group), "chosen": chosen.text, "rejected": rejected.text}
+        row = {
+            **prompt_columns(group.prompt.content, group.prompt.tools),
+            "chosen": chosen.text,
+            "rejected": rejected.text,
+        }
         rows.append(row if choice.people is None else {**row, "inverted": inverted})
     return rows
 
@@ -110,7 +115,13 @@ def labels(
     for text, reward in {c.text: r for c, r in _rewarded(group, results)}.items():
         label = _share(reward, group)
         label = 1 - label if rng.random() < choice.noise else label
-        rows.append({"prompt": _content(group), "completion": text, "label": label})
+        rows.append(
+            {
+                **prompt_columns(group.prompt.content, group.prompt.tools),
+                "completion": text,
+                "label": label,
+            }
+        )
     return rows
 
 
@@ -130,7 +141,7 @@ def steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Make:
                 labels = [1 - s if rng.random() < choice.noise else s for s in shares]
                 texts[:-1] = [text.removesuffix(separator) for text in texts[:-1]]
                 rows[completion.text] = {
-                    "prompt": _content(group),
+                    **prompt_columns(group.prompt.content, group.prompt.tools),
                     "completions": texts,
                     "labels": labels,
                 }
@@ -187,8 +198,3 @@ def _share(reward: float, group: Group) -> float:
             "between 0 and 1: use a reward of correctness in sampled.rewards"
         )
     return reward
-
-
-def _content(group: Group) -> Any:
-    content = group.prompt.content
-    return content if isinstance(content, str) else [dict(turn) for turn in content]

@@ -11,6 +11,11 @@ from keel.view.rollout_index import Query
 
 NUMBERS = ("step", "row", "token", "smooth", "min_length", "max_length", "first_step", "last_step")
 LIMITS = ("min_reward", "max_reward")
+CHOICES = {
+    "overlay": ("runs", "algorithms"),
+    "theme": ("dark", "light"),
+    "finish": ("eos", "stop", "length"),
+}
 LARGEST = 1e9
 """Numbers beyond it are left out of an address: nothing here is as large."""
 
@@ -44,7 +49,7 @@ class Address:
 
     @staticmethod
     def read(items: Sequence[tuple[str, str]]) -> Address:
-        """The address of query parameters; what is not known or no number is left out."""
+        """The address of query parameters; what is not known or not a valid value is left out."""
         known = {f.name for f in fields(Address)}
         values: dict[str, Any] = {"run": tuple(v for k, v in items if k == "run")}
         for key, value in items:
@@ -52,9 +57,11 @@ class Address:
                 continue
             try:
                 number = int if key in NUMBERS else float if key in LIMITS else str
-                values[key] = number(value)
+                values[key] = number(value.lower() if key in CHOICES else value)
             except ValueError:
                 continue
+            if key in CHOICES and values[key] not in CHOICES[key]:
+                del values[key]
             if key in (*NUMBERS, *LIMITS) and not abs(values[key]) <= LARGEST:
                 del values[key]
         return Address(**values)

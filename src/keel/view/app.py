@@ -8,6 +8,7 @@ from pathlib import Path
 
 from keel.types import KeelError
 from keel.view.address import Address
+from keel.view.formula import FONT
 from keel.view.library import Library
 from keel.view.server import require_nicegui, serve_pages
 
@@ -28,10 +29,10 @@ def serve(
     Raises KeelError where there is no run, NiceGUI is missing, or the address is taken.
     """
     require_nicegui("keel view", " (keel report writes one HTML file without it)")
-    from nicegui import ui
+    from nicegui import app, ui
 
     from keel.view.curves import curves_page
-    from keel.view.frame import Shown, page, problem
+    from keel.view.frame import FONT_PATH, Shown, page, problem
     from keel.view.rollouts import rollouts_page
     from keel.view.runs import diagnosis_page, objective_page, runs_page
 
@@ -66,6 +67,7 @@ def serve(
     def _objective() -> None:
         show(objective_page, "/objective")
 
+    app.add_static_file(local_file=FONT, url_path=FONT_PATH)
     _preload(library)
     serve_pages("keel view", start, host=host, port=port, browser=browser, announce=announce)
 

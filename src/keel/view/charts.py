@@ -31,12 +31,13 @@ def options(
     right = False
     for number, (name, lines) in enumerate(curves):
         for at, one in enumerate(lines):
-            label = f"{name}: {one.label}" if several else one.label
+            label = name if several else one.label
             colour = _colour(number if several else at, dark)
-            kind = ("solid", "dashed", "dotted")[at % 3] if several else "solid"
-            series += _line(one, label, colour, kind, band=not several)
+            series += _line(one, label, colour, band=not several)
             right = right or one.line.right
-    axes = [_axis(panel.unit, right=False)]
+    # Of several runs one line is shown, which the axis names.
+    shown = {one.label: "" for _, lines in curves for one in lines} if several else {}
+    axes = [_axis(", ".join(filter(None, [*shown, panel.unit])), right=False)]
     if right:
         axes.append({**_axis(panel.right_unit, right=True), "splitLine": {"show": False}})
     names = [one["name"] for one in series if not one.get("stack")]
@@ -76,7 +77,7 @@ def options(
     }
 
 
-def _line(one: Series, label: str, colour: str, kind: str, *, band: bool) -> list[dict[str, Any]]:
+def _line(one: Series, label: str, colour: str, *, band: bool) -> list[dict[str, Any]]:
     axis = int(one.line.right)
     steps = one.steps.tolist()
     made: dict[str, Any] = {
@@ -86,7 +87,7 @@ def _line(one: Series, label: str, colour: str, kind: str, *, band: bool) -> lis
         "data": [[step, _short(value)] for step, value in zip(steps, one.values, strict=True)],
         "showSymbol": one.line.points or len(steps) < 2,
         "symbolSize": 7,
-        "lineStyle": {"width": 2, "type": kind, "color": colour},
+        "lineStyle": {"width": 2, "color": colour},
         "itemStyle": {"color": colour},
         "emphasis": {"focus": "series"},
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import html
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,10 +171,11 @@ def _panel(
     panel: Panel, curves: Sequence[tuple[str, Sequence[Series]]], address: Address
 ) -> tuple[Panel, ui.echart]:
     with ui.element("section").classes("panel").props(f"data-testid=panel-{panel.key}"):
-        ui.html(f"<h2>{panel.title}</h2>", sanitize=False)
+        title = visible(panel.title, 100)
+        ui.html(f"<h2>{html.escape(title)}</h2>", sanitize=False)
         made = charts.options(panel, curves, dark=_dark(address))
         chart = ui.echart(made, renderer="canvas").classes("chart")
-        chart.props(f'role="img" aria-label="{panel.title} over the steps"')
+        chart.props(f'role="img" aria-label="{quoted(title)} over the steps"')
         ui.label(panel.help).classes("muted")
     return panel, chart
 
@@ -188,7 +191,7 @@ def _curves(
     points = 600 if len(runs) < 4 else 200
     made = []
     for run in runs:
-        columns = run.metrics.columns(run.stage(stage))
+        columns = run.columns(run.stage(stage))
         series = series_of(panel, columns, window=_window(address), points=points)
         made.append((run.name, series))
     if len(runs) > 1:
@@ -198,12 +201,40 @@ def _curves(
         chosen = (common or some)[:1]
         made = [(name, [s for s in series if s.line in chosen]) for name, series in made]
     if len(runs) == 1 or address.overlay != "algorithms":
-        return [(f"{run.algorithm} seed {run.seed}" if len(runs) > 1 else run.name, series)
-                for run, (_, series) in zip(runs, made, strict=True)]  # fmt: skip
+        return [(name, series) for name, (_, series) in zip(names_of(runs), made, strict=True)]
     groups: dict[str, list[Series]] = {}
     for run, (_, series) in zip(runs, made, strict=True):
         groups.setdefault(run.algorithm, []).extend(series)
     return [(name, [_mean(several)]) for name, several in groups.items() if several]
+
+
+def names_of(runs: Sequence[OpenRun]) -> list[str]:
+    """What tells the runs apart in a legend: algorithm and seed; of those that share them also two
+    keys of the recipe that differ, or else their names."""
+    if len(runs) == 1:
+        return [runs[0].name]
+    short = [f"{run.algorithm} seed {run.seed}" for run in runs]
+    tables = [dict(_leaves(run.recipe)) for run in runs]
+    names = []
+    for name, table, run in zip(short, tables, runs, strict=True):
+        same = [t for other, t in zip(short, tables, strict=True) if other == name]
+        keys = [k for k in table if len({repr(t.get(k)) for t in same}) > 1]
+        keys = [k for k in keys if not re.search(r"\.(name|description|algorithm)\b", k)]
+        words = [f"({run.name})"] if len(same) > 1 else []
+        for few in (keys[:2], keys[:1]):
+            if len({repr([t.get(k) for k in few]) for t in same}) == len(same):
+                words = [f"{k.rpartition('.')[2]}={table[k]}" for k in few]
+        names.append(" ".join([name, *words]))
+    return names
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree of tables and lists, each with its path."""
+    if not isinstance(value, dict | list):
+        yield path, value
+        return
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(inner, f"{path}.{key}")
 
 
 def _mean(several: Sequence[Series]) -> Series:
@@ -228,5 +259,9 @@ def pictures(run: OpenRun, stage: str) -> None:
         for title, path in found:
             with ui.element("section").classes("panel"):
                 ui.label(title).style("font-weight: 600")
-                quoted = title.replace('"', "'").replace("\\", "/")
-                ui.image(path).props(f'alt="{quoted}"').style("max-width: 100%")
+                ui.image(path).props(f'alt="{quoted(title)}"').style("max-width: 100%")
+
+
+def quoted(text: str) -> str:
+    """A text for the value of a property."""
+    return text.replace('"', "'").replace("\\", "/")

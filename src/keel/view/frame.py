@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from nicegui import events, ui
 
 from keel.analysis.text import visible
+from keel.view import formula
 from keel.view.address import Address
 
 EVERY = 2.0
 """Seconds between two looks at the files."""
 PAGES = (("/", "Runs", "r"), ("/curves", "Curves", "c"), ("/rollouts", "Rollouts", "o"),
          ("/diagnosis", "Diagnosis", "d"), ("/objective", "Objective", "f"))  # fmt: skip
+FONT_PATH = "/math.woff2"
 STYLE = """
 body { font-size: 15px; }
 .q-layout { --q-primary: #0072B2; }
@@ -34,9 +36,6 @@ body { font-size: 15px; }
 .tok { unicode-bidi: isolate; direction: ltr; border-radius: 2px; cursor: pointer; }
 .tok:hover { outline: 1px solid currentColor; }
 .tok.env { font-style: italic; }
-.formula { font-family: "STIX Two Math", "Cambria Math", "DejaVu Serif", serif; font-size: 17px;
-           overflow-x: auto; max-width: 100%; }
-.formula math { text-align: left; margin: 2px 0; }
 .figure { font-variant-numeric: tabular-nums; }
 .q-table td, .q-table th { padding: 4px 8px; }
 .q-table td { max-width: 420px; overflow: hidden; text-overflow: ellipsis; }
@@ -100,7 +99,7 @@ def page(shown: Shown, title: str, keys: Keys | None = None) -> Iterator[None]:
 
 def begin(title: str, theme: str | None) -> None:
     """The style, title and theme of a page."""
-    ui.add_css(STYLE)
+    ui.add_css(STYLE + formula.STYLE + formula.font_face(FONT_PATH))
     ui.page_title(visible(f"{title} · Keel", 120))
     ui.dark_mode({"dark": True, "light": False}.get(theme or ""))
 

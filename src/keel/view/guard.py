@@ -21,12 +21,20 @@ class Guard:
     """Refuses requests and websockets that do not come from where they may.
 
     The `Host` header must name one of `hosts`, against a foreign name that resolves to this machine
-    (DNS rebinding); an `Origin` must be the host, against pages of other sites. With a
+    (DNS rebinding); an `Origin` must be the host, and what browsers say that another site asks
+    for must be a page of its own (a followed link), no image or frame of that site. With a
     `token`, a request needs it, once as `?token=` and then as the cookie that this sets.
+    `before` is called before each request that is let in.
     """
 
-    def __init__(self, app: App, hosts: Iterable[str] | None, token: str | None) -> None:
-        self.app = app
+    def __init__(
+        self,
+        app: App,
+        hosts: Iterable[str] | None,
+        token: str | None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.app, self.before = app, before
         self.hosts = None if hosts is None else {host.lower() for host in hosts}
         self.token = token
 
@@ -47,6 +55,8 @@ class Guard:
         if wrong is not None:
             await _refuse(scope, receive, send, wrong)
             return
+
+        self.before()
 
         async def with_cookie(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -70,7 +80,10 @@ class Guard:
             return "this server does not understand the request's host or origin"
         if self.hosts is not None and host not in self.hosts:
             return f"this server does not answer for the host {host!r}"
-        if "origin" in headers and origin != headers.get("host"):
+        of_others = headers.get("sec-fetch-site") == "cross-site"
+        followed = headers.get("sec-fetch-dest") == "document"
+        foreign = "origin" in headers and origin != headers.get("host")
+        if foreign or (of_others and not followed):
             return "this server does not answer pages of other sites"
         return None
 

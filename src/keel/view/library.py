@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -11,10 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from keel.analysis.panels import with_first
 from keel.analysis.text import visible
 from keel.config.load import load_run_recipe
 from keel.runs.files import is_taken
-from keel.runs.follow import FollowedFile
+from keel.runs.follow import Column, FollowedFile
 from keel.runs.layout import RECIPE, RunFolder
 from keel.runs.reader import Run, load
 from keel.types import KeelError
@@ -55,6 +57,14 @@ class OpenRun:
         with self._lock:
             return self.metrics.update(), self.timings.update()
 
+    def columns(self, stage: str) -> Mapping[str, Column]:
+        """The metrics of a stage; evaluations begin with the one before its first step."""
+        try:
+            info = self.run.info()
+        except KeelError:  # the status says so
+            info = {}
+        return with_first(self.metrics.columns(stage), info, stage)
+
     def stage_config(self, stage: str) -> Mapping[str, Any]:
         """The table of a stage in the recipe."""
         for at, name in enumerate(self.run.stages):
@@ -81,6 +91,21 @@ class OpenRun:
     @property
     def seed(self) -> int:
         return int(self.recipe.get("seed", 0))
+
+    @property
+    def tasks(self) -> str:
+        """What the last stage trains on: tasks, data or an environment by name, files by theirs."""
+        stage = self.recipe["stages"][-1]
+        tables = stage.get("tasks") or [stage.get("data"), stage.get("environment")]
+        found = [[t.get(key) for key in ("path", "name", "id")] for t in tables if t]
+        names = [[name for name in one if name not in (None, "none")] for one in found]
+        return ", ".join(Path(str(one[0])).name for one in names if one)
+
+    @property
+    def begun(self) -> str:
+        """When the recipe was written, to the minute."""
+        when = time.localtime(self.folder.recipe.stat().st_mtime)
+        return time.strftime("%Y-%m-%d %H:%M", when)
 
     def rollout_steps(self) -> list[tuple[str, int]]:
         """The stages and steps that have rollouts, in the order of the run."""
@@ -174,12 +199,18 @@ def _runs_below(folder: Path, depth: int) -> list[Path]:
             return [folder]
         if depth == 0 or not folder.is_dir():
             return []
-        inside = sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink())
+        inside = [p for p in folder.iterdir() if p.is_dir() and not p.is_symlink()]
     except OSError:  # a folder that may not be read holds no run to show
         return []
     # Not in hidden folders, such as an environment's.
-    seen = [path for path in inside if not path.name.startswith(".")]
+    seen = sorted((p for p in inside if not p.name.startswith(".")), key=_natural)
     return [run for path in seen for run in _runs_below(path, depth - 1)]
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """A key by which names with numbers are sorted by these: run-2 before run-10."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(int(part) if part.isdecimal() else -1, part) for part in parts]
 
 
 def pictures_of(run: OpenRun, stage: str) -> list[tuple[str, Path]]:

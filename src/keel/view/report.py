@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files as resources
 from pathlib import Path
@@ -22,6 +21,7 @@ from keel.runs import files
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
 from keel.types import KeelError
+from keel.view.formula import STYLE, font_face
 from keel.view.library import Library, OpenRun, pictures_of
 from keel.view.rows import Row, legend, number, prompt_text, summary, verdicts
 from keel.view.status import formula_of, panels, status_of
@@ -63,6 +63,7 @@ def html(run: OpenRun, price: float | None = None) -> str:
     diagnoses, rollouts = diagnose(run.run, damaged), _rollouts(run, damaged)
     return environment.from_string(source).render(
         name=run.name,
+        formula_style=Markup(STYLE + font_face()),
         info=run.run.info(),
         stages=stages,
         diagnoses=diagnoses,
@@ -74,7 +75,7 @@ def html(run: OpenRun, price: float | None = None) -> str:
 
 
 def _stage(run: OpenRun, stage: str, price: float | None) -> dict[str, Any]:
-    columns = run.metrics.columns(stage)
+    columns = run.columns(stage)
     window = max(1, max((len(c.steps) for c in columns.values()), default=1) // 40) * 2 - 1
     return {
         "name": stage,
@@ -117,14 +118,7 @@ def _rollouts(run: OpenRun, damaged: list[str]) -> dict[str, Any] | None:
         except KeelError:
             damaged.append(run.folder.rollouts(run.run.stages.index(stage), step).name)
             continue
-        groups = [rows.members(group) for group in dict.fromkeys(rows.groups)]
-
-        def spread(members: Sequence[int], rows: StepRows = rows) -> float:
-            rewards = [rows.scores[at] for at in members if math.isfinite(rows.scores[at])]
-            return max(rewards, default=0.0) - min(rewards, default=0.0)
-
-        chosen = sorted(groups, key=spread, reverse=True)[:GROUPS]
-        shown = [_group(rows, members) for members in chosen]
+        shown = [_group(rows, members) for members in rows.widest[:GROUPS]]
         return {
             "stage": stage,
             "step": step,
@@ -209,7 +203,7 @@ def _plot(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
             color=colour,
             marker=marker,
             linestyle=("-", "--", "-.", ":")[at % 4],
-            label=one.label,
+            label=_plain(one.label),
         )
         if one.low is not None and one.high is not None:
             target.fill_between(one.steps, one.low, one.high, color=colour, alpha=0.15, linewidth=0)
@@ -218,7 +212,13 @@ def _plot(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
     for part in (axes, right):
         if part is not None and part.get_ylim()[0] < 0 and not _below_zero(series):
             part.set_ylim(bottom=0)
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
+    wide = sum(len(one.label) for one in series) > 50  # more columns would narrow the axes
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=2 if wide else 4)
+
+
+def _plain(label: str) -> str:
+    """A label as text: matplotlib sets dollars as mathematics, and hides what begins with _."""
+    return visible(f" {label}" if label.startswith("_") else label, 60).replace("$", r"\$")
 
 
 def _below_zero(series: Sequence[Series]) -> bool:
@@ -230,7 +230,7 @@ def _below_zero(series: Sequence[Series]) -> bool:
 def _write_png(path: Path, run: OpenRun) -> None:
     """The panels of the last stage under each other."""
     stage = run.stage()
-    columns = run.metrics.columns(stage)
+    columns = run.columns(stage)
     found = panels(run, stage)
     if not found:
         return
@@ -239,4 +239,4 @@ def _write_png(path: Path, run: OpenRun) -> None:
             figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True
         ):
             _plot(axes, panel, series_of(panel, columns))
-            axes.set_title(panel.title, loc="left", fontweight="bold", pad=22)
+            axes.set_title(_plain(panel.title), loc="left", fontweight="bold", pad=22)

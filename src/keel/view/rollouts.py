@@ -20,7 +20,7 @@ from keel.analysis.token_values import (
     token_html,
 )
 from keel.types import KeelError
-from keel.view.address import LARGEST, NUMBERS, Address
+from keel.view.address import CHOICES, LARGEST, NUMBERS, Address
 from keel.view.frame import EVERY, Shown, page, problem
 from keel.view.library import Library
 from keel.view.linked_table import LinkedTable
@@ -42,12 +42,15 @@ LONGEST, TOKENS = 20_000, 2_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A completion of a step, all that is shown of it, and the group it is in as lines."""
+    """A completion of a step, all that is shown of it, the group it is in as lines, the place of
+    that among the groups, and the best completion of each group."""
 
     row: int
     one: Row | None
     group: list[dict[str, Any]]
     loss: dict[str, float]
+    place: int = 0
+    groups: tuple[int, ...] = ()
 
 
 class RolloutsPage:
@@ -61,6 +64,7 @@ class RolloutsPage:
         stage = address.stage if address.stage in stages else (stages[-1] if stages else None)
         self.shown = Shown("/rollouts", address.but(run=(name,), stage=stage))
         self.asked = 0
+        self.choice = Choice(0, None, [], {})
         self.searches = 0
 
     @property
@@ -77,6 +81,8 @@ class RolloutsPage:
         keys = {
             "ArrowLeft": ("earlier step", lambda: self.move(-1)),
             "ArrowRight": ("later step", lambda: self.move(1)),
+            "n": ("next group", lambda: self.turn(1)),
+            "p": ("previous group", lambda: self.turn(-1)),
             "j": ("next completion", lambda: self.advance(1)),
             "k": ("previous completion", lambda: self.advance(-1)),
             ".": ("next token", lambda: self._step_token(1)),
@@ -132,7 +138,7 @@ class RolloutsPage:
             await self.open(near, None)
 
     async def open(self, step: int, row: int | None, token: int | None = None) -> None:
-        """Show a step; without `row` its best completion."""
+        """Show a step; without `row` the best completion of the group whose rewards differ most."""
         self.shown.change(step=step, row=row, token=token)
         self.step.value = step
         self.loss.text = ""
@@ -147,6 +153,12 @@ class RolloutsPage:
         """Show a completion further down or up; keys that come while one is read add up."""
         self.shown.change(row=max(0, (self.address.row or 0) + by))
         await self.choose(self.address.row or 0)
+
+    async def turn(self, by: int) -> None:
+        """Show the next group of the step, or the one before."""
+        at = self.choice.place + by
+        if 0 <= at < len(self.choice.groups):
+            await self.choose(self.choice.groups[at])
 
     async def _show(self, row: int | None) -> None:
         """Read a completion of the address's step, and show it unless another was asked for."""
@@ -167,6 +179,7 @@ class RolloutsPage:
             if wrong is not None:
                 problem(wrong)
             elif found is not None and found.one is not None:
+                self.choice = found
                 self.shown.change(row=found.row)
                 self.loss.text = _loss_text(found.loss)
                 self._prompt(found.one)
@@ -179,16 +192,19 @@ class RolloutsPage:
         rows = self.run.rows(str(self.address.stage), step)
         if not len(rows):
             return Choice(0, None, [], {})
-        at = rows.best if row is None else min(max(row, 0), len(rows) - 1)
+        at = rows.widest[0][0] if row is None else min(max(row, 0), len(rows) - 1)
+        groups = tuple(members[0] for members in rows.by_group.values())
         group = [
             {**summary(rows[place]), "id": place, "rank": rank, "shown": "▸" if place == at else ""}
-            for rank, place in enumerate(rows.members(rows.groups[at]), start=1)
+            for rank, place in enumerate(rows.by_group[rows.groups[at]], start=1)
         ]
-        return Choice(at, rows[at], group, rows.loss)
+        place = [*rows.by_group].index(rows.groups[at])
+        return Choice(at, rows[at], group, rows.loss, place, groups)
 
     def _head(self) -> None:
         """The controls of the step, hidden while there is none."""
         with ui.row().classes("items-center w-full").style("gap: 8px 14px") as self.head:
+            ui.label(visible(self.run.name, 100)).style("font-weight: 600")
             self.stages = ui.select([], label="stage")
             self.stages.on_value_change(lambda e: self._stage(e.value))
             _icon("chevron_left", "earlier step", lambda: self.move(-1))
@@ -224,6 +240,12 @@ class RolloutsPage:
     def _prompt(self, one: Row) -> None:
         with ui.element("section").classes("panel w-full"):
             with ui.row().classes("items-center"):
+                place, count = self.choice.place, len(self.choice.groups)
+                back = _icon("chevron_left", "previous group", lambda: self.turn(-1))
+                ui.label(f"{place + 1} of {count}").classes("figure").props("data-testid=place")
+                on = _icon("chevron_right", "next group", lambda: self.turn(1))
+                back.set_enabled(place > 0)
+                on.set_enabled(place < count - 1)
                 ui.label(visible(f"Prompt {one['prompt_id']}", 200)).style("font-weight: 600")
                 ui.button("through the steps", on_click=lambda: self._same_prompt(one)).props(
                     "flat dense no-caps size=sm data-testid=same-prompt"
@@ -342,8 +364,8 @@ class RolloutsPage:
             ):
                 number = ui.number(label=label, value=getattr(address, key))
                 self.limits[key] = number.props("dense clearable").style("width: 96px")
-            finish = ["eos", "stop", "length"]
-            select = ui.select(finish, value=address.finish, label="ended by", clearable=True)
+            finish = CHOICES["finish"]
+            select = ui.select([*finish], value=address.finish, label="ended by", clearable=True)
             self.limits["finish"] = select.props("dense").style("width: 110px")
             ui.button("search", on_click=self.search).props("outline no-caps data-testid=go")
         self.box.on("keydown.enter", self.search)
@@ -424,10 +446,10 @@ def _loss_text(terms: Mapping[str, float]) -> str:
     return f"loss of the step, summed over its tokens: {shown}" if terms else ""
 
 
-def _icon(icon: str, name: str, do: Callable[[], object]) -> None:
+def _icon(icon: str, name: str, do: Callable[[], object]) -> ui.button:
     """A button with a picture, and a name for who does not see it."""
     button = ui.button(icon=icon, on_click=do).props(f'flat dense aria-label="{name}"')
-    button.tooltip(name)
+    return button.tooltip(name)
 
 
 def _limit(key: str, value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from keel.analysis.text import visible
 from keel.analysis.token_values import Measure, scale_of
 from keel.runs.rollouts import COMPONENT, EXTRA
+from keel.types import shown_text
 
 PREVIEW = 160
 """Characters of a text in a table."""
@@ -46,7 +47,7 @@ def prompt_text(content: Any) -> str:
     """A prompt as text; of a conversation each message with its role."""
     if isinstance(content, str):
         return content
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in content)
+    return "\n".join(f"{turn['role']}: {shown_text(turn)}" for turn in content)
 
 
 def score(row: Row) -> float:

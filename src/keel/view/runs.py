@@ -16,9 +16,10 @@ from keel.view.frame import EVERY, Problems, Shown, page, problem
 from keel.view.library import Library, OpenRun
 from keel.view.linked_table import LinkedTable
 from keel.view.rows import columns_of, figure
-from keel.view.status import status_of
+from keel.view.status import formula_of, status_of
 
-SHOWN = ("reward", "episode/return", "eval/return", "eval/accuracy", "loss")
+SHOWN = ("reward", "episode/return", "eval/return", "loss")
+ACCURACY = ("eval/pass@1", "eval/accuracy")
 
 
 def runs_page(library: Library, address: Address) -> None:
@@ -74,21 +75,25 @@ def _line(library: Library, name: str, link: str) -> dict[str, Any]:
         run = library.get(name)
         run.update()
         stage = run.stage()
-        status, columns = status_of(run, stage), run.metrics.columns(stage)
+        status, columns = status_of(run, stage), run.columns(stage)
     except KeelError as error:
         state = visible(str(error), 100)
         return {"id": name, "run": visible(name, 80), "state": state, "link": link}
     last = next(((n, columns[n].values[-1]) for n in SHOWN if n in columns), ("", None))
+    accuracy = next((columns[n].values[-1] for n in ACCURACY if n in columns), None)
     return {
         "id": name,
         "run": visible(name, 80),
         "state": status.state,
+        "begun": run.begun,
+        "task": visible(run.tasks, 60),
         "algorithm": visible(run.algorithm, 40),
         "seed": run.seed,
         "step": status.step,
         "steps": status.steps,
         "measure": last[0],
         "newest": figure(last[1]),
+        "accuracy": figure(accuracy),
         "link": link,
     }
 
@@ -97,8 +102,11 @@ def objective_page(library: Library, address: Address) -> None:
     """Build the page: what the run optimises, term by term, and its recipe."""
     run = _first(library, address)
     with page(Shown("/objective", address.but(run=(run.name,))), f"objective of {run.name}"):
+        ui.label(visible(run.name, 100)).style("font-weight: 600")
         none = "this run has no stage of reinforcement learning on a language model"
         text = str(run.run.info().get("objective", none))
+        for line in [line for stage in run.run.stages for line in formula_of(run, stage)]:
+            ui.html(line, sanitize=False).classes("formula").props("data-testid=formula")
         label = ui.label(visible(text, lines=True)).classes("text")
         label.style("overflow-x: auto; max-width: 100%; white-space: pre")
         with ui.expansion("the resolved recipe").classes("w-full"):
@@ -111,6 +119,7 @@ def diagnosis_page(library: Library, address: Address) -> None:
     run = _first(library, address)
     shown = Shown("/diagnosis", address.but(run=(run.name,)))
     with page(shown, f"diagnosis of {run.name}"):
+        ui.label(visible(run.name, 100)).style("font-weight: 600")
         column = ui.column().classes("w-full").props("data-testid=diagnosis")
         with column:
             ui.label("reading the run …").classes("muted")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from latex2mathml.converter import convert
 
 from keel.analysis.panels import Panel, panels_of
 from keel.config.objective import explain_stage
 from keel.config.schema import RLStage
+from keel.view.formula import mathml
 from keel.view.library import OpenRun, recipe_of
 
 
@@ -79,7 +79,7 @@ def panels(run: OpenRun, stage: str) -> list[Panel]:
     """The panels of a stage."""
     config = run.stage_config(stage)
     alone = config.get("rollout", {}).get("group_size") == 1
-    return panels_of(str(config["stage"]), list(run.metrics.columns(stage)), alone=alone)
+    return panels_of(str(config["stage"]), list(run.columns(stage)), alone=alone)
 
 
 def formula_of(run: OpenRun, stage: str) -> list[str]:
@@ -90,4 +90,4 @@ def formula_of(run: OpenRun, stage: str) -> list[str]:
         return []
     lora = recipe is not None and recipe.model.lora is not None
     lines = [line.latex for line in explain_stage(found, lora=lora).objective]
-    return [convert(line, display="block") for line in lines]
+    return [mathml(line) for line in lines]

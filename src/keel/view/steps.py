@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, overload
 
 import pyarrow as pa
@@ -41,15 +43,23 @@ class StepRows(Sequence[Row]):
             raise IndexError(at)
         return rows_of(self.table.slice(at, 1))[0]
 
-    @property
-    def best(self) -> int:
-        """The place of the completion with the highest reward."""
-        return max(range(len(self)), key=self.scores.__getitem__, default=0)
+    @cached_property
+    def by_group(self) -> dict[int, list[int]]:
+        """The places of the completions of each group, best first."""
+        found: dict[int, list[int]] = {}
+        for at in sorted(range(len(self)), key=lambda at: -self.scores[at]):
+            found.setdefault(self.groups[at], []).append(at)
+        return {group: found[group] for group in dict.fromkeys(self.groups)}
 
-    def members(self, group: int) -> list[int]:
-        """The places of the completions of a group, best first."""
-        found = [at for at, one in enumerate(self.groups) if one == group]
-        return sorted(found, key=lambda at: -self.scores[at])
+    @property
+    def widest(self) -> list[list[int]]:
+        """The groups, those first whose rewards differ most."""
+
+        def spread(members: list[int]) -> float:
+            rewards = [self.scores[at] for at in members if math.isfinite(self.scores[at])]
+            return max(rewards, default=0.0) - min(rewards, default=0.0)
+
+        return sorted(self.by_group.values(), key=spread, reverse=True)
 
     @property
     def loss(self) -> dict[str, float]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from keel.config.entry import passed
 from keel.data.tasks import build_task
+from keel.data.tasks.base import position
 from keel.data.tasks.stored import DataTask
 from keel.types import KeelError
 from tests.data.tasks.made import completion, jsonl, source
@@ -76,6 +79,89 @@ def test_train_prompts_in_the_validation_split_are_left_out(tmp_path: Path) -> N
     assert task.prompt("validation", 0).id == "jsonl:train/heldout/0"
     with pytest.raises(KeelError, match="every train prompt is also in"):
         build("jsonl", path=train, validation_path=train, **KEYS)
+
+
+def test_blanks_and_line_endings_make_no_other_prompt(tmp_path: Path) -> None:
+    forms = ("{}", " {}\n", "{}\r\n", "\u00a0{}\t")
+    texts = [
+        f.format(f"Add {n}.{end}Then double it.")
+        for n in range(60)
+        for f in forms
+        for end in ("\n", "\r\n", "\r")
+    ]
+    rows: list[dict[str, Any]] = [{"prompt": text} for text in texts]
+    talks = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+    for name, every in (("a", rows), ("b", talks)):
+        task = build("jsonl", path=jsonl(tmp_path / f"{name}.jsonl", every))
+        held = [task.prompt("validation", at).id for at in range(task.size("validation"))]
+        numbers = sorted(int(one.rsplit("/", 1)[1]) for one in held)
+        assert 0 < len(numbers) < len(texts)
+        questions = {number // 12 for number in numbers}
+        assert numbers == [12 * q + at for q in sorted(questions) for at in range(12)]
+    # Blanks within a text are part of it.
+    assert position("a  b") != position("a b") != position("a\nb")
+    train = jsonl(tmp_path / "train.jsonl", [{"prompt": "x\r\ny "}, {"prompt": "z"}])
+    keys = {"path": train, "validation_path": jsonl(tmp_path / "v.jsonl", [{"prompt": "x\ny"}])}
+    assert build("jsonl", **keys).overlap == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "gold", "right", "wrong"),
+    [
+        (["Oslo", "Kristiania"], "Oslo", ["Oslo", " Kristiania\n"], ["['Oslo']", "Bergen"]),
+        ([14.0, None, math.nan], "14", ["14"], ["14.0", "nan", "None"]),
+        (14.0, "14", ["14"], ["14.0"]),
+        (0.5, "0.5", ["0.5"], ["0"]),
+        (True, "True", ["True"], ["1"]),
+    ],
+)
+def test_answers_are_texts_numbers_or_lists(
+    value: Any, gold: str, right: list[str], wrong: list[str], tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "gold": value}])
+    task = build("jsonl", path=path, answer="gold")
+    prompt = task.prompt("train", 0)
+    assert task.gold(prompt) == gold
+    assert [task.score(prompt, completion(text)) for text in right] == [1.0] * len(right)
+    assert [task.score(prompt, completion(text)) for text in wrong] == [0.0] * len(wrong)
+
+
+def test_squads_answers_are_a_key_of_a_table(tmp_path: Path) -> None:
+    answers = {"text": ["Oslo", "Kristiania"], "answer_start": [3, 40]}
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": "p", "answers": answers, "n": 14.0}]),
+        tmp_path / "a.parquet",
+    )
+    path = str(tmp_path / "a.parquet")
+    with pytest.raises(KeelError, match=r"table of text, answer_start: .* answer = 'answers.text'"):
+        build("parquet", path=path, answer="answers")
+    task = build("parquet", path=path, answer="answers.text")
+    prompt = task.prompt("train", 0)
+    assert task.gold(prompt) == "Oslo"
+    assert prompt.columns["answer"] == ["Oslo", "Kristiania"]
+    assert task.score(prompt, completion("Kristiania")) == 1.0
+    with pytest.raises(KeelError, match=r"unknown answer column 'answers\.texts'"):
+        build("parquet", path=path, answer="answers.texts")
+    assert build("parquet", path=path, answer="n").prompt("train", 0).columns["answer"] == 14
+
+
+@pytest.mark.parametrize("value", [math.nan, [], [None, math.nan], None])
+def test_an_answer_without_content_is_empty(value: Any, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "gold": value}])
+    with pytest.raises(KeelError, match=r"a.jsonl:1: the answer column 'gold' is empty"):
+        build("jsonl", path=path, answer="gold")
+    if value is None or isinstance(value, float):
+        with pytest.raises(KeelError, match=r"a.jsonl:1: column 'gold' is empty"):
+            build("jsonl", path=path, prompt="gold")
+
+
+@pytest.mark.parametrize("value", [[{"a": 1}], [["a"], ["b"]], ["a", b"b"]])
+def test_lists_of_anything_else_are_no_answers(value: Any, tmp_path: Path) -> None:
+    with (
+        passed({"rows": lambda: [{"prompt": "p", "gold": value}]}),
+        pytest.raises(KeelError, match=r"row 1: the answer column 'gold' is no text, and no l"),
+    ):
+        build("python:rows", answer="gold")
 
 
 def test_parquet_and_datasets_and_python_give_the_same(

@@ -94,6 +94,34 @@ def test_the_first_bad_row_stops_unless_told_otherwise(number: int, tmp_path: Pa
     assert "\n" not in str(error.value)
 
 
+def test_one_message_counts_every_kind_of_bad_row(tmp_path: Path) -> None:
+    rows: list[Any] = [{"prompt": f"p{n}", "gold": n} for n in range(160)]
+    for n in (18, 30, 77):
+        rows[n] = {"prompt": f"p{n}", "gold": None}
+    rows[139] = {"prompt": {"q": 1}, "gold": 1}
+    rows[150] = {"prompt": "", "gold": 1}
+    rows[151] = {"prompt": " ", "gold": 1}
+    lines = [json.dumps(row) for row in rows] + ["{", '{"a": }']
+    path = written(tmp_path / "rows.jsonl", *lines)
+    with pytest.raises(KeelError) as error:
+        data_task(path=path, answer="gold")
+    text = str(error.value)
+    assert text.startswith(f"{path}:19: the answer column 'gold' is empty: leave the row out (3 ")
+    for said in (
+        ":140: column 'prompt' holds a table",
+        ":151: the prompt is empty",
+        "(8 bad rows)",
+    ):
+        assert said in text
+    assert text.count("not JSON") == 2  # of two kinds
+    assert text.endswith('; tasks.bad_rows = "quarantine" drops bad rows')
+    assert len(data_task(path=path, answer="gold", **QUARANTINE).left_out) == 8
+    # Values do not make kinds of their own.
+    pairs = [{"prompt": "p", "chosen": "a", "rejected": "b", "margin": m} for m in ("x", "y", "z")]
+    with pytest.raises(KeelError, match=r"column 'margin' = 'x': .* \(3 rows like it\); data.bad"):
+        read_pairs(PreferenceData(name="jsonl", path=jsonl(tmp_path / "b.jsonl", pairs)))
+
+
 def test_a_file_of_bad_rows_alone_is_an_error(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", "{", '{"prompt": ""}')
     with pytest.raises(KeelError, match=r"no row of 2 can be read; the first: .*:1: not JSON"):

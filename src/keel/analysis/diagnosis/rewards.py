@@ -14,6 +14,7 @@ from keel.analysis.diagnosis.values import RolloutSample, Symptom
 
 ROLLOUTS = 8
 ENDS = ("low", "high")
+COMPONENT = "evaluation.component"
 JUDGES = ("exact_match", "numeric_match", "place_match", "math", "code", "task")
 """Built-in rewards whose 1 means that the answer is right."""
 
@@ -42,6 +43,40 @@ def gold_falls(history: StageHistory) -> Symptom | None:
     evidence = (f"the reward rose from {course.first:.3g} to {course.last:.3g}", line)
     figures = {"reward_first": course.first, "reward_last": course.last, **figures}
     return Symptom(first, int(steps[-1]), evidence, figures, _best_rewarded(history))
+
+
+def gold_still(history: StageHistory) -> Symptom | None:
+    """The reward rises and a score that it should serve does not. Over 20 steps or more the
+    reward's trend is up (p < 0.01), by 30 % of its first value (and a tenth of `reward_std`) or by
+    a quarter of `reward_std`, and some reward that is trained on is not declared as correctness,
+    while none that is rises. The median of the later half of `eval/pass@1` is below 0.9 and at
+    most 0.05 above the first value, which may be that before the stage; its 95 % interval at the
+    end is at most 0.35 wide."""
+    steps, reward = history.column("reward")
+    course, spreads = trend(reward), history.values("reward_std")
+    paid = [s for s in history.rewards() if s.get("weight", 1.0) > 0]
+    right = [s for s in paid if _judges(s) or reward_name(s) == history.setting(COMPONENT)]
+    own, rise = abs(course.first), course.last - course.first
+    spread = float(np.median(spreads)) if len(spreads) else own
+    if len(steps) < 20 or not course.rises():
+        return None
+    if rise < max(0.1 * spread, min(0.25 * spread, 0.3 * own)):
+        return None
+    rising = [s for s in right if trend(history.values(_mean_of(s))).rises()]
+    found = _evaluated(history, "eval/pass@1")
+    falls = _evaluations(history) or _unweighted(history)
+    if len(right) == len(paid) or rising or falls or len(found) < 2:
+        return None
+    later = float(np.median([mean for _, mean, *_ in found[len(found) // 2 :]]))
+    (at, first, *_), (newest, _, low, high) = found[0], found[-1]
+    if later > first + 0.05 or later >= 0.9 or high - low > 0.35:
+        return None
+    evidence = (
+        f"the reward rose from {course.first:.3g} to {course.last:.3g}",
+        f"eval/pass@1 went from {first:.3g} (step {at}) to {later:.3g} (step {newest})",
+    )
+    figures = {"reward_first": course.first, "reward_last": course.last}
+    return Symptom(int(steps[0]), int(steps[-1]), evidence, figures, _best_rewarded(history))
 
 
 def length_reward(history: StageHistory) -> Symptom | None:
@@ -169,16 +204,24 @@ def _judges(source: Mapping[str, Any]) -> bool:
     return source["function"] in JUDGES if declared in (None, "none") else bool(declared)
 
 
-def _evaluations(history: StageHistory) -> tuple[int, str, dict[str, float]] | None:
-    """The newest evaluation against the best before it, the one before the stage included."""
-    name = history.pass_at_1
-    if name is None:
-        return None
+def _mean_of(source: Mapping[str, Any]) -> str:
+    return f"rewards/{reward_name(source)}/mean"
+
+
+def _evaluated(history: StageHistory, name: str) -> list[tuple[float, ...]]:
+    """The evaluations with their intervals, the one before the stage as of step 0."""
     steps, means = history.column(name)
     found = list(zip(steps, means, *(history.values(f"{name}/{e}") for e in ENDS), strict=False))
     before = history.before
     if before is not None and all(before.get(key) is not None for key in ("mean", *ENDS)):
         found.insert(0, (0, before["mean"], before["low"], before["high"]))
+    return found
+
+
+def _evaluations(history: StageHistory) -> tuple[int, str, dict[str, float]] | None:
+    """The newest evaluation against the best before it, the one before the stage included."""
+    name = history.pass_at_1
+    found = [] if name is None else _evaluated(history, name)
     if len(found) < 2:
         return None
     at, best, low, _ = max(found[:-1], key=lambda one: one[1])
@@ -199,7 +242,7 @@ def _unweighted(history: StageHistory) -> tuple[int, str, dict[str, float]] | No
     for source in history.rewards():
         if source.get("weight", 1.0) != 0:
             continue
-        name = f"rewards/{reward_name(source)}/mean"
+        name = _mean_of(source)
         steps, gold = history.column(name)
         if len(gold) < 20:
             continue

@@ -287,6 +287,19 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         severity="error",
     ),
     Condition(
+        "gold-still",
+        "The reward rises while the score that counts stands still",
+        rewards.gold_still,
+        (
+            "The reward pays for something else than right answers",
+            "Its model was trained on few pairs, or on answers of another policy",
+        ),
+        (
+            Advice(FUNCTIONS, "train on the score that counts as well", direction="other"),
+            Advice(BETA, "holds the policy where the reward was made for", factor=3),
+        ),
+    ),
+    Condition(
         "format-hacking",
         "The form of answers is learned and the content is not",
         rewards.format_hacking,

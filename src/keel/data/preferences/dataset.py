@@ -16,7 +16,7 @@ from keel.config.stage import Records
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
-from keel.data.tables import Gathered, Table, all_bad, read_table, rows_table
+from keel.data.tables import Gathered, Table, all_bad, list_rows, read_table, rows_table
 from keel.data.tasks.base import position
 from keel.data.tasks.generated import take_options
 from keel.runs.quarantine import LeftOut, Why, shortened
@@ -215,7 +215,7 @@ class _DatasetReader(Generic[T]):
         self._check_names(table)
         found: list[_Placed[T]] = []
         dropped: list[LeftOut] = []
-        bad, where = Gathered(self.source.bad_rows), table.where
+        bad, where = Gathered(self.source.bad_rows, table.bad), table.where
         for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
             place = where.place(line)
             origin = Origin(where.source, where.mark, line, row)
@@ -231,7 +231,8 @@ class _DatasetReader(Generic[T]):
                 continue
             ids.add(item.item.id)
             found.append(item)
-        every = sorted([*table.bad, *bad.rows, *dropped], key=lambda left: left.line)
+        bad.check("data")
+        every = sorted([*bad.rows, *dropped], key=lambda left: left.line)
         if not found and len(dropped) < len(every):
             raise all_bad(where.source, [left for left in every if left.why == "bad"])
         if not found:
@@ -338,15 +339,14 @@ def _tables(source: PreferenceData, seed: int) -> tuple[Table, Table | None]:
         raise KeelError(f"preference data {source.name!r}: path is not set: give {what}")
     options: dict[str, Any] = dict(source.options)
     split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
-    bad_rows = source.bad_rows
-    train = read_table(source.name, source.path, options, split, bad_rows)
+    train = read_table(source.name, source.path, options, split, "quarantine")
     if source.validation_path is None:
         return train, None
     if source.name == "datasets":
         other = source.path, options, source.validation_path
     else:
         other = source.validation_path, options, split
-    return train, read_table(source.name, *other, bad_rows)
+    return train, read_table(source.name, *other, "quarantine")
 
 
 def _entry(source: PreferenceData, seed: int) -> Table:
@@ -364,7 +364,7 @@ def _entry(source: PreferenceData, seed: int) -> Table:
         options.setdefault("seed", seed)
     try:
         made = function(**options)
-        rows = None if isinstance(made, str | bytes | Mapping) else list(made)
+        rows = None if isinstance(made, str | bytes | Mapping) else list_rows(made)
     except KeelError:
         raise
     except Exception as error:
@@ -372,4 +372,4 @@ def _entry(source: PreferenceData, seed: int) -> Table:
         raise KeelError(f"{where} raises {message}") from error
     if rows is None:
         raise KeelError(f"{where} returns a {type(made).__name__}: return rows of dicts")
-    return rows_table(rows, where, source.bad_rows)
+    return rows_table(rows, where, "quarantine")

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keel.config.fields import unknown
+from keel.data.messages import read_messages, read_tools
 from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
 from keel.data.tables import encodable
-from keel.types import Content, KeelError, Message
+from keel.types import Content, KeelError, Message, Tools, text_of
 
 SHOWN = 60
 """Characters of a wrong value that its error shows."""
@@ -58,16 +59,23 @@ class Fields:
         value = self.value(name)
         if isinstance(value, str):
             return self._whole(name, value)
-        turns = self._messages(name, "give a text or messages")
+        turns = self._messages(name)
         if turns[-1]["role"] != "assistant":
             raise self.wrong(name, "the last message must be the assistant's")
+        lost = [key for key in ("tool_calls", "reasoning_content") if turns[-1].get(key)]
+        if lost:
+            raise self.wrong(
+                name,
+                f"an answer is a text, and the last message has {lost[0]}: write it into the "
+                "content, as the model writes it, or leave the row out",
+            )
         return turns
 
     def prompt(self, name: str) -> Content:
         """Text that is not blank, or messages."""
         value = self.value(name)
         if not isinstance(value, str):
-            return self._messages(name, "give a text or messages")
+            return self._messages(name)
         if not value.strip():
             raise self.wrong(name, "the prompt is empty: leave the row out")
         return self._whole(name, value)
@@ -97,19 +105,25 @@ class Fields:
             raise self.wrong(name, "give a number from 0 to 1")
         return found
 
-    def _messages(self, name: str, fix: str) -> tuple[Message, ...]:
+    def tools(self) -> Tools:
+        """The row's descriptions of tools; none where the column is absent or null."""
+        try:
+            return read_tools(self.value("tools")) if self.has("tools") else ()
+        except ValueError as error:
+            raise self.wrong("tools", f"it holds {error}") from None
+
+    def tools_column(self) -> dict[str, Any]:
+        """The tools as a column of a prompt; empty without any."""
+        tools = self.tools()
+        return {"tools": list(tools)} if tools else {}
+
+    def _messages(self, name: str) -> tuple[Message, ...]:
         value = self.value(name)
-        turns = value if isinstance(value, list | tuple) else []
-        form = '[{"role": …, "content": …}, …]'
-        if not turns or not all(_is_message(turn) for turn in turns):
-            raise self.wrong(name, f"{fix} ({form}, each content a text)")
-        return tuple(
-            Message(
-                role=self._whole(name, turn["role"]),
-                content=self._whole(name, turn["content"]),
-            )
-            for turn in turns
-        )
+        try:
+            # A column of one answer may hold its message alone.
+            return read_messages([value] if isinstance(value, Mapping) else value)
+        except ValueError as error:
+            raise self.wrong(name, f"give a text or messages: it holds {error}") from None
 
     def _whole(self, name: str, text: str) -> str:
         if not encodable(text):
@@ -160,7 +174,7 @@ def last_turn(
     texts: list[str] = []
     for answer in answers:
         leads.append(() if isinstance(answer, str) else answer[:-1])
-        texts.append(answer if isinstance(answer, str) else answer[-1]["content"])
+        texts.append(answer if isinstance(answer, str) else text_of(answer[-1]))
     if any(lead != leads[0] for lead in leads):
         raise fields.wrong(
             names[1],
@@ -186,7 +200,7 @@ def _joined(
         chat = isinstance(prompt, str) and not text
         return (Message(role="user", content=str(prompt)),) if chat else prompt
     same = (
-        any(prompt == turn["content"] for turn in lead)
+        any(prompt == text_of(turn) for turn in lead)
         if isinstance(prompt, str)
         else tuple(prompt) == lead
     )
@@ -195,18 +209,10 @@ def _joined(
     return lead
 
 
-def _is_message(turn: Any) -> bool:
-    return (
-        isinstance(turn, Mapping)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-    )
-
-
-PAIR = ("prompt", "chosen", "rejected", "probability", "margin")
-LABELLED = ("prompt", "completion", "label")
+PAIR = ("prompt", "chosen", "rejected", "probability", "margin", "tools")
+LABELLED = ("prompt", "completion", "label", "tools")
 FIRST_ERROR = ("first_error", "mistake_index")
-STEPWISE = ("prompt", "input", "completions", "steps", "labels", *FIRST_ERROR)
+STEPWISE = ("prompt", "input", "completions", "steps", "labels", "tools", *FIRST_ERROR)
 """The columns that a row of each kind may have; others are passed over."""
 
 
@@ -220,7 +226,8 @@ def pair(fields: Fields, id: str) -> Preference:
             f"{probability:g}: set probability to 0.5 (a tie), or leave the row out"
         )
     margin = fields.number("margin", 0.0)
-    return Preference(id, prompt, chosen, rejected, probability, margin, origin=fields.origin)
+    more: dict[str, Any] = {"tools": fields.tools(), "origin": fields.origin}
+    return Preference(id, prompt, chosen, rejected, probability, margin, **more)
 
 
 def labelled(fields: Fields, id: str) -> Labelled:
@@ -229,7 +236,7 @@ def labelled(fields: Fields, id: str) -> Labelled:
     label = judgement(fields.value("label"))
     if label is None:
         raise fields.wrong("label", "give true, false or a number from 0 to 1")
-    return Labelled(id, prompt, completion, label, origin=fields.origin)
+    return Labelled(id, prompt, completion, label, tools=fields.tools(), origin=fields.origin)
 
 
 def stepwise(fields: Fields, id: str) -> Stepwise:
@@ -246,7 +253,7 @@ def stepwise(fields: Fields, id: str) -> Stepwise:
     if error is not None and fields.has(error):
         raise fields.wrong(error, "the row has labels as well: drop one of the two")
     labels = _labels(fields, name, len(steps))
-    return Stepwise(id, prompt, steps, labels, origin=fields.origin)
+    return Stepwise(id, prompt, steps, labels, tools=fields.tools(), origin=fields.origin)
 
 
 def _prompt(fields: Fields) -> Content | None:
@@ -273,10 +280,10 @@ def _until(
     """Some writers of Parquet keep integers that may be null as floats, so 3.0 is 3."""
     found = fields.value(column)
     if found is None:
-        return Stepwise.until(id, prompt, steps, None, fields.origin)
+        return Stepwise.until(id, prompt, steps, None, fields.origin, fields.tools())
     index = finite(found)
     if index is None or not 0 <= index < len(steps) or index != int(index):
         raise fields.wrong(
             column, f"give the index of a step, 0 to {len(steps) - 1}, or null where all are right"
         )
-    return Stepwise.until(id, prompt, steps, int(index), fields.origin)
+    return Stepwise.until(id, prompt, steps, int(index), fields.origin, fields.tools())

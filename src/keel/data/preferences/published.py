@@ -207,6 +207,7 @@ def _set(path: Path) -> str:
 def _files(paths: Sequence[Path], bad_rows: BadRows) -> Imported:
     bad = Gathered(bad_rows)
     rows = [row for p in paths for row in _rows(p, "a file of LLMBar", _llmbar, bad)]
+    bad.check()
     return Imported(tuple(rows), bad=tuple(bad.rows))
 
 
@@ -262,6 +263,7 @@ def read_pandalm(path: Path, bad_rows: BadRows = "stop") -> Imported:
     """
     file, bad = path / TEST_SET if path.is_dir() else path, Gathered(bad_rows)
     rows = _rows(file, f"PandaLM's {TEST_SET}", _pandalm, bad)
+    bad.check()
     if len({row.id for row in rows}) < len(rows):
         raise KeelError(f"{file}: two rows have the same idx: fix the file, or download it again")
     answers = [o.row[c] for row in rows if (o := row.origin) for c in ("response1", "response2")]

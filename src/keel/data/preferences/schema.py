@@ -2,7 +2,8 @@
 
 Named as TRL names its columns: `prompt/chosen/rejected`, `prompt/completion/label`,
 `prompt/completions/labels`. Rows with the same `group` hang together, by a column that the data
-names; where it names none (None), rows of one prompt do.
+names; where it names none (None), rows of one prompt do. `tools` are described to the model by the
+chat template.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keel.types import Content
+from keel.types import Content, Tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class Preference:
     probability: float = 1.0
     margin: float = 0.0
     group: str | None = None
+    tools: Tools = ()
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
 
@@ -57,6 +59,7 @@ class Labelled:
     completion: str
     label: float
     group: str | None = None
+    tools: Tools = ()
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
 
@@ -72,6 +75,7 @@ class Stepwise:
     steps: tuple[str, ...]
     labels: tuple[float | None, ...]
     group: str | None = None
+    tools: Tools = ()
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -86,6 +90,7 @@ class Stepwise:
         steps: tuple[str, ...],
         first_error: int | None,
         origin: Origin | None = None,
+        tools: Tools = (),
     ) -> Stepwise:
         """From the index of the first wrong step: right before it, wrong there, unjudged after."""
         if first_error is not None and not 0 <= first_error < len(steps):
@@ -95,7 +100,7 @@ class Stepwise:
         if at < len(steps):
             labels.append(0.0)
         labels += [None] * (len(steps) - len(labels))
-        return Stepwise(id, prompt, steps, tuple(labels), origin=origin)
+        return Stepwise(id, prompt, steps, tuple(labels), tools=tools, origin=origin)
 
 
 def first_wrong(labels: Sequence[float | None]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from string import Formatter
 from typing import Any
 
 from keel.config.fields import unknown
+from keel.data.messages import read_messages
 from keel.data.tables import encodable
-from keel.types import Completion, Content, KeelError, Message, Prompt, Split
+from keel.types import Completion, Content, KeelError, Message, Prompt, Split, text_of
 
 VALIDATION_FRACTION = 0.1
 """Share of the contents that the validation split of an endless task gets."""
@@ -50,10 +52,21 @@ class BaseTask:
 
 
 def position(content: Content) -> float:
-    """Where a content lies in [0, 1), by SHA-256: what decides its split, whatever the order."""
-    text = content if isinstance(content, str) else json.dumps(list(content), sort_keys=True)
+    """Where a content lies in [0, 1), by SHA-256: what decides its split, whatever the order.
+
+    Blanks at the ends of a text and the form of its line endings make no difference.
+    """
+    if isinstance(content, str):
+        text = _trimmed(content)
+    else:
+        turns = [{**turn, "content": _trimmed(text_of(turn))} for turn in content]
+        text = json.dumps(turns, sort_keys=True)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / 2.0**48
+
+
+def _trimmed(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n").strip()
 
 
 def places(content: Content) -> Iterator[float]:
@@ -65,7 +78,7 @@ def places(content: Content) -> Iterator[float]:
     turns = [turn for at, turn in enumerate(content) if at or turn["role"] != "system"]
     yield position(turns)
     if len(turns) == 1:
-        yield position(turns[0]["content"])
+        yield position(text_of(turns[0]))
 
 
 def split_of(content: Content, validation_fraction: float = VALIDATION_FRACTION) -> Split:
@@ -106,7 +119,7 @@ class Presentation:
         for name in (column,) if column is not None else names_of(self.template):
             if name not in row:
                 raise KeelError(f"{where}: {unknown('column', name, row)}")
-            if row[name] is None:
+            if row[name] is None or (isinstance(row[name], float) and math.isnan(row[name])):
                 raise KeelError(f"{where}: column {name!r} is empty: leave the row out")
         if column is not None and not isinstance(row[column], str):
             return self._other(row[column], column, where)
@@ -182,20 +195,7 @@ def _text(text: str, where: str) -> str:
 
 
 def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
-    turns = list(value)
-    fine = [
-        isinstance(turn, Mapping)
-        and isinstance(turn.get("role"), str)
-        and isinstance(turn.get("content"), str)
-        for turn in turns
-    ]
-    if not turns or not all(fine):
-        raise KeelError(
-            f"{where}: column {column!r} holds a list that is not of messages "
-            '([{"role": …, "content": …}, …]): name another column in `prompt`'
-        )
-    if not all(encodable(turn["role"]) and encodable(turn["content"]) for turn in turns):
-        raise KeelError(
-            f"{where}: column {column!r} holds invalid UTF-8 (a lone surrogate): fix it"
-        )
-    return tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
+    try:
+        return read_messages(value)
+    except ValueError as error:
+        raise KeelError(f"{where}: column {column!r} holds {error}") from None

@@ -155,7 +155,7 @@ def _walk(task: Task, prepare: Prepare | None) -> Any:
         index += 1
         idle += 1
         assert prompt is not None
-        key = repr(prompt.content)
+        key = repr((prompt.content, prompt.tools))
         if key in seen:
             continue
         seen.add(key)

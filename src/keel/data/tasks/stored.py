@@ -11,14 +11,26 @@ from typing import Any
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
-from keel.data.tables import Gathered, Row, Table, Where, all_bad, encodable, read_table, rows_table
+from keel.data.gold import gold_entries, read_gold
+from keel.data.messages import read_tools
+from keel.data.tables import (
+    Gathered,
+    Row,
+    Table,
+    Where,
+    all_bad,
+    encodable,
+    list_rows,
+    read_table,
+    rows_table,
+)
 from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, split_of
 from keel.data.tasks.generated import take_options
 from keel.data.tasks.user import UserTask
 from keel.graders.formats import same_text
 from keel.graders.stated import answer_part
 from keel.runs.quarantine import LeftOut, Why
-from keel.types import Completion, Content, KeelError, Prompt, Split
+from keel.types import Completion, Content, KeelError, Prompt, Split, Tools
 
 KINDS = {
     "jsonl": "a file with one JSON object a line",
@@ -29,12 +41,13 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredExample:
-    """One row, ready: its number in its file (from 0), its line (from 1), and its prompt."""
+    """One row, ready: its number in its file (from 0), its line (from 1), its prompt and tools."""
 
     number: int
     line: int
     body: Content
     row: Row
+    tools: Tools = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +62,8 @@ class DataTask(BaseTask):
     """Rows on two splits.
 
     `left_out` are the rows of its files that are in neither: bad ones, and train rows whose prompt
-    is also in the validation split (`overlap` counts these). The gold answer is the text of the
-    `answer` column; the reward is exact match with it, ignoring blanks at its ends, where an answer
-    column is set.
+    is also in the validation split (`overlap` counts these). If an answer column is set, the reward
+    is exact match with its text, or with any entry of its list, ignoring blanks at the ends.
     """
 
     correctness = True
@@ -90,17 +102,17 @@ class DataTask(BaseTask):
         entry = self.splits[split].entries[index]
         columns = dict(entry.row)
         if self.answer is not None:
-            columns["answer"] = columns[self.answer]
+            columns["answer"] = read_gold(_gold(entry.row, self.answer))
         content = self.presentation.frame(entry.body, self.name)
-        return Prompt(prompt_id(self.name, split, entry.number), content, columns, self.name)
+        id = prompt_id(self.name, split, entry.number)
+        return Prompt(id, content, columns, self.name, tools=entry.tools)
 
     def refused(
         self, wrong: Callable[[Prompt], tuple[str, Why] | None], forgiven: bool
     ) -> list[LeftOut]:
         """The rows whose prompts will not do; `wrong` says of a prompt what is wrong with it.
 
-        Raises KeelError for the first bad one unless they are forgiven, and where no train prompt
-        is left.
+        Raises KeelError for bad ones unless they are forgiven, and if no train prompt is left.
         """
         found: list[LeftOut] = []
         for split, stored in self.splits.items():
@@ -110,24 +122,25 @@ class DataTask(BaseTask):
                 if problem is None:
                     continue
                 reason = f"{stored.where.place(entry.line)}: {problem[0]}"
-                if problem[1] == "bad" and not forgiven:
-                    raise KeelError(reason)
                 found.append(stored.where.left_out(entry.line, reason, entry.row, problem[1]))
             bad = [row for row in found[before:] if row.why == "bad"]
+            Gathered("quarantine" if forgiven else "stop", bad).check("tasks")
             if split == "train" and bad and len(found) == len(stored.entries):
                 raise all_bad(stored.where.source, bad)
         return found
 
     def gold(self, prompt: Prompt) -> str | None:
-        """The text of the answer column."""
-        return None if self.answer is None else str(prompt.columns[self.answer])
+        """The text of the answer column, of a list its first entry."""
+        golds = gold_entries(prompt.columns["answer"]) if self.answer is not None else []
+        return str(golds[0]) if golds else None
 
     def score(self, prompt: Prompt, completion: Completion) -> float | None:
-        """1 for the gold answer and nothing but it, else 0."""
-        gold, stated = self.gold(prompt), answer_part(completion.text, prompt.opening)
-        if gold is None:
+        """1 for a gold answer and nothing but it, else 0."""
+        if self.answer is None:
             return None
-        return float(stated is not None and same_text(stated, gold))
+        stated = answer_part(completion.text, prompt.opening)
+        golds = gold_entries(prompt.columns["answer"])
+        return float(stated is not None and any(same_text(stated, str(gold)) for gold in golds))
 
 
 def data_task(source: TaskSource) -> DataTask:
@@ -137,7 +150,7 @@ def data_task(source: TaskSource) -> DataTask:
         raise KeelError(f"task {source.name!r}: task.path is not set: give {what}")
     options = dict(source.options)
     split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
-    train = read_table(source.name, source.path, options, split, source.bad_rows)
+    train = read_table(source.name, source.path, options, split, "quarantine")
     name = f"{source.name}:{Path(source.path).stem}"
     if source.validation_path is None:
         return _split(name, train, source)
@@ -145,7 +158,7 @@ def data_task(source: TaskSource) -> DataTask:
         other = source.path, options, source.validation_path
     else:
         other = source.validation_path, options, split
-    held = read_table(source.name, *other, source.bad_rows)
+    held = read_table(source.name, *other, "quarantine")
     return _two_tables(name, train, held, source)
 
 
@@ -171,12 +184,12 @@ def entry_task(source: TaskSource, seed: int) -> Any:
     if all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score")):
         return UserTask(source.name, made)
     try:
-        rows = list(made)
+        rows = list_rows(made)
     except TypeError:
         raise KeelError(
             f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
         ) from None
-    return _split(source.name, rows_table(rows, source.name, source.bad_rows), source)
+    return _split(source.name, rows_table(rows, source.name, "quarantine"), source)
 
 
 def _split(name: str, table: Table, source: TaskSource) -> DataTask:
@@ -227,7 +240,7 @@ def _presentation(source: TaskSource) -> Presentation:
 def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], list[LeftOut]]:
     """The table's rows as prompts, and its bad rows, in the order of their lines."""
     presentation = _presentation(source)
-    entries, bad = [], Gathered(source.bad_rows)
+    entries, bad = [], Gathered(source.bad_rows, table.bad)
     for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
         try:
             place = table.where.place(line)
@@ -235,27 +248,51 @@ def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], lis
                 _check_answer(row, source.answer, place)
             body = presentation.body(row, place)
             presentation.frame(body, place)
+            tools = _tools(row, place)
         except KeelError as error:
             bad.take(error, table.where, line, row)
             continue
-        entries.append(StoredExample(number, line, body, row))
-    every = sorted([*table.bad, *bad.rows], key=lambda left: left.line)
+        entries.append(StoredExample(number, line, body, row, tools))
+    bad.check("tasks")
+    every = sorted(bad.rows, key=lambda left: left.line)
     if not entries:
         raise all_bad(table.where.source, every)
     return entries, every
 
 
-def _check_answer(row: Row, answer: str, place: str) -> None:
-    value = row.get(answer)
-    if value is None:
-        raise KeelError(_no_answer(place, answer, row))
+def _tools(row: Row, place: str) -> Tools:
     try:
-        fine = isinstance(value, str) or bool(str(value))
-    except Exception as error:  # of a value's own class, or of too many digits
+        return read_tools(row.get("tools"))
+    except ValueError as error:
+        raise KeelError(f"{place}: column 'tools' holds {error}") from None
+
+
+def _gold(row: Row, answer: str) -> Any:
+    """The value of the answer column, or of a key of its table: `answers.text`."""
+    column, _, key = answer.partition(".")
+    if answer in row or not key or not isinstance(row.get(column), Mapping):
+        return row.get(answer)
+    return _gold(row[column], key)
+
+
+def _check_answer(row: Row, answer: str, place: str) -> None:
+    column = f"{place}: the answer column {answer!r}"
+    value = _gold(row, answer)
+    if isinstance(value, Mapping):
+        key = next((str(k) for k, v in value.items() if isinstance(v, str | list)), "KEY")
+        keys = ", ".join(map(str, value))[:80]
+        raise KeelError(f"{column} is a table of {keys}: name a key: answer = '{answer}.{key}'")
+    try:
+        golds = gold_entries(read_gold(value))
+        texts = [str(gold) for gold in golds]
+    except Exception as error:  # also of a value's own class, or of too many digits
         message = " ".join(str(error).split())[:300]
-        raise KeelError(f"{place}: the answer column {answer!r} is no text: {message}") from None
-    if not fine or (isinstance(value, str) and not encodable(value)):
-        raise KeelError(f"{place}: the answer column {answer!r} is no text: leave the row out")
+        raise KeelError(f"{column} is no text, and no list of texts: {message}") from None
+    if not golds:
+        raise KeelError(_no_answer(place, answer, row))
+    pairs = zip(golds, texts, strict=True)
+    if not all((text or isinstance(gold, str)) and encodable(text) for gold, text in pairs):
+        raise KeelError(f"{column} is no text: leave the row out")
 
 
 def _no_answer(place: str, answer: str, columns: Row) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from keel.graders.stated import answer_part
 from keel.rewards.judge.store import StoredAnswer
-from keel.types import Content
+from keel.types import Content, Message
 
 Structured = Literal["json_schema", "json_object", "text"]
 """How a server is asked for JSON: by a schema, as any JSON object, or only in the prompt."""
@@ -93,7 +93,7 @@ class Question:
 class Chat:
     """Messages that are answered in plain text."""
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, Any], ...]
 
     def format(self, structured: Structured) -> None:
         """The `response_format` of a request: none."""
@@ -101,8 +101,21 @@ class Chat:
 
 def chat(prompt: Content) -> Chat:
     """A prompt as messages; a text is the user's."""
-    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return Chat(tuple({"role": turn["role"], "content": turn["content"]} for turn in turns))
+    turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+    return Chat(tuple(map(_sent, turns)))
+
+
+def _sent(turn: Message) -> Mapping[str, Any]:
+    """A message as servers take it: the arguments of its calls are JSON texts."""
+    sent = {k: v for k, v in turn.items() if k in ("role", "content", "name", "tool_call_id")}
+    calls = []
+    for call in turn.get("tool_calls") or ():
+        function = call.get("function") or call
+        given = function.get("arguments", {})
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        named = {"name": function.get("name"), "arguments": text}
+        calls.append({"id": call.get("id", ""), "type": "function", "function": named})
+    return {**sent, "tool_calls": calls} if calls else sent
 
 
 def score_question(
@@ -146,10 +159,10 @@ def _messages(
     parses them anywhere opens no turn."""
     material: dict[str, Any] = {"prompt": prompt}
     if not isinstance(prompt, str):
-        material["prompt"] = [{"role": t["role"], "content": t["content"]} for t in prompt]
+        material["prompt"] = [dict(turn) for turn in prompt]
     if reference is not None:
         material["reference"] = reference
-    text = json.dumps(material | answers, ensure_ascii=False, indent=1)
+    text = json.dumps(material | answers, ensure_ascii=False, indent=1, default=str)
     text = TEMPLATE_TOKEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     instructions = template.format(
         **values, reference="" if reference is None else REFERENCE, caution=CAUTION

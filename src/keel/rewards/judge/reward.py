@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from keel.config.errors import explain_validation
+from keel.data.gold import shown_gold
 from keel.rewards.batch import log_summary
 from keel.rewards.judge.client import Client
 from keel.rewards.judge.options import GROUP, JudgeOptions
@@ -99,7 +100,7 @@ class Judge:
 
     def _column(self, name: str | None, columns: dict[str, Any], size: int) -> list[str | None]:
         values = [None] * size if name is None else columns[name]
-        return [None if value is None else str(value) for value in values]
+        return [shown_gold(value) for value in values]
 
     async def _scores(
         self, prompts: Sequence[Any], answers: Sequence[str], columns: dict[str, Any]

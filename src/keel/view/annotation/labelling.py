@@ -18,7 +18,7 @@ from keel.data.preferences.annotation.session import (
     ShownPair,
 )
 from keel.data.preferences.annotation.summary import progress
-from keel.types import KeelError
+from keel.types import KeelError, shown_text
 from keel.view.annotation.sign_in import sign_in_page
 from keel.view.annotation.style import PageAddress, begin_page, show_rubric, show_words
 from keel.view.frame import Keys, header, listen, other_theme
@@ -106,7 +106,7 @@ class LabellingPage:
             else:
                 for turn in shown.prompt:
                     ui.label(visible(turn["role"], 60)).classes("role")
-                    show_words(turn["content"], LONGEST)
+                    show_words(shown_text(turn), LONGEST)
         with ui.element("div").classes("sides"):
             for name, text in (("left", shown.left), ("right", shown.right)):
                 with ui.element("section").classes("panel side").props(f'aria-label="{name}"'):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from urllib.parse import urlencode
 
+from markdown_it import MarkdownIt
 from nicegui import ui
 
 from keel.analysis.text import visible
@@ -45,6 +46,13 @@ kbd { border: 1px solid currentColor; border-radius: 4px; padding: 0 6px; margin
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(180px, 1fr)); gap: 10px;
            width: 100%; }
 .figures .value { font-size: 24px; font-weight: 600; line-height: 1.3; }
+.rubric { line-height: 1.5; }
+.rubric :is(h1, h2, h3, h4) { font-size: 16px; line-height: 1.4;
+                              font-weight: 600; margin: 8px 0 4px; }
+.rubric :is(p, ul, ol, pre, table) { margin: 0 0 8px; } .rubric pre { white-space: pre-wrap; }
+.rubric ul { list-style: disc; } .rubric ol { list-style: decimal; }
+.rubric :is(ul, ol) { padding-inline-start: 22px; }
+.rubric :is(td, th) { padding: 2px 10px 2px 0; text-align: start; vertical-align: top; }
 @media (max-width: 600px) {
   .annotate { padding: 6px 8px 8px; }
   .sides { grid-template-columns: minmax(0, 1fr);
@@ -116,7 +124,10 @@ def split_code(text: str) -> list[tuple[str, bool]]:
 
 
 def show_rubric(rubric: Rubric) -> None:
-    """The instructions, as text."""
+    """The instructions: Markdown without HTML and images, of which a browser would load some."""
     ui.html("<h2>Rubric</h2>", sanitize=False)
-    show_words(rubric.text, LONGEST_RUBRIC).props("data-testid=rubric")
+    markdown = MarkdownIt("commonmark", {"html": False, "breaks": True})
+    text = visible(rubric.text.replace("\r\n", "\n"), LONGEST_RUBRIC, lines=True, prose=True)
+    made = markdown.enable("table").disable("image").render(text)
+    ui.html(made, sanitize=False).classes("rubric").props("data-testid=rubric dir=auto")
     ui.label(visible(rubric.id)).classes("muted")

@@ -21,7 +21,7 @@ from keel.data.preferences.store.records import (
 from keel.data.preferences.store.store import PreferenceStore
 from keel.rewards.judge.prompts import chat
 from keel.rewards.judge.requests import Asker
-from keel.types import Content, Group, KeelError, Prompt
+from keel.types import Content, Group, KeelError, Prompt, shown_text
 from keel.workflows.synthesis.ledger import CallUsage, paid_calls
 from keel.workflows.synthesis.options import (
     CompletionModel,
@@ -203,7 +203,10 @@ class FolderSampler:
         from keel.learn.token_budget import oom_context
 
         options = self.options
-        encoded = [(self.encode(Prompt(p.id, p.content)), p, set(wanted)) for p, wanted in missing]
+        encoded = [
+            (self.encode(Prompt(p.id, p.content, tools=p.tools)), p, set(wanted))
+            for p, wanted in missing
+        ]
         ready = [(prompt, record, wanted) for prompt, record, wanted in encoded if prompt]
         size = max(1, self.model.max_rows // options.samples)
         for start in range(0, len(ready), size):
@@ -291,4 +294,4 @@ def content_bytes(content: Content) -> int:
     """The length of a prompt."""
     if isinstance(content, str):
         return len(content.encode())
-    return sum(len(turn["content"].encode()) for turn in content)
+    return sum(len(shown_text(turn).encode()) for turn in content)

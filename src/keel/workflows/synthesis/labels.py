@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 
+from keel.data.gold import shown_gold
 from keel.data.preferences.store.records import JudgedPair, LabelRecord, PairRecord, Side
 from keel.data.preferences.store.store import PreferenceStore
 from keel.graders.stated import answer_part
@@ -88,7 +89,7 @@ def questions(pair: JudgedPair, rubric: str, reference: str | None) -> list[Ques
             pair.prompt.content,
             *(texts if shown == "first" else texts[::-1]),
             rubric=rubric,
-            reference=None if known is None else str(known),
+            reference=shown_gold(known),
         )
         for shown in ORDERS
     ]

@@ -81,9 +81,10 @@ def read_prompts(path: str) -> list[PromptRecord]:
     found = {}
     for row, line in zip(table.rows, table.lines, strict=True):
         place = table.where.place(line)
-        columns = {name: value for name, value in row.items() if name != "prompt"}
+        columns = {name: value for name, value in row.items() if name not in ("prompt", "tools")}
         try:
-            record = PromptRecord(Fields(row, place).prompt("prompt"), columns)
+            fields = Fields(row, place)
+            record = PromptRecord(fields.prompt("prompt"), {**columns, **fields.tools_column()})
         except KeelError as error:
             text = str(error)
             raise KeelError(text if text.startswith(place) else f"{place}: {text}") from None

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keel.data.messages import prompt_columns
 from keel.data.preferences.store.records import JudgedPair, LabelRecord, Source
 from keel.data.preferences.store.store import PreferenceStore
 from keel.runs.files import write_bytes
 from keel.runs.values import record_line
-from keel.types import Content, KeelError
+from keel.types import KeelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,9 @@ def steps_rows(
     """A row of `prompt/completions/labels` for each answer in labelled steps that counts."""
     for record in store.steps():
         if selection.takes(record):
+            prompt = store.prompt(record.prompt)
             yield {
-                "prompt": _content(store.prompt(record.prompt).content),
+                **prompt_columns(prompt.content, prompt.tools),
                 "completions": list(record.steps),
                 "labels": list(record.labels),
                 **record.columns,
@@ -106,14 +108,10 @@ def _preference(judged: JudgedPair, value: float, margin: float) -> dict[str, An
     columns = judged.pair.columns
     row = {
         "id": columns.get("id", judged.pair.id),
-        "prompt": _content(judged.prompt.content),
+        **prompt_columns(judged.prompt.content, judged.prompt.tools),
         "chosen": chosen if first else rejected,
         "rejected": rejected if first else chosen,
         "probability": value if first else 1 - value,
         **({"margin": margin if first else -margin} if margin else {}),
     }
     return row | {name: columns[name] for name in columns if name not in row}
-
-
-def _content(content: Content) -> Any:
-    return content if isinstance(content, str) else [dict(turn) for turn in content]

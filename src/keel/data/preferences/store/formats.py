@@ -56,7 +56,7 @@ def read_steps(fields: Fields, by: Attribution) -> Iterator[Record]:
     found = judged.stepwise(fields, "")
     if not by.keep_empty and not "".join(found.steps).strip():
         raise EmptyAnswer(f"{fields.place}: an answer is empty")
-    prompt = PromptRecord(found.prompt)
+    prompt = PromptRecord(found.prompt, fields.tools_column())
     columns = _others(fields, judged.STEPWISE)
     who = (by.source, by.annotator, "", by.round)
     yield from (
@@ -218,7 +218,7 @@ def _answers(
     """The prompt's record and that of each answer."""
     if not by.keep_empty and not all(text.strip() for text in texts):
         raise EmptyAnswer(f"{fields.place}: an answer is empty")
-    head = PromptRecord(prompt)
+    head = PromptRecord(prompt, fields.tools_column())
     return head, [
         CompletionRecord(
             head.id,

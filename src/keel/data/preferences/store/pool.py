@@ -87,15 +87,17 @@ def judge_agreement(store: PreferenceStore) -> Interval:
 def read_texts(store: PreferenceStore, ids: Sequence[str]) -> Iterator[Preference]:
     """The texts of pairs (by id), in this order, the first completion as `chosen`."""
     sql = (
-        "SELECT p.id, q.content, a.text, b.text FROM json_each(?) j JOIN pairs p ON p.id = j.value"
-        ' JOIN prompts q ON q.id = p.prompt JOIN completions a ON a.id = p."first"'
+        "SELECT p.id, q.content, q.columns, a.text, b.text FROM json_each(?) j"
+        " JOIN pairs p ON p.id = j.value JOIN prompts q ON q.id = p.prompt"
+        ' JOIN completions a ON a.id = p."first"'
         " JOIN completions b ON b.id = p.second ORDER BY j.key"
     )
     for start in range(0, len(ids), PAGE):
-        for id, content, *texts in store.database.rows(
+        for id, content, columns, first, second in store.database.rows(
             sql, (json.dumps(ids[start : start + PAGE]),)
         ):
-            yield Preference(id, json.loads(content), *texts)
+            tools = tuple(json.loads(columns).get("tools", ()))
+            yield Preference(id, json.loads(content), first, second, tools=tools)
 
 
 def prefer_pairs(store: PreferenceStore, ids: Iterable[str], highest: float) -> dict[str, float]:

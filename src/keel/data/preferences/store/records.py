@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from keel.config.fields import unknown
-from keel.types import Content, KeelError
+from keel.types import Content, KeelError, Tools
 
 Source = Literal["human", "judge", "rule", "reward_model"]
 """Who judges."""
@@ -38,6 +38,11 @@ class PromptRecord:
         if not isinstance(self.content, str):
             _set(self, "content", tuple(self.content))
         _name(self, "prompt", self.content, self.columns)
+
+    @property
+    def tools(self) -> Tools:
+        """The column of that name."""
+        return tuple(self.columns.get("tools") or ())
 
 
 @dataclass(frozen=True, slots=True)

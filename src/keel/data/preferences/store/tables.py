@@ -19,7 +19,7 @@ from keel.data.preferences.store.records import (
 )
 
 R = TypeVar("R")
-_encode = json.JSONEncoder(ensure_ascii=False, sort_keys=True).encode
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class TableLayout(Generic[R]):
@@ -50,6 +50,10 @@ class TableLayout(Generic[R]):
             # Most columns are empty, and the encoder is slow to start.
             values[at] = "{}" if value.__class__ is dict and not value else _encode(value)
         return tuple(values)
+
+    def content(self, row: Sequence[Any]) -> list[Any]:
+        """The values in which two records of one id must agree."""
+        return [json.loads(row[at]) if at in self._json else row[at] for at in self.same]
 
     def read(self, row: Sequence[Any]) -> R:
         """The record of a row."""

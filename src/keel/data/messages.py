@@ -1,0 +1,100 @@
+"""Messages and descriptions of tools in rows of data: kept whole, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from keel.data.tables import encodable
+from keel.types import Content, Message, Tools
+
+FORM = '[{"role": …, "content": …}, …], each content a text'
+SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+}
+"""The roles of ShareGPT's `{"from": …, "value": …}`."""
+
+
+def read_messages(value: Any) -> tuple[Message, ...]:
+    """Messages with every key that they have, for the chat template.
+
+    `content` is a text, or parts of text, which are joined; None or missing only next to
+    `tool_calls`. ShareGPT's `from` and `value` become `role` and `content`. Raises ValueError with
+    what the value holds instead.
+    """
+    turns = value if isinstance(value, list | tuple) else ()
+    if not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise ValueError(f"a list that is not of messages ({FORM})")
+    return tuple(_message(turn, f"message {number}") for number, turn in enumerate(turns, 1))
+
+
+def _message(turn: Mapping[str, Any], name: str) -> Message:
+    message = dict(turn)
+    if "role" not in turn and isinstance(turn.get("from"), str):
+        sender = message.pop("from")
+        if sender not in SHAREGPT:
+            known = ", ".join(SHAREGPT)
+            raise ValueError(f"{name} from {sender[:40]!r}: rename it to one of {known}")
+        message = {"role": SHAREGPT[sender], "content": message.pop("value", None)} | message
+    calls, content = message.get("tool_calls"), message.get("content")
+    if calls is not None and not (
+        isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
+    ):
+        raise ValueError(f"{name} with tool_calls that are not a list of objects: fix them")
+    if isinstance(content, list | tuple):
+        content = message["content"] = _joined(content, name)
+    fine = isinstance(content, str) or (content is None and calls)
+    if not fine or not isinstance(message.get("role"), str):
+        raise ValueError(f"a list that is not of messages ({FORM}): see {name}")
+    _check(message, name)
+    return cast(Message, message)
+
+
+def _joined(parts: Sequence[Any], name: str) -> str:
+    """The text of content in parts."""
+    texts = []
+    for part in parts:
+        part = part if isinstance(part, Mapping) else {"text": part}
+        text, kind = part.get("text"), part.get("type", "text")
+        if kind != "text" or not isinstance(text, str):
+            raise ValueError(f"{name} with a part of type {str(kind)[:40]!r}: each content a text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def read_tools(value: Any) -> Tools:
+    """Descriptions of tools: a list of JSON schemas, or JSON text; None and "" are no tools.
+
+    Raises ValueError with what the value holds instead.
+    """
+    try:
+        value = json.loads(value or "null") if isinstance(value, str) else value
+        if isinstance(value, list):
+            value = [json.loads(one) if isinstance(one, str) else one for one in value]
+    except (ValueError, RecursionError):
+        value = 0
+    value = () if value is None else value
+    if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
+        raise ValueError("no list of tools (JSON schemas), nor its JSON text: rename the column")
+    _check(value, "a tool")
+    return tuple(value)
+
+
+def _check(value: Any, name: str) -> None:
+    """Raise ValueError for what JSON or UTF-8 cannot hold."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(f"{name} with a value that JSON cannot hold: make it a text") from None
+    if not encodable(text):
+        raise ValueError("invalid UTF-8 (a lone surrogate): fix it")
+
+
+def prompt_columns(content: Content, tools: Tools) -> dict[str, Any]:
+    """A prompt as the columns of a row: `prompt`, and `tools` if there are any."""
+    shown = content if isinstance(content, str) else [dict(turn) for turn in content]
+    return {"prompt": shown, **({"tools": list(tools)} if tools else {})}
