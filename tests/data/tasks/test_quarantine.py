@@ -241,7 +241,14 @@ def test_empty_answers_overlap_and_double_ids(tmp_path: Path) -> None:
 
 
 def test_the_file_holds_any_row(tmp_path: Path) -> None:
-    rows: list[Any] = [{"a": 1}, "text", {"x": float("nan")}, {1: b"x"}, {"s": "\ud800"}, [(1, {3})]]
+    rows: list[Any] = [
+        {"a": 1},
+        "text",
+        {"x": float("nan")},
+        {1: b"x"},
+        {"s": "\ud800"},
+        [(1, {3})],
+    ]
     target = tmp_path / "quarantine" / "rl-rows.jsonl"
     write_quarantine(target, [LeftOut("f", n, f"why\n{n}", row) for n, row in enumerate(rows, 1)])
     message = read(target)
