@@ -24,7 +24,7 @@ WIDTH = 1180
 def pages(run: str, other: str, step: int, text: str) -> dict[str, tuple[str, int]]:
     """By picture: the address and the height in pixels. `text` is in many completions."""
     one = [("run", run)]
-    shown = [("colour", "advantages"), ("row", 0), ("token", 2)]
+    shown = [("colour", "advantages"), ("token", 2)]  # of the group that differs most
     tokens = urlencode([("run", other), ("step", step), *shown])
     overlay = urlencode([*one, ("run", other), ("overlay", "algorithms"), ("smooth", 9)])
     return {

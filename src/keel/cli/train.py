@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -118,9 +119,14 @@ def show(console: Console, folder: RunFolder) -> None:
     if folder.curve.exists():
         console.print(f"curve       {folder.curve}")
     console.print("next")
-    console.print(f"  keel report {folder.path}", soft_wrap=True)
-    console.print(f"  keel eval {folder.path} --samples 4", soft_wrap=True)
-    console.print(f"  keel export {folder.path} {folder.path.name}-model", soft_wrap=True)
+    path, model = str(folder.path), f"{folder.path.name}-model"
+    commands = [["report", path], ["export", path, model]]
+    if folder.model(run.stages[-1]).is_dir():
+        commands[1] += ["--stage", run.stages[-1]]
+    elif any("tasks" in stage for stage in run.recipe()["stages"]):
+        commands.insert(1, ["eval", path, "--samples", "4"])
+    for words in commands:
+        console.print(f"  {shlex.join(['keel', *words])}", soft_wrap=True, markup=False)
 
 
 def _diagnoses(console: Console, run: Run) -> None:
@@ -152,11 +158,14 @@ def _recipe(arguments: argparse.Namespace) -> Recipe | None:
         if arguments.recipe is None:
             raise KeelError("which recipe? name a TOML file or a shipped one (keel recipes)")
         return load_recipe(arguments.recipe, arguments.overrides)
+    words = [word for word in (arguments.recipe, *arguments.overrides) if word is not None]
+    if words and "=" not in words[0] and arguments.run is None:
+        arguments.run = words.pop(0)
     if arguments.run is None:
         raise KeelError("--resume goes on with a run: name its folder with --run DIR")
-    if arguments.recipe is not None:
-        raise KeelError("--resume runs the recipe that the run folder holds: name no other, no key")
-    return None
+    if words and "=" not in words[0]:
+        raise KeelError("--resume runs the recipe that the run folder holds: name no other")
+    return load_recipe(load(arguments.run).recipe(), words) if words else None
 
 
 def _share(result: dict[str, Any] | None) -> str:

@@ -52,6 +52,20 @@ class Callback:
         """One line of information."""
 
 
+def check_callbacks(callbacks: Iterable[object]) -> None:
+    """Raise KeelError for an object that has no method of a callback, or a class."""
+    names = [name for name in vars(Callback) if name.startswith("on_")]
+    for one in callbacks:
+        own = [name for name in names if callable(getattr(one, name, None))]
+        if isinstance(one, Callback):
+            own = [name for name in own if getattr(type(one), name) is not vars(Callback)[name]]
+        if not own or isinstance(one, type):
+            raise KeelError(
+                f"callback {one!r} would never be called: pass an object with one of the methods "
+                f"{', '.join(names)} (keel.Callback)"
+            )
+
+
 class Callbacks:
     """Calls the callbacks of a run, in order.
 

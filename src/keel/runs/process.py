@@ -43,6 +43,8 @@ class Interrupted(Exception):
         self.signum = signum
         self.folder = folder
 
+    _render_traceback_ = KeelError._render_traceback_
+
 
 class Interrupt:
     """Whether the run was asked to stop: by a signal, or by a callback with a reason."""

@@ -48,6 +48,13 @@ class Run:
 
     folder: RunFolder
 
+    def __fspath__(self) -> str:
+        """The path of the run folder, so that a run is taken wherever a path is."""
+        return str(self.folder.path)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.folder.path)!r}, stages={', '.join(self.stages)})"
+
     @property
     def stages(self) -> tuple[str, ...]:
         """The names of the recipe's stages, in order."""

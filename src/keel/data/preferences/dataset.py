@@ -193,7 +193,8 @@ class _DatasetReader(Generic[T]):
     def splits(self, seed: int) -> Splits[T]:
         source = self.source
         train, validation = _tables(source, seed)
-        name = source.name if source.path is None else f"{source.name}:{Path(source.path).stem}"
+        name = source.name.rpartition("/")[2]
+        name = name if source.path is None else f"{name}:{Path(source.path).stem}"
         ids: set[str] = set()
         kept, left = self._rows(train, name, ids)
         if validation is None:
