@@ -13,6 +13,19 @@ from keel.config.entry import load_entry
 from keel.runs.reader import load
 from tests.shared import ROOT
 
+FAILS = f"""
+import sys
+
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import lookup
+
+
+async def run(given):
+    made = await lookup.run(given)
+    if given.index % 4 == 1:
+        raise OSError("down")
+    return made
+"""
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 TRAINED = ROOT / "examples" / "06_trained_model.toml"
 """Its model is not built but fetched: tests/real runs it."""
@@ -51,6 +64,27 @@ def test_task_of_the_examples_separates_its_splits() -> None:
     assert len(splits["train"]) == 90
     assert len(splits["validation"]) == 10
     assert not splits["train"] & splits["validation"]
+
+
+def test_run_goes_on_without_programs_that_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(FAILS)
+    words = ["threads=1", "steps=2", "rollout.program=own.py:run", "evaluation.prompts=8"]
+    command = ["train", str(ROOT / "examples" / "05_program.toml"), *words, "--quiet", "--run"]
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "stops"]) == 2
+    assert main([*command, "skips", "rollout.on_error=skip"]) == 0
+    run = load("skips")
+    for step in (1, 2):
+        rows = run.rollouts(step)
+        failed = [row for row in rows if row["extra/program_error"] is not None]
+        assert 0 < len(failed) < len(rows)
+        assert {row["extra/program_error"] for row in failed} == {"OSError: down"}
+        assert all(row["reward"] is None for row in failed)
+        assert not any(x for row in failed for x in row["advantages"])
+        assert all(row["reward"] is not None for row in rows if row not in failed)
+        assert run.metrics()[step - 1]["rewards/program/failures"] == len(failed)
 
 
 @pytest.mark.slow

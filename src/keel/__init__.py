@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from keel.algorithms.explain import explain
     from keel.config.load import load_recipe
     from keel.config.objective import explain_recipe
-    from keel.python import check, load, train
+    from keel.python import check, evaluate, load, train
     from keel.runs.callbacks import Callback, RunState, StopRun
-    from keel.training.evaluation import evaluate
     from keel.training.export import export
 
 __version__ = VERSION
@@ -42,7 +41,7 @@ _HOMES = {
     "RunState": "keel.runs.callbacks",
     "StopRun": "keel.runs.callbacks",
     "check": "keel.python",
-    "evaluate": "keel.training.evaluation",
+    "evaluate": "keel.python",
     "explain": "keel.algorithms.explain",
     "export": "keel.training.export",
     "load": "keel.python",

@@ -1,4 +1,4 @@
-"""Keel from Python: `keel.train`, `keel.check` and `keel.load`.
+"""Keel from Python: `keel.train`, `keel.check`, `keel.evaluate` and `keel.load`.
 
 `train` takes what `keel train` takes, or the parts of a recipe as live objects (see
 `keel.training.live`), and ends in the same function.
@@ -6,21 +6,21 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from keel.analysis.progress import watching
-from keel.config.entry import passed
-from keel.config.load import Source, in_run_folder, load_recipe, to_toml
+from keel.config.entry import PASSED, passed
+from keel.config.load import Source, in_run_folder, load_recipe
 from keel.config.schema import Recipe
 from keel.runs import reader
-from keel.runs.layout import RunFolder
-from keel.runs.values import changes
+from keel.runs.layout import RECIPE, RunFolder
 from keel.types import KeelError
 
 if TYPE_CHECKING:
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from keel.preflight.check import Report
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class TrainedRun(reader.Run):
-    """A run folder, opened for reading, and its model."""
+    """A run folder, opened for reading, its model, and the functions that it was trained with."""
 
-    __slots__ = ()
+    functions: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Those that were passed to `keel.train` or `keel.load`, by their names in the recipe."""
 
     def policy(self, checkpoint: str = "last") -> PreTrainedModel:
         """The trained policy as transformers loads it, LoRA merged, on the CPU.
@@ -50,17 +52,42 @@ class TrainedRun(reader.Run):
         return model
 
 
-def load(path: Path | str) -> TrainedRun:
-    """The run in a folder. Raises KeelError where there is none."""
-    return TrainedRun(RunFolder.open(path))
+def load(path: Path | str | reader.Run, functions: Sequence[Any] = ()) -> TrainedRun:
+    """The run in a folder; `functions` are those that were passed when it was trained.
+
+    Raises KeelError if there is none.
+    """
+    from keel.training.live import named
+
+    return TrainedRun(RunFolder.open(Path(path)), named(functions)[1])
+
+
+def evaluate(
+    model: Path | str | reader.Run, *, rewards: Any = (), **choices: Any
+) -> dict[str, Any]:
+    """`keel.training.evaluation.evaluate`, where `rewards` may be functions, too.
+
+    Functions that a run was trained with stand for themselves in its recipe; others take the place
+    of its rewards.
+    """
+    from keel.training.evaluation import evaluate as run
+    from keel.training.live import named
+
+    names, functions = named(rewards if isinstance(rewards, list | tuple) else [rewards])
+    recipe = Path(model) / RECIPE
+    own = recipe.read_text("utf-8") if recipe.is_file() else ""
+    if names and all(PASSED.fullmatch(str(name)) and f'"{name}"' in own for name in names):
+        names = []
+    with passed({**getattr(model, "functions", {}), **functions}):
+        return run(os.fspath(model), rewards=names, **choices)
 
 
 def train(
-    recipe: Source | Recipe | None = None,
+    recipe: Source | Recipe | reader.Run | None = None,
     folder: Path | str | None = None,
     *,
     resume: bool = False,
-    callbacks: Sequence[object] = (),
+    callbacks: Sequence[object] | object = (),
     progress: bool = True,
     **arguments: Any,
 ) -> TrainedRun:
@@ -68,10 +95,11 @@ def train(
 
     Args:
         recipe: a TOML file, a shipped recipe's name, a dict or a loaded recipe; optional where the
-            arguments say it all.
+            arguments say it all. A run that `keel.train` or `keel.load` returned is resumed.
         folder: of the run; the next free one under runs/ unless given.
-        resume: continue the run in `folder` from its newest checkpoint. Pass the arguments of the
-            first call again; of a run of which only functions were passed, these are enough.
+        resume: continue the run in `folder` from its newest checkpoint. Functions must be passed
+            again. Of the recipe only other `steps`, rates and intervals may be given, which are
+            recorded (`keel.runs.lifecycle.CHANGEABLE`); the rest is refused if it differs.
         callbacks: objects with any of the methods of `keel.Callback`.
         progress: show a bar (on a terminal, and in a notebook that has ipywidgets) or a line per
             step.
@@ -91,24 +119,37 @@ def train(
         KeelError: something is wrong with the arguments, or stops the run.
         keel.runs.process.Interrupted: Ctrl-C or SIGTERM; there is a checkpoint.
     """
-    from keel.training.live import objects
+    from keel.training.live import named, objects
     from keel.training.run import train as run
 
+    functions: dict[str, Any] = {}
+    if isinstance(recipe, reader.Run):
+        functions.update(getattr(recipe, "functions", {}))
+        folder, recipe, resume = recipe.folder.path, None, True
+    if resume and folder is None:
+        raise KeelError("resume=True continues a run: pass its folder")
+    known = RunFolder.open(folder) if resume and folder is not None else None
+    if known is not None and recipe is None:
+        recipe = reader.Run(known).recipe()
+        rewards = arguments.get("rewards", ())
+        rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
+        if not any(isinstance(one, Mapping) for one in rewards):  # the recipe has their tables
+            functions.update(named(arguments.pop("rewards", ()))[1])
     given = objects(recipe, **arguments)
+    functions.update(given.functions)
+    several = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     console = Console(quiet=not progress)
-    with passed(given.functions), watching(console) as shown:
-        every = (shown, *callbacks)
-        if not resume:
-            place = run(load_recipe(given.recipe), folder, callbacks=every, inputs=given.write)
-        else:
-            if folder is None:
-                raise KeelError("resume=True continues a run: pass its folder")
-            known = RunFolder.open(folder)
-            if recipe is not None or set(arguments) - {"rewards"}:
-                _check_same(known, load_recipe(given.recipe))
-                given.check_data(known.inputs)
-            place = run(None, folder, resume=True, callbacks=every)
-    return TrainedRun(place)
+    with passed(functions), watching(console) as shown:
+        if known is not None:
+            given.check_data(known.inputs)
+        place = run(
+            load_recipe(given.recipe),
+            folder,
+            resume=resume,
+            callbacks=[shown, *several],
+            inputs=given.write,
+        )
+    return TrainedRun(place, functions)
 
 
 def check(
@@ -126,15 +167,3 @@ def check(
     with tempfile.TemporaryDirectory() as folder, passed(given.functions):
         given.write(Path(folder) / "inputs")
         return inspect(in_run_folder(given.recipe, Path(folder)), price=price)
-
-
-def _check_same(folder: RunFolder, recipe: Recipe) -> None:
-    """Raise KeelError where the arguments are not those that a run began with."""
-    known = tomllib.loads(folder.recipe.read_text("utf-8"))
-    differing = list(changes(known, tomllib.loads(to_toml(recipe))))
-    if differing:
-        one = differing[0]
-        raise KeelError(
-            f"resume=True: {one.name} is {one.b}, but the run in {folder.path} has {one.a}: pass "
-            f"the arguments of the first call, or change {folder.recipe.name} there"
-        )

@@ -25,6 +25,10 @@ for the last answer), or the token budget."""
 class KeelError(Exception):
     """A user's mistake or a refused input: one line that says what, where, and how to fix it."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class Message(TypedDict, total=False):
     """One turn of a conversation, whole: other keys than these also go to the chat template.
@@ -111,7 +115,8 @@ class Completion:
     counted from the start of the stage; of several turns, that of the first, which is the oldest.
 
     `columns` are what the program that led the conversation returned; rewards may ask for them by
-    name, as for those of the prompt.
+    name, as for those of the prompt. `failed` is the error that it raised: such a completion has no
+    reward.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -122,6 +127,7 @@ class Completion:
     turns: tuple[Message, ...] = ()
     weight_version: int = 0
     columns: Mapping[str, Any] = field(default_factory=dict)
+    failed: str = ""
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])

@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from keel.cli.main import main
+from keel.config.errors import models_in
 from keel.config.fields import nearest
 from keel.config.foreign import EXPLAINED, FOREIGN
 from keel.config.load import load_recipe
+from keel.config.schema import Recipe
 from keel.data.tables import read_table
 from keel.rewards.registry import BUILT_IN, MADE, TASK
 from keel.types import KeelError
@@ -48,6 +51,19 @@ Capture = pytest.CaptureFixture[str]
         (["train", "tiny", "algorithm.surrogat.kind=x"], "mean 'algorithm.surrogate.kind'?"),
         (["train", "tiny", "rollouts.n=4"], "in Keel it is 'rollout.group_size'"),
         (["train", "tiny", "data.train_batch_size=4"], "it is 'rollout.prompts_per_step'"),
+        (["train", "tiny", "critic.optim.lr=1e-5"], "it is 'value.optimizer.learning_rate'"),
+        (["train", "quickstart", "critic.optim.weight_decay=0"], "'value.optimizer.weight_decay'"),
+        (["train", "tiny", "reward_model.enable=true"], "a reward model in rewards.functions"),
+        (["train", "tiny", "trainer.n_gpus_per_node=8"], "it is 'cluster.processes'"),
+        (["train", "tiny", "a.actor.use_kl_loss=true"], "algorithm.divergence.beta (0 is off)"),
+        (["train", "tiny", "a.tensor_model_parallel_size=2"], "rollout.vllm.arguments"),
+        (["train", "tiny", "logging_steps=10"], "every step is recorded"),
+        (["train", "tiny", "warmup_ratio=0.1"], "optimizer.warmup_steps, which counts steps"),
+        (["train", "tiny", "optimizer.lr_warmup_steps_ratio=0.1"], "which counts steps"),
+        (["train", "tiny", "num_train_epochs=3"], "counts passes over the data: set steps"),
+        (["train", "tiny", "gradient_accumulation_steps=2"], "the tokens of a micro-batch"),
+        (["train", "tiny", "tasks.heldout_path=x"], "it is 'tasks.validation_path'"),
+        (["train", "tiny", "tasks.promt=x"], "key 'tasks.0.promt': did you mean 'prompt'?"),
         (["control", "ppo", "--env", "CartPole-v1", "checkpoint.every=5"], "'checkpoints.every'"),
         (["train", "tiny", "stage=grpo"], "stage = 'grpo': choose one of 'sft'"),
         (["train", "tiny", "algorithm.surrogate.kind=foo"], "algorithm.surrogate.kind = 'foo'"),
@@ -70,6 +86,19 @@ def test_a_stage_key_under_the_model_table_is_sent_above_it(tmp_path: Path) -> N
 
 def test_no_foreign_key_is_answered_twice() -> None:
     assert set(FOREIGN) & set(EXPLAINED) == set()
+
+
+@pytest.mark.parametrize("own", sorted({*FOREIGN.values()}))
+def test_every_hint_names_a_key_of_the_recipe(own: str) -> None:
+    if own.startswith("--"):
+        return
+    models: list[type[BaseModel]] = [Recipe, *models_in(Recipe.model_fields["stages"])]
+    for part in own.split("."):
+        if part.isdecimal():
+            continue
+        infos = [m.model_fields[part] for m in models if part in m.model_fields]
+        assert infos, f"{own}: {part}"
+        models = [inner for info in infos for inner in models_in(info)]
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,6 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["--model", f"w@{URL}", "--prompts", "prompts.jsonl", "--model-set", "extra.api_key=k123"],
         "would hold a secret",
     ),
-    "secret in url": (["--judge", "j@http://u:p@h/v1", "--prompts", "prompts.jsonl"], "password"),
     "rubric file": (["--judge", f"j@{URL}", "--rubric-file", "none.txt"], "cannot be read"),
     "samples": (["--model", f"w@{URL}", "--samples", "0"], "0 is not 1 or more"),
     "tokenizer": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from keel.types import KeelError
 from tests.shared import ROOT
 
 TINY = "tiny"
+ONE_TASK = {"model": {"name": "m"}, "tasks": [{"name": "jsonl", "path": "a.jsonl"}]}
 
 
 def rl(*overrides: str, recipe: str = TINY) -> RLStage:
@@ -90,6 +92,61 @@ def test_keys_find_their_stage() -> None:
     assert recipe.stages[-1].rollout.group_size == 2  # type: ignore[union-attr]
 
 
+def test_overrides_reach_the_entries_of_lists() -> None:
+    data = {**ONE_TASK, "rewards": {"functions": [{"function": "length"}]}}
+    stage = load_recipe(data, ["tasks.path=b.jsonl", "rewards.functions.0.weight=2"]).stages[0]
+    assert isinstance(stage, RLStage)
+    assert (stage.tasks[0].name, stage.tasks[0].path) == ("jsonl", f"{Path.cwd()}/b.jsonl")
+    assert (stage.rewards.functions[0].function, stage.rewards.functions[0].weight) == ("length", 2)
+    more = ["tasks.1.name=addition", "tasks.1.weight=3", "tasks.0.system=Add."]
+    stage = load_recipe(data, more).stages[0]
+    assert isinstance(stage, RLStage)
+    assert [(one.name, one.weight, one.system) for one in stage.tasks] == [
+        ("jsonl", 1.0, "Add."),
+        ("addition", 3.0, None),
+    ]
+    betas = load_recipe(data, ["optimizer.betas=[0.5, 0.6]", "optimizer.betas.1=0.7"])
+    assert betas.stages[0].optimizer.betas == (0.5, 0.7)
+    both = load_recipe("quickstart", ["stages.0.steps=3", "sft.tasks.0.validation_fraction=0.3"])
+    assert both.stages[0].steps == 3
+    assert both.stages[0].trained_tasks[0].validation_fraction == 0.3
+
+
+def test_overrides_begin_a_list_that_is_not_set() -> None:
+    bare = {"model": {"name": "m"}}
+    for keys in (["tasks.name=addition"], ["tasks.0.name=addition"]):
+        made = [*keys, "rewards.functions.function=length", "rewards.functions.weight=2"]
+        stage = load_recipe(bare, made).stages[0]
+        assert isinstance(stage, RLStage)
+        assert [one.name for one in stage.tasks] == ["addition"]
+        assert [(one.function, one.weight) for one in stage.rewards.functions] == [("length", 2)]
+
+
+def test_an_entry_that_a_list_lacks_is_refused() -> None:
+    two = [*ONE_TASK["tasks"], {"name": "addition"}]
+    with pytest.raises(KeelError, match=r"tasks\.path: tasks has 2 entries: write tasks\.0\.path"):
+        load_recipe({**ONE_TASK, "tasks": two}, ["tasks.path=x"])
+    with pytest.raises(KeelError, match=r"tasks\.2: tasks has 1 entries, from tasks\.0"):
+        load_recipe(ONE_TASK, ["tasks.2.path=x"])
+
+
+def test_a_table_does_not_replace_its_own_keys() -> None:
+    for keys in (
+        ["algorithm.entropy=0.1", "algorithm=ppo"],
+        ["rl.algorithm.entropy=0.1", "rl.algorithm=ppo"],
+    ):
+        assert rl(*keys).algorithm.entropy == 0.1
+        assert rl(*keys).algorithm.preset == "ppo"
+
+
+def test_overrides_change_a_recipe_that_was_read() -> None:
+    known = load_recipe("quickstart").model_dump()
+    assert [stage.steps for stage in load_recipe(known, ["steps=3", "sft.steps=2"]).stages] == [
+        2,
+        3,
+    ]
+
+
 def test_a_model_by_name_takes_the_place_of_a_built_one() -> None:
     recipe = load_recipe(TINY, ["model.name=some/folder"])
     assert recipe.model.build is None
@@ -126,6 +183,70 @@ def test_a_mistake_is_one_line_that_names_it(override: str) -> None:
     assert "\n" not in message
     for part in MISTAKES[override]:
         assert part in message
+
+
+def test_paths_in_a_file_are_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, other = tmp_path / "project", tmp_path / "other"
+    for name in ("base", "exp/policy", "exp/rows"):
+        (project / name).mkdir(parents=True)
+    other.mkdir()
+    for name in ("base", "exp/policy"):
+        (project / name / "config.json").write_text("{}")
+    (project / "base" / "below.toml").write_text(
+        'model = {name = "../exp/policy"}\ntasks = [{name = "jsonl", path = "train.jsonl"}]\n'
+    )
+    recipe = project / "exp" / "recipe.toml"
+    recipe.write_text(
+        'extends = "../base/below.toml"\n'
+        'tasks = [{name = "jsonl", path = "a.jsonl", validation_path = "../b.jsonl"}, '
+        '{name = "parquet", path = "/abs.parquet"}, {name = "datasets", path = "openai/gsm8k", '
+        'validation_path = "test"}, {name = "datasets", path = "rows", '
+        'options = {data_files = ["c.json", "hf://d.json"]}}, {name = "my.module:Task"}]\n'
+        '[rewards]\nfunctions = [{function = "../r.py:f"}, {function = "outcome", '
+        'options = {model = "policy"}}, {function = "outcome", options = {model = "org/model"}}]\n'
+    )
+    monkeypatch.chdir(other)
+    for place in (recipe, Path("../project/exp/recipe.toml")):
+        stage = load_recipe(place).stages[-1]
+        assert isinstance(stage, RLStage)
+        exp = f"{project}/exp"
+        assert load_recipe(place).model.name == f"{exp}/policy"
+        assert [(one.path, one.validation_path) for one in stage.tasks[:3]] == [
+            (f"{exp}/a.jsonl", f"{project}/b.jsonl"),
+            ("/abs.parquet", None),
+            ("openai/gsm8k", "test"),
+        ]
+        assert stage.tasks[3].path == f"{exp}/rows"
+        assert stage.tasks[3].options == {"data_files": [f"{exp}/c.json", "hf://d.json"]}
+        assert stage.tasks[4].name == "my.module:Task"
+        assert [one.function for one in stage.rewards.functions[:2]] == [
+            f"{project}/r.py:f",
+            "outcome",
+        ]
+        models = [one.options.get("model") for one in stage.rewards.functions[1:]]
+        assert models == [f"{exp}/policy", "org/model"]
+    written = project / "runs" / "recipe.toml"
+    written.parent.mkdir()
+    written.write_text(to_toml(load_recipe(recipe)))
+    assert load_recipe(written) == load_recipe(recipe)
+
+
+def test_other_paths_are_relative_to_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "exp" / "recipe.toml"
+    recipe.parent.mkdir()
+    recipe.write_text('model = {name = "m"}\ntasks = [{name = "jsonl", path = "a.jsonl"}]\n')
+    monkeypatch.chdir(tmp_path)
+    of_keys = load_recipe(recipe, ["tasks.path=b.jsonl", "rewards.functions.function=r.py:f"])
+    stage = of_keys.stages[0]
+    assert isinstance(stage, RLStage)
+    assert stage.tasks[0].path == f"{tmp_path}/b.jsonl"
+    assert stage.rewards.functions[0].function == f"{tmp_path}/r.py:f"
+    mapping = load_recipe(ONE_TASK).stages[0]
+    assert mapping.trained_tasks[0].path == f"{tmp_path}/a.jsonl"
 
 
 def test_a_file_that_is_not_there_or_not_toml(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -231,3 +231,23 @@ def test_programs_that_fail_are_named(program: Any, line: str, kind: type[Except
     with pytest.raises(kind, match=line) as caught:
         sample(scripted, program, timeout=0.3, limit=1)
     assert "'mine:run' (prompt 'p0', completion 0)" in str(caught.value)
+
+
+def test_program_that_raises_after_an_answer_is_skipped() -> None:
+    def program(given: ProgramInput) -> dict[str, float]:
+        post(given, given.messages)
+        if given.index == 1:
+            raise OSError("the tool is down")
+        return {"reward": 1.0}
+
+    scripted = ScriptedEngine(lambda prompt, index: "yes", TOKENIZER)
+    groups = sample(scripted, program, n=3, skips=True)
+    failed = "OSError: the tool is down"
+    assert [[one.failed for one in group.completions] for group in groups] == [
+        ["", failed, ""] for _ in PROMPTS
+    ]
+    assert all(len(one) for group in groups for one in group.completions)
+    with pytest.raises(KeelError, match="raised ZeroDivisionError"):
+        sample(scripted, lambda given: 1 / 0, skips=True)
+    with pytest.raises(KeelError, match="the tool is down"):
+        sample(scripted, program, n=3)

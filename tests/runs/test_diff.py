@@ -17,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from keel.cli.main import main
+from keel.models.policy import load_policy
 from keel.runs import checkpoint
 from keel.runs.diff import FirstDifference, Point, diff
 from keel.runs.layout import RunFolder
@@ -127,6 +129,25 @@ def where(a: Path, b: Path) -> tuple[Any, ...]:
 
 
 # ---------------------------------------------------------------- equal runs, recipes
+
+
+def test_other_content_of_a_model_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = tmp_path / "model (1)"
+    for run, seed in (("a", 5), ("b", 5), ("c", 6)):
+        shutil.rmtree(name, ignore_errors=True)
+        load_policy(small(f"seed={seed}").model, seed).save(name)
+        train(small("steps=1", "evaluation.prompts=0", f"model.name={name}"), tmp_path / run)
+    a, b, c = (tmp_path / run for run in "abc")
+    assert diff(a, b).inputs == ()
+    assert diff(a, b).same
+    (found,) = diff(a, c).inputs
+    assert found.name == "model.name"
+    assert None not in (found.a, found.b)
+    assert not diff(a, c).same
+    assert main(["runs", "diff", str(a), str(c)]) == 1
+    assert "different content of model.name" in capsys.readouterr().out
 
 
 def test_two_runs_of_one_recipe_and_seed_are_the_same_without_torch(made: Path) -> None:
@@ -421,7 +442,7 @@ def test_tensors_of_bfloat16_and_of_other_shapes(whole: Path, copy: Path) -> Non
         ("rollouts/step-000002.parquet", b"", r"cannot read .*step-000002\.parquet: .*delete"),
         ("metrics.jsonl", b"3\n", r"metrics\.jsonl:1 is damaged"),
         ("metrics.jsonl", b'{"stage": "x", "step": 2}\n', r"metrics\.jsonl:1 is damaged"),
-        ("run.json", b"[1]", r"run\.json"),
+        ("run.json", b"{", r"run\.json"),
         ("checkpoints/step-000003/state.json", b"{", r"step-000003 is damaged \(state.json has"),
     ],
 )

@@ -87,11 +87,11 @@ def test_resume_refuses_an_invalid_run_json(
     chat_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(chat_run, tmp_path / "run")
-    (run / "run.json").write_text('{"evaluation": []}')
+    (run / "run.json").write_text('{"evaluation": ')
     assert main(["train", "--resume", "--run", str(run)]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert f"cannot read {run}/run.json: evaluation: " in message
+    assert f"cannot read {run}/run.json: " in message
     # What does not read it goes on working.
     assert evaluate(run, prompts=4)["n"] == 4
 

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import peft
 import pytest
+import tomli_w
 import torch
-from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from datasets import Dataset, DatasetDict
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import keel
 from keel.algorithms.presets import PRESETS
@@ -24,6 +27,7 @@ from tests.soak.killing import differences
 
 TOKENIZER = build_tokenizer(BuildModel(alphabet="0123456789>", context=32))
 ROWS = [{"prompt": f"{a}{b}>", "top": max(a, b)} for a in range(10) for b in range(10)]
+SPLITS = DatasetDict(train=Dataset.from_list(ROWS), test=Dataset.from_list(ROWS))
 SMALL: dict[str, Any] = {
     "algorithm": "grpo",
     "steps": 4,
@@ -103,6 +107,41 @@ def test_live_objects_train_as_a_recipe_of_files(whole: Any, tmp_path: Path) -> 
     assert any(not torch.equal(mine[name], start[name]) for name in mine), "nothing was learned"
 
 
+def test_a_run_resumes_and_reruns_from_any_folder(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exp, run = tmp_path / "exp", tmp_path / "runs" / "a"
+    tiny().save_pretrained(exp / "model")
+    TOKENIZER.save_pretrained(exp / "model")
+    (exp / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (exp / "own.py").write_text(Path(__file__).read_text())
+    recipe = {
+        **{key: value for key, value in SMALL.items() if key != "progress"},
+        "model": {"name": "model"},
+        "tasks": [{"name": "jsonl", "path": "data.jsonl"}],
+        "rewards": {"functions": [{"function": f"own.py:{f}"} for f in ("first", "length")]},
+    }
+    (exp / "recipe.toml").write_text(tomli_w.dumps(recipe))
+    for at, (source, folder) in enumerate(
+        [(exp / "recipe.toml", run), (run / "recipe.toml", exp / "b")]
+    ):
+        (tmp_path / str(at)).mkdir()
+        monkeypatch.chdir(tmp_path / str(at))
+        keel.train(source, folder, callbacks=[Stop(2)], progress=False)
+        monkeypatch.chdir(tmp_path)
+        again = keel.train(folder=folder, resume=True, progress=False)
+        assert again.metrics() == whole.metrics()
+
+
+def test_a_run_of_live_objects_reruns_from_its_folder(whole: Any, tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match="python:first"):
+        keel.train(whole.folder.recipe, tmp_path / "run", progress=False)
+    again = keel.train(
+        whole.folder.recipe, tmp_path / "run", rewards=[first, length], progress=False
+    )
+    assert again.metrics() == whole.metrics()
+
+
 def test_resume_after_stop_by_a_callback_ends_the_same(whole: Any, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = keel.train(folder=folder, callbacks=[Stop(2)], **arguments())
@@ -121,8 +160,11 @@ def test_resume_refuses_other_arguments_and_notes_another_function(tmp_path: Pat
     keel.train(folder=folder, callbacks=[Stop(2)], **arguments(rewards=[first]))
     with pytest.raises(KeelError, match=r"'python:first' was passed to keel\.train as an object"):
         keel.train(folder=folder, resume=True, progress=False)
-    with pytest.raises(KeelError, match=r"stages\[0\]\.steps is 9, but the run in .* has 4"):
-        keel.train(folder=folder, resume=True, **arguments(rewards=[first], steps=9))
+    with pytest.raises(KeelError, match=r"seed is 9, but the run in .* has 0"):
+        keel.train(folder=folder, resume=True, **arguments(rewards=[first], seed=9))
+    weighted = {"function": first, "weight": 0.5}
+    with pytest.raises(KeelError, match=r"rl\.rewards\.functions\[0\]\.weight is 0\.5"):
+        keel.train(folder=folder, resume=True, progress=False, rewards=[weighted])
     with pytest.raises(KeelError, match=r"data: they differ from .*data\.jsonl"):
         keel.train(folder=folder, resume=True, **arguments(rewards=[first], data=ROWS[1:]))
     with pytest.raises(KeelError, match="pass its folder"):
@@ -136,7 +178,118 @@ def test_resume_refuses_other_arguments_and_notes_another_function(tmp_path: Pat
     assert [e["text"] for e in run.events() if "python:first" in e.get("text", "")]
 
 
+# ---------------------------------------------------------------- going on
+
+
+CONSTANT = {"learning_rate": 1e-2, "schedule": "constant"}
+
+
+def test_going_on_equals_a_longer_run(tmp_path: Path) -> None:
+    straight = keel.train(folder=tmp_path / "a", **arguments(optimizer=CONSTANT))
+    run = keel.train(folder=tmp_path / "b", **arguments(optimizer=CONSTANT, steps=2))
+    assert run.info()["finished"]
+    run = keel.train(run, steps=4, progress=False)
+    assert run.info()["finished"]
+    assert run.recipe()["stages"][0]["steps"] == 4
+    assert run.info()["changes"] == [
+        {"stage": "rl", "step": 2, "key": "rl.steps", "from": 2, "to": 4}
+    ]
+    assert [row["reward"] for row in run.metrics()] == [row["reward"] for row in straight.metrics()]
+    mine, theirs = (one.policy().state_dict() for one in (straight, run))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_going_on_at_another_rate_survives_a_stop(tmp_path: Path) -> None:
+    keys = {"optimizer.learning_rate": 1e-3, "evaluation.every": 2, "steps": 5}
+    runs = []
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        keel.train(folder=folder, **arguments(steps=2, optimizer=CONSTANT))
+        stops = [Stop(3)] if name == "b" else []
+        live = {"folder": folder, "resume": True, "rewards": [first, length], "progress": False}
+        keel.train(callbacks=stops, **live, **keys)  # type: ignore[arg-type]
+        runs.append(keel.train(**live) if stops else keel.load(folder))  # type: ignore[arg-type]
+    changed = [one["key"] for one in runs[0].info()["changes"]]
+    assert sorted(changed) == [f"rl.{key}" for key in sorted(keys)]
+    assert [row["learning_rate"] for row in runs[0].metrics()] == [1e-2, 1e-2, 1e-3, 1e-3, 1e-3]
+    assert differences(runs[0].folder.path, runs[1].folder.path) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"seed": 3}, "seed is 3, but the run in .* has 0: it can only go on with other steps"),
+        ({"rollout.max_tokens": 3}, r"rl\.rollout\.max_tokens is 3, but .* has 4"),
+        ({"algorithm": "ppo"}, r"rl\.epochs is 4"),
+        ({"steps": 1}, r"rl\.steps is 1, but the run has taken 4: raise it"),
+        ({"stepps": 9}, "unknown key 'stepps': did you mean 'steps'"),
+        ({"tasks.system": "x"}, r"rl\.tasks\[0\]\.system is x"),
+    ],
+)
+def test_going_on_with_another_key_is_refused(
+    whole: Any, keys: dict[str, Any], message: str
+) -> None:
+    before = whole.folder.recipe.read_bytes()
+    with pytest.raises(KeelError, match=message):
+        keel.train(whole, progress=False, **keys)
+    assert whole.folder.recipe.read_bytes() == before
+
+
+# ---------------------------------------------------------------- a run in Python
+
+
+def test_runs_of_functions_are_evaluated_and_exported(whole: Any, tmp_path: Path) -> None:
+    known = keel.evaluate(whole, prompts=8)
+    assert known == keel.evaluate(keel.load(whole, functions=[first, length]), prompts=8)
+    assert known == keel.evaluate(keel.load(whole), rewards=[first, length], prompts=8)
+    assert known == keel.evaluate(str(whole.folder.path), rewards=[first, length], prompts=8)
+    tables = [{"function": length, "weight": 10.0}]
+    assert keel.evaluate(whole.folder.path, rewards=tables, prompts=8)["measure"] == "reward"
+    other = keel.evaluate(whole, rewards=lambda completions: [7.0 for _ in completions], prompts=8)
+    assert other["mean"] == 7.0
+    with pytest.raises(KeelError, match=r"python:first.* pass it again"):
+        keel.evaluate(keel.load(whole), prompts=8)
+    assert (keel.export(whole, tmp_path / "model") / "config.json").is_file()
+    assert keel.load(whole).metrics() == whole.metrics()
+
+
+def test_errors_of_functions_name_a_call_that_resumes(tmp_path: Path) -> None:
+    def breaks(completions: list[str], trainer_state: Any) -> list[float]:
+        if trainer_state.global_step == 2:
+            raise ValueError("no")
+        return [0.0 for _ in completions]
+
+    with pytest.raises(KeelError, match=r"resume with: keel\.train\(folder=.*with the functions"):
+        keel.train(folder=tmp_path / "run", **arguments(rewards=breaks))
+
+
+def test_runs_reports_and_errors_show_in_few_words(whole: Any) -> None:
+    assert repr(whole) == f"TrainedRun({str(whole.folder.path)!r}, stages=rl)"
+    given = {key: value for key, value in arguments().items() if key != "progress"}
+    report = keel.check(**given)
+    lines = repr(report).splitlines()
+    assert lines[0] == f"Report('grpo', {len(report.findings)} findings)"
+    assert [line.strip() for line in lines[1:]] == [
+        f"{one.severity}: {one.what}" for one in report.findings
+    ]
+    # IPython shows what this method returns
+    assert KeelError("a: b")._render_traceback_() == ["KeelError: a: b"]
+
+
 # ---------------------------------------------------------------- callbacks
+
+
+def test_callbacks_that_are_never_called_are_refused(tmp_path: Path) -> None:
+    class Misspelt(keel.Callback):
+        def on_stepp(self, state: keel.RunState) -> None: ...
+
+    for wrong in (lambda state: None, TrainerCallback(), Misspelt(), Meddler, object()):
+        with pytest.raises(KeelError, match="would never be called: pass an object with one of"):
+            keel.train(folder=tmp_path / "run", callbacks=[wrong], **arguments())
+    assert not (tmp_path / "run").exists()
+    one = Meddler()
+    keel.train(folder=tmp_path / "run", callbacks=one, **arguments(steps=1))
+    assert ("step", 1) in one.seen
 
 
 class Meddler(keel.Callback):
@@ -224,6 +377,60 @@ def test_keywords_are_recipe_keys() -> None:
     assert load_recipe(objects(shipped).recipe) == shipped
 
 
+def test_keywords_change_a_loaded_recipe() -> None:
+    rl = load_recipe(objects(load_recipe("quickstart"), steps=3).recipe).stages[-1]
+    assert rl.steps == 3
+
+
+@pytest.mark.parametrize("prefix", ["", "rl."])
+def test_keywords_below_tasks_stay_with_data(prefix: str) -> None:
+    keys = {f"{prefix}tasks.system": "Add.", f"{prefix}tasks.prompt": "{prompt}?"}
+    (task,) = stage_of(**keys).trained_tasks
+    assert (task.system, task.prompt) == ("Add.", "{prompt}?")
+    assert task.path == "$RUN/inputs/data.jsonl"
+    assert stage_of(tasks={"0": {"bad_rows": "quarantine"}}).tasks[0].bad_rows == "quarantine"
+    more = {"rewards.functions.weight": 2, "rewards.timeout": 5}
+    assert stage_of(rewards=first, **more).rewards.functions[0].weight == 2
+    with pytest.raises(KeelError, match=r"unknown key 'tasks\.0\.sytem': did you mean 'system'"):
+        stage_of(**{f"{prefix}tasks.sytem": 1})
+    for other in ({"tasks.path": "x.jsonl"}, {"tasks": [{"name": "addition"}]}):
+        with pytest.raises(KeelError, match="another keyword sets tasks"):
+            stage_of(**other)
+
+
+def test_data_keeps_how_the_recipe_reads_rows() -> None:
+    rows = [{"question": "1+1", "answer": "#### 2"}]
+    made = load_recipe(objects("gsm8k-grpo", data=rows).recipe).stages[-1].trained_tasks
+    (shipped,) = load_recipe("gsm8k-grpo").stages[-1].trained_tasks
+    assert made == (
+        shipped.model_copy(
+            update={"name": "jsonl", "path": "$RUN/inputs/data.jsonl", "validation_path": None}
+            | {"options": {}}
+        ),
+    )
+    pairs = [{"q": "1", "a": "2", "b": "3"}]
+    columns = {"data.columns": {"prompt": "q", "chosen": "a", "rejected": "b"}}
+    stage = load_recipe(objects(model="m", stage="dpo", data=pairs, **columns).recipe).stages[-1]
+    assert stage.preference_data is not None
+    assert stage.preference_data.columns["prompt"] == "q"
+    assert stage.preference_data.path == "$RUN/inputs/data.jsonl"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    rows = [{"prompt": "1", "top": np.int64(3), "all": np.arange(2), "x": torch.tensor(0.5)}]
+    made = objects(model="m", data=rows, steps=np.int64(3), seed=torch.tensor(5))
+    assert json.loads(made.tables["data.jsonl"]) == {
+        "prompt": "1",
+        "top": 3,
+        "all": [0, 1],
+        "x": 0.5,
+    }
+    recipe = load_recipe(made.recipe, ["optimizer.learning_rate=0.5"])
+    assert (recipe.stages[0].steps, recipe.seed) == (3, 5)
+    rate = objects(model="m", data=rows, optimizer={"learning_rate": np.float32(0.25)})
+    assert load_recipe(rate.recipe).stages[0].optimizer.learning_rate == 0.25
+
+
 @pytest.mark.parametrize("preset", ["ppo", "dr_grpo"])
 def test_algorithm_as_name_preset_or_object(preset: str) -> None:
     named = stage_of(algorithm=preset)
@@ -291,18 +498,31 @@ def test_functions_get_unique_names() -> None:
         ({"tokenizer": TOKENIZER}, "pass model=, too"),
         ({"model": 3}, "a int cannot be trained"),
         ({"data": 3}, "data: a int is no data"),
+        ({"data": SPLITS}, 'the splits train, test: pass one of them, .*data=splits."train"'),
+        ({"data": ROWS, "eval_data": SPLITS}, "eval_data: a DatasetDict has the splits"),
         ({"data": ["1"]}, r"data\[0\]: a str: give a dict of columns"),
         ({"data": [{"prompt": {1}}]}, r"data\[0\]: .*set.*: use texts"),
         ({"data": [{"prompt": "1", "x": float("nan")}]}, r"data\[0\]"),
         ({"eval_data": ROWS}, "pass data=, too"),
         ({"data": "x.jsonl", "eval_data": Dataset.from_list(ROWS)}, "of the same type"),
         ({"rewards": tiny()}, "LlamaForCausalLM is no function"),
-        ({"a..b": 1}, "'a..b' is no key"),
+        ({"a..b": 1}, "'a..b' is not a valid key"),
     ],
 )
 def test_invalid_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(KeelError, match=message):
         objects(**wrong)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, called by peft
+def test_models_with_peft_adapters_are_refused_with_a_fix() -> None:
+    lora = peft.LoraConfig(target_modules="all-linear", r=2)
+    wrapped, added = peft.get_peft_model(tiny(), lora), tiny()
+    added.add_adapter(lora)
+    for model in (wrapped, wrapped.base_model.model, added):
+        with pytest.raises(KeelError, match=r"adapters of peft: pass what its merge_and_unload"):
+            objects(model=model, tokenizer=TOKENIZER, data=ROWS)
+    assert objects(model=wrapped.merge_and_unload(), tokenizer=TOKENIZER, data=ROWS).model
 
 
 def test_failed_start_leaves_no_folder(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from keel.cli.main import main
 from keel.config.model import Model
 from keel.models.policy import load_policy
 from keel.runs.layout import RunFolder
@@ -337,3 +338,32 @@ def test_reward_model_from_another_base(tmp_path: Path) -> None:
     assert torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-8)
     policy = load(folder.path).checkpoints()[-1].path / "policy" / "config.json"
     assert json.loads(policy.read_text())["hidden_size"] == 32
+
+
+def test_going_on_writes_the_reward_model_again(tmp_path: Path) -> None:
+    constant = {"optimizer": {"learning_rate": 4e-3, "schedule": "constant"}}
+    long = train(recipe(pairs(tmp_path, steps=5, **constant)), tmp_path / "long")
+    first = train(recipe(pairs(tmp_path, steps=3, **constant)), tmp_path / "run")
+    before = (first.model("reward_model") / "model.safetensors").read_bytes()
+    words = ["train", "--resume", "--run", str(first.path), "--quiet"]
+    assert main([*words, "reward_model.steps=5"]) == 0
+    weights = [(run.model("reward_model") / "model.safetensors") for run in (long, first)]
+    assert weights[1].read_bytes() != before
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert info(first)["changes"] == [
+        {"stage": "reward_model", "step": 3, "key": "reward_model.steps", "from": 3, "to": 5}
+    ]
+
+
+def test_a_stage_that_has_ended_takes_no_more_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = recipe(pairs(tmp_path, name="a"), pairs(tmp_path, name="b"))
+    folder = train(two, tmp_path / "run")
+    for words in (["--run", str(folder.path)], [str(folder.path)]):
+        assert main(["train", "--resume", *words, "a.steps=5"]) == 2
+        assert "a.steps is 5, but the run in" in capsys.readouterr().err
+    assert main(["train", "--resume", str(folder.path), "steps=4", "--quiet"]) == 0
+    assert len(rows(folder, "b")) == 4
+    assert main(["train", "quickstart", "--resume", "--run", str(folder.path)]) == 2
+    assert "name no other" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,7 @@ def test_arms_are_recipes_by_algorithms_by_values() -> None:
         ({"algorithms": ["grpo", "grpo"]}, "nothing to compare in grpo, grpo"),
         ({"algorithms": ["grpo", "gppo"]}, "gppo"),
         ({"baseline": "gppo"}, "unknown arm 'gppo'"),
+        ({"overrides": ("evaluation.prompts=0",)}, r"rl\.evaluation\.prompts = 0 leaves grpo"),
     ],
 )
 def test_a_comparison_of_nothing_is_refused(changes: dict[str, object], message: str) -> None:
@@ -114,6 +116,32 @@ def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match="not empty and holds no comparison"):
         run(small(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_runs_have_the_threads_that_are_stated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "_cores", lambda: 4)
+    for stated, jobs, threads, note in (
+        ((), None, 1, "4 at a time, 1 threads each"),
+        ((), 2, 2, "2 at a time, 2 threads each"),
+        (("threads=1",), 2, 1, "2 at a time, 1 threads each"),
+        (("threads=2",), None, 2, "2 at a time, 2 threads each"),
+    ):
+        seen: list[int | None] = []
+
+        def train(*given: Any, seen: list[int | None] = seen) -> str:
+            _, folder, _, recipe, seed, threads, started = given
+            seen.append(compare._seeded(recipe, seed, threads, folder, started).threads)
+            return "not trained"
+
+        monkeypatch.setattr(compare, "_train", train)
+        notes: list[str] = []
+        out = tmp_path / f"{stated}{jobs}"
+        with pytest.raises(KeelError, match="fewer than two arms"):
+            run(small(overrides=(*SMALL, *stated)), out, jobs, note=notes.append)
+        assert seen == [threads] * 4
+        assert any(note in text for text in notes), notes
 
 
 def test_remains_of_a_killed_start_are_accepted(

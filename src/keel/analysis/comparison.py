@@ -20,6 +20,7 @@ import numpy as np
 
 from keel.analysis.statistics import Array, Interval, student_quantile, wilson_ends
 from keel.runs.reader import Run
+from keel.types import KeelError
 
 ENOUGH = 10
 """Seeds below which no claim should be made."""
@@ -165,7 +166,10 @@ def compare(
 
 def score_of(run: Run, arm: str, seed: int, stage: str, peak_bytes: float | None) -> RunScore:
     """What a finished run says; `stage` is the one whose last evaluation is the score."""
-    result = run.info()["evaluation"][stage]["after"]
+    try:
+        result = run.info()["evaluation"][stage]["after"]
+    except KeyError:
+        raise KeelError(f"run {run.folder.path} has no evaluation after stage {stage}") from None
     last = max((p.step for p in run.evaluation_places()), default=0)
     greedy = [row for row in run.evaluation(last, stage) if row["mode"] == "greedy"]
     passed = {

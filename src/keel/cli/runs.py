@@ -33,6 +33,8 @@ def _lines(found: Difference) -> Iterator[str]:
     if found.environment:
         versions = _cut([_change(change) for change in found.environment])
         yield f"different environments: {versions}".replace("versions.", "")
+    if found.inputs:
+        yield f"different content of {_cut([change.name for change in found.inputs])}"
     yield _no_difference(found) if found.first is None else _first(found.first)
     if found.reach_a == found.reach_b:
         yield f"both end at {_point(found.reach_a)}"

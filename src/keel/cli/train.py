@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -66,37 +67,33 @@ def carry(
     start: Start,
     show: Callable[[Console, RunFolder], None],
 ) -> int:
-    """Watch a run to its end and show it, or say how to resume it; the exit code.
-
-    A terminal that has gone changes neither the run nor the code.
-    """
+    """Watch a run to its end and show it, or say how to resume it; the exit code."""
     from keel.runs.process import Interrupted
 
-    console = Console(stderr=arguments.json, quiet=arguments.quiet)
-    code: int | None = None
+    console = _Output(stderr=arguments.json, quiet=arguments.quiet)
     try:
         with watching(console) as progress:
-            try:
-                folder, code = start(callbacks=[progress]), 0
-            except Interrupted as caught:
-                interrupted, code = caught, 128 + caught.signum
-        if code:
-            how = f"keel {command} --resume --run {interrupted.folder}"
-            console.print(f"stopped by {interrupted}; resume with: {how}", soft_wrap=True)
-        elif arguments.json:
-            run = load(folder.path)
-            about = {"run": str(folder.path), "seconds": round(run.seconds(), 3), **run.info()}
-            found, why = _diagnosed(run)
-            about["diagnoses"] = None if why else [one.as_dict() for one in found]
-            print(json.dumps(about, ensure_ascii=False))
-        else:
-            show(console, folder)
-        sys.stdout.flush()
-    except OSError:
-        if code is None:
-            raise
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - its reader has gone
-    return code
+            folder = start(callbacks=[progress])
+    except Interrupted as caught:
+        how = f"keel {command} --resume --run {caught.folder}"
+        console.print(f"stopped by {caught}; resume with: {how}", soft_wrap=True)
+        return 128 + caught.signum
+    if arguments.json:
+        run = load(folder.path)
+        about = {"run": str(folder.path), "seconds": round(run.seconds(), 3), **run.info()}
+        found, why = _diagnosed(run)
+        about["diagnoses"] = None if why else [one.as_dict() for one in found]
+        print(json.dumps(about, ensure_ascii=False))
+    else:
+        show(console, folder)
+    return 0
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on without output, as in `keel train | head`."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
 
 
 def show(console: Console, folder: RunFolder) -> None:
@@ -122,9 +119,14 @@ def show(console: Console, folder: RunFolder) -> None:
     if folder.curve.exists():
         console.print(f"curve       {folder.curve}")
     console.print("next")
-    console.print(f"  keel report {folder.path}", soft_wrap=True)
-    console.print(f"  keel eval {folder.path} --samples 4", soft_wrap=True)
-    console.print(f"  keel export {folder.path} {folder.path.name}-model", soft_wrap=True)
+    path, model = str(folder.path), f"{folder.path.name}-model"
+    commands = [["report", path], ["export", path, model]]
+    if folder.model(run.stages[-1]).is_dir():
+        commands[1] += ["--stage", run.stages[-1]]
+    elif any("tasks" in stage for stage in run.recipe()["stages"]):
+        commands.insert(1, ["eval", path, "--samples", "4"])
+    for words in commands:
+        console.print(f"  {shlex.join(['keel', *words])}", soft_wrap=True, markup=False)
 
 
 def _diagnoses(console: Console, run: Run) -> None:
@@ -156,11 +158,14 @@ def _recipe(arguments: argparse.Namespace) -> Recipe | None:
         if arguments.recipe is None:
             raise KeelError("which recipe? name a TOML file or a shipped one (keel recipes)")
         return load_recipe(arguments.recipe, arguments.overrides)
+    words = [word for word in (arguments.recipe, *arguments.overrides) if word is not None]
+    if words and "=" not in words[0] and arguments.run is None:
+        arguments.run = words.pop(0)
     if arguments.run is None:
         raise KeelError("--resume goes on with a run: name its folder with --run DIR")
-    if arguments.recipe is not None:
-        raise KeelError("--resume runs the recipe that the run folder holds: name no other, no key")
-    return None
+    if words and "=" not in words[0]:
+        raise KeelError("--resume runs the recipe that the run folder holds: name no other")
+    return load_recipe(load(arguments.run).recipe(), words) if words else None
 
 
 def _share(result: dict[str, Any] | None) -> str:

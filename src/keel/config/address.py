@@ -6,10 +6,12 @@ any other goes to the last stage, which is the one the recipe is for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from keel.config.presets import merge, without_loop_defaults
+from keel.types import KeelError
 
 SHARED = frozenset(
     {"name", "description", "seed", "threads", "model", "cluster", "stages", "repeat"}
@@ -27,12 +29,43 @@ def gather(data: Mapping[str, Any]) -> dict[str, Any]:
     rest = {k: v for k, v in data.items() if k not in SHARED}
     if "stages" not in data:
         return {**shared, "stages": [{"stage": "rl", **rest}]}
+    if isinstance(data["stages"], tuple):  # of a validated recipe
+        shared["stages"] = list(data["stages"])
     return layer(shared, rest) if rest else shared
+
+
+def overlay(data: Mapping[str, Any], keys: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Lay dotted keys over a gathered recipe, in their order, but a table before its own keys."""
+    stages = data.get("stages")
+    tables = stages if isinstance(stages, list) else []
+    names = {stage_name(stage) for stage in tables if isinstance(stage, Mapping)}
+    found, pairs = dict(data), list(keys)
+    paths = [key.split(".") for key, _ in pairs]
+    paths = [path[1:] if path[0] in names else path for path in paths]
+
+    def order(at: int) -> float:
+        size = len(paths[at])
+        holds = any(len(path) > size and path[:size] == paths[at] for path in paths)
+        return size if holds else math.inf
+
+    for at in sorted(range(len(pairs)), key=order):
+        found = layer(found, nest(*pairs[at]))
+    return found
+
+
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """`a.b` and 1 as {"a": {"b": 1}}. Raises KeelError for an invalid key."""
+    parts = key.split(".")
+    if not all(parts):
+        raise KeelError(f"{key!r} is not a valid key: write it as steps or optimizer.learning_rate")
+    for part in reversed(parts):
+        value = {part: value}
+    return dict(value)
 
 
 def layer(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Lay `above` over the gathered recipe `below`, each key where it lives."""
-    if "stages" in above:
+    if "stages" in above and not isinstance(above["stages"], Mapping):
         return gather({**below, **above})
     out = dict(below)
     for key, value in above.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from keel.config.fields import nearest
 from keel.types import KeelError
 
 PYTHON = "python"
+PASSED = re.compile(rf"{PYTHON}:\w+")
+"""The name of an object that was passed."""
 _passed: dict[str, Any] = {}
 
 

@@ -43,10 +43,7 @@ def explain_validation(
 
 def _shown(value: str | int | float) -> str:
     """A value as Python writes it, cut short."""
-    try:
-        text = repr(value)
-    except ValueError:  # more digits than Python writes
-        return "a number of too many digits"
+    text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
@@ -61,15 +58,14 @@ def _unknown_key(
     if isinstance(value, Mapping):
         meant = _mistyped_table(leaf, value, parent, model, data)
         # verl's long paths: the last part says what is meant
-        while isinstance(value, Mapping) and len(value) == 1:
-            ((part, value),) = value.items()
+        while isinstance(value, Mapping) and value:
+            part, value = next(iter(value.items()))
             where, leaf = f"{where}.{part}", str(part)
-    if meant is not None:
+    foreign = _foreign(where.split("."))
+    if meant is not None and not (foreign and leaf in EXPLAINED):
         hint = f"did you mean {meant!r}?"
-    elif leaf in EXPLAINED:
-        hint = EXPLAINED[leaf]
-    elif leaf in FOREIGN:
-        hint = f"in Keel it is {FOREIGN[leaf]!r}"
+    elif foreign is not None:
+        hint = foreign
     elif where.startswith("model.") and leaf in RLStage.model_fields:
         hint = f"{leaf!r} is a key of the stage: in TOML it stands above the first [table]"
     elif (guess := nearest(leaf, known)) is not None:
@@ -80,6 +76,20 @@ def _unknown_key(
     else:
         hint = f"known here: {', '.join(known)}" if known else "it has no meaning here"
     return f"unknown key {where!r}: {hint}"
+
+
+def _foreign(path: list[str]) -> str | None:
+    """What to do instead of a foreign key, by the longest end of its path that is known."""
+    for start in range(len(path)):
+        key = ".".join(path[start:])
+        if key in EXPLAINED:
+            return EXPLAINED[key]
+        if key in FOREIGN:
+            own = FOREIGN[key]
+            # verl's critic has an optimizer of its own
+            own = f"value.{own}" if "critic" in path and own.startswith("optimizer.") else own
+            return f"in Keel it is {own!r}"
+    return None
 
 
 def _mistyped_table(

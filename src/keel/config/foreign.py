@@ -19,12 +19,9 @@ FOREIGN: Final[dict[str, str]] = {
     "n": "rollout.group_size",
     "train_batch_size": "rollout.prompts_per_step",
     "gen_batch_size": "rollout.prompts_per_step",
-    "ppo_mini_batch_size": "minibatches",
     "num_mini_batches": "minibatches",
     "steps_per_generation": "minibatches",
-    "ppo_micro_batch_size_per_gpu": "token_budget",
     "ppo_max_token_len_per_gpu": "token_budget",
-    "gradient_accumulation_steps": "token_budget",
     "max_completion_length": "rollout.max_tokens",
     "max_new_tokens": "rollout.max_tokens",
     "response_length": "rollout.max_tokens",
@@ -122,10 +119,17 @@ FOREIGN: Final[dict[str, str]] = {
     "report_to": "trackers",
     "output_dir": "--run on the command line",
     "default_local_dir": "--run on the command line",
-    "num_train_epochs": "steps",
-    "total_epochs": "steps",
+    "logger": "trackers",
+    "prompt_key": "tasks.prompt",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "n_gpus_per_node": "cluster.processes",
+    "run_name": "name",
+    "experiment_name": "name",
+    "adam_beta1": "optimizer.betas.0",
+    "adam_beta2": "optimizer.betas.1",
+    "critic.model.path": "value.name",
 }
-"""Foreign key to Keel's (a path within a stage, but for `model.*`)."""
+"""Foreign key to Keel's (a path within a stage, but for `model.*`); its end, or all of it."""
 
 COMPLETIONS = (
     "counts completions in TRL: set rollout.prompts_per_step to that number, times the processes "
@@ -135,7 +139,38 @@ ENGINE = (
     'Keel samples with an engine of its own: leave the key out, or set rollout.engine = "vllm" '
     "(its keys are in rollout.vllm)"
 )
+EPOCHS = (
+    "counts passes over the data: set steps, each of rollout.prompts_per_step prompts (or "
+    "batch_size examples)"
+)
+SHARE = "is a share of the steps: set optimizer.warmup_steps, which counts steps"
+MICRO = (
+    "counts sequences or micro-batches: set token_budget, the tokens of a micro-batch; the result "
+    "does not depend on it"
+)
+KL = "switches the divergence: set algorithm.divergence.beta (0 is off)"
+RECORDED = "every step is recorded and shown: leave the key out"
+REWARD_MODEL = (
+    'name a reward model in rewards.functions: {function = "outcome", options = {model = FOLDER}}'
+)
 EXPLAINED: Final[dict[str, str]] = {
+    "num_train_epochs": EPOCHS,
+    "total_epochs": EPOCHS,
+    "num_epochs": EPOCHS,
+    "warmup_ratio": SHARE,
+    "lr_warmup_steps_ratio": SHARE,
+    "gradient_accumulation_steps": MICRO,
+    "ppo_micro_batch_size_per_gpu": MICRO,
+    "ppo_mini_batch_size": "counts prompts: set minibatches, the optimizer steps of an epoch",
+    "use_kl_loss": KL,
+    "use_kl_in_reward": KL,
+    "logging_steps": RECORDED,
+    "log_freq": RECORDED,
+    "reward_model.enable": REWARD_MODEL,
+    "reward_model.model.path": REWARD_MODEL,
+    "tensor_model_parallel_size": (
+        'is an argument of vLLM: rollout.vllm.arguments = ["--tensor-parallel-size=2"]'
+    ),
     "per_device_train_batch_size": COMPLETIONS,
     "generation_batch_size": COMPLETIONS,
     "use_vllm": ENGINE,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import FrozenModel
-from keel.config.address import gather, layer
+from keel.config.address import gather, layer, nest, overlay
 from keel.config.errors import explain_validation
 from keel.config.fields import nearest, unknown
 from keel.config.repeat import write_out
@@ -26,19 +28,21 @@ Source = str | Path | Mapping[str, Any]
 FOREIGN_FORMATS = (".yaml", ".yml", ".json", ".py")
 RUN_FOLDER = "$RUN/"
 """How a recipe names a file of its own run folder, as of a model that was passed to keel.train."""
-DEEPEST = 32
-"""Levels of tables and lists that a recipe may have."""
-_INNER = (dict, list)
+DATA_KEYS = ("path", "validation_path", "data_files", "data_dir")
+DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".gz")
+MODEL_FILES = ("config.json", "adapter_config.json")
+_FILE_ENTRY = re.compile(r"[^:\s]+\.py:[\w.]+")
+"""`path/to/file.py:function`"""
 
 
 def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe from a TOML file, a shipped name or a mapping, with `key=value` overrides on top.
 
-    Raises KeelError, in one line, on whatever is wrong with it.
+    Paths in a file are relative to its folder, others to the working folder; the recipe has them
+    absolute. Raises KeelError, in one line, on whatever is wrong with it.
     """
-    data = read_recipe(source)
-    for override in overrides:
-        data = layer(data, parse_override(override))
+    data = overlay(read_recipe(source), map(split_override, overrides))
+    data = located(data, Path.cwd())
     stages = data.get("stages")
     if isinstance(stages, list) and any(_of_control(stage) for stage in stages):
         raise KeelError("this is a recipe of keel control: run it with that")
@@ -56,7 +60,7 @@ def load_run_recipe(path: str | Path) -> Recipe:
     An earlier version of Keel had no key `raw` and read plain prompts as they stand: its run
     folders keep that. Raises KeelError as `load_recipe` does.
     """
-    data = in_run_folder(read_recipe(str(path)), Path(path).absolute().parent)
+    data = read_recipe(str(path))
     if predates_raw(data):
         for table in _prompt_tables(data):
             if table.get("system", "none") == "none":  # else a conversation, with raw or without
@@ -75,6 +79,27 @@ def in_run_folder(value: Any, folder: Path) -> Any:
     if isinstance(value, str) and value.startswith(RUN_FOLDER):
         return str(folder / value.removeprefix(RUN_FOLDER))
     return value
+
+
+def located(value: Any, folder: Path, key: str = "") -> Any:
+    """A recipe's data in which the files and folders that it reads have absolute paths.
+
+    A name that can be one of a hub is a path if there is such a folder.
+    """
+    if isinstance(value, Mapping):
+        return {name: located(inside, folder, name) for name, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [located(inside, folder, key) for inside in value]
+    if not isinstance(value, str) or value.startswith(("~", "/", RUN_FOLDER)) or "\0" in value:
+        return value
+    path = os.path.normpath(folder / value)
+    is_path = _FILE_ENTRY.fullmatch(value) is not None
+    if key in DATA_KEYS and "://" not in value:
+        is_path = value.endswith(DATA_FILES) or os.path.isfile(path)
+        is_path |= key != "validation_path" and os.path.isdir(path)
+    elif key in ("name", "model"):
+        is_path |= any(os.path.isfile(f"{path}/{file}") for file in MODEL_FILES)
+    return path if is_path else value
 
 
 def predates_raw(data: Mapping[str, Any]) -> bool:
@@ -146,7 +171,11 @@ def read_own(source: Source) -> tuple[dict[str, Any], str]:
     if isinstance(source, Mapping):
         return dict(source), "recipe"
     label = str(source)
-    return parse_toml(_text(label), label), label
+    data = parse_toml(_text(label), label)
+    if _is_file(label):
+        folder = Path(label).absolute().parent
+        data = in_run_folder(located(data, folder), folder)
+    return data, label
 
 
 def read_recipe(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -164,10 +193,14 @@ def read_recipe(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     return layer(below, data)
 
 
+def _is_file(label: str) -> bool:
+    """Whether this is the path of a recipe, not the name of a shipped one."""
+    suffix = Path(label).suffix
+    return suffix == ".toml" or ("/" in label and suffix not in FOREIGN_FORMATS)
+
+
 def _text(label: str) -> str:
-    if Path(label).suffix == ".toml" or (
-        "/" in label and Path(label).suffix not in FOREIGN_FORMATS
-    ):
+    if _is_file(label):
         return _file_text(label)
     entry = _folder() / f"{label}.toml"
     if not entry.is_file():
@@ -210,50 +243,29 @@ def parse_toml(text: str, label: str) -> dict[str, Any]:
     """TOML text as data; `label` names it in an error."""
     try:
         data = tomllib.loads(text)
-        _check(data)
-    except (ValueError, RecursionError) as error:  # of too many digits, of too many brackets
-        why = error if isinstance(error, ValueError) else "nested too deeply"
-        raise KeelError(f"recipe {label!r}: not valid TOML: {why}") from None
+    except ValueError as error:
+        raise KeelError(f"recipe {label!r}: not valid TOML: {error}") from None
     return data
 
 
-def _check(data: Any) -> None:
-    """Raises ValueError for what TOML leaves to its reader: how large, how deep."""
-    level = [data]
-    for _ in range(DEEPEST):
-        if any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in level):
-            raise ValueError("a whole number has more than 64 bits")
-        tables = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, _INNER)]
-        level = [inner for table in tables for inner in table]
-        if not level:
-            return
-    raise ValueError("nested too deeply")
-
-
 def parse_override(text: str) -> dict[str, Any]:
-    """`a.b=1` as {"a": {"b": 1}}. Raises KeelError where there is no key or no `=`."""
+    """`a.b=1` as {"a": {"b": 1}}. Raises KeelError if there is no key or no `=`."""
+    return nest(*split_override(text))
+
+
+def split_override(text: str) -> tuple[str, Any]:
+    """The key and the value of `a.b=1`. Raises KeelError if there is no `=`."""
     key, equals, value = text.partition("=")
     if not equals:
         raise KeelError(f"override {text!r}: write it as key=value, for example steps=50")
-    return nest(key.strip(), _parse_value(value.strip()))
-
-
-def nest(key: str, value: Any) -> dict[str, Any]:
-    """`a.b` and 1 as {"a": {"b": 1}}. Raises KeelError for what is no key."""
-    parts = key.split(".")
-    if not all(parts) or len(parts) > DEEPEST:
-        raise KeelError(f"{key!r} is no key: write it as steps or optimizer.learning_rate")
-    for part in reversed(parts):
-        value = {part: value}
-    return dict(value)
+    return key.strip(), _parse_value(value.strip())
 
 
 def _parse_value(text: str) -> Any:
     """A TOML value; what is none is a string, so that shells need no second pair of quotes."""
     try:
         found = tomllib.loads(f"value = {text}")
-        _check(found)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
     # More lines than one may hold more keys than the value.
     return found["value"] if len(found) == 1 else text

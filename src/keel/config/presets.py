@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keel.algorithms.presets import PRESETS, Preset
 from keel.config.fields import unknown
 from keel.config.foreign import STAGES
+from keel.types import KeelError
 
 DEFAULT_PRESET = "grpo"
 PROMPTS_PER_STEP, GROUP_SIZE = 32, 8
@@ -39,8 +40,12 @@ def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, table by table; another `kind` or `preset` replaces all of one."""
+def merge(below: Mapping[str, Any], above: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """`above` over `below`, table by table; another `kind` or `preset` replaces all of one.
+
+    A table over a list has the changes of its entries by number, or those of its only entry.
+    `where` is the key of both. Raises KeelError for an entry that a list does not have.
+    """
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
@@ -48,10 +53,30 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
             old, value = _spelled_out(old), _spelled_out(value)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             same = all(key not in value or value[key] == old.get(key) for key in _CHANGES)
-            out[key] = merge(old, value) if same else dict(value)
+            out[key] = merge(old, value, f"{where}{key}.") if same else dict(value)
+        elif isinstance(old, list | tuple) and isinstance(value, Mapping):
+            out[key] = _into_list(old, value, f"{where}{key}.")
         else:
             out[key] = value
     return out
+
+
+def _into_list(below: Sequence[Any], above: Mapping[str, Any], where: str) -> list[Any]:
+    entries = list(below)
+    if not all(key.isdecimal() for key in above):
+        if len(entries) > 1:
+            raise KeelError(
+                f"{where}{next(iter(above))}: {where[:-1]} has {len(entries)} entries: write "
+                f"{where}0.{next(iter(above))} for the first"
+            )
+        above = {"0": above}
+    for key, value in above.items():
+        at = int(key)
+        if at > len(entries):
+            raise KeelError(f"{where}{key}: {where[:-1]} has {len(entries)} entries, from {where}0")
+        old = dict.fromkeys([key], *entries[at : at + 1])
+        entries[at : at + 1] = [merge(old, {key: value}, where)[key]]
+    return entries
 
 
 def _spelled_out(algorithm: Any) -> Any:

@@ -17,9 +17,14 @@ HEAD = """# Every key of a recipe
 A recipe is a TOML file. `name`, `description`, `seed`, `threads`, `model` and `cluster` apply to
 all of it, the other keys to a stage. With one stage, its keys are at the top level; with several,
 each stage is a `[[stages]]` table. On the command line a key applies to the stage that it names
-(`sft.steps=10`), else to the last. `extends = "NAME"` starts from another recipe. `"none"` unsets a
-key. The keys of an algorithm are described in [recipe terms](algorithms/README.md) and by
-`keel explain`.
+(`sft.steps=10`), else to the last, and to the entry of a list that it numbers (`tasks.0.path=x`),
+or to its only one (`tasks.path=x`). `extends = "NAME"` starts from another recipe. `"none"` unsets
+a key.
+
+The paths of data, models and functions (`file.py:name`) in a recipe's file are relative to its
+folder; those in keys of the command line, and in recipes that Python passes, to the working folder.
+The recipe in a run folder has them absolute, so it can be run again from anywhere. The keys of an
+algorithm are described in [recipe terms](algorithms/README.md) and by `keel explain`.
 
 Recipes of `keel control` have one stage. The defaults of an algorithm, or of a tuned pair of
 algorithm and environment, replace the defaults below ([control](algorithms/control.md)).

@@ -51,6 +51,12 @@ _NOT_SAMPLED = UnusedIf(
 )
 
 
+_SHARED = UnusedIf(
+    lambda key: key.recipe.cluster.processes > 1 and key.recipe.cluster.ray is None,
+    "with cluster.processes > 1 the groups of a step come together, so rewards are called then",
+)
+
+
 class VllmServer(FrozenModel):
     """The server of `rollout.engine = "vllm"`."""
 
@@ -123,6 +129,9 @@ class Rollout(FrozenModel):
     endpoint (see [agents](howto/agents.md))."""
     max_programs: Annotated[Answers, _NO_PROGRAM] = 64
     """Programs that run at once."""
+    on_error: Annotated[Literal["stop", "skip"], _NO_PROGRAM] = "stop"
+    """Whether a program that raises after an answer stops the run, or its completion goes without
+    reward, is not learned from, and is counted."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
     """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
@@ -132,7 +141,7 @@ class Rollout(FrozenModel):
     the program. With the vLLM engine: seconds of each request, thus of a whole completion."""
     max_rows: Answers = 256
     """Sequences that the engine decodes at once."""
-    overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
+    overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS, _SHARED] = False
     """Score the first groups while the last ones are still being sampled."""
     async_level: Annotated[int, Field(ge=0, le=64)] = 0
     """How many steps ahead rollouts are sampled: with 1 those of the next step, by a copy of the

@@ -75,7 +75,7 @@ def generate_multi_turn(
     `reply_role`: the chat template closes the policy's turn and opens the next, and the tokens that
     the policy wrote stay. After a prompt of plain text it is text. A task that replies None
     ends the completion, as does the last turn. `sampling.max_tokens` and the engine's `context`
-    limit all tokens of the completion; a reply that does not fit is cut. A control token spelled
+    limit all tokens of the completion; a reply that does not fit is cut. A special token spelled
     out in a reply is ordinary characters. `text` of a completion is what the policy wrote, `turns`
     has the replies as well. `finish` is that of the last turn, or "length" where a reply used up
     the budget. An engine with a `conversation` method is fed each token once.
@@ -143,7 +143,7 @@ def _with_reply(dialog: _Conversation, text: str, chat: ChatEncoder, role: str) 
     prompt, so_far = dialog.prompt, dialog.completion
     name = f"the reply of task {prompt.task!r} to prompt {prompt.id!r}"
     if isinstance(prompt.content, str):
-        found = encode_text(text, name, chat.tokenizer, literal=True, continues=True)
+        found = encode_text(text, name, chat.tokenizer, literal="all", continues=True)
         if len(found) > dialog.left:
             text = decode(chat.tokenizer, [found[: dialog.left]])[0]
     else:

@@ -16,11 +16,14 @@ from keel.graders.numbers import (
     bare,
     calculated,
     closing,
+    continues,
     name_of,
     number_in_prose,
     plain,
     read_number,
+    spaced,
 )
+from keel.graders.surroundings import UNBROKEN, WORD, leads, may_follow, may_precede
 
 TAIL = 16_384
 """Characters at the end of a text in which its answer stands; what is before them is not read."""
@@ -29,13 +32,12 @@ LONGEST = 4000
 
 _BOX = re.compile(r"\\(?:boxed|fbox) ?(?=\S)")
 _BETWEEN = re.compile(
-    r"(?:[\s$,;.*&|/-]|^[^\w\n]{0,16}\d{1,3}[.)]|\\[\[\]()]|\\(?:text|quad|qquad|\\)|[{}]"
+    r"(?:[\s$,;.*&|/-]|^[^\w\n]{0,16}\d{1,3}[.)]|\\[\[\]() ,;:]|\\(?:text|quad|qquad|\\)|[{}~]"
     r"|\b(?:and|or|either|maybe|perhaps|possibly|also|alternatively|else|otherwise)\b)*+",
     re.MULTILINE,
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
 _TITLE = re.compile(r"^[ \t]*+#++([^\n]*+)$", re.MULTILINE)
-_WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}(?![A-Za-z}])")
 _NUMBERED = re.compile(
     r"\W*(?:step|part|case|section|question|problem|example|method|approach|phase|stage|exercise"
     r"|task|option|iteration|attempt|day|chapter)\b[^\n]{0,12}(?:\d|\b[IVXA-D]+\b|\()"
@@ -53,10 +55,13 @@ _SAYS = re.compile(
     r"\banswers?\b[^\n.?!:=]{0,80}?"
     r"(?:\s*[:=]\s*|\s(?:is|are|was|be|equals|becomes)\b\s*:?\s*)"
     r"|^[ \t>*_#-]*(?:the )?(?:final )?answers?[ \t*_]*$"
-    r"|^[ \t*_]*A:[ \t*_]*",
+    r"|^[ \t*_]*A:[ \t*_]*"
+    r"|\b(?:antwort|ergebnis|lösung|réponse|respuesta|risposta|resposta)\b[^\n.?!:=]{0,40}?"
+    r"(?:\s*[:=]\s*|\s(?:ist|lautet|est|es|è|é)\b\s*:?\s*)"
+    r"|(?:答案?|答え|正解|정답|답|คำตอบ)[^\n.?!:=]{0,4}?(?:[:=】\]是为為は은는]|คือ)\s*,?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
-_END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s|\Z)|\n|。")
+_END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s|\Z)|\n")
 _ABOVE = re.compile(r"(?<!\s)[^\S\n]*+\n\s*+(?=\\\[|\$\$)")
 _AROUND = re.compile(r"[\s*_]*+")
 _SYMBOL = re.compile(r"[\d$\\]")
@@ -73,36 +78,45 @@ _BEING = re.compile(
 )
 _VAGUE = re.compile(
     r"\b(?:or|maybe|perhaps|possibly|either|neither|between|alternatively|not|than|at least"
-    r"|at most|negative|minus|except|without|unless)\b|n't\b|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
+    r"|at most|except|without|unless)\b|n't\b|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
     re.IGNORECASE,
 )
 _START = re.compile(r"[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?-?(?:\.?\d|\\[dt]?frac)")
 _DISPLAY = re.compile(r"(?:[*_\s]|\$(?=\$))*+(?:\\\[.*?\\\]|\$\$.*?\$\$)", re.DOTALL)
 _EXPLAINS = re.compile(
-    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|,? because\b.*|\s\([^()]*\)\W*\Z",
+    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|,? because\b.*|\s\((?!or\b)[^()]*\)\W*\Z",
     re.DOTALL | re.IGNORECASE,
 )
 _CLAUSE = re.compile(
-    r"[,;](?=\s)|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
+    rf"[,;](?=[\s{UNBROKEN}])|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
     re.IGNORECASE,
 )
 _LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
-_OTHER = re.compile(
-    r"(?:\\(?:text|mbox|mathrm) ?\{[^{}]*\}|[\W_])*+(?:\w+ )?(?:or|maybe|perhaps|possibly)\b",
-    re.IGNORECASE,
-)
-_LISTS = re.compile(r"\b(?:and|to)\b", re.IGNORECASE)
+_RELATIVE = re.compile(r"\b(?:who|that|which)(?: \w+)? ?(?:not\b|n['’]t)", re.IGNORECASE)
+_CONTRAST = re.compile(r"\b(?:is|are|was|were)(?:n['’]t| not) [^,;.]{1,30} but (?:rather )?")
 _POLITE = re.compile(
     r"\b(?:let me know|feel free|would you like|do you (?:want|need)|hope (?:this|that|it)"
     r"|if you (?:have|need|want)|happy to help)\b|^note\b(?!.*\d)",
     re.IGNORECASE | re.DOTALL,
 )
+_STRUCK = re.compile(r"~~[^~\n]*~~")
+WITHDRAWN = re.compile(
+    r"\bwait\b ?[,.!:-]|\b(?:hold on|scratch that|correction|oops|sorry|on second thought"
+    r"|on reflection|actually,? (?:no|let me)|let me re(?:comput|calculat|consider|count|do)\w*"
+    r"|i (?:made an?|forgot|was wrong|miscalc\w+|misread)|my mistake"
+    r"|(?:it|that|this|answer|result|total|value) should (?:be|have been)"
+    r"|(?:it|that|this|which|answer|result)(?: is| was|['’]s) (?:wrong|incorrect)"
+    r"|(?:it|that|this)(?: is| was|['’]s) not (?:right|correct)"
+    r"|(?:can['’]t|cannot|can not) be (?:right|correct)"
+    r"|nein|verrechnet|attendez|trompée?|perdón|equivoqué)\b"
+    r"|(?:^|[.!?\n]\s*)no(?:pe)?[,:.]|算错|错了|不对|等等|間違|いや|違い|실수|ผิด",
+    re.IGNORECASE,
+)
+"""What takes back the answer before it."""
 _HEDGE = re.compile(
-    r"(?:[\s$*.,;:()\]]|\\[)\]])*+"
-    r"(?:or|and|alternatively|maybe|perhaps|possibly|otherwise)\b"
-    r"(?:[\s,$*({]|\\[(\[]|or\b|maybe\b|perhaps\b|else\b|also\b|possibly\b|it\b|is\b|could\b|be\b"
-    r"|answer\b|the\b|[a-z] ?=)*+"
-    r"(?:-?\.?\d|\\[dt]?frac|\\sqrt|\\boxed)(?![^\n]*\bis the answer\b)",
+    r"(?:[\s$*.,;:()\]]|\\[)\]])*+(?:or|and|alternatively|maybe|perhaps|possibly|otherwise)\b"
+    r"(?:[\s,$*({]|\\[(\[]|(?:or|maybe|perhaps|else|also|possibly|it|is|could|be|answer|the)\b"
+    r"|[a-z] ?=)*+(?:-?\.?\d|\\[dt]?frac|\\sqrt|\\boxed)(?![^\n]*\bis the answer\b)",
     re.IGNORECASE,
 )
 _ASKS = re.compile(
@@ -120,15 +134,13 @@ _REMARK = re.compile(
     r"|clear|exact|as expected|consistent)\b",
     re.IGNORECASE,
 )
+_PRODUCT = r"\\(?:times|cdot|div)\b"
 _ARITHMETIC = re.compile(
-    r"(?:[\s\d.,$()]|\\(?:times|cdot|div)\b)*\d\s*(?:[-+*/]|\\(?:times|cdot|div)\b)"
-    r"(?:[-+*/\s\d.,$()]|\\(?:times|cdot|div)\b)*+"
+    rf"(?:[\s\d.,$()]|{_PRODUCT})*\d\s*(?:[-+*/]|{_PRODUCT})(?:[-+*/\s\d.,$()]|{_PRODUCT})*+"
 )
 _SUM = re.compile(
     r"(?:\A|[:,]|\b(?:so|thus|hence|therefore|then|is|are|was|were|have|has|had|gets?|makes?|paid"
-    r"|pays?|costs?|spent|earns?|earned|total)\b)\s*+"
-    r"((?:[\s\d.,$()]|\\(?:times|cdot|div)\b)*\d\s*(?:[-+*/]|\\(?:times|cdot|div)\b)"
-    r"(?:[-+*/\s\d.,$()]|\\(?:times|cdot|div)\b)*+)\Z",
+    rf"|pays?|costs?|spent|earns?|earned|total)\b)\s*+({_ARITHMETIC.pattern})\Z",
     re.IGNORECASE,
 )
 _RESULT = re.compile(r":[^:A-Za-z=\\]*=[^A-Za-z]*\d")
@@ -142,20 +154,29 @@ class Answer:
     how: Literal["marked", "stated", "last"]
 
 
-def final_answer(text: str, *, words: bool = False) -> Answer | None:
+def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> Answer | None:
     """The answer that a text ends on; None where it ends on none, or names several in turn.
 
-    A last sentence without numbers or formulas is passed over, unless the answer is `words`.
+    A last sentence without numbers or formulas is passed over, unless the answer is `words`. Where
+    the text is `trusted`, as a worked solution is, what stands around a mark is not looked at.
     """
-    text = plain(text[-TAIL:]).rstrip()
+    text = _STRUCK.sub(" ", plain(text[-TAIL:])).rstrip()
     mark = max((m for m in (_boxed(text), _hashed(text)) if m is not None), default=None)
     if mark is not None:
-        _, end, answer = mark
-        return None if not answer or _HEDGE.match(text, end) else Answer(answer, "marked")
+        start, end, answer = mark
+        apart = trusted or not (
+            _HEDGE.match(text, end)
+            or WITHDRAWN.search(text, end)
+            or (
+                text[start] == "\\"
+                and not (may_precede(text[:start]) and may_follow(text, end, answer))
+            )
+        )
+        return Answer(answer, "marked") if answer and apart else None
     stated = _stated(text, words)
     if stated is not None:
-        end, answer = stated
-        if not answer or _HEDGE.match(text, end):
+        start, end, answer = stated
+        if not answer or _HEDGE.match(text, end) or WITHDRAWN.search(text, start):
             return None
         if _SYMBOL.search(answer) or len(answer.split()) < 6:
             return Answer(answer, "stated")
@@ -179,7 +200,7 @@ def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
             return number if number and all(_comes_to(side, number) for side in sides) else None
         return whole
     sentence = _CALCULATION.sub("", answer.text)
-    if answer.how == "stated" or _WORD.search(sentence):
+    if answer.how == "stated" or WORD.search(sentence):
         sentence = sentence.rstrip("*_ ").removesuffix("!")
     if answer.how == "stated" and _LISTED.search(sentence):
         return None  # a list: `Evelyn, 5`
@@ -200,7 +221,8 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
     """
     if len(sentence) > LONGEST:
         return None
-    sentence = shortened(_DELIMITERS.sub("", sentence))
+    sentence = _CONTRAST.sub("is ", sentence)
+    sentence = shortened(_DELIMITERS.sub("", spaced(sentence).replace("\\approx ", "= ")))
     before, equals, after = sentence.rpartition("=")
     if equals:
         side = re.split(r"=|,|;|\band\b|\bthen\b", before)[-1]
@@ -241,15 +263,18 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
     earlier = "".join(clauses[: numbered[-1]])
     if re.match(r"[\s$]*(?:(?:and|or|also) )?[$(-]*[\d.]", clause) and _SYMBOL.search(earlier):
         return None  # a list: 4, 3
+    if re.match(r"\s*which\b", clause) and (number := _in_last_clause(earlier, evaluated)):
+        said = _in_last_clause(clause.replace("which", "that", 1), evaluated)
+        return said or number
     found: list[tuple[int, int, Number | None]] = []
     at = 0
     while start := _START.search(clause, at):
         at, number = number_in_prose(clause, start.start(), evaluated=evaluated)
         ahead = clause[: start.start()]
-        if ahead and (ahead[-1] not in " $(:{~" or ahead.rstrip(" $({")[-1:] in tuple("^*/+-_")):
+        if ahead and not (re.search(rf"[ $(:{{~{UNBROKEN}]\Z", ahead) and leads(ahead)):
             number = None
         found.append((start.start(), at, number))
-    if not found or _VAGUE.search(clause[: found[-1][0]]) or _OTHER.match(clause, found[-1][1]):
+    if not found or _VAGUE.search(_RELATIVE.sub(" ", clause[: found[-1][0]])):
         return None
     numbers = found
     for verb in reversed(list(_BEING.finditer(clause))):
@@ -257,7 +282,7 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
             break
     numbers = numbers or found
     first, last = numbers[0], numbers[-1]
-    if _LISTS.search(clause[first[1] : last[0]]) or "\\" in clause[: first[0]]:
+    if "\\" in clause[: first[0]]:
         return None
     direct = numbers is not found or not clause[: first[0]].strip(" $({")
     if not direct and first is not last:
@@ -343,33 +368,38 @@ def is_heading(line: str, below: bool) -> bool:
     if not below:
         return False
     if content[0].isdigit() or content[0] in "-$\\":
-        return not content.islower() and len(_WORD.findall(content)) > 1
+        return not content.islower() and len(WORD.findall(content)) > 1
     if label:
         return not label[2].strip(" *_") or not _HEADING.fullmatch(label[1].strip(" *_"))
     match = _SAYS.search(content)
     if match and content[match.end() :].strip():
         return False
-    return len(_WORD.findall(content)) > 1 or bool(_HEADING.fullmatch(content))
+    return len(WORD.findall(content)) > 1 or bool(_HEADING.fullmatch(content))
 
 
-def _stated(text: str, words: bool) -> tuple[int, str] | None:
-    """What the last statement of an answer says, and where it ends; a question states nothing."""
+def _stated(text: str, words: bool) -> tuple[int, int, str] | None:
+    """Where the last statement of an answer starts and ends, and what it says.
+
+    A question states nothing.
+    """
     for found in list(_SAYS.finditer(text))[:-20:-1]:
         at = found.end()
         line = text.rfind("\n", 0, found.start()) + 1
         if _ASKS.search(text[max(line, found.start() - 200) : found.start()].rpartition(". ")[2]):
             continue
+        if not leads(text[line:at], marked=True):
+            return at, at, ""
         if display := _DISPLAY.match(text, at):
-            return display.end(), display[0].strip("*_ \n")
+            return at, display.end(), display[0].strip("*_ \n")
         at = _AROUND.match(text, at).end()  # type: ignore[union-attr]
         ending = _END.search(text, at)
         end = ending.end() if ending else len(text)
         answer = text[at:end].strip().strip("*_ ")
         if len(answer) > LONGEST:
-            return end, ""
+            return at, end, ""
         remark = not words and not _SYMBOL.search(shortened(answer))
         if not answer.endswith("?") and not (remark and _REMARK.match(answer)):
-            return end, answer
+            return at, end, answer
     return None
 
 
@@ -385,9 +415,8 @@ def _last(text: str, words: bool) -> str | None:
         r"(?:\\\[|\$\$)((?:(?!\\\[|\$\$).)*)(?:\\\]|\$\$)[.\s]*\Z", text, re.DOTALL
     ):
         return None if _ASKS.search(text[: display.start()].rpartition(". ")[2]) else display[1]
-    starts = [0, *(found.end() for found in _END.finditer(text))]
-    for start, end in reversed(list(zip(starts, [*starts[1:], len(text)], strict=True))):
-        sentence = text[start:end].strip().strip("*_# ")
+    for sentence, end in reversed(sentences(text)):
+        start, sentence = end - len(sentence), sentence.strip().strip("*_# ")
         title = _TITLE.match(text, text.rfind("\n", 0, start) + 1)
         if title and is_heading(title[1], below=False):
             continue
@@ -396,11 +425,17 @@ def _last(text: str, words: bool) -> str | None:
         asks = _ASKS.search(sentence)
         if asks and ("?" in sentence or not _RESULT.search(sentence, asks.end())):
             return None
-        if sentence and (words or _SYMBOL.search(sentence) or not _WORD.search(sentence)):
+        if sentence and (words or _SYMBOL.search(sentence) or not WORD.search(sentence)):
             above = text[:start].rstrip()
             listed = _bare_symbols(sentence) and _bare_symbols(above[above.rfind("\n") + 1 :])
-            return None if listed else sentence
+            return None if listed or WITHDRAWN.search(text, end) else sentence
     return None
+
+
+def sentences(text: str) -> list[tuple[str, int]]:
+    """The sentences and lines of a text, and where each ends."""
+    ends = [*(found.end() for found in _END.finditer(text)), len(text)]
+    return [(text[a:b], b) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def formula_of(sentence: str, *, words: bool) -> str | None:
@@ -408,11 +443,13 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
     sentence = sentence.strip()
     if label := _LABEL.fullmatch(sentence):
         sentence = label[2].strip(" *_")
-    if not _WORD.search(_COMMAND.sub(" ", sentence)):
+    if not WORD.search(_COMMAND.sub(" ", sentence)):
         return sentence
     formulas = list(_FORMULA.finditer(sentence))
     if not formulas:
         verbs = list(_BEING.finditer(sentence))
+        if verbs and not leads(sentence[: verbs[-1].end()]):
+            return None
         return shortened(sentence[verbs[-1].end() :].strip()) if verbs else sentence
     outside = _FORMULA.sub(" ", sentence)
     last = formulas[-1]
@@ -422,6 +459,8 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
             break
         joined.insert(0, one)
     if len(joined) == 1 and _VAGUE.search(outside):
+        return None
+    if not leads(sentence[: joined[0].start()]) or continues(sentence[last.end() :]):
         return None
     lead = sentence[: joined[0].start()].rstrip(" :,")
     if len(joined) < len(formulas) and not re.search(r"(?:\b[a-z]+|=)\Z", lead):
@@ -435,5 +474,5 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
 def _bare_symbols(line: str) -> bool:
     """Whether a line is a number or formula and nothing else: several such lines are a list."""
     return (
-        bool(_SYMBOL.search(line)) and "=" not in line and not _WORD.search(_COMMAND.sub(" ", line))
+        bool(_SYMBOL.search(line)) and "=" not in line and not WORD.search(_COMMAND.sub(" ", line))
     )

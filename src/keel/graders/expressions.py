@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.graders.answers import Answer, final_answer, formula_of, stated_number
-from keel.graders.numbers import Number, bare, name_of, only_units, read_number, same_name
+from keel.graders.choices import chosen, label_of
+from keel.graders.forms import formulas, left_to_do, squeezed, stands_in
+from keel.graders.numbers import Number, bare, name_of, only_units, read_number, same_name, word_set
 
 LONGEST = 600
 """Characters of an answer that is no number: longer ones are not read."""
@@ -25,44 +27,33 @@ PARTS = 24
 
 _OPEN, _CLOSE = "([{", ")]}"
 _WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z'’ .-]*|[Nn][Oo]|\(([A-Z])\)")
-_OPTION = re.compile(r"\(?[A-Z]\)?")
-_CHOSEN = re.compile(r"\(?([A-Z])\)[:.]? (?!.*\b(?:or|and|[A-Z]\))).*")
+_OPTION = re.compile(r"\(?[A-Z]\)?|(?:\([A-Z]\)|[A-Z][).:]) .+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline ?\{ ?(\d{1,20}) ?\}")
-_CHOICE = re.compile(r"\(?([A-Za-z])\)?(?:[.:)] ?[^()]*)?|\(([A-Za-z])\) ?[^()]*")
-_FUNCTIONS = frozenset(
-    [
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "log",
-        "ln",
-        "exp",
-        "sqrt",
-        "frac",
-        "pi",
-        "max",
-        "min",
-        "gcd",
-        "lcm",
-        "det",
-        "mod",
-    ]
+_FUNCTIONS = word_set(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt frac pi max min "
+    "gcd lcm det mod"
 )
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _BASE = re.compile(r"(\w+) ?_ ?(?:(\d+)|\{ ?(\d+) ?\})")
 _MATRIX = re.compile(
-    r"\\begin ?\{([pbB]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end ?\{\1\}", re.DOTALL
+    r"(?:[(\[] ?)?\\begin ?\{([pbB]?matrix|array)\}(?:\{[clr|]*\})?(.*)\\end ?\{\1\}(?: ?[)\]])?",
+    re.DOTALL,
 )
+_SYSTEM = re.compile(
+    r"(?:\\\{ ?)?\\begin ?\{(cases|aligned|align\*?|gathered|array)\}(?:\{[clr|]*\})?(.*=.*)"
+    r"\\end ?\{\1\}(?: ?\\\}| ?\.)?",
+    re.DOTALL,
+)
+_BUILDER = re.compile(
+    r"\\\{ ?([A-Za-z])(?: ?\\in ?\\mathbb ?\{? ?R ?\}?)? ?(?::|\\(?:mid|vert|colon)|\|)(.+)\\\}"
+)
+_REALS = re.compile(
+    r"(?:[A-Za-z] ?\\in ?)?(?:\\mathbb ?\{? ?R ?\}?|\\R)|-\\infty ?< ?[A-Za-z] ?< ?\+?\\infty"
+    r"|(?:the set of )?all real(?:s| numbers| values)?(?: of)?(?: [a-z])?",
+    re.IGNORECASE,
+)
+_FOR_ALL = re.compile(r",? ?(?:\\text ?\{,? ?)?\bfor (?:all|any|every)\b.*\Z", re.DOTALL)
 _CONNECTED = re.compile(
     r"\\(?:text|mbox) ?\{ ?,? ?(?:and|or) ?\}|\\(?:q?quad)\b|(?<![a-z])(?:and|or)(?![a-z])"
 )
@@ -71,16 +62,10 @@ _SIDE = re.compile(
     r"\\?[A-Za-z]+'?(?: ?_ ?(?:\w|\{\w*\}))?(?: ?\([\w, ]*\))?|\([a-z](?:, ?[a-z])+\)"
     r"|\\(?:mathbf|vec|overline|text|mathrm|operatorname) ?\{[^{}]*\}|\|[A-Za-z]+\|"
 )
-_LEFT = re.compile(
-    r"\d\)? ?(?:\\times|\\cdot|\\div|\*) ?\(?\d|[\d})] ?(?:\\times|\\div|\*) ?[\d\\(]|!|\\binom"
-    r"|\\d?t?frac ?\{[^{}]*\d ?[-+*][^{}]*\d\}"
-    r"|(?<![\d.^_A-Za-z{])\d+(?:\.\d+)? ?[-+] ?\d+(?:\.\d+)?(?![\d.]* ?[A-Za-z\\(^/])"
-    r"|(?<![\d.])\d+ ?\^ ?(?:\d|\{ ?\d+ ?\})"
-    r"|\\(?:log|ln|sum|prod|int|sin|cos|tan|gcd)\b ?[_({]? ?\d"
-)
 _TOWER = re.compile(
     r"\^[^-+*=,]{0,40}\^|\d{5,} ?!|! ?!|\) ?!|\*\*.{0,40}\*\*|\^ ?\{? ?-?\d{6}|\^ ?\{?[^}]{0,20}!"
 )
+_DOTTED = re.compile(r"\\dot ?\{?(\d)\}?(?:(\d*)\\dot ?\{?(\d)\}?)?")
 _DECIMAL = re.compile(r"(\d*)\.(\d+)")
 _CURRENCY = re.compile(r"\\?\$|[€£]")
 _TAIL = re.compile(
@@ -101,8 +86,9 @@ class NotPlainExpression(Exception):
 class ParsedExpression:
     """An answer taken apart.
 
-    `kind` is "number", "words", "base" (digits with a base), "expression", "relation" (sympy's),
-    "list" (in no order), or of parts in order "matrix" and brackets such as "(]".
+    `kind` is "number", "words", "option" (its letter), "quantities" (`1 h 20 min`), "base" (digits
+    with a base), "expression", "relation" (sympy's), "list" (in no order), or of parts in order
+    "matrix" and brackets such as "(]".
     """
 
     kind: str
@@ -112,20 +98,23 @@ class ParsedExpression:
 
 
 def same_answer(
-    gold: str, stated: str, *, evaluated: bool = True, plain: bool = False
+    gold: str, stated: str, *, evaluated: bool = True, plain: bool = False, question: str = ""
 ) -> bool | None:
     """Whether the answer that a text ends on is mathematically the gold answer.
 
     None where gold cannot be read. Gold is an answer, or a solution that marks one by `#### …` or
-    `\\boxed{…}`. With `evaluated`, arithmetic that is left to do is no answer to a number. With
-    `plain`, only numbers and words are read; raises NotPlain where there is more to read.
+    `\\boxed{…}`; of an option, the letter decides. With `evaluated`, an answer that leaves an
+    operation to do of which gold has none, or that stands in the `question` and is not written as
+    gold is, is no answer. With `plain`, only numbers, words and options are read; raises NotPlain
+    where there is more to read.
     """
     try:
         wanted = gold_answer(gold, plain=plain)
     except Unreadable:
         return _same_text(gold, stated)
-    words = wanted.kind == "words" or _OPTION.fullmatch(wanted.text) is not None
-    answer = final_answer(stated, words=words)
+    if wanted.kind == "option":
+        return bool(chosen(stated, question) == wanted.value)
+    answer = final_answer(stated, words=wanted.kind == "words")
     if answer is None:
         return False
     if wanted.kind == "number" and (answer.how != "marked" or "=" in answer.text):
@@ -134,11 +123,51 @@ def same_answer(
             return number.value == wanted.value.value and number.fits(wanted.value)
     for text in _candidates(answer, wanted):
         try:
-            read = parse(text, evaluated=evaluated, plain=plain)
-            return _same(wanted, read, text, evaluated)
+            read = _read(wanted, text, evaluated, plain)
+            if not _same(wanted, read, text, evaluated):
+                return False
+            return not (evaluated and question and _asked(wanted, read, question))
         except Unreadable:
             continue
     return False
+
+
+def _read(wanted: ParsedExpression, text: str, evaluated: bool, plain: bool) -> ParsedExpression:
+    """An answer taken apart; of a chain of equations that hold, the last side: `2(x+1) = 2x+2`."""
+    *sides, last = _split(bare(text), "=")
+    if wanted.kind != "expression" or not sides or _SIDE.fullmatch(bare(sides[0])):
+        return parse(text, evaluated=evaluated, plain=plain)
+    read = parse(last, evaluated=evaluated, plain=plain)
+    for side in map(parse, sides):
+        kinds = {side.kind, read.kind}
+        if not kinds <= {"number", "expression"} or not _equal(
+            _symbolic(side.value), _symbolic(read.value)
+        ):
+            raise Unreadable
+    return read
+
+
+def _asked(wanted: ParsedExpression, read: ParsedExpression, question: str) -> bool:
+    """Whether what was read is not what a question asks for.
+
+    It leaves an operation to do of which gold has none, or stands in the question and is not
+    written as gold.
+    """
+    if wanted.kind in ("number", "words") or squeezed(read.text) == squeezed(wanted.text):
+        return False
+    if _left(read) - _left(wanted):
+        return True
+    if wanted.kind in ("expression", "relation") and read.kind in ("expression", "relation"):
+        return stands_in(question, wanted.value, read.value, read.text, _tree)
+    return squeezed(read.text) in map(squeezed, formulas(question))
+
+
+def _tree(text: str) -> Any:
+    try:
+        read = parse(text, gold=True)
+    except Unreadable:
+        return None
+    return read.value if read.kind in ("expression", "relation") else None
 
 
 def can_be_read(gold: str) -> bool:
@@ -160,7 +189,7 @@ def _same_text(gold: str, stated: str) -> bool | None:
 
 def _text_of(gold: str) -> str | None:
     """A gold answer as text without blanks; None where there is nothing to compare."""
-    wanted = final_answer(gold, words=True)
+    wanted = final_answer(gold, words=True, trusted=True)
     text = bare(wanted.text if wanted and wanted.how == "marked" else gold).replace(" ", "")
     return text if re.search(r"\w", text) and _balanced(text) else None
 
@@ -169,7 +198,10 @@ def parse(
     text: str, *, evaluated: bool = True, gold: bool = False, depth: int = 0, plain: bool = False
 ) -> ParsedExpression:
     """Take an answer apart. Raises Unreadable, and with `plain` NotPlain (see `same_answer`)."""
-    text = _REPEATING.sub(_as_repeating, bare(text)).replace("\\varnothing", "\\emptyset")
+    text = _DOTTED.sub(r"\\overline{\1\2\3}", bare(text)).replace("\\varnothing", "\\emptyset")
+    text = _REPEATING.sub(_as_repeating, _FOR_ALL.sub("", text))
+    if _REALS.fullmatch(text):
+        text = r"(-\infty, \infty)"
     if _TIME.fullmatch(text):
         return ParsedExpression("time", text.lstrip("0"), text)
     number = read_number(text, evaluated=evaluated and not gold, letters=not gold)
@@ -177,11 +209,19 @@ def parse(
         return ParsedExpression("number", number, text, number.name)
     if not text or len(text) > LONGEST or depth > 4:
         raise Unreadable
+    if len(quantities := _quantities(text)) > 1:
+        return ParsedExpression("quantities", tuple(quantities), text)
+    if gold and _OPTION.fullmatch(text) and depth == 0:
+        return ParsedExpression("option", label_of(text), text)
     if _WORDS.fullmatch(text) and not _FUNCTIONS & set(text.lower().split()):
         return ParsedExpression("words", _letters(text), text)
     if plain:
         raise NotPlainExpression
     text = text.replace("\\cup", "\\cup ").replace("\\dots", "\\ldots")
+    if (system := _SYSTEM.fullmatch(text)) is not None:
+        text = ", ".join(row for row in system[2].replace("&", "").split("\\\\") if row.strip())
+    if (builder := _BUILDER.fullmatch(text)) is not None:
+        text = builder[2].strip()
     name, text = _named(text)
     text = _trimmed(text)
     again: dict[str, Any] = {"evaluated": evaluated, "gold": gold, "depth": depth + 1}
@@ -193,7 +233,8 @@ def parse(
         if len(parts) > 1:
             items = [parse(part, **again) for part in parts if part.strip()]
             flat = [one for i in items for one in (i.value if i.kind == "list" else [i])]
-            return _listed(kind, flat, text, name or flat[0].name)
+            names = {one.name for one in flat}
+            return _listed(kind, flat, text, name or (names.pop() if len(names) == 1 else ""))
     if text.startswith("\\{") and text.endswith("\\}"):
         parts = _split(_CONNECTED.sub(",", text[2:-2]), ",;")
         items = [parse(part, **again) for part in parts if part.strip()]
@@ -223,7 +264,7 @@ def gold_answer(gold: str, *, plain: bool = False) -> ParsedExpression:
             return parse(gold, gold=True, plain=plain)
         except Unreadable:
             pass
-    answer = final_answer(gold)
+    answer = final_answer(gold, trusted=True)
     if answer is None:
         raise Unreadable
     try:
@@ -239,9 +280,7 @@ def _candidates(answer: Answer, wanted: ParsedExpression) -> list[str]:
     """What the answer may be in a text, the likeliest first."""
     if answer.how == "marked":
         return [answer.text]
-    if _OPTION.fullmatch(wanted.text) and (chosen := _CHOSEN.fullmatch(answer.text)):
-        return [chosen[1]]
-    formula = formula_of(answer.text, words=wanted.kind == "words")
+    formula = formula_of(_FOR_ALL.sub("", answer.text), words=wanted.kind == "words")
     return [] if formula is None else [formula]
 
 
@@ -249,9 +288,12 @@ def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated
     if not same_name(gold.name, stated.name):
         return False
     if gold.kind == "words":
-        choice = _CHOICE.fullmatch(bare(text))
-        chosen = (choice[1] or choice[2]).lower() if choice and len(gold.value) == 1 else ""
-        return gold.value in (_letters(stated.text), chosen)
+        return bool(gold.value == _letters(stated.text))
+    if {gold.kind, stated.kind} == {"()", "list"}:  # x = 3, y = 4 for (3, 4), and the reverse
+        listed = gold if gold.kind == "list" else stated
+        names = {one.name for one in listed.value if one.name}
+        named = [sorted(read.value, key=lambda one: str(one.name)) for read in (gold, stated)]
+        return len(names) == len(listed.value) and _in_order(named[0], named[1], evaluated)
     if stated.kind == "list":  # else several ways to write one answer
         if gold.kind == "list":
             return _matched(gold.value, stated.value, evaluated)
@@ -265,15 +307,12 @@ def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated
         return _in_order(gold.value, stated.value, evaluated)
     if gold.kind == stated.kind == "number":
         return bool(gold.value.value == stated.value.value and stated.value.fits(gold.value))
-    if gold.kind == stated.kind and gold.kind in ("base", "time"):
+    if gold.kind == stated.kind and gold.kind in ("base", "time", "quantities"):
         return bool(gold.value == stated.value)
-    if stated.kind == "words":  # (C) for C
-        return len(gold.text) == 1 and gold.text.lower() == stated.value
     kinds = {gold.kind, stated.kind}
     if not kinds <= {"number", "expression", "relation"}:
         return False
-    alike = gold.text.replace(" ", "") == stated.text.replace(" ", "")
-    if evaluated and not alike and not _evaluated(gold, stated):
+    if evaluated and not _evaluated(gold, stated):
         return False
     if "relation" in kinds:
         return len(kinds) == 1 and _equal(gold.value, stated.value)
@@ -282,11 +321,19 @@ def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated
 
 def _evaluated(gold: ParsedExpression, stated: ParsedExpression) -> bool:
     """Whether nothing is left to do of which the gold answer has nothing."""
-    if gold.kind == "number":
+    if squeezed(gold.text) == squeezed(stated.text):
+        return True
+    if gold.kind == "number" or stated.kind == "number":
         return stated.kind == "number"
-    return bool(getattr(gold.value, "free_symbols", ())) or not (
-        _LEFT.search(stated.text) and not _LEFT.search(gold.text)
-    )
+    left = _left(stated) - _left(gold)
+    return not left & {"written"} and ("terms" not in left or bool(stated.value.free_symbols))
+
+
+def _left(read: ParsedExpression) -> set[str]:
+    """What an answer, or a part of it, leaves to do."""
+    if isinstance(read.value, list) and read.kind != "matrix":
+        return set().union(*map(_left, read.value))
+    return left_to_do(read.value, read.text) if read.kind == "expression" else set()
 
 
 def _in_order(
@@ -304,6 +351,9 @@ def _matched(
     if len(gold) != len(stated):
         return False
     left = list(stated)
+    names = {one.name for one in gold}
+    if len(names) > 1 and not any(one.name for one in stated):  # which is which, the order says
+        return _in_order(gold, stated, evaluated)
     for one in gold:
         at = next((i for i, s in enumerate(left) if _same(one, s, s.text, evaluated)), None)
         if at is None:
@@ -474,6 +524,24 @@ def _symbolic(value: Any) -> Any:
 
 
 def _equal(gold: Any, stated: Any) -> bool:
+    """Whether math-verify takes them for the same, and 40 digits at one point do not differ."""
     from math_verify import verify
+    from sympy import Expr, Rational
 
-    return bool(verify(gold, stated, timeout_seconds=0))
+    if not verify(gold, stated, timeout_seconds=0):
+        return False
+    if not (isinstance(gold, Expr) and isinstance(stated, Expr)):
+        return True
+    symbols = sorted((gold - stated).free_symbols | gold.free_symbols, key=str)
+    point = {symbol: Rational(7 + 3 * at, 5) for at, symbol in enumerate(symbols)}
+    apart, scale = ((one.doit().subs(point)).evalf(40) for one in (gold - stated, gold))
+    return not (apart.is_finite and scale.is_finite) or bool(abs(apart) <= abs(scale) * 10**-25)
+
+
+def _quantities(text: str) -> list[tuple[Any, str]]:
+    """The numbers with units that a quantity is made of: `1 hour 20 minutes`."""
+    text = re.sub(r"\\(?:text|mathrm|mbox) ?\{([^{}]*)\}", r" \1 ", text)
+    pieces = re.split(r"[,\s]+(?:and\s+)?(?=\d)", text.strip())
+    read = [read_number(piece) for piece in pieces] if 1 < len(pieces) < 5 else []
+    found = [(one.value, one.unit) for one in read if one is not None and one.unit]
+    return found if len(found) == len(pieces) and len({unit for _, unit in found}) > 1 else []

@@ -25,8 +25,12 @@ START_SECONDS = 120.0
 """A process that has not started by then never will; imports on a busy machine take a while."""
 PATIENCE = 10.0
 """Seconds by the clock for each second of computing: a busy machine changes no verdict."""
-MODULES = ("__init__", "answers", "expressions", "mathematics_worker", "numbers")
-Pair = tuple[str, str]
+MODULES = (
+    *("__init__", "answers", "choices", "expressions", "forms", "mathematics_worker", "numbers"),
+    "surroundings",
+)
+Pair = tuple[str, str] | tuple[str, str, str]
+"""A gold answer, what was stated and, where it is known, the question."""
 
 
 class Mathematics:
@@ -95,7 +99,9 @@ class Mathematics:
     def _plain(self, pair: Pair) -> Finding | None:
         """What is found by comparing numbers or words; None where there is more to read."""
         try:
-            same = same_answer(*pair, evaluated=self.evaluated, plain=True)
+            gold, stated, question = (*pair, "")[:3]
+            plainly = {"evaluated": self.evaluated, "plain": True}
+            same = same_answer(gold, stated, question=question, **plainly)
         except NotPlainExpression:
             return None
         if same is None:
@@ -108,10 +114,12 @@ class Mathematics:
         """What is found of pairs, one after the other."""
         found: dict[Pair, Finding] = {}
         limits = {"cpu": self.timeout, "patience": PATIENCE * self.timeout}
-        for gold, stated in pairs:
+        for pair in pairs:
             if abandoned.is_set():
                 raise KeelError("the comparison of answers was abandoned")
-            request = {"gold": gold, "stated": stated, "evaluated": self.evaluated, **limits}
+            gold, stated, question = (*pair, "")[:3]
+            request = {"gold": gold, "stated": stated, "question": question}
+            request |= {"evaluated": self.evaluated, **limits}
             try:
                 # Two processes may be forked; each has its limit.
                 reply = process.ask(2 * limits["patience"] + START_SECONDS, request)
@@ -119,7 +127,7 @@ class Mathematics:
                 raise KeelError("the process that compares answers hangs: start again") from None
             if "error" in reply:
                 raise KeelError(f"the process that compares answers fails: {reply['error']}")
-            found[gold, stated] = reply["ok"]
+            found[pair] = reply["ok"]
         return found
 
 
@@ -133,7 +141,9 @@ def started() -> Resident:
         "keel.graders.mathematics_worker", files, Path(found.origin).resolve().parents[1]
     )
     limits = {"cpu": 60.0, "patience": START_SECONDS}
-    process.first(START_SECONDS, {"gold": "1", "stated": "1", "evaluated": True, **limits})
+    process.first(
+        START_SECONDS, {"gold": "1", "stated": "1", "question": "", "evaluated": True, **limits}
+    )
     return process
 
 

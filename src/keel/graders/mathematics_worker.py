@@ -2,7 +2,7 @@
 
 Started by `keel.graders.mathematics` in the sandbox. Requests, one JSON line each:
 
-    {"gold", "stated", "evaluated", "cpu", "patience"}        -> "same", "different", …
+    {"gold", "stated", "question", "evaluated", "cpu", "patience"}  -> "same", "different", …
 
 Each answer is parsed in a process that is forked for it alone, and so is each gold answer, whose
 fork alone says whether it can be read.
@@ -52,13 +52,13 @@ def start(program: bytes) -> Callable[[Request], Any]:
         return found
 
     def answer(request: Request) -> str:
-        gold, stated, evaluated, *limits = (
-            request[name] for name in ("gold", "stated", "evaluated", "cpu", "patience")
+        gold, stated, question, evaluated, *limits = (
+            request[name] for name in ("gold", "stated", "question", "evaluated", "cpu", "patience")
         )
         can = readable(gold, *limits)
         if can != 1.0:
             return can if isinstance(can, str) else "unreadable gold"
-        found = confined.value(lambda: judge(gold, stated, evaluated), *limits)
+        found = confined.value(lambda: judge(gold, stated, evaluated, question), *limits)
         if isinstance(found, str):
             return found
         return "same" if found == 1.0 else "different"
@@ -74,11 +74,12 @@ def reads(gold: str) -> float:
         return 1.0  # what math-verify raises on is too large, not unreadable
 
 
-def judge(gold: str, stated: str, evaluated: bool) -> float:
+def judge(gold: str, stated: str, evaluated: bool, question: str = "") -> float:
     """1 where an answer is the gold answer, else 0."""
     seed(0)  # sympy may try random numbers, and has a seed of the system's
     try:
-        return float(same_answer(gold, stated, evaluated=evaluated) is True)
+        same = same_answer(gold, stated, evaluated=evaluated, question=question)
+        return float(same is True)
     except Exception:
         return 0.0  # what math-verify raises on, such as an expression too large, is not right
 

@@ -6,6 +6,7 @@ pattern takes time in line with the text's length.
 
 from __future__ import annotations
 
+import ast
 import re
 import unicodedata
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from fractions import Fraction
 MAX_CHARACTERS = 1000
 """Longer texts are not read as one number: big integers cost time to the square."""
 MAX_EXPONENT = 400
+
+
+def word_set(words: str) -> frozenset[str]:
+    """A set of words, which blanks part."""
+    return frozenset(words.split())
+
 
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=True))
 _SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
@@ -29,7 +36,8 @@ _SYMBOLS = {
     **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp "},
     **{"√": r"\sqrt ", "π": r"\pi ", "∞": r"\infty ", "∪": r"\cup ", "∩": r"\cap "},
     **{"∈": r"\in ", "°": r"^\circ ", "º": r"^\circ ", "θ": r"\theta ", "∅": r"\emptyset "},
-    **{"⁄": "/", "∕": "/", "…": r"\ldots "},
+    **{"⁄": "/", "∕": "/", "…": r"\ldots ", "。": ". ", "、": ", ", "，": ", ", "；": "; "},
+    **{"：": ": ", "？": "? ", "！": "! "},
 }
 _TABLE = str.maketrans(_SYMBOLS)
 
@@ -51,108 +59,75 @@ _SHAPE = re.sub(r"\?P<[a-z]+>", "?:", _NUMERAL.pattern)
 _MONEY = re.compile(
     r"(?:(?:US|CA|AU|C|A)?\\?\$|[€£¥₹]|\\(?:euro|pounds)\b|(?:USD|EUR|GBP|Rs\.?) ) ?"
 )
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALE = re.compile(rf" ?({'|'.join(_SCALES)})\b", re.IGNORECASE)
+_SCALES = {
+    **{"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12},
+    **dict.fromkeys("万萬만", 4),
+    **dict.fromkeys("亿億억", 8),
+}
+_SCALE = re.compile(r" ?((?:hundred|thousand|[mbtr]+illion)\b|[万萬만亿億억])", re.IGNORECASE)
+_INNER = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*+\})*+\})*+"
+_POWER = r"\^ ?(?:\{ ?-?\d ?\}|-?\d)"
 _UNIT = re.compile(
-    r"[ ~]+"
-    r"|\\?%|\^ ?\\?(?:circ|degree)\b|\^ ?\{ ?\\circ ?\}|\\(?:degree|deg|circ|percent)\b"
-    r"|\\(?:text|mbox|mathrm|operatorname) ?\{(?P<text>[^{}0-9=+]*)\}(?:\^ ?(?:\{-?\d\}|\d))?"
-    r"|(?P<word>[^\W\d_]+(?:[-'’][^\W\d_]+)*+)(?P<raised>\^ ?(?:\{-?\d\}|-?\d)|[23](?!\d))?\.?"
+    r"[ ~]+|\\?%|\^ ?\\?(?:circ|degree)\b|\^ ?\{ ?\\circ ?\}|\\(?:degree|deg|circ|percent)\b"
+    rf"|\\(?:text|mbox|mathrm|operatorname) ?\{{(?P<text>{_INNER})\}}(?:{_POWER})?"
+    rf"|\\frac ?\{{(?P<top>{_INNER})\}} ?\{{(?P<bottom>{_INNER})\}}"
+    rf"|(?P<word>[^\W\d_]+(?:[-'’][^\W\d_]+)*+)(?:{_POWER}|[23](?!\d))?\.?"
     r"|/(?! ?\d)|\\cdot\b|[€£¥₹]|\\?\$"
 )
-_LETTERS = frozenset(["m", "s", "g", "l", "L", "h", "A", "V", "W", "N", "J", "K", "C", "F"])
-_ATTACHED = frozenset(
-    [
-        "mm",
-        "cm",
-        "dm",
-        "km",
-        "in",
-        "ft",
-        "yd",
-        "mi",
-        "mg",
-        "kg",
-        "lb",
-        "lbs",
-        "oz",
-        "ml",
-        "mL",
-        "cl",
-        "dl",
-        "km",
-        "kmh",
-        "mph",
-        "kph",
-        "hr",
-        "hrs",
-        "min",
-        "mins",
-        "sec",
-        "secs",
-        "ms",
-        "cc",
-        "sq",
-        "cu",
-        "am",
-        "pm",
-        "st",
-        "nd",
-        "rd",
-        "th",
-        "deg",
-        "degrees",
-        "Hz",
-        "kHz",
-        "kW",
-        "kWh",
-        "MB",
-        "GB",
-        "KB",
-        "USD",
-        "EUR",
-        "cents",
-        "feet",
-        "inches",
-    ]
+_LATEX_UNITS = re.compile(
+    rf"(?:[ ~]*(?:\\(?:text|mbox|mathrm|operatorname) ?\{{{_INNER}\}}(?:{_POWER})?"
+    rf"|\\frac ?\{{{_INNER}\}} ?\{{{_INNER}\}}|/|\\(?:cdot|mu|Omega)(?![a-z])))++"
 )
-# fmt: off
-_CHANGES = frozenset([
-    "plus", "minus", "divided", "over", "mod", "modulo", "pi", "sqrt", "sin", "cos", "tan",
-    "log", "ln", "exp", "choose", "factorial", "squared", "cubed", "point", "half", "quarter",
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
-    "eleven", "twelve", "twenty", "thirty", "forty", "fifty", "hundred", "thousand", "million",
-    "billion", "trillion", "k", "dozen", "dozens", "score", "gross", "pair", "pairs", "couple",
-    "halves", "third", "thirds", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth",
-    "sixths", "seventh", "sevenths", "eighth", "eighths", "ninth", "ninths", "tenth", "tenths",
-    "hundredth", "hundredths", "thousandth", "thousandths", "millionth", "millionths",
-])
+_LETTERS = frozenset("msglLhAVWNJKCFTHΩ")
+_ATTACHED = word_set(
+    "mm cm dm km nm in ft yd mi mg kg lb lbs oz ml mL cl dl dL kmh mph kph rpm hr hrs min mins sec "
+    "secs ms cc sq cu am pm st nd rd th deg degrees Hz kHz MHz GHz kW MW kWh MB GB KB kB USD EUR "
+    "cents feet inches Pa kPa MPa kJ kN mA mV kV eV kΩ MΩ mol rad bar atm cal kcal ohm ohms"
+)
+_CHANGES = word_set(
+    "plus minus divided over mod modulo pi sqrt sin cos tan log ln exp choose factorial squared "
+    "cubed point half quarter zero one two three four five six seven eight nine ten eleven twelve "
+    "twenty thirty forty fifty hundred thousand million billion trillion k dozen dozens score "
+    "gross pair pairs couple halves third thirds quarters fourth fourths fifth fifths sixth "
+    "sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths "
+    "thousandth thousandths millionth millionths"
+)
 """Words that make the number before them another number."""
-_NO_UNITS = _CHANGES | frozenset([
-    "or", "and", "to", "than", "not", "but", "times", "if", "maybe", "perhaps", "possibly",
-    "either", "versus", "vs", "is", "are", "was", "equals", "less", "fewer", "wrong",
-    "incorrect",
-])
-# fmt: on
+_NO_UNITS = _CHANGES | word_set(
+    "or and to than not but times if maybe perhaps possibly either versus vs is are was equals "
+    "less fewer short below above wrong incorrect"
+)
 _UNITS = {
-    **dict.fromkeys(("mm", "millimeter", "millimetre"), "mm"),
-    **dict.fromkeys(("cm", "centimeter", "centimetre"), "cm"),
-    **dict.fromkeys(("m", "meter", "metre"), "m"),
-    **dict.fromkeys(("km", "kilometer", "kilometre"), "km"),
-    **dict.fromkeys(("in", "inch", "inches"), "in"),
-    **dict.fromkeys(("ft", "foot", "feet"), "ft"),
-    **dict.fromkeys(("yd", "yard"), "yd"),
-    **dict.fromkeys(("mi", "mile"), "mi"),
-    **dict.fromkeys(("g", "gram"), "g"),
-    **dict.fromkeys(("kg", "kilogram"), "kg"),
-    **dict.fromkeys(("circ", "degree", "deg"), "degree"),
-    **dict.fromkeys(("$", "usd", "dollar"), "$"),
-    **dict.fromkeys(("second", "sec"), "s"),
-    **dict.fromkeys(("minute", "min"), "min"),
-    **dict.fromkeys(("hour", "hr"), "h"),
-    **{"cent": "cent", "day": "day", "week": "week", "month": "month", "year": "year"},
-    **{"%": "%", "percent": "%"},
+    name: names.split()[0]
+    for names in (
+        *("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "ft foot feet"),
+        *(
+            "km kilometer kilometre",
+            "in inch inches",
+            "yd yard",
+            "mi mile",
+            "g gram",
+            "kg kilogram",
+        ),
+        *("degree circ deg", "$ usd dollar", "s second sec", "min minute", "h hour hr", "cent"),
+        *("day", "week", "month", "year", "% percent", "W watt", "J joule", "N newton", "mol mole"),
+        *(
+            "L l liter litre",
+            "Pa pascal",
+            "V volt",
+            "K kelvin",
+            "Hz hertz",
+            "lb lbs pound",
+            "oz ounce",
+        ),
+    )
+    for name in names.split()
 }
+_CHANGED = re.compile(
+    "分之|분의|[百十半多余餘几幾倍折割弱強]|千(?![克米瓦卡])|以[上下内外]|未[満满]|より|超|천|백|반|이상|이하|미만"
+    "|กว่า|ครึ่ง|ล้าน|แสน|หมื่น|พัน|ร้อย|아닙|아니|ではな|ではあり|じゃな|不是|不对|不對|错|แต่"
+)
+"""What makes the number before it another or denies it, in scripts without blanks."""
 _NAME = re.compile(
     r"(?:\\(?:text|mathrm|mbox|operatorname) ?\{[^{}=]*\}|\|[A-Za-z]{1,3}\||\\angle ?[A-Za-z]{1,3}"
     r"|[A-Za-z]'{0,2}(?: ?_ ?(?:\w|\{\w*\}))? ?\([-\w, ]{1,20}\)"
@@ -175,11 +150,24 @@ _FIRST = re.compile(
     r"([-+]?)(?:\$((?:[^$\\]|\\.)++)\$|\\\(((?:[^\\]|\\(?!\)))++)\\\))([^$]+)", re.DOTALL
 )
 _IN_PROSE = re.compile(
-    rf"[-+]?(?:{_MONEY.pattern})?-?(?:{_SHAPE})(?: ?(?:{'|'.join(_SCALES)})\b)?", re.IGNORECASE
+    rf"[-+]?(?:{_MONEY.pattern})?-?(?:{_SHAPE})(?:{_SCALE.pattern})?", re.IGNORECASE
 )
-_OPERATION = r"\\(?!text|mbox|mathrm|%|circ|degree|deg|percent|\$)"
 _OPERATOR = re.compile(
-    rf"\s*(?:[-+*/^<>]|[xX]\b|times\b|divided by\b)\s*[\d$(\\.]|\s*{_OPERATION}[a-z]"
+    r"\s*(?:[-+*/^<>]|[xX]\b|times\b|divided by\b)\s*[\d$(\\.]|\s*[-+*^]\s*[A-Za-z](?![A-Za-z])"
+    r"|\s*\\(?!text|mbox|mathrm|%|circ|degree|deg|percent|\$)[a-z]"
+)
+_SIUNITX = re.compile(rf"\\(SI|qty|num|ang) ?\{{({_INNER})\}}(?: ?\{{({_INNER})\}})?")
+_PARTS = re.compile(r"\d[\d.,]*|\\?[^\W\d_]+(?:['’-][^\W\d_]+)*|[^\s\w]")
+_FUNCTION = word_set(
+    "a an the of for in on at to by per each every is are was were do does did has have had can "
+    "could would will should may might must that who which with from than as more if so because "
+    "since and or not cannot can't isn't aren't wasn't won't doesn't"
+)
+"""English words that are no unit and no noun."""
+_DENIED = re.compile(
+    r"(?:is|are|was|were|do|does|did|has|have|can|could|would|will|should|may|might|must)"
+    r"(?:n['’]t| not| never| (?:wrong|incorrect|false|impossible|too))\b"
+    r"|cannot\b|can['’]t\b|won['’]t\b"
 )
 _COMMA = re.compile(r"(?<=\d)(?:\{,\}|, ?(?:\\! ?)+| ?\\, ?)(?=\d{3})")
 
@@ -202,6 +190,7 @@ class Number:
 
 def plain(text: str) -> str:
     """A text with one way to write each character: full-width digits, minus signs, `π`, `x²`."""
+    text = _SIUNITX.sub(_written_out, text)
     if text.isascii():
         return text
     text = _MARKS.sub("", text)
@@ -213,11 +202,26 @@ def plain(text: str) -> str:
     return unicodedata.normalize("NFKC", text).replace("⁄", "/")
 
 
+def _written_out(found: re.Match[str]) -> str:
+    r"""A command of siunitx as what it prints: `\SI{7}{\watt\per\meter\squared}`."""
+    command, number, unit = found.groups()
+    if command in ("num", "ang") or unit is None:
+        rest = "" if unit is None else f"{{{unit}}}"
+        return number + (r"^\circ" if command == "ang" else "") + rest
+    unit = re.sub(r"\\per(?![a-z])", "/", unit).replace(r"\squared", "^2").replace(r"\cubed", "^3")
+    unit = re.sub(r"\\(?!frac|cdot)([a-z]+)", r" \1", unit)
+    return rf"{number} \mathrm{{{unit}}}"
+
+
+def spaced(text: str) -> str:
+    r"""A text with `\,`, `\ ` and such as blanks, and one command for each of text and fraction."""
+    text = _COMMANDS.sub(r"\\frac", _COMMA.sub(",", text))
+    return _BLANK.sub(" ", _SIZES.sub(" ", _MATH_TEXT.sub(r"\\text", text)))
+
+
 def bare(text: str) -> str:
     """An answer less what stands around it: blanks, emphasis, dollars, braces, a full stop."""
-    text = _COMMANDS.sub(r"\\frac", _COMMA.sub(",", plain(text)))
-    text = _SIZES.sub(" ", _MATH_TEXT.sub(r"\\text", text))
-    text = " ".join(_BLANK.sub(" ", text).split())
+    text = " ".join(spaced(plain(text)).split())
     for _ in range(8):  # layers; more of them are no answer
         before = text
         text = text.strip().rstrip(" ,;:").removesuffix(".")
@@ -295,22 +299,68 @@ def number_in_prose(text: str, start: int, *, evaluated: bool = True) -> tuple[i
     if found is None:
         return start + 1, None
     end = found.end()
+    latex = _LATEX_UNITS.match(text, end)
+    if latex and only_units(latex[0]):
+        whole = read_number(found[0] + latex[0], evaluated=evaluated)
+        return latex.end(), None if continues(text[latex.end() :]) else whole
     joined = re.compile(r"\S*").match(text, end)[0]  # type: ignore[index]
     unit = joined.rstrip(".,;:!?)]}*_\"'$")
     word = re.compile(r"\S*\s+((?:square|sq|cubic|cu)\.? )?([^\s,;:.)]+)").match(text, end)
-    if _OPERATOR.match(text, end + len(joined)) or _OPERATOR.match(text, end):
+    if _OPERATOR.match(text, end + len(joined)) or continues(text[end:]):
         return end, None
+    if unbroken := re.match(r"[^\x00-\u0e00\W\d_]+", joined):
+        unit, joined = unbroken[0], ""  # no blank stands between words
     if "!" in joined or (
         unit and not re.fullmatch(r"(?:-[A-Za-z]|[,;:()])[^\d]*", unit) and not only_units(unit)
     ):
-        return end, None
-    if word and word[2].lower().rstrip("!?*_\"'") in _CHANGES and not joined.rstrip("*_$"):
         return end, None
     if word and not joined:
         unit = f" {word[1] or ''}{word[2]}"
     number = read_number(found[0], evaluated=evaluated)
     whole = read_number(found[0] + unit, evaluated=evaluated)
     return end, whole or number
+
+
+def continues(after: str) -> bool:
+    """Whether what follows a number makes it another one, or denies it.
+
+    Units or nouns may come first; then another number, a part (`and a half`), an alternative or a
+    denial may not.
+    """
+    if _OPERATOR.match(after) or re.match(r"[\s(,]*or\b", after):
+        return True
+    phrase = re.split(r"[.;:!?()=\n]|, ", after[:200], maxsplit=1)[0]
+    parts = [part.lower() for part in _PARTS.findall(phrase)]
+    parts = [part for part in parts if part not in ("*", "_", "$", '"', "'", "′", "″", "}", "{")]
+    if parts and parts[0] in _NO_UNITS - _FUNCTION - word_set("times fewer less equals but"):
+        return True
+    if _CHANGED.search(phrase[:8]) and not phrase.isascii():
+        return True
+    stops = (
+        i
+        for i, one in enumerate(parts)
+        if one in _FUNCTION or not (one[0] in "%\\" or one[0].isalpha())
+    )
+    at = next(stops, len(parts))
+    left = [*parts[at:], "", ""]
+    unit = parts[at - 1].removesuffix("s") if at else "%"
+    if left[0][:1].isdigit() and (at == 0 or unit in _UNITS or parts[at - 1] in _UNITS):
+        return True
+    number = (
+        left[1][:1].isdigit() or left[1] in _CHANGES or left[1] in ("a", "an", "another", "\\frac")
+    )
+    if left[0] in ("and", "to", "plus", "minus") and number:
+        return True
+    if (left[0] == "or" and (at < 2 or number)) or (
+        left[0] == "of" and left[1][:1].isdigit() and at and unit in "%percent"
+    ):
+        return True
+    than = parts.index("than") + 1 if "than" in parts[:4] else None
+    if than is not None and (
+        len(parts) == than or parts[than][0].isdigit() or len(parts[than]) == 1
+    ):
+        return True
+    return at == 0 and _DENIED.match(" ".join(parts)) is not None
 
 
 def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:
@@ -324,40 +374,27 @@ def calculated(text: str) -> Fraction | None:
     Raises ZeroDivisionError.
     """
     text = re.sub(r"\\(?:times|cdot)\b", "*", text).replace("\\div", "/")
-    parts = re.findall(r"\d+(?:\.\d+)?|\.\d+|\S", re.sub(r"[$]|(?<=\d),(?=\d{3})", "", text))
-    if len(parts) > 100 or len(text) > MAX_CHARACTERS:
+    text = re.sub(r"[$\s]|(?<=\d),(?=\d{3})", "", text)
+    if len(text) > 300 or re.search(r"[^-+*/().\d]|\*\*|//", text):
         return None
     try:
-        value, rest = _sum(parts[::-1])
-    except (IndexError, ValueError):
+        parsed = ast.parse(re.sub(r"\d+(?:\.\d+)?|\.\d+", r"'\g<0>'", text), mode="eval")
+        return _value_of(parsed.body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    return None if rest else value
 
 
-def _sum(left: list[str]) -> tuple[Fraction, list[str]]:
-    """The value of the terms that come next; `left` are the parts that are left, the last first."""
-    total, sign = Fraction(0), 1
-    while True:
-        term = _factor(left)
-        while left and left[-1] in "*/":
-            operation, factor = left.pop(), _factor(left)
-            term = term * factor if operation == "*" else term / factor
-        total += sign * term
-        if not left or left[-1] not in "+-":
-            return total, left
-        sign = 1 if left.pop() == "+" else -1
-
-
-def _factor(left: list[str]) -> Fraction:
-    part = left.pop()
-    if part == "-":
-        return -_factor(left)
-    if part != "(":
-        return Fraction(part)
-    value, _ = _sum(left)
-    if left.pop() != ")":
-        raise ValueError("a bracket that does not close")
-    return value
+def _value_of(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp):
+        return _value_of(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    if not isinstance(node, ast.BinOp):
+        raise ValueError("no calculation")
+    left, right = _value_of(node.left), _value_of(node.right)
+    if isinstance(node.op, ast.Mult | ast.Div):
+        return left * right if isinstance(node.op, ast.Mult) else left / right
+    return left + right if isinstance(node.op, ast.Add) else left - right
 
 
 def name_of(side: str) -> str:
@@ -368,17 +405,27 @@ def name_of(side: str) -> str:
 
 
 def _unit(money: str, rest: str) -> str:
-    """The known unit that stands around a number; "" for two or another."""
-    words = [w.lower() for w in re.findall(r"[A-Za-z]{2,}|[A-Za-z](?![a-z])|%|\$", money + rest)]
-    words = [w for w in words if w not in ("text", "mbox", "mathrm", "operatorname")]
-    powers = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
-    power = "".join(powers[w] for w in words if w in powers)
-    power += "".join(re.findall(r"[A-Za-z}]\^? ?\{?(\d)", rest))
-    names = [w for w in words if w not in powers]
-    known = (
-        _UNITS.get(names[0], _UNITS.get(names[0].removesuffix("s"))) if len(names) == 1 else None
-    )
-    return f"{known}^{power}" if known and power else known or ""
+    """The known units that stand around a number, as `W m^-2`; "" where one is not known."""
+    text = re.sub(r"\\(?:text|mbox|mathrm|operatorname)(?![a-z])", " ", money + rest)
+    text = re.sub(rf"\\frac ?\{{({_INNER})\}} ?\{{({_INNER})\}}", r"\1/\2", text)
+    units: list[tuple[str, int]] = []
+    power = 1
+    for part in re.findall(r"/|%|\$|-?\d|[^\W\d_]+", text):
+        if part == "/":
+            power = -1
+        elif part.lower() in ("square", "sq", "cubic", "cu"):
+            power *= 2 if part[0] in "sS" else 3
+        elif part[-1].isdigit():
+            units[-1:] = [(name, raised * int(part)) for name, raised in units[-1:]]
+        else:
+            found = _UNITS.get(part) or _UNITS.get(part.lower().removesuffix("s"))
+            if not (found := found or _UNITS.get(part.lower())):
+                return ""
+            units.append((found, power))
+            power = 1
+    if len(units) > 1 and all(raised > 0 for _, raised in units):
+        return ""  # a noun and a unit, perhaps; those of a rate are sure
+    return " ".join(sorted(name if raised == 1 else f"{name}^{raised}" for name, raised in units))
 
 
 def same_name(gold: str, stated: str) -> bool:
@@ -422,15 +469,19 @@ def _value(found: re.Match[str], evaluated: bool) -> Fraction | None:
 def only_units(rest: str, letters: bool = True) -> bool:
     """Whether what follows a number is units or nouns, and nothing that makes it another value."""
     at = 0
+    rest = re.sub(r"\\(?:Omega|ohm)(?![a-z])", "Ω", rest).replace(r"\mu", "µ")
     while at < len(rest):
         found = _UNIT.match(rest, at)
         if found is None:
             return False
-        if found["text"] is not None and not only_units(" " + found["text"]):
+        groups = found["text"], found["top"], found["bottom"]
+        if not all(only_units(" " + re.sub(r"[()]", " ", g)) for g in groups if g is not None):
             return False
         if word := found["word"]:
             apart = at > 0 or found.start("word") > at
-            if word.lower() in _NO_UNITS or not _noun(word, apart, letters):
+            if (word.lower() in _NO_UNITS and not (apart and word == "K")) or not _noun(
+                word, apart, letters
+            ):
                 return False
         at = found.end()
     return True
@@ -438,6 +489,8 @@ def only_units(rest: str, letters: bool = True) -> bool:
 
 def _noun(word: str, apart: bool, letters: bool) -> bool:
     """Whether a word may be a unit: any that is apart from the number, else a known unit."""
-    if (letters and word in _LETTERS) or word in _ATTACHED or not word.isascii():
+    if (letters and word in _LETTERS) or word in _ATTACHED:
         return True
+    if not word.isascii():
+        return _CHANGED.search(word[:4]) is None
     return apart and (len(word) > 2 or word.lower() in ("a", "of", "in", "an", "at", "by", "on"))

@@ -15,17 +15,27 @@ from typing import Any, Literal
 
 from keel.graders.stated import begun_tag
 from keel.models.template import render
-from keel.models.text import common_prefix, control_tokens, encode_text
+from keel.models.text import (
+    QUESTIONS,
+    common_prefix,
+    control_tokens,
+    encode_text,
+    joins,
+    special_tokens,
+)
 from keel.models.tokenizer_round_trip import Served, apart, differing
 from keel.runs.watchdog import Hung
 from keel.types import Content, KeelError, Message, Prompt, Tools, text_of
 
 PROBE = "An answer to close"
 """An answer that no template changes, to find what a template writes around one."""
+_MARK = "\U000f8000answer\U000f8000"
+"""Stands for words of the assistant's, to find what follows them: no message says it."""
 _MASK = 0xF0000
 """First of the private characters that stand for control tokens spelled out in a message."""
 _TAG = re.compile(r"[<\[]\w[\w-]*[>\]]")
 """What opens a thought, such as `<think>`."""
+_OPEN_AT_END = re.compile(rf"({_TAG.pattern})\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +61,18 @@ class EncodedAnswer:
 class ChatEncoder:
     """Messages as tokens.
 
-    With `mask` a control token spelled out in a message is ordinary characters. Methods raise
+    With `mask` a special token spelled out in a message is ordinary characters, and in an answer,
+    whose text is the policy's, a control token. Methods raise
     KeelError, with the `name` of the example, for what the template or the tokenizer does not take.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
-        self._masks = {text: chr(_MASK + at) for at, text in enumerate(control_tokens(tokenizer))}
-        spelled = "|".join(map(re.escape, self._masks)) or r"(?!)"
-        self._control = re.compile(f"({spelled})")
+        control = control_tokens(tokenizer)
+        self._masks = {text: chr(_MASK + at) for at, text in enumerate(special_tokens(tokenizer))}
+        self._special, self._control = _any_of(self._masks), _any_of(control)
+        self._control_ids = frozenset(control.values())
 
     def prompt(
         self,
@@ -104,7 +116,7 @@ class ChatEncoder:
         if ending and text.startswith(start):
             prompt, tokens = self._encode(start, name), self._encode(text + ending, name)
             if tokens[: len(prompt)] == prompt:  # else a token is of both
-                answer_tokens, closing = tokens[len(prompt) :], self._encode(ending, name)
+                answer_tokens, closing = tokens[len(prompt) :], self._encode(ending, name, True)
                 return EncodedAnswer(prompt, answer_tokens, len(closing), own)
         return self._continued(start, own, ending, name, mask)
 
@@ -140,15 +152,21 @@ class ChatEncoder:
 
         def tail(several: Sequence[Mapping[str, Any]], generate: bool) -> str:
             text = self._render(several, name, tools, generate=generate, mask=True, **keywords)
-            head, _, found = text.rpartition(PROBE)
+            head, _, found = text.rpartition(_MARK)
             if not head:
                 raise KeelError(f"{name}: the chat template omits the assistant: set another")
             return found
 
         before = messages[: known - 1]
-        closing = tail([*before, Message(role="assistant", content=PROBE)], False)
-        probe = {**messages[known - 1], "content": PROBE}
-        start = tail([*before, probe], False)
+        closing = tail([*before, Message(role="assistant", content=_MARK)], False)
+        probe = {**messages[known - 1], "content": _MARK}
+        try:
+            start = tail([*before, probe], False)
+        except Hung:
+            raise
+        except KeelError:  # some templates write the calls of a message alone
+            probe = _probed_call(probe)
+            start = tail([*before, probe], False)
         whole = tail([*before, probe, *messages[known:]], True)
         ends: set[int] = set()
         if not whole.startswith(start):
@@ -159,18 +177,26 @@ class ChatEncoder:
             if found is None:
                 raise KeelError(f"{name}: the chat template does not append messages: set another")
             closing, start = whole[found.start() :], whole
-        tokens = self._encode(closing + whole[len(start) :], name)
-        return tokens[1:] if closing and last in {*tokens[:1]} | ends else tokens
+        tokens = self._encode(closing + whole[len(start) :], name, True)
+        ending = self._ending(closing)
+        end = self._encode(ending, name, True) if ending else tokens[:1]
+        written = last in {*end[-1:]} | ends and (closing or last in self._control_ids)
+        return tokens[len(end) :] if written else tokens
 
     @cached_property
     def opening(self) -> str:
         """What the template puts at the beginning of the assistant's own words, such as `<think>`;
         empty if it opens nothing."""
-        turns = [Message(role="user", content="a question")]
-        parts = self._around(turns, "a probe", ())
-        asked = self._render(turns, "a probe", (), generate=True)
-        opened = "" if parts is None else asked[common_prefix(asked, parts[0]) :]
-        return opened if _TAG.search(opened) else ""
+        for turns in QUESTIONS:
+            try:
+                asked = self._render(turns, "a probe", (), generate=True)
+                parts = self._around(turns, "a probe", ())
+            except Hung:
+                raise
+            except KeelError:  # some templates need a system message
+                continue
+            return "" if parts is None else _opened(asked, parts[0])
+        return ""
 
     def _continuation(self, answer: str) -> str | None:
         """The rest of an answer that begins with the opening, or goes on from it; else None."""
@@ -200,7 +226,7 @@ class ChatEncoder:
     def _whole(
         self, messages: Sequence[Message], answer: str, name: str, tools: Tools, mask: bool
     ) -> str:
-        content = self._masked(answer) if mask else answer
+        content = self._masked(answer, self._control) if mask else answer
         turns = [*messages, Message(role="assistant", content=content)]
         return self._render(turns, name, tools, generate=False)
 
@@ -210,7 +236,7 @@ class ChatEncoder:
         """The answer's own tokens after those of the text before it, closed."""
         what = f"the answer of {name}"
         own = encode_text(answer, what, self.tokenizer, literal=mask, continues=True)
-        end = self._encode(ending, name) if ending else end_of_sequence(self.tokenizer)
+        end = self._encode(ending, name, True) if ending else end_of_sequence(self.tokenizer)
         return EncodedAnswer(self._encode(start, name), [*own, *end], len(end), answer)
 
     def _render(
@@ -225,31 +251,32 @@ class ChatEncoder:
     ) -> str:
         return render(
             self.tokenizer,
-            self._masked(list(messages)) if mask else messages,
+            self._masked(list(messages), self._special) if mask else messages,
             name,
             generate=generate,
             tools=tools,
             template_kwargs={**self.template_kwargs, **keywords},
         )
 
-    def _masked(self, value: Any) -> Any:
+    def _masked(self, value: Any, spelled: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return self._control.sub(lambda found: self._masks[found[0]], value)
+            return spelled.sub(lambda found: self._masks[found[0]], value)
         if isinstance(value, Mapping):
-            return {key: self._masked(inner) for key, inner in value.items()}
+            return {key: self._masked(inner, spelled) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self._masked(inner) for inner in value]
+            return [self._masked(inner, spelled) for inner in value]
         return value
 
     def _unmasked(self, text: str) -> str:
         return text.translate({ord(mask): spelled for spelled, mask in self._masks.items()})
 
-    def _encode(self, text: str, name: str) -> list[int]:
-        """The tokens of a rendered text, in which masks are ordinary characters."""
+    def _encode(self, text: str, name: str, continues: bool = False) -> list[int]:
+        """The tokens of a rendered text, in which masks are ordinary characters; with `continues`
+        it goes on from another."""
         if not any(mask in text for mask in self._masks.values()):
-            return encode_text(text, name, self.tokenizer)
+            return encode_text(text, name, self.tokenizer, continues=continues)
         tokens: list[int] = []
-        pieces = self._control.split(text)
+        pieces = self._special.split(text)
         for at, piece in enumerate(pieces):
             if at % 2:
                 tokens.append(int(self.tokenizer.convert_tokens_to_ids(piece)))
@@ -258,7 +285,9 @@ class ChatEncoder:
             piece = piece.lstrip() if at and before in self._strips[1] else piece
             piece = piece.rstrip() if at + 1 < len(pieces) and after in self._strips[0] else piece
             if piece:
-                tokens += encode_text(self._unmasked(piece), name, self.tokenizer, literal=True)
+                joined = joins(before, self.tokenizer) if at else continues
+                words = self._unmasked(piece)
+                tokens += encode_text(words, name, self.tokenizer, literal="all", continues=joined)
         return tokens
 
     @cached_property
@@ -266,6 +295,32 @@ class ChatEncoder:
         """The tokens that take the blanks on their left, and on their right."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
         return {str(t) for t in added if t.lstrip}, {str(t) for t in added if t.rstrip}
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
+
+
+def _probed_call(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with the probe as the last argument of its last call."""
+    calls = [dict(call) for call in message.get("tool_calls") or ()]
+    if calls:
+        called = dict(calls[-1].get("function") or {})
+        given = called.get("arguments")
+        called["arguments"] = {**(given if isinstance(given, Mapping) else {}), "probe": _MARK}
+        calls[-1]["function"] = called
+    return {**message, "tool_calls": calls}
+
+
+def _opened(asked: str, head: str) -> str:
+    """What a prompt ends with that is not the header of the turn: what a finished turn has not
+    before its answer (`head`), or has and closes there."""
+    opened = asked[common_prefix(asked, head) :]
+    if _TAG.search(opened):
+        return opened
+    tag = _OPEN_AT_END.search(asked)
+    closed = tag and head.startswith(asked) and f"{tag[1][0]}/{tag[1][1:]}" in head[len(asked) :]
+    return asked[tag.start() :] if tag and closed else ""
 
 
 def end_of_sequence(tokenizer: Any) -> list[int]:

@@ -12,11 +12,16 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from keel.models.template import render
 from keel.types import KeelError, Message
 
+QUESTIONS = (
+    (Message(role="user", content="a question"),),
+    (Message(role="system", content="a task"), Message(role="user", content="a question")),
+)
+"""Conversations to find what a template writes; some need a system message, others refuse it."""
 _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _PREFIXES = ("▁", "Ġ")
 """How tokenizers spell the blank that they put before a text."""
@@ -31,25 +36,39 @@ def control_tokens(tokenizer: Any) -> Mapping[str, int]:
 
 @lru_cache(maxsize=16)
 def _control_tokens(tokenizer: Any, named: tuple[str, ...], template: str) -> Mapping[str, int]:
-    """Of the template, what it writes around a user's turn, what closes an assistant's, and the
-    first token that opens an assistant's: the others may open a thought, which is text."""
+    """Of the template, what it writes around turns, and the first token that opens an assistant's:
+    the others may open a thought, which is text, and so is what a policy writes before its answer.
+    So is what the template says to the model on its own, which it leaves out if there is a system
+    message."""
     special = special_tokens(tokenizer)
     found = {text for text in special if text in named}
-    if template:
-        question, answer = "a question", "an answer"
-        turns = [Message(role="user", content=question), Message(role="assistant", content=answer)]
+    if not template:
+        return {text: number for text, number in special.items() if text in found}
+    for turns in reversed(QUESTIONS):
+        question, answer = turns[-1]["content"], "an answer"
+        talk = [*turns, Message(role="assistant", content=answer)]
         try:
-            asked = render(tokenizer, turns[:1], "a probe", generate=False)
-            whole = render(tokenizer, turns, "a probe", generate=False)
-        except KeelError:
-            return special
-        spelled = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-        head, _, tail = whole.rpartition(answer)
-        after = spelled.findall(asked.rpartition(question)[2])
-        opens = spelled.findall(head.rpartition(question)[2])
-        known = common_prefix(opens, after)
-        found |= {*spelled.findall(asked), *spelled.findall(tail), *opens[known : known + 1]}
-    return {text: number for text, number in special.items() if text in found}
+            asked = render(tokenizer, turns, "a probe", generate=False)
+            begun = render(tokenizer, turns, "a probe", generate=True)
+            whole = render(tokenizer, talk, "a probe", generate=False)
+            break
+        except KeelError:  # a template that takes no system message
+            continue
+    else:
+        return special
+    # The end of a turn may be an added token that is not called special.
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    framing = {str(t): int(n) for n, t in added if str(t).startswith("<")} | special
+    spelled = re.compile("|".join(map(re.escape, framing)) or r"(?!)")
+    head, _, tail = whole.rpartition(answer)
+    after = spelled.findall(asked.rpartition(question)[2])
+    opens = spelled.findall(head.rpartition(question)[2])
+    known = common_prefix(opens, after)
+    header = [one for one in opens[known : known + 1] if f"{one[0]}/{one[1:]}" not in opens]
+    writes = begun != asked and head.startswith(begun)
+    own = spelled.findall(head[len(begun) :]) if writes else []
+    found |= {*spelled.findall(asked), *spelled.findall(tail), *header} - set(own)
+    return {text: number for text, number in framing.items() if text in found}
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
@@ -61,11 +80,17 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def encode_text(
-    text: str, name: str, tokenizer: Any, *, literal: bool = False, continues: bool = False
+    text: str,
+    name: str,
+    tokenizer: Any,
+    *,
+    literal: bool | Literal["all"] = False,
+    continues: bool = False,
 ) -> list[int]:
     """The text's own tokens, nothing added; `name` is what an error calls the text.
 
-    With `literal` a control token spelled out in the text is ordinary characters. With `continues`
+    With `literal` a control token spelled out in the text is ordinary characters, with "all" every
+    special token, as in what the policy did not write. With `continues`
     the text goes on from another, so that it gets no blank in front, as some tokenizers put one.
     Raises KeelError with the character that the tokenizer does not know.
     """
@@ -85,7 +110,9 @@ def encode_text(
     raise KeelError(_unreadable(text, name, tokenizer, error))
 
 
-def _bare(text: str, tokenizer: Any, literal: bool, continues: bool = False) -> list[int]:
+def _bare(
+    text: str, tokenizer: Any, literal: bool | Literal["all"], continues: bool = False
+) -> list[int]:
     if continues and _adds_prefix(tokenizer):
         for anchor in ("\n", "a", "0", text[:1]):
             before = _ids(anchor, tokenizer)
@@ -95,14 +122,18 @@ def _bare(text: str, tokenizer: Any, literal: bool, continues: bool = False) -> 
             if whole[: len(before)] == before:
                 return whole[len(before) :]
     control = control_tokens(tokenizer) if literal else {}
+    control = special_tokens(tokenizer) if literal == "all" else control
     if not any(spelled in text for spelled in control):
         return _ids(text, tokenizer)
     # Special tokens that are text stay tokens; between them every character counts.
     kept = [re.escape(one) for one in special_tokens(tokenizer) if one not in control]
     pattern = re.compile(f"({'|'.join(kept)})" if kept else r"((?!))")
     found: list[int] = []
-    for at, piece in enumerate(pattern.split(text)):
-        if piece:
+    pieces = pattern.split(text)
+    for at, piece in enumerate(pieces):
+        if at and at % 2 == 0 and joins(pieces[at - 1], tokenizer):
+            found += _bare(piece, tokenizer, literal, continues=True)
+        elif piece:
             found += _ids(piece, tokenizer, split=at % 2 == 0)
     return found
 
@@ -128,6 +159,13 @@ def _adds_prefix(tokenizer: Any) -> bool:
         if tokens and str(tokens[0]).startswith(_PREFIXES):
             return True
     return False
+
+
+def joins(special: str, tokenizer: Any) -> bool:
+    """Whether a text right behind this special token gets no blank in front, though it would get
+    one at the beginning."""
+    own = _ids("a", tokenizer)
+    return _adds_prefix(tokenizer) and _ids(f"{special}a", tokenizer)[-len(own) :] != own
 
 
 def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -> str:

@@ -68,6 +68,10 @@ class Report:
     seconds: float
     predicted: dict[str, float] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        found = [f"\n  {one.severity}: {one.what}" for one in self.findings]
+        return f"Report({self.recipe!r}, {len(found)} findings)" + "".join(found)
+
     def as_dict(self) -> dict[str, Any]:
         """The report in JSON types."""
         return asdict(self)

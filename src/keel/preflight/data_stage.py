@@ -25,6 +25,7 @@ from keel.preflight.context import LongestExample, PromptStats, StageContext
 from keel.preflight.finding import quantile
 from keel.preflight.prompts import (
     encoded_prompts,
+    few_rows,
     how_read,
     over_length,
     read_prompts,
@@ -144,6 +145,7 @@ def inspect_preference_data(context: StageContext) -> None:
             "row tokens (longest)": max(lengths),
         }
     context.add(
+        few_rows(rows, stage.batch_size, f"{key}.path"),
         over_length(
             "rows-over-length", "rows", lengths, limit, "prompt and answer", f"{prefix}max_tokens",
             "raise it to {held} (a model with a longer context, where that is the bound)",

@@ -22,11 +22,11 @@ from keel.rewards.scorer import Scorer
 from keel.rewards.validation import Wrong
 from keel.types import Completion, Group, KeelError, Prompt, Task
 
-RIGHT = ("exact_match", "numeric_match", "place_match", "math", "code", TASK)
+RIGHT = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", TASK)
 """Built-ins that give 1 for a right answer."""
 FAILED = -math.inf
 """Where a reward fails on a gold answer."""
-READABLE = ("numeric_match", "math")
+READABLE = ("numeric_match", "choice", "math")
 """Built-ins that read the gold answer, and stop where they cannot."""
 SHOWN = 32
 """Prompts whose gold answers are scored."""
@@ -178,7 +178,7 @@ def shapes(sources: Sequence[RewardSource]) -> list[str]:
     found = ["{}", *(f"<{tag}>{{}}</{tag}>" for tag in dict.fromkeys(tags))]
     if own:
         found.append("<think>\n\n</think>\n<answer>{}</answer>")
-    if own or any(s.function in ("math", "numeric_match") for s in sources):
+    if own or any(s.function in READABLE for s in sources):
         found += ["\\boxed{{}}", "#### {}"]
     if own or any(s.function == "code" for s in sources):
         found.append("```python\n{}\n```")

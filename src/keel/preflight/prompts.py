@@ -125,6 +125,7 @@ def read_prompts(
     rows = None if None in sizes else sum(n for n in sizes if n is not None)
     if rows is not None:
         context.figures["train rows"] = rows
+        context.add(few_rows(rows, context.stage.prompts_in_step or 1, f"{key}.0.path"))
     lengths = {name: [len(p.tokens) for p in own] for name, own in prompts.items()}
     fits = _check_lengths(context, lengths, limit, choice, prefix, (answer_key, answer_tokens))
     read = how_read(policy.tokenizer, any(source.raw for source in sources))
@@ -273,6 +274,19 @@ def unreadable(left: Sequence[LeftOut], rows: int, key: str) -> Finding | None:
         f"{len(bad)} of {every}; {bad[0].reason}",
         key,
         'fix the rows, or the names of their columns; bad_rows = "stop" stops at the first',
+    )
+
+
+def few_rows(rows: int, step: int, key: str) -> Finding | None:
+    """Fewer train rows than a step takes."""
+    if not 0 < rows < step:
+        return None
+    return Finding(
+        "few-rows",
+        f"a step takes {step} examples, and there are {rows} train rows",
+        f"each step repeats them: {step / rows:.3g} times on average",
+        key,
+        f"give at least {step} rows, or let a step take fewer",
     )
 
 

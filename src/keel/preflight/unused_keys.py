@@ -118,9 +118,9 @@ def _why_unused(
         elif isinstance(table, Mapping) and part in table:
             default = default.get(part) if isinstance(default, Mapping) else None
             value = table[str(part)]
-        elif isinstance(table, tuple) and isinstance(part, int) and part < len(table):
+        elif isinstance(table, tuple) and str(part).isdecimal() and int(part) < len(table):
             siblings = len(table)
-            default, value = None, table[part]
+            default, value = None, table[int(part)]
         else:
             return None
     if value == default:

@@ -11,7 +11,7 @@ from keel.graders.mathematics import Mathematics
 from keel.graders.stated import unwrapped
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
-from keel.rewards.rules import any_gold, stated_texts, texts
+from keel.rewards.rules import any_gold, question_texts, stated_texts, texts
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
@@ -63,10 +63,11 @@ class MathReward:
         stated = [unwrapped(text or "") for text in every]
         compared = [at for at, gold in enumerate(answer) if gold is not None]
         # An empty text is compared too: an answer column that cannot be read is always wrong.
-        pairs = [(str(answer[at]), stated[at]) for at in compared]
+        asked = [""] * len(stated) if prompts is None else question_texts(prompts)
+        pairs = [(str(answer[at]), stated[at], asked[at]) for at in compared]
         found = self._mathematics.compare(pairs)
         rewards: list[float | Wrong | None] = [None] * len(stated)
-        for at, (gold, _), finding in zip(compared, pairs, found, strict=True):
+        for at, (gold, *_), finding in zip(compared, pairs, found, strict=True):
             if finding == "unreadable gold":
                 rewards[at] = Wrong(
                     f"the answer column holds {gold[:60]!r}, which cannot be read: use "

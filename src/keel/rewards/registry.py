@@ -19,7 +19,7 @@ from keel.types import KeelError
 
 TASK = "task"
 """The built-in reward that is the task's own verdict."""
-CORRECTNESS = ("exact_match", "numeric_match", "place_match", "math", "code")
+CORRECTNESS = ("exact_match", "numeric_match", "choice", "place_match", "math", "code")
 """Built-ins whose 1 means that the answer is right."""
 MADE: Mapping[str, str] = {
     "math": "keel.rewards.graded:math",

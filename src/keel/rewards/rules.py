@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from keel.data.gold import gold_entries, read_gold
 from keel.graders.answers import only_repeats, stated_number
+from keel.graders.choices import chosen, label_of
 from keel.graders.formats import (
     SECONDS,
     has_tags,
@@ -128,6 +129,36 @@ def numeric_match(
         log_metric("numeric_match/unread", read.count(False) / max(len(read), 1))
     if log_extra is not None:
         log_extra("extracted", extracted)
+    return rewards
+
+
+@any_gold
+def choice(
+    *,
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    prompts: Sequence[Any] | None = None,
+    tag: str | None = None,
+    openings: Sequence[str] | None = None,
+) -> list[float | Wrong | None]:
+    r"""1 where the text settles on the option whose letter the `answer` column holds, else 0.
+
+    `D`, `(D)` and `D) 14` are one letter, in a box, a statement or by itself. A text that settles
+    on two, or on none, gets 0. `tag` as for `exact_match`. None where the column is empty, and
+    `Wrong` where it holds no letter.
+    """
+    rewards: list[float | Wrong | None] = []
+    asked = [""] * len(answer) if prompts is None else question_texts(prompts)
+    stated = stated_texts(completions, tag, prompts, openings)
+    for text, gold, question in zip(stated, answer, asked, strict=True):
+        letter = label_of(str(gold))
+        if gold is None:
+            rewards.append(None)
+        elif not letter:
+            wrong = f"the answer column holds {str(gold)[:60]!r}, which is no option's letter"
+            rewards.append(Wrong(f"{wrong}: use exact_match, or name another column"))
+        else:
+            rewards.append(float(text is not None and chosen(unwrapped(text), question) == letter))
     return rewards
 
 
@@ -261,11 +292,15 @@ def stated_texts(
         stated = [None if text is None else tag_content(text, tag) for text in stated]
     if prompts is None:
         return stated
-    asked = [p if isinstance(p, str) else "\n".join(map(text_of, p)) for p in prompts]
     return [
         None if text is None or only_repeats(text, question) else text
-        for text, question in zip(stated, asked, strict=True)
+        for text, question in zip(stated, question_texts(prompts), strict=True)
     ]
+
+
+def question_texts(prompts: Sequence[Any]) -> list[str]:
+    """The words of each prompt."""
+    return [p if isinstance(p, str) else "\n".join(map(text_of, p)) for p in prompts]
 
 
 def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
@@ -285,6 +320,6 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
 
 BUILT_IN: dict[str, Callable[..., Any]] = {
     f.__name__: f
-    for f in (exact_match, numeric_match, place_match, format_match, length, repetition)
+    for f in (exact_match, numeric_match, choice, place_match, format_match, length, repetition)
 }
 """Built-ins that are plain functions, by the name that a recipe uses."""

@@ -95,13 +95,33 @@ class Scorer:
             )
 
     def __call__(self, groups: Sequence[Group], step: int) -> Scored:
-        """Score the groups of a step."""
+        """Score the groups of a step, without completions whose program failed."""
+        if any(one.failed for group in groups for one in group.completions):
+            return self._without_failed(groups, step)
         prompts = [group.prompt for group in groups if group.completions]
         self.check(prompts)
         ended = [without_stop(group, self._config.stop) for group in groups]
         call = RewardCall(self._config, RewardBatch.of(ended, step, column_names(prompts)))
         call.run()
         return self.conclude(groups, step, [call])
+
+    def _without_failed(self, groups: Sequence[Group], step: int) -> Scored:
+        """The scores of a step in which programs failed; their completions have none."""
+        failed = [one.failed for group in groups for one in group.completions]
+        kept = [tuple(one for one in group.completions if not one.failed) for group in groups]
+        scored = self([replace(g, completions=k) for g, k in zip(groups, kept, strict=True)], step)
+        names = [f.name for f in self.functions] + [OVERLONG] * bool(self.overlong_buffer)
+        none = RewardResult(None, dict.fromkeys(names))
+        left = iter([one for group in scored.results for one in group])
+        results = iter([none if why else next(left) for why in failed])
+        columns = {name: iter(values) for name, values in scored.extras.items()}
+        extras = {n: [None if why else next(c) for why in failed] for n, c in columns.items()}
+        return replace(
+            scored,
+            results=tuple(tuple(itertools.islice(results, len(g.completions))) for g in groups),
+            extras={**extras, "program_error": [why or None for why in failed]},
+            failures={**scored.failures, "program": sum(map(bool, failed))},
+        )
 
     def overlapping(self, prompts: Sequence[Prompt], step: int) -> Overlap:
         """Scores the groups of a step, of these prompts, as they are added; then `conclude`."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from keel.runs.process import lost_streams
 from keel.types import KeelError
 
 
@@ -51,6 +50,20 @@ class Callback:
 
     def on_note(self, text: str) -> None:
         """One line of information."""
+
+
+def check_callbacks(callbacks: Iterable[object]) -> None:
+    """Raise KeelError for an object that has no method of a callback, or a class."""
+    names = [name for name in vars(Callback) if name.startswith("on_")]
+    for one in callbacks:
+        own = [name for name in names if callable(getattr(one, name, None))]
+        if isinstance(one, Callback):
+            own = [name for name in own if getattr(type(one), name) is not vars(Callback)[name]]
+        if not own or isinstance(one, type):
+            raise KeelError(
+                f"callback {one!r} would never be called: pass an object with one of the methods "
+                f"{', '.join(names)} (keel.Callback)"
+            )
 
 
 class Callbacks:
@@ -113,8 +126,6 @@ class Callbacks:
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 name = f"{type(callback).__name__}.{method}"
                 raise KeelError(f"callback {name} raised {what}: fix it") from error
-        for stream, why in lost_streams().items():
-            self._event("output_lost", stream=stream, why=why)
 
 
 def _nothing(*_: object) -> None: ...

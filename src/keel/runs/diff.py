@@ -74,7 +74,9 @@ class Difference:
     """The comparison of two runs.
 
     `stages` are those that both recipes begin with; no others are compared. `recipe` has the keys
-    that differ, `environment` the versions and numbers of threads that do. `reach_a` and `reach_b`
+    that differ, `environment` the versions and numbers of threads that do, `inputs` the models and
+    files whose content does (their SHA-256, by key, when the oldest checkpoint was written).
+    `reach_a` and `reach_b`
     are the last recorded steps, `checkpoints` the number of those compared: that both have kept.
     """
 
@@ -83,6 +85,7 @@ class Difference:
     stages: tuple[str, ...]
     recipe: tuple[Change, ...]
     environment: tuple[Change, ...]
+    inputs: tuple[Change, ...]
     reach_a: Point | None
     reach_b: Point | None
     first: FirstDifference | None
@@ -90,8 +93,10 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether recipe, reach and all recorded values are equal, in whatever environment."""
-        return not self.recipe and self.first is None and self.reach_a == self.reach_b
+        """Whether recipe, inputs, reach and all recorded values are equal, in whatever
+        environment."""
+        equal = not self.recipe and not self.inputs and self.first is None
+        return equal and self.reach_a == self.reach_b
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON can hold it, `same` first."""
@@ -127,6 +132,9 @@ class _Recorded:
         self.records = dict(records_until(self.folder, Place(len(self.stages), 0)))
         self.rollouts = {entry.place: entry.path for entry in self.folder.list_rollouts()}
         self.checkpoints = {entry.place: entry.path for entry in self.folder.list_checkpoints()}
+        known = [r for path in self.checkpoints.values() if (r := checkpoint.read(path))][:1]
+        hashes = known[0].inputs if known else {}
+        self.inputs = {key.partition(" (")[0]: digest for key, digest in hashes.items()}
         self.reach = max(self.records, default=None)
 
     @property
@@ -149,6 +157,11 @@ class _Comparison:
             stages=self.stages,
             recipe=tuple(self.recipe()),
             environment=tuple(changes(a.environment, b.environment)),
+            inputs=tuple(
+                change(key, a.inputs[key], b.inputs[key])
+                for key in sorted(a.inputs.keys() & b.inputs.keys())
+                if a.inputs[key] != b.inputs[key]
+            ),
             reach_a=a.point,
             reach_b=b.point,
             first=next(self.differences(), None),

@@ -11,11 +11,15 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import reduce
 from importlib.metadata import version
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.config.entry import PYTHON, load_entry, source_of
+import tomli_w
+
+from keel.config.entry import PASSED, PYTHON, load_entry, source_of
 from keel.config.load import in_run_folder, predates_raw
 from keel.runs import checkpoint, files
 from keel.runs.callbacks import Callbacks
@@ -24,6 +28,7 @@ from keel.runs.files import locked, refuse_if_taken
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
 from keel.runs.process import ProcessLost, catching
 from keel.runs.reader import read_run_json
+from keel.runs.values import changes
 from keel.runs.writer import Reached, Recorder, RunWriter, truncate_after, update_run_json
 from keel.types import KeelError
 from keel.version import VERSION
@@ -33,6 +38,11 @@ RUNS = "runs"
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of the disk, whichever file they come from."""
 Damage = list[tuple[Path, str]]
+CHANGEABLE = (
+    *("steps", "optimizer.learning_rate", "value.optimizer.learning_rate"),
+    *("evaluation.every", "rollouts_every", "checkpoints.every", "checkpoints.keep"),
+)
+"""Keys of a stage that may change in a run."""
 _ENTRY = re.compile(r"(?P<place>[\w./~-]+):[A-Za-z_][\w.]*")
 """`module:function`, or `path/to/file.py:function`."""
 
@@ -48,7 +58,6 @@ def create_run(
     Of two processes that start in one folder, the first to hold its lock writes its recipe and the
     other is refused. The path is absolute: what a run calls may change the working directory.
     """
-    files.check_name(Path(RUNS if path is None else path).absolute())
     if path is not None:
         refuse_if_taken(Path(path))
     stages_of(recipe)  # before anything is made
@@ -66,6 +75,44 @@ def resume_run(path: Path | str | None) -> RunFolder:
     if path is None:
         raise KeelError("--resume goes on with a run: name its folder with --run DIR")
     return RunFolder.open(Path(path).absolute())
+
+
+def change_recipe(place: RunFolder, text: str) -> None:
+    """Take over what a run can go on with from a resolved recipe (TOML): CHANGEABLE keys of the
+    stage that it is in, or of a later one. `changes` in run.json has them, with the step.
+
+    Raises KeelError for another key that differs, and for fewer steps than were taken.
+    """
+    with locked(place.path):
+        known = tomllib.loads(place.recipe.read_text("utf-8"))
+        newest = place.list_checkpoints()[-1:]
+        at, step = (newest[0].place.stage, newest[0].place.step) if newest else (0, 0)
+        made = []
+        for one in list(changes(known, tomllib.loads(text))):
+            if one.a is None:  # a key that the version which wrote the recipe did not have
+                continue
+            found = re.fullmatch(r"stages\[(\d+)\]\.(.+)", one.name)
+            number, key = (int(found[1]), found[2]) if found else (-1, one.name)
+            name = f"{place.stages[number]}.{key}" if found else key
+            if key not in CHANGEABLE or number < at:
+                raise KeelError(
+                    f"{name} is {one.b}, but the run in {place.path} has {one.a}: it can only go "
+                    f"on with other {', '.join(CHANGEABLE)} of stage {place.stages[at]} or a later "
+                    "one: leave the others as they are, or start a new run"
+                )
+            if key == "steps" and number == at and one.b < step:
+                raise KeelError(f"{name} is {one.b}, but the run has taken {step}: raise it")
+            *tables, leaf = key.split(".")
+            reduce(getitem, tables, known["stages"][number])[leaf] = one.b
+            point = {"stage": place.stages[at], "step": step}
+            made.append({**point, "key": name, "from": one.a, "to": one.b})
+        if made:
+            model = place.model(place.stages[at])
+            if model.exists():  # it is of the end so far, and is written again
+                files.remove(model)
+            before = read_run_json(place).get("changes", [])
+            update_run_json(place, {"changes": [*before, *made]})
+            files.write_text(place.recipe, tomli_w.dumps(known))
 
 
 @contextmanager
@@ -95,7 +142,7 @@ def run_lifecycle(
         reached = Reached()
         if start is not None:
             reached.step = reached.checkpoint = start.place
-        stack.enter_context(_reporting(place, reached, resume, command))
+        stack.enter_context(_reporting(place, recipe, reached, resume, command))
         if resume:
             stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
             truncate_after(place, stage, step)
@@ -220,7 +267,9 @@ def _compare(
 
 
 @contextmanager
-def _reporting(place: RunFolder, reached: Reached, resume: bool, command: str) -> Iterator[None]:
+def _reporting(
+    place: RunFolder, recipe: Mapping[str, Any], reached: Reached, resume: bool, command: str
+) -> Iterator[None]:
     """Reports errors that a user can fix, with the step reached and how to continue."""
     try:
         yield
@@ -234,6 +283,10 @@ def _reporting(place: RunFolder, reached: Reached, resume: bool, command: str) -
         with suppress(KeelError), Recorder(place) as recorder:
             recorder.event("stopped", text=text)
         how = f"keel {command} --resume --run {place.path}"
+        if any(PASSED.fullmatch(value) for _, value in texts(recipe)):
+            how = (
+                f'keel.train(folder="{place.path}", resume=True, …) with the functions of this run'
+            )
         raise KeelError(f"{text}; resume with: {how}") from error
 
 
@@ -260,10 +313,6 @@ def _leaves_nothing(place: RunFolder) -> bool:
     made += [place.rows("any", "train").parent, place.model("any").parent]
     if any(path.is_dir() and any(path.iterdir()) for path in made):
         return False
-    try:
-        files.present(place.path)
-    except KeelError:
-        return False  # it is another folder now
     # The recipe, without which the folder is no run, is deleted after all content, so that a run
     # that cannot be deleted can be resumed.
     folders = [place.rollouts_folder, place.evaluations_folder, place.checkpoints_folder]

@@ -48,6 +48,8 @@ from keel.types import KeelError, Prompt, Task
 
 SPLITS = {"validation_path", "validation_fraction"}
 """Keys of a task that set its validation split."""
+ALONE = "evaluated"
+"""The stage that stands for one that samples nothing."""
 SEPARATOR, THRESHOLD = "\n", 0.5
 """How steps are read where no stage sets it."""
 
@@ -57,7 +59,7 @@ def evaluate(
     *,
     task: str | None = None,
     task_keys: Sequence[str] = (),
-    rewards: Sequence[str] = (),
+    rewards: Sequence[str | Mapping[str, Any]] = (),
     checkpoint: str = "last",
     seed: int | None = None,
     max_tokens: int | None = None,
@@ -101,7 +103,7 @@ def evaluate(
         policy = load_policy(Model(name=str(model)), own_seed)
     else:
         policy = checkpoint_policy(recipe.model, recipe.seed, pick_checkpoint(folder, checkpoint))
-    if recipe is None and max_tokens is None and policy.context is not None:
+    if stage.name == ALONE and max_tokens is None and policy.context is not None:
         # No limit was given: at most half of the context.
         budget = min(stage.rollout.max_tokens, policy.context // 2)
         rollout = stage.rollout.model_copy(update={"max_tokens": budget})
@@ -142,14 +144,16 @@ def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
 
 
 def _stage_data(
-    recipe: Recipe | None, task: str | None, task_keys: Sequence[str], rewards: Sequence[str]
+    recipe: Recipe | None, task: str | None, task_keys: Sequence[str], rewards: Sequence[Any]
 ) -> dict[str, Any]:
-    """The recipe's last stage with what was given on top; a stage of its own without a recipe."""
-    alone = {"stage": "rl", "name": "evaluated"}
-    data: dict[str, Any] = alone if recipe is None else recipe.stages[-1].model_dump()
+    """The recipe's last stage with what was given on top; of another kind than rl, the tasks of the
+    last stage that has some."""
+    stages = [] if recipe is None else [stage.model_dump() for stage in recipe.stages]
+    data: dict[str, Any] = stages[-1] if stages else {"stage": "none"}
     if data["stage"] != "rl":
-        own: dict[str, Any] = {key: data[key] for key in ("tasks", "prompts") if key in data}
-        data = {"stage": "rl", "name": "evaluated", **own}
+        given = [stage for stage in stages if stage.get("tasks")][-1:]
+        own = {key: one[key] for one in given for key in ("tasks", "prompts")}
+        data = {"stage": "rl", "name": ALONE, **own}
     if task is not None:
         data |= {"tasks": [{"name": task}], "rewards": {}}
         data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
@@ -157,9 +161,11 @@ def _stage_data(
         change = parse_override(key)
         data["tasks"] = [merge(dict(source), change) for source in data["tasks"]]
     if not data.get("tasks"):
-        raise KeelError("the run's last stage samples nothing: say which task with --task")
+        raise KeelError("no stage of the run has a task: name one with --task")
     if rewards:
-        data["rewards"] = {"functions": [{"function": name} for name in rewards]}
+        data["rewards"] = {
+            "functions": [one if isinstance(one, Mapping) else {"function": one} for one in rewards]
+        }
         data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
     return data
 

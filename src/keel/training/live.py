@@ -20,9 +20,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel.algorithms.presets import Preset
-from keel.config.address import layer
+from keel.config.address import layer, overlay
 from keel.config.entry import PYTHON
-from keel.config.load import RUN_FOLDER, Source, nest, read_recipe
+from keel.config.load import RUN_FOLDER, Source, read_recipe
 from keel.config.schema import Recipe, Stage
 from keel.models.tokenizer_round_trip import quiet
 from keel.runs import files
@@ -31,6 +31,8 @@ from keel.types import KeelError
 INPUTS = f"{RUN_FOLDER}inputs/"
 MODEL = "model"
 FILES = (".jsonl", ".parquet")
+PLACE = ("name", "path", "validation_path", "options")
+"""Keys of a table of data that say where it is; the others, how it is read, stay for other data."""
 _STAGES = {kind.model_fields["stage"].default: kind for kind in get_args(get_args(Stage)[0])}
 
 
@@ -81,49 +83,57 @@ def objects(
     Raises:
         KeelError: an argument is of a type that cannot be used, or does not go with another.
     """
-    base = recipe.model_dump() if isinstance(recipe, Recipe) else {} if recipe is None else recipe
+    functions: dict[str, Any] = {}
+    tables: dict[str, bytes] = {}
+    base: Source = {} if recipe is None else _plain(recipe, functions)
     algorithm = keys.get("algorithm")
     if isinstance(algorithm, Preset):
         keys["algorithm"] = algorithm.name
-    above = _nested(keys)
+    whole = read_recipe(base)
+    if "stages" in keys:
+        whole = layer(whole, {"stages": _plain(keys.pop("stages"), functions)})
+    whole.setdefault("name", algorithm if isinstance(algorithm, str) else "train")
     if model is not None:
-        above["model"] = _merged(_model(model, tokenizer), above.get("model", {}))
+        whole = layer(whole, {"model": _model(model, tokenizer)})
     elif tokenizer is not None:
         raise KeelError("tokenizer: it goes with a loaded model: pass model=, too")
     if rewards is not None:
-        above["rewards"] = _merged(_rewards(rewards), above.get("rewards", {}))
-    whole = read_recipe(base)
-    whole.setdefault("name", algorithm if isinstance(algorithm, str) else "train")
-    tables: dict[str, bytes] = {}
+        whole = layer(whole, {"rewards": _rewards(rewards)})
+    source: dict[str, Any] = {}
     if data is not None:
-        kind = above.get("stage") or whole["stages"][-1].get("stage", "rl")
-        above |= _data(data, eval_data, kind, rewards is None, tables)
+        stage = whole["stages"][-1]
+        kind = keys.get("stage") or stage.get("stage", "rl")
+        table = "data" if kind in _STAGES and "data" in _STAGES[kind].model_fields else "tasks"
+        reading = {k: v for k, v in _only(stage.get(table)).items() if k not in PLACE and v}
+        source = {**reading, **_data(data, eval_data, tables)}
+        if rewards is None and table == "tasks" and "answer" in _columns(data):
+            source.setdefault("answer", "answer")
+        whole = layer(whole, {table: [source] if table == "tasks" else source})
     elif eval_data is not None:
         raise KeelError("eval_data: it goes with data: pass data=, too")
-    functions: dict[str, Any] = {}
-    made = _plain(layer(whole, above), functions)
+    made = _plain(overlay(whole, keys.items()), functions)
+    if source:
+        found = _only(made["stages"][-1].get(table))
+        if any(found.get(key) != source.get(key) for key in PLACE[:3]):
+            raise KeelError(f"data: another keyword sets {table}, too: drop one of them")
     live = model if isinstance(model, PreTrainedModel) else None
     return Objects(made, functions, tables, live, tokenizer)
 
 
-def _nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords as tables of a recipe: `{"model.lora.rank": 8}` is `model={"lora": {"rank": 8}}`."""
-    out: dict[str, Any] = {}
-    for key, value in keys.items():
-        out = _merged(out, nest(key, value))
-    return out
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(below)
-    for key, value in above.items():
-        old = out.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        out[key] = _merged(old, value) if both else value  # type: ignore[arg-type]
-    return out
+def _only(table: Any) -> Mapping[str, Any]:
+    """A table of data, or that of the only task; empty if there are several."""
+    if isinstance(table, list) and len(table) == 1:
+        table = table[0]
+    return table if isinstance(table, Mapping) else {}
 
 
 def _model(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    if hasattr(model, "peft_config") or any(hasattr(part, "base_layer") for part in parts):
+        raise KeelError(
+            f"model: this {type(model).__name__} has adapters of peft: pass what its "
+            'merge_and_unload() returns, and **{"model.lora.rank": 16} for a new adapter'
+        )
     if isinstance(model, PreTrainedModel):
         if tokenizer is None:
             raise KeelError("model: a loaded model needs its tokenizer: pass tokenizer=, too")
@@ -134,12 +144,9 @@ def _model(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, A
         return dict(model)
     if isinstance(model, str | Path):
         return {"name": str(model)}
-    hint = (
-        "; of a peft model, pass the base and model.lora" if hasattr(model, "peft_config") else ""
-    )
     raise KeelError(
         f"model: a {type(model).__name__} cannot be trained: pass a transformers PreTrainedModel, "
-        f"a folder or hub name, or the recipe's table as a dict{hint}"
+        f"a folder or hub name, or the recipe's table as a dict"
     )
 
 
@@ -151,31 +158,37 @@ def _rewards(rewards: Any) -> dict[str, Any]:
     return {"functions": [r if isinstance(r, Mapping) else {"function": r} for r in several]}
 
 
-def _data(
-    data: Any, eval_data: Any, kind: str, by_answer: bool, tables: dict[str, bytes]
-) -> dict[str, Any]:
-    """The keys of a stage that name its data; `tables` takes the files that hold it.
-
-    Without a reward, a column `answer` is the gold answer.
-    """
+def _data(data: Any, eval_data: Any, tables: dict[str, bytes]) -> dict[str, Any]:
+    """The keys that name a stage's data; `tables` takes the files that hold it."""
+    _refuse_splits(data, "data")
     source = dict(data) if isinstance(data, Mapping) else _source(data, "data", tables)
     if eval_data is not None:
         other = _source(eval_data, "eval_data", tables)
         if source.get("name") != other["name"] or "path" not in other:
             raise KeelError("eval_data: it must be of the same type as data, rows or a file")
         source["validation_path"] = other["path"]
-    if kind in _STAGES and "data" in _STAGES[kind].model_fields:
-        return {"data": source}
+    return source
+
+
+def _columns(data: Any) -> Iterable[str]:
     columns = getattr(data, "column_names", None)
     if columns is None and isinstance(data, list | tuple) and data:
         columns = data[0]
-    if by_answer and "answer" in (columns or ()):
-        source["answer"] = "answer"
-    return {"tasks": [source]}
+    return columns or ()
+
+
+def _refuse_splits(data: Any, name: str) -> None:
+    """Raise KeelError for a `datasets.DatasetDict`, of which one split is meant."""
+    if isinstance(data, Mapping) and any(hasattr(one, "column_names") for one in data.values()):
+        raise KeelError(
+            f"{name}: a {type(data).__name__} has the splits {', '.join(map(str, data))}: pass "
+            f'one of them, for example data=splits["train"], eval_data=splits["{[*data][-1]}"]'
+        )
 
 
 def _source(data: Any, name: str, tables: dict[str, bytes]) -> dict[str, Any]:
-    """Where data is read from; rows and tables become a file."""
+    """The place that data is read from; rows and tables become a file."""
+    _refuse_splits(data, name)
     if isinstance(data, str | Path):
         suffix = Path(data).suffix
         return {"name": suffix[1:], "path": str(data)} if suffix in FILES else {"name": str(data)}
@@ -199,9 +212,17 @@ def _lines(rows: Iterable[Any], name: str) -> Iterable[str]:
         if not isinstance(row, Mapping):
             raise KeelError(f"{name}[{number}]: a {type(row).__name__}: give a dict of columns")
         try:
-            yield json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n"
+            text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_number)
+            yield text + "\n"
         except (TypeError, ValueError) as error:
             raise KeelError(f"{name}[{number}]: {_line(error)}: use texts and numbers") from error
+
+
+def _number(value: Any) -> Any:
+    """A scalar or an array of numpy or torch as plain values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
 
 
 def _plain(value: Any, functions: dict[str, Any]) -> Any:
@@ -219,7 +240,15 @@ def _plain(value: Any, functions: dict[str, Any]) -> Any:
             f"a {type(value).__name__} is no function: save a reward model and name its folder "
             '({"function": "outcome", "options": {"model": FOLDER}})'
         )
+    if hasattr(value, "tolist"):
+        return _number(value)
     return _named(value, functions) if callable(value) else value
+
+
+def named(functions: Any) -> tuple[Any, dict[str, Any]]:
+    """The names of functions in a recipe, and the functions by name."""
+    found: dict[str, Any] = {}
+    return _plain(functions, found), found
 
 
 def _named(function: Callable[..., Any], functions: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 
 from keel.analysis.diagnosis.monitor import DiagnosisMonitor
-from keel.config.entry import PYTHON, load_entry
+from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_run_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.models.kernels.build import fingerprint
@@ -19,6 +18,7 @@ from keel.models.loading import describe_model
 from keel.models.policy import Policy, load_policy
 from keel.models.precision import is_open, settle, time_products
 from keel.runs import checkpoint, lifecycle
+from keel.runs.callbacks import check_callbacks
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import texts
 from keel.runs.process import Interrupt, ProcessLost, keep_freed
@@ -51,19 +51,23 @@ def train(
     names by `$RUN/inputs/` into a folder of a new run.
 
     With `resume` the run continues from the folder's newest whole checkpoint, under the folder's
-    own recipe. Raises Interrupted after Ctrl-C or SIGTERM, with a checkpoint written; KeelError for
-    what a user can fix.
+    own recipe; of another that is given it takes over what `lifecycle.change_recipe` allows. Raises
+    Interrupted after Ctrl-C or SIGTERM, with a checkpoint written; KeelError for what a user can
+    fix.
     """
     if recipe is None and not resume:
         raise KeelError("there is no recipe to run: name one, or resume a run")
+    check_callbacks(callbacks)
     text, name = ("", "") if recipe is None else (to_toml(recipe), recipe.name)
-    place = (
-        lifecycle.resume_run(folder) if resume else lifecycle.create_run(text, name, folder, inputs)
-    )
-    recipe = load_run_recipe(place.recipe)
-    for key, value in texts(tomllib.loads(place.recipe.read_text("utf-8"))):
-        if re.fullmatch(rf"{PYTHON}:\w+", value):
+    resumed = lifecycle.resume_run(folder) if resume else None
+    known = text if resumed is None else resumed.recipe.read_text("utf-8")
+    for key, value in texts(tomllib.loads(known)):
+        if PASSED.fullmatch(value):
             load_entry(value, key)
+    if resumed is not None and text:
+        lifecycle.change_recipe(resumed, text)
+    place = resumed or lifecycle.create_run(text, name, folder, inputs)
+    recipe = load_run_recipe(place.recipe)
     before: Path | None = None
     left, lost = recipe.cluster.restarts, ""
     stopping: Interrupt | None = None

@@ -347,6 +347,7 @@ def build_sampler(
             function=load_program(rollout.program),
             limit=rollout.max_programs,
             timeout=rollout.timeout,
+            skips=rollout.on_error == "skip",
         )
     return Sampler(
         engine=engine,

@@ -149,7 +149,8 @@ def _train_rl(
     objective = explain_stage(stage, lora=recipe.model.lora is not None)
     update_run_json(writer.folder, {"objective": objective.unicode()})
     formula = "; ".join(line.unicode for line in objective.objective)
-    writer.callbacks.note(f"{stage.name} optimises {formula}")
+    if run.resume_from is None:
+        writer.callbacks.note(f"{stage.name} optimises {formula}")
     if stage.ratio_stays_one and run.resume_from is None:
         writer.note(
             f"{stage.name}: with one optimizer step a batch (epochs = 1, minibatches = 1) the "

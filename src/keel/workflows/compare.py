@@ -122,6 +122,12 @@ def plan(
             label = "".join(c if c.isalnum() or c in "._=-" else "_" for c in "-".join(words))
             arms.append(Arm(label, load_recipe(name, [*overrides, *choice])))
     names = [arm.name for arm in arms]
+    for arm in arms:
+        if arm.stage.evaluation.prompts == 0:
+            raise KeelError(
+                f"{arm.stage.name}.evaluation.prompts = 0 leaves {arm.name} without a score to "
+                "compare: set it to 1 or more"
+            )
     if len(set(names)) < max(len(names), 2):
         raise KeelError(
             f"there is nothing to compare in {', '.join(names)}: name several recipes, or "
@@ -187,7 +193,8 @@ def _run_all(
 ) -> list[FailedRun]:
     """Run what is not finished yet; the runs that failed."""
     cores = _cores()
-    jobs = min(jobs or cores, cores)
+    stated = max(arm.recipe.threads or 1 for arm in chosen.arms)
+    jobs = min(jobs or max(1, cores // stated), cores)
     threads = max(1, cores // jobs)
     children = Children(threads)
     failed: list[FailedRun] = []
@@ -210,7 +217,8 @@ def _run_all(
                 failed += [] if found is None else [found]
             lost = {one.seed for one in failed}
         tasks = [(arm, seed) for seed in chosen.seeds for arm in chosen.arms if seed not in lost]
-        note(f"{len(tasks)} runs, {jobs} at a time, {threads} threads each")
+        each = " or ".join(sorted({str(arm.recipe.threads or threads) for arm in chosen.arms}))
+        note(f"{len(tasks)} runs, {jobs} at a time, {each} threads each")
         for found in pool.map(lambda task: one(*task), tasks):
             failed += [] if found is None else [found]
     if children.stopped.is_set():
@@ -278,7 +286,7 @@ def _train(
 
 
 def _seeded(recipe: Recipe, seed: int, threads: int, folder: Path, started: bool) -> Recipe:
-    update: dict[str, Any] = {"seed": seed, "threads": threads}
+    update: dict[str, Any] = {"seed": seed, "threads": recipe.threads or threads}
     if started:
         name = str(folder.absolute() / "runs" / START / f"seed-{seed}-model")
         update["model"] = recipe.model.model_copy(update={"name": name})

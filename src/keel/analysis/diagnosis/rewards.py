@@ -15,7 +15,7 @@ from keel.analysis.diagnosis.values import RolloutSample, Symptom
 ROLLOUTS = 8
 ENDS = ("low", "high")
 COMPONENT = "evaluation.component"
-JUDGES = ("exact_match", "numeric_match", "place_match", "math", "code", "task")
+JUDGES = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", "task")
 """Built-in rewards whose 1 means that the answer is right."""
 
 

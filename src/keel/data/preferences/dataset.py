@@ -193,7 +193,8 @@ class _DatasetReader(Generic[T]):
     def splits(self, seed: int) -> Splits[T]:
         source = self.source
         train, validation = _tables(source, seed)
-        name = source.name if source.path is None else f"{source.name}:{Path(source.path).stem}"
+        name = source.name.rpartition("/")[2]
+        name = name if source.path is None else f"{name}:{Path(source.path).stem}"
         ids: set[str] = set()
         kept, left = self._rows(train, name, ids)
         if validation is None:
@@ -269,10 +270,7 @@ class _DatasetReader(Generic[T]):
         value = fields.value(self.source.group)
         if value is None:
             raise fields.wrong(self.source.group, "the group is empty: name the row's group")
-        try:
-            return json.dumps(value, sort_keys=True, default=str)
-        except (TypeError, ValueError, RecursionError):  # of Python rows alone
-            raise fields.wrong(self.source.group, "name groups by texts or numbers") from None
+        return json.dumps(value, sort_keys=True, default=str)
 
     def _check_names(self, table: Table) -> None:
         """A mistaken name for a column that may be absent would otherwise pass in silence."""

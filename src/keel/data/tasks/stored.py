@@ -181,15 +181,16 @@ def entry_task(source: TaskSource, seed: int) -> Any:
     except Exception as error:
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise KeelError(f"task {source.name!r} raises {message}") from error
+    name = source.name.rpartition("/")[2]  # ids of prompts do not depend on the file's folder
     if all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score")):
-        return UserTask(source.name, made)
+        return UserTask(name, made)
     try:
         rows = list_rows(made)
     except TypeError:
         raise KeelError(
             f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
         ) from None
-    return _split(source.name, rows_table(rows, source.name, "quarantine"), source)
+    return _split(name, rows_table(rows, source.name, "quarantine"), source)
 
 
 def _split(name: str, table: Table, source: TaskSource) -> DataTask:

@@ -53,12 +53,13 @@ Answer = Future[dict[str, Any]]
 @dataclass(frozen=True, slots=True)
 class ProgramConfig:
     """A program by its name in the recipe, how many run at once, and its time limit: seconds
-    without a request."""
+    without a request. `skips`: what it raises after an answer does not end the call."""
 
     name: str
     function: Program
     limit: int
     timeout: float
+    skips: bool = False
 
 
 def load_program(name: str) -> Program:
@@ -108,7 +109,9 @@ def sample_with_program(
     for at, prompt in enumerate(prompts):
         own = runs[at * n : (at + 1) * n]
         shared = _shared([run.session.first for run in own])
-        completions = tuple(run.session.completion(shared, run.columns) for run in own)
+        completions = tuple(
+            replace(run.session.completion(shared, run.columns), failed=run.failed) for run in own
+        )
         tokens = tuple(own[0].session.first[:shared])
         groups.append(Group(replace(prompt, tokens=tokens), completions))
     return groups
@@ -155,6 +158,7 @@ class _ProgramRun:
     silent: float = 0.0
     repeats: int = 0
     refusal: str = ""
+    failed: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     call: _ProgramCall = field(init=False)
 
@@ -369,8 +373,10 @@ class _Programs:
         error, result = run.call.error, run.call.result
         run.refuse(RefusedRequest("the program has ended", "not_found", 404))
         if error is not None and not (run.session.full and _is_refusal(error)):
-            line = " ".join(f"{type(error).__name__}: {error}".split())
-            raise KeelError(without_secrets(f"{self._name(run)} raised {line}")) from error
+            line = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()))
+            if not self._config.skips or not run.session.response:
+                raise KeelError(f"{self._name(run)} raised {line}") from error
+            run.failed = line
         if not run.session.response:
             made = "made no request" if run.session.request is None else "waited for no answer"
             raise KeelError(f"{self._name(run)} {made}: send a request to base_url, and wait")

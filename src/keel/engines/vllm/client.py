@@ -85,7 +85,7 @@ class VllmClient:
             "logprobs": 0,
             "return_token_ids": True,
             "add_special_tokens": False,
-            "skip_special_tokens": True,
+            "skip_special_tokens": False,  # they are text, as in the native engine
             **settings,
         }
         found = self.request("POST", "/v1/completions", body)
