@@ -27,6 +27,8 @@ BOTH = ("think", "answer")
         (" <think>a\nb</think>\n\n<answer>c</answer>\n", True),
         ("<think>a</think><answer></answer>", False),
         ("<think> \n</think><answer>b</answer>", False),
+        ("<think>\u200b</think><answer>b</answer>", False),
+        ("<think>a</think><answer>\ufeff\u2060\u00a0</answer>", False),
         ("<answer>b</answer><think>a</think>", False),
         ("<think>a</think>so <answer>b</answer>", False),
         ("<think>a</think><answer>b</answer> done", False),

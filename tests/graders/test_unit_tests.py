@@ -618,6 +618,25 @@ def test_the_code_of_a_text(text: str, code: str) -> None:
     assert python_code(text) == code
 
 
+@pytest.mark.parametrize(
+    ("after", "own"),
+    [
+        ("```python\nprint(f(1))\n```", True),
+        ("```py\nfrom solution import f\nassert f(1) == 2\n```", True),
+        ("```python\n>>> f(1)\n2\n```", True),
+        ("```python\nclass T(TestCase):\n    def test(self): f(1)\n```", True),
+        ("```python\nf = abs\n```", False),
+        ("```py3\ndef f(x): return 3\n```", False),
+        ("```python\n    return 3\n```", False),
+    ],
+)
+def test_fences_without_the_function_are_examples(after: str, own: bool) -> None:
+    code = "def f(x):\n    return x + 1\n"
+    text = f"```python\n{code}```\nSo:\n{after}"
+    assert (python_code(text, {"f"}) == code) == own
+    assert python_code(text, {"g"}) != code
+
+
 def test_what_are_no_tests() -> None:
     case = "class T(TestCase):\n    def test(self): assert f()\n"
     for tests, words in (

@@ -62,6 +62,13 @@ def test_rewards() -> None:
 
 
 @needs_bubblewrap
+def test_an_example_after_the_code_is_not_judged() -> None:
+    usage = "Usage:\n```python\nprint(double(2))\n```"
+    message = [f"```python\n{code}```\n{usage}" for code in (RIGHT, "def double(x): return 4\n")]
+    assert Asked()(message, tests=[ASSERTS] * 2) == [1, 0]
+
+
+@needs_bubblewrap
 def test_a_share_of_the_tests() -> None:
     asked = Asked(partial=True, tests="list")
     message = ["def double(x): return x * x", RIGHT, "1 / 0"]

@@ -89,6 +89,14 @@ def test_scores_are_those_of_plain_transformers_in_order(
     assert scored.results[0][0].steps == ()
 
 
+def test_the_opening_of_a_plain_prompt_is_read_once(
+    folder: Path, around: RewardContext, two_groups: list[Group]
+) -> None:
+    opened = [replace(g, prompt=replace(g.prompt, opening=g.prompt.content)) for g in two_groups]
+    plain = Scorer([outcome(folder, around)])(two_groups, 0)
+    assert values(Scorer([outcome(folder, around)])(opened, 0)) == values(plain)
+
+
 def test_equal_answers_to_equal_prompts_are_judged_once(
     folder: Path, around: RewardContext, two_groups: list[Group]
 ) -> None:

@@ -645,3 +645,24 @@ def test_thoughts_of_published_templates_are_known(name: str) -> None:
     ]
     scored = Scorer(functions)([group(texts, asked)], 1)
     assert [list(one.components.values()) for one in scored.results[0]] == [[1, 1], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(("tag", "ending"), [("think", ""), ("think", "\n"), ("Thought", " ")])
+def test_thoughts_that_a_plain_prompt_opens(tag: str, ending: str) -> None:
+    ask = f"User: 17 + 19? Assistant: <{tag}>{ending}"
+    asked = encode(Prompt("p", ask, {"answer": "36"}, "t"), tokenizer_of("chatml"), {}, raw=True)
+    assert (asked.content, asked.opening) == (ask, f"<{tag}>{ending}")
+    texts = [f"35?</{tag}><answer>36</answer>", "<answer>36</answer>", f"36</{tag}>"]
+    options = {"tags": [tag, "answer"]}
+    functions = [
+        load_reward(RewardSource(function="format_match", options=options)),
+        load_reward(RewardSource(function="numeric_match")),
+    ]
+    scored = Scorer(functions)([group(texts, asked)], 1)
+    assert [list(one.components.values()) for one in scored.results[0]] == [[1, 1], [0, 0], [0, 0]]
+
+
+def test_other_tags_at_the_end_of_plain_prompts() -> None:
+    for ask, opening in (("Say <b>", ""), ("<think></think>", ""), ("A: <answer>", "<answer>")):
+        asked = encode(Prompt("p", ask, {}, "t"), tokenizer_of("chatml"), {}, raw=True)
+        assert asked.opening == opening

@@ -416,6 +416,19 @@ def test_data_keeps_how_the_recipe_reads_rows() -> None:
     assert stage.preference_data.path == "$RUN/inputs/data.jsonl"
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_file_is_known_by_its_ending(name: str) -> None:
+    made = objects(model="m", data=f"in/{name}")
+    (task,) = load_recipe(made.recipe).stages[0].sampling.tasks
+    assert task.name == name.split(".")[1]
+    assert str(task.path).endswith(f"in/{name}")
+
+
+def test_invalid_unicode_in_rows_is_named() -> None:
+    with pytest.raises(KeelError, match=r"data\[1\]: .*surrogates not allowed"):
+        objects(model="m", data=[{"prompt": "1"}, {"prompt": "\ud800"}])
+
+
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     rows = [{"prompt": "1", "top": np.int64(3), "all": np.arange(2), "x": torch.tensor(0.5)}]
     made = objects(model="m", data=rows, steps=np.int64(3), seed=torch.tensor(5))

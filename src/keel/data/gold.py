@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 EXACT = 2**53
@@ -19,7 +20,8 @@ def read_gold(value: Any) -> Any:
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple):
         return _scalar(value)
-    return [entry for entry in map(_scalar, value) if entry is not None] or None
+    entries = map(_scalar, value)
+    return [one for one in entries if one is not None and one != ""] or None
 
 
 def gold_entries(gold: Any) -> list[Any]:
@@ -41,7 +43,8 @@ def _scalar(value: Any) -> Any:
         raise ValueError(f"a table of {', '.join(map(str, value))[:80]}")
     if isinstance(value, list | tuple | set | bytes):
         raise ValueError(f"a {type(value).__name__} in it")
-    if isinstance(value, float):
-        whole = value.is_integer() and abs(value) < EXACT
-        return None if math.isnan(value) else int(value) if whole else value
+    if isinstance(value, float | Decimal):
+        if math.isnan(value):
+            return None
+        return int(value) if -EXACT < value < EXACT and value % 1 == 0 else value
     return value

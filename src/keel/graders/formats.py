@@ -59,7 +59,7 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
         if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
             return False
         content, found, rest = rest.removeprefix(opening).partition(closing)
-        if not found or not content.strip():
+        if not found or not any(c.isprintable() and not c.isspace() for c in content):
             return False
         rest = rest.lstrip()
     return not rest

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-THOUGHTS = frozenset({"think", "thinking", "thought", "thoughts", "reasoning", "seed:think"})
+THOUGHTS = frozenset(
+    {"think", "thinking", "thought", "thoughts", "reasoning", "scratchpad", "seed:think"}
+)
 """Names of tags around thoughts: `<think>`, `[THINK]`, `<|begin_of_thought|>`. A tag that the chat
 template opens is one as well, unless it is named after an answer."""
 _ANSWER = re.compile("answer|result|solution|final|output|response|code")
@@ -16,9 +18,14 @@ _TAG = re.compile(
 )
 # gpt-oss writes its thoughts and its answer on two channels.
 _CHANNEL = re.compile(r"<\|channel\|>(final)?[^<>]*(?:<\|constrain\|>\w*)?(?:<\|message\|>)?")
+# Kimi, Cohere and MedGemma write tags of their own around thoughts.
+_OWN = re.compile(r"◁(/)?think▷|<\|(?:START|(END))_THINKING\|>|<unused9(?:4>thought\b|(5)>)")
 _BARE_CHANNEL = re.compile(r"\s*analysis(?:.*assistant(final)|(?=[A-Z]).*)", re.DOTALL)
-_ENDING = re.compile(r"(?:</s>|<\|[\w ]{1,40}\|>|#{3,}|\n(?:Q|Question|User|Human):)\Z")
+_ENDING = re.compile(
+    r"(?:</s>|<eos>|<end_of_turn>|\[/?INST]|<\|[\w ]{1,40}\|>|#{3,}|\n(?:Q|Question|User|Human):)\Z"
+)
 _CLOSING = re.compile(r"</([A-Za-z][\w.-]*)>[.!*_`$]*\Z")
+_PREFIXES = re.compile(r"\A\s*<\|(?:begin_of_solution|START_RESPONSE)\|>\s*")
 _NOT_FINAL = re.compile(
     r"\b(?:or|nor|not?|neither|never|than|maybe|perhaps|possibly|wrong|incorrect|unless|except"
     r"|without|nicht|kein\w*|pas)\b|n't\b|不|[-+*/^×÷·−<>≤≥≠~≈±\\({]\s*\Z|[\w$]\Z",
@@ -30,6 +37,13 @@ _OPENS = {"}": "{", "]": "[", ")": "("}
 def opened(opening: str) -> str:
     """The text that a chat template puts before a completion, if it leaves a tag open; else ""."""
     return opening if _tags(opening)[1] else ""
+
+
+def begun_tag(text: str) -> str:
+    """The tag around thoughts or an answer that a text ends on, as a prompt of plain text may."""
+    found = re.search(r"<([\w:.-]+)>\s*\Z", text[-80:])
+    known = found and (found[1].lower() in THOUGHTS or _ANSWER.search(found[1].lower()))
+    return found[0] if found and known else ""
 
 
 def answer_part(text: str, opening: str = "") -> str | None:
@@ -45,7 +59,9 @@ def answer_part(text: str, opening: str = "") -> str | None:
 
 
 def _on_tags(text: str) -> str:
-    """The channels of gpt-oss as tags, also if its special tokens were dropped from the text."""
+    """The tags and channels of some models as `<think>`, also if gpt-oss's special tokens were
+    dropped from the text."""
+    text = _OWN.sub(lambda m: "</think>" if any(m.groups()) else "<think>", text)
     text = _CHANNEL.sub(lambda m: "</think>" if m[1] else "<think>", text)
     bare = _BARE_CHANNEL.match(text)
     return text if bare is None else f"<{'/' * bool(bare[1])}think>{text[bare.end() :]}"
@@ -77,7 +93,7 @@ def unwrapped(text: str) -> str:
     Any other text is returned as it is, less a marker of its end such as `</s>`. What the line says
     before the tags may neither deny the answer nor be part of it.
     """
-    text = text.rstrip()
+    text = _PREFIXES.sub("", text).rstrip()
     while ending := _ENDING.search(text[-60:]):
         text = text[: len(text) - len(ending[0])].rstrip()
     while closing := _CLOSING.search(text[-200:]):

@@ -25,7 +25,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -99,18 +99,38 @@ class UnitTests:
     alone: bool = False
 
 
-def python_code(text: str) -> str:
+def python_code(text: str, wanted: Collection[str] = ()) -> str:
     """The code of the last fence ```` ```python ```` (or `py`); of the last without a name where
     there is none; or all the text.
 
     A fence that is not closed runs to the end. The blanks at the beginnings of lines stay, less
     those (and the `>`) that the fence itself has in a list or quotation. A fence in a docstring is
-    part of the code.
+    part of the code. A fence that does not define any of the `wanted` names, as an example of how
+    to use them, counts only if none does.
     """
     fences = list(_fences(text))
-    named = [code for name, code in fences if name in ("py", "python", "python3")]
+    named = [code for name, code in fences if name in ("py", "py3", "python", "python3")]
     # One without a name next to it shows what the code prints, more likely than not.
-    return [text, *(code for name, code in fences if not name), *named][-1]
+    every = [*(code for name, code in fences if not name), *named]
+    return [text, *every, *(code for code in every if _defines(code, wanted))][-1]
+
+
+def _defines(code: str, wanted: Collection[str]) -> bool:
+    """Whether code defines one of the names, or is the body of a function."""
+    with suppress(*_NOT_PYTHON):
+        made = [one for one in parsed(code).body if isinstance(one, (*_DEFINING, ast.Assign))]
+        own = {one.name for one in made if isinstance(one, _DEFINING)}
+        own |= _names((one for one in made if isinstance(one, ast.Assign)), ast.Store)
+        return not own.isdisjoint(wanted)
+    return code.startswith((" ", "\t"))
+
+
+def wanted_names(tests: UnitTests) -> set[str]:
+    """The function `entry_point`, or else all that the tests use of the code."""
+    if tests.entry_point is not None:
+        return {tests.entry_point}
+    trees = [parsed(text) for text in (tests.setup, *tests.texts)]
+    return _names(trees, ast.Load) - _names(trees, ast.Store) - set(dir(builtins))
 
 
 def _fences(text: str) -> Iterator[tuple[str, str]]:
@@ -224,15 +244,8 @@ TRIVIAL |= {"nan": "return float('nan')", "a raise": "raise ValueError"}
 
 
 def trivial_codes(tests: UnitTests) -> dict[str, str]:
-    """Code that solves nothing, by what its functions give; none without the name of a function.
-
-    The function is `entry_point`, or else they are all that the tests use of the code.
-    """
-    names = {tests.entry_point or ""}
-    if tests.entry_point is None:
-        trees = [parsed(text) for text in (tests.setup, *tests.texts)]
-        names = _names(trees, ast.Load) - _names(trees, ast.Store) - set(dir(builtins))
-    heads = [f"def {name}(*args, **named): " for name in sorted(names)]
+    """Code that solves nothing, by what its functions give; none without the name of a function."""
+    heads = [f"def {name}(*args, **named): " for name in sorted(wanted_names(tests))]
     return {name: "".join(f"{h}{body}\n" for h in heads) for name, body in TRIVIAL.items() if heads}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from keel.graders.stated import begun_tag
 from keel.models.template import render
 from keel.models.text import (
     QUESTIONS,
@@ -335,7 +336,7 @@ def encode(
 
 
 def encode_prompt(prompt: Prompt, chat: ChatEncoder, *, raw: bool = False) -> Prompt:
-    """The prompt with its tokens, and what the template opens the answer with.
+    """The prompt with its tokens, and the tag that the template, or the text, ends on.
 
     Messages get the chat template with the header of the assistant's turn. Plain text is the user's
     turn of such a conversation (and so is the returned prompt's content) if the tokenizer has a
@@ -346,6 +347,7 @@ def encode_prompt(prompt: Prompt, chat: ChatEncoder, *, raw: bool = False) -> Pr
     content, opening = as_turns(prompt.content, chat.tokenizer, raw), ""
     if isinstance(content, str):
         tokens = _text(content, prompt.id, chat.tokenizer)
+        opening = begun_tag(content)
     else:
         tokens = _messages(prompt.id, content, prompt.tools, chat)
         opening = chat.opening

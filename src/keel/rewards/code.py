@@ -17,6 +17,7 @@ from keel.graders.unit_tests import (
     read_tests,
     run_tests,
     trivial_codes,
+    wanted_names,
 )
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
@@ -76,7 +77,8 @@ def code(
 class CodeReward:
     """1 where the completion's code passes all its tests, else 0; None where the column is empty.
 
-    The code is what stands in the last Python fence, or the whole text where there is none. The
+    The code is what stands in the last Python fence, or the whole text where there is none; a fence
+    that defines nothing that the tests use counts only if none does. The
     cause of each failure goes into the rollouts as `code/cause`, and the share of completions that
     ended in each way into the metrics, `code/STATUS`. A call that is no longer waited for goes
     on until `abandon`, which ends it and all that it runs; the reward can be called again after.
@@ -161,7 +163,7 @@ class CodeReward:
             unclosed = "no code: the completion ends within a thought"
             return Checked((False,) * len(tests.texts), "error", unclosed)
         text = unwrapped(text) if text.lstrip().startswith("<") else text
-        code = python_code(text)
+        code = python_code(text, wanted_names(tests))
         if before and code != text and not before.endswith("\n"):
             before += "\n"  # a fence begins a line; a text goes on where the prompt ends
         return run_tests(self._sandbox, before + code, tests, isolation=self._isolation, stop=stop)

@@ -141,13 +141,17 @@ class OutcomeReward:
     ) -> list[float]:
         """A score for each completion; Bradley–Terry scores have no zero of their own.
 
-        An answer is read with what the policy's chat template opened it with. Each is recorded with
+        An answer is read with what the policy's chat template opened it with; a prompt of plain
+        text holds that itself. Each is recorded with
         the stage that trained the model.
         """
         if self.version is not None:
             log_extra("version", [self.version] * len(completions))
         opened = [""] * len(completions) if openings is None else openings
-        answers = [begun + text for begun, text in zip(opened, texts(completions), strict=True)]
+        answers = [
+            text if isinstance(asked, str) else begun + text
+            for asked, begun, text in zip(prompts, opened, texts(completions), strict=True)
+        ]
         return [scores[0] for scores in self.model.score(prompts, answers, tools)]
 
 

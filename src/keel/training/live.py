@@ -24,13 +24,13 @@ from keel.config.address import layer, overlay
 from keel.config.entry import PYTHON
 from keel.config.load import RUN_FOLDER, Source, read_recipe
 from keel.config.schema import Recipe, Stage
+from keel.config.sources import ENDINGS
 from keel.models.tokenizer_round_trip import quiet
 from keel.runs import files
 from keel.types import KeelError
 
 INPUTS = f"{RUN_FOLDER}inputs/"
 MODEL = "model"
-FILES = (".jsonl", ".parquet")
 PLACE = ("name", "path", "validation_path", "options")
 """Keys of a table of data that say where it is; the others, how it is read, stay for other data."""
 _STAGES = {kind.model_fields["stage"].default: kind for kind in get_args(get_args(Stage)[0])}
@@ -190,8 +190,9 @@ def _source(data: Any, name: str, tables: dict[str, bytes]) -> dict[str, Any]:
     """The place that data is read from; rows and tables become a file."""
     _refuse_splits(data, name)
     if isinstance(data, str | Path):
-        suffix = Path(data).suffix
-        return {"name": suffix[1:], "path": str(data)} if suffix in FILES else {"name": str(data)}
+        path = str(data)
+        kinds = [kind for ending, kind in ENDINGS.items() if path.endswith(ending)]
+        return {"name": kinds[0], "path": path} if kinds else {"name": path}
     if hasattr(data, "to_parquet"):  # datasets.Dataset, pandas.DataFrame
         buffer = BytesIO()
         data.to_parquet(buffer)
@@ -213,6 +214,7 @@ def _lines(rows: Iterable[Any], name: str) -> Iterable[str]:
             raise KeelError(f"{name}[{number}]: a {type(row).__name__}: give a dict of columns")
         try:
             text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_number)
+            text.encode()  # a lone surrogate cannot be
             yield text + "\n"
         except (TypeError, ValueError) as error:
             raise KeelError(f"{name}[{number}]: {_line(error)}: use texts and numbers") from error

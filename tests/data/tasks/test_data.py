@@ -110,6 +110,7 @@ def test_blanks_and_line_endings_make_no_other_prompt(tmp_path: Path) -> None:
     [
         (["Oslo", "Kristiania"], "Oslo", ["Oslo", " Kristiania\n"], ["['Oslo']", "Bergen"]),
         ([14.0, None, math.nan], "14", ["14"], ["14.0", "nan", "None"]),
+        (["", "Oslo"], "Oslo", ["Oslo"], [""]),
         (14.0, "14", ["14"], ["14.0"]),
         (0.5, "0.5", ["0.5"], ["0"]),
         (True, "True", ["True"], ["1"]),
@@ -140,12 +141,33 @@ def test_squads_answers_are_a_key_of_a_table(tmp_path: Path) -> None:
     assert task.gold(prompt) == "Oslo"
     assert prompt.columns["answer"] == ["Oslo", "Kristiania"]
     assert task.score(prompt, completion("Kristiania")) == 1.0
-    with pytest.raises(KeelError, match=r"unknown answer column 'answers\.texts'"):
+    with pytest.raises(KeelError, match=r"unknown answer column 'texts': did you mean 'text'"):
         build("parquet", path=path, answer="answers.texts")
     assert build("parquet", path=path, answer="n").prompt("train", 0).columns["answer"] == 14
 
 
-@pytest.mark.parametrize("value", [math.nan, [], [None, math.nan], None])
+def test_answers_of_other_published_forms(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "p", "answers": [{"text": "Oslo", "start": 3}, {"text": "Kristiania"}]},
+        {"prompt": "p", "answers": [{"text": ["Oslo"]}, {"text": ["Kristiania", ""]}]},
+    ]
+    for row in rows:
+        path = jsonl(tmp_path / "a.jsonl", [row])
+        with pytest.raises(KeelError, match=r"is a table of text.*answer = 'answers.text'"):
+            build("jsonl", path=path, answer="answers")
+        prompt = build("jsonl", path=path, answer="answers.text").prompt("train", 0)
+        assert prompt.columns["answer"] == ["Oslo", "Kristiania"]
+    for answers in ({"text": [], "start": []}, [], [{"text": []}]):
+        path = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answers": answers}])
+        with pytest.raises(KeelError, match=r"column 'answers.text' is empty: leave the row out"):
+            build("jsonl", path=path, answer="answers.text")
+    prices = pa.array(["14.00"]).cast(pa.decimal128(6, 2))
+    pq.write_table(pa.table({"prompt": ["p"], "n": prices}), tmp_path / "a.parquet")
+    task = build("parquet", path=str(tmp_path / "a.parquet"), answer="n")
+    assert task.prompt("train", 0).columns["answer"] == 14
+
+
+@pytest.mark.parametrize("value", [math.nan, [], [None, math.nan, ""], None])
 def test_an_answer_without_content_is_empty(value: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "gold": value}])
     with pytest.raises(KeelError, match=r"a.jsonl:1: the answer column 'gold' is empty"):
@@ -155,7 +177,7 @@ def test_an_answer_without_content_is_empty(value: Any, tmp_path: Path) -> None:
             build("jsonl", path=path, prompt="gold")
 
 
-@pytest.mark.parametrize("value", [[{"a": 1}], [["a"], ["b"]], ["a", b"b"]])
+@pytest.mark.parametrize("value", [["a", {"a": 1}], [["a"], ["b"]], ["a", b"b"]])
 def test_lists_of_anything_else_are_no_answers(value: Any, tmp_path: Path) -> None:
     with (
         passed({"rows": lambda: [{"prompt": "p", "gold": value}]}),

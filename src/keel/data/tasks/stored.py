@@ -269,19 +269,24 @@ def _tools(row: Row, place: str) -> Tools:
 
 
 def _gold(row: Row, answer: str) -> Any:
-    """The value of the answer column, or of a key of its table: `answers.text`."""
+    """The value of the answer column, or of a key of its table or tables: `answers.text`."""
     column, _, key = answer.partition(".")
-    if answer in row or not key or not isinstance(row.get(column), Mapping):
+    inner = row.get(column)
+    if answer in row or not key:
         return row.get(answer)
-    return _gold(row[column], key)
+    if isinstance(inner, list | tuple):
+        found = [_gold(one, key) for one in inner if isinstance(one, Mapping)]
+        return [gold for one in found for gold in (one if isinstance(one, list) else [one])]
+    return _gold(inner, key) if isinstance(inner, Mapping) else None
 
 
 def _check_answer(row: Row, answer: str, place: str) -> None:
     column = f"{place}: the answer column {answer!r}"
     value = _gold(row, answer)
-    if isinstance(value, Mapping):
-        key = next((str(k) for k, v in value.items() if isinstance(v, str | list)), "KEY")
-        keys = ", ".join(map(str, value))[:80]
+    table = value[0] if isinstance(value, list) and value else value
+    if isinstance(table, Mapping):
+        key = next((str(k) for k, v in table.items() if isinstance(v, str | list)), "KEY")
+        keys = ", ".join(map(str, table))[:80]
         raise KeelError(f"{column} is a table of {keys}: name a key: answer = '{answer}.{key}'")
     try:
         golds = gold_entries(read_gold(value))
@@ -296,7 +301,11 @@ def _check_answer(row: Row, answer: str, place: str) -> None:
         raise KeelError(f"{column} is no text: leave the row out")
 
 
-def _no_answer(place: str, answer: str, columns: Row) -> str:
-    if answer in columns:
-        return f"{place}: the answer column {answer!r} is empty: leave the row out"
-    return f"{place}: {unknown('answer column', answer, columns)}"
+def _no_answer(place: str, name: str, columns: Row) -> str:
+    column, _, key = name.partition(".")
+    while key and isinstance(columns.get(column), Mapping):
+        columns = columns[column]
+        column, _, key = key.partition(".")
+    if name in columns or column in columns:
+        return f"{place}: the answer column {name!r} is empty: leave the row out"
+    return f"{place}: {unknown('answer column', column, columns)}"
