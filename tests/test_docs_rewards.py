@@ -84,13 +84,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recipe_and_its_rewards_load(
     snippet: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(models)  # of a recipe that is not a file, paths are relative to it
     whole = "[[stages]]" in snippet
     # Keys of the recipe stand before its tables; the snippets begin with a table each.
     recipe = load_recipe(tomllib.loads(BASE + ("" if whole else REST) + snippet))
     stage = recipe.stages[-1]
     assert isinstance(stage, RLStage)
     assert stage.rewards.functions
-    monkeypatch.chdir(models)
     around = RewardContext(
         tokenizer=policy().tokenizer,
         models={"reward_model": models / "reward_model"},

@@ -70,8 +70,8 @@ class Prompt:
     `id` names the prompt within the run and never changes; it seeds the prompt's random streams.
     `columns` are the data columns that rewards may ask for by name. `tokens` is empty until the
     prompt has been encoded with a tokenizer. `tools` are described to the policy by the chat
-    template. `opening` is what the template puts at the beginning of the policy's answer, or a plain
-    prompt ends on, such as `<think>`.
+    template. `opening` is what the template puts at the beginning of the policy's answer, or a
+    plain prompt ends on, such as `<think>`.
     """
 
     id: str
