@@ -133,6 +133,11 @@ class JudgingStage(StageConfig):
             raise ValueError(
                 "set exactly one of data (rows from a file) and sampled (answers of the policy)"
             )
+        few = self.sampled is not None and self.sampled.group_size < 2
+        if few and self.records == "pairs":
+            raise ValueError(
+                "sampled.group_size = 1 gives no two answers to compare: set 2 or more"
+            )
         compares = self.reward_model == "outcome" and self.records == "pairs"
         if self.sampled is not None and self.sampled.people is not None and not compares:
             raise ValueError(
@@ -197,10 +202,6 @@ class RewardModelStage(JudgingStage):
                 f"centering = {self.centering:g} is of pairs, and labels fix the score's zero: "
                 "drop it"
             )
-        if self.sampled is not None and self.objective == "pairs" and self.sampled.group_size < 2:
-            raise ValueError(
-                "sampled.group_size = 1 gives no two answers to compare: set 2 or more"
-            )
         return self
 
 
@@ -261,8 +262,4 @@ class DPOStage(JudgingStage):
             raise ValueError("chat_template is of data: set sampled.prompts.chat_template instead")
         if self.loss == "ipo" and self.smoothing:
             raise ValueError(f'smoothing = {self.smoothing:g} is of loss = "sigmoid": drop it')
-        if self.sampled is not None and self.sampled.group_size < 2:
-            raise ValueError(
-                "sampled.group_size = 1 gives no two answers to compare: set 2 or more"
-            )
         return self

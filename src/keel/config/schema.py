@@ -196,19 +196,16 @@ class RLStage(StageConfig):
                 "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
                 'rollout.old_log_probs = "engine" makes them the same: set it to "trainer"'
             )
-        if r.dtype != "model" and self.algorithm.correction is None:
+        for key, same, quite in (("dtype", "model", ""), ("engine", "native", "quite ")):
+            value = getattr(r, key)
+            own = value == same or (key == "engine" and value != "vllm")
+            if self.algorithm.correction is not None or own:
+                continue
             both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
             raise ValueError(
-                f'rollout.dtype = "{r.dtype}" samples with log-probs that are not the trainer\'s, '
-                "and nothing corrects for that: set algorithm.correction.kind = "
-                f'"truncate"{both}, or rollout.dtype = "model"'
-            )
-        if r.engine == "vllm" and self.algorithm.correction is None:
-            both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
-            raise ValueError(
-                'rollout.engine = "vllm" samples with log-probs that are not quite the trainer\'s, '
-                "and nothing corrects for that: set algorithm.correction.kind = "
-                f'"truncate"{both}, or rollout.engine = "native"'
+                f'rollout.{key} = "{value}" samples with log-probs that are not {quite}the '
+                "trainer's, and nothing corrects for that: set algorithm.correction.kind = "
+                f'"truncate"{both}, or rollout.{key} = "{same}"'
             )
         if self.value.kind == "head" and self.value.name:
             raise ValueError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.fields import BadRows, nearest, unknown
+from keel.config.sources import PreferenceData, TaskSource
 from keel.runs.quarantine import LeftOut, Why, shortened
 from keel.types import KeelError
 
@@ -106,6 +107,24 @@ def read_table(
         raise KeelError(f"{kind}: unknown option {next(iter(options))!r}: it has no options")
     read = read_jsonl if kind == "jsonl" else read_parquet
     return read(_existing(path), bad_rows)
+
+
+def split_tables(source: TaskSource | PreferenceData, where: str) -> tuple[Table, Table | None]:
+    """The train table of a source of files, and the validation one if it is given.
+
+    Bad rows are among the tables' `bad`. Raises KeelError that begins with `where`.
+    """
+    named = source.name == "datasets"
+    if source.path is None:
+        raise KeelError(where + (": give a data set's name" if named else ": give a file"))
+    options = dict(source.options)
+    split = str(options.pop("split", "train")) if named else "train"
+    train = read_table(source.name, source.path, options, split, "quarantine")
+    if source.validation_path is None:
+        return train, None
+    path, held = source.path, source.validation_path
+    other = (path, options, held) if named else (held, options, split)
+    return train, read_table(source.name, *other, "quarantine")
 
 
 def read_jsonl(path: Path, bad_rows: BadRows = "stop") -> Table:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from string import Formatter
@@ -84,6 +84,23 @@ def places(content: Content) -> Iterator[float]:
 def split_of(content: Content, validation_fraction: float = VALIDATION_FRACTION) -> Split:
     """The split that a content is on, by its hash; so the splits never overlap."""
     return "validation" if position(content) < validation_fraction else "train"
+
+
+def splits_of(places: Sequence[float], validation_fraction: float) -> list[Split]:
+    """The split of each row from where its key lies in [0, 1) (`position`).
+
+    Few rows may all fall on one split: the key nearest to the other goes over, so that two
+    different keys always give two splits. One key alone is on the train split.
+    """
+    held = {p for p in places if p < validation_fraction}
+    different = set(places)
+    if len(different) < 2:
+        held = set()
+    elif not held:
+        held = {min(different)}
+    elif held == different:
+        held = different - {max(different)}
+    return ["validation" if p in held else "train" for p in places]
 
 
 SEED_NAMES: Mapping[Split, str] = {"train": "train", "validation": "heldout"}

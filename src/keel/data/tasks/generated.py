@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from keel.config.entry import load_entry
 from keel.config.fields import unknown
+from keel.config.sources import PreferenceData, TaskSource
 from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_of
 from keel.graders.stated import answer_part
 from keel.types import Completion, KeelError, Prompt, Split
@@ -79,6 +81,34 @@ def take_options(
         if not names:
             raise KeelError(f"{where}: unknown option {option!r}: it has no options")
         raise KeelError(f"{where}: {unknown('option', option, names)}")
+
+
+def call_entry(
+    source: TaskSource | PreferenceData,
+    what: str,
+    seed: int,
+    read: Callable[[Any], Any] = lambda made: made,
+) -> Any:
+    """What a Python entry returns, as `read` takes it; `what` says what it is for ("task").
+
+    It is called with the options, and with `seed` if it has a parameter of that name. Raises
+    KeelError.
+    """
+    where = f"{what} {source.name!r}"
+    function: Callable[..., Any] = load_entry(source.name, what)
+    if not callable(function):
+        raise KeelError(f"{where}: it is a {type(function).__name__}, not a function")
+    options = dict(source.options)
+    take_options(function, options, where)
+    if "seed" in inspect.signature(function).parameters:
+        options.setdefault("seed", seed)
+    try:
+        return read(function(**options))
+    except KeelError:
+        raise
+    except Exception as error:
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KeelError(f"{where} raises {message}") from error
 
 
 def check_range(where: str, **bounds: int) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
 from keel.data.gold import gold_entries, read_gold
@@ -21,11 +19,11 @@ from keel.data.tables import (
     all_bad,
     encodable,
     list_rows,
-    read_table,
     rows_table,
+    split_tables,
 )
-from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, split_of
-from keel.data.tasks.generated import take_options
+from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, splits_of
+from keel.data.tasks.generated import call_entry
 from keel.data.tasks.user import UserTask
 from keel.graders.formats import same_text
 from keel.graders.stated import answer_part
@@ -145,20 +143,10 @@ class DataTask(BaseTask):
 
 def data_task(source: TaskSource) -> DataTask:
     """The task of a file or `datasets` name. Raises KeelError, naming file and line."""
-    if source.path is None:
-        what = "a data set's name" if source.name == "datasets" else "a file"
-        raise KeelError(f"task {source.name!r}: task.path is not set: give {what}")
-    options = dict(source.options)
-    split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
-    train = read_table(source.name, source.path, options, split, "quarantine")
+    train, held = split_tables(source, f"task {source.name!r}: task.path is not set")
     name = f"{source.name}:{Path(source.path).stem}"
-    if source.validation_path is None:
+    if held is None:
         return _split(name, train, source)
-    if source.name == "datasets":
-        other = source.path, options, source.validation_path
-    else:
-        other = source.validation_path, options, split
-    held = read_table(source.name, *other, "quarantine")
     return _two_tables(name, train, held, source)
 
 
@@ -167,20 +155,7 @@ def entry_task(source: TaskSource, seed: int) -> Any:
 
     It is called with the options, and with the recipe's seed if it has a parameter `seed`.
     """
-    function: Callable[..., Any] = load_entry(source.name, "task")
-    if not callable(function):
-        raise KeelError(f"task {source.name!r}: it is a {type(function).__name__}, not a function")
-    options = dict(source.options)
-    take_options(function, options, f"task {source.name!r}")
-    if "seed" in inspect.signature(function).parameters:
-        options.setdefault("seed", seed)
-    try:
-        made = function(**options)
-    except KeelError:
-        raise
-    except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KeelError(f"task {source.name!r} raises {message}") from error
+    made = call_entry(source, "task", seed)
     name = source.name.rpartition("/")[2]  # ids of prompts do not depend on the file's folder
     if all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score")):
         return UserTask(name, made)
@@ -196,20 +171,9 @@ def entry_task(source: TaskSource, seed: int) -> Any:
 def _split(name: str, table: Table, source: TaskSource) -> DataTask:
     """Both splits from one table, by the hash of the prompt; each has at least one prompt."""
     entries, bad = _entries(table, source)
-    splits = [split_of(entry.body, source.validation_fraction) for entry in entries]
-    places = [position(entry.body) for entry in entries]
-    if len(set(places)) > 1 and len(set(splits)) == 1:
-        # Few rows may all fall on one split: the one nearest to the other goes over.
-        low, high = min(places), max(places)
-        splits = (
-            ["validation" if p == low else "train" for p in places]
-            if splits[0] == "train"
-            else ["train" if p == high else "validation" for p in places]
-        )
+    splits = splits_of([position(entry.body) for entry in entries], source.validation_fraction)
     train = [e for e, split in zip(entries, splits, strict=True) if split == "train"]
     validation = [e for e, split in zip(entries, splits, strict=True) if split == "validation"]
-    if not train:  # one prompt alone, on the validation split
-        train, validation = validation, train
     return DataTask(name, Stored(train, table.where), Stored(validation, table.where), source, bad)
 
 
