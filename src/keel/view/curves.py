@@ -18,7 +18,7 @@ from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view import charts
 from keel.view.address import Address
-from keel.view.frame import EVERY, Problems, Shown, page, problem
+from keel.view.frame import EVERY, Problems, Shown, page
 from keel.view.library import Library, OpenRun, pictures_of
 from keel.view.status import formula_of, panels, status_of
 
@@ -44,12 +44,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
     """Build the page."""
     names = [name for name in address.run if name in library.names()][:MOST]
     shown = Shown("/curves", address.but(run=tuple(names) or (library.names()[0],)))
-    try:
-        runs = [library.get(name) for name in shown.address.run]
-    except KeelError as error:
-        with page(shown, "curves"):
-            problem(str(error))
-        return
+    runs = [library.get(name) for name in shown.address.run]
     files = _read(library, runs, address.stage, price)
     stage = files.stage
     with page(shown, runs[0].name):

@@ -57,12 +57,11 @@ class RolloutsPage:
     """The page of one browser tab. It holds the completion shown, and no more of the step."""
 
     def __init__(self, library: Library, address: Address) -> None:
-        name = next((n for n in address.run if n in library.names()), library.names()[0])
-        self.run = library.get(name)
+        self.run = library.first(address.run)
         self.steps = self.run.rollout_steps()
         stages = [stage for stage, _ in self.steps]
         stage = address.stage if address.stage in stages else (stages[-1] if stages else None)
-        self.shown = Shown("/rollouts", address.but(run=(name,), stage=stage))
+        self.shown = Shown("/rollouts", address.but(run=(self.run.name,), stage=stage))
         self.asked = 0
         self.choice = Choice(0, None, [], {})
         self.searches = 0
@@ -424,17 +423,6 @@ class RolloutsPage:
         self.stages.value = hit["stage"]
         self._offer()
         await self.open(int(hit["step"]), int(hit["row"]))
-
-
-def rollouts_page(library: Library, address: Address) -> None:
-    """Build the page."""
-    try:
-        found = RolloutsPage(library, address)
-    except KeelError as error:
-        with page(Shown("/rollouts", address), "rollouts"):
-            problem(str(error))
-        return
-    found.build()
 
 
 def _text(text: str) -> None:

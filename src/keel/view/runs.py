@@ -13,7 +13,7 @@ from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
 from keel.view.frame import EVERY, Problems, Shown, page, problem
-from keel.view.library import Library, OpenRun
+from keel.view.library import Library
 from keel.view.linked_table import LinkedTable
 from keel.view.rows import columns_of, figure
 from keel.view.status import formula_of, status_of
@@ -100,7 +100,7 @@ def _line(library: Library, name: str, link: str) -> dict[str, Any]:
 
 def objective_page(library: Library, address: Address) -> None:
     """Build the page: what the run optimises, term by term, and its recipe."""
-    run = _first(library, address)
+    run = library.first(address.run)
     with page(Shown("/objective", address.but(run=(run.name,))), f"objective of {run.name}"):
         ui.label(visible(run.name, 100)).style("font-weight: 600")
         none = "this run has no stage of reinforcement learning on a language model"
@@ -116,7 +116,7 @@ def objective_page(library: Library, address: Address) -> None:
 
 def diagnosis_page(library: Library, address: Address) -> None:
     """Build the page: what is wrong with the run, with evidence and the key to change."""
-    run = _first(library, address)
+    run = library.first(address.run)
     shown = Shown("/diagnosis", address.but(run=(run.name,)))
     with page(shown, f"diagnosis of {run.name}"):
         ui.label(visible(run.name, 100)).style("font-weight: 600")
@@ -161,9 +161,3 @@ def _diagnosis(shown: Shown, one: Diagnosis) -> None:
         for sample in one.samples:
             address = shown.address.but(stage=one.stage, step=sample.step, row=sample.row)
             ui.link(f"step {sample.step}, completion {sample.row}", address.url("/rollouts"))
-
-
-def _first(library: Library, address: Address) -> OpenRun:
-    """The run that the address names first, else the first there is."""
-    names = library.names()
-    return library.get(next((name for name in address.run if name in names), names[0]))

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Sequence
 
 from keel.types import KeelError
-from keel.view.guard import LOOPBACK, Guard
 
 TOKEN = "KEEL_TOKEN"
 """The environment variable of a token that stays the same from start to start."""
@@ -42,6 +41,8 @@ def serve_pages(
     Raises KeelError where the address is taken.
     """
     from nicegui import app, ui
+
+    from keel.view.guard import LOOPBACK, Guard
 
     local = host in LOOPBACK
     token = None if local else _token()
