@@ -21,14 +21,7 @@ preset = "grpo"
 """
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        'api_key_env = "sk-proj-SESAME-1"',
-        'url = "http://127.0.0.1:9/v1?api-key=SESAME"',
-        'url = "http://me:SESAME@127.0.0.1:9/v1"',
-    ],
-)
+@pytest.mark.parametrize("option", ['api_key_env = "sk-proj-SESAME-1"', 'api_key = "SESAME"'])
 def test_a_key_in_a_recipe_is_refused_before_anything_is_written(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

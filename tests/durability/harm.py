@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,26 +73,6 @@ def _pause(path: str) -> None:
         time.sleep(0.002)
 
 
-def _print(text: str) -> None:
-    """What a reward prints during its call."""
-    for _ in range(3):
-        print(text, flush=True)
-        time.sleep(0.01)
-
-
-def _exchange(paths: list[str]) -> None:
-    """Moves the first folder to the second, and makes another in its place."""
-    there, away = paths
-    os.rename(there, away)
-    Path(there).mkdir()
-    (Path(there) / "mine.txt").write_text("not a run's")
-
-
-def _freeze(folder: str) -> None:
-    if shutil.which("chattr"):
-        subprocess.run(["chattr", "+i", folder], check=False)
-
-
 def _echo(signum: int) -> None:
     process.AGAIN = 60.0  # so that the second is an echo however late it is handled
     for _ in range(2):
@@ -105,10 +83,6 @@ def _echo(signum: int) -> None:
 ACTS = {
     "echo": _echo,
     "signal": lambda signum: os.kill(os.getpid(), signum),
-    "exchange": _exchange,
-    "freeze": _freeze,
     "fill": _fill,
-    "vanish": lambda place: mounts.vanish(Path(place)),
     "pause": _pause,
-    "print": _print,
 }

@@ -1,4 +1,4 @@
-"""Small disks that fill and vanish, mounted for a test. Root only."""
+"""Small disks that fill, mounted for a test. Root only."""
 
 from __future__ import annotations
 
@@ -53,27 +53,6 @@ def small_disk(place: Path, size: int) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-@contextmanager
-def borrowed(source: Path, place: Path) -> Iterator[Path]:
-    """A folder mounted at `place`, such that it can vanish there and come back."""
-    _need_own()
-    source.mkdir()
-    place.mkdir()
-    bring_back(source, place)
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], capture_output=True)  # it may be gone
-
-
-def bring_back(source: Path, place: Path) -> None:
-    _mount("--bind", str(source), str(place))
-
-
-def vanish(place: Path) -> None:
-    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def free(disk: Path) -> int:

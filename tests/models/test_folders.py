@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -148,16 +147,3 @@ def test_an_adapter_as_the_model_is_refused_with_its_base(folder: Path, tmp_path
 def test_a_run_folder_as_the_model_is_refused_with_the_way_to_export_it(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("")
     assert "it is a run folder, whose model keel export RUN FOLDER writes" in refused(tmp_path)
-
-
-# ---------------------------------------------------------------- special files
-
-
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "tokenizer.json", "config.json", "added_tokens.json"]
-)
-def test_a_fifo_in_a_model_folder_is_refused(name: str, folder: Path) -> None:
-    """Whoever opens one waits for a writer that never comes."""
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    assert f"{name} is neither a file nor a folder, and reading it could block" in refused(folder)

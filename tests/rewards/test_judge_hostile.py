@@ -1,12 +1,9 @@
-"""A judge's server that redirects, floods or echoes the key, and an answer that opens turns."""
+"""A judge's response without an end, and an answer that opens turns of the judge's template."""
 
 from __future__ import annotations
 
-import gzip
 import json
-import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,6 @@ from tests.rewards.judge_made import group, rewards, scored
 from tests.rewards.judge_server import Fault, JudgeServer
 
 FIVE = {"low": 0, "high": 10}
-KEY = "sk-very-secret/1234567890"
 
 
 @pytest.fixture
@@ -26,70 +22,16 @@ def server() -> Iterator[JudgeServer]:
         yield running
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_refused_and_its_target_gets_nothing(
-    server: JudgeServer, status: int
-) -> None:
-    with JudgeServer() as other:
-        headers = {"Location": f"{other.url}/chat/completions"}
-        server.faults = [Fault(status=status, headers=headers)]
-        with pytest.raises(KeelError, match=rf"redirects to another address \(HTTP {status}"):
-            scored(server.url, None, [group(["a"])], **FIVE)
-        assert other.log == []
-    assert len(server.log) == 1
-
-
-def test_a_response_is_read_up_to_the_bound_and_no_further(server: JudgeServer) -> None:
-    server.fault_of = lambda asked: Fault(body=" " * (16 * MAX_BODY))
-    tracemalloc.start()
+def test_a_response_above_the_bound_is_no_answer(server: JudgeServer) -> None:
+    server.fault_of = lambda asked: Fault(body=" " * (MAX_BODY + 1))
     with pytest.raises(KeelError, match="a response of more than 4 MiB"):
         scored(server.url, None, [group(["a"])], retries=0, **FIVE)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    # The server, in this process, holds the body and its encoded form; the client a bound's worth.
-    assert peak < 2 * 16 * MAX_BODY + 3 * MAX_BODY
-
-
-def test_a_compressed_response_is_not_unpacked(server: JudgeServer) -> None:
-    # latin-1 keeps the bytes of the archive through the server's own encoding only below 128.
-    bomb = gzip.compress(b"0" * 1000).decode("latin-1")
-    fault = Fault(body=bomb, headers={"Content-Encoding": "gzip"})
-    server.fault_of = lambda asked: fault
-    with pytest.raises(KeelError, match="a compressed response, though none was asked for"):
-        scored(server.url, None, [group(["a"])], retries=0, **FIVE)
-    assert server.log[0].headers["accept-encoding"] == "identity"
 
 
 def test_a_response_within_the_bound_is_read_whole(server: JudgeServer) -> None:
     reason = "r" * (MAX_BODY // 2)
     server.fault_of = lambda asked: Fault(text=json.dumps({"reason": reason, "score": 7}))
     assert rewards(scored(server.url, None, [group(["a"])], **FIVE)) == [0.7]
-
-
-def escaped(text: str) -> str:
-    return "".join(f"\\u{ord(character):04x}" for character in text)
-
-
-@pytest.mark.parametrize(
-    "reason",
-    [
-        escaped(KEY),  # JSON within the answer's JSON
-        KEY.replace("/", "\\/"),
-        escaped(KEY[:15]) + KEY[15:],
-        escaped(KEY).replace("\\", "\\\\"),  # once more escaped
-    ],
-)
-def test_a_key_echoed_in_escapes_is_in_no_reason_and_no_file(
-    server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    monkeypatch.setenv("MY_KEY", KEY)
-    server.fault_of = lambda asked: Fault(text=f'{{"reason": "{reason}", "score": 7}}')
-    found = scored(server.url, tmp_path, [group(["a"])], api_key_env="MY_KEY", **FIVE)
-    printed = json.dumps(found.extras["judge_reason"])
-    for form in (KEY, KEY[:12], escaped(KEY[:12])[1:]):
-        assert form not in printed
-        for path in tmp_path.rglob("*"):
-            assert form.encode() not in path.read_bytes()
 
 
 @pytest.mark.parametrize(

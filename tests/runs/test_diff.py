@@ -442,7 +442,7 @@ def test_tensors_of_bfloat16_and_of_other_shapes(whole: Path, copy: Path) -> Non
         ("rollouts/step-000002.parquet", b"", r"cannot read .*step-000002\.parquet: .*delete"),
         ("metrics.jsonl", b"3\n", r"metrics\.jsonl:1 is damaged"),
         ("metrics.jsonl", b'{"stage": "x", "step": 2}\n', r"metrics\.jsonl:1 is damaged"),
-        ("run.json", b"[1]", r"run\.json"),
+        ("run.json", b"{", r"run\.json"),
         ("checkpoints/step-000003/state.json", b"{", r"step-000003 is damaged \(state.json has"),
     ],
 )

@@ -29,9 +29,8 @@ PICKLERS = {
 CALLS = {
     *("torch.load", "torch.save", "torch.package", "np.load", "np.save", "np.savez"),
     *("np.savez_compressed", "numpy.load", "numpy.save", "pd.read_pickle", "torch.jit.load"),
-    *("gym.vector.AsyncVectorEnv", "gymnasium.vector.AsyncVectorEnv"),
 }
-NAMES = {"AsyncVectorEnv", "ProcessPoolExecutor", "read_pickle", "to_pickle", "_load_from_state"}
+NAMES = {"ProcessPoolExecutor", "read_pickle", "to_pickle", "_load_from_state"}
 ORDERS_ONLY = {
     *("sandbox/inside.py", "sandbox/bubblewrap.py", "workflows/processes.py"),
     *("cluster/group.py", "cluster/worker.py"),
@@ -90,7 +89,6 @@ def test_the_source_pickles_nothing() -> None:
         "from multiprocessing import Pool",
         "import torch.multiprocessing as mp",
         "from concurrent.futures import ProcessPoolExecutor",
-        "from gymnasium.vector import AsyncVectorEnv",
         "model.save_pretrained(folder, safe_serialization=False)",
         "__import__('dill')",
     ],
@@ -166,7 +164,7 @@ verb("eval", out, *task)
 ENVIRONMENTS = """
 import sys
 from keel.cli.main import main
-small = ["steps=64", "rollout_steps=16", "environment.count=2", "environment.vectorization=async"]
+small = ["steps=64", "rollout_steps=16", "environment.count=2"]
 command = ["control", "ppo", "--env", "CartPole-v1", "--run", sys.argv[1], "--quiet"]
 assert main([*command, *small, "evaluation.episodes=2", "watching.film=false"]) == 0
 """

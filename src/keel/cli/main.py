@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from keel.cli.parser import parse
-from keel.runs.process import NAMES, outlasting, sleep_soon
+from keel.runs.process import sleep_soon
 
 USAGE = 2
 FAILURE = 1
+UNWRITTEN = (errno.EPIPE, errno.EIO, errno.ENOSPC)
+"""Errors of an output without a reader, a closed terminal and a full disk."""
 LONGEST = 2_000
 """Characters of an error's line; a value of the user's in it may be a whole file."""
 
@@ -23,16 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sleep_soon()
-    with outlasting():
-        arguments = parse(argv)
-        try:
-            code = importlib.import_module(arguments.module).run(arguments)
-            sys.stdout.flush()
-            return int(code or 0)
-        except KeyboardInterrupt:
-            return 130
-        except Exception as error:
-            return _report(error)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    arguments = parse(argv)
+    try:
+        code = importlib.import_module(arguments.module).run(arguments)
+        sys.stdout.flush()
+        return int(code or 0)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        return _report(error)
 
 
 def _report(error: Exception) -> int:
@@ -44,8 +49,11 @@ def _report(error: Exception) -> int:
         error = KeelError(
             f"the path {str(error.filename)[:60]}… is too long for a path: shorten it"
         )
-    if isinstance(error, OSError) and error.filename in NAMES:
-        error = KeelError(f"cannot write to {error.filename}: {error.strerror}: write elsewhere")
+    if isinstance(error, OSError) and error.filename is None and error.errno in UNWRITTEN:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python reports it again as it ends
+        if error.errno == errno.EPIPE:  # as in keel tasks | head
+            return FAILURE
+        error = KeelError(f"cannot write the output: {error.strerror}: write it elsewhere")
     if not isinstance(error, KeelError):
         raise error
     print(f"keel: error: {one_line(without_secrets(str(error)))}", file=sys.stderr)

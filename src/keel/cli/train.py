@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -67,37 +67,33 @@ def carry(
     start: Start,
     show: Callable[[Console, RunFolder], None],
 ) -> int:
-    """Watch a run to its end and show it, or say how to resume it; the exit code.
-
-    A terminal that has gone changes neither the run nor the code.
-    """
+    """Watch a run to its end and show it, or say how to resume it; the exit code."""
     from keel.runs.process import Interrupted
 
-    console = Console(stderr=arguments.json, quiet=arguments.quiet)
-    code: int | None = None
+    console = _Output(stderr=arguments.json, quiet=arguments.quiet)
     try:
         with watching(console) as progress:
-            try:
-                folder, code = start(callbacks=[progress]), 0
-            except Interrupted as caught:
-                interrupted, code = caught, 128 + caught.signum
-        if code:
-            how = f"keel {command} --resume --run {interrupted.folder}"
-            console.print(f"stopped by {interrupted}; resume with: {how}", soft_wrap=True)
-        elif arguments.json:
-            run = load(folder.path)
-            about = {"run": str(folder.path), "seconds": round(run.seconds(), 3), **run.info()}
-            found, why = _diagnosed(run)
-            about["diagnoses"] = None if why else [one.as_dict() for one in found]
-            print(json.dumps(about, ensure_ascii=False))
-        else:
-            show(console, folder)
-        sys.stdout.flush()
-    except OSError:
-        if code is None:
-            raise
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - its reader has gone
-    return code
+            folder = start(callbacks=[progress])
+    except Interrupted as caught:
+        how = f"keel {command} --resume --run {caught.folder}"
+        console.print(f"stopped by {caught}; resume with: {how}", soft_wrap=True)
+        return 128 + caught.signum
+    if arguments.json:
+        run = load(folder.path)
+        about = {"run": str(folder.path), "seconds": round(run.seconds(), 3), **run.info()}
+        found, why = _diagnosed(run)
+        about["diagnoses"] = None if why else [one.as_dict() for one in found]
+        print(json.dumps(about, ensure_ascii=False))
+    else:
+        show(console, folder)
+    return 0
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on without output, as in `keel train | head`."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
 
 
 def show(console: Console, folder: RunFolder) -> None:

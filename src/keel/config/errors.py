@@ -43,10 +43,7 @@ def explain_validation(
 
 def _shown(value: str | int | float) -> str:
     """A value as Python writes it, cut short."""
-    try:
-        text = repr(value)
-    except ValueError:  # more digits than Python writes
-        return "a number of too many digits"
+    text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 

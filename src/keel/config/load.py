@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import FrozenModel
-from keel.config.address import DEEPEST, gather, layer, nest, overlay
+from keel.config.address import gather, layer, nest, overlay
 from keel.config.errors import explain_validation
 from keel.config.fields import nearest, unknown
 from keel.config.repeat import write_out
@@ -244,24 +244,9 @@ def parse_toml(text: str, label: str) -> dict[str, Any]:
     """TOML text as data; `label` names it in an error."""
     try:
         data = tomllib.loads(text)
-        _check(data)
-    except (ValueError, RecursionError) as error:  # of too many digits, of too many brackets
-        why = error if isinstance(error, ValueError) else "nested too deeply"
-        raise KeelError(f"recipe {label!r}: not valid TOML: {why}") from None
+    except ValueError as error:
+        raise KeelError(f"recipe {label!r}: not valid TOML: {error}") from None
     return data
-
-
-def _check(data: Any) -> None:
-    """Raises ValueError for what TOML leaves to its reader: how large, how deep."""
-    level = [data]
-    for _ in range(DEEPEST):
-        if any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in level):
-            raise ValueError("a whole number has more than 64 bits")
-        tables = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, _INNER)]
-        level = [inner for table in tables for inner in table]
-        if not level:
-            return
-    raise ValueError("nested too deeply")
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -281,8 +266,7 @@ def _parse_value(text: str) -> Any:
     """A TOML value; what is none is a string, so that shells need no second pair of quotes."""
     try:
         found = tomllib.loads(f"value = {text}")
-        _check(found)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text
     # More lines than one may hold more keys than the value.
     return found["value"] if len(found) == 1 else text

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from keel.algorithms.spec import FrozenModel, KeyUse, Positive, UnusedIf
 from keel.config.fields import SEPARATE_VALIDATION, AsTuple, BadRows, Real, Tokens
 from keel.config.model import NO_CONVERSATION
-from keel.config.secrets import wrong_address, wrong_key_name
+from keel.config.secrets import wrong_key_name
 
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 """A time limit: a year at the most, since clocks count to some number."""
@@ -143,10 +143,9 @@ class RewardSource(FrozenModel):
     @model_validator(mode="after")
     def _no_secret(self) -> RewardSource:
         """Before the recipe is written anywhere."""
-        for option, wrong in (("api_key_env", wrong_key_name), ("url", wrong_address)):
-            value = self.options.get(option)
-            if self.function == "judge" and isinstance(value, str) and (reason := wrong(value)):
-                raise ValueError(reason)
+        name = self.options.get("api_key_env")
+        if self.function == "judge" and isinstance(name, str) and (reason := wrong_key_name(name)):
+            raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

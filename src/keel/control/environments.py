@@ -7,6 +7,8 @@ and the actions of its episode can, and are replayed.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from jaxtyping import Float
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from keel.config.control import Environment
 from keel.config.entry import load_module
 from keel.config.fields import derive
 from keel.control import spaces
-from keel.control.subprocess_environments import Copies, CopyError
+from keel.sandbox.lifeline import Lifeline
 from keel.types import KeelError
 
 Floats = npt.NDArray[np.float32]
@@ -33,6 +35,8 @@ Flags = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
 GROWTH = 512
 """Initial capacity for the actions of an episode; it doubles when needed."""
+PATIENCE = 5.0
+"""Seconds that copies which are at work have to end."""
 
 
 def make(choice: Environment, render: str | None = None) -> gym.Env:
@@ -90,13 +94,21 @@ class Environments:
         shape = describe(choice)  # raises errors in this process
         self.actions, self.observation_size = shape.actions, shape.observation_size
         self.max_episode_steps = shape.max_episode_steps
-        makers = [partial(make, choice) for _ in range(count)]
-        self.vector: Any
+        self.vector: Any = None
+        self._lifelines: list[Lifeline] = []
+        never = AutoresetMode.DISABLED
         if choice.vectorization == "async":
-            with self._told("its own process"):
-                self.vector = Copies(makers, self.actions, self.observation_size)
+            self._lifelines = [Lifeline() for _ in range(count)]
+            forked = [partial(_in_process, choice, one, os.getpid()) for one in self._lifelines]
+            with self._told("its own process"):  # a fork knows what a script has registered
+                self.vector = AsyncVectorEnv(
+                    forked, copy=False, context="fork", autoreset_mode=never
+                )
+            for lifeline in self._lifelines:
+                lifeline.give()
         else:
-            self.vector = SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+            makers = [partial(make, choice) for _ in range(count)]
+            self.vector = SyncVectorEnv(makers, copy=False, autoreset_mode=never)
         self.observation_EO = np.zeros((count, self.observation_size), dtype=np.float32)
         self.episode_E: Numbers = np.full(count, -1, dtype=np.int64)
         self.begun = 0
@@ -147,7 +159,19 @@ class Environments:
         return float(self._return_E[slot]), int(self.length_E[slot])
 
     def close(self) -> None:
-        self.vector.close()
+        with self._told("close"):
+            self.vector.close(**({"timeout": PATIENCE} if self._lifelines else {}))
+        self._end()
+
+    def _end(self) -> None:
+        """Kill the processes of the copies, and what they started."""
+        for lifeline in self._lifelines:
+            lifeline.cut()
+        if self._lifelines and self.vector is not None:
+            for process in self.vector.processes:
+                process.join()
+            self.vector.closed = True
+        self._lifelines = []
 
     def state(self) -> dict[str, Any]:
         """The current episodes and their actions, from which `restore` gets to the same states."""
@@ -190,13 +214,20 @@ class Environments:
 
     @contextmanager
     def _told(self, doing: str) -> Iterator[None]:
-        """Errors of the environment name it, in one line."""
+        """Errors of the environment name it, in one line, and end the copies' processes."""
+        level = gym.logger.min_level
+        if self._lifelines:
+            gym.logger.min_level = gym.logger.ERROR + 1  # they are raised as well
         try:
             yield
         except Exception as error:
-            kind = "" if isinstance(error, CopyError) else f"{type(error).__name__}: "
-            why = " ".join(f"{kind}{error}".split())
+            self._end()
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            if isinstance(error, EOFError | BrokenPipeError | ConnectionResetError):
+                why = "its process ended"
             raise KeelError(f"environment {self.id!r} fails in {doing}: {why}") from error
+        finally:
+            gym.logger.min_level = level
 
     def _reset(self, mask_E: Flags) -> None:
         self._idle = bool((self.episode_E < 0).any())
@@ -213,6 +244,19 @@ class Environments:
         self.observation_EO[:] = observation
         self._return_E[mask_E] = 0.0
         self.length_E[mask_E] = 0
+
+
+def _in_process(choice: Environment, lifeline: Lifeline, parent: int) -> gym.Env:
+    """An environment in a process that ends with its parent; Gymnasium makes one in that too."""
+    if os.getpid() != parent:
+        os.setsid()
+        lifeline.tie(os.getpid())
+        if lifeline.is_cut():
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+    return make(choice)
 
 
 def derive_episode(seed: int, number: int) -> int:

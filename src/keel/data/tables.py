@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from keel.runs.quarantine import LeftOut, Why, shortened
 from keel.types import KeelError
 
 Row = Mapping[str, Any]
-DEEPEST = 100
-"""Levels that a row may be nested. Python's own readers and writers give up at some hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +164,16 @@ def read_parquet(path: Path, bad_rows: BadRows = "stop") -> Table:
     if table is None:
         twice = next(name for at, name in enumerate(names) if name in names[:at])
         raise KeelError(f"{path}: two columns are named {twice!r}: rename one of them")
-    columns = [list(map(_own, _values(table.column(at)))) for at in range(len(names))]
+    columns = []
+    for at, name in enumerate(names):
+        try:
+            columns.append(list(map(_own, table.column(at).to_pylist())))
+        except Exception as error:  # text that is not UTF-8, the year 300000
+            raise KeelError(f"{path}: column {name!r} cannot be read: {_line(error)}") from None
     rows: Sequence[Row] = [{} for _ in range(table.num_rows)]
     if columns:
         rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    bad = Gathered(bad_rows)
-    damaged = any(isinstance(v, _Unread) for column in columns for v in column)
-    return _checked(where, rows, bad, _unreadable if damaged else None)
+    return _table(where, rows, range(len(rows)), range(1, len(rows) + 1), Gathered(bad_rows))
 
 
 def read_dataset(
@@ -191,12 +192,12 @@ def read_dataset(
         raise
     except Exception as error:
         raise KeelError(f"datasets: {name!r} cannot be loaded: {_line(error)}") from None
-    return _checked(Where(f"{name}[{split}]"), rows, Gathered(bad_rows), _not_columns)
+    return _checked(Where(f"{name}[{split}]"), rows, Gathered(bad_rows))
 
 
 def rows_table(rows: Sequence[Any], name: str, bad_rows: BadRows = "stop") -> Table:
     """Rows that a Python function returned."""
-    return _checked(Where(name), rows, Gathered(bad_rows), _not_columns)
+    return _checked(Where(name), rows, Gathered(bad_rows))
 
 
 def list_rows(made: Any) -> list[Any]:
@@ -248,8 +249,6 @@ def _row(text: str, where: Where, line: int) -> Row:
     if not isinstance(row, dict):
         kind = type(row).__name__
         raise KeelError(f"{where.place(line)}: a JSON {kind}, not an object: one {{…}} a line")
-    if text.count("[") + text.count("{") > DEEPEST and _depth(row) > DEEPEST:
-        raise KeelError(f"{where.place(line)}: not readable: nested too deeply")
     if ("\\ud" in text or "\\uD" in text) and not encodable(json.dumps(row, ensure_ascii=False)):
         raise KeelError(
             f"{where.place(line)}: holds half of a character (\\ud800 to \\udfff alone), "
@@ -286,47 +285,6 @@ def _shown(text: str) -> str:
     return line.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def _depth(value: Any) -> int:
-    """How many levels of lists and objects are in one another, found level by level."""
-    depth, level = 0, [value]
-    while level := [v for v in level if isinstance(v, dict | list)]:
-        depth += 1
-        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v)]
-    return depth
-
-
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """Stands for a value that has no form in Python."""
-
-    why: str
-
-    def __str__(self) -> str:
-        return f"<{self.why}>"
-
-
-def _values(column: Any) -> Sequence[Any]:
-    try:
-        values: list[Any] = column.to_pylist()
-    except Exception:  # one value cannot be had: text that is no UTF-8, the year 300000
-        values = [_value(value) for value in column]
-    return values
-
-
-def _value(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except Exception as error:
-        return _Unread(_line(error))
-
-
-def _unreadable(row: Any) -> str | None:
-    for name, value in row.items():
-        if isinstance(value, _Unread):
-            return f"column {name!r} cannot be read: {value.why}: fix or drop it"
-    return None
-
-
 def _not_columns(row: Any) -> str | None:
     """What is wrong with a row that Python code made."""
     if not isinstance(row, Mapping):
@@ -338,24 +296,16 @@ def _not_columns(row: Any) -> str | None:
 # ---------------------------------------------------------------- a whole table
 
 
-def _checked(
-    where: Where, rows: Sequence[Any], bad: Gathered, wrong: Callable[[Any], str | None] | None
-) -> Table:
-    """The rows that nothing is wrong with; all, where there is nothing to ask."""
-    if wrong is None:
-        return _table(where, rows, range(len(rows)), range(1, len(rows) + 1), bad)
+def _checked(where: Where, rows: Sequence[Any], bad: Gathered) -> Table:
+    """The rows that are dicts of columns."""
     kept, numbers = [], []
     for number, row in enumerate(rows):
-        try:
-            reason = wrong(row)
-            row = row if reason or isinstance(row, dict) else dict(row)
-        except Exception as error:  # of a mapping of the user's own
-            reason = f"cannot be read: {_line(error)}"
+        reason = _not_columns(row)
         if reason is None:
-            kept.append(row)
+            kept.append(row if isinstance(row, dict) else dict(row))
             numbers.append(number)
         else:
-            joint = " is " if reason.startswith("a ") and not isinstance(row, Mapping) else ": "
+            joint = ": " if isinstance(row, Mapping) else " is "
             line = number + 1
             bad.take(KeelError(f"{where.place(line)}{joint}{reason}"), where, line, row)
     return _table(where, kept, numbers, [number + 1 for number in numbers], bad)

@@ -79,19 +79,7 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(_source(spec), **_options(spec))
     if spec.chat_template is not None:
         tokenizer.chat_template = spec.chat_template
-    check_template_names(tokenizer, spec.name or "built")
     return tokenizer
-
-
-def check_template_names(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raise KeelError for named chat templates that cannot be saved as files."""
-    templates = tokenizer.chat_template
-    for template in templates if isinstance(templates, dict) else ():
-        if not str(template).replace("-", "_").isidentifier():
-            raise KeelError(
-                f"model {name!r} has a chat template named {template!r}, which is no file name: "
-                "rename it in tokenizer_config.json to letters, digits, - and _"
-            )
 
 
 def check_served(
@@ -366,12 +354,6 @@ def _adapter_error(name: str, file: Path, holds: str) -> str:
 
 
 def _check_folder(folder: Path) -> None:
-    for path in sorted(folder.iterdir()):
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise KeelError(
-                f"model folder {str(folder)!r}: {path.name} is neither a file nor a folder, and "
-                "reading it could block: delete it"
-            )
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER).is_file():
             raise KeelError(_adapter_error(str(folder), folder / ADAPTER, "holds only an adapter"))

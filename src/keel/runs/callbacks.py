@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from keel.runs.process import lost_streams
 from keel.types import KeelError
 
 
@@ -127,8 +126,6 @@ class Callbacks:
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 name = f"{type(callback).__name__}.{method}"
                 raise KeelError(f"callback {name} raised {what}: fix it") from error
-        for stream, why in lost_streams().items():
-            self._event("output_lost", stream=stream, why=why)
 
 
 def _nothing(*_: object) -> None: ...

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,9 +24,6 @@ LOCK = ".lock"
 TRIES, BETWEEN = 5, 0.02
 """Attempts to take a lock, and seconds between them: `refuse_if_taken` of another process may hold
 it briefly."""
-_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK
-"""The lock's content is overwritten: a link in its place must not lead to another file, nor a FIFO
-make whoever opens it wait."""
 _HELD: dict[int, Path] = {}
 """The folders that this process has locked, by the descriptor of the lock."""
 _IN_TEXT = re.compile(r"\(os error (\d+)\)")
@@ -37,14 +33,12 @@ _IN_TEXT = re.compile(r"\(os error (\d+)\)")
 @contextmanager
 def os_errors(path: Path, doing: str = "write") -> Iterator[None]:
     """Turns an operating system error into a KeelError that names the path and what to check."""
-    present(path)
     try:
         yield
     except Exception as error:
         found = os_error(error)
         if found is None:
             raise
-        present(path)
         raise KeelError(
             f"cannot {doing} {path}: {found.strerror or found}: fix the disk or folder"
         ) from error
@@ -58,39 +52,17 @@ def os_error(error: BaseException) -> OSError | None:
     return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
 
 
-def present(path: Path) -> None:
-    """Raises KeelError where the path is in a locked folder that is gone.
-
-    A mount that vanished would otherwise let the run go on in the empty folder underneath it, and
-    a folder that was moved in its successor.
-    """
-    for descriptor, folder in tuple(_HELD.items()):
-        if not path.is_relative_to(folder):
-            continue
-        try:
-            same = os.path.samestat(os.stat(folder / LOCK), os.fstat(descriptor))
-        except OSError:
-            same = False
-        if not same:
-            raise KeelError(
-                f"folder {folder} is gone, or another has its place: mount or move it back"
-            )
-
-
 @contextmanager
 def locked(folder: Path, option: str = "--run") -> Iterator[None]:
     """Holds a folder for writing; the kernel releases it when the process ends.
 
     An advisory flock(2), of this process alone: neither a forked child nor a program that it
-    starts has it. Writes in the folder are refused once it is replaced by another. Raises KeelError
-    where another process, or another caller in this one, holds it; `option` chooses another.
+    starts has it. Raises KeelError if another process, or another caller in this one, holds it;
+    `option` chooses another.
     """
     lock, owner = folder / LOCK, os.getpid()
     with os_errors(lock):
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | _PLAIN, 0o644)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise KeelError(f"{lock} is no file: delete it")
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     _HELD[descriptor] = folder
     try:
         with os_errors(lock, "lock"):
@@ -133,7 +105,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 def refuse_if_taken(folder: Path) -> None:
     """Raises KeelError where a process holds a run folder. Takes nothing."""
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDONLY | _PLAIN)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:
         return  # it was never held, or opening the run reports what is wrong
     try:
@@ -163,17 +135,6 @@ def _in_use(folder: Path, descriptor: int, option: str = "--run") -> KeelError:
     )
 
 
-def check_name(path: Path) -> None:
-    """Raises KeelError where a path is no UTF-8, which model and tokenizer files need it to be."""
-    try:
-        str(path).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise KeelError(
-            f"the name of {path} is not UTF-8, or the locale cannot read it: choose another "
-            "folder, or set a UTF-8 locale (LC_ALL=C.UTF-8)"
-        ) from error
-
-
 def aside(target: Path) -> Path:
     """Where `target` is written before it is renamed into place (same folder, same disk)."""
     return target.with_name(ASIDE + target.name)
@@ -198,8 +159,7 @@ def replacing(path: Path, sync: bool = True) -> Iterator[BinaryIO]:
     temporary = aside(path) if _holds(path) else _aside_of_process(path)
     with os_errors(path):
         try:
-            temporary.unlink(missing_ok=True)  # a link is not followed
-            with temporary.open("xb") as file:
+            with temporary.open("wb") as file:
                 yield file
             if sync:
                 sync_path(temporary)

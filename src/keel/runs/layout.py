@@ -14,9 +14,7 @@ far as its kernels are: atomics add in no fixed order).
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable
 from contextlib import suppress
@@ -122,13 +120,10 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path | str) -> RunFolder:
-        """The run in a folder. Raises KeelError where it has no valid recipe, or has a link or
-        special file in it, which could lead elsewhere or block its reader."""
+        """The run in a folder. Raises KeelError if it has no valid recipe."""
         path = Path(path)
-        files.check_name(path.absolute())
         if not path.is_dir():
             raise KeelError(f"run folder {path} does not exist: give a folder that keel train made")
-        _refuse_links(path)
         recipe = path / RECIPE
         try:
             text = recipe.read_text(encoding="utf-8")
@@ -201,29 +196,6 @@ class RunFolder:
         return sorted(found, key=lambda entry: entry.place)
 
 
-def _refuse_links(folder: Path) -> None:
-    """Raises KeelError for a link or special file in a run folder, except in W&B's own folder.
-
-    A run truncates, deletes and copies what is in its folder, which may come from elsewhere.
-    """
-    own = folder / "trackers" / "wandb" / "wandb"
-    for root, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            path = Path(root, name)
-            try:
-                mode = path.lstat().st_mode
-            except FileNotFoundError:
-                continue  # a run that goes on has just replaced it
-            if stat.S_ISLNK(mode):
-                raise KeelError(
-                    f"{path} is a link, and nothing in a run folder may lead out of it: put what "
-                    "it leads to in its place, or link the whole run folder"
-                )
-            if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-                raise KeelError(f"{path} is neither a file nor a folder: delete it")
-        folders[:] = [name for name in folders if Path(root, name) != own]
-
-
 def next_free(root: Path | str, recipe_name: str) -> Path:
     """`ROOT/RECIPE-K` with K one above the highest there is."""
     root = Path(root)
@@ -281,8 +253,6 @@ def make_next(root: Path | str, recipe_name: str) -> Path:
 
 def _of_a_start(path: Path) -> bool:
     """Whether a process that died before its recipe was written may have left this."""
-    if path.is_symlink():
-        return False
     if path.name in ("rollouts", "evaluations", "checkpoints"):
         return path.is_dir() and not any(path.iterdir())
     return path.name in (files.LOCK, files.ASIDE + RECIPE, files.ASIDE + "inputs")

@@ -58,7 +58,6 @@ def create_run(
     Of two processes that start in one folder, the first to hold its lock writes its recipe and the
     other is refused. The path is absolute: what a run calls may change the working directory.
     """
-    files.check_name(Path(RUNS if path is None else path).absolute())
     if path is not None:
         refuse_if_taken(Path(path))
     stages_of(recipe)  # before anything is made
@@ -314,10 +313,6 @@ def _leaves_nothing(place: RunFolder) -> bool:
     made += [place.rows("any", "train").parent, place.model("any").parent]
     if any(path.is_dir() and any(path.iterdir()) for path in made):
         return False
-    try:
-        files.present(place.path)
-    except KeelError:
-        return False  # it is another folder now
     # The recipe, without which the folder is no run, is deleted after all content, so that a run
     # that cannot be deleted can be resumed.
     folders = [place.rollouts_folder, place.evaluations_folder, place.checkpoints_folder]

@@ -1,15 +1,12 @@
-"""The process that trains: its signals, standard streams, memory and threads.
+"""The process that trains: its signals, memory and threads.
 
 SIGINT, SIGTERM and SIGHUP: the current step is finished and saved; a second SIGINT or SIGTERM ends
-at once. A SIGHUP because the terminal closed does not stop the run, nor does a closed stream.
+at once.
 """
 
 from __future__ import annotations
 
-import codecs
 import ctypes
-import errno
-import io
 import os
 import signal
 import sys
@@ -19,22 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
 
 from keel.types import KeelError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 AGAIN = 0.25
 """Seconds within which a second signal is an echo of the first: timeout(1) sends one to the process
 and one to its group."""
 SHOW_CURSOR = b"\x1b[?25h"
-NAMES = ("stdout", "stderr")
-GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
-"""Errors of a pipe whose reader has ended, and of a terminal that has closed."""
-_ESCAPE = "keel.escape"
-_lost: dict[str, str] = {}
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`."""
 _NEVER = -1
@@ -61,11 +49,10 @@ class Interrupted(Exception):
 class Interrupt:
     """Whether the run was asked to stop: by a signal, or by a callback with a reason."""
 
-    def __init__(self, terminal: int | None = None) -> None:
+    def __init__(self) -> None:
         self.signum: int | None = None
         self.reason: str | None = None
         self._since = 0.0
-        self._terminal = terminal
 
     def __bool__(self) -> bool:
         return self.signum is not None or self.reason is not None
@@ -75,8 +62,6 @@ class Interrupt:
         self.reason = reason
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGHUP and self._terminal is not None and not os.isatty(self._terminal):
-            return  # it has closed; kill -HUP leaves it open
         now = time.monotonic()
         if self.signum is None:
             self.signum, self._since = signum, now
@@ -92,8 +77,7 @@ def catching() -> Iterator[Interrupt]:
     if threading.current_thread() is not threading.main_thread():
         yield Interrupt()
         return
-    terminal = _terminal()
-    interrupt, before = Interrupt(terminal), {}
+    interrupt, before = Interrupt(), {}
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:
             before[signum] = signal.signal(signum, interrupt.handle)
@@ -102,16 +86,6 @@ def catching() -> Iterator[Interrupt]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-        if terminal is not None:
-            os.close(terminal)
-
-
-def _terminal() -> int | None:
-    """A descriptor of the terminal that controls this process; None where there is none."""
-    try:
-        return os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:
-        return None
 
 
 def _end(signum: int) -> None:
@@ -126,94 +100,6 @@ def _write(text: str | bytes, descriptor: int = 2) -> None:
     """Write without Python's buffers and rich's locks, which a signal handler may not use."""
     with suppress(OSError):
         os.write(descriptor, text.encode() if isinstance(text, str) else text)
-
-
-# ---------------------------------------------------------------- standard streams
-
-
-def lost_streams() -> dict[str, str]:
-    """The streams that have lost their reader since the last call, each with its error."""
-    found = dict(_lost)
-    _lost.clear()
-    return found
-
-
-@contextmanager
-def outlasting() -> Iterator[None]:
-    r"""Lets the process continue when the reader of its standard output or error ends.
-
-    Within the block, what is written to such a stream is dropped, by child processes too. A
-    descriptor (0 to 2) that was closed from the start leads to the null device, so that no file of
-    a run gets its number. A character outside the stream's encoding is written as in JSON, as
-    `\uXXXX`. A stream that a caller has replaced is left as it is.
-    """
-    _open_closed()
-    before = {name: getattr(sys, name) for name in NAMES}
-    for name, stream in before.items():
-        if stream is None:
-            setattr(sys, name, os.fdopen(os.dup(1 + NAMES.index(name)), "w", encoding="utf-8"))
-        elif stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
-            setattr(sys, name, _wrapped(stream, name))
-    try:
-        yield
-    finally:
-        for name, stream in before.items():
-            with suppress(OSError, ValueError):
-                getattr(sys, name).flush()
-            setattr(sys, name, stream)
-
-
-class _Raw(io.FileIO):
-    """A descriptor that leads to the null device once its reader has ended."""
-
-    def __init__(self, descriptor: int, stream: str) -> None:
-        super().__init__(descriptor, "w", closefd=False)
-        self._stream = stream
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno not in GONE:
-                error.filename = self._stream
-                raise
-            _lost[self._stream] = os.strerror(error.errno)
-            with open(os.devnull, "wb") as null:
-                os.dup2(null.fileno(), self.fileno())
-            return super().write(data)
-
-
-def _wrapped(stream: io.TextIOWrapper, name: str) -> TextIO:
-    with suppress(OSError):
-        stream.flush()
-    raw = _Raw(stream.fileno(), name)
-    unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
-    return io.TextIOWrapper(
-        raw if unbuffered else io.BufferedWriter(raw),
-        encoding=stream.encoding,
-        errors=_ESCAPE,
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
-
-
-def _open_closed() -> None:
-    for descriptor in range(3):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-            os.set_inheritable(null, True)
-
-
-def _escape(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)), error.end
-
-
-codecs.register_error(_ESCAPE, _escape)
 
 
 class ProcessLost(KeelError):

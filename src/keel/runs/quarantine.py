@@ -72,11 +72,7 @@ def shortened(reason: str) -> str:
 
 def _line(row: LeftOut) -> bytes:
     record = {"source": row.source, "line": row.line, "reason": shortened(row.reason)}
-    try:
-        content = _parts(row.row)
-    except RecursionError:
-        content = _text(row.row)
-    text = json.dumps({**record, "row": content}, ensure_ascii=False)
+    text = json.dumps({**record, "row": _parts(row.row)}, ensure_ascii=False)
     try:
         return f"{text}\n".encode()
     except UnicodeEncodeError:  # a lone surrogate, which JSON can escape
@@ -86,21 +82,9 @@ def _line(row: LeftOut) -> bytes:
 def _parts(value: Any) -> Any:
     """The value as JSON; what JSON cannot hold as text."""
     if isinstance(value, Mapping):
-        return {_text(key): _parts(item) for key, item in value.items()}
+        return {str(key): _parts(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_parts(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else repr(value)
-    if value is None or isinstance(value, bool | str):
-        return value
-    # Python refuses to write integers of more than 4300 digits.
-    return value if isinstance(value, int) and value.bit_length() < 10_000 else _text(value)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return str(value)
-    except Exception:  # of a user's class, or with too many digits or levels for Python
-        return f"<{type(value).__name__}>"
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -23,7 +23,7 @@ from keel.models.tokenizer_round_trip import (
     same_rules,
     written_in,
 )
-from keel.runs import checkpoint, files
+from keel.runs import checkpoint
 from keel.runs.checkpoint import MANIFEST, check_model
 from keel.runs.files import is_taken
 from keel.runs.layout import RECIPE, FolderEntry, RunFolder
@@ -95,7 +95,6 @@ def exported(
 ) -> Exported:
     """`export`, and what it took."""
     target = Path(folder)
-    files.check_name(target.absolute())
     if target.exists():
         raise KeelError(f"{target} exists: export into a new folder")
     if stage is not None and checkpoint != "last":

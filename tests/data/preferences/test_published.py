@@ -171,9 +171,6 @@ def test_files_that_are_no_json_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b'["\xff"]')
     with pytest.raises(KeelError, match="not UTF-8 text"):
         read_llmbar(path)
-    path.write_text("[" * 100_000)
-    with pytest.raises(KeelError, match="nested too deeply"):
-        read_llmbar(path)
 
 
 def test_missing_verdicts_are_refused(tmp_path: Path) -> None:

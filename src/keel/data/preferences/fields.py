@@ -48,7 +48,7 @@ class Fields:
     def wrong(self, name: str, fix: str) -> KeelError:
         """The column's value is refused; `fix` is what to give instead."""
         column = self.names.get(name, name)
-        shown = _shown(self.row.get(column))
+        shown = repr(self.row.get(column))
         shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 1] + "…"
         return KeelError(f"{self.place}: column {column!r} = {shown}: {fix}")
 
@@ -129,14 +129,6 @@ class Fields:
         if not encodable(text):
             raise self.wrong(name, "it holds invalid UTF-8 (a lone surrogate): fix it")
         return text
-
-
-def _shown(value: Any) -> str:
-    """A value as Python writes it, where it can."""
-    try:
-        return repr(value)
-    except Exception:  # of a value's own class, or of too many digits or levels
-        return f"a {type(value).__name__}"
 
 
 def finite(value: Any) -> float | None:

@@ -130,8 +130,6 @@ def read_cells(path: Path, what: str) -> list[Cell]:
     Raises:
         KeelError: no such file, not JSON, or something else in it.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise KeelError(f"{path}: is no file: give {what}")  # a FIFO would wait for a writer
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -143,8 +141,6 @@ def read_cells(path: Path, what: str) -> list[Cell]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise KeelError(f"{path}: not JSON: {error.msg} at {where}: give {what}") from None
-    except RecursionError:
-        raise KeelError(f"{path}: not readable: nested too deeply: give {what}") from None
     if not isinstance(found, list) or not found:
         kind = "an empty list" if found == [] else f"a JSON {type(found).__name__}"
         raise KeelError(f"{path}: {kind}, not a list of rows: give {what}")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keel.config.secrets import wrong_address, wrong_key_name
+from keel.config.secrets import wrong_key_name
 from keel.types import KeelError
 
 OPENAI = "https://api.openai.com/v1"
@@ -32,16 +32,8 @@ REFUSALS = (
 TOO_LONG = re.compile(r"context (length|window|size)|too (long|many tokens)", re.IGNORECASE)
 """What servers without such codes (vLLM, SGLang, llama.cpp) write about too long a prompt."""
 CONTEXT = re.compile(r"context length is (\d+)", re.IGNORECASE)
-MOST_TOKENS = 2**53
-"""A usage beyond it is nonsense, and SQLite could not store it."""
-LONGEST_NAME = 30
-"""Characters beyond which the name of a variable may be the key itself."""
 SHORTEST_KEY = 8
 """A shorter key may be a word of the answers and is not redacted."""
-PART_OF_KEY = 12
-"""Characters of a key that are redacted even without the rest."""
-MASKED = re.compile(r"[^\s\"']*(?:\*{3,}|\.{3,}|…)[^\s\"']*")
-"""A word with its middle left out, as servers show a key that they refuse."""
 LONGEST_WAIT = 120.0
 """Seconds beyond which a server's `Retry-After` ends the run."""
 SHOWN = 200
@@ -105,17 +97,10 @@ class Client:
         self.key_from = key_from or (OPENAI_KEY if url is None else None)
         key = _read_key(self.key_from) if self.key_from else ""
         self.timeout = timeout
-        self._key_parts = _key_parts(key) if len(key) >= SHORTEST_KEY else None
-        # Uncompressed responses only: nothing is inflated beyond the bytes that were received.
-        headers = {"Accept-Encoding": "identity"} | (
-            {"Authorization": f"Bearer {key}"} if key else {}
-        )
-        # No redirect is followed: another host would get prompt and answer, or the key.
+        self._key = key if len(key) >= SHORTEST_KEY else ""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx2.AsyncClient(
-            headers=headers,
-            timeout=None,
-            follow_redirects=False,
-            limits=httpx2.Limits(max_connections=None),
+            headers=headers, timeout=None, limits=httpx2.Limits(max_connections=None)
         )
 
     async def post(self, body: Mapping[str, Any], name: str) -> Reply:
@@ -136,7 +121,7 @@ class Client:
                 text = await _read_bounded(response)
         except TimeoutError:
             raise Failure(f"no answer within {self.timeout:g} s", billed=True) from None
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:
             sent = not isinstance(error, httpx2.ConnectError)
             raise Failure(f"the connection failed ({type(error).__name__})", billed=sent) from None
         if response.status_code != 200:
@@ -152,8 +137,6 @@ class Client:
     ) -> Exception:
         message, code = _error_of(text)
         message = " ".join(self._redact(message).split())[:SHOWN]
-        if status in (401, 403):
-            message = MASKED.sub("[key]", message)
         why = f"HTTP {status}: {message}" if message else f"HTTP {status}"
         if code in REFUSALS:
             return Refused(code)
@@ -170,15 +153,10 @@ class Client:
             return Failure(why, billed=status in GATEWAY, wait=wait)
         if "response_format" in body and ("response_format" in message or "json_" in message):
             return Unstructured(why)
-        if 300 <= status < 400:
-            return KeelError(
-                f"the server at {self.url} redirects to another address ({why}), which is not "
-                "followed: set url to the server itself"
-            )
         hint = "check the options model, max_tokens, extra and without"
         if status in (401, 403):
             hint = f"check the key in {self.key_from}" if self.key_from else "set api_key_env"
-        elif status == 404:
+        elif status == 404 or status < 400:  # a redirect is not followed
             hint = "check the options url and model"
         return KeelError(f"the server at {self.url} refuses the request ({why}): {hint}")
 
@@ -214,38 +192,13 @@ class Client:
         return self._redact(value).encode("utf-8", "replace").decode("utf-8")
 
     def _redact(self, text: str) -> str:
-        """A text without the key and larger parts of it, however they are escaped."""
-        if self._key_parts is None:
-            return text
-        pieces, end = [], -1
-        for match in self._key_parts.finditer(text):
-            start, stop = match.span(1)
-            if start > end:
-                pieces += [text[max(end, 0) : start], "[key]"]
-            end = max(end, stop)
-        return "".join([*pieces, text[max(end, 0) :]])
-
-
-def _key_parts(key: str) -> re.Pattern[str]:
-    """Matches where a part of a key starts, its characters plain or escaped as in JSON or Python.
-
-    JSON in JSON doubles the backslashes of its escapes, so up to eight are accepted.
-    """
-    characters = [
-        rf"(?:\\{{0,8}}{re.escape(one)}|\\{{1,8}}(?:u00|x)(?i:{ord(one):02x}))" for one in key
-    ]
-    size = min(PART_OF_KEY, len(key))
-    parts = ("".join(characters[at : at + size]) for at in range(len(key) - size + 1))
-    return re.compile(rf"(?=({'|'.join(parts)}))")
+        return text.replace(self._key, "[key]") if self._key else text
 
 
 async def _read_bounded(response: Any) -> str:
-    """The body. Raises Failure where it is compressed, or larger than `MAX_BODY`."""
-    if response.headers.get("content-encoding", "identity") != "identity":
-        why = "a compressed response, though none was asked for"
-        raise Failure(why, billed=True, answered=True)
+    """The body. Raises Failure if it is larger than `MAX_BODY`."""
     content = bytearray()
-    async for chunk in response.aiter_raw():
+    async for chunk in response.aiter_bytes():
         content += chunk
         if len(content) > MAX_BODY:
             why = f"a response of more than {MAX_BODY // 2**20} MiB"
@@ -254,11 +207,9 @@ async def _read_bounded(response: Any) -> str:
 
 
 def _check_address(url: str) -> None:
-    """Raise KeelError where `url` is no address of a server, or may hold a secret."""
+    """Raise KeelError if `url` is not the address of a server."""
     import httpx2
 
-    if (wrong := wrong_address(url)) is not None:
-        raise KeelError(wrong)
     try:
         parts = httpx2.URL(url)
         fits = parts.scheme in ("http", "https") and bool(parts.host) and parts.port != 0
@@ -272,11 +223,6 @@ def _read_key(name: str) -> str:
     """The API key in an environment variable. No error repeats what may be a key itself."""
     if (wrong := wrong_key_name(name)) is not None:
         raise KeelError(wrong)
-    if name not in os.environ and (len(name) > LONGEST_NAME or name.lower().startswith("sk")):
-        raise KeelError(
-            "no environment variable has the name in api_key_env: set it, or, where that is "
-            "the key itself, write the NAME of a variable that holds it"
-        )
     key = os.environ.get(name, "").strip()
     if not key:
         raise KeelError(
@@ -317,7 +263,7 @@ def _usage(usage: Any) -> tuple[int, int] | None:
     if not isinstance(usage, Mapping):
         return None
     tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    if all(type(n) is int and 0 <= n < MOST_TOKENS for n in tokens):
+    if all(type(n) is int and n >= 0 for n in tokens):
         return tokens  # type: ignore[return-value]
     return None
 

@@ -65,8 +65,7 @@ class JudgeOptions(FrozenModel):
     """The most dollars that may be spent, over all runs that share the cache."""
     budget_tokens: Annotated[int, Field(ge=1, le=10**15)] | None = None
     cache: str | None = None
-    """The file of paid answers; None is one of the run's. A run's is within the working folder or
-    the run's parent folder."""
+    """The file of paid answers; None is one of the run's."""
     label: Annotated[str, Field(pattern=r"^[\w-]+$")] = "judge"
     """The name of its metrics and its file: a second judge of a run needs another."""
 

@@ -159,7 +159,7 @@ def judge(context: RewardContext, **options: Any) -> Judge:
     except ValidationError as error:
         raise KeelError(explain_validation(error, options, JudgeOptions)) from None
     client = Client(chosen.url, chosen.api_key_env, chosen.timeout)
-    path = _cache(chosen.cache, context.folder) if chosen.cache else None
+    path = Path(chosen.cache).expanduser() if chosen.cache else None
     if path is None and context.folder is not None:
         path = context.folder / f"{chosen.label}.sqlite"
     return Judge(Asker(client, JudgeStore(path), chosen), chosen)
@@ -177,19 +177,6 @@ def spending(functions: Sequence[NamedReward]) -> list[str]:
     """The names of the judges' metrics that add up over calls."""
     judges = [f.function for f in functions if isinstance(f.function, Judge)]
     return [f"{j.options.label}/{what}" for j in judges for what in ("asked", "tokens", "dollars")]
-
-
-def _cache(cache: str, rewards: Path | None) -> Path:
-    """The path of the cache. Raises KeelError where a recipe may not write there."""
-    path = Path(cache).expanduser()
-    if rewards is not None:
-        places = (Path.cwd(), rewards.parent.parent)
-        if not any(path.resolve().is_relative_to(place.resolve()) for place in places):
-            raise KeelError(
-                f"cache = {cache!r} is neither in {Path.cwd()} nor next to the run, and a recipe "
-                "writes nowhere else: name a file there, or run Keel in the folder that holds it"
-            )
-    return path
 
 
 def _metrics(label: str, found: Sequence[Judgement | PairVerdict]) -> dict[str, float]:
