@@ -331,4 +331,4 @@ def _entry(source: PreferenceData, seed: int) -> Table:
             raise KeelError(f"{where} returns a {type(made).__name__}: return rows of dicts")
         return list_rows(made)
 
-    return rows_table(call_entry(source, "preference data", seed, rows), where, "quarantine")
+    return rows_table(call_entry(source, "preference data", seed, rows), where)

@@ -76,7 +76,7 @@ class DataTask(BaseTask):
     ) -> None:
         self.name = name
         self.splits: Mapping[Split, Stored] = {"train": train, "validation": validation}
-        self.presentation = _presentation(source)
+        self.presentation = Presentation(source.prompt, source.system)
         self.answer = source.answer
         self.left_out = tuple(left_out)
 
@@ -165,7 +165,7 @@ def entry_task(source: TaskSource, seed: int) -> Any:
         raise KeelError(
             f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
         ) from None
-    return _split(name, rows_table(rows, source.name, "quarantine"), source)
+    return _split(name, rows_table(rows, source.name), source)
 
 
 def _split(name: str, table: Table, source: TaskSource) -> DataTask:
@@ -198,13 +198,9 @@ def _two_tables(name: str, train: Table, validation: Table, source: TaskSource) 
     return DataTask(name, *splits, source, [*bad, *overlap, *bad_held])
 
 
-def _presentation(source: TaskSource) -> Presentation:
-    return Presentation(source.prompt, source.system)
-
-
 def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], list[LeftOut]]:
     """The table's rows as prompts, and its bad rows, in the order of their lines."""
-    presentation = _presentation(source)
+    presentation = Presentation(source.prompt, source.system)
     entries, bad = [], Gathered(source.bad_rows, table.bad)
     for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
         try:
@@ -254,13 +250,9 @@ def _check_answer(row: Row, answer: str, place: str) -> None:
         message = " ".join(str(error).split())[:300]
         raise KeelError(f"{column} is no text, and no list of texts: {message}") from None
     if not golds:
-        raise KeelError(_no_answer(place, answer, row))
+        if answer in row:
+            raise KeelError(f"{column} is empty: leave the row out")
+        raise KeelError(f"{place}: {unknown('answer column', answer, row)}")
     pairs = zip(golds, texts, strict=True)
     if not all((text or isinstance(gold, str)) and encodable(text) for gold, text in pairs):
         raise KeelError(f"{column} is no text: leave the row out")
-
-
-def _no_answer(place: str, answer: str, columns: Row) -> str:
-    if answer in columns:
-        return f"{place}: the answer column {answer!r} is empty: leave the row out"
-    return f"{place}: {unknown('answer column', answer, columns)}"
