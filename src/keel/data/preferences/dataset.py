@@ -17,7 +17,7 @@ from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
 from keel.data.tables import Gathered, Table, all_bad, list_rows, rows_table, split_tables
 from keel.data.tasks.base import position, splits_of
 from keel.data.tasks.generated import call_entry
-from keel.runs.quarantine import LeftOut, Why, shortened
+from keel.runs.quarantine import LeftOut
 from keel.types import KeelError
 
 T = TypeVar("T", bound=Preference | Labelled | Stepwise)
@@ -74,8 +74,8 @@ class Sieve(Generic[T, E]):
         except KeelError as error:
             raise KeelError(str(error) if origin is None else f"{origin.place}: {error}") from error
         if origin is not None and self.limit is not None and found.longest > self.limit:
-            reason = f"{origin.place}: {found.longest} tokens, more than {self.limit}"
-            self.left_out.append(LeftOut(origin.source, origin.line, reason, origin.row, "long"))
+            reason = f"{found.longest} tokens, more than {self.limit}"
+            self.left_out.append(origin.left_out(reason, "long"))
         return found
 
     def readable(self, row: T) -> E | None:
@@ -101,11 +101,9 @@ class Sieve(Generic[T, E]):
         try:
             self._encoded[id(row)] = self.encode(row)
         except KeelError as error:
-            origin = row.origin
-            if origin is None:
+            if row.origin is None:
                 raise
-            reason = shortened(f"{origin.place}: {error}")
-            bad.append(LeftOut(origin.source, origin.line, reason, origin.row))
+            bad.append(row.origin.left_out(str(error)))
             return False
         return True
 
@@ -156,12 +154,6 @@ class _Placed(Generic[T]):
     prompt: float
     group: float
 
-    def left_out(self, reason: str, why: Why) -> LeftOut:
-        origin = self.item.origin
-        assert origin is not None
-        text = shortened(f"{origin.place}: {reason}")
-        return LeftOut(origin.source, origin.line, text, origin.row, why)
-
 
 @dataclass(frozen=True, slots=True)
 class _DatasetReader(Generic[T]):
@@ -208,8 +200,7 @@ class _DatasetReader(Generic[T]):
                 bad.take(error, where, line, row)
                 continue
             if item is None:
-                reason = f"{place}: an answer is empty"
-                dropped.append(where.left_out(line, reason, row, "empty"))
+                dropped.append(origin.left_out("an answer is empty", "empty"))
                 continue
             ids.add(item.item.id)
             found.append(item)
@@ -275,9 +266,9 @@ def _apart(
     kept, overlap = [], []
     for row in train:
         if row.prompt in prompts or row.group in groups:
-            overlap.append(
-                row.left_out("the prompt or group is also in the validation split", "overlap")
-            )
+            assert row.item.origin is not None
+            reason = "the prompt or group is also in the validation split"
+            overlap.append(row.item.origin.left_out(reason, "overlap"))
         else:
             kept.append(row)
     if not kept:
