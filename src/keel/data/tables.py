@@ -61,10 +61,6 @@ class Gathered:
         self.stops = choice == "stop"
         self.rows = list(rows)
 
-    def take(self, error: KeelError, where: Where, line: int, row: Any) -> None:
-        """A row and what is wrong with it."""
-        self.rows.append(where.left_out(line, str(error), row))
-
     def check(self, table: str = "") -> None:
         """Raise KeelError if bad rows stop and there are any.
 

@@ -51,7 +51,11 @@ class Guard:
         if wrong is None and not by_query and not by_cookie:
             wrong = "this page needs the token that the command printed: open the address with it"
         if wrong is not None:
-            await _refuse(scope, receive, send, wrong)
+            refusal: ASGIApp = PlainTextResponse(f"{wrong}\n", 403)
+            if scope["type"] == "websocket":
+                await receive()
+                refusal = WebSocketClose(1008, wrong[:120])
+            await refusal(scope, receive, send)
             return
 
         self.before()
@@ -85,11 +89,3 @@ class Guard:
 
     def _fits(self, given: str) -> bool:
         return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send, why: str) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        await WebSocketClose(1008, why[:120])(scope, receive, send)
-    else:
-        await PlainTextResponse(f"{why}\n", 403)(scope, receive, send)

@@ -27,7 +27,6 @@ from keel.view.linked_table import LinkedTable
 from keel.view.rows import (
     PREVIEW,
     Row,
-    columns_of,
     figure,
     legend,
     number,
@@ -258,12 +257,10 @@ class RolloutsPage:
         names = [name for name in rows[0] if name not in ("id", "turns", "rank", "shown")]
         if any(row["turns"] != 1 for row in rows):
             names.append("turns")
-        columns = columns_of(rows, ["shown", "rank", *names])
-        columns[0]["label"] = ""
         for row in rows:
             row["link"] = self.address.but(row=row["id"], token=None).url("/rollouts")
-        table = LinkedTable("rank", rows=rows, columns=columns, row_key="id").classes("w-full")
-        table.props("dense flat bordered data-testid=group")
+        table = LinkedTable("rank", rows, ["shown", "rank", *names], "group")
+        table.columns[0]["label"] = ""
         table.on("rowClick", lambda e: self.choose(e.args[1]["id"]))
 
     def _tokens(self, one: Row) -> None:
@@ -404,11 +401,8 @@ class RolloutsPage:
             for name in index.damaged:
                 problem(f"rollouts/{name} is damaged and left out")
             rows = [self._hit(at, hit) for at, hit in enumerate(hits.rows)]
-            columns = columns_of(
-                rows, ("step", "reward", "length", "finish", "prompt", "completion")
-            )
-            table = LinkedTable("step", rows=rows, columns=columns, row_key="id", pagination=10)
-            table.classes("w-full").props("dense flat bordered data-testid=results")
+            names = ("step", "reward", "length", "finish", "prompt", "completion")
+            table = LinkedTable("step", rows, names, "results", pagination=10)
             table.on("rowClick", lambda e: self._open_hit(e.args[1]))
 
     def _hit(self, at: int, hit: Row) -> dict[str, Any]:

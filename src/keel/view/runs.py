@@ -15,7 +15,7 @@ from keel.view.address import Address
 from keel.view.frame import EVERY, Problems, Shown, page, problem
 from keel.view.library import Library
 from keel.view.linked_table import LinkedTable
-from keel.view.rows import columns_of, figure
+from keel.view.rows import figure
 from keel.view.status import formula_of, status_of
 
 SHOWN = ("reward", "episode/return", "eval/return", "loss")
@@ -29,16 +29,13 @@ def runs_page(library: Library, address: Address) -> None:
         problems = Problems()
         rows = _lines(library, address)
         names = list(dict.fromkeys(name for row in rows for name in row))
-        columns = columns_of(rows, [name for name in names if name not in ("id", "link")])
+        names = [name for name in names if name not in ("id", "link")]
         with ui.row().classes("items-center"):
             button = ui.button("open the curves of the selected").props(
                 "outline no-caps data-testid=open"
             )
             ui.label("select several to lay their curves over each other").classes("muted")
-        table = LinkedTable(
-            "run", rows=rows, columns=columns, row_key="id", selection="multiple", pagination=25
-        )
-        table.classes("w-full").props("dense flat bordered data-testid=runs")
+        table = LinkedTable("run", rows, names, "runs", selection="multiple", pagination=25)
 
         def open_selected() -> None:
             chosen = table.selected or table.rows[:1]

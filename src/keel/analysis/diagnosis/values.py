@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from keel.analysis.diagnosis.history import StageHistory
+from keel.analysis.diagnosis.rollout_summary import StepRollouts
 
 Severity = Literal["warning", "error"]
 """An error: the run learns nothing more, or what it learns is wrong. A warning: it may waste time
@@ -19,6 +20,15 @@ class RolloutSample:
 
     step: int
     row: int
+
+
+def newest(
+    history: StageHistory, rows: Callable[[StepRollouts], Iterable[Any]]
+) -> tuple[RolloutSample, ...]:
+    """The first three of the newest rollouts that `rows` chooses."""
+    return tuple(
+        RolloutSample(r.step, int(row)) for r in history.rollouts[-1:] for row in [*rows(r)][:3]
+    )
 
 
 @dataclass(frozen=True, slots=True)

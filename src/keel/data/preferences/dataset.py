@@ -197,7 +197,7 @@ class _DatasetReader(Generic[T]):
             try:
                 item = self._row(fields, f"{name}/{prefix}{number}", prefix, ids)
             except KeelError as error:
-                bad.take(error, where, line, row)
+                bad.rows.append(origin.left_out(str(error)))
                 continue
             if item is None:
                 dropped.append(origin.left_out("an answer is empty", "empty"))

@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any
 
 from keel.config.fields import unknown
-from keel.data.messages import read_messages
+from keel.data.messages import read_messages, reading
 from keel.data.tables import encodable
 from keel.types import Completion, Content, KeelError, Message, Prompt, Split, text_of
 
@@ -148,7 +148,8 @@ class Presentation:
     def _other(self, value: Any, column: str, where: str) -> Content:
         """A column that holds no text: messages, or a number that is put as one."""
         if isinstance(value, list | tuple):
-            return _messages(value, column, where)
+            with reading(column, where):
+                return read_messages(value)
         if isinstance(value, Mapping | bytes):
             kind = "a table" if isinstance(value, Mapping) else "bytes"
             raise KeelError(
@@ -194,10 +195,3 @@ def _text(text: str, where: str) -> str:
     if not encodable(text):
         raise KeelError(f"{where}: the prompt holds invalid UTF-8 (a lone surrogate): fix it")
     return text
-
-
-def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
-    try:
-        return read_messages(value)
-    except ValueError as error:
-        raise KeelError(f"{where}: column {column!r} holds {error}") from None

@@ -10,7 +10,7 @@ from typing import Any
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
 from keel.data.gold import gold_entries, read_gold
-from keel.data.messages import read_tools
+from keel.data.messages import read_tools, reading
 from keel.data.tables import (
     Gathered,
     Row,
@@ -209,9 +209,10 @@ def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], lis
                 _check_answer(row, source.answer, place)
             body = presentation.body(row, place)
             presentation.frame(body, place)
-            tools = _tools(row, place)
+            with reading("tools", place):
+                tools = read_tools(row.get("tools"))
         except KeelError as error:
-            bad.take(error, table.where, line, row)
+            bad.rows.append(table.where.left_out(line, str(error), row))
             continue
         entries.append(StoredExample(number, line, body, row, tools))
     bad.check("tasks")
@@ -219,13 +220,6 @@ def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], lis
     if not entries:
         raise all_bad(table.where.source, every)
     return entries, every
-
-
-def _tools(row: Row, place: str) -> Tools:
-    try:
-        return read_tools(row.get("tools"))
-    except ValueError as error:
-        raise KeelError(f"{place}: column 'tools' holds {error}") from None
 
 
 def _gold(row: Row, answer: str) -> Any:
