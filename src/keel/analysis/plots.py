@@ -83,9 +83,7 @@ def reward_curve(
     `rows` are the stage's rows of metrics.jsonl. The reward is `reward`, each step and its moving
     mean; the spread `reward_std`, where it is not 0 throughout; the third panel, where anything was
     evaluated, `eval/pass@1` and `eval/pass@K`, or else `eval/reward`, with intervals.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     reward, spread = column(rows, "reward"), column(rows, "reward_std")
     sampled = sorted({n for row in rows for n in row if _is_pass_at(n)} - {"eval/pass@1"})
@@ -120,9 +118,7 @@ def return_curve(
     """Returns over environment steps: of the training episodes, and evaluated with its interval.
 
     `rows` are those of metrics.jsonl of a run on environments.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     at = [{**row, "step": row["environment_steps"]} for row in rows]
     training = column(at, "episode/return", "training episodes, with exploration")
@@ -157,9 +153,7 @@ def compare_curves(
     """Several curves on one pair of axes, each with its band, named in a legend.
 
     Colour and marker both tell them apart.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     with drawing(path, 4.5) as figure:
         axes = figure.subplots()
@@ -263,7 +257,10 @@ def set_titles(figure: Figure, title: str, subtitle: str) -> None:
 
 @contextmanager
 def drawing(path: Path, height: float) -> Iterator[Figure]:
-    """A figure with our style and no state of pyplot's, written when the block ends."""
+    """A figure with our style and no state of pyplot's, written when the block ends.
+
+    Raises KeelError if matplotlib is not installed, or the file cannot be written.
+    """
     with styled(WIDTH, height) as figure:
         yield figure
         # Renamed when it is whole, so that a reader never sees half a picture.

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from keel.config.fields import nearest
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 PYTHON = "python"
 PASSED = re.compile(rf"{PYTHON}:\w+")
@@ -72,7 +72,7 @@ def load_module(place: str, entry: str, what: str) -> ModuleType:
     except KeelError:
         raise
     except (Exception, SystemExit) as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = one_line(error, named=True)
         raise KeelError(f"{what} {entry!r} fails as it is imported: {message}") from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 _NAMES: Final[dict[str, str]] = {
-    # also earlier names of Keel
     "rollout.async_level": "ahead",
     "optimizer.min_lr_ratio": "final_share",
     "tasks.validation_fraction": "heldout_share",
@@ -14,7 +13,6 @@ _NAMES: Final[dict[str, str]] = {
     "rewards.functions.gate_below": "gate",
     "rewards.functions.gated_reward": "closed",
     "objective": "learns",
-    # sizes
     "rollout.group_size": "num_generations n group_size",
     "rollout.prompts_per_step": "train_batch_size gen_batch_size prompts_per_step",
     "minibatches": "num_mini_batches steps_per_generation",
@@ -26,7 +24,6 @@ _NAMES: Final[dict[str, str]] = {
     "steps": "max_steps total_training_steps",
     "epochs": "num_iterations num_ppo_epochs ppo_epochs",
     "value.warmup_steps": "critic_warmup",
-    # sampling
     "rollout.temperature": "temperature",
     "rollout.top_k": "top_k",
     "rollout.top_p": "top_p",
@@ -35,7 +32,6 @@ _NAMES: Final[dict[str, str]] = {
     "rollout.dynamic_sampling": "filter_groups",
     "rollout.overlong_buffer": "soft_overlong",
     "rollout.stop_ids": "stop_token_ids",
-    # objective
     "algorithm.preset": "adv_estimator loss_type",
     "algorithm.divergence.beta": "beta kl_coef kl_loss_coef",
     "algorithm.divergence.estimator": "kl_loss_type kl_estimator",
@@ -54,14 +50,12 @@ _NAMES: Final[dict[str, str]] = {
     "algorithm.weights.kind": "loss_agg_mode",
     "algorithm.correction": "vllm_importance_sampling_correction",
     "algorithm.correction.cap": "vllm_importance_sampling_cap",
-    # optimizer
     "optimizer.learning_rate": "learning_rate lr",
     "optimizer.schedule": "lr_scheduler_type",
     "optimizer.warmup_steps": "warmup_steps lr_warmup_steps",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad",
     "optimizer.epsilon": "adam_epsilon",
-    # models
     "model.name": "model_name_or_path path",
     "model.dtype": "torch_dtype",
     "model.autocast": "bf16",
@@ -71,7 +65,6 @@ _NAMES: Final[dict[str, str]] = {
     "model.lora.targets": "target_modules",
     "reference.reset_every": "sync_ref_model ref_model_sync_steps",
     "teacher.name": "teacher_model_name_or_path",
-    # data, rewards, bookkeeping
     "tasks.name": "dataset_name",
     "tasks.path": "train_files",
     "rewards.functions": "reward_funcs custom_reward_function",

@@ -209,8 +209,8 @@ def _no_recipe(label: str) -> str:
         return f"recipe {label!r}: recipes are TOML files: write it as one, with the suffix .toml"
     if label == "control":
         return "unknown recipe 'control': the command is keel control ALGORITHM --env ID"
-    if nearest(label, PRESETS) is not None and nearest(label, shipped()) is None:
-        guess = nearest(label, PRESETS)
+    guess = nearest(label, PRESETS)
+    if guess is not None and nearest(label, shipped()) is None:
         return (
             f"unknown recipe {label!r}: {guess!r} is an algorithm: name a recipe and set "
             f"algorithm={guess}"

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import EntryPoint, FrozenModel, UnusedIf
-from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Tokens
+from keel.config.fields import AsTuple, Count, Index, Seed, StageName, Threads, Tokens
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.model import Model, TeacherModel
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
@@ -54,8 +54,7 @@ class SFTStage(StageConfig):
     """Supervised fine-tuning on the task's demonstrations."""
 
     stage: Literal["sft"] = "sft"
-    name: str = "sft"
-    """Name of the stage in files, metrics and overrides."""
+    name: StageName = "sft"
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
     demonstration: EntryPoint = "keel.data.tasks.generated:gold"
@@ -125,8 +124,7 @@ class RLStage(StageConfig):
     shared_by_processes: ClassVar[bool] = True
 
     stage: Literal["rl"] = "rl"
-    name: str = "rl"
-    """Name of the stage in files, metrics and overrides."""
+    name: StageName = "rl"
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
     rewards: Rewards = Rewards()

@@ -16,7 +16,7 @@ from typing import Any
 from keel.config.fields import BadRows, nearest, unknown
 from keel.config.sources import PreferenceData, TaskSource
 from keel.runs.quarantine import LeftOut, Why, shortened
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 Row = Mapping[str, Any]
 
@@ -163,7 +163,7 @@ def read_parquet(path: Path) -> Table:
         names = parquet.read_schema(path).names
         table = None if len(set(names)) < len(names) else parquet.read_table(path)
     except Exception as error:  # of many kinds, for a file that is damaged
-        raise KeelError(f"{path}: not a Parquet file: {_line(error)}") from None
+        raise KeelError(f"{path}: not a Parquet file: {one_line(error)[:300]}") from None
     if table is None:
         twice = next(name for at, name in enumerate(names) if name in names[:at])
         raise KeelError(f"{path}: two columns are named {twice!r}: rename one of them")
@@ -172,7 +172,9 @@ def read_parquet(path: Path) -> Table:
         try:
             columns.append(list(map(_own, table.column(at).to_pylist())))
         except Exception as error:  # text that is not UTF-8, the year 300000
-            raise KeelError(f"{path}: column {name!r} cannot be read: {_line(error)}") from None
+            raise KeelError(
+                f"{path}: column {name!r} cannot be read: {one_line(error)[:300]}"
+            ) from None
     rows: Sequence[Row] = [{} for _ in range(table.num_rows)]
     if columns:
         rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
@@ -192,7 +194,7 @@ def read_dataset(name: str, split: str, options: Mapping[str, Any]) -> Table:
     except KeelError:
         raise
     except Exception as error:
-        raise KeelError(f"datasets: {name!r} cannot be loaded: {_line(error)}") from None
+        raise KeelError(f"datasets: {name!r} cannot be loaded: {one_line(error)[:300]}") from None
     return _checked(Where(f"{name}[{split}]"), rows)
 
 
@@ -244,7 +246,7 @@ def _row(text: str) -> Row:
     except json.JSONDecodeError as error:
         raise KeelError(f"not JSON: {error.msg} at column {error.colno}") from None
     except ValueError as error:  # a key twice, a number of too many digits
-        raise KeelError(f"not readable: {_line(error)}") from None
+        raise KeelError(f"not readable: {one_line(error)[:300]}") from None
     except RecursionError:
         raise KeelError("not readable: nested too deeply") from None
     if not isinstance(row, dict):
@@ -327,10 +329,6 @@ def _existing(path: str) -> Path:
     guess = nearest(found.name, siblings)
     fix = f"did you mean {str(found.parent / guess)!r}?" if guess else "fix the path"
     raise KeelError(f"{path}: there is no such file (looked from {Path.cwd()}): {fix}")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def encodable(text: str) -> bool:

@@ -70,15 +70,13 @@ class Address(Parts):
         for key, value in items:
             if key not in known or key == "run" or not value:
                 continue
+            kind = int if key in NUMBERS else float if key in LIMITS else str
             try:
-                number = int if key in NUMBERS else float if key in LIMITS else str
-                values[key] = number(value.lower() if key in CHOICES else value)
+                found: Any = kind(value.lower() if key in CHOICES else value)
             except ValueError:
                 continue
-            if key in CHOICES and values[key] not in CHOICES[key]:
-                del values[key]
-            if key in (*NUMBERS, *LIMITS) and not abs(values[key]) <= LARGEST:
-                del values[key]
+            if found in CHOICES.get(key, (found,)) and (kind is str or abs(found) <= LARGEST):
+                values[key] = found
         return Address(**values)
 
     @property

@@ -62,7 +62,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
     async def draw() -> None:
         for panel, chart in plotted:
             made = _curves(shown.address, runs, stage, panel)
-            chart.options.update(charts.options(panel, made, dark=_dark(shown.address)))
+            chart.options.update(charts.options(panel, made, dark=shown.address.theme == "dark"))
             chart.update()
             await asyncio.sleep(0)
 
@@ -168,15 +168,11 @@ def _panel(
     with ui.element("section").classes("panel").props(f"data-testid=panel-{panel.key}"):
         title = visible(panel.title, 100)
         ui.html(f"<h2>{html.escape(title)}</h2>", sanitize=False)
-        made = charts.options(panel, curves, dark=_dark(address))
+        made = charts.options(panel, curves, dark=address.theme == "dark")
         chart = ui.echart(made, renderer="canvas").classes("chart")
         chart.props(f'role="img" aria-label="{quoted(title)} over the steps"')
         ui.label(panel.help).classes("muted")
     return panel, chart
-
-
-def _dark(address: Address) -> bool:
-    return address.theme == "dark"
 
 
 def _curves(

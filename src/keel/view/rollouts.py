@@ -285,13 +285,13 @@ class RolloutsPage:
                 lambda e: self._token(one, e.args),
                 js_handler="(e) => { const t = e.target.dataset.token; if (t) emit(Number(t)) }",
             )
-            count = len(pieces_of(one))
+            count, row = len(pieces_of(one)), self.address.row or 0
             if count > TOKENS:
                 with ui.row().classes("items-center"):
                     end = min(first + TOKENS, count)
                     ui.label(f"tokens {first:,} to {end - 1:,} of {count:,}").classes("muted")
                     for label, to in (("earlier", first - TOKENS), ("later", first + TOKENS)):
-                        button = ui.button(label, on_click=partial(self._jump, to))
+                        button = ui.button(label, on_click=partial(self.choose, row, to))
                         button.props("flat dense no-caps").set_enabled(0 <= to < count)
             self.token_card = ui.column().classes("w-full").props("data-testid=token")
         if self.address.token is not None:
@@ -300,10 +300,6 @@ class RolloutsPage:
     async def _colour(self, key: str) -> None:
         self.shown.change(colour=key)
         await self.choose(self.address.row or 0, self.address.token)
-
-    async def _jump(self, token: int) -> None:
-        """Show the tokens from another place on."""
-        await self.choose(self.address.row or 0, token)
 
     async def _step_token(self, by: int) -> None:
         """Show the figures of the next token, or of the one before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -238,7 +239,7 @@ def _lightness(rollouts: StepRollouts) -> float | None:
 def _longest(history: StageHistory, wrong: bool = False) -> tuple[RolloutSample, ...]:
     """The longest completions (wrong ones only) of the newest rollouts."""
 
-    def rows(r: StepRollouts) -> Array:
+    def rows(r: StepRollouts) -> Any:
         length = np.where(r.advantage < 0, r.written, 0) if wrong else r.written
         return np.argsort(-length, kind="stable")[: np.count_nonzero(length > 0)]
 

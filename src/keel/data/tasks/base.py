@@ -15,7 +15,7 @@ from typing import Any
 from keel.config.fields import unknown
 from keel.data.messages import read_messages, reading
 from keel.data.tables import encodable
-from keel.types import Completion, Content, KeelError, Message, Prompt, Split, text_of
+from keel.types import Completion, Content, KeelError, Message, Prompt, Split, one_line, text_of
 
 VALIDATION_FRACTION = 0.1
 """Share of the contents that the validation split of an endless task gets."""
@@ -141,7 +141,7 @@ class Presentation:
         try:
             text = row[column] if column is not None else self.template.format_map(row)
         except Exception as error:
-            message = " ".join(str(error).split())[:300]
+            message = one_line(error)[:300]
             raise KeelError(f"{where}: prompt = {self.template!r} fails: {message}") from None
         return _text(text, where)
 

@@ -13,7 +13,7 @@ from keel.config.fields import unknown
 from keel.config.sources import PreferenceData, TaskSource
 from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_of
 from keel.graders.stated import answer_part
-from keel.types import Completion, KeelError, Prompt, Split
+from keel.types import Completion, KeelError, Prompt, Split, one_line
 
 ATTEMPTS = 5_000
 """Draws for one prompt until one falls on its split; nine in ten validation draws do not."""
@@ -76,11 +76,9 @@ def take_options(
         return
     names = [n for n in parameters if n not in own]
     for option in options:
-        if option in names:
-            continue
-        if not names:
-            raise KeelError(f"{where}: unknown option {option!r}: it has no options")
-        raise KeelError(f"{where}: {unknown('option', option, names)}")
+        if option not in names:
+            none = f"unknown option {option!r}: it has no options"
+            raise KeelError(f"{where}: {unknown('option', option, names) if names else none}")
 
 
 def call_entry(
@@ -107,8 +105,7 @@ def call_entry(
     except KeelError:
         raise
     except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KeelError(f"{where} raises {message}") from error
+        raise KeelError(f"{where} raises {one_line(error, named=True)}") from error
 
 
 def check_range(where: str, **bounds: int) -> None:

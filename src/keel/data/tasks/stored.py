@@ -28,7 +28,7 @@ from keel.data.tasks.user import UserTask
 from keel.graders.formats import same_text
 from keel.graders.stated import answer_part
 from keel.runs.quarantine import LeftOut, Why
-from keel.types import Completion, Content, KeelError, Prompt, Split, Tools
+from keel.types import Completion, Content, KeelError, Prompt, Split, Tools, one_line
 
 KINDS = {
     "jsonl": "a file with one JSON object a line",
@@ -144,7 +144,7 @@ class DataTask(BaseTask):
 def data_task(source: TaskSource) -> DataTask:
     """The task of a file or `datasets` name. Raises KeelError, naming file and line."""
     train, held = split_tables(source, f"task {source.name!r}: task.path is not set")
-    name = f"{source.name}:{Path(source.path).stem}"
+    name = f"{source.name}:{Path(str(source.path)).stem}"
     if held is None:
         return _split(name, train, source)
     return _two_tables(name, train, held, source)
@@ -241,7 +241,7 @@ def _check_answer(row: Row, answer: str, place: str) -> None:
         golds = gold_entries(read_gold(value))
         texts = [str(gold) for gold in golds]
     except Exception as error:  # also of a value's own class, or of too many digits
-        message = " ".join(str(error).split())[:300]
+        message = one_line(error)[:300]
         raise KeelError(f"{column} is no text, and no list of texts: {message}") from None
     if not golds:
         if answer in row:
