@@ -22,6 +22,11 @@ FinishReason = Literal["eos", "stop", "length"]
 for the last answer), or the token budget."""
 
 
+def one_line(error: BaseException, *, named: bool = False) -> str:
+    """What an error says, on one line; `named`: after the name of its class."""
+    return " ".join((f"{type(error).__name__}: {error}" if named else str(error)).split())
+
+
 class KeelError(Exception):
     """A user's mistake or a refused input: one line that says what, where, and how to fix it."""
 

@@ -38,11 +38,11 @@ def spent(path: Path) -> None:
     """Two rounds: labels of four sources, completions, steps, and entries of the ledger."""
     with made(path, 4) as store:
         human: dict[str, Any] = {"source": "human", "seconds": 90.0, "cost": 0.5}
-        store.add_labels([LabelRecord(f"p{n}", 1.0, annotator="ann", **human) for n in range(3)])
-        store.add_labels([LabelRecord("p3", None, "human", "ann", seconds=30.0)])  # a skip
-        store.add_labels([LabelRecord("p0", 1.0, "judge", "m", round=1, cost=0.02, seconds=3.0)])
-        store.add_labels([LabelRecord("p1", 0.0, "judge", "m", round=1, cost=0.03)])
-        store.add_labels([LabelRecord("p2", 1.0, "reward_model", "r", round=1, seconds=7200.0)])
+        store.add([LabelRecord(f"p{n}", 1.0, annotator="ann", **human) for n in range(3)])
+        store.add([LabelRecord("p3", None, "human", "ann", seconds=30.0)])  # a skip
+        store.add([LabelRecord("p0", 1.0, "judge", "m", round=1, cost=0.02, seconds=3.0)])
+        store.add([LabelRecord("p1", 0.0, "judge", "m", round=1, cost=0.03)])
+        store.add([LabelRecord("p2", 1.0, "reward_model", "r", round=1, seconds=7200.0)])
         store.add([CompletionRecord("q0", "c", "m", round=1, cost=0.25, seconds=9.0)])
         store.add([StepsRecord("q0", ("a",), (1.0,), "judge", round=1, cost=0.05)])
         store.add_costs(

@@ -67,7 +67,7 @@ def store_of(path: Path, count: int, labelled: int, kinds: int | None = None) ->
         for number, (records, first) in enumerate(pairs(count, kinds)):
             store.add(records)
             if number < labelled:
-                store.add_labels([human(f"p{number}", float(first))])
+                store.add([human(f"p{number}", float(first))])
 
 
 def leased(path: Path, count: int) -> list[str]:
@@ -150,7 +150,7 @@ def test_gold_pairs_are_not_selected(here: Path, capsys: Capture) -> None:
     store_of(here / "a.db", 12, 0)
     gold = [LabelRecord(f"p{number}", 1.0, "rule", "gold") for number in range(7)]
     with PreferenceStore(here / "a.db") as store:
-        store.add_labels(gold)
+        store.add(gold)
     found = printed(["prefs", "select", "a.db", "--by", "random", "--count", "12"], capsys)
     assert {row["pair"] for row in found["chosen"]} == {f"p{number}" for number in range(7, 12)}
 
@@ -158,7 +158,7 @@ def test_gold_pairs_are_not_selected(here: Path, capsys: Capture) -> None:
 def test_rounds_sources_and_pools(here: Path, capsys: Capture) -> None:
     store_of(here / "a.db", 60, 40)
     with PreferenceStore(here / "a.db") as store:
-        store.add_labels([LabelRecord(f"p{n}", 1.0, "judge", "m") for n in range(30, 50)])
+        store.add([LabelRecord(f"p{n}", 1.0, "judge", "m") for n in range(30, 50)])
     words = ["prefs", "select", "a.db", "--by", "margin"]
     found = printed([*words, "--round", "1"], capsys)
     assert (found["labelled"], found["unlabelled"]) == (50, 10)
@@ -227,9 +227,9 @@ def test_the_judges_accuracy_is_measured(here: Path, capsys: Capture) -> None:
         for number, (pair, value) in enumerate(said.items()):
             assert value is not None
             right = number % 4 > 0
-            store.add_labels([LabelRecord(pair, value if right else 1 - value, "judge", "m")])
+            store.add([LabelRecord(pair, value if right else 1 - value, "judge", "m")])
         # The judge has labelled half of what is left too: it is not paid for these again.
-        store.add_labels([LabelRecord(f"p{n}", 1.0, "judge", "m") for n in range(60, 80)])
+        store.add([LabelRecord(f"p{n}", 1.0, "judge", "m") for n in range(60, 80)])
     found = printed(words, capsys)
     assert found["routing"]["judge_agreement"]["n"] == 60
     assert found["routing"]["labellers"][0]["accuracy"] == 0.75
@@ -241,7 +241,7 @@ def test_the_judges_accuracy_is_measured(here: Path, capsys: Capture) -> None:
     assert "the judge agrees with people on 75 [" in text
     assert "of $3.00" in text
     with PreferenceStore(here / "a.db") as store:
-        store.add_labels(
+        store.add(
             [
                 LabelRecord(pair, 1 - value, "judge", f"m{n}")
                 for pair, value in said.items()
@@ -273,7 +273,7 @@ def test_hidden_states_of_a_reward_model(here: Path, capsys: Capture) -> None:
             store.add([prompt, *answers, PairRecord(prompt.id, f"a{n}", f"b{n}", id=f"p{n}")])
             if n < 240:
                 scores = model.judge([reader.answer(f"{n}=", t, "x") for t in texts], 1000)
-                store.add_labels([human(f"p{n}", float(scores[0][0] > scores[1][0]))])
+                store.add([human(f"p{n}", float(scores[0][0] > scores[1][0]))])
         prompt = PromptRecord("1" * 400, id="long")
         answers = [CompletionRecord("long", t, id=f"{t}long") for t in "01"]
         store.add([prompt, *answers, PairRecord("long", "0long", "1long", id="long")])
@@ -327,7 +327,7 @@ def test_what_select_refuses(here: Path, capsys: Capture) -> None:
     assert (here / "there.jsonl").read_text() == "kept"
     with PreferenceStore(here / "a.db") as store:
         assert {pair.priority for pair in store.pairs()} == {0.0}
-        store.add_labels([human(f"p{n}", 1.0) for n in range(40)])
+        store.add([human(f"p{n}", 1.0) for n in range(40)])
     assert "people have labelled every pair" in tried(select, capsys)
 
 

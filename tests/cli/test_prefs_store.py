@@ -61,8 +61,8 @@ def test_published_sets_go_into_a_store(here: Path, capsys: Capture) -> None:
 
 def test_export_selects_labels(here: Path, capsys: Capture) -> None:
     with made(here / "a.db", 3) as store:
-        store.add_labels([human("p0", 1.0), human("p1", 0.0, "bob"), human("p2", None)])
-        store.add_labels([LabelRecord("p1", 0.75, "judge", "m", round=1)])
+        store.add([human("p0", 1.0), human("p1", 0.0, "bob"), human("p2", None)])
+        store.add([LabelRecord("p1", 0.75, "judge", "m", round=1)])
     words = ["prefs", "export", "a.db", "--out"]
     assert printed([*words, "all.jsonl"], capsys) == {"out": "all.jsonl", "rows": 2}
     rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
@@ -100,11 +100,11 @@ def test_steps_through_the_command_line(here: Path, capsys: Capture) -> None:
 def test_stats_of_a_store(here: Path, capsys: Capture) -> None:
     with made(here / "a.db", 4) as store:
         for number in range(3):
-            store.add_labels([human(f"p{number}", 1.0), human(f"p{number}", 1.0, "bob")])
+            store.add([human(f"p{number}", 1.0), human(f"p{number}", 1.0, "bob")])
         took: dict[str, Any] = {"seconds": 4.0, "cost": 0.5}
-        store.add_labels([LabelRecord("p3", 0.5, "human", "ann", **took)])
-        store.add_labels([LabelRecord("p3", 0.9, "human", "bob", **{**took, "seconds": 8.0})])
-        store.add_labels([LabelRecord("p3", None, "judge", "m", round=1)])
+        store.add([LabelRecord("p3", 0.5, "human", "ann", **took)])
+        store.add([LabelRecord("p3", 0.9, "human", "bob", **{**took, "seconds": 8.0})])
+        store.add([LabelRecord("p3", None, "judge", "m", round=1)])
         store.add_costs(
             [CostRecord("a", "api", 1.5, "dollars"), CostRecord("b", "api", 1, "dollars")]
         )

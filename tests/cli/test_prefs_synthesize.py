@@ -134,7 +134,7 @@ def test_audit_of_a_store(here: Path, found: JudgeServer, capsys: Capture) -> No
     assert main(words(found.url)) == 0
     with PreferenceStore(here / "a.db") as store:
         pairs = [pair.id for pair in store.pairs()]
-        store.add_labels([human(pair, 1.0) for pair in pairs])
+        store.add([human(pair, 1.0) for pair in pairs])
     capsys.readouterr()
     assert main(["prefs", "audit", "a.db"]) == 0
     lines = capsys.readouterr().out.splitlines()

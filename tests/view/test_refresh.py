@@ -229,7 +229,7 @@ def test_any_value_in_an_address_shows_the_page(
     async def use(user: Any) -> None:
         assert problems(user) == []
 
-    simulate(lambda: rollouts.rollouts_page(library, address), use)
+    simulate(lambda: rollouts.RolloutsPage(library, address).build(), use)
     simulate(lambda: curves.curves_page(library, address, None), use)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from statistics import NormalDist
 from typing import Any
@@ -105,18 +105,7 @@ class Comparison:
             "seeds": self.seeds,
             "pair_confidence": self.confidence,
             "notes": list(self.notes),
-            "arms": [
-                {
-                    "arm": one.arm,
-                    "score": one.score.as_dict(),
-                    "scores": list(one.scores),
-                    "seconds": one.seconds,
-                    "tokens": one.tokens,
-                    "peak_bytes": one.peak_bytes,
-                    "models": list(one.models),
-                }
-                for one in self.arms
-            ],
+            "arms": [{**asdict(one), "score": one.score.as_dict()} for one in self.arms],
             "pairs": [
                 {
                     "a": one.a,

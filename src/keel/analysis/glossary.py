@@ -9,24 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from keel.analysis.metrics import (
-    COMPLETIONS,
-    CONTROL,
-    EVALUATION,
-    JUDGE,
-    JUDGING,
-    POLICY,
-    REWARD,
-    SAMPLING,
-    SUPERVISED,
-    VALUE,
-    Metric,
-)
-
-SECTIONS = (
-    *(REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED),
-    *(JUDGING, JUDGE, CONTROL),
-)
+from keel.analysis.metrics import SECTIONS, Metric
 
 
 def look_up(name: str) -> Metric | None:

@@ -12,7 +12,7 @@ class Metric:
     name: str
     meaning: str
     unit: str
-    watch: str
+    watch: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,6 @@ REWARD = Section(
             "reward/greedy",
             "Mean reward of the prompts' greedy completions, the baseline of ReMax.",
             "reward",
-            "",
         ),
     ),
 )
@@ -179,7 +178,6 @@ POLICY = Section(
             "learning_rate",
             "The optimizer's learning rate at this step, after warm-up and schedule.",
             "1",
-            "",
         ),
         Metric(
             "steps_skipped",
@@ -227,7 +225,6 @@ VALUE = Section(
             "The value model's learning rate at this step, where it has an optimizer of its own; "
             "learning_rate is 0 while only the value model learns (value.warmup_steps).",
             "1",
-            "",
         ),
     ),
 )
@@ -272,13 +269,11 @@ COMPLETIONS = Section(
             "completions/min_terminated_length",
             "Shortest completion that ended by itself.",
             "tokens",
-            "",
         ),
         Metric(
             "completions/max_terminated_length",
             "Longest completion that ended by itself.",
             "tokens",
-            "",
         ),
         Metric(
             "completions/clipped_ratio",
@@ -310,7 +305,6 @@ SAMPLING = Section(
             "sampling/importance_sampling_ratio/min",
             "Smallest ratio π_trainer / π_engine of the step.",
             "1",
-            "",
         ),
         Metric(
             "sampling/importance_sampling_ratio/mean",
@@ -323,7 +317,6 @@ SAMPLING = Section(
             "sampling/importance_sampling_ratio/max",
             "Largest ratio π_trainer / π_engine of the step.",
             "1",
-            "",
         ),
         Metric(
             "rollout/staleness/mean",
@@ -336,7 +329,6 @@ SAMPLING = Section(
             "rollout/staleness/max",
             "The same of the completion with the oldest weights.",
             "updates",
-            "",
         ),
         Metric(
             "rollout/refills",
@@ -362,7 +354,6 @@ SAMPLING = Section(
             "rollout/tokens",
             "Tokens that the policy wrote in this step, in dropped groups and greedily too.",
             "tokens",
-            "",
         ),
         Metric(
             "step/tokens",
@@ -374,7 +365,6 @@ SAMPLING = Section(
             "num_tokens",
             "Tokens of the sequences learned from so far in the run.",
             "tokens",
-            "",
         ),
     ),
 )
@@ -535,4 +525,9 @@ CONTROL = Section(
             "Far above what an episode can return: overestimation; set double = true.",
         ),
     ),
+)
+
+SECTIONS = (
+    *(REWARD, COMPLETIONS, POLICY, VALUE, SAMPLING, EVALUATION, SUPERVISED),
+    *(JUDGING, JUDGE, CONTROL),
 )

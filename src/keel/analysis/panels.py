@@ -361,11 +361,10 @@ def _series(
     column = columns[name]
     known = np.isfinite(column.values)
     steps = column.steps[known]
-    values: Array | None = column.values[known]
+    values = column.values[known]
     low = high = None
     if len(line.band) == 1:
         half = _on(columns.get(line.band[0].removeprefix("±")), steps)
-        assert values is not None
         if half is not None:
             low, high = values - half, values + half
             if values.size and values.min() >= 0 and values.max() <= 1:
@@ -373,16 +372,12 @@ def _series(
                 low, high = low.clip(min=0), high.clip(max=1)
     elif line.band:
         low, high = (_on(columns.get(end), steps) for end in line.band)
-    if not line.points:
-        values, low, high = (
-            None if v is None else smooth(v, window) if window > 1 else v
-            for v in (values, low, high)
-        )
+    parts = [part for part in (values, low, high) if part is not None]
+    if not line.points and window > 1:
+        parts = [smooth(part, window) for part in parts]
     if at is not None:  # games count the steps of their environments
         steps = np.interp(steps, at.steps, at.values)
-    assert values is not None
-    thinned = [_thin(v, points) for v in (steps, values, low, high) if v is not None]
-    return Series(line, label, *thinned)
+    return Series(line, label, *(_thin(part, points) for part in (steps, *parts)))
 
 
 def _on(column: Column | None, steps: Array) -> Array | None:

@@ -83,9 +83,7 @@ def reward_curve(
     `rows` are the stage's rows of metrics.jsonl. The reward is `reward`, each step and its moving
     mean; the spread `reward_std`, where it is not 0 throughout; the third panel, where anything was
     evaluated, `eval/pass@1` and `eval/pass@K`, or else `eval/reward`, with intervals.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     reward, spread = column(rows, "reward"), column(rows, "reward_std")
     sampled = sorted({n for row in rows for n in row if _is_pass_at(n)} - {"eval/pass@1"})
@@ -120,9 +118,7 @@ def return_curve(
     """Returns over environment steps: of the training episodes, and evaluated with its interval.
 
     `rows` are those of metrics.jsonl of a run on environments.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     at = [{**row, "step": row["environment_steps"]} for row in rows]
     training = column(at, "episode/return", "training episodes, with exploration")
@@ -138,23 +134,7 @@ def return_curve(
             label=training.label + (f" (mean of {window} rows)" if window > 1 else ""),
         )
         if len(evaluated.steps):
-            errors = None
-            if evaluated.low is not None and evaluated.high is not None:
-                errors = np.maximum(
-                    0.0,
-                    [evaluated.values - evaluated.low, evaluated.high - evaluated.values],
-                )
-            axes.errorbar(
-                evaluated.steps,
-                evaluated.values,
-                yerr=errors,
-                color=COLOURS[1],
-                marker=MARKERS[0],
-                markersize=5.0,
-                capsize=3,
-                elinewidth=1.2,
-                label=f"{evaluated.label}, 95 % interval",
-            )
+            _plot_intervals(axes, evaluated, 0, markersize=5.0)
         axes.set_xlabel("environment steps")
         axes.set_ylabel("return")
         axes.legend(loc="best")
@@ -173,9 +153,7 @@ def compare_curves(
     """Several curves on one pair of axes, each with its band, named in a legend.
 
     Colour and marker both tell them apart.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     with drawing(path, 4.5) as figure:
         axes = figure.subplots()
@@ -218,30 +196,24 @@ def _plot_steps(axes: Axes, curve: Curve, colour: str, label: str) -> None:
 
 def _plot_evaluated(axes: Axes, curves: Sequence[Curve], share: bool) -> None:
     for index, curve in enumerate(curves):
-        errors = None
-        if curve.low is not None and curve.high is not None:
-            errors = np.nan_to_num(
-                np.maximum(0.0, [curve.values - curve.low, curve.high - curve.values])
-            )
-        axes.errorbar(
-            curve.steps,
-            curve.values,
-            yerr=errors,
-            color=COLOURS[index + 1],
-            marker=MARKERS[index],
-            markersize=5.5,
-            capsize=3,
-            elinewidth=1.2,
-            clip_on=False,
-            zorder=3,
-            label=curve.label + (", 95 % interval" if errors is not None else ""),
-        )
+        _plot_intervals(axes, curve, index, markersize=5.5, clip_on=False, zorder=3)
     if share:
         axes.set_ylim(0, 1)
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
         _label_ends(axes, curves[0])
     axes.set_ylabel("validation accuracy" if share else "validation reward")
     axes.legend(loc="best")
+
+
+def _plot_intervals(axes: Axes, curve: Curve, index: int, **style: Any) -> None:
+    """Evaluations with their intervals, if they have some."""
+    errors, label = None, curve.label
+    if curve.low is not None and curve.high is not None:
+        errors = np.maximum(0.0, [curve.values - curve.low, curve.high - curve.values])
+        errors, label = np.nan_to_num(errors), f"{label}, 95 % interval"
+    colour, marker = COLOURS[index + 1], MARKERS[index]
+    style |= {"color": colour, "marker": marker, "capsize": 3, "elinewidth": 1.2, "label": label}
+    axes.errorbar(curve.steps, curve.values, yerr=errors, **style)
 
 
 def _label_ends(axes: Axes, curve: Curve) -> None:
@@ -285,7 +257,10 @@ def set_titles(figure: Figure, title: str, subtitle: str) -> None:
 
 @contextmanager
 def drawing(path: Path, height: float) -> Iterator[Figure]:
-    """A figure with our style and no state of pyplot's, written when the block ends."""
+    """A figure with our style and no state of pyplot's, written when the block ends.
+
+    Raises KeelError if matplotlib is not installed, or the file cannot be written.
+    """
     with styled(WIDTH, height) as figure:
         yield figure
         # Renamed when it is whole, so that a reader never sees half a picture.

@@ -27,9 +27,7 @@ def reliability_picture(
 
     Points lie at a bin's mean prediction with Wilson's 95 % interval; on the diagonal the model
     means what it says. Without a `subtitle` there is one with the figures.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     pairs = isinstance(report, PairReport)
     full = any(b.n for b in report.bins)
@@ -84,9 +82,7 @@ def reliability_picture(
 
 def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "") -> None:
     """How far apart the model scores the two answers of a pair; below 0 it is wrong.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     margins, decided = report.margins, report.n - report.ties
     edges, counts = np.array(margins.edges), np.array(margins.counts)
@@ -131,9 +127,7 @@ def length_picture(
     """How often the model is right by length, with 95 % intervals.
 
     A model that goes by length is right where the better answer is longer and wrong elsewhere.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     pairs, bins = isinstance(report, PairReport), report.by_length
     constant = 0.5 if isinstance(report, PairReport) else report.constant_accuracy
@@ -192,9 +186,7 @@ def over_optimisation_picture(
     `fit` a thin dotted line is the law of `fit_overoptimisation`, where the points determine it,
     drawn no further than they reach.
     Source: Gao et al. 2022 [2210.10760] figure 1.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     with drawing(path, 5.0) as figure:
         axes = figure.subplots()
@@ -245,9 +237,7 @@ def forgetting_picture(
 
     Versions are the rows, validation rows the columns: below the diagonal is what a version has
     kept of earlier ones, above it are answers of policies that came later.
-
-    Raises:
-        KeelError: matplotlib is not installed, or the file cannot be written.
+    Raises KeelError as `drawing` does.
     """
     share = np.array([[one.mean for one in row] for row in accuracy])
     with drawing(path, 1.5 + 0.6 * len(versions)) as figure:

@@ -27,7 +27,7 @@ from keel.data.preferences.published import (
 from keel.data.preferences.schema import Preference
 from keel.data.preferences.store.formats import ANNOTATORS
 from keel.data.preferences.summary import agreement, summarise
-from keel.data.tables import read_table
+from keel.data.tables import read_file
 from keel.runs.files import write_bytes
 from keel.runs.values import plain, record_line
 from keel.types import KeelError
@@ -157,7 +157,7 @@ def _rows(path: str) -> Source:
     """Rows of prompt/chosen/rejected, with their votes where every row has a list of them."""
     if path.endswith(".json"):
         raise KeelError(f"{path}: not rows, one a line: run keel prefs import first")
-    table = read_table("parquet" if path.endswith(".parquet") else "jsonl", path, {}, "train")
+    table = read_file(path)
     places = [
         (row, table.where.place(line)) for row, line in zip(table.rows, table.lines, strict=True)
     ]

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from keel.config.fields import nearest
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 PYTHON = "python"
 PASSED = re.compile(rf"{PYTHON}:\w+")
@@ -67,7 +67,13 @@ def load_entry(entry: str, what: str) -> Any:
 
 def load_module(place: str, entry: str, what: str) -> ModuleType:
     """The module or file `place`, which `entry` names for `what`. Raises KeelError as above."""
-    return _file(place, entry, what) if place.endswith(".py") else _module(place, entry, what)
+    try:
+        return _file(place, entry, what) if place.endswith(".py") else _module(place, entry, what)
+    except KeelError:
+        raise
+    except (Exception, SystemExit) as error:
+        message = one_line(error, named=True)
+        raise KeelError(f"{what} {entry!r} fails as it is imported: {message}") from error
 
 
 def source_of(place: str) -> Path | None:
@@ -108,9 +114,9 @@ def _file(place: str, entry: str, what: str) -> ModuleType:
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException:
         del sys.modules[name]
-        raise _failed(error, entry, what) from error
+        raise
     return module
 
 
@@ -124,11 +130,4 @@ def _module(place: str, entry: str, what: str) -> ModuleType:
                 f"{what} {entry!r}: there is no module {error.name!r} on the Python path or in "
                 f"{Path.cwd()}: give the file as path/to/file.py:function"
             ) from None
-        raise _failed(error, entry, what) from error
-    except (Exception, SystemExit) as error:
-        raise _failed(error, entry, what) from error
-
-
-def _failed(error: BaseException, entry: str, what: str) -> KeelError:
-    message = " ".join(f"{type(error).__name__}: {error}".split())
-    return KeelError(f"{what} {entry!r} fails as it is imported: {message}")
+        raise

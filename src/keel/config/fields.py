@@ -38,6 +38,7 @@ Temperature = Annotated[float, Field(ge=1e-3, le=100)]
 """Logits are divided by it: below, sampling is greedy; above, uniform."""
 LearningRate = Annotated[float, Field(gt=0, le=1)]
 """AdamW moves a weight by about as much in each step."""
+StageName = Annotated[str, Field(description="Name of the stage in files, metrics and overrides.")]
 Words = Annotated[tuple[str, ...], AsTuple]
 Ids = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], AsTuple]
 """Tokens by their id."""

@@ -4,180 +4,124 @@ from __future__ import annotations
 
 from typing import Final
 
-FOREIGN: Final[dict[str, str]] = {
-    # earlier names of Keel
-    "ahead": "rollout.async_level",
-    "final_share": "optimizer.min_lr_ratio",
-    "heldout_share": "tasks.validation_fraction",
-    "heldout": "sampled.validation",
-    "heldout_path": "tasks.validation_path",
-    "gate": "rewards.functions.gate_below",
-    "closed": "rewards.functions.gated_reward",
-    "learns": "objective",
-    # sizes
-    "num_generations": "rollout.group_size",
-    "n": "rollout.group_size",
-    "train_batch_size": "rollout.prompts_per_step",
-    "gen_batch_size": "rollout.prompts_per_step",
-    "num_mini_batches": "minibatches",
-    "steps_per_generation": "minibatches",
-    "ppo_max_token_len_per_gpu": "token_budget",
-    "max_completion_length": "rollout.max_tokens",
-    "max_new_tokens": "rollout.max_tokens",
-    "response_length": "rollout.max_tokens",
-    "max_response_length": "rollout.max_tokens",
-    "max_prompt_length": "prompts.max_tokens",
-    "max_steps": "steps",
-    "total_training_steps": "steps",
-    "num_iterations": "epochs",
-    "num_ppo_epochs": "epochs",
-    "ppo_epochs": "epochs",
-    "critic_warmup": "value.warmup_steps",
-    # sampling
-    "temperature": "rollout.temperature",
-    "top_k": "rollout.top_k",
-    "top_p": "rollout.top_p",
-    "min_p": "rollout.min_p",
-    "group_size": "rollout.group_size",
-    "max_tokens": "rollout.max_tokens",
-    "prompts_per_step": "rollout.prompts_per_step",
-    "mask_truncated_completions": "rollout.mask_truncated",
-    "filter_groups": "rollout.dynamic_sampling",
-    "soft_overlong": "rollout.overlong_buffer",
-    "stop_token_ids": "rollout.stop_ids",
-    # objective
-    "adv_estimator": "algorithm.preset",
-    "loss_type": "algorithm.preset",
-    "beta": "algorithm.divergence.beta",
-    "kl_coef": "algorithm.divergence.beta",
-    "kl_loss_coef": "algorithm.divergence.beta",
-    "kl_loss_type": "algorithm.divergence.estimator",
-    "kl_estimator": "algorithm.divergence.estimator",
-    "target_kl": "algorithm.divergence.adaptive.target",
-    "epsilon": "algorithm.surrogate.low",
-    "epsilon_low": "algorithm.surrogate.low",
-    "epsilon_high": "algorithm.surrogate.high",
-    "clip_ratio": "algorithm.surrogate.low",
-    "clip_ratio_low": "algorithm.surrogate.low",
-    "clip_ratio_high": "algorithm.surrogate.high",
-    "clip_ratio_c": "algorithm.surrogate.dual",
-    "delta": "algorithm.surrogate.dual",
-    "cliprange": "algorithm.surrogate.low",
-    "cliprange_value": "algorithm.value.clip",
-    "vf_coef": "algorithm.value.coefficient",
-    "entropy_coeff": "algorithm.entropy",
-    "entropy_coef": "algorithm.entropy",
-    "gamma": "algorithm.advantage.gamma",
-    "lam": "algorithm.advantage.lam",
-    "scale_rewards": "algorithm.advantage.scale",
-    "norm_adv_by_std_in_grpo": "algorithm.advantage.scale",
-    "whiten_rewards": "algorithm.advantage.whiten",
-    "importance_sampling_level": "algorithm.ratio",
-    "loss_agg_mode": "algorithm.weights.kind",
-    "vllm_importance_sampling_correction": "algorithm.correction",
-    "vllm_importance_sampling_cap": "algorithm.correction.cap",
-    # optimizer
-    "learning_rate": "optimizer.learning_rate",
-    "lr": "optimizer.learning_rate",
-    "lr_scheduler_type": "optimizer.schedule",
-    "warmup_steps": "optimizer.warmup_steps",
-    "lr_warmup_steps": "optimizer.warmup_steps",
-    "weight_decay": "optimizer.weight_decay",
-    "max_grad_norm": "optimizer.max_grad_norm",
-    "grad_clip": "optimizer.max_grad_norm",
-    "clip_grad": "optimizer.max_grad_norm",
-    "adam_epsilon": "optimizer.epsilon",
-    # models
-    "model_name_or_path": "model.name",
-    "path": "model.name",
-    "torch_dtype": "model.dtype",
-    "bf16": "model.autocast",
-    "gradient_checkpointing": "model.activation_checkpointing",
-    "enable_gradient_checkpointing": "model.activation_checkpointing",
-    "lora_r": "model.lora.rank",
-    "lora_rank": "model.lora.rank",
-    "r": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "target_modules": "model.lora.targets",
-    "sync_ref_model": "reference.reset_every",
-    "ref_model_sync_steps": "reference.reset_every",
-    "teacher_model_name_or_path": "teacher.name",
-    # data, rewards, bookkeeping
-    "dataset_name": "tasks.name",
-    "train_files": "tasks.path",
-    "val_files": "tasks.validation_path",
-    "reward_funcs": "rewards.functions",
-    "reward_weights": "rewards.functions.weight",
-    "custom_reward_function": "rewards.functions",
-    "chat_template_kwargs": "prompts.chat_template",
-    "save_steps": "checkpoints.every",
-    "save_freq": "checkpoints.every",
-    "save_total_limit": "checkpoints.keep",
-    "eval_steps": "evaluation.every",
-    "test_freq": "evaluation.every",
-    "num_samples": "evaluation.samples",
-    "report_to": "trackers",
-    "output_dir": "--run on the command line",
-    "default_local_dir": "--run on the command line",
-    "logger": "trackers",
-    "prompt_key": "tasks.prompt",
-    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
-    "n_gpus_per_node": "cluster.processes",
-    "run_name": "name",
-    "experiment_name": "name",
-    "adam_beta1": "optimizer.betas.0",
-    "adam_beta2": "optimizer.betas.1",
-    "critic.model.path": "value.name",
+_NAMES: Final[dict[str, str]] = {
+    "rollout.async_level": "ahead",
+    "optimizer.min_lr_ratio": "final_share",
+    "tasks.validation_fraction": "heldout_share",
+    "sampled.validation": "heldout",
+    "tasks.validation_path": "heldout_path val_files",
+    "rewards.functions.gate_below": "gate",
+    "rewards.functions.gated_reward": "closed",
+    "objective": "learns",
+    "rollout.group_size": "num_generations n group_size",
+    "rollout.prompts_per_step": "train_batch_size gen_batch_size prompts_per_step",
+    "minibatches": "num_mini_batches steps_per_generation",
+    "token_budget": "ppo_max_token_len_per_gpu",
+    "rollout.max_tokens": (
+        "max_completion_length max_new_tokens response_length max_response_length max_tokens"
+    ),
+    "prompts.max_tokens": "max_prompt_length",
+    "steps": "max_steps total_training_steps",
+    "epochs": "num_iterations num_ppo_epochs ppo_epochs",
+    "value.warmup_steps": "critic_warmup",
+    "rollout.temperature": "temperature",
+    "rollout.top_k": "top_k",
+    "rollout.top_p": "top_p",
+    "rollout.min_p": "min_p",
+    "rollout.mask_truncated": "mask_truncated_completions",
+    "rollout.dynamic_sampling": "filter_groups",
+    "rollout.overlong_buffer": "soft_overlong",
+    "rollout.stop_ids": "stop_token_ids",
+    "algorithm.preset": "adv_estimator loss_type",
+    "algorithm.divergence.beta": "beta kl_coef kl_loss_coef",
+    "algorithm.divergence.estimator": "kl_loss_type kl_estimator",
+    "algorithm.divergence.adaptive.target": "target_kl",
+    "algorithm.surrogate.low": "epsilon epsilon_low clip_ratio clip_ratio_low cliprange",
+    "algorithm.surrogate.high": "epsilon_high clip_ratio_high",
+    "algorithm.surrogate.dual": "clip_ratio_c delta",
+    "algorithm.value.clip": "cliprange_value",
+    "algorithm.value.coefficient": "vf_coef",
+    "algorithm.entropy": "entropy_coeff entropy_coef",
+    "algorithm.advantage.gamma": "gamma",
+    "algorithm.advantage.lam": "lam",
+    "algorithm.advantage.scale": "scale_rewards norm_adv_by_std_in_grpo",
+    "algorithm.advantage.whiten": "whiten_rewards",
+    "algorithm.ratio": "importance_sampling_level",
+    "algorithm.weights.kind": "loss_agg_mode",
+    "algorithm.correction": "vllm_importance_sampling_correction",
+    "algorithm.correction.cap": "vllm_importance_sampling_cap",
+    "optimizer.learning_rate": "learning_rate lr",
+    "optimizer.schedule": "lr_scheduler_type",
+    "optimizer.warmup_steps": "warmup_steps lr_warmup_steps",
+    "optimizer.weight_decay": "weight_decay",
+    "optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad",
+    "optimizer.epsilon": "adam_epsilon",
+    "model.name": "model_name_or_path path",
+    "model.dtype": "torch_dtype",
+    "model.autocast": "bf16",
+    "model.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+    "model.lora.rank": "lora_r lora_rank r",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.targets": "target_modules",
+    "reference.reset_every": "sync_ref_model ref_model_sync_steps",
+    "teacher.name": "teacher_model_name_or_path",
+    "tasks.name": "dataset_name",
+    "tasks.path": "train_files",
+    "rewards.functions": "reward_funcs custom_reward_function",
+    "rewards.functions.weight": "reward_weights",
+    "prompts.chat_template": "chat_template_kwargs",
+    "checkpoints.every": "save_steps save_freq",
+    "checkpoints.keep": "save_total_limit",
+    "evaluation.every": "eval_steps test_freq",
+    "evaluation.samples": "num_samples",
+    "trackers": "report_to logger",
+    "--run on the command line": "output_dir default_local_dir",
+    "tasks.prompt": "prompt_key",
+    "rollout.vllm.gpu_memory_utilization": "gpu_memory_utilization",
+    "cluster.processes": "n_gpus_per_node",
+    "name": "run_name experiment_name",
+    "optimizer.betas.0": "adam_beta1",
+    "optimizer.betas.1": "adam_beta2",
+    "value.name": "critic.model.path",
 }
-"""Foreign key to Keel's (a path within a stage, but for `model.*`); its end, or all of it."""
+"""Keel's key (a path within a stage, but for `model.*`), and the foreign keys that mean it."""
+FOREIGN: Final = {name: own for own, names in _NAMES.items() for name in names.split()}
+"""Foreign key to Keel's; its end, or all of it."""
 
-COMPLETIONS = (
-    "counts completions in TRL: set rollout.prompts_per_step to that number, times the processes "
-    "for a number per device, over rollout.group_size"
-)
-ENGINE = (
-    'Keel samples with an engine of its own: leave the key out, or set rollout.engine = "vllm" '
-    "(its keys are in rollout.vllm)"
-)
-EPOCHS = (
-    "counts passes over the data: set steps, each of rollout.prompts_per_step prompts (or "
-    "batch_size examples)"
-)
-SHARE = "is a share of the steps: set optimizer.warmup_steps, which counts steps"
-MICRO = (
-    "counts sequences or micro-batches: set token_budget, the tokens of a micro-batch; the result "
-    "does not depend on it"
-)
-KL = "switches the divergence: set algorithm.divergence.beta (0 is off)"
-RECORDED = "every step is recorded and shown: leave the key out"
-REWARD_MODEL = (
-    'name a reward model in rewards.functions: {function = "outcome", options = {model = FOLDER}}'
-)
-EXPLAINED: Final[dict[str, str]] = {
-    "num_train_epochs": EPOCHS,
-    "total_epochs": EPOCHS,
-    "num_epochs": EPOCHS,
-    "warmup_ratio": SHARE,
-    "lr_warmup_steps_ratio": SHARE,
-    "gradient_accumulation_steps": MICRO,
-    "ppo_micro_batch_size_per_gpu": MICRO,
+_EXPLANATIONS: Final[dict[str, str]] = {
+    "num_train_epochs total_epochs num_epochs": (
+        "counts passes over the data: set steps, each of rollout.prompts_per_step prompts (or "
+        "batch_size examples)"
+    ),
+    "warmup_ratio lr_warmup_steps_ratio": (
+        "is a share of the steps: set optimizer.warmup_steps, which counts steps"
+    ),
+    "gradient_accumulation_steps ppo_micro_batch_size_per_gpu": (
+        "counts sequences or micro-batches: set token_budget, the tokens of a micro-batch; the "
+        "result does not depend on it"
+    ),
     "ppo_mini_batch_size": "counts prompts: set minibatches, the optimizer steps of an epoch",
-    "use_kl_loss": KL,
-    "use_kl_in_reward": KL,
-    "logging_steps": RECORDED,
-    "log_freq": RECORDED,
-    "reward_model.enable": REWARD_MODEL,
-    "reward_model.model.path": REWARD_MODEL,
+    "use_kl_loss use_kl_in_reward": (
+        "switches the divergence: set algorithm.divergence.beta (0 is off)"
+    ),
+    "logging_steps log_freq": "every step is recorded and shown: leave the key out",
+    "reward_model.enable reward_model.model.path": (
+        "name a reward model in rewards.functions: "
+        '{function = "outcome", options = {model = FOLDER}}'
+    ),
     "tensor_model_parallel_size": (
         'is an argument of vLLM: rollout.vllm.arguments = ["--tensor-parallel-size=2"]'
     ),
-    "per_device_train_batch_size": COMPLETIONS,
-    "generation_batch_size": COMPLETIONS,
-    "use_vllm": ENGINE,
-    "vllm_mode": ENGINE,
-    "vllm_server_host": ENGINE,
-    "vllm_gpu_memory_utilization": ENGINE,
+    "per_device_train_batch_size generation_batch_size": (
+        "counts completions in TRL: set rollout.prompts_per_step to that number, times the "
+        "processes for a number per device, over rollout.group_size"
+    ),
+    "use_vllm vllm_mode vllm_server_host vllm_gpu_memory_utilization": (
+        'Keel samples with an engine of its own: leave the key out, or set rollout.engine = "vllm" '
+        "(its keys are in rollout.vllm)"
+    ),
 }
+EXPLAINED: Final = {name: text for names, text in _EXPLANATIONS.items() for name in names.split()}
 """Foreign keys that no single key of Keel's stands for: what to do instead."""
 STAGES: Final[dict[str, str]] = {
     "dpo": 'DPO is a stage: set stage = "dpo"',

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Coefficient, FrozenModel, Positive, Unit, UnusedIf
-from keel.config.fields import Answers, AsTuple, Count, Index, Temperature, Tokens
+from keel.config.fields import Answers, AsTuple, Count, Index, StageName, Temperature, Tokens
 from keel.config.model import BaseModelChoice
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.sampling import PAST_THE_END, Rollout, SamplingSource
@@ -106,8 +106,7 @@ class JudgedEvaluation(FrozenModel):
 class JudgingStage(StageConfig):
     """What the stages that learn from preference data have in common."""
 
-    name: str = "judging"
-    """Name of the stage in files, metrics and overrides."""
+    name: StageName = "judging"
     data: PreferenceData | None = None
     sampled: SampledData | None = None
     max_tokens: Tokens | None = None
@@ -132,6 +131,11 @@ class JudgingStage(StageConfig):
         if (self.data is None) == (self.sampled is None):
             raise ValueError(
                 "set exactly one of data (rows from a file) and sampled (answers of the policy)"
+            )
+        few = self.sampled is not None and self.sampled.group_size < 2
+        if few and self.records == "pairs":
+            raise ValueError(
+                "sampled.group_size = 1 gives no two answers to compare: set 2 or more"
             )
         compares = self.reward_model == "outcome" and self.records == "pairs"
         if self.sampled is not None and self.sampled.people is not None and not compares:
@@ -174,8 +178,7 @@ class RewardModelStage(JudgingStage):
     reward_model: ClassVar[Literal["outcome"]] = "outcome"
     trains_policy: ClassVar[bool] = False
     stage: Literal["reward_model"] = "reward_model"
-    name: str = "reward_model"
-    """Name of the stage in files, metrics and overrides."""
+    name: StageName = "reward_model"
     objective: Literal["pairs", "labels"] = "pairs"
     """Bradley–Terry on prompt/chosen/rejected, or cross-entropy on prompt/completion/label."""
     centering: Coefficient = 0.0
@@ -197,10 +200,6 @@ class RewardModelStage(JudgingStage):
                 f"centering = {self.centering:g} is of pairs, and labels fix the score's zero: "
                 "drop it"
             )
-        if self.sampled is not None and self.objective == "pairs" and self.sampled.group_size < 2:
-            raise ValueError(
-                "sampled.group_size = 1 gives no two answers to compare: set 2 or more"
-            )
         return self
 
 
@@ -210,8 +209,7 @@ class ProcessRewardModelStage(JudgingStage):
     reward_model: ClassVar[Literal["process"]] = "process"
     trains_policy: ClassVar[bool] = False
     stage: Literal["process_reward_model"] = "process_reward_model"
-    name: str = "process_reward_model"
-    """Name of the stage in files, metrics and overrides."""
+    name: StageName = "process_reward_model"
     separator: str = "\n"
     """Text between two steps of an answer."""
     threshold: Annotated[Unit, _NEVER_EVALUATED] = 0.5
@@ -231,8 +229,7 @@ class DPOStage(JudgingStage):
     """Direct preference optimisation: the policy learns from pairs without a reward model."""
 
     stage: Literal["dpo"] = "dpo"
-    name: str = "dpo"
-    """Name of the stage in files, metrics and overrides."""
+    name: StageName = "dpo"
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """The DPO loss, or that of IPO."""
     beta: Positive = 0.1
@@ -261,8 +258,4 @@ class DPOStage(JudgingStage):
             raise ValueError("chat_template is of data: set sampled.prompts.chat_template instead")
         if self.loss == "ipo" and self.smoothing:
             raise ValueError(f'smoothing = {self.smoothing:g} is of loss = "sigmoid": drop it')
-        if self.sampled is not None and self.sampled.group_size < 2:
-            raise ValueError(
-                "sampled.group_size = 1 gives no two answers to compare: set 2 or more"
-            )
         return self

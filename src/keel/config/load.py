@@ -65,7 +65,8 @@ def load_run_recipe(path: str | Path) -> Recipe:
         for table in _prompt_tables(data):
             if table.get("system", "none") == "none":  # else a conversation, with raw or without
                 table["raw"] = True
-        for function in _learned_rewards(data):
+        learned = [t for key, t in _tables(data) if key == "functions"]
+        for function in (one for one in learned if one.get("function") in LEARNED):
             function["options"] = {"raw": True, **function.get("options", {})}
     return load_recipe(data)
 
@@ -107,31 +108,24 @@ def predates_raw(data: Mapping[str, Any]) -> bool:
 
     A resolved recipe has every key that its version knows.
     """
-    tables = list(_prompt_tables(data))
+    tables = _prompt_tables(data)
     return bool(tables) and not any("raw" in table for table in tables)
 
 
-def _prompt_tables(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _prompt_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tables of a recipe that have the key `raw`: tasks and preference data."""
-    for stage in _tables(data.get("stages")):
-        yield from _tables(stage.get("tasks"))
-        yield from _tables([stage.get("data")])
-        for sampled in _tables([stage.get("sampled")]):
-            yield from _tables(sampled.get("tasks"))
+    return [table for key, table in _tables(data) if key in ("tasks", "data")]
 
 
-def _learned_rewards(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rewards whose option `raw` says how their model reads plain prompts."""
-    for stage in _tables(data.get("stages")):
-        for owner in (stage, *_tables([stage.get("sampled")])):
-            for rewards in _tables([owner.get("rewards")]):
-                functions = _tables(rewards.get("functions"))
-                yield from (one for one in functions if one.get("function") in LEARNED)
-
-
-def _tables(value: Any) -> list[dict[str, Any]]:
-    """The tables of a list; whatever else is there is left to validation."""
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+def _tables(value: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tables in a recipe's data, each with the key that it, or its list, stands under."""
+    if isinstance(value, dict):
+        yield key, value
+        for name, inside in value.items():
+            yield from _tables(inside, name) if name != "options" else ()
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _tables(inside, key)
 
 
 def refuse_secrets(data: Mapping[str, Any]) -> None:
@@ -214,8 +208,8 @@ def _no_recipe(label: str) -> str:
         return f"recipe {label!r}: recipes are TOML files: write it as one, with the suffix .toml"
     if label == "control":
         return "unknown recipe 'control': the command is keel control ALGORITHM --env ID"
-    if nearest(label, PRESETS) is not None and nearest(label, shipped()) is None:
-        guess = nearest(label, PRESETS)
+    guess = nearest(label, PRESETS)
+    if guess is not None and nearest(label, shipped()) is None:
         return (
             f"unknown recipe {label!r}: {guess!r} is an algorithm: name a recipe and set "
             f"algorithm={guess}"

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from keel.config.control import ControlRecipe, PolicyGradientStage, QLearningStage
+from keel.config.errors import models_in
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.schema import Recipe, RLStage, SFTStage
 
@@ -57,7 +58,7 @@ def _keys(
     from the model's own."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
-        inner = _model(info)
+        inner = next(models_in(info), None)
         if name in ("stages", "stage"):
             continue
         if name == "algorithm":
@@ -71,15 +72,6 @@ def _keys(
         yield f"[[{key}]]" if many else key, _default(info), " ".join(about.split())
         own = info.default if isinstance(info.default, inner) else None
         yield from _keys(inner, f"{key}.", own)
-
-
-def _model(info: FieldInfo) -> type[BaseModel] | None:
-    def found(annotation: Any) -> type[BaseModel] | None:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            return annotation
-        return next((m for a in get_args(annotation) if (m := found(a)) is not None), None)
-
-    return found(info.annotation)
 
 
 def _default(info: FieldInfo, value: Any = None) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import EntryPoint, FrozenModel, UnusedIf
-from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Tokens
+from keel.config.fields import AsTuple, Count, Index, Seed, StageName, Threads, Tokens
 from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
 from keel.config.model import Model, TeacherModel
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
@@ -54,8 +54,7 @@ class SFTStage(StageConfig):
     """Supervised fine-tuning on the task's demonstrations."""
 
     stage: Literal["sft"] = "sft"
-    name: str = "sft"
-    """Name of the stage in files, metrics and overrides."""
+    name: StageName = "sft"
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
     demonstration: EntryPoint = "keel.data.tasks.generated:gold"
@@ -125,8 +124,7 @@ class RLStage(StageConfig):
     shared_by_processes: ClassVar[bool] = True
 
     stage: Literal["rl"] = "rl"
-    name: str = "rl"
-    """Name of the stage in files, metrics and overrides."""
+    name: StageName = "rl"
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
     rewards: Rewards = Rewards()
@@ -196,19 +194,16 @@ class RLStage(StageConfig):
                 "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
                 'rollout.old_log_probs = "engine" makes them the same: set it to "trainer"'
             )
-        if r.dtype != "model" and self.algorithm.correction is None:
+        for key, same, quite in (("dtype", "model", ""), ("engine", "native", "quite ")):
+            value = getattr(r, key)
+            own = value == same or (key == "engine" and value != "vllm")
+            if self.algorithm.correction is not None or own:
+                continue
             both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
             raise ValueError(
-                f'rollout.dtype = "{r.dtype}" samples with log-probs that are not the trainer\'s, '
-                "and nothing corrects for that: set algorithm.correction.kind = "
-                f'"truncate"{both}, or rollout.dtype = "model"'
-            )
-        if r.engine == "vllm" and self.algorithm.correction is None:
-            both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
-            raise ValueError(
-                'rollout.engine = "vllm" samples with log-probs that are not quite the trainer\'s, '
-                "and nothing corrects for that: set algorithm.correction.kind = "
-                f'"truncate"{both}, or rollout.engine = "native"'
+                f'rollout.{key} = "{value}" samples with log-probs that are not {quite}the '
+                "trainer's, and nothing corrects for that: set algorithm.correction.kind = "
+                f'"truncate"{both}, or rollout.{key} = "{same}"'
             )
         if self.value.kind == "head" and self.value.name:
             raise ValueError(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from keel.data.tables import encodable
-from keel.types import Content, Message, Tools
+from keel.types import Content, KeelError, Message, Tools
 
 FORM = '[{"role": …, "content": …}, …], each content a text'
 SHAREGPT = {
@@ -17,6 +18,15 @@ SHAREGPT = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
 }
 """The roles of ShareGPT's `{"from": …, "value": …}`."""
+
+
+@contextmanager
+def reading(column: str, where: str) -> Iterator[None]:
+    """Inside, what a column holds instead of messages or tools is a KeelError."""
+    try:
+        yield
+    except ValueError as error:
+        raise KeelError(f"{where}: column {column!r} holds {error}") from None
 
 
 def read_messages(value: Any) -> tuple[Message, ...]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.fields import BadRows, nearest, unknown
+from keel.config.sources import PreferenceData, TaskSource
 from keel.runs.quarantine import LeftOut, Why, shortened
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 Row = Mapping[str, Any]
 
@@ -60,10 +61,6 @@ class Gathered:
         self.stops = choice == "stop"
         self.rows = list(rows)
 
-    def take(self, error: KeelError, where: Where, line: int, row: Any) -> None:
-        """A row and what is wrong with it."""
-        self.rows.append(where.left_out(line, str(error), row))
-
     def check(self, table: str = "") -> None:
         """Raise KeelError if bad rows stop and there are any.
 
@@ -99,16 +96,41 @@ def read_table(
     A row that cannot be read stops, in one line (KeelError), or is among the table's `bad`.
     """
     if kind == "datasets":
-        return read_dataset(path, split, options, bad_rows)
+        return _usable(read_dataset(path, split, options), bad_rows)
     if options:
         raise KeelError(f"{kind}: unknown option {next(iter(options))!r}: it has no options")
     read = read_jsonl if kind == "jsonl" else read_parquet
-    return read(_existing(path), bad_rows)
+    return _usable(read(_existing(path)), bad_rows)
 
 
-def read_jsonl(path: Path, bad_rows: BadRows = "stop") -> Table:
+def read_file(path: Path | str, bad_rows: BadRows = "stop") -> Table:
+    """Read a table whose name says what it is: Parquet, or else JSONL."""
+    kind = "parquet" if Path(path).suffix == ".parquet" else "jsonl"
+    return read_table(kind, str(path), {}, "train", bad_rows)
+
+
+def split_tables(source: TaskSource | PreferenceData, where: str) -> tuple[Table, Table | None]:
+    """The train table of a source of files, and the validation one if it is given.
+
+    Bad rows are among the tables' `bad`. Raises KeelError that begins with `where`.
+    """
+    named = source.name == "datasets"
+    if source.path is None:
+        raise KeelError(where + (": give a data set's name" if named else ": give a file"))
+    options = dict(source.options)
+    split = str(options.pop("split", "train")) if named else "train"
+    train = read_table(source.name, source.path, options, split, "quarantine")
+    if source.validation_path is None:
+        return train, None
+    path, held = source.path, source.validation_path
+    other = (path, options, held) if named else (held, options, split)
+    return train, read_table(source.name, *other, "quarantine")
+
+
+def read_jsonl(path: Path) -> Table:
     """One JSON object a line; blank lines are passed over. A name in .gz is a compressed file."""
-    where, bad = Where(str(path), ":"), Gathered(bad_rows)
+    where = Where(str(path), ":")
+    bad: list[LeftOut] = []
     rows: list[Row] = []
     numbers: list[int] = []
     lines: list[int] = []
@@ -120,19 +142,19 @@ def read_jsonl(path: Path, bad_rows: BadRows = "stop") -> Table:
                 if text.isspace():
                     continue
                 try:
-                    rows.append(_row(text, where, line))
+                    rows.append(_row(text))
                 except KeelError as error:
-                    bad.take(error, where, line, _shown(text))
+                    bad.append(where.left_out(line, f"{where.place(line)}: {error}", _shown(text)))
                     continue
-                numbers.append(len(numbers) + len(bad.rows))
+                numbers.append(len(numbers) + len(bad))
                 lines.append(line)
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error  # of a damaged .gz there is a text alone
         raise KeelError(f"{path}: cannot be read: {why}") from None
-    return _table(where, rows, numbers, lines, bad)
+    return Table(where, rows, numbers, lines, tuple(bad))
 
 
-def read_parquet(path: Path, bad_rows: BadRows = "stop") -> Table:
+def read_parquet(path: Path) -> Table:
     """The rows of a Parquet file; they are counted from 1."""
     from pyarrow import parquet
 
@@ -141,7 +163,7 @@ def read_parquet(path: Path, bad_rows: BadRows = "stop") -> Table:
         names = parquet.read_schema(path).names
         table = None if len(set(names)) < len(names) else parquet.read_table(path)
     except Exception as error:  # of many kinds, for a file that is damaged
-        raise KeelError(f"{path}: not a Parquet file: {_line(error)}") from None
+        raise KeelError(f"{path}: not a Parquet file: {one_line(error)[:300]}") from None
     if table is None:
         twice = next(name for at, name in enumerate(names) if name in names[:at])
         raise KeelError(f"{path}: two columns are named {twice!r}: rename one of them")
@@ -150,16 +172,16 @@ def read_parquet(path: Path, bad_rows: BadRows = "stop") -> Table:
         try:
             columns.append(list(map(_own, table.column(at).to_pylist())))
         except Exception as error:  # text that is not UTF-8, the year 300000
-            raise KeelError(f"{path}: column {name!r} cannot be read: {_line(error)}") from None
+            raise KeelError(
+                f"{path}: column {name!r} cannot be read: {one_line(error)[:300]}"
+            ) from None
     rows: Sequence[Row] = [{} for _ in range(table.num_rows)]
     if columns:
         rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    return _table(where, rows, range(len(rows)), range(1, len(rows) + 1), Gathered(bad_rows))
+    return Table(where, rows, range(len(rows)), range(1, len(rows) + 1))
 
 
-def read_dataset(
-    name: str, split: str, options: Mapping[str, Any], bad_rows: BadRows = "stop"
-) -> Table:
+def read_dataset(name: str, split: str, options: Mapping[str, Any]) -> Table:
     """One split of what `datasets.load_dataset(name, **options)` gives."""
     if importlib.util.find_spec("datasets") is None:
         raise KeelError("the library `datasets` is not installed: pip install 'keel-rl[data]'")
@@ -172,13 +194,13 @@ def read_dataset(
     except KeelError:
         raise
     except Exception as error:
-        raise KeelError(f"datasets: {name!r} cannot be loaded: {_line(error)}") from None
-    return _checked(Where(f"{name}[{split}]"), rows, Gathered(bad_rows))
+        raise KeelError(f"datasets: {name!r} cannot be loaded: {one_line(error)[:300]}") from None
+    return _checked(Where(f"{name}[{split}]"), rows)
 
 
-def rows_table(rows: Sequence[Any], name: str, bad_rows: BadRows = "stop") -> Table:
-    """Rows that a Python function returned."""
-    return _checked(Where(name), rows, Gathered(bad_rows))
+def rows_table(rows: Sequence[Any], name: str) -> Table:
+    """Rows that a Python function returned; bad ones are among the table's `bad`."""
+    return _usable(_checked(Where(name), rows), "quarantine")
 
 
 def list_rows(made: Any) -> list[Any]:
@@ -214,27 +236,23 @@ def _without_nulls(value: Any) -> Any:
     return {k: _without_nulls(v) for k, v in value.items() if v is not None or k in kept}
 
 
-def _row(text: str, where: Where, line: int) -> Row:
-    if not text.isascii() and (byte := _no_utf8(text)) is not None:
-        place = where.place(line)
-        raise KeelError(f"{place}: not UTF-8 text (the byte 0x{byte:02x}): save it as UTF-8")
+def _row(text: str) -> Row:
     try:
+        text.encode()
         row = _DECODER.decode(text.rstrip("\r\n"))
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) - 0xDC00
+        raise KeelError(f"not UTF-8 text (the byte 0x{byte:02x}): save it as UTF-8") from None
     except json.JSONDecodeError as error:
-        place = where.place(line)
-        raise KeelError(f"{place}: not JSON: {error.msg} at column {error.colno}") from None
+        raise KeelError(f"not JSON: {error.msg} at column {error.colno}") from None
     except ValueError as error:  # a key twice, a number of too many digits
-        raise KeelError(f"{where.place(line)}: not readable: {_line(error)}") from None
+        raise KeelError(f"not readable: {one_line(error)[:300]}") from None
     except RecursionError:
-        raise KeelError(f"{where.place(line)}: not readable: nested too deeply") from None
+        raise KeelError("not readable: nested too deeply") from None
     if not isinstance(row, dict):
-        kind = type(row).__name__
-        raise KeelError(f"{where.place(line)}: a JSON {kind}, not an object: one {{…}} a line")
+        raise KeelError(f"a JSON {type(row).__name__}, not an object: one {{…}} a line")
     if ("\\ud" in text or "\\uD" in text) and not encodable(json.dumps(row, ensure_ascii=False)):
-        raise KeelError(
-            f"{where.place(line)}: holds half of a character (\\ud800 to \\udfff alone), "
-            "fix the row"
-        )
+        raise KeelError("holds half of a character (\\ud800 to \\udfff alone), fix the row")
     return row
 
 
@@ -249,15 +267,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_once)
-
-
-def _no_utf8(text: str) -> int | None:
-    """The first byte of a line that was no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return ord(text[error.start]) - 0xDC00
-    return None
 
 
 def _shown(text: str) -> str:
@@ -277,9 +286,9 @@ def _not_columns(row: Any) -> str | None:
 # ---------------------------------------------------------------- a whole table
 
 
-def _checked(where: Where, rows: Sequence[Any], bad: Gathered) -> Table:
+def _checked(where: Where, rows: Sequence[Any]) -> Table:
     """The rows that are dicts of columns."""
-    kept, numbers = [], []
+    kept, numbers, bad = [], [], []
     for number, row in enumerate(rows):
         reason = _not_columns(row)
         if reason is None:
@@ -288,19 +297,17 @@ def _checked(where: Where, rows: Sequence[Any], bad: Gathered) -> Table:
         else:
             joint = ": " if isinstance(row, Mapping) else " is "
             line = number + 1
-            bad.take(KeelError(f"{where.place(line)}{joint}{reason}"), where, line, row)
-    return _table(where, kept, numbers, [number + 1 for number in numbers], bad)
+            bad.append(where.left_out(line, f"{where.place(line)}{joint}{reason}", row))
+    return Table(where, kept, numbers, [number + 1 for number in numbers], tuple(bad))
 
 
-def _table(
-    where: Where, rows: Sequence[Row], numbers: Sequence[int], lines: Sequence[int], bad: Gathered
-) -> Table:
-    bad.check()
-    if not rows and bad.rows:
-        raise all_bad(where.source, bad.rows)
-    if not rows:
-        raise KeelError(f"{where.source}: no rows: the data set is empty")
-    return Table(where, rows, numbers, lines, tuple(bad.rows))
+def _usable(table: Table, bad_rows: BadRows) -> Table:
+    Gathered(bad_rows, table.bad).check()
+    if not table.rows and table.bad:
+        raise all_bad(table.where.source, table.bad)
+    if not table.rows:
+        raise KeelError(f"{table.where.source}: no rows: the data set is empty")
+    return table
 
 
 def all_bad(name: str, rows: Sequence[LeftOut]) -> KeelError:
@@ -322,10 +329,6 @@ def _existing(path: str) -> Path:
     guess = nearest(found.name, siblings)
     fix = f"did you mean {str(found.parent / guess)!r}?" if guess else "fix the path"
     raise KeelError(f"{path}: there is no such file (looked from {Path.cwd()}): {fix}")
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
 
 
 def encodable(text: str) -> bool:

@@ -16,7 +16,7 @@ from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
 from keel.engines.vllm.server import check_server
 from keel.models.loading import DTYPES
-from keel.types import Engine, KeelError
+from keel.types import Engine, KeelError, one_line
 
 ENGINES: dict[str, Callable[..., Engine]] = {"native": NativeEngine, "vllm": VllmEngine}
 
@@ -56,7 +56,7 @@ def build_engine(
     except KeelError:
         raise
     except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = one_line(error, named=True)
         raise KeelError(f"rollout.engine = {name!r} raised {message}") from error
     if not isinstance(engine, Engine):
         raise KeelError(

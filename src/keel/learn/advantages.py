@@ -17,7 +17,7 @@ from keel.learn.batch import Actions, Estimates
 from keel.learn.token_budget import out_of_memory
 from keel.objective import segments
 from keel.objective.signals import Signals
-from keel.types import Group, KeelError, RewardResult
+from keel.types import Group, KeelError, RewardResult, one_line
 
 ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
 ROUNDING = 1e-9
@@ -263,5 +263,5 @@ def call_custom(
     except Exception as error:
         if out_of_memory(error):
             raise
-        message = " ".join(f"{type(error).__name__}: {error}".split())
+        message = one_line(error, named=True)
         raise KeelError(f"{what}: {choice.function} raised {message}") from error

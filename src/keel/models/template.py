@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from keel.runs.watchdog import Hung, limited
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 TEMPLATE_SECONDS = 30.0
 """Limit for one conversation, which usually takes less than a thousandth of a second.
@@ -55,5 +55,4 @@ def render(
     except Hung:
         raise
     except Exception as error:  # a template raises what it likes
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KeelError(f"{name}: the chat template fails: {line}") from None
+        raise KeelError(f"{name}: the chat template fails: {one_line(error, named=True)}") from None

@@ -15,7 +15,7 @@ from keel.data.tasks.user import UserTask
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.preflight.finding import Finding, key_in
-from keel.types import KeelError, Prompt, Task
+from keel.types import KeelError, Prompt, Task, one_line
 
 if TYPE_CHECKING:
     from keel.preflight.judge_cost import Forecast
@@ -123,7 +123,7 @@ class StageContext:
 
     def add_stop(self, where: str, error: KeelError, key: str) -> None:
         """The stage would stop; `key` is used where the error names none."""
-        line = " ".join(str(error).split())
+        line = one_line(error)
         what = f"the stage stops {where}"
         self.add(Finding("would-stop", what, line, key_in(line, key), "as the line says", "error"))
 

@@ -36,7 +36,7 @@ from keel.preflight.sampling_stage import check_tokens
 from keel.training.judged_data import encoder, of_step
 from keel.training.preference_stages import base_policy
 from keel.training.sft import encode_demonstration
-from keel.types import KeelError, Prompt
+from keel.types import KeelError, Prompt, one_line
 
 ENCODED = 2_000
 """Rows whose length is measured, evenly spread."""
@@ -205,8 +205,7 @@ def _demonstrated(
     except KeelError:
         raise
     except Exception as error:  # a function of the user's
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KeelError(f"it raised {message} at {prompt.id!r}") from error
+        raise KeelError(f"it raised {one_line(error, named=True)} at {prompt.id!r}") from error
     found = encode_demonstration(prompt, text, stats.encoder, policy.context, prefix)
     return text, len(found.answer)
 

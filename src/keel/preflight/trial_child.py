@@ -30,7 +30,7 @@ from keel.runs.callbacks import Callback, RunState
 from keel.runs.writer import Clock, RunWriter
 from keel.training.run import run_stages
 from keel.training.state import Progress
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 
 class PeakMeter:
@@ -136,7 +136,7 @@ def run_trial(job: TrialJob) -> None:
     except Exception as caught:
         # The cause is without the advice on how to resume.
         error = caught.__cause__ if isinstance(caught.__cause__, KeelError) else caught
-        line = " ".join(str(error).split())
+        line = one_line(error)
         full = out_of_memory(error) or line.startswith("out of memory")
         kind = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
         monitor.emit(**{"full" if full else "error": f"{kind}{line}"})

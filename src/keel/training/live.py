@@ -27,7 +27,7 @@ from keel.config.schema import Recipe, Stage
 from keel.config.sources import ENDINGS
 from keel.models.tokenizer_round_trip import quiet
 from keel.runs import files
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 INPUTS = f"{RUN_FOLDER}inputs/"
 MODEL = "model"
@@ -58,7 +58,7 @@ class Objects:
                     self.model.save_pretrained(folder / MODEL)
                 self.tokenizer.save_pretrained(folder / MODEL)
             except ValueError as error:
-                raise KeelError(f"model: it cannot be saved: {_line(error)}") from error
+                raise KeelError(f"model: it cannot be saved: {one_line(error)}") from error
 
     def check_data(self, folder: Path) -> None:
         """Raise KeelError where the data differ from those that a run began with."""
@@ -217,7 +217,9 @@ def _lines(rows: Iterable[Any], name: str) -> Iterable[str]:
             text.encode()  # a lone surrogate cannot be
             yield text + "\n"
         except (TypeError, ValueError) as error:
-            raise KeelError(f"{name}[{number}]: {_line(error)}: use texts and numbers") from error
+            raise KeelError(
+                f"{name}[{number}]: {one_line(error)}: use texts and numbers"
+            ) from error
 
 
 def _number(value: Any) -> Any:
@@ -262,7 +264,3 @@ def _named(function: Callable[..., Any], functions: dict[str, Any]) -> str:
         number += 1
         name = f"{stem}_{number}"
     return f"{PYTHON}:{name}"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

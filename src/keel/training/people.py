@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from keel.types import KeelError
 
 SIMULATED = "simulated"
 """The annotator of labels that no person gave."""
-STATED = itemgetter("pair", "annotator", "value")
 Row = dict[str, Any]
 Choose = Callable[[Sequence[Row]], list[int]]
 """The pairs of a pool that people label, by their place in it, the first one first."""
@@ -122,8 +120,8 @@ def check_labels(folder: RunFolder) -> None:
         found: set[Any] = set()
         if folder.preferences.exists():
             with PreferenceStore(folder.preferences) as store:
-                found = {STATED(_stated(label)) for label in store.labels(source="human")}
-        lost = sum(STATED(label) not in found for label in before)
+                found = {tuple(_stated(label).values()) for label in store.labels(source="human")}
+        lost = sum(tuple(label.values()) not in found for label in before)
         if lost:
             raise KeelError(
                 f"{folder.preferences}: {lost} of {len(before)} labels that people had given when "

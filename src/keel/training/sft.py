@@ -14,7 +14,7 @@ from keel.models.chat import EncodedAnswer, Encoder, encode_answer
 from keel.models.policy import Policy
 from keel.training import non_finite
 from keel.training.supervised import Examples, GradientStep
-from keel.types import Completion, Group, KeelError, Prompt, Task
+from keel.types import Completion, Group, KeelError, Prompt, Task, one_line
 
 Demonstrate = Callable[[Prompt, str, np.random.Generator], str]
 """(prompt, gold answer, random numbers) -> the text to imitate."""
@@ -84,7 +84,7 @@ class Demonstrations:
         try:
             text = self.demonstrate(prompt, gold, rng)
         except Exception as error:
-            message = " ".join(f"{type(error).__name__}: {error}".split())
+            message = one_line(error, named=True)
             raise KeelError(
                 f"demonstration {self.entry!r} raised {message} at {prompt.id!r}"
             ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlencode
 
 from keel.view.rollout_index import Query
@@ -21,8 +21,23 @@ LARGEST = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """The query part of an address; a field that is None or empty is not in it.
+class Parts:
+    """The query part of an address; a field that is None or empty is not in it."""
+
+    def but(self, **changes: Any) -> Self:
+        """The address with other values."""
+        return replace(self, **changes)
+
+    def url(self, path: str) -> str:
+        """The path with this query."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        query = urlencode({k: v for k, v in values.items() if v not in (None, "", ())}, doseq=True)
+        return f"{path}?{query}" if query else path
+
+
+@dataclass(frozen=True, slots=True)
+class Address(Parts):
+    """The query of the pages of runs.
 
     `run` are the runs shown, the first of them the one whose rollouts are. `overlay` is "runs" or
     "algorithms", `colour` the key of a token measure, `theme` "dark" or "light".
@@ -55,29 +70,14 @@ class Address:
         for key, value in items:
             if key not in known or key == "run" or not value:
                 continue
+            kind = int if key in NUMBERS else float if key in LIMITS else str
             try:
-                number = int if key in NUMBERS else float if key in LIMITS else str
-                values[key] = number(value.lower() if key in CHOICES else value)
+                found: Any = kind(value.lower() if key in CHOICES else value)
             except ValueError:
                 continue
-            if key in CHOICES and values[key] not in CHOICES[key]:
-                del values[key]
-            if key in (*NUMBERS, *LIMITS) and not abs(values[key]) <= LARGEST:
-                del values[key]
+            if found in CHOICES.get(key, (found,)) and (kind is str or abs(found) <= LARGEST):
+                values[key] = found
         return Address(**values)
-
-    def but(self, **changes: Any) -> Address:
-        """The address with other values."""
-        return replace(self, **changes)
-
-    def url(self, path: str) -> str:
-        """The path with this query."""
-        pairs: list[tuple[str, str]] = [("run", name) for name in self.run]
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name != "run" and value not in (None, ""):
-                pairs.append((f.name, str(value)))
-        return f"{path}?{urlencode(pairs)}" if pairs else path
 
     @property
     def query(self) -> Query:

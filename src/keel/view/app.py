@@ -33,40 +33,27 @@ def serve(
 
     from keel.view.curves import curves_page
     from keel.view.frame import FONT_PATH, Shown, page, problem
-    from keel.view.rollouts import rollouts_page
+    from keel.view.rollouts import RolloutsPage
     from keel.view.runs import diagnosis_page, objective_page, runs_page
 
     library = Library(folders)
     start = "/curves" if len(library.names()) == 1 else "/"
 
-    def show(build: Callable[[Library, Address], None], path: str) -> None:
-        address = Address.read(ui.context.client.request.query_params.multi_items())
-        try:
-            build(library, address)
-        except KeelError as error:  # of a run that is damaged, or gone
-            with page(Shown(path, address), "problem"):
-                problem(str(error))
+    def add(path: str, build: Callable[[Library, Address], None]) -> None:
+        @ui.page(path)
+        def _page() -> None:
+            address = Address.read(ui.context.client.request.query_params.multi_items())
+            try:
+                build(library, address)
+            except KeelError as error:  # of a run that is damaged, or gone
+                with page(Shown(path, address), "problem"):
+                    problem(str(error))
 
-    @ui.page("/")
-    def _runs() -> None:
-        show(runs_page, "/")
-
-    @ui.page("/curves")
-    def _curves() -> None:
-        show(partial(curves_page, price=price), "/curves")
-
-    @ui.page("/rollouts")
-    def _rollouts() -> None:
-        show(rollouts_page, "/rollouts")
-
-    @ui.page("/diagnosis")
-    def _diagnosis() -> None:
-        show(diagnosis_page, "/diagnosis")
-
-    @ui.page("/objective")
-    def _objective() -> None:
-        show(objective_page, "/objective")
-
+    add("/", runs_page)
+    add("/curves", partial(curves_page, price=price))
+    add("/rollouts", lambda library, address: RolloutsPage(library, address).build())
+    add("/diagnosis", diagnosis_page)
+    add("/objective", objective_page)
     app.add_static_file(local_file=FONT, url_path=FONT_PATH)
     _preload(library)
     serve_pages("keel view", start, host=host, port=port, browser=browser, announce=announce)

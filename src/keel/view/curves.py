@@ -18,7 +18,7 @@ from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view import charts
 from keel.view.address import Address
-from keel.view.frame import EVERY, Problems, Shown, page, problem
+from keel.view.frame import EVERY, Problems, Shown, page
 from keel.view.library import Library, OpenRun, pictures_of
 from keel.view.status import formula_of, panels, status_of
 
@@ -44,12 +44,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
     """Build the page."""
     names = [name for name in address.run if name in library.names()][:MOST]
     shown = Shown("/curves", address.but(run=tuple(names) or (library.names()[0],)))
-    try:
-        runs = [library.get(name) for name in shown.address.run]
-    except KeelError as error:
-        with page(shown, "curves"):
-            problem(str(error))
-        return
+    runs = [library.get(name) for name in shown.address.run]
     files = _read(library, runs, address.stage, price)
     stage = files.stage
     with page(shown, runs[0].name):
@@ -67,7 +62,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
     async def draw() -> None:
         for panel, chart in plotted:
             made = _curves(shown.address, runs, stage, panel)
-            chart.options.update(charts.options(panel, made, dark=_dark(shown.address)))
+            chart.options.update(charts.options(panel, made, dark=shown.address.theme == "dark"))
             chart.update()
             await asyncio.sleep(0)
 
@@ -173,15 +168,11 @@ def _panel(
     with ui.element("section").classes("panel").props(f"data-testid=panel-{panel.key}"):
         title = visible(panel.title, 100)
         ui.html(f"<h2>{html.escape(title)}</h2>", sanitize=False)
-        made = charts.options(panel, curves, dark=_dark(address))
+        made = charts.options(panel, curves, dark=address.theme == "dark")
         chart = ui.echart(made, renderer="canvas").classes("chart")
         chart.props(f'role="img" aria-label="{quoted(title)} over the steps"')
         ui.label(panel.help).classes("muted")
     return panel, chart
-
-
-def _dark(address: Address) -> bool:
-    return address.theme == "dark"
 
 
 def _curves(

@@ -1,17 +1,16 @@
-"""Who may ask the server: this machine, or who brings the token. Plain ASGI."""
+"""Who may ask the server: this machine, or who brings the token."""
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from collections.abc import Callable, Iterable, Mapping
+from urllib.parse import urlsplit
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COOKIE = "keel-view"
@@ -29,7 +28,7 @@ class Guard:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         hosts: Iterable[str] | None,
         token: str | None,
         before: Callable[[], None] = lambda: None,
@@ -42,37 +41,38 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
-        headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
+        asked = HTTPConnection(scope)
         # Browsers send a cookie to every port of a host: a name of its own for each server.
-        port = headers.get("host", "").rpartition(":")[2]
+        port = asked.headers.get("host", "").rpartition(":")[2]
         name = f"{COOKIE}-{port}" if port.isdecimal() else COOKIE
-        wrong = self._wrong_host(headers)
-        given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [""])[0]
-        by_query = self._fits(given)
-        by_cookie = self._fits(_cookie(headers.get("cookie", ""), name))
+        wrong = self._wrong_host(asked.headers)
+        by_query = self._fits(asked.query_params.get("token", ""))
+        by_cookie = self._fits(asked.cookies.get(name, ""))
         if wrong is None and not by_query and not by_cookie:
             wrong = "this page needs the token that the command printed: open the address with it"
         if wrong is not None:
-            await _refuse(scope, receive, send, wrong)
+            refusal: ASGIApp = PlainTextResponse(f"{wrong}\n", 403)
+            if scope["type"] == "websocket":
+                await receive()
+                refusal = WebSocketClose(1008, wrong[:120])
+            await refusal(scope, receive, send)
             return
 
         self.before()
 
-        async def with_cookie(message: MutableMapping[str, Any]) -> None:
+        async def with_cookie(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = [
-                    (b"x-content-type-options", b"nosniff"),
-                    (b"referrer-policy", b"no-referrer"),
-                ]
+                headers = MutableHeaders(scope=message)
+                headers.append("x-content-type-options", "nosniff")
+                headers.append("referrer-policy", "no-referrer")
                 if self.token is not None and by_query:
                     cookie = f"{name}={self.token}; HttpOnly; SameSite=Strict; Path=/"
-                    added.append((b"set-cookie", cookie.encode()))
-                message["headers"] = [*message.get("headers", []), *added]
+                    headers.append("set-cookie", cookie)
             await send(message)
 
         await self.app(scope, receive, with_cookie)
 
-    def _wrong_host(self, headers: dict[str, str]) -> str | None:
+    def _wrong_host(self, headers: Mapping[str, str]) -> str | None:
         try:
             host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
             origin = urlsplit(headers.get("origin", "")).netloc
@@ -89,21 +89,3 @@ class Guard:
 
     def _fits(self, given: str) -> bool:
         return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
-
-
-def _cookie(text: str, name: str) -> str:
-    try:
-        found = SimpleCookie(text).get(name)
-    except CookieError:
-        return ""
-    return "" if found is None else found.value
-
-
-async def _refuse(scope: Scope, receive: Receive, send: Send, why: str) -> None:
-    if scope["type"] == "websocket":
-        await receive()
-        await send({"type": "websocket.close", "code": 1008, "reason": why[:120]})
-        return
-    headers = [(b"content-type", b"text/plain; charset=utf-8")]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": (why + "\n").encode()})

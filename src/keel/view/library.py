@@ -166,6 +166,11 @@ class Library:
                 self._open[name] = identity, self._read(name, identity[0])
             return self._open[name][1]
 
+    def first(self, names: Iterable[str]) -> OpenRun:
+        """The first of these runs that is here, else the first there is."""
+        known = self.names()
+        return self.get(next((name for name in names if name in known), known[0]))
+
     def _read(self, name: str, path: Path) -> OpenRun:
         run = load(path)
         metrics, timings = FollowedFile(run.folder.metrics), FollowedFile(run.folder.timings)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from nicegui import ui
+
+from keel.view.rows import columns_of
 
 
 class LinkedTable(ui.table, component="linked_table.js"):
@@ -14,6 +17,9 @@ class LinkedTable(ui.table, component="linked_table.js"):
     the slot's template again, and its elements are replaced. A component is compiled once.
     """
 
-    def __init__(self, column: str, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self, column: str, rows: list[dict[str, Any]], names: Sequence[str], test: str, **more: Any
+    ) -> None:
+        super().__init__(rows=rows, columns=columns_of(rows, names), row_key="id", **more)
         self._props["linked"] = column
+        self.classes("w-full").props(f"dense flat bordered data-testid={test}")

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -247,9 +248,4 @@ def _mask(table: pa.Table, query: Query, text: str) -> Any:
         masks += [] if high is None else [pc.less_equal(table[name], high)]
     if text:
         masks.append(pc.match_substring(table["folded"], text))
-    if not masks:
-        return None
-    joined = masks[0]
-    for mask in masks[1:]:
-        joined = pc.and_(joined, mask)
-    return joined
+    return reduce(pc.and_, masks) if masks else None

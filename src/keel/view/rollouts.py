@@ -27,7 +27,6 @@ from keel.view.linked_table import LinkedTable
 from keel.view.rows import (
     PREVIEW,
     Row,
-    columns_of,
     figure,
     legend,
     number,
@@ -57,12 +56,11 @@ class RolloutsPage:
     """The page of one browser tab. It holds the completion shown, and no more of the step."""
 
     def __init__(self, library: Library, address: Address) -> None:
-        name = next((n for n in address.run if n in library.names()), library.names()[0])
-        self.run = library.get(name)
+        self.run = library.first(address.run)
         self.steps = self.run.rollout_steps()
         stages = [stage for stage, _ in self.steps]
         stage = address.stage if address.stage in stages else (stages[-1] if stages else None)
-        self.shown = Shown("/rollouts", address.but(run=(name,), stage=stage))
+        self.shown = Shown("/rollouts", address.but(run=(self.run.name,), stage=stage))
         self.asked = 0
         self.choice = Choice(0, None, [], {})
         self.searches = 0
@@ -259,12 +257,10 @@ class RolloutsPage:
         names = [name for name in rows[0] if name not in ("id", "turns", "rank", "shown")]
         if any(row["turns"] != 1 for row in rows):
             names.append("turns")
-        columns = columns_of(rows, ["shown", "rank", *names])
-        columns[0]["label"] = ""
         for row in rows:
             row["link"] = self.address.but(row=row["id"], token=None).url("/rollouts")
-        table = LinkedTable("rank", rows=rows, columns=columns, row_key="id").classes("w-full")
-        table.props("dense flat bordered data-testid=group")
+        table = LinkedTable("rank", rows, ["shown", "rank", *names], "group")
+        table.columns[0]["label"] = ""
         table.on("rowClick", lambda e: self.choose(e.args[1]["id"]))
 
     def _tokens(self, one: Row) -> None:
@@ -289,13 +285,13 @@ class RolloutsPage:
                 lambda e: self._token(one, e.args),
                 js_handler="(e) => { const t = e.target.dataset.token; if (t) emit(Number(t)) }",
             )
-            count = len(pieces_of(one))
+            count, row = len(pieces_of(one)), self.address.row or 0
             if count > TOKENS:
                 with ui.row().classes("items-center"):
                     end = min(first + TOKENS, count)
                     ui.label(f"tokens {first:,} to {end - 1:,} of {count:,}").classes("muted")
                     for label, to in (("earlier", first - TOKENS), ("later", first + TOKENS)):
-                        button = ui.button(label, on_click=partial(self._jump, to))
+                        button = ui.button(label, on_click=partial(self.choose, row, to))
                         button.props("flat dense no-caps").set_enabled(0 <= to < count)
             self.token_card = ui.column().classes("w-full").props("data-testid=token")
         if self.address.token is not None:
@@ -304,10 +300,6 @@ class RolloutsPage:
     async def _colour(self, key: str) -> None:
         self.shown.change(colour=key)
         await self.choose(self.address.row or 0, self.address.token)
-
-    async def _jump(self, token: int) -> None:
-        """Show the tokens from another place on."""
-        await self.choose(self.address.row or 0, token)
 
     async def _step_token(self, by: int) -> None:
         """Show the figures of the next token, or of the one before."""
@@ -405,11 +397,8 @@ class RolloutsPage:
             for name in index.damaged:
                 problem(f"rollouts/{name} is damaged and left out")
             rows = [self._hit(at, hit) for at, hit in enumerate(hits.rows)]
-            columns = columns_of(
-                rows, ("step", "reward", "length", "finish", "prompt", "completion")
-            )
-            table = LinkedTable("step", rows=rows, columns=columns, row_key="id", pagination=10)
-            table.classes("w-full").props("dense flat bordered data-testid=results")
+            names = ("step", "reward", "length", "finish", "prompt", "completion")
+            table = LinkedTable("step", rows, names, "results", pagination=10)
             table.on("rowClick", lambda e: self._open_hit(e.args[1]))
 
     def _hit(self, at: int, hit: Row) -> dict[str, Any]:
@@ -424,17 +413,6 @@ class RolloutsPage:
         self.stages.value = hit["stage"]
         self._offer()
         await self.open(int(hit["step"]), int(hit["row"]))
-
-
-def rollouts_page(library: Library, address: Address) -> None:
-    """Build the page."""
-    try:
-        found = RolloutsPage(library, address)
-    except KeelError as error:
-        with page(Shown("/rollouts", address), "rollouts"):
-            problem(str(error))
-        return
-    found.build()
 
 
 def _text(text: str) -> None:

@@ -13,9 +13,9 @@ from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
 from keel.view.frame import EVERY, Problems, Shown, page, problem
-from keel.view.library import Library, OpenRun
+from keel.view.library import Library
 from keel.view.linked_table import LinkedTable
-from keel.view.rows import columns_of, figure
+from keel.view.rows import figure
 from keel.view.status import formula_of, status_of
 
 SHOWN = ("reward", "episode/return", "eval/return", "loss")
@@ -29,16 +29,13 @@ def runs_page(library: Library, address: Address) -> None:
         problems = Problems()
         rows = _lines(library, address)
         names = list(dict.fromkeys(name for row in rows for name in row))
-        columns = columns_of(rows, [name for name in names if name not in ("id", "link")])
+        names = [name for name in names if name not in ("id", "link")]
         with ui.row().classes("items-center"):
             button = ui.button("open the curves of the selected").props(
                 "outline no-caps data-testid=open"
             )
             ui.label("select several to lay their curves over each other").classes("muted")
-        table = LinkedTable(
-            "run", rows=rows, columns=columns, row_key="id", selection="multiple", pagination=25
-        )
-        table.classes("w-full").props("dense flat bordered data-testid=runs")
+        table = LinkedTable("run", rows, names, "runs", selection="multiple", pagination=25)
 
         def open_selected() -> None:
             chosen = table.selected or table.rows[:1]
@@ -100,7 +97,7 @@ def _line(library: Library, name: str, link: str) -> dict[str, Any]:
 
 def objective_page(library: Library, address: Address) -> None:
     """Build the page: what the run optimises, term by term, and its recipe."""
-    run = _first(library, address)
+    run = library.first(address.run)
     with page(Shown("/objective", address.but(run=(run.name,))), f"objective of {run.name}"):
         ui.label(visible(run.name, 100)).style("font-weight: 600")
         none = "this run has no stage of reinforcement learning on a language model"
@@ -116,7 +113,7 @@ def objective_page(library: Library, address: Address) -> None:
 
 def diagnosis_page(library: Library, address: Address) -> None:
     """Build the page: what is wrong with the run, with evidence and the key to change."""
-    run = _first(library, address)
+    run = library.first(address.run)
     shown = Shown("/diagnosis", address.but(run=(run.name,)))
     with page(shown, f"diagnosis of {run.name}"):
         ui.label(visible(run.name, 100)).style("font-weight: 600")
@@ -161,9 +158,3 @@ def _diagnosis(shown: Shown, one: Diagnosis) -> None:
         for sample in one.samples:
             address = shown.address.but(stage=one.stage, step=sample.step, row=sample.row)
             ui.link(f"step {sample.step}, completion {sample.row}", address.url("/rollouts"))
-
-
-def _first(library: Library, address: Address) -> OpenRun:
-    """The run that the address names first, else the first there is."""
-    names = library.names()
-    return library.get(next((name for name in address.run if name in names), names[0]))

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Sequence
 
 from keel.types import KeelError
-from keel.view.guard import LOOPBACK, Guard
 
 TOKEN = "KEEL_TOKEN"
 """The environment variable of a token that stays the same from start to start."""
@@ -42,6 +41,8 @@ def serve_pages(
     Raises KeelError where the address is taken.
     """
     from nicegui import app, ui
+
+    from keel.view.guard import LOOPBACK, Guard
 
     local = host in LOOPBACK
     token = None if local else _token()
@@ -97,22 +98,16 @@ def listen(host: str, wanted: int | None) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (8765, 0) if wanted is None else (wanted,):
-        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            # uvicorn takes a descriptor for one of AF_UNIX, for which asyncio does not set this.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            listener.bind((host, port))
-            listener.listen()  # of two sockets that are bound to one port only one may listen
+            listener = socket.create_server((host, port), family=family)
         except OSError as error:
-            listener.close()
-            why = error.strerror or error
+            why = str(error.strerror or error).partition(" (while")[0]
             if wanted is None and port != 0:
                 continue
             raise KeelError(
                 f"cannot serve on {host}:{port}: {why}: choose another --port or --host"
             ) from error
+        # uvicorn takes a descriptor for one of AF_UNIX, for which asyncio does not set this.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     raise KeelError(f"no free port on {host}: name one with --port")

@@ -56,14 +56,8 @@ def status_of(run: OpenRun, stage: str, price: float | None = None) -> Status:
     dollars = ("judge/dollars", "eval/judge/dollars")
     paid = [columns[name].values.sum() for name in dollars if name in columns]
     if price is not None or paid:
-        hours = (
-            sum(
-                float(run.timings.columns(name)["total"].values.sum())
-                for name in run.timings.stages()
-                if "total" in run.timings.columns(name)
-            )
-            / 3600
-        )
+        totals = [run.timings.columns(name).get("total") for name in run.timings.stages()]
+        hours = sum(float(one.values.sum()) for one in totals if one is not None) / 3600
         cost = float(sum(paid)) + hours * (price or 0.0)
     return Status(run.state(), stage, step, steps, left, speed, cost)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +19,7 @@ KEPT = 128 * 2**20
 """Bytes of tables that are kept, of all runs and tabs together."""
 
 
-class StepRows(Sequence[Row]):
+class StepRows:
     """The completions of a step. Each row is made when it is asked for: as Python objects a step
     takes many times the memory of its table."""
 
@@ -32,13 +31,7 @@ class StepRows(Sequence[Row]):
     def __len__(self) -> int:
         return int(self.table.num_rows)
 
-    @overload
-    def __getitem__(self, at: int) -> Row: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Row]: ...
-    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
-        if isinstance(at, slice):
-            return [self[one] for one in range(*at.indices(len(self)))]
+    def __getitem__(self, at: int) -> Row:
         if not 0 <= at < len(self):
             raise IndexError(at)
         return rows_of(self.table.slice(at, 1))[0]

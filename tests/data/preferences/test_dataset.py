@@ -12,8 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from keel.config.sources import PreferenceData
-from keel.data.preferences.dataset import Splits, read_labelled, read_pairs, read_steps, splits_of
+from keel.data.preferences.dataset import Splits, read_labelled, read_pairs, read_steps
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.tasks.base import splits_of
 from keel.types import KeelError
 from tests.data.tasks.made import jsonl
 from tests.shared import shared_path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,11 @@ class StageHistory:
         found = [r.reward[np.isfinite(r.reward)] for r in self.rollouts]
         every = np.concatenate(found) if found else np.empty(0)
         return (float(every.min()), float(every.max())) if len(every) else None
+
+    def reward_spread(self) -> Array | None:
+        """The largest standard deviation of a reward in each step; None if there is none."""
+        found = [self.columns[name] for name in self.columns if fnmatchcase(name, "rewards/*/std")]
+        return np.nan_to_num(np.stack(found)).max(axis=0) if found else None
 
     def rewards(self) -> list[Mapping[str, Any]]:
         """The recipe's table of each reward function."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from keel.analysis.diagnosis.history import StageHistory
 from keel.analysis.diagnosis.rollout_summary import StepRollouts
 from keel.analysis.diagnosis.trends import WINDOW, Array, trend
-from keel.analysis.diagnosis.values import RolloutSample, Symptom
+from keel.analysis.diagnosis.values import RolloutSample, Symptom, newest
 
 GROWTH = 1.5
 CUT = 0.2
@@ -152,11 +153,7 @@ def truncation(history: StageHistory) -> Symptom | None:
             return None
         evidence.append(said[0])
         figures |= said[1]
-    samples = tuple(
-        RolloutSample(r.step, int(row))
-        for r in history.rollouts[-1:]
-        for row in np.flatnonzero(r.truncated)[:3]
-    )
+    samples = newest(history, lambda r: np.flatnonzero(r.truncated))
     return Symptom(int(steps[start]), int(steps[-1]), tuple(evidence), figures, samples)
 
 
@@ -164,13 +161,13 @@ def _lower_when_cut(history: StageHistory) -> tuple[str, dict[str, float]] | Non
     """How much lower the rewards of cut completions are than those of their group."""
     from scipy.stats import mannwhitneyu
 
-    newest = history.rollouts[-3:]
+    last = history.rollouts[-3:]
     bounds = history.reward_range()
-    if not newest or bounds is None or bounds[0] == bounds[1]:
+    if not last or bounds is None or bounds[0] == bounds[1]:
         return None
-    cut = np.concatenate([r.truncated for r in newest])
-    raw = np.concatenate([r.reward for r in newest])
-    within = np.concatenate([r.centred(r.reward) for r in newest])
+    cut = np.concatenate([r.truncated for r in last])
+    raw = np.concatenate([r.reward for r in last])
+    within = np.concatenate([r.centred(r.reward) for r in last])
     judged = np.isfinite(raw)
     cut, ended = cut & judged, ~cut & judged
     if cut.sum() < 10 or ended.sum() < 10:
@@ -241,9 +238,9 @@ def _lightness(rollouts: StepRollouts) -> float | None:
 
 def _longest(history: StageHistory, wrong: bool = False) -> tuple[RolloutSample, ...]:
     """The longest completions (wrong ones only) of the newest rollouts."""
-    if not history.rollouts:
-        return ()
-    newest = history.rollouts[-1]
-    length = np.where(newest.advantage < 0, newest.written, 0) if wrong else newest.written
-    rows = np.argsort(-length, kind="stable")[:3]
-    return tuple(RolloutSample(newest.step, int(row)) for row in rows if length[row] > 0)
+
+    def rows(r: StepRollouts) -> Any:
+        length = np.where(r.advantage < 0, r.written, 0) if wrong else r.written
+        return np.argsort(-length, kind="stable")[: np.count_nonzero(length > 0)]
+
+    return newest(history, rows)

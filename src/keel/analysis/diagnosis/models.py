@@ -26,10 +26,9 @@ def value_model_idle(history: StageHistory) -> Symptom | None:
     steps, explained = steps[keep], explained[keep]
     if len(steps) < STEPS:
         return None
-    spread = np.zeros(len(history.steps))
-    for name, values in history.columns.items():
-        if name.startswith("rewards/") and name.endswith("/std"):
-            spread = np.maximum(spread, np.nan_to_num(values))
+    spread = history.reward_spread()
+    if spread is None:
+        return None
     varied = spread[np.isin(history.steps, steps)] > 1e-6
     steps, explained = steps[varied], explained[varied]
     if len(steps) < STEPS:

@@ -57,10 +57,10 @@ def markdown() -> str:
 
 def _advice(advice: tuple[Advice, ...]) -> Iterator[str]:
     for one in advice:
-        how = "" if one.direction in (None, "other") else f" {one.direction}"
+        how = "" if one.direction == "other" else f" {one.direction}"
         if one.factor is not None:
             how = f" × {one.factor:g}"
-        elif one.direction is None:
+        elif one.value is not None:
             value = str(one.value).lower() if isinstance(one.value, bool) else one.value
             how = f" = {value}"
         yield f"`{one.key}`{how}: {one.why}"

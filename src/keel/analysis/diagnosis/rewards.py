@@ -10,7 +10,7 @@ import numpy as np
 from keel.analysis.diagnosis.history import StageHistory, reward_name
 from keel.analysis.diagnosis.rollout_summary import StepRollouts
 from keel.analysis.diagnosis.trends import WINDOW, rolling_medians, trend
-from keel.analysis.diagnosis.values import RolloutSample, Symptom
+from keel.analysis.diagnosis.values import RolloutSample, Symptom, newest
 
 ROLLOUTS = 8
 ENDS = ("low", "high")
@@ -139,22 +139,21 @@ def format_hacking(history: StageHistory) -> Symptom | None:
 
 
 def _markers_only(history: StageHistory) -> Symptom | None:
-    newest = history.rollouts[-3:]
-    better = [r.reward > np.nanmean(r.reward) for r in newest if np.isfinite(r.reward).any()]
-    if not better or len(better) != len(newest):
+    last = history.rollouts[-3:]
+    better = [r.reward > np.nanmean(r.reward) for r in last if np.isfinite(r.reward).any()]
+    if not better or len(better) != len(last):
         return None
     count = sum(int(one.sum()) for one in better)
-    bare = [one & r.bare for one, r in zip(better, newest, strict=True)]
+    bare = [one & r.bare for one, r in zip(better, last, strict=True)]
     share = sum(int(one.sum()) for one in bare) / max(1, count)
     if count < 10 or share < 0.3:
         return None
     evidence = (
         f"{share:.0%} of the {count} completions that are rewarded above their step's mean hold "
-        f"markers and no letter or digit (steps {newest[0].step} to {newest[-1].step})",
+        f"markers and no letter or digit (steps {last[0].step} to {last[-1].step})",
     )
-    rows = np.flatnonzero(bare[-1])[:3]
-    samples = tuple(RolloutSample(newest[-1].step, int(row)) for row in rows)
-    return Symptom(newest[0].step, newest[-1].step, evidence, {"share": share}, samples)
+    samples = newest(history, lambda _: np.flatnonzero(bare[-1]))
+    return Symptom(last[0].step, last[-1].step, evidence, {"share": share}, samples)
 
 
 def _form_over_content(history: StageHistory, form: str, content: str) -> Symptom | None:
@@ -180,12 +179,13 @@ def _form_over_content(history: StageHistory, form: str, content: str) -> Sympto
     )
     figures = {"form_last": shown.last, "content_first": meant.first, "content_last": meant.last}
     samples: tuple[RolloutSample, ...] = ()
-    if history.rollouts:
-        newest = history.rollouts[-1]
-        value, other = newest.components.get(form), newest.components.get(content)
-        if value is not None and other is not None:
-            rows = np.flatnonzero((value >= low + 0.9 * (top - low)) & ~(other > least))
-            samples = tuple(RolloutSample(newest.step, int(row)) for row in rows[:3])
+    if history.rollouts and {form, content} <= history.rollouts[-1].components.keys():
+        samples = newest(
+            history,
+            lambda r: np.flatnonzero(
+                (r.components[form] >= low + 0.9 * (top - low)) & ~(r.components[content] > least)
+            ),
+        )
     return Symptom(int(steps[reached]), int(steps[-1]), evidence, figures, samples)
 
 
@@ -276,8 +276,6 @@ def _slope(rollouts: list[StepRollouts]) -> tuple[float, float] | None:
 
 
 def _best_rewarded(history: StageHistory) -> tuple[RolloutSample, ...]:
-    if not history.rollouts:
-        return ()
-    newest = history.rollouts[-1]
-    order = np.argsort(-np.nan_to_num(newest.reward, nan=-np.inf), kind="stable")[:3]
-    return tuple(RolloutSample(newest.step, int(row)) for row in order)
+    return newest(
+        history, lambda r: np.argsort(-np.nan_to_num(r.reward, nan=-np.inf), kind="stable")
+    )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from keel.analysis.diagnosis.history import StageHistory, Steps
 from keel.analysis.diagnosis.trends import Array, holds_since
-from keel.analysis.diagnosis.values import RolloutSample, Symptom
+from keel.analysis.diagnosis.values import Symptom, newest
 
 ALIKE = 0.9
 """Share of groups without variance from which on a step learns from one group in ten at most."""
@@ -49,7 +46,7 @@ def no_signal(history: StageHistory) -> Symptom | None:
     if bounds is not None:
         evidence.append(f"rewards of single completions are {bounds[0]:.3g} to {bounds[1]:.3g}")
     figures = {"frac_reward_zero_std": share, "reward": late}
-    samples = _last(history, lambda rewards: np.flatnonzero(np.isfinite(rewards)))
+    samples = newest(history, lambda r: np.flatnonzero(np.isfinite(r.reward)))
     return Symptom(int(steps[since]), int(steps[-1]), tuple(evidence), figures, samples)
 
 
@@ -82,7 +79,7 @@ def saturated_reward(history: StageHistory) -> Symptom | None:
         f"{float(np.median(zero[start:])):.0%} of the groups there have no two different rewards",
     )
     figures = {"reward": late, "highest": top, "lowest": low}
-    samples = _last(history, lambda rewards: np.flatnonzero(rewards >= top))
+    samples = newest(history, lambda r: np.flatnonzero(r.reward >= top))
     return Symptom(int(steps[start]), int(steps[-1]), evidence, figures, samples)
 
 
@@ -90,16 +87,7 @@ def _alike(history: StageHistory) -> tuple[Steps, Array]:
     """Steps, and the share of groups without variance; without groups 1 for a constant reward."""
     if int(history.setting("rollout.group_size", 1)) > 1:
         return history.column("frac_reward_zero_std")
-    names = [n for n in history.columns if n.startswith("rewards/") and n.endswith("/std")]
-    if not names:
+    spread = history.reward_spread()
+    if spread is None:
         return history.column("")
-    spread = np.nan_to_num(np.stack([history.columns[name] for name in names])).max(axis=0)
     return history.steps, (spread < 1e-9).astype(np.float64)
-
-
-def _last(history: StageHistory, chosen: Callable[[Array], Any]) -> tuple[RolloutSample, ...]:
-    """The first three completions that are chosen by reward, of the newest rollouts."""
-    if not history.rollouts:
-        return ()
-    newest = history.rollouts[-1]
-    return tuple(RolloutSample(newest.step, int(row)) for row in chosen(newest.reward)[:3])

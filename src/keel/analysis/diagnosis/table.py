@@ -32,12 +32,8 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         (
             Advice("rollout.group_size", "more answers to a prompt differ more often", factor=2),
             Advice("rollout.dynamic_sampling", "drops such groups and samples others", value=True),
-            Advice("tasks", "prompts of which some are answered rightly", direction="other"),
-            Advice(
-                FUNCTIONS,
-                "a reward that also counts part of an answer tells bad from worse",
-                direction="other",
-            ),
+            Advice("tasks", "prompts of which some are answered rightly"),
+            Advice(FUNCTIONS, "a reward that also counts part of an answer tells bad from worse"),
         ),
         severity="error",
     ),
@@ -51,10 +47,8 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
         ),
         (
             Advice("steps", "end the stage when the reward has reached its maximum", factor=0.5),
-            Advice("tasks", "harder prompts", direction="other"),
-            Advice(
-                FUNCTIONS, "a reward that tells good answers from better ones", direction="other"
-            ),
+            Advice("tasks", "harder prompts"),
+            Advice(FUNCTIONS, "a reward that tells good answers from better ones"),
         ),
     ),
     Condition(
@@ -138,7 +132,6 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             Advice(
                 "algorithm.divergence",
                 'a divergence to the reference, as {to = "reference", where = "loss", beta = 0.04}',
-                direction="other",
                 where=("algorithm.divergence", None),
             ),
             Advice(RATE, "smaller updates", factor=0.3),
@@ -232,11 +225,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "A rule counts things of which a longer text has more",
         ),
         (
-            Advice(
-                FUNCTIONS,
-                "add a penalty of length, or judge answers of equal length",
-                direction="other",
-            ),
+            Advice(FUNCTIONS, "add a penalty of length, or judge answers of equal length"),
             Advice(
                 "rollout.max_tokens",
                 "a budget just above what right answers need",
@@ -278,11 +267,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
                 factor=0.5,
             ),
             Advice(BETA, "holds the policy where the reward was made for", factor=3),
-            Advice(
-                FUNCTIONS,
-                "train on the score that counts, or on several rewards",
-                direction="other",
-            ),
+            Advice(FUNCTIONS, "train on the score that counts, or on several rewards"),
         ),
         severity="error",
     ),
@@ -295,7 +280,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "Its model was trained on few pairs, or on answers of another policy",
         ),
         (
-            Advice(FUNCTIONS, "train on the score that counts as well", direction="other"),
+            Advice(FUNCTIONS, "train on the score that counts as well"),
             Advice(BETA, "holds the policy where the reward was made for", factor=3),
         ),
     ),
@@ -308,10 +293,8 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "The task is too hard: only the format gives a signal",
         ),
         (
-            Advice(
-                FUNCTIONS, "a smaller weight for the format, or gate_below on it", direction="other"
-            ),
-            Advice("tasks", "prompts of which some are answered rightly", direction="other"),
+            Advice(FUNCTIONS, "a smaller weight for the format, or gate_below on it"),
+            Advice("tasks", "prompts of which some are answered rightly"),
         ),
     ),
     Condition(
@@ -323,7 +306,7 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "The policy is far from the reference, or its entropy is gone",
         ),
         (
-            Advice(FUNCTIONS, "count each thing once, or subtract repetitions", direction="other"),
+            Advice(FUNCTIONS, "count each thing once, or subtract repetitions"),
             Advice(BETA, "holds the policy near the reference", factor=3),
             Advice(RATE, "smaller updates", factor=0.3),
         ),
@@ -337,10 +320,8 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             "The environment gives the answer away",
         ),
         (
-            Advice(
-                FUNCTIONS, "judge what the policy wrote (completions, not turns)", direction="other"
-            ),
-            Advice("tasks", "a reply that does not hold the answer", direction="other"),
+            Advice(FUNCTIONS, "judge what the policy wrote (completions, not turns)"),
+            Advice("tasks", "a reply that does not hold the answer"),
         ),
         severity="error",
     ),
@@ -377,7 +358,6 @@ CONDITIONS: Final[tuple[Condition, ...]] = (
             Advice(
                 "algorithm.correction",
                 'weighs the difference: {kind = "truncate"}',
-                direction="other",
                 where=("algorithm.correction", None),
             ),
         ),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from keel.analysis.diagnosis.history import StageHistory
+from keel.analysis.diagnosis.rollout_summary import StepRollouts
 
 Severity = Literal["warning", "error"]
 """An error: the run learns nothing more, or what it learns is wrong. A warning: it may waste time
@@ -19,6 +20,15 @@ class RolloutSample:
 
     step: int
     row: int
+
+
+def newest(
+    history: StageHistory, rows: Callable[[StepRollouts], Iterable[Any]]
+) -> tuple[RolloutSample, ...]:
+    """The first three of the newest rollouts that `rows` chooses."""
+    return tuple(
+        RolloutSample(r.step, int(row)) for r in history.rollouts[-1:] for row in [*rows(r)][:3]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +72,7 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {
-            "condition": self.condition,
-            "title": self.title,
-            "stage": self.stage,
-            "first_step": self.first_step,
-            "last_step": self.last_step,
-            "severity": self.severity,
-            "evidence": list(self.evidence),
-            "figures": dict(self.figures),
-            "samples": [{"step": one.step, "row": one.row} for one in self.samples],
-            "causes": list(self.causes),
-            "changes": [
-                {"key": one.key, "now": one.now, "to": one.to, "why": one.why}
-                for one in self.changes
-            ],
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class Symptom:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A key to change: to a value, by a factor of the present one, or in a direction.
+    """A key to change: by a factor of its value, to another value, or else in a direction.
 
     It is left out where the key has that value already, or its table is not in the recipe. With
     `where`, a key and a value, only where that key has that value.
@@ -105,7 +100,7 @@ class Advice:
     why: str
     value: Any = None
     factor: float | None = None
-    direction: Literal["higher", "lower", "other"] | None = None
+    direction: Literal["higher", "lower", "other"] = "other"
     where: tuple[str, Any] | None = None
 
     def apply(self, history: StageHistory) -> RecipeChange | None:
@@ -114,7 +109,7 @@ class Advice:
             return None
         now = history.setting(self.key)
         key = f"{history.stage}.{self.key}"
-        if self.direction is not None:
+        if self.factor is None and self.value is None:
             now = None if isinstance(now, Mapping | list) else now
             return RecipeChange(key, now, self.direction, self.why)
         if self.factor is None:

@@ -41,11 +41,6 @@ class Uncertainty:
     aleatoric_C: Array
     epistemic_C: Array
 
-    @property
-    def total_C(self) -> Array:
-        """The label's entropy."""
-        return self.aleatoric_C + self.epistemic_C
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairBeliefs:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.sources import PreferenceData
 from keel.config.stage import Records
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
-from keel.data.tables import Gathered, Table, all_bad, list_rows, read_table, rows_table
-from keel.data.tasks.base import position
-from keel.data.tasks.generated import take_options
-from keel.runs.quarantine import LeftOut, Why, shortened
-from keel.types import KeelError, Split
+from keel.data.tables import Gathered, Table, all_bad, list_rows, rows_table, split_tables
+from keel.data.tasks.base import position, splits_of
+from keel.data.tasks.generated import call_entry
+from keel.runs.quarantine import LeftOut
+from keel.types import KeelError
 
 T = TypeVar("T", bound=Preference | Labelled | Stepwise)
 E = TypeVar("E", bound="Sized")
@@ -46,23 +44,6 @@ class Splits(Generic[T]):
     @property
     def dropped(self) -> int:
         return sum(row.why == "empty" for row in self.left_out)
-
-
-def splits_of(places: Sequence[float], validation_fraction: float) -> list[Split]:
-    """The split of each row from where its key lies in [0, 1) (`base.position`).
-
-    Few rows may all fall on one split: the key nearest to the other goes over, so that two
-    different keys always give two splits. One key alone is on the train split.
-    """
-    held = {p for p in places if p < validation_fraction}
-    different = set(places)
-    if len(different) < 2:
-        held = set()
-    elif not held:
-        held = {min(different)}
-    elif held == different:
-        held = different - {max(different)}
-    return ["validation" if p in held else "train" for p in places]
 
 
 class Sized(Protocol):
@@ -93,8 +74,8 @@ class Sieve(Generic[T, E]):
         except KeelError as error:
             raise KeelError(str(error) if origin is None else f"{origin.place}: {error}") from error
         if origin is not None and self.limit is not None and found.longest > self.limit:
-            reason = f"{origin.place}: {found.longest} tokens, more than {self.limit}"
-            self.left_out.append(LeftOut(origin.source, origin.line, reason, origin.row, "long"))
+            reason = f"{found.longest} tokens, more than {self.limit}"
+            self.left_out.append(origin.left_out(reason, "long"))
         return found
 
     def readable(self, row: T) -> E | None:
@@ -120,11 +101,9 @@ class Sieve(Generic[T, E]):
         try:
             self._encoded[id(row)] = self.encode(row)
         except KeelError as error:
-            origin = row.origin
-            if origin is None:
+            if row.origin is None:
                 raise
-            reason = shortened(f"{origin.place}: {error}")
-            bad.append(LeftOut(origin.source, origin.line, reason, origin.row))
+            bad.append(row.origin.left_out(str(error)))
             return False
         return True
 
@@ -175,12 +154,6 @@ class _Placed(Generic[T]):
     prompt: float
     group: float
 
-    def left_out(self, reason: str, why: Why) -> LeftOut:
-        origin = self.item.origin
-        assert origin is not None
-        text = shortened(f"{origin.place}: {reason}")
-        return LeftOut(origin.source, origin.line, text, origin.row, why)
-
 
 @dataclass(frozen=True, slots=True)
 class _DatasetReader(Generic[T]):
@@ -224,11 +197,10 @@ class _DatasetReader(Generic[T]):
             try:
                 item = self._row(fields, f"{name}/{prefix}{number}", prefix, ids)
             except KeelError as error:
-                bad.take(error, where, line, row)
+                bad.rows.append(origin.left_out(str(error)))
                 continue
             if item is None:
-                reason = f"{place}: an answer is empty"
-                dropped.append(where.left_out(line, reason, row, "empty"))
+                dropped.append(origin.left_out("an answer is empty", "empty"))
                 continue
             ids.add(item.item.id)
             found.append(item)
@@ -291,9 +263,9 @@ def _apart(
     kept, overlap = [], []
     for row in train:
         if row.prompt in prompts or row.group in groups:
-            overlap.append(
-                row.left_out("the prompt or group is also in the validation split", "overlap")
-            )
+            assert row.item.origin is not None
+            reason = "the prompt or group is also in the validation split"
+            overlap.append(row.item.origin.left_out(reason, "overlap"))
         else:
             kept.append(row)
     if not kept:
@@ -332,19 +304,7 @@ def _tables(source: PreferenceData, seed: int) -> tuple[Table, Table | None]:
             known = [*KINDS, "module:function"]
             raise KeelError(f"preference data: {unknown('kind', source.name, known)}")
         return _entry(source, seed), None
-    if source.path is None:
-        what = "a data set's name" if source.name == "datasets" else "a file"
-        raise KeelError(f"preference data {source.name!r}: path is not set: give {what}")
-    options: dict[str, Any] = dict(source.options)
-    split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
-    train = read_table(source.name, source.path, options, split, "quarantine")
-    if source.validation_path is None:
-        return train, None
-    if source.name == "datasets":
-        other = source.path, options, source.validation_path
-    else:
-        other = source.validation_path, options, split
-    return train, read_table(source.name, *other, "quarantine")
+    return split_tables(source, f"preference data {source.name!r}: path is not set")
 
 
 def _entry(source: PreferenceData, seed: int) -> Table:
@@ -353,21 +313,10 @@ def _entry(source: PreferenceData, seed: int) -> Table:
     for key, value in (("path", source.path), ("validation_path", source.validation_path)):
         if value is not None:
             raise KeelError(f"{where}: {key} is not read by a function: put it into options")
-    function: Callable[..., Any] = load_entry(source.name, "preference data")
-    if not callable(function):
-        raise KeelError(f"{where}: it is a {type(function).__name__}, not a function")
-    options: dict[str, Any] = dict(source.options)
-    take_options(function, options, where)
-    if "seed" in inspect.signature(function).parameters:
-        options.setdefault("seed", seed)
-    try:
-        made = function(**options)
-        rows = None if isinstance(made, str | bytes | Mapping) else list_rows(made)
-    except KeelError:
-        raise
-    except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KeelError(f"{where} raises {message}") from error
-    if rows is None:
-        raise KeelError(f"{where} returns a {type(made).__name__}: return rows of dicts")
-    return rows_table(rows, where, "quarantine")
+
+    def rows(made: Any) -> list[Any]:
+        if isinstance(made, str | bytes | Mapping):
+            raise KeelError(f"{where} returns a {type(made).__name__}: return rows of dicts")
+        return list_rows(made)
+
+    return rows_table(call_entry(source, "preference data", seed, rows), where)

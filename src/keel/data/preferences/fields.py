@@ -271,11 +271,10 @@ def _until(
 ) -> Stepwise:
     """Some writers of Parquet keep integers that may be null as floats, so 3.0 is 3."""
     found = fields.value(column)
-    if found is None:
-        return Stepwise.until(id, prompt, steps, None, fields.origin, fields.tools())
     index = finite(found)
-    if index is None or not 0 <= index < len(steps) or index != int(index):
+    if found is not None and (index is None or index not in range(len(steps))):
         raise fields.wrong(
             column, f"give the index of a step, 0 to {len(steps) - 1}, or null where all are right"
         )
-    return Stepwise.until(id, prompt, steps, int(index), fields.origin, fields.tools())
+    at = None if index is None else int(index)
+    return Stepwise.until(id, prompt, steps, at, fields.origin, fields.tools())

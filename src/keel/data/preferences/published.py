@@ -12,7 +12,7 @@ from typing import Any
 from keel.config.fields import BadRows, unknown
 from keel.data.preferences.agreement import Agreement, Bootstrap, cohen_kappa, percent_agreement
 from keel.data.preferences.schema import Origin, Preference
-from keel.data.tables import Gathered, Where
+from keel.data.tables import Gathered
 from keel.runs.quarantine import LeftOut
 from keel.types import KeelError
 
@@ -160,7 +160,7 @@ def _rows(
         try:
             rows.append(make(cell))
         except KeelError as error:
-            bad.take(error, Where(str(path)), cell.number, cell.row)
+            bad.rows.append(cell.origin.left_out(str(error)))
     return rows
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from keel.runs.quarantine import LeftOut, Why, shortened
 from keel.types import Content, Tools
 
 
@@ -28,6 +29,11 @@ class Origin:
     def place(self) -> str:
         """What an error begins with."""
         return f"{self.source}{self.mark}{self.line}"
+
+    def left_out(self, reason: str, why: Why = "bad") -> LeftOut:
+        """The row as one that is not used."""
+        text = reason if reason.startswith(self.place) else f"{self.place}: {reason}"
+        return LeftOut(self.source, self.line, shortened(text), self.row, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +102,8 @@ class Stepwise:
         if first_error is not None and not 0 <= first_error < len(steps):
             raise ValueError(f"first wrong step {first_error} is none of the {len(steps)} steps")
         at = len(steps) if first_error is None else first_error
-        labels: list[float | None] = [1.0] * at
-        if at < len(steps):
-            labels.append(0.0)
-        labels += [None] * (len(steps) - len(labels))
-        return Stepwise(id, prompt, steps, tuple(labels), tools=tools, origin=origin)
+        labels = (*[1.0] * at, 0.0, *[None] * len(steps))[: len(steps)]
+        return Stepwise(id, prompt, steps, labels, tools=tools, origin=origin)
 
 
 def first_wrong(labels: Sequence[float | None]) -> int | None:

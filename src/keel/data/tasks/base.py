@@ -6,16 +6,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from string import Formatter
 from typing import Any
 
 from keel.config.fields import unknown
-from keel.data.messages import read_messages
+from keel.data.messages import read_messages, reading
 from keel.data.tables import encodable
-from keel.types import Completion, Content, KeelError, Message, Prompt, Split, text_of
+from keel.types import Completion, Content, KeelError, Message, Prompt, Split, one_line, text_of
 
 VALIDATION_FRACTION = 0.1
 """Share of the contents that the validation split of an endless task gets."""
@@ -84,6 +84,23 @@ def split_of(content: Content, validation_fraction: float = VALIDATION_FRACTION)
     return "validation" if position(content) < validation_fraction else "train"
 
 
+def splits_of(places: Sequence[float], validation_fraction: float) -> list[Split]:
+    """The split of each row from where its key lies in [0, 1) (`position`).
+
+    Few rows may all fall on one split: the key nearest to the other goes over, so that two
+    different keys always give two splits. One key alone is on the train split.
+    """
+    held = {p for p in places if p < validation_fraction}
+    different = set(places)
+    if len(different) < 2:
+        held = set()
+    elif not held:
+        held = {min(different)}
+    elif held == different:
+        held = different - {max(different)}
+    return ["validation" if p in held else "train" for p in places]
+
+
 SEED_NAMES: Mapping[Split, str] = {"train": "train", "validation": "heldout"}
 """The names of the splits in what seeds random numbers: with others, results would change."""
 
@@ -124,14 +141,15 @@ class Presentation:
         try:
             text = row[column] if column is not None else self.template.format_map(row)
         except Exception as error:
-            message = " ".join(str(error).split())[:300]
+            message = one_line(error)[:300]
             raise KeelError(f"{where}: prompt = {self.template!r} fails: {message}") from None
         return _text(text, where)
 
     def _other(self, value: Any, column: str, where: str) -> Content:
         """A column that holds no text: messages, or a number that is put as one."""
         if isinstance(value, list | tuple):
-            return _messages(value, column, where)
+            with reading(column, where):
+                return read_messages(value)
         if isinstance(value, Mapping | bytes):
             kind = "a table" if isinstance(value, Mapping) else "bytes"
             raise KeelError(
@@ -177,10 +195,3 @@ def _text(text: str, where: str) -> str:
     if not encodable(text):
         raise KeelError(f"{where}: the prompt holds invalid UTF-8 (a lone surrogate): fix it")
     return text
-
-
-def _messages(value: Any, column: str, where: str) -> tuple[Message, ...]:
-    try:
-        return read_messages(value)
-    except ValueError as error:
-        raise KeelError(f"{where}: column {column!r} holds {error}") from None

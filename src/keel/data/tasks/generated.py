@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from keel.config.entry import load_entry
 from keel.config.fields import unknown
+from keel.config.sources import PreferenceData, TaskSource
 from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_of
 from keel.graders.stated import answer_part
-from keel.types import Completion, KeelError, Prompt, Split
+from keel.types import Completion, KeelError, Prompt, Split, one_line
 
 ATTEMPTS = 5_000
 """Draws for one prompt until one falls on its split; nine in ten validation draws do not."""
@@ -74,11 +76,36 @@ def take_options(
         return
     names = [n for n in parameters if n not in own]
     for option in options:
-        if option in names:
-            continue
-        if not names:
-            raise KeelError(f"{where}: unknown option {option!r}: it has no options")
-        raise KeelError(f"{where}: {unknown('option', option, names)}")
+        if option not in names:
+            none = f"unknown option {option!r}: it has no options"
+            raise KeelError(f"{where}: {unknown('option', option, names) if names else none}")
+
+
+def call_entry(
+    source: TaskSource | PreferenceData,
+    what: str,
+    seed: int,
+    read: Callable[[Any], Any] = lambda made: made,
+) -> Any:
+    """What a Python entry returns, as `read` takes it; `what` says what it is for ("task").
+
+    It is called with the options, and with `seed` if it has a parameter of that name. Raises
+    KeelError.
+    """
+    where = f"{what} {source.name!r}"
+    function: Callable[..., Any] = load_entry(source.name, what)
+    if not callable(function):
+        raise KeelError(f"{where}: it is a {type(function).__name__}, not a function")
+    options = dict(source.options)
+    take_options(function, options, where)
+    if "seed" in inspect.signature(function).parameters:
+        options.setdefault("seed", seed)
+    try:
+        return read(function(**options))
+    except KeelError:
+        raise
+    except Exception as error:
+        raise KeelError(f"{where} raises {one_line(error, named=True)}") from error
 
 
 def check_range(where: str, **bounds: int) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
 from keel.data.gold import gold_entries, read_gold
-from keel.data.messages import read_tools
+from keel.data.messages import read_tools, reading
 from keel.data.tables import (
     Gathered,
     Row,
@@ -21,16 +19,16 @@ from keel.data.tables import (
     all_bad,
     encodable,
     list_rows,
-    read_table,
     rows_table,
+    split_tables,
 )
-from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, split_of
-from keel.data.tasks.generated import take_options
+from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, splits_of
+from keel.data.tasks.generated import call_entry
 from keel.data.tasks.user import UserTask
 from keel.graders.formats import same_text
 from keel.graders.stated import answer_part
 from keel.runs.quarantine import LeftOut, Why
-from keel.types import Completion, Content, KeelError, Prompt, Split, Tools
+from keel.types import Completion, Content, KeelError, Prompt, Split, Tools, one_line
 
 KINDS = {
     "jsonl": "a file with one JSON object a line",
@@ -78,7 +76,7 @@ class DataTask(BaseTask):
     ) -> None:
         self.name = name
         self.splits: Mapping[Split, Stored] = {"train": train, "validation": validation}
-        self.presentation = _presentation(source)
+        self.presentation = Presentation(source.prompt, source.system)
         self.answer = source.answer
         self.left_out = tuple(left_out)
 
@@ -145,20 +143,10 @@ class DataTask(BaseTask):
 
 def data_task(source: TaskSource) -> DataTask:
     """The task of a file or `datasets` name. Raises KeelError, naming file and line."""
-    if source.path is None:
-        what = "a data set's name" if source.name == "datasets" else "a file"
-        raise KeelError(f"task {source.name!r}: task.path is not set: give {what}")
-    options = dict(source.options)
-    split = str(options.pop("split", "train")) if source.name == "datasets" else "train"
-    train = read_table(source.name, source.path, options, split, "quarantine")
-    name = f"{source.name}:{Path(source.path).stem}"
-    if source.validation_path is None:
+    train, held = split_tables(source, f"task {source.name!r}: task.path is not set")
+    name = f"{source.name}:{Path(str(source.path)).stem}"
+    if held is None:
         return _split(name, train, source)
-    if source.name == "datasets":
-        other = source.path, options, source.validation_path
-    else:
-        other = source.validation_path, options, split
-    held = read_table(source.name, *other, "quarantine")
     return _two_tables(name, train, held, source)
 
 
@@ -167,20 +155,7 @@ def entry_task(source: TaskSource, seed: int) -> Any:
 
     It is called with the options, and with the recipe's seed if it has a parameter `seed`.
     """
-    function: Callable[..., Any] = load_entry(source.name, "task")
-    if not callable(function):
-        raise KeelError(f"task {source.name!r}: it is a {type(function).__name__}, not a function")
-    options = dict(source.options)
-    take_options(function, options, f"task {source.name!r}")
-    if "seed" in inspect.signature(function).parameters:
-        options.setdefault("seed", seed)
-    try:
-        made = function(**options)
-    except KeelError:
-        raise
-    except Exception as error:
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KeelError(f"task {source.name!r} raises {message}") from error
+    made = call_entry(source, "task", seed)
     name = source.name.rpartition("/")[2]  # ids of prompts do not depend on the file's folder
     if all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score")):
         return UserTask(name, made)
@@ -190,26 +165,15 @@ def entry_task(source: TaskSource, seed: int) -> Any:
         raise KeelError(
             f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
         ) from None
-    return _split(name, rows_table(rows, source.name, "quarantine"), source)
+    return _split(name, rows_table(rows, source.name), source)
 
 
 def _split(name: str, table: Table, source: TaskSource) -> DataTask:
     """Both splits from one table, by the hash of the prompt; each has at least one prompt."""
     entries, bad = _entries(table, source)
-    splits = [split_of(entry.body, source.validation_fraction) for entry in entries]
-    places = [position(entry.body) for entry in entries]
-    if len(set(places)) > 1 and len(set(splits)) == 1:
-        # Few rows may all fall on one split: the one nearest to the other goes over.
-        low, high = min(places), max(places)
-        splits = (
-            ["validation" if p == low else "train" for p in places]
-            if splits[0] == "train"
-            else ["train" if p == high else "validation" for p in places]
-        )
+    splits = splits_of([position(entry.body) for entry in entries], source.validation_fraction)
     train = [e for e, split in zip(entries, splits, strict=True) if split == "train"]
     validation = [e for e, split in zip(entries, splits, strict=True) if split == "validation"]
-    if not train:  # one prompt alone, on the validation split
-        train, validation = validation, train
     return DataTask(name, Stored(train, table.where), Stored(validation, table.where), source, bad)
 
 
@@ -234,13 +198,9 @@ def _two_tables(name: str, train: Table, validation: Table, source: TaskSource) 
     return DataTask(name, *splits, source, [*bad, *overlap, *bad_held])
 
 
-def _presentation(source: TaskSource) -> Presentation:
-    return Presentation(source.prompt, source.system)
-
-
 def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], list[LeftOut]]:
     """The table's rows as prompts, and its bad rows, in the order of their lines."""
-    presentation = _presentation(source)
+    presentation = Presentation(source.prompt, source.system)
     entries, bad = [], Gathered(source.bad_rows, table.bad)
     for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
         try:
@@ -249,9 +209,10 @@ def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], lis
                 _check_answer(row, source.answer, place)
             body = presentation.body(row, place)
             presentation.frame(body, place)
-            tools = _tools(row, place)
+            with reading("tools", place):
+                tools = read_tools(row.get("tools"))
         except KeelError as error:
-            bad.take(error, table.where, line, row)
+            bad.rows.append(table.where.left_out(line, str(error), row))
             continue
         entries.append(StoredExample(number, line, body, row, tools))
     bad.check("tasks")
@@ -259,13 +220,6 @@ def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], lis
     if not entries:
         raise all_bad(table.where.source, every)
     return entries, every
-
-
-def _tools(row: Row, place: str) -> Tools:
-    try:
-        return read_tools(row.get("tools"))
-    except ValueError as error:
-        raise KeelError(f"{place}: column 'tools' holds {error}") from None
 
 
 def _gold(row: Row, answer: str) -> Any:
@@ -292,7 +246,7 @@ def _check_answer(row: Row, answer: str, place: str) -> None:
         golds = gold_entries(read_gold(value))
         texts = [str(gold) for gold in golds]
     except Exception as error:  # also of a value's own class, or of too many digits
-        message = " ".join(str(error).split())[:300]
+        message = one_line(error)[:300]
         raise KeelError(f"{column} is no text, and no list of texts: {message}") from None
     if not golds:
         raise KeelError(_no_answer(place, answer, row))

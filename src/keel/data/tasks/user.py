@@ -6,7 +6,7 @@ import traceback
 from typing import Any, cast
 
 from keel.data.tasks.base import BaseTask
-from keel.types import Completion, KeelError, Prompt, Split
+from keel.types import Completion, KeelError, Prompt, Split, one_line
 
 
 class UserTask(BaseTask):
@@ -48,7 +48,7 @@ class UserTask(BaseTask):
         except KeelError:
             raise
         except Exception as error:
-            message = " ".join(f"{type(error).__name__}: {error}".split())
+            message = one_line(error, named=True)
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise KeelError(
                 f"task {self.entry!r}: {what} raised {message} ({at.filename}:{at.lineno})"

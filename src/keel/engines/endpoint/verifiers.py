@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from keel.types import KeelError, ProgramInput
+from keel.types import KeelError, ProgramInput, one_line
 
 ENVIRONMENT, TASK = "verifiers_environment", "verifiers_task"
 """Columns: the settings of an environment and the data of a task, as JSON."""
@@ -83,5 +83,4 @@ def _errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())
-        raise KeelError(f"verifiers cannot use {what}: {line}") from error
+        raise KeelError(f"verifiers cannot use {what}: {one_line(error, named=True)}") from error

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from urllib.parse import urlencode
+from dataclasses import asdict, dataclass
 
 from markdown_it import MarkdownIt
 from nicegui import ui
 
 from keel.analysis.text import visible
 from keel.data.preferences.annotation.settings import LONGEST_RUBRIC, Rubric
+from keel.view.address import Parts
 from keel.view.frame import begin
 
 STYLE = """
@@ -65,8 +65,8 @@ kbd { border: 1px solid currentColor; border-radius: 4px; padding: 0 6px; margin
 
 
 @dataclass(frozen=True, slots=True)
-class PageAddress:
-    """The query part of an address: whose page it is, its theme and font ("mono")."""
+class PageAddress(Parts):
+    """The query of the pages for annotators: whose page it is, its theme and font ("mono")."""
 
     annotator: str = ""
     theme: str = ""
@@ -76,15 +76,6 @@ class PageAddress:
     def read(query: Mapping[str, str]) -> PageAddress:
         """The address of query parameters; others are left out."""
         return PageAddress(**{name: query.get(name, "") for name in asdict(PageAddress())})
-
-    def but(self, **changes: str) -> PageAddress:
-        """The address with other values."""
-        return replace(self, **changes)
-
-    def url(self, path: str) -> str:
-        """The path with this query."""
-        pairs = {name: value for name, value in asdict(self).items() if value}
-        return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
 def begin_page(title: str, address: PageAddress) -> None:

@@ -14,7 +14,7 @@ from keel.data.preferences.fields import Fields
 from keel.data.preferences.store.audit import audit_judges
 from keel.data.preferences.store.records import PairRecord, PromptRecord, content_id
 from keel.data.preferences.store.store import PreferenceStore
-from keel.data.tables import read_table
+from keel.data.tables import read_file
 from keel.rewards.judge.store import Account, SpendLimitReached
 from keel.types import KeelError
 from keel.workflows.synthesis.completions import (
@@ -77,7 +77,7 @@ def read_prompts(path: str) -> list[PromptRecord]:
 
     Other columns stay with the prompt. Raises KeelError for a row that cannot be read.
     """
-    table = read_table("parquet" if path.endswith(".parquet") else "jsonl", path, {}, "train")
+    table = read_file(path)
     found = {}
     for row, line in zip(table.rows, table.lines, strict=True):
         place = table.where.place(line)

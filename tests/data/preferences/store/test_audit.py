@@ -142,12 +142,12 @@ def test_consistency_of_one_pair_a_prompt_is_near_wilsons_interval(tmp_path: Pat
 def test_of_two_labels_of_one_order_the_last_counts(tmp_path: Path) -> None:
     with place_store(tmp_path / "a.db", [(1.0, 0.0)] * 2) as store:
         pair = next(store.pairs()).id
-        store.add_labels([LabelRecord(pair, 1.0, "judge", B, round=1, shown_first="second")])
+        store.add([LabelRecord(pair, 1.0, "judge", B, round=1, shown_first="second")])
         assert audit_judges(store)[0]["order_consistency"]["mean"] == 0.5
 
 
 def test_labels_of_one_order_alone_are_not_audited(tmp_path: Path) -> None:
     with place_store(tmp_path / "a.db", [(1.0, 1.0)]) as store:
         pair = next(store.pairs()).id
-        store.add_labels([LabelRecord(pair, 1.0, "judge", "another", shown_first="first")])
+        store.add([LabelRecord(pair, 1.0, "judge", "another", shown_first="first")])
         assert [audit["judge"] for audit in audit_judges(store)] == [B]

@@ -398,7 +398,7 @@ def test_export_is_the_mean_of_the_labels_that_count(tmp_path: Path) -> None:
         LabelRecord("p0", 0.25, "judge", "m", margin=-2.0, round=1),
         *(human("p1", None), LabelRecord("p2", 0.0, "rule", "r")),
     ]
-    store.add_labels(labels)
+    store.add(labels)
     assert mean_label([]) is None
     assert mean_label(labels[:1]) == (1.0, 0.0)
 

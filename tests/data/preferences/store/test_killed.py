@@ -44,7 +44,7 @@ def work(path: Path, log: Path, name: str) -> None:
             store.submit(lease, label)
             os.write(file, f"{label.id}\n".encode())
             bulk = [LabelRecord(lease.pair, n / 4, "judge", name) for n in range(5)]
-            store.add_labels(bulk)
+            store.add(bulk)
             os.write(file, "".join(f"{label.id}\n" for label in bulk).encode())
             number += 1
 

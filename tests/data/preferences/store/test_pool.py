@@ -25,9 +25,9 @@ def judge(pair: str, value: float) -> LabelRecord:
 
 def test_people_count_before_others(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 6) as store:
-        store.add_labels([human("p0", 1.0), human("p0", 0.5, "bob"), judge("p0", 0.0)])
-        store.add_labels([judge("p1", 0.25), LabelRecord("p1", 0.75, "rule")])
-        store.add_labels([human("p2", None), judge("p3", 0.0), human("p3", None)])
+        store.add([human("p0", 1.0), human("p0", 0.5, "bob"), judge("p0", 0.0)])
+        store.add([judge("p1", 0.25), LabelRecord("p1", 0.75, "rule")])
+        store.add([human("p2", None), judge("p3", 0.0), human("p3", None)])
         pool = read_pool(store)
         assert pool.ids == tuple(f"p{n}" for n in range(6))
         assert pool.prompts == tuple(f"q{n}" for n in range(6))
@@ -69,8 +69,8 @@ def test_a_judges_agreement_with_people(tmp_path: Path) -> None:
             *(("p0", 1.0, 0.9), ("p1", 0.0, 0.0), ("p2", 1.0, 0.0)),
             *(("p3", 0.5, 1.0), ("p4", 1.0, 0.5)),
         ):
-            store.add_labels([human(pair, people), judge(pair, said)])
-        store.add_labels([human("p5", 1.0), judge("p6", 1.0)])
+            store.add([human(pair, people), judge(pair, said)])
+        store.add([human("p5", 1.0), judge("p6", 1.0)])
         found = judge_agreement(store)
     assert (found.n, found.mean) == (3, 2 / 3)
 

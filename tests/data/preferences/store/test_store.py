@@ -68,12 +68,15 @@ def test_adding_twice_is_one_row(tmp_path: Path) -> None:
         counts = store.counts()
         assert set(store.add(EVERY).values()) == {0}
         # What it took is the first one's.
-        assert store.add_labels([replace(LABEL, seconds=9.0), replace(LABEL, seconds=8.0)]) == 0
+        assert (
+            store.add([replace(LABEL, seconds=9.0), replace(LABEL, seconds=8.0)]).get("labels", 0)
+            == 0
+        )
         assert store.counts() == counts
         assert list(store.labels()) == [LABEL]
         # A judgement that says something else is another.
-        assert store.add_labels([replace(LABEL, value=0.2, id="")]) == 1
-        assert store.add_labels([replace(LABEL, annotator="other", id="")]) == 1
+        assert store.add([replace(LABEL, value=0.2, id="")]).get("labels", 0) == 1
+        assert store.add([replace(LABEL, annotator="other", id="")]).get("labels", 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_what_records_refuse() -> None:
 def test_what_a_record_refers_to_must_be_there(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 1) as store:
         with pytest.raises(KeelError, match="a label refers to what is not there"):
-            store.add_labels([human("p0", 1.0), human("p7", 1.0)])
+            store.add([human("p0", 1.0), human("p7", 1.0)])
         assert store.counts()["labels"] == 0
         with pytest.raises(KeelError, match="lone surrogate"):
             store.add_prompts([PromptRecord("\ud800")])
@@ -127,8 +130,8 @@ def test_what_a_record_refers_to_must_be_there(tmp_path: Path) -> None:
 def test_queries_select(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 3) as store:
         store.add(pair(3, round=1))
-        store.add_labels([human("p0", 1.0), human("p1", None)])
-        store.add_labels([LabelRecord("p0", 0.2, "judge", "m", "kind", "v1", round=1)])
+        store.add([human("p0", 1.0), human("p1", None)])
+        store.add([LabelRecord("p0", 0.2, "judge", "m", "kind", "v1", round=1)])
 
         def without(*arguments: str, **which: object) -> list[str]:
             return [p.id for p in store.unlabelled(*arguments, **which)]  # type: ignore[arg-type]
@@ -247,7 +250,7 @@ def test_gold_is_leased_to_everyone_and_only_when_asked_for(tmp_path: Path) -> N
 
 def test_labels_of_others_fill_places_and_skips_do_not(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 2) as store:
-        store.add_labels([human("p0", 0.5, "imported"), LabelRecord("p1", 1.0, "judge")])
+        store.add([human("p0", 0.5, "imported"), LabelRecord("p1", 1.0, "judge")])
         lease = store.lease_next("ann", 0.0)
         assert lease is not None
         assert lease.pair == "p1"
@@ -291,7 +294,7 @@ def test_undo_takes_back_the_last_label(tmp_path: Path) -> None:
             lease = store.lease_next("ann", 0.0)
             assert lease is not None
             store.submit(lease, human(lease.pair, value))
-        store.add_labels([human("p2", 1.0)])  # imported: no work to take back
+        store.add([human("p2", 1.0)])  # imported: no work to take back
         store.lease_next("bob", 0.0, overlap=2)
         assert store.undo("bob", 0.0) is None
         assert store.undo("ann", 1.0) == human("p1", 0.5)
@@ -359,10 +362,10 @@ def test_a_locked_store_is_one_line(tmp_path: Path) -> None:
     other.execute("BEGIN IMMEDIATE")
     with PreferenceStore(tmp_path / "a.db", timeout=0.01) as store:
         with pytest.raises(KeelError, match="locked: another process is writing to it: wait"):
-            store.add_labels([human("p0", 1.0)])
+            store.add([human("p0", 1.0)])
         assert store.counts()["pairs"] == 1  # reading goes on
         other.execute("ROLLBACK")
-        assert store.add_labels([human("p0", 1.0)]) == 1
+        assert store.add([human("p0", 1.0)]).get("labels", 0) == 1
     other.close()
 
 
@@ -370,7 +373,7 @@ def test_a_store_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     store = made(tmp_path / "a.db", 1)
     store.database.execute("PRAGMA query_only = ON")
     with pytest.raises(KeelError, match="readonly database: make the file and its folder writable"):
-        store.add_labels([human("p0", 1.0)])
+        store.add([human("p0", 1.0)])
     store.close()
 
 
@@ -381,10 +384,10 @@ def test_a_file_that_cannot_grow_is_one_line_and_loses_nothing(tmp_path: Path) -
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "a.db-wal").stat().st_size, hard))
     try:
         with pytest.raises(KeelError, match=r"preference store .*a.db cannot be used: ") as caught:
-            store.add_labels([human("p0", 0.0), big])
+            store.add([human("p0", 0.0), big])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(caught.value)
     assert store.counts()["labels"] == 0
-    assert store.add_labels([big]) == 1
+    assert store.add([big]).get("labels", 0) == 1
     store.close()

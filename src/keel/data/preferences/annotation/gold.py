@@ -13,7 +13,7 @@ from keel.data.preferences.fields import Fields
 from keel.data.preferences.store.formats import Attribution, read_trl
 from keel.data.preferences.store.records import Source
 from keel.data.preferences.store.store import PreferenceStore
-from keel.data.tables import read_table
+from keel.data.tables import read_file
 from keel.types import KeelError
 
 SOURCE: Source = "rule"
@@ -27,8 +27,7 @@ def add_gold(store: PreferenceStore, path: Path, round: int) -> int:
     """
     if not path.is_file():
         raise KeelError(f"--gold {path}: there is no such file: fix the path")
-    form = "parquet" if path.suffix == ".parquet" else "jsonl"
-    table = read_table(form, str(path), {}, "train")
+    table = read_file(path)
     by = Attribution(SOURCE, ANNOTATOR, round)
     records = [
         record

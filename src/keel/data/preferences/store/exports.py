@@ -13,7 +13,7 @@ from keel.data.preferences.store.records import JudgedPair, LabelRecord, Source
 from keel.data.preferences.store.store import PreferenceStore
 from keel.runs.files import write_bytes
 from keel.runs.values import record_line
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,8 @@ def _parquet(out: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
         file = io.BytesIO()
         parquet.write_table(table, file)
     except pyarrow.ArrowException as error:
-        why = " ".join(str(error).split())
         raise KeelError(
-            f"{out}: a column has values of several types ({why}): name a .jsonl file"
+            f"{out}: a column has values of several types ({one_line(error)}): name a .jsonl file"
         ) from None
     return file.getvalue()
 

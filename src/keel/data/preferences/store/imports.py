@@ -20,8 +20,8 @@ from keel.data.preferences.store.formats import (
 )
 from keel.data.preferences.store.records import LabelRecord, Record, StepsRecord
 from keel.data.preferences.store.store import PreferenceStore
-from keel.data.tables import all_bad, read_table
-from keel.runs.quarantine import LeftOut, shortened, write_quarantine
+from keel.data.tables import all_bad, read_file
+from keel.runs.quarantine import LeftOut, write_quarantine
 from keel.types import KeelError
 
 KINDS = (*ANNOTATORS, *READERS)
@@ -101,8 +101,7 @@ def _parsed(kind: str, path: Path, by: Attribution) -> Iterator[Parsed]:
             assert row.origin is not None
             yield _row(row.origin, read_annotated(row, by, ANNOTATORS[kind]))
         return
-    form = "parquet" if path.suffix == ".parquet" else "jsonl"
-    table = read_table(form, str(path), {}, "train", "quarantine")
+    table = read_file(path, "quarantine")
     yield from table.bad
     make = READERS[kind]()
     for values, line in zip(table.rows, table.lines, strict=True):
@@ -115,6 +114,4 @@ def _row(origin: Origin, records: Iterable[Record]) -> Parsed:
         return list(records)
     except KeelError as error:
         why = "empty" if isinstance(error, EmptyAnswer) else "bad"
-        text = str(error)
-        reason = shortened(text if text.startswith(origin.place) else f"{origin.place}: {text}")
-        return LeftOut(origin.source, origin.line, reason, origin.row, why)  # type: ignore[arg-type]
+        return origin.left_out(str(error), why)  # type: ignore[arg-type]

@@ -98,21 +98,9 @@ class PreferenceStore:
         """Add prompts, as `add` does; how many of them are new."""
         return self.add(records).get("prompts", 0)
 
-    def add_completions(self, records: Iterable[CompletionRecord]) -> int:
-        """Add completions, as `add` does; how many of them are new."""
-        return self.add(records).get("completions", 0)
-
     def add_pairs(self, records: Iterable[PairRecord]) -> int:
         """Add pairs, as `add` does; how many of them are new."""
         return self.add(records).get("pairs", 0)
-
-    def add_labels(self, records: Iterable[LabelRecord]) -> int:
-        """Add labels, as `add` does; how many of them are new."""
-        return self.add(records).get("labels", 0)
-
-    def add_steps(self, records: Iterable[StepsRecord]) -> int:
-        """Add answers in labelled steps, as `add` does; how many of them are new."""
-        return self.add(records).get("steps", 0)
 
     def add_costs(self, records: Iterable[CostRecord]) -> int:
         """Add entries of the ledger, as `add` does; how many of them are new."""
