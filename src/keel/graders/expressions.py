@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from keel.graders.answers import Answer, final_answer, formula_of, stated_number
@@ -191,7 +192,8 @@ def _text_of(gold: str) -> str | None:
     """A gold answer as text without blanks; None where there is nothing to compare."""
     wanted = final_answer(gold, words=True, trusted=True)
     text = bare(wanted.text if wanted and wanted.how == "marked" else gold).replace(" ", "")
-    return text if re.search(r"\w", text) and _balanced(text) else None
+    depths = [0, *_depths(text)]
+    return text if re.search(r"\w", text) and depths[-1] == 0 == min(depths) else None
 
 
 def parse(
@@ -229,17 +231,17 @@ def parse(
         rows = [row for row in re.split(r"\\\\", matrix[2]) if row.strip()]
         cells = [[parse(cell, **again) for cell in row.split("&")] for row in rows]
         return ParsedExpression("matrix", cells, text, name)
-    for kind, parts in (("list", _split(_CONNECTED.sub(",", text), ",;")), ("list", _cups(text))):
+    for parts in (_split(_CONNECTED.sub(",", text), ",;"), text.split("\\cup")):
         if len(parts) > 1:
             items = [parse(part, **again) for part in parts if part.strip()]
             flat = [one for i in items for one in (i.value if i.kind == "list" else [i])]
             names = {one.name for one in flat}
-            return _listed(kind, flat, text, name or (names.pop() if len(names) == 1 else ""))
+            return _listed(flat, text, name or (names.pop() if len(names) == 1 else ""))
     if text.startswith("\\{") and text.endswith("\\}"):
         parts = _split(_CONNECTED.sub(",", text[2:-2]), ",;")
         items = [parse(part, **again) for part in parts if part.strip()]
-        return _listed("list", items, text, name)
-    if text[0] in "([" and text[-1] in ")]" and _spans(text):
+        return _listed(items, text, name)
+    if text[0] in "([" and text[-1] in ")]" and 0 not in _depths(text)[:-1]:
         parts = _split(text[1:-1], ",;")
         if len(parts) > 1:
             ends = text[0] + text[-1]
@@ -247,7 +249,7 @@ def parse(
     if "\\pm" in text or "\\mp" in text:
         both = text.replace("\\pm", "+").replace("\\mp", "-")
         other = text.replace("\\pm", "-").replace("\\mp", "+")
-        return _listed("list", [parse(one, **again) for one in (both, other)], text, name)
+        return _listed([parse(one, **again) for one in (both, other)], text, name)
     if (base := _BASE.fullmatch(text)) and base[1].isalnum() and base[1][0].isdigit():
         return ParsedExpression("base", (base[1].lower(), base[2] or base[3]), text, name)
     interval = _interval(text)
@@ -362,12 +364,12 @@ def _matched(
     return True
 
 
-def _listed(kind: str, items: Sequence[ParsedExpression], text: str, name: str) -> ParsedExpression:
+def _listed(items: Sequence[ParsedExpression], text: str, name: str) -> ParsedExpression:
     """A list; one that names the same thing again and again is that thing."""
     if not items or len(items) > PARTS:
         raise Unreadable
     distinct = {i.value.value if i.kind == "number" else i.text.replace(" ", "") for i in items}
-    return items[0] if len(distinct) == 1 else ParsedExpression(kind, list(items), text, name)
+    return items[0] if len(distinct) == 1 else ParsedExpression("list", list(items), text, name)
 
 
 def _letters(text: str) -> str:
@@ -401,31 +403,20 @@ def _trimmed(text: str) -> str:
     return text
 
 
+def _depths(text: str) -> list[int]:
+    """How many brackets are open after each character."""
+    return list(accumulate((one in _OPEN) - (one in _CLOSE) for one in text))
+
+
 def _split(text: str, separators: str) -> list[str]:
     """A text parted at separators that are in no brackets."""
-    parts, depth, start = [], 0, 0
-    for at, character in enumerate(text):
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0 and character in separators:
-            if separators == "=" and text[at - 1 : at] in ("<", ">", "!"):
-                continue
+    parts, start = [], 0
+    for at, depth in enumerate(_depths(text)):
+        unequal = separators == "=" and text[at - 1 : at] in ("<", ">", "!")
+        if depth == 0 and text[at] in separators and not unequal:
             parts.append(text[start:at])
             start = at + 1
     return [*parts, text[start:]]
-
-
-def _cups(text: str) -> list[str]:
-    return text.split("\\cup") if "\\cup" in text else [text]
-
-
-def _spans(text: str) -> bool:
-    """Whether the first bracket closes at the end."""
-    depth = 0
-    for at, character in enumerate(text):
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0:
-            return at == len(text) - 1
-    return False
 
 
 def _interval(text: str) -> tuple[str, str, str, str] | None:
@@ -504,15 +495,6 @@ def _as_repeating(found: re.Match[str]) -> str:
     ahead = (found[1] or "0") + found[2]
     top = int(ahead + found[3]) - int(ahead)
     return rf"\frac{{{top}}}{{{'9' * len(found[3])}{'0' * len(found[2])}}}"
-
-
-def _balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth < 0:
-            return False
-    return depth == 0
 
 
 def _symbolic(value: Any) -> Any:

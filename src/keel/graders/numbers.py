@@ -99,27 +99,13 @@ _NO_UNITS = _CHANGES | word_set(
 )
 _UNITS = {
     name: names.split()[0]
-    for names in (
-        *("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "ft foot feet"),
-        *(
-            "km kilometer kilometre",
-            "in inch inches",
-            "yd yard",
-            "mi mile",
-            "g gram",
-            "kg kilogram",
-        ),
-        *("degree circ deg", "$ usd dollar", "s second sec", "min minute", "h hour hr", "cent"),
-        *("day", "week", "month", "year", "% percent", "W watt", "J joule", "N newton", "mol mole"),
-        *(
-            "L l liter litre",
-            "Pa pascal",
-            "V volt",
-            "K kelvin",
-            "Hz hertz",
-            "lb lbs pound",
-            "oz ounce",
-        ),
+    for names in re.split(
+        ",",
+        "mm millimeter millimetre,cm centimeter centimetre,m meter metre,km kilometer kilometre,"
+        "in inch inches,ft foot feet,yd yard,mi mile,g gram,kg kilogram,lb lbs pound,oz ounce,"
+        "L l liter litre,degree circ deg,$ usd dollar,cent,% percent,s second sec,min minute,"
+        "h hour hr,day,week,month,year,W watt,J joule,N newton,Pa pascal,V volt,K kelvin,Hz hertz,"
+        "mol mole",
     )
     for name in names.split()
 }
