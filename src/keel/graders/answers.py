@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from keel.graders.numbers import (
+    FORMULA,
     Number,
     bare,
     calculated,
@@ -68,11 +69,6 @@ _SYMBOL = re.compile(r"[\d$\\]")
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 _DELIMITERS = re.compile(r"\\[()\[\]]|\*\*|__")
 _COMMAND = re.compile(r"\\(?:text|mbox|mathrm) ?\{[^{}]*\}|\\[A-Za-z]+(?:\{[a-z]*matrix\})?")
-_FORMULA = re.compile(
-    r"\$\$([^$]*)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)(?<!\\)\$(?!\d)"
-    r"|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]",
-    re.DOTALL,
-)
 _BEING = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gets?|has|have|makes?|earns?|pays?|needs?|costs?|takes?)\b"
 )
@@ -445,13 +441,13 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
         sentence = label[2].strip(" *_")
     if not WORD.search(_COMMAND.sub(" ", sentence)):
         return sentence
-    formulas = list(_FORMULA.finditer(sentence))
+    formulas = list(FORMULA.finditer(sentence))
     if not formulas:
         verbs = list(_BEING.finditer(sentence))
         if verbs and not leads(sentence[: verbs[-1].end()]):
             return None
         return shortened(sentence[verbs[-1].end() :].strip()) if verbs else sentence
-    outside = _FORMULA.sub(" ", sentence)
+    outside = FORMULA.sub(" ", sentence)
     last = formulas[-1]
     joined = [last]
     for one in reversed(formulas[:-1]):

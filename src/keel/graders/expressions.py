@@ -229,7 +229,10 @@ def parse(
     again: dict[str, Any] = {"evaluated": evaluated, "gold": gold, "depth": depth + 1}
     if (matrix := _MATRIX.fullmatch(text)) is not None:
         rows = [row for row in re.split(r"\\\\", matrix[2]) if row.strip()]
-        cells = [[parse(cell, **again) for cell in row.split("&")] for row in rows]
+        cells = [
+            ParsedExpression("row", [parse(cell, **again) for cell in row.split("&")], row)
+            for row in rows
+        ]
         return ParsedExpression("matrix", cells, text, name)
     for parts in (_split(_CONNECTED.sub(",", text), ",;"), text.split("\\cup")):
         if len(parts) > 1:
@@ -300,11 +303,6 @@ def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated
         if gold.kind == "list":
             return _matched(gold.value, stated.value, evaluated)
         return all(_same(gold, one, one.text, evaluated) for one in stated.value)
-    if gold.kind == "matrix" and stated.kind == "matrix":
-        rows = list(zip(gold.value, stated.value, strict=False))
-        return len(gold.value) == len(stated.value) and all(
-            _in_order(g, s, evaluated) for g, s in rows
-        )
     if gold.kind == stated.kind and isinstance(gold.value, list):
         return _in_order(gold.value, stated.value, evaluated)
     if gold.kind == stated.kind == "number":
@@ -421,31 +419,24 @@ def _split(text: str, separators: str) -> list[str]:
 
 def _interval(text: str) -> tuple[str, str, str, str] | None:
     """The variable, brackets and bounds of `a < x \\le b` or `x > a`."""
-    found = [(m.start(), m.end(), m[0]) for m in _RELATION.finditer(text)]
-    if not 1 <= len(found) <= 2:
+    sides = [side.strip() for side in _RELATION.split(text)]
+    signs = _RELATION.findall(text)
+    less = {"l" in sign or "<" in sign for sign in signs}
+    closed = ["=" in sign or "e" in sign for sign in signs]
+    if len(sides) > 3 or not all(sides) or len(less) != 1:
         return None
-    signs = [
-        ("<" if "l" in sign or "<" in sign else ">", "=" in sign or "e" in sign)
-        for *_, sign in found
-    ]
-    ends = [0, *(at for start, end, _ in found for at in (start, end)), len(text)]
-    sides = [text[a:b].strip() for a, b in zip(ends[::2], ends[1::2], strict=True)]
-    if not all(sides) or (len(signs) == 2 and signs[0][0] != signs[1][0]):
-        return None
-    if len(signs) == 1:
-        (direction, closed), (left, right) = signs[0], sides
-        if not _variable(left):
-            left, right, direction = right, left, "<" if direction == ">" else ">"
-        if not _variable(left) or _variable(right):
+    if less == {False}:
+        sides, closed = sides[::-1], closed[::-1]
+    if len(sides) == 2:
+        if _variable(sides[0]):
+            sides, closed = [r"-\infty", *sides], [False, *closed]
+        else:
+            sides, closed = [*sides, r"\infty"], [*closed, False]
+        if _variable(sides[0]) or _variable(sides[2]):
             return None
-        if direction == "<":
-            return left, "(" + ")]"[closed], r"-\infty", right
-        return left, "(["[closed] + ")", right, r"\infty"
-    if signs[0][0] == ">":
-        sides, signs = sides[::-1], signs[::-1]
     if not _variable(sides[1]):
         return None
-    return sides[1], "(["[signs[0][1]] + ")]"[signs[1][1]], sides[0], sides[2]
+    return sides[1], "(["[closed[0]] + ")]"[closed[1]], sides[0], sides[2]
 
 
 def _variable(text: str) -> bool:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
+from keel.graders.numbers import FORMULA
+
 FORMULAS = 24
 """Formulas of a question that are compared, at the most."""
 
-_MATH = re.compile(
-    r"\$\$(.+?)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
-)
 _PLAIN = re.compile(
     r"(?:(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|\\[A-Za-z]+|[\d\s+*/^(){}\[\]_.=<>,|-])+"
 )
@@ -38,7 +37,10 @@ def squeezed(text: str) -> str:
 
 def formulas(question: str) -> Iterator[str]:
     """The formulas of a question and their sides; of one without any, what looks like one."""
-    found = [next(filter(None, match.groups())) for match in _MATH.finditer(question)]
+    found = [
+        next(part for part in match.groups() if part is not None)
+        for match in FORMULA.finditer(question)
+    ]
     found = found or [m[0] for m in _PLAIN.finditer(question) if re.search(r"[-+*/^\\(]", m[0])]
     for one in found[:FORMULAS]:
         yield from dict.fromkeys([one, *_RELATION.split(one)])

@@ -121,9 +121,12 @@ _NAME = re.compile(
     r"|\\?[A-Za-z][A-Za-z ]*'?(?: ?_ ?(?:\w|\{\w*\}))?) ?"
 )
 _EMPHASIS = re.compile(r"(\*{1,3}|_{1,3}|`)([^*_`].*)\1", re.DOTALL)
-_FORMULA = re.compile(
-    r"\$\$([^$]*)\$\$|\$((?:[^$\\]|\\.)*+)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL
+FORMULA = re.compile(
+    r"\$\$([^$]*)\$\$|(?<!\\)\$((?:[^$\\]|\\.)++)\$(?!\d)"
+    r"|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]",
+    re.DOTALL,
 )
+"""A formula between dollars or brackets of LaTeX; one group holds what is in it."""
 _BRACES = re.compile(r"(?:\\(?:text|mbox|mathrm|mathbf|textbf|boldsymbol|bm|fbox|boxed) ?)?\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SIZES = re.compile(
@@ -214,7 +217,7 @@ def bare(text: str) -> str:
         found = _EMPHASIS.fullmatch(text)
         if found and found[1] not in found[2]:
             text = found[2]
-        if found := _FORMULA.fullmatch(text):
+        if found := FORMULA.fullmatch(text):
             text = next(part for part in found.groups() if part is not None)
         if (braces := _BRACES.match(text)) and closing(text, braces.end()) == len(text):
             text = text[braces.end() : -1]
