@@ -358,15 +358,10 @@ def is_heading(line: str, below: bool) -> bool:
     content = bare(line)
     if not content or _NUMBERED.match(content):
         return True
-    label = _LABEL.fullmatch(content)
-    if label and re.search(r"\d", label[1]):
-        return True
     if not below:
         return False
     if content[0].isdigit() or content[0] in "-$\\":
         return not content.islower() and len(WORD.findall(content)) > 1
-    if label:
-        return not label[2].strip(" *_") or not _HEADING.fullmatch(label[1].strip(" *_"))
     match = _SAYS.search(content)
     if match and content[match.end() :].strip():
         return False
