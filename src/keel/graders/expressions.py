@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from keel.graders.answers import Answer, final_answer, formula_of, stated_number
+from keel.graders.answers import final_answer, formula_of, stated_number
 from keel.graders.choices import chosen, label_of
 from keel.graders.forms import formulas, left_to_do, squeezed, stands_in
 from keel.graders.numbers import Number, bare, name_of, only_units, read_number, same_name, word_set
@@ -121,15 +121,18 @@ def same_answer(
         number = stated_number(stated, evaluated=evaluated)
         if number is not None:
             return number.value == wanted.value.value and number.fits(wanted.value)
-    for text in _candidates(answer, wanted):
-        try:
-            read = _read(wanted, text, evaluated, plain)
-            if not _same(wanted, read, text, evaluated):
-                return False
-            return not (evaluated and question and _asked(wanted, read, question))
-        except Unreadable:
-            continue
-    return False
+    text: str | None = answer.text
+    if answer.how != "marked":
+        text = formula_of(_FOR_ALL.sub("", answer.text), words=wanted.kind == "words")
+    if text is None:
+        return False
+    try:
+        read = _read(wanted, text, evaluated, plain)
+        if not _same(wanted, read, text, evaluated):
+            return False
+        return not (evaluated and question and _asked(wanted, read, question))
+    except Unreadable:
+        return False
 
 
 def _read(wanted: ParsedExpression, text: str, evaluated: bool, plain: bool) -> ParsedExpression:
@@ -278,14 +281,6 @@ def gold_answer(gold: str, *, plain: bool = False) -> ParsedExpression:
         if number is None:
             raise
         return ParsedExpression("number", number, answer.text, number.name)
-
-
-def _candidates(answer: Answer, wanted: ParsedExpression) -> list[str]:
-    """What the answer may be in a text, the likeliest first."""
-    if answer.how == "marked":
-        return [answer.text]
-    formula = formula_of(_FOR_ALL.sub("", answer.text), words=wanted.kind == "words")
-    return [] if formula is None else [formula]
 
 
 def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated: bool) -> bool:
@@ -444,12 +439,7 @@ def _variable(text: str) -> bool:
 
 def _expression(text: str) -> tuple[str, Any]:
     """The kind and sympy's form of an expression or relation. Raises Unreadable."""
-    from latex2sympy2_extended.latex2sympy2 import (
-        ConversionConfig,
-        NormalizationConfig,
-        latex2sympy,
-        normalize_latex,
-    )
+    from latex2sympy2_extended import latex2sympy2 as latex
     from sympy.core.relational import Relational
 
     words = {word.lower() for word in _PROSE.findall(re.sub(r"\\[A-Za-z]+", " ", text))}
@@ -458,14 +448,16 @@ def _expression(text: str) -> tuple[str, Any]:
     if _TOWER.search(text) and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)):
         raise Unreadable
     exact = _DECIMAL.sub(_as_fraction, text.replace("+\\infty", "\\infty").replace("**", "^"))
-    units = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+    units = latex.NormalizationConfig(
+        units=False, malformed_operators=True, nits=True, boxed="none"
+    )
     try:
-        made = latex2sympy(
-            normalize_latex(exact, units),
+        made = latex.latex2sympy(
+            latex.normalize_latex(exact, units),
             is_real=True,
             convert_degrees=False,
             normalization_config=None,
-            conversion_config=ConversionConfig(lowercase_symbols=False),
+            conversion_config=latex.ConversionConfig(lowercase_symbols=False),
         )
     except Exception as error:
         raise Unreadable from error

@@ -190,13 +190,10 @@ def plain(text: str) -> str:
 
 def _written_out(found: re.Match[str]) -> str:
     r"""A command of siunitx as what it prints: `\SI{7}{\watt\per\meter\squared}`."""
-    command, number, unit = found.groups()
-    if command in ("num", "ang") or unit is None:
-        rest = "" if unit is None else f"{{{unit}}}"
-        return number + (r"^\circ" if command == "ang" else "") + rest
+    command, number, unit = found.groups("")
     unit = re.sub(r"\\per(?![a-z])", "/", unit).replace(r"\squared", "^2").replace(r"\cubed", "^3")
     unit = re.sub(r"\\(?!frac|cdot)([a-z]+)", r" \1", unit)
-    return rf"{number} \mathrm{{{unit}}}"
+    return number + r"^\circ" * (command == "ang") + (rf" \mathrm{{{unit}}}" if unit else "")
 
 
 def spaced(text: str) -> str:
