@@ -215,8 +215,6 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
     It is in the last clause with a number, after its last `=` or else verb of being. Candidates in
     turn (`4 or 3`; `4, 3`) are no answer.
     """
-    if len(sentence) > LONGEST:
-        return None
     sentence = _CONTRAST.sub("is ", sentence)
     sentence = shortened(_DELIMITERS.sub("", spaced(sentence).replace("\\approx ", "= ")))
     before, equals, after = sentence.rpartition("=")
@@ -301,11 +299,7 @@ def _boxed(text: str) -> tuple[int, int, str | None] | None:
             continue
         if found and not _BETWEEN.fullmatch(text, end, found[-1][0]):
             break
-        if found and end > found[-1][0]:  # this one is around the other
-            break
         found.append((opening.start(), end, content))
-        if len(found) > 50:
-            return found[0][0], found[0][1], None
     if not found:
         return None
     contents = list(dict.fromkeys(content.strip() for _, _, content in reversed(found)))

@@ -59,6 +59,7 @@ _SHAPE = re.sub(r"\?P<[a-z]+>", "?:", _NUMERAL.pattern)
 _MONEY = re.compile(
     r"(?:(?:US|CA|AU|C|A)?\\?\$|[€£¥₹]|\\(?:euro|pounds)\b|(?:USD|EUR|GBP|Rs\.?) ) ?"
 )
+_LEAD = re.compile(rf"([-+]?)\s*(?:({_MONEY.pattern})([-+]?)\s*)?")
 _SCALES = {
     **{"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12},
     **dict.fromkeys("万萬만", 4),
@@ -248,15 +249,10 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
             return None
         name, text = name_of(sides[0]), bare(sides[1])
     text = text.removeprefix("\\approx").strip()
-    sign, text = _sign(text)
-    money = _MONEY.match(text)
-    if money:
-        text = text[money.end() :]
-        second, text = _sign(text)
-        if second and sign:
-            return None
-        sign = sign or second
-    if text.startswith("\\frac{-") and sign == "-":
+    lead = _LEAD.match(text)
+    assert lead is not None  # all of it may be missing
+    sign, text = lead[1] + (lead[3] or ""), text[lead.end() :]
+    if len(sign) > 1 or (sign == "-" and text.startswith("\\frac{-")):
         return None
     found = _NUMERAL.match(text)
     value = _value(found, evaluated) if found else None
@@ -267,7 +263,7 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
         value, rest = value * 10 ** _SCALES[scale[1].lower()], rest[scale.end() :]
     if not only_units(rest, letters):
         return None
-    return Number(-value if sign == "-" else value, name, _unit(money[0] if money else "", rest))
+    return Number(-value if sign == "-" else value, name, _unit(lead[2] or "", rest))
 
 
 def number_in_prose(text: str, start: int, *, evaluated: bool = True) -> tuple[int, Number | None]:
@@ -399,8 +395,9 @@ def _unit(money: str, rest: str) -> str:
         elif part[-1].isdigit():
             units[-1:] = [(name, raised * int(part)) for name, raised in units[-1:]]
         else:
-            found = _UNITS.get(part) or _UNITS.get(part.lower().removesuffix("s"))
-            if not (found := found or _UNITS.get(part.lower())):
+            names = (part, part.lower().removesuffix("s"), part.lower())
+            found = next((_UNITS[name] for name in names if name in _UNITS), "")
+            if not found:
                 return ""
             units.append((found, power))
             power = 1
@@ -412,10 +409,6 @@ def _unit(money: str, rest: str) -> str:
 def same_name(gold: str, stated: str) -> bool:
     """Whether the name or unit of what was stated may be the gold answer's: one may have none."""
     return not gold or not stated or gold == stated
-
-
-def _sign(text: str) -> tuple[str, str]:
-    return (text[0], text[1:].lstrip()) if text[:1] in ("-", "+") and text[1:2] else ("", text)
 
 
 def _value(found: re.Match[str], evaluated: bool) -> Fraction | None:
