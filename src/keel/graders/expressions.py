@@ -301,11 +301,9 @@ def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated
         return _in_order(gold.value, stated.value, evaluated)
     if gold.kind == stated.kind == "number":
         return bool(gold.value.value == stated.value.value and stated.value.fits(gold.value))
-    if gold.kind == stated.kind and gold.kind in ("base", "time", "quantities"):
-        return bool(gold.value == stated.value)
     kinds = {gold.kind, stated.kind}
     if not kinds <= {"number", "expression", "relation"}:
-        return False
+        return len(kinds) == 1 and bool(gold.value == stated.value)
     if evaluated and not _evaluated(gold, stated):
         return False
     if "relation" in kinds:
@@ -468,8 +466,7 @@ def _expression(text: str) -> tuple[str, Any]:
 
 
 def _as_fraction(found: re.Match[str]) -> str:
-    digits = len(found[2])
-    return rf"\frac{{{int((found[1] or '0') + found[2])}}}{{1{'0' * digits}}}"
+    return rf"\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}"
 
 
 def _as_repeating(found: re.Match[str]) -> str:
@@ -482,9 +479,7 @@ def _as_repeating(found: re.Match[str]) -> str:
 def _symbolic(value: Any) -> Any:
     from sympy import Rational
 
-    if not isinstance(value, Number):
-        return value
-    return Rational(value.value.numerator, value.value.denominator)
+    return Rational(value.value) if isinstance(value, Number) else value
 
 
 def _equal(gold: Any, stated: Any) -> bool:
