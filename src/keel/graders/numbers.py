@@ -22,15 +22,12 @@ def word_set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=True))
-_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "₀₁₂₃₄₅₆₇₈₉"
 _MARKS = re.compile("(?<=[\u0300-\u036f]{4})[\u0300-\u036f]+")
 """Of many accents on one letter: to put them in order takes the square of their number."""
-_RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _ROOT = re.compile(r"√ ?(\d+|[A-Za-z]|\([^()]*\))")
-_LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 _SYMBOLS = {
-    **dict.fromkeys("−–‐‑‒﹣－", "-"),
+    **dict.fromkeys("−–‐‑‒﹣－⁻", "-"),
     **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
     **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": r"\div "},
     **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp "},
@@ -181,8 +178,8 @@ def plain(text: str) -> str:
     if text.isascii():
         return text
     text = _MARKS.sub("", text)
-    text = _RAISED.sub(lambda m: f"^{{{''.join(_SUPERSCRIPTS[c] for c in m[0])}}}", text)
-    text = _LOWERED.sub(lambda m: f"_{{{''.join(_SUBSCRIPTS[c] for c in m[0])}}}", text)
+    text = re.sub(f"[{_RAISED}]+", r"^{\g<0>}", text)  # NFKC makes digits of them
+    text = re.sub(f"[{_LOWERED}]+", r"_{\g<0>}", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text).translate(_TABLE)
     for character in set(re.findall("[\u00bc-\u00be\u2150-\u215e]", text)):  # ½ and such
         text = text.replace(character, " " + unicodedata.normalize("NFKC", character))
