@@ -68,6 +68,7 @@ _TOWER = re.compile(
 )
 _DOTTED = re.compile(r"\\dot ?\{?(\d)\}?(?:(\d*)\\dot ?\{?(\d)\}?)?")
 _DECIMAL = re.compile(r"(\d*)\.(\d+)")
+_CURRENCY = re.compile(r"\\?\$|[€£]")
 _TAIL = re.compile(
     r"(?:\\%|%|\^ ?\\circ\b|\^ ?\{ ?\\circ ?\}|\\(?:degree|circ)\b"
     r"| ?\\(?:text|mbox|mathrm) ?\{[^{}]*\}(?:\^ ?(?:\{\d\}|\d))?| [A-Za-z/]+(?:\^?[23])?)\Z"
@@ -381,7 +382,7 @@ def _named(text: str) -> tuple[str, str]:
 
 def _trimmed(text: str) -> str:
     """An answer less a currency before it and units after it."""
-    text = text.strip()
+    text = _CURRENCY.sub("", text).strip()
     for _ in range(8):
         tail = _TAIL.search(text)
         if tail is None or tail.start() == 0 or not only_units(tail[0], letters=False):

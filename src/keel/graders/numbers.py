@@ -133,6 +133,9 @@ _SIZES = re.compile(
 _BLANK = re.compile(r"(?<!\\)\\ ")
 _COMMANDS = re.compile(r"\\(?:d|t|c)frac(?![a-z])")
 _MATH_TEXT = re.compile(r"\\(?:textnormal|textrm|textit|mathit|mathsf|texttt|hbox)(?= ?\{)")
+_FIRST = re.compile(
+    r"([-+]?)(?:\$((?:[^$\\]|\\.)++)\$|\\\(((?:[^\\]|\\(?!\)))++)\\\))([^$]+)", re.DOTALL
+)
 _IN_PROSE = re.compile(
     rf"[-+]?(?:{_MONEY.pattern})?-?(?:{_SHAPE})(?:{_SCALE.pattern})?", re.IGNORECASE
 )
@@ -239,6 +242,8 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
     if len(text) > MAX_CHARACTERS:
         return None
     text = bare(text)
+    if formula := _FIRST.fullmatch(text):  # `$18$ dollars`
+        text = f"{formula[1]}{formula[2] or formula[3]} {formula[4]}"
     name = ""
     sides = text.split("=")
     if len(sides) > 1:
