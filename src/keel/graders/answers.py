@@ -8,10 +8,12 @@ pattern takes more than some tenths of a second for it, whatever it holds.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from keel.graders.numbers import (
+    FORMULA,
     Number,
     bare,
     calculated,
@@ -68,11 +70,6 @@ _SYMBOL = re.compile(r"[\d$\\]")
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 _DELIMITERS = re.compile(r"\\[()\[\]]|\*\*|__")
 _COMMAND = re.compile(r"\\(?:text|mbox|mathrm) ?\{[^{}]*\}|\\[A-Za-z]+(?:\{[a-z]*matrix\})?")
-_FORMULA = re.compile(
-    r"\$\$([^$]*)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)(?<!\\)\$(?!\d)"
-    r"|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]",
-    re.DOTALL,
-)
 _BEING = re.compile(
     r"\b(?:is|are|was|were|be|equals?|gets?|has|have|makes?|earns?|pays?|needs?|costs?|takes?)\b"
 )
@@ -146,6 +143,9 @@ _SUM = re.compile(
 _RESULT = re.compile(r":[^:A-Za-z=\\]*=[^A-Za-z]*\d")
 
 
+_Mark = tuple[int, int, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a text ends on, and how it is set off: by a mark, a statement, or not at all."""
@@ -161,7 +161,9 @@ def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> An
     the text is `trusted`, as a worked solution is, what stands around a mark is not looked at.
     """
     text = _STRUCK.sub(" ", plain(text[-TAIL:])).rstrip()
-    mark = max((m for m in (_boxed(text), _hashed(text)) if m is not None), default=None)
+    mark = max(
+        filter(None, (_in_a_row(text, one(text)) for one in (_boxed, _hashed))), default=None
+    )
     if mark is not None:
         start, end, answer = mark
         apart = trusted or not (
@@ -219,8 +221,6 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
     It is in the last clause with a number, after its last `=` or else verb of being. Candidates in
     turn (`4 or 3`; `4, 3`) are no answer.
     """
-    if len(sentence) > LONGEST:
-        return None
     sentence = _CONTRAST.sub("is ", sentence)
     sentence = shortened(_DELIMITERS.sub("", spaced(sentence).replace("\\approx ", "= ")))
     before, equals, after = sentence.rpartition("=")
@@ -290,30 +290,24 @@ def _in_last_clause(words: str, evaluated: bool) -> Number | None:
     return first[2]
 
 
-def _boxed(text: str) -> tuple[int, int, str | None] | None:
-    """The last box: where it starts, where it ends, what is in it. Boxes in a row are a list.
-
-    Empty boxes are passed over; one that does not close holds no answer.
-    """
-    found: list[tuple[int, int, str]] = []
-    for opening in reversed(list(_BOX.finditer(text))):
-        inner = _braced(text, opening.end())
-        if inner is None:
-            return found[0] if found else (opening.start(), len(text), None)
-        end, content = inner
-        if not bare(content):
-            continue
+def _in_a_row(text: str, marks: Iterable[_Mark]) -> _Mark | None:
+    """The last mark: where it starts, where it ends, what is in it. Marks in a row are a list."""
+    found: list[_Mark] = []
+    for start, end, content in marks:
         if found and not _BETWEEN.fullmatch(text, end, found[-1][0]):
             break
-        if found and end > found[-1][0]:  # this one is around the other
-            break
-        found.append((opening.start(), end, content))
-        if len(found) > 50:
-            return found[0][0], found[0][1], None
+        found.append((start, end, content.strip()))
     if not found:
         return None
-    contents = list(dict.fromkeys(content.strip() for _, _, content in reversed(found)))
-    return found[0][0], found[0][1], ", ".join(contents)
+    return *found[0][:2], ", ".join(dict.fromkeys(content for *_, content in reversed(found)))
+
+
+def _boxed(text: str) -> Iterator[_Mark]:
+    """The boxes that hold something, the last first; one that does not close holds no answer."""
+    for opening in reversed(list(_BOX.finditer(text))):
+        inner = _braced(text, opening.end())
+        if inner is None or bare(inner[1]):
+            yield opening.start(), *(inner or (len(text), ""))
 
 
 def only_repeats(text: str, question: str) -> bool:
@@ -333,24 +327,16 @@ def _braced(text: str, start: int) -> tuple[int, str] | None:
     return None if end < 0 else (end, text[start + 1 : end - 1])
 
 
-def _hashed(text: str) -> tuple[int, int, str] | None:
-    """The last line `#### …` that is an answer, not the heading of what follows."""
-    last: tuple[int, int, str] | None = None
-    for found in list(_HASHES.finditer(text))[::-1]:
-        if last is not None and not _BETWEEN.fullmatch(text, found.end(), last[0]):
-            break
+def _hashed(text: str) -> Iterator[_Mark]:
+    """The lines `#### …` that are answers, not the headings of what follows, the last first."""
+    for found in reversed(list(_HASHES.finditer(text))):
         line = found[1].strip().strip("#").strip()
         if is_heading(line, below=found.end() < len(text)):
             continue
         label = _LABEL.fullmatch(line)
         match = _SAYS.match(line) or (_SAYS.search(line) if label is None else None)
         answer = line[match.end() :] if match else label[2] if label else line
-        answer = answer.strip(" *_")
-        if last is None:
-            last = found.start(), found.end(), answer
-        elif answer != last[2]:  # lines in a row that differ are a list
-            last = found.start(), last[1], f"{answer}, {last[2]}"
-    return last
+        yield found.start(), found.end(), answer.strip(" *_")
 
 
 def is_heading(line: str, below: bool) -> bool:
@@ -362,15 +348,10 @@ def is_heading(line: str, below: bool) -> bool:
     content = bare(line)
     if not content or _NUMBERED.match(content):
         return True
-    label = _LABEL.fullmatch(content)
-    if label and re.search(r"\d", label[1]):
-        return True
     if not below:
         return False
     if content[0].isdigit() or content[0] in "-$\\":
         return not content.islower() and len(WORD.findall(content)) > 1
-    if label:
-        return not label[2].strip(" *_") or not _HEADING.fullmatch(label[1].strip(" *_"))
     match = _SAYS.search(content)
     if match and content[match.end() :].strip():
         return False
@@ -445,13 +426,13 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
         sentence = label[2].strip(" *_")
     if not WORD.search(_COMMAND.sub(" ", sentence)):
         return sentence
-    formulas = list(_FORMULA.finditer(sentence))
+    formulas = list(FORMULA.finditer(sentence))
     if not formulas:
         verbs = list(_BEING.finditer(sentence))
         if verbs and not leads(sentence[: verbs[-1].end()]):
             return None
         return shortened(sentence[verbs[-1].end() :].strip()) if verbs else sentence
-    outside = _FORMULA.sub(" ", sentence)
+    outside = FORMULA.sub(" ", sentence)
     last = formulas[-1]
     joined = [last]
     for one in reversed(formulas[:-1]):

@@ -13,9 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from keel.graders.answers import Answer, final_answer, formula_of, stated_number
+from keel.graders.answers import final_answer, formula_of, stated_number
 from keel.graders.choices import chosen, label_of
 from keel.graders.forms import formulas, left_to_do, squeezed, stands_in
 from keel.graders.numbers import Number, bare, name_of, only_units, read_number, same_name, word_set
@@ -121,15 +122,18 @@ def same_answer(
         number = stated_number(stated, evaluated=evaluated)
         if number is not None:
             return number.value == wanted.value.value and number.fits(wanted.value)
-    for text in _candidates(answer, wanted):
-        try:
-            read = _read(wanted, text, evaluated, plain)
-            if not _same(wanted, read, text, evaluated):
-                return False
-            return not (evaluated and question and _asked(wanted, read, question))
-        except Unreadable:
-            continue
-    return False
+    text: str | None = answer.text
+    if answer.how != "marked":
+        text = formula_of(_FOR_ALL.sub("", answer.text), words=wanted.kind == "words")
+    if text is None:
+        return False
+    try:
+        read = _read(wanted, text, evaluated, plain)
+        if not _same(wanted, read, text, evaluated):
+            return False
+        return not (evaluated and question and _asked(wanted, read, question))
+    except Unreadable:
+        return False
 
 
 def _read(wanted: ParsedExpression, text: str, evaluated: bool, plain: bool) -> ParsedExpression:
@@ -191,7 +195,8 @@ def _text_of(gold: str) -> str | None:
     """A gold answer as text without blanks; None where there is nothing to compare."""
     wanted = final_answer(gold, words=True, trusted=True)
     text = bare(wanted.text if wanted and wanted.how == "marked" else gold).replace(" ", "")
-    return text if re.search(r"\w", text) and _balanced(text) else None
+    depths = [0, *_depths(text)]
+    return text if re.search(r"\w", text) and depths[-1] == 0 == min(depths) else None
 
 
 def parse(
@@ -227,19 +232,22 @@ def parse(
     again: dict[str, Any] = {"evaluated": evaluated, "gold": gold, "depth": depth + 1}
     if (matrix := _MATRIX.fullmatch(text)) is not None:
         rows = [row for row in re.split(r"\\\\", matrix[2]) if row.strip()]
-        cells = [[parse(cell, **again) for cell in row.split("&")] for row in rows]
+        cells = [
+            ParsedExpression("row", [parse(cell, **again) for cell in row.split("&")], row)
+            for row in rows
+        ]
         return ParsedExpression("matrix", cells, text, name)
-    for kind, parts in (("list", _split(_CONNECTED.sub(",", text), ",;")), ("list", _cups(text))):
+    for parts in (_split(_CONNECTED.sub(",", text), ",;"), text.split("\\cup")):
         if len(parts) > 1:
             items = [parse(part, **again) for part in parts if part.strip()]
             flat = [one for i in items for one in (i.value if i.kind == "list" else [i])]
             names = {one.name for one in flat}
-            return _listed(kind, flat, text, name or (names.pop() if len(names) == 1 else ""))
+            return _listed(flat, text, name or (names.pop() if len(names) == 1 else ""))
     if text.startswith("\\{") and text.endswith("\\}"):
         parts = _split(_CONNECTED.sub(",", text[2:-2]), ",;")
         items = [parse(part, **again) for part in parts if part.strip()]
-        return _listed("list", items, text, name)
-    if text[0] in "([" and text[-1] in ")]" and _spans(text):
+        return _listed(items, text, name)
+    if text[0] in "([" and text[-1] in ")]" and 0 not in _depths(text)[:-1]:
         parts = _split(text[1:-1], ",;")
         if len(parts) > 1:
             ends = text[0] + text[-1]
@@ -247,7 +255,7 @@ def parse(
     if "\\pm" in text or "\\mp" in text:
         both = text.replace("\\pm", "+").replace("\\mp", "-")
         other = text.replace("\\pm", "-").replace("\\mp", "+")
-        return _listed("list", [parse(one, **again) for one in (both, other)], text, name)
+        return _listed([parse(one, **again) for one in (both, other)], text, name)
     if (base := _BASE.fullmatch(text)) and base[1].isalnum() and base[1][0].isdigit():
         return ParsedExpression("base", (base[1].lower(), base[2] or base[3]), text, name)
     interval = _interval(text)
@@ -276,14 +284,6 @@ def gold_answer(gold: str, *, plain: bool = False) -> ParsedExpression:
         return ParsedExpression("number", number, answer.text, number.name)
 
 
-def _candidates(answer: Answer, wanted: ParsedExpression) -> list[str]:
-    """What the answer may be in a text, the likeliest first."""
-    if answer.how == "marked":
-        return [answer.text]
-    formula = formula_of(_FOR_ALL.sub("", answer.text), words=wanted.kind == "words")
-    return [] if formula is None else [formula]
-
-
 def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated: bool) -> bool:
     if not same_name(gold.name, stated.name):
         return False
@@ -298,20 +298,13 @@ def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated
         if gold.kind == "list":
             return _matched(gold.value, stated.value, evaluated)
         return all(_same(gold, one, one.text, evaluated) for one in stated.value)
-    if gold.kind == "matrix" and stated.kind == "matrix":
-        rows = list(zip(gold.value, stated.value, strict=False))
-        return len(gold.value) == len(stated.value) and all(
-            _in_order(g, s, evaluated) for g, s in rows
-        )
     if gold.kind == stated.kind and isinstance(gold.value, list):
         return _in_order(gold.value, stated.value, evaluated)
     if gold.kind == stated.kind == "number":
         return bool(gold.value.value == stated.value.value and stated.value.fits(gold.value))
-    if gold.kind == stated.kind and gold.kind in ("base", "time", "quantities"):
-        return bool(gold.value == stated.value)
     kinds = {gold.kind, stated.kind}
     if not kinds <= {"number", "expression", "relation"}:
-        return False
+        return len(kinds) == 1 and bool(gold.value == stated.value)
     if evaluated and not _evaluated(gold, stated):
         return False
     if "relation" in kinds:
@@ -362,12 +355,12 @@ def _matched(
     return True
 
 
-def _listed(kind: str, items: Sequence[ParsedExpression], text: str, name: str) -> ParsedExpression:
+def _listed(items: Sequence[ParsedExpression], text: str, name: str) -> ParsedExpression:
     """A list; one that names the same thing again and again is that thing."""
     if not items or len(items) > PARTS:
         raise Unreadable
     distinct = {i.value.value if i.kind == "number" else i.text.replace(" ", "") for i in items}
-    return items[0] if len(distinct) == 1 else ParsedExpression(kind, list(items), text, name)
+    return items[0] if len(distinct) == 1 else ParsedExpression("list", list(items), text, name)
 
 
 def _letters(text: str) -> str:
@@ -401,60 +394,42 @@ def _trimmed(text: str) -> str:
     return text
 
 
+def _depths(text: str) -> list[int]:
+    """How many brackets are open after each character."""
+    return list(accumulate((one in _OPEN) - (one in _CLOSE) for one in text))
+
+
 def _split(text: str, separators: str) -> list[str]:
     """A text parted at separators that are in no brackets."""
-    parts, depth, start = [], 0, 0
-    for at, character in enumerate(text):
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0 and character in separators:
-            if separators == "=" and text[at - 1 : at] in ("<", ">", "!"):
-                continue
+    parts, start = [], 0
+    for at, depth in enumerate(_depths(text)):
+        unequal = separators == "=" and text[at - 1 : at] in ("<", ">", "!")
+        if depth == 0 and text[at] in separators and not unequal:
             parts.append(text[start:at])
             start = at + 1
     return [*parts, text[start:]]
 
 
-def _cups(text: str) -> list[str]:
-    return text.split("\\cup") if "\\cup" in text else [text]
-
-
-def _spans(text: str) -> bool:
-    """Whether the first bracket closes at the end."""
-    depth = 0
-    for at, character in enumerate(text):
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0:
-            return at == len(text) - 1
-    return False
-
-
 def _interval(text: str) -> tuple[str, str, str, str] | None:
     """The variable, brackets and bounds of `a < x \\le b` or `x > a`."""
-    found = [(m.start(), m.end(), m[0]) for m in _RELATION.finditer(text)]
-    if not 1 <= len(found) <= 2:
+    sides = [side.strip() for side in _RELATION.split(text)]
+    signs = _RELATION.findall(text)
+    less = {"l" in sign or "<" in sign for sign in signs}
+    closed = ["=" in sign or "e" in sign for sign in signs]
+    if len(sides) > 3 or not all(sides) or len(less) != 1:
         return None
-    signs = [
-        ("<" if "l" in sign or "<" in sign else ">", "=" in sign or "e" in sign)
-        for *_, sign in found
-    ]
-    ends = [0, *(at for start, end, _ in found for at in (start, end)), len(text)]
-    sides = [text[a:b].strip() for a, b in zip(ends[::2], ends[1::2], strict=True)]
-    if not all(sides) or (len(signs) == 2 and signs[0][0] != signs[1][0]):
-        return None
-    if len(signs) == 1:
-        (direction, closed), (left, right) = signs[0], sides
-        if not _variable(left):
-            left, right, direction = right, left, "<" if direction == ">" else ">"
-        if not _variable(left) or _variable(right):
+    if less == {False}:
+        sides, closed = sides[::-1], closed[::-1]
+    if len(sides) == 2:
+        if _variable(sides[0]):
+            sides, closed = [r"-\infty", *sides], [False, *closed]
+        else:
+            sides, closed = [*sides, r"\infty"], [*closed, False]
+        if _variable(sides[0]) or _variable(sides[2]):
             return None
-        if direction == "<":
-            return left, "(" + ")]"[closed], r"-\infty", right
-        return left, "(["[closed] + ")", right, r"\infty"
-    if signs[0][0] == ">":
-        sides, signs = sides[::-1], signs[::-1]
     if not _variable(sides[1]):
         return None
-    return sides[1], "(["[signs[0][1]] + ")]"[signs[1][1]], sides[0], sides[2]
+    return sides[1], "(["[closed[0]] + ")]"[closed[1]], sides[0], sides[2]
 
 
 def _variable(text: str) -> bool:
@@ -463,12 +438,7 @@ def _variable(text: str) -> bool:
 
 def _expression(text: str) -> tuple[str, Any]:
     """The kind and sympy's form of an expression or relation. Raises Unreadable."""
-    from latex2sympy2_extended.latex2sympy2 import (
-        ConversionConfig,
-        NormalizationConfig,
-        latex2sympy,
-        normalize_latex,
-    )
+    from latex2sympy2_extended import latex2sympy2 as latex
     from sympy.core.relational import Relational
 
     words = {word.lower() for word in _PROSE.findall(re.sub(r"\\[A-Za-z]+", " ", text))}
@@ -477,14 +447,16 @@ def _expression(text: str) -> tuple[str, Any]:
     if _TOWER.search(text) and not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)):
         raise Unreadable
     exact = _DECIMAL.sub(_as_fraction, text.replace("+\\infty", "\\infty").replace("**", "^"))
-    units = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
+    units = latex.NormalizationConfig(
+        units=False, malformed_operators=True, nits=True, boxed="none"
+    )
     try:
-        made = latex2sympy(
-            normalize_latex(exact, units),
+        made = latex.latex2sympy(
+            latex.normalize_latex(exact, units),
             is_real=True,
             convert_degrees=False,
             normalization_config=None,
-            conversion_config=ConversionConfig(lowercase_symbols=False),
+            conversion_config=latex.ConversionConfig(lowercase_symbols=False),
         )
     except Exception as error:
         raise Unreadable from error
@@ -495,8 +467,7 @@ def _expression(text: str) -> tuple[str, Any]:
 
 
 def _as_fraction(found: re.Match[str]) -> str:
-    digits = len(found[2])
-    return rf"\frac{{{int((found[1] or '0') + found[2])}}}{{1{'0' * digits}}}"
+    return rf"\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}"
 
 
 def _as_repeating(found: re.Match[str]) -> str:
@@ -506,21 +477,10 @@ def _as_repeating(found: re.Match[str]) -> str:
     return rf"\frac{{{top}}}{{{'9' * len(found[3])}{'0' * len(found[2])}}}"
 
 
-def _balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth < 0:
-            return False
-    return depth == 0
-
-
 def _symbolic(value: Any) -> Any:
     from sympy import Rational
 
-    if not isinstance(value, Number):
-        return value
-    return Rational(value.value.numerator, value.value.denominator)
+    return Rational(value.value) if isinstance(value, Number) else value
 
 
 def _equal(gold: Any, stated: Any) -> bool:

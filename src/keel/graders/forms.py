@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
+from keel.graders.numbers import FORMULA
+
 FORMULAS = 24
 """Formulas of a question that are compared, at the most."""
 
-_MATH = re.compile(
-    r"\$\$(.+?)\$\$|(?<!\\)\$((?:[^$\\]|\\.)+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
-)
 _PLAIN = re.compile(
     r"(?:(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])|\\[A-Za-z]+|[\d\s+*/^(){}\[\]_.=<>,|-])+"
 )
@@ -38,7 +37,10 @@ def squeezed(text: str) -> str:
 
 def formulas(question: str) -> Iterator[str]:
     """The formulas of a question and their sides; of one without any, what looks like one."""
-    found = [next(filter(None, match.groups())) for match in _MATH.finditer(question)]
+    found = [
+        next(part for part in match.groups() if part is not None)
+        for match in FORMULA.finditer(question)
+    ]
     found = found or [m[0] for m in _PLAIN.finditer(question) if re.search(r"[-+*/^\\(]", m[0])]
     for one in found[:FORMULAS]:
         yield from dict.fromkeys([one, *_RELATION.split(one)])
@@ -67,26 +69,17 @@ def form(made: Any) -> Any:
     A leaf is a text; of a product's numbers, one is made.
     """
     name, args = type(made).__name__, list(getattr(made, "args", ()))
-    if name == "Pow" and args[1] == -1 and type(args[0]).__name__ == "Mul":
-        name, args = "Mul", [type(made)(one, -1, evaluate=False) for one in args[0].args]
+    if name == "Pow" and args[1] == -1:
+        inner = type(args[0]).__name__
+        if inner == "Pow" and args[0].args[1].is_Rational:
+            return form(type(made)(args[0].args[0], -args[0].args[1], evaluate=False))
+        if inner == "Mul":
+            name, args = "Mul", [type(made)(one, -1, evaluate=False) for one in args[0].args]
     if not args or made.is_Rational:
         return str(made)
     parts = [form(one) for one in args]
-    if (
-        name == "Pow"
-        and parts[1] == "-1"
-        and _RATIONAL.fullmatch(str(parts[0]))
-        and parts[0] != "0"
-    ):
-        return str(1 / Fraction(parts[0]))
-    inner = made.args[0]
-    if (
-        name == "Pow"
-        and parts[1] == "-1"
-        and type(inner).__name__ == "Pow"
-        and inner.args[1].is_Rational
-    ):
-        return form(type(made)(inner.args[0], -inner.args[1], evaluate=False))
+    if name == "Pow" and parts[1] == "-1" and _RATIONAL.fullmatch(str(parts[0])):
+        return parts[0] if parts[0] == "0" else str(1 / Fraction(parts[0]))
     if parts[1:] in (["1"], ["E"]) and name in ("Pow", "log"):
         return parts[0] if name == "Pow" else (name, parts[:1])
     if name not in ("Add", "Mul"):

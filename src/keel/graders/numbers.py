@@ -22,15 +22,12 @@ def word_set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-_SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=True))
-_SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "₀₁₂₃₄₅₆₇₈₉"
 _MARKS = re.compile("(?<=[\u0300-\u036f]{4})[\u0300-\u036f]+")
 """Of many accents on one letter: to put them in order takes the square of their number."""
-_RAISED = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _ROOT = re.compile(r"√ ?(\d+|[A-Za-z]|\([^()]*\))")
-_LOWERED = re.compile(f"[{''.join(_SUBSCRIPTS)}]+")
 _SYMBOLS = {
-    **dict.fromkeys("−–‐‑‒﹣－", "-"),
+    **dict.fromkeys("−–‐‑‒﹣－⁻", "-"),
     **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
     **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": r"\div "},
     **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp "},
@@ -59,6 +56,7 @@ _SHAPE = re.sub(r"\?P<[a-z]+>", "?:", _NUMERAL.pattern)
 _MONEY = re.compile(
     r"(?:(?:US|CA|AU|C|A)?\\?\$|[€£¥₹]|\\(?:euro|pounds)\b|(?:USD|EUR|GBP|Rs\.?) ) ?"
 )
+_LEAD = re.compile(rf"([-+]?)\s*(?:({_MONEY.pattern})([-+]?)\s*)?")
 _SCALES = {
     **{"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12},
     **dict.fromkeys("万萬만", 4),
@@ -99,27 +97,13 @@ _NO_UNITS = _CHANGES | word_set(
 )
 _UNITS = {
     name: names.split()[0]
-    for names in (
-        *("mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "ft foot feet"),
-        *(
-            "km kilometer kilometre",
-            "in inch inches",
-            "yd yard",
-            "mi mile",
-            "g gram",
-            "kg kilogram",
-        ),
-        *("degree circ deg", "$ usd dollar", "s second sec", "min minute", "h hour hr", "cent"),
-        *("day", "week", "month", "year", "% percent", "W watt", "J joule", "N newton", "mol mole"),
-        *(
-            "L l liter litre",
-            "Pa pascal",
-            "V volt",
-            "K kelvin",
-            "Hz hertz",
-            "lb lbs pound",
-            "oz ounce",
-        ),
+    for names in re.split(
+        ",",
+        "mm millimeter millimetre,cm centimeter centimetre,m meter metre,km kilometer kilometre,"
+        "in inch inches,ft foot feet,yd yard,mi mile,g gram,kg kilogram,lb lbs pound,oz ounce,"
+        "L l liter litre,degree circ deg,$ usd dollar,cent,% percent,s second sec,min minute,"
+        "h hour hr,day,week,month,year,W watt,J joule,N newton,Pa pascal,V volt,K kelvin,Hz hertz,"
+        "mol mole",
     )
     for name in names.split()
 }
@@ -135,9 +119,12 @@ _NAME = re.compile(
     r"|\\?[A-Za-z][A-Za-z ]*'?(?: ?_ ?(?:\w|\{\w*\}))?) ?"
 )
 _EMPHASIS = re.compile(r"(\*{1,3}|_{1,3}|`)([^*_`].*)\1", re.DOTALL)
-_FORMULA = re.compile(
-    r"\$\$([^$]*)\$\$|\$((?:[^$\\]|\\.)*+)\$|\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL
+FORMULA = re.compile(
+    r"\$\$([^$]*)\$\$|(?<!\\)\$((?:[^$\\]|\\.)++)\$(?!\d)"
+    r"|\\\(((?:(?!\\[()]).)*)\\\)|\\\[((?:(?!\\[\[\]]).)*)\\\]",
+    re.DOTALL,
 )
+"""A formula between dollars or brackets of LaTeX; one group holds what is in it."""
 _BRACES = re.compile(r"(?:\\(?:text|mbox|mathrm|mathbf|textbf|boldsymbol|bm|fbox|boxed) ?)?\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SIZES = re.compile(
@@ -194,8 +181,8 @@ def plain(text: str) -> str:
     if text.isascii():
         return text
     text = _MARKS.sub("", text)
-    text = _RAISED.sub(lambda m: f"^{{{''.join(_SUPERSCRIPTS[c] for c in m[0])}}}", text)
-    text = _LOWERED.sub(lambda m: f"_{{{''.join(_SUBSCRIPTS[c] for c in m[0])}}}", text)
+    text = re.sub(f"[{_RAISED}]+", r"^{\g<0>}", text)  # NFKC makes digits of them
+    text = re.sub(f"[{_LOWERED}]+", r"_{\g<0>}", text)
     text = _ROOT.sub(r"\\sqrt{\1}", text).translate(_TABLE)
     for character in set(re.findall("[\u00bc-\u00be\u2150-\u215e]", text)):  # ½ and such
         text = text.replace(character, " " + unicodedata.normalize("NFKC", character))
@@ -204,13 +191,10 @@ def plain(text: str) -> str:
 
 def _written_out(found: re.Match[str]) -> str:
     r"""A command of siunitx as what it prints: `\SI{7}{\watt\per\meter\squared}`."""
-    command, number, unit = found.groups()
-    if command in ("num", "ang") or unit is None:
-        rest = "" if unit is None else f"{{{unit}}}"
-        return number + (r"^\circ" if command == "ang" else "") + rest
+    command, number, unit = found.groups("")
     unit = re.sub(r"\\per(?![a-z])", "/", unit).replace(r"\squared", "^2").replace(r"\cubed", "^3")
     unit = re.sub(r"\\(?!frac|cdot)([a-z]+)", r" \1", unit)
-    return rf"{number} \mathrm{{{unit}}}"
+    return number + r"^\circ" * (command == "ang") + (rf" \mathrm{{{unit}}}" if unit else "")
 
 
 def spaced(text: str) -> str:
@@ -228,7 +212,7 @@ def bare(text: str) -> str:
         found = _EMPHASIS.fullmatch(text)
         if found and found[1] not in found[2]:
             text = found[2]
-        if found := _FORMULA.fullmatch(text):
+        if found := FORMULA.fullmatch(text):
             text = next(part for part in found.groups() if part is not None)
         if (braces := _BRACES.match(text)) and closing(text, braces.end()) == len(text):
             text = text[braces.end() : -1]
@@ -267,15 +251,10 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
             return None
         name, text = name_of(sides[0]), bare(sides[1])
     text = text.removeprefix("\\approx").strip()
-    sign, text = _sign(text)
-    money = _MONEY.match(text)
-    if money:
-        text = text[money.end() :]
-        second, text = _sign(text)
-        if second and sign:
-            return None
-        sign = sign or second
-    if text.startswith("\\frac{-") and sign == "-":
+    lead = _LEAD.match(text)
+    assert lead is not None  # all of it may be missing
+    sign, text = lead[1] + (lead[3] or ""), text[lead.end() :]
+    if len(sign) > 1 or (sign == "-" and text.startswith("\\frac{-")):
         return None
     found = _NUMERAL.match(text)
     value = _value(found, evaluated) if found else None
@@ -286,7 +265,7 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
         value, rest = value * 10 ** _SCALES[scale[1].lower()], rest[scale.end() :]
     if not only_units(rest, letters):
         return None
-    return Number(-value if sign == "-" else value, name, _unit(money[0] if money else "", rest))
+    return Number(-value if sign == "-" else value, name, _unit(lead[2] or "", rest))
 
 
 def number_in_prose(text: str, start: int, *, evaluated: bool = True) -> tuple[int, Number | None]:
@@ -418,8 +397,9 @@ def _unit(money: str, rest: str) -> str:
         elif part[-1].isdigit():
             units[-1:] = [(name, raised * int(part)) for name, raised in units[-1:]]
         else:
-            found = _UNITS.get(part) or _UNITS.get(part.lower().removesuffix("s"))
-            if not (found := found or _UNITS.get(part.lower())):
+            names = (part, part.lower().removesuffix("s"), part.lower())
+            found = next((_UNITS[name] for name in names if name in _UNITS), "")
+            if not found:
                 return ""
             units.append((found, power))
             power = 1
@@ -431,10 +411,6 @@ def _unit(money: str, rest: str) -> str:
 def same_name(gold: str, stated: str) -> bool:
     """Whether the name or unit of what was stated may be the gold answer's: one may have none."""
     return not gold or not stated or gold == stated
-
-
-def _sign(text: str) -> tuple[str, str]:
-    return (text[0], text[1:].lstrip()) if text[:1] in ("-", "+") and text[1:2] else ("", text)
 
 
 def _value(found: re.Match[str], evaluated: bool) -> Fraction | None:
