@@ -79,7 +79,20 @@ def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(_source(spec), **_options(spec))
     if spec.chat_template is not None:
         tokenizer.chat_template = spec.chat_template
+    check_template_names(tokenizer, spec.name or "built")
     return tokenizer
+
+
+def check_template_names(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise KeelError for named chat templates of a published model that are not file names: saving
+    the tokenizer would write elsewhere."""
+    templates = tokenizer.chat_template
+    for template in templates if isinstance(templates, dict) else ():
+        if not str(template).replace("-", "_").isidentifier():
+            raise KeelError(
+                f"model {name!r} has a chat template named {template!r}, which is not a file name: "
+                "rename it in tokenizer_config.json to letters, digits, - and _"
+            )
 
 
 def check_served(
