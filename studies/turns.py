@@ -35,6 +35,7 @@ from keel.engines.multi_step import MultiStep
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.models.build import build_model, build_tokenizer
+from keel.models.chat import ChatEncoder
 from keel.types import Prompt, Sampling
 
 SIDES = ("with", "without")
@@ -103,7 +104,7 @@ class Talk:
                 self.sampling,
                 SEED,
                 tasks=tasks,
-                tokenizer=self.tokenizer,
+                chat=ChatEncoder(self.tokenizer),
                 max_turns=self.size.turns,
             )
             return time.perf_counter() - start, sum(fed)

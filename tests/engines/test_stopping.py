@@ -71,13 +71,17 @@ def test_a_stop_string_that_is_a_special_token_is_its_id() -> None:
 
 
 def test_a_stop_that_cannot_match_is_refused() -> None:
+    """One with a control token in it, which is not text; other special tokens are."""
     tokenizer = byte_tokenizer(512)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</sol>"]})
+    end, stop = tokenizer.eos_token_id, f"{tokenizer.eos_token}\n"
     with pytest.raises(KeelError, match=rf"never matches.*its id {end} in stop_ids"):
-        Stops((END,), Sampling(9, stop=("<|im_end|>\n",)), tokenizer, len(tokenizer))
+        Stops((END,), Sampling(9, stop=(stop,)), tokenizer, len(tokenizer))
     with pytest.raises(KeelError, match="stop = 'É' holds 'É', which the tokenizer does not know"):
         Stops((1,), Sampling(9, stop=("É",)), TOKENIZER, len(TOKENIZER))
+    ids = tokenizer.encode("</sol>\n", add_special_tokens=False)
+    content = Stops((END,), Sampling(9, stop=("</sol>\n",)), tokenizer, len(tokenizer))
+    assert codes(content, ids) == [GOING, STOP]
 
 
 def test_a_long_string_is_found_after_much_text() -> None:
