@@ -96,9 +96,11 @@ class AdamW:
         }
 
     def allocate(self, names: Collection[str]) -> None:
-        """Make room for the state of these names, in the parameters' own shards."""
-        for name, parameter in self.parameters:
-            if f"{name}/step" in names:
+        """Make room for the state of these names, in the parameters' own shards, in the order in
+        which a step makes it."""
+        named = {parameter: name for name, parameter in self.parameters}
+        for parameter in (p for group in self.inner.param_groups for p in group["params"]):
+            if f"{named[parameter]}/step" in names:
                 # The fused step counts on the parameter's own device.
                 state = self.inner.state[parameter]
                 state["step"] = torch.zeros((), device=parameter.device)
