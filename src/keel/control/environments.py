@@ -28,7 +28,7 @@ from keel.config.entry import load_module
 from keel.config.fields import derive
 from keel.control import spaces
 from keel.sandbox.lifeline import Lifeline
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
@@ -222,7 +222,7 @@ class Environments:
             yield
         except Exception as error:
             self._end()
-            why = " ".join(f"{type(error).__name__}: {error}".split())
+            why = one_line(error, named=True)
             if isinstance(error, EOFError | BrokenPipeError | ConnectionResetError):
                 why = "its process ended"
             raise KeelError(f"environment {self.id!r} fails in {doing}: {why}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 
 class StopRun(Exception):
@@ -123,7 +123,7 @@ class Callbacks:
             except KeelError:
                 raise
             except Exception as error:
-                what = " ".join(f"{type(error).__name__}: {error}".split())
+                what = one_line(error, named=True)
                 name = f"{type(callback).__name__}.{method}"
                 raise KeelError(f"callback {name} raised {what}: fix it") from error
 

@@ -18,6 +18,7 @@ from keel.analysis.diagnosis.values import Diagnosis
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
+from keel.types import one_line
 
 EVERY = 5
 """Fewest steps between two checks, and between two steps whose rollouts are read."""
@@ -138,7 +139,7 @@ class DiagnosisMonitor(Callback):
             return function(state)
         except Exception as error:
             self._course = None
-            what = " ".join(f"{type(error).__name__}: {error}".split())
+            what = one_line(error, named=True)
             self._warn(f"the stage is not diagnosed any further: {what}", "diagnosis_failed")
             return []
 

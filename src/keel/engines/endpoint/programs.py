@@ -38,7 +38,7 @@ from keel.runs.watchdog import (
     stack_of,
     stack_of_task,
 )
-from keel.types import Engine, Group, KeelError, Program, ProgramInput, Prompt, Sampling
+from keel.types import Engine, Group, KeelError, Program, ProgramInput, Prompt, Sampling, one_line
 
 POLL = 0.1
 """Seconds between two checks of time limits while programs are waited for."""
@@ -373,7 +373,7 @@ class _Programs:
         error, result = run.call.error, run.call.result
         run.refuse(RefusedRequest("the program has ended", "not_found", 404))
         if error is not None and not (run.session.full and _is_refusal(error)):
-            line = without_secrets(" ".join(f"{type(error).__name__}: {error}".split()))
+            line = without_secrets(one_line(error, named=True))
             if not self._config.skips or not run.session.response:
                 raise KeelError(f"{self._name(run)} raised {line}") from error
             run.failed = line
