@@ -202,7 +202,8 @@ def test_large_texts_are_refused_before_they_are_encoded(
         tool = {"role": "tool", "content": text}
         with pytest.raises(urllib.error.HTTPError) as caught:
             post(given, [*messages, tool])
-        refusals.append(caught.value.read().decode())
+        with caught.value as error:
+            refusals.append(error.read().decode())
         if given.index:
             messages.append({"role": "tool", "content": "shorter"})
             post(given, messages, max_tokens=5)

@@ -110,7 +110,8 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
     ),
     "engine-log-probs": _rl("rollout.old_log_probs=engine", "rollout.mask_truncated=true"),
     "best": _rl(
-        "evaluation={every=1, prompts=32, samples=2, threshold=0.3}",
+        "evaluation={every=1, samples=2, threshold=0.3}",
+        "evaluation.prompts=32",
         "optimizer.learning_rate=1e-1",
         "steps=5",
         shows=_kept,
