@@ -210,6 +210,19 @@ def test_the_store_keeps_messages_and_tools(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- other forms of messages
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_messages_may_be_json_text(kind: str, tmp_path: Path) -> None:
+    """A list in brackets that is not of messages stays a text."""
+    texts = ["[1, 2] plus [3]?", "[4, 5]", '[{"a": 1}]', "[]"]
+    rows = [{"prompt": json.dumps(WEATHER), "chosen": "Lima", "rejected": "x"}]
+    rows += [{"prompt": text, "chosen": "a", "rejected": "b"} for text in texts]
+    found = prompts(task_of(kind, **written(tmp_path, kind, rows)))
+    assert [prompt.content for prompt in found] == [tuple(WEATHER), *texts]
+    splits = read_pairs(PreferenceData(name=kind, **written(tmp_path, kind, rows)))
+    pairs = [pair.prompt for pair in (*splits.train, *splits.validation)]
+    assert sorted(map(str, pairs)) == sorted(map(str, [tuple(WEATHER), *texts]))
+
+
 def test_sharegpt_and_parts_of_text_are_read() -> None:
     talk = [
         {"from": "system", "value": "Be kind."},

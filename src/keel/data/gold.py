@@ -14,14 +14,14 @@ EXACT = 2**53
 def read_gold(value: Any) -> Any:
     """The answer without what tables add; None if it is empty.
 
-    NaN is empty and 14.0 is 14: a column of numbers with gaps holds floats. A list loses its empty
-    entries. Raises ValueError with what the value holds instead of an answer.
+    NaN and a blank text are empty, and 14.0 is 14: a column of numbers with gaps holds floats. A
+    list loses its empty entries. Raises ValueError with what the value holds instead of an answer.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple):
         return _scalar(value)
     entries = map(_scalar, value)
-    return [one for one in entries if one is not None and one != ""] or None
+    return [one for one in entries if one is not None] or None
 
 
 def gold_entries(gold: Any) -> list[Any]:
@@ -47,4 +47,4 @@ def _scalar(value: Any) -> Any:
         if math.isnan(value):
             return None
         return int(value) if -EXACT < value < EXACT and value % 1 == 0 else value
-    return value
+    return None if isinstance(value, str) and not value.strip() else value

@@ -42,6 +42,20 @@ def read_messages(value: Any) -> tuple[Message, ...]:
     return tuple(_message(turn, f"message {number}") for number, turn in enumerate(turns, 1))
 
 
+def parsed_messages(value: Any) -> Any:
+    """The messages in a column that holds them as JSON text; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    turns = isinstance(found, list) and all(
+        isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in found
+    )
+    return found if found and turns else value
+
+
 def _message(turn: Mapping[str, Any], name: str) -> Message:
     message = dict(turn)
     if "role" not in turn and isinstance(turn.get("from"), str):
@@ -59,7 +73,8 @@ def _message(turn: Mapping[str, Any], name: str) -> Message:
         content = message["content"] = _joined(content, name)
     fine = isinstance(content, str) or (content is None and calls)
     if not fine or not isinstance(message.get("role"), str):
-        raise ValueError(f"a list that is not of messages ({FORM}): see {name}")
+        keys = ", ".join(map(str, turn))[:80]
+        raise ValueError(f"a list that is not of messages ({FORM}): {name} has the keys {keys}")
     _check(message, name)
     return cast(Message, message)
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from keel.config.fields import BadRows, nearest, unknown
 from keel.config.sources import PreferenceData, TaskSource
 from keel.runs.quarantine import LeftOut, Why, shortened
@@ -170,7 +172,8 @@ def read_parquet(path: Path) -> Table:
     columns = []
     for at, name in enumerate(names):
         try:
-            columns.append(list(map(_own, table.column(at).to_pylist())))
+            column = table.column(at)
+            columns.append([_own(_short(value, column.type)) for value in column.to_pylist()])
         except Exception as error:  # text that is not UTF-8, the year 300000
             raise KeelError(
                 f"{path}: column {name!r} cannot be read: {one_line(error)[:300]}"
@@ -214,6 +217,20 @@ def list_rows(made: Any) -> list[Any]:
 
 _OF_MESSAGES = frozenset(("role", "from", "function", "parameters"))
 """Keys of which a message or a description of a tool has one."""
+
+
+def _short(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type; a float of 16 or 32 bits as its shortest decimal number.
+
+    The float of 64 bits that is nearest to a float32 of 0.1 is 0.10000000149011612.
+    """
+    if isinstance(value, list) and hasattr(kind, "value_type"):  # a map has none
+        return [_short(one, kind.value_type) for one in value]
+    if isinstance(value, dict):
+        return {name: _short(one, kind.field(name).type) for name, one in value.items()}
+    if isinstance(value, float) and kind.bit_width < 64:
+        return float(str((np.float16 if kind.bit_width == 16 else np.float32)(value)))
+    return value
 
 
 def _own(value: Any) -> Any:

@@ -182,7 +182,7 @@ def _refuse_splits(data: Any, name: str) -> None:
     if isinstance(data, Mapping) and any(hasattr(one, "column_names") for one in data.values()):
         raise KeelError(
             f"{name}: a {type(data).__name__} has the splits {', '.join(map(str, data))}: pass "
-            f'one of them, for example data=splits["train"], eval_data=splits["{[*data][-1]}"]'
+            f'one, for example data=splits["{next(iter(data))}"]; eval_data takes another'
         )
 
 
@@ -213,7 +213,7 @@ def _lines(rows: Iterable[Any], name: str) -> Iterable[str]:
         if not isinstance(row, Mapping):
             raise KeelError(f"{name}[{number}]: a {type(row).__name__}: give a dict of columns")
         try:
-            text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_number)
+            text = json.dumps(dict(row), ensure_ascii=False, default=_number)  # NaN is empty
             text.encode()  # a lone surrogate cannot be
             yield text + "\n"
         except (TypeError, ValueError) as error:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from keel.config.entry import passed
+from keel.data.tables import read_table
 from keel.data.tasks import build_task
 from keel.data.tasks.base import position
 from keel.data.tasks.stored import DataTask
@@ -59,6 +61,12 @@ def test_the_split_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> Non
         assert part.prompt("validation", i).content in held
     more = build("jsonl", path=str(tmp_path / "a.jsonl"), validation_fraction=0.5, **KEYS)
     assert 70 < more.size("validation") < 130
+
+
+def test_a_text_and_one_message_share_a_split() -> None:
+    message = {"role": "user", "content": "What is 2 + 2?\r\n"}
+    assert position([message]) == position("What is 2 + 2?")
+    assert position([{**message, "role": "system"}]) != position("What is 2 + 2?")
 
 
 def test_few_rows_still_have_two_splits(tmp_path: Path) -> None:
@@ -167,7 +175,25 @@ def test_answers_of_other_published_forms(tmp_path: Path) -> None:
     assert task.prompt("train", 0).columns["answer"] == 14
 
 
-@pytest.mark.parametrize("value", [math.nan, [], [None, math.nan, ""], None])
+def test_narrow_floats_of_parquet_are_short_numbers(tmp_path: Path) -> None:
+    values = [0.1, None, 2.5]
+    columns = {
+        "answer": pa.array(values, pa.float32()),
+        "half": pa.array(np.array([0.1, 1, 2], np.float16)),
+        "several": pa.array([[0.1], None, [None, 0.7]], pa.list_(pa.float32())),
+        "wide": pa.array([np.float32(0.1)] * 3, pa.float64()),
+        "table": pa.array([{"x": 0.1}] * 3, pa.struct([("x", pa.float32())])),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = read_table("parquet", str(tmp_path / "a.parquet"), {}, "train").rows
+    assert [row["answer"] for row in rows] == values
+    assert [row["half"] for row in rows] == [0.1, 1, 2]
+    assert [row["several"] for row in rows] == [[0.1], None, [None, 0.7]]
+    assert {row["wide"] for row in rows} == {0.10000000149011612}
+    assert rows[0]["table"] == {"x": 0.1}
+
+
+@pytest.mark.parametrize("value", [math.nan, [], [None, math.nan, ""], None, "", " "])
 def test_an_answer_without_content_is_empty(value: Any, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "gold": value}])
     with pytest.raises(KeelError, match=r"a.jsonl:1: the answer column 'gold' is empty"):

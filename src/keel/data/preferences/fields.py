@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keel.config.fields import unknown
-from keel.data.messages import read_messages, read_tools
+from keel.data.messages import parsed_messages, read_messages, read_tools
 from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
 from keel.data.tables import encodable
 from keel.types import Content, KeelError, Message, Tools, text_of
@@ -56,7 +56,7 @@ class Fields:
 
     def answer(self, name: str) -> str | tuple[Message, ...]:
         """Text, or messages that end in the assistant's turn."""
-        value = self.value(name)
+        value = parsed_messages(self.value(name))
         if isinstance(value, str):
             return self._whole(name, value)
         turns = self._messages(name)
@@ -73,7 +73,7 @@ class Fields:
 
     def prompt(self, name: str) -> Content:
         """Text that is not blank, or messages."""
-        value = self.value(name)
+        value = parsed_messages(self.value(name))
         if not isinstance(value, str):
             return self._messages(name)
         if not value.strip():
@@ -118,7 +118,7 @@ class Fields:
         return {"tools": list(tools)} if tools else {}
 
     def _messages(self, name: str) -> tuple[Message, ...]:
-        value = self.value(name)
+        value = parsed_messages(self.value(name))
         try:
             # A column of one answer may hold its message alone.
             return read_messages([value] if isinstance(value, Mapping) else value)

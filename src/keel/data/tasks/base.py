@@ -13,7 +13,7 @@ from string import Formatter
 from typing import Any
 
 from keel.config.fields import unknown
-from keel.data.messages import read_messages, reading
+from keel.data.messages import parsed_messages, read_messages, reading
 from keel.data.tables import encodable
 from keel.types import Completion, Content, KeelError, Message, Prompt, Split, one_line, text_of
 
@@ -52,8 +52,11 @@ class BaseTask:
 def position(content: Content) -> float:
     """Where a content lies in [0, 1), by SHA-256: what decides its split, whatever the order.
 
-    Blanks at the ends of a text and the form of its line endings make no difference.
+    Blanks at the ends of a text and the form of its line endings make no difference, and a text is
+    the same as one message of the user.
     """
+    if not isinstance(content, str) and len(content) == 1 and content[0]["role"] == "user":
+        content = text_of(content[0])
     if isinstance(content, str):
         text = _trimmed(content)
     else:
@@ -75,8 +78,6 @@ def places(content: Content) -> Iterator[float]:
         return
     turns = [turn for at, turn in enumerate(content) if at or turn["role"] != "system"]
     yield position(turns)
-    if len(turns) == 1:
-        yield position(text_of(turns[0]))
 
 
 def split_of(content: Content, validation_fraction: float = VALIDATION_FRACTION) -> Split:
@@ -136,10 +137,11 @@ class Presentation:
                 raise KeelError(f"{where}: {unknown('column', name, row)}")
             if row[name] is None or (isinstance(row[name], float) and math.isnan(row[name])):
                 raise KeelError(f"{where}: column {name!r} is empty: leave the row out")
-        if column is not None and not isinstance(row[column], str):
-            return self._other(row[column], column, where)
+        value = None if column is None else parsed_messages(row[column])
+        if column is not None and not isinstance(value, str):
+            return self._other(value, column, where)
         try:
-            text = row[column] if column is not None else self.template.format_map(row)
+            text = self.template.format_map(row) if value is None else value
         except Exception as error:
             message = one_line(error)[:300]
             raise KeelError(f"{where}: prompt = {self.template!r} fails: {message}") from None
