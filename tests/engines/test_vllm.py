@@ -43,7 +43,8 @@ ROUNDING = 1e-4
 
 def _model() -> PreTrainedModel:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    return tiny("llama", dtype=torch.float32, hidden_size=64, **heads)
+    tied = {"tie_word_embeddings": True}  # a head without weights that are sent
+    return tiny("llama", dtype=torch.float32, hidden_size=64, **heads, **tied)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -71,6 +72,11 @@ class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: i
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        # On a CPU a head multiplies by a packed copy of its weights, which vLLM packs again only if
+        # they were sent; those of a head that is tied to the embeddings are not.
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+                layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         self.base = {}
