@@ -26,20 +26,20 @@ from typing import Any
 
 import numpy as np
 
-from keel.data.preferences.acquisition import select_pairs
-from keel.data.preferences.selection import (
+from keel.preferences.acquisition import select_pairs
+from keel.preferences.selection import (
     UncertaintyPlan,
     held_out_check,
     near_copies,
     pool_beliefs,
 )
-from keel.data.preferences.store.exports import preference_rows, write_rows
-from keel.data.preferences.store.formats import Attribution
-from keel.data.preferences.store.imports import import_file
-from keel.data.preferences.store.pool import prefer_pairs, read_pool, read_texts
-from keel.data.preferences.store.records import LabelRecord, Source
-from keel.data.preferences.store.store import PreferenceStore
-from keel.data.preferences.word_features import principal_features, word_differences
+from keel.preferences.store.exports import preference_rows, write_rows
+from keel.preferences.store.formats import Attribution
+from keel.preferences.store.imports import import_file
+from keel.preferences.store.pool import prefer_pairs, read_pool, read_texts
+from keel.preferences.store.records import LabelRecord, Source
+from keel.preferences.store.store import PreferenceStore
+from keel.preferences.word_features import principal_features, word_differences
 
 WORDS = "the answer is that a model learns from what people prefer and no more"
 

@@ -27,20 +27,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 from keel.analysis.comparison import RESAMPLES, around, difference_interval  # noqa: E402
 from keel.analysis.statistics import Array, Interval  # noqa: E402
 from keel.analysis.uncertainty import predictive_report, spread_report  # noqa: E402
-from keel.data.preferences.acquisition import (  # noqa: E402
+from keel.preferences.acquisition import (  # noqa: E402
     METHODS,
     Method,
     laplace_beliefs,
     select_pairs,
 )
-from keel.data.preferences.posterior import (  # noqa: E402
+from keel.preferences.posterior import (  # noqa: E402
     HeadPosterior,
     likeliest_posterior,
     probit_logit,
 )
-from keel.data.preferences.published import read_pandalm  # noqa: E402
-from keel.data.preferences.routing import Labeller, label_gains, route_labels  # noqa: E402
-from keel.data.preferences.word_features import BUCKETS, COMPONENTS, hashed_words  # noqa: E402
+from keel.preferences.published import read_pandalm  # noqa: E402
+from keel.preferences.routing import Labeller, label_gains, route_labels  # noqa: E402
+from keel.preferences.word_features import BUCKETS, COMPONENTS, hashed_words  # noqa: E402
 from studies.gsm8k_pairs import real_pairs, share_of  # noqa: E402
 
 START, BATCH, MOST, POOL, HELD = 20, 20, 300, 600, 400

@@ -119,6 +119,7 @@ def train(
         KeelError: something is wrong with the arguments, or stops the run.
         keel.runs.process.Interrupted: Ctrl-C or SIGTERM; there is a checkpoint.
     """
+    from keel.preferences.labeller import PeopleLabeller
     from keel.training.live import named, objects
     from keel.training.run import train as run
 
@@ -148,6 +149,7 @@ def train(
             resume=resume,
             callbacks=[shown, *several],
             inputs=given.write,
+            labeller=PeopleLabeller(),
         )
     return TrainedRun(place, functions)
 

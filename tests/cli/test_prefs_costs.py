@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from keel.cli.main import main
-from keel.data.preferences.cost_plan import shipped_plan
-from keel.data.preferences.store.records import (
+from keel.preferences.cost_plan import shipped_plan
+from keel.preferences.store.records import (
     CompletionRecord,
     CostRecord,
     LabelRecord,
     StepsRecord,
 )
-from keel.data.preferences.store.store import PreferenceStore
+from keel.preferences.store.store import PreferenceStore
 from tests.cli.test_prefs import printed
 from tests.cli.test_wrong_inputs import tried
-from tests.data.preferences.store.made import made
-from tests.data.preferences.test_cost_plan import calculator
+from tests.preferences.store.made import made
+from tests.preferences.test_cost_plan import calculator
 
 Capture = pytest.CaptureFixture[str]
 

@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from keel.cli.main import main
-from keel.data.preferences.store.records import (
+from keel.models.reward import reward_model_from
+from keel.preferences.store.records import (
     CompletionRecord,
     LabelRecord,
     PairRecord,
     PromptRecord,
     Record,
 )
-from keel.data.preferences.store.store import PreferenceStore
-from keel.models.reward import reward_model_from
+from keel.preferences.store.store import PreferenceStore
 from tests.cli.test_prefs import printed
 from tests.cli.test_wrong_inputs import tried
-from tests.data.preferences.store.made import human, made
 from tests.models import tiny
+from tests.preferences.store.made import human, made
 
 Capture = pytest.CaptureFixture[str]
 GOOD, BAD = ["clear", "short", "right"], ["vague", "long", "wrong"]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from keel.cli.main import main
-from keel.data.preferences.store.records import CostRecord, LabelRecord
-from keel.data.preferences.store.store import PreferenceStore
+from keel.preferences.store.records import CostRecord, LabelRecord
+from keel.preferences.store.store import PreferenceStore
 from tests.cli.test_prefs import PAIRS, panda, printed
 from tests.cli.test_wrong_inputs import tried
-from tests.data.preferences.store.made import human, made
 from tests.data.tasks.made import jsonl
+from tests.preferences.store.made import human, made
 
 Capture = pytest.CaptureFixture[str]
 

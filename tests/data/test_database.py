@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keel.data.database import Database
-from keel.data.preferences.store.tables import FORMAT
+from keel.preferences.store.tables import FORMAT
 from keel.types import KeelError
 
 

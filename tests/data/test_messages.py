@@ -15,15 +15,15 @@ import pytest
 from keel.config.sources import PreferenceData
 from keel.data.messages import read_messages, read_tools
 from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
-from keel.data.preferences.store.exports import preference_rows, steps_rows
-from keel.data.preferences.store.formats import Attribution
-from keel.data.preferences.store.imports import import_file
-from keel.data.preferences.store.pool import read_texts
-from keel.data.preferences.store.store import PreferenceStore
 from keel.data.tasks import build_task, stored
 from keel.data.tasks.stored import DataTask
 from keel.models.chat import ChatEncoder, encode_prompt
 from keel.models.reward import Reader
+from keel.preferences.store.exports import preference_rows, steps_rows
+from keel.preferences.store.formats import Attribution
+from keel.preferences.store.imports import import_file
+from keel.preferences.store.pool import read_texts
+from keel.preferences.store.store import PreferenceStore
 from keel.training.judged_data import pair_encoder
 from keel.types import KeelError, Prompt, Split
 from tests.data.tasks.made import jsonl, source

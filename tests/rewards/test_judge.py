@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from keel.config.sources import RewardSource
-from keel.data.preferences.agreement import cohen_kappa
 from keel.data.preferences.schema import Preference
+from keel.preferences.agreement import cohen_kappa
 from keel.rewards import Scorer, load_reward
 from keel.rewards.judge.pairs import (
     PairVerdict,

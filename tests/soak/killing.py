@@ -268,6 +268,7 @@ def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> 
     import torch
 
     from keel.config.load import load_recipe
+    from keel.preferences.labeller import PeopleLabeller
     from keel.training.run import train
 
     torch.set_num_threads(1)
@@ -285,7 +286,7 @@ def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(instant.at), int(instant.at)))
     try:
-        train(parsed, place, resume=resume, callbacks=[rows])
+        train(parsed, place, resume=resume, callbacks=[rows], labeller=PeopleLabeller())
     except BaseException as error:
         message = traceback.format_exception(error)
         out.send({"wrong": f"{type(error).__name__}: {error}\n{''.join(message)}"})

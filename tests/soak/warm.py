@@ -17,6 +17,7 @@ import peft  # noqa: F401
 import torch
 import torch.utils.tensorboard
 
+import keel.preferences.labeller
 import keel.rewards.learned  # noqa: F401
 from keel.training.run import train
 from tests.soak.cases import CASES

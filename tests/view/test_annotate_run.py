@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from keel.runs.layout import RunFolder
-from keel.training.run import train
 from keel.types import KeelError
+from tests.preferences.test_labeller import recipe, stage, train
 from tests.shared import needs_chromium
-from tests.training.test_people import recipe, stage
 from tests.view.annotating import Annotator, Server
 from tests.view.chromium import tab
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from keel.data.preferences.annotation.gold import add_gold
-from keel.data.preferences.annotation.session import AnnotationProject
-from keel.data.preferences.annotation.settings import AnnotationSettings, read_rubric
-from keel.data.preferences.store.store import PreferenceStore
+from keel.preferences.annotation.gold import add_gold
+from keel.preferences.annotation.session import AnnotationProject
+from keel.preferences.annotation.settings import AnnotationSettings, read_rubric
+from keel.preferences.pages.app import serve_annotation
+from keel.preferences.store.store import PreferenceStore
 from keel.types import KeelError
-from keel.view.annotation.app import serve_annotation
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,9 @@ from keel.cli import prefs_store
 from keel.data.database import is_database
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
-from keel.data.preferences.published import (
+from keel.data.preferences.schema import Preference
+from keel.data.tables import read_file
+from keel.preferences.published import (
     TEST_SET,
     Annotated,
     Imported,
@@ -24,10 +26,8 @@ from keel.data.preferences.published import (
     read_llmbar,
     read_pandalm,
 )
-from keel.data.preferences.schema import Preference
-from keel.data.preferences.store.formats import ANNOTATORS
-from keel.data.preferences.summary import agreement, summarise
-from keel.data.tables import read_file
+from keel.preferences.store.formats import ANNOTATORS
+from keel.preferences.summary import agreement, summarise
 from keel.runs.files import write_bytes
 from keel.runs.values import plain, record_line
 from keel.types import KeelError

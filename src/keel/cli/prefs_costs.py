@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.repeat import round_of
-from keel.data.preferences.cost_plan import (
+from keel.preferences.cost_plan import (
     CostPlan,
     PartCost,
     number,
@@ -17,9 +17,9 @@ from keel.data.preferences.cost_plan import (
     read_plan,
     shipped_plan,
 )
-from keel.data.preferences.store.ledger import CostItem, describe_costs
-from keel.data.preferences.store.records import CostRecord
-from keel.data.preferences.store.store import PreferenceStore
+from keel.preferences.store.ledger import CostItem, describe_costs
+from keel.preferences.store.records import CostRecord
+from keel.preferences.store.store import PreferenceStore
 from keel.runs.reader import Run, load
 from keel.types import KeelError
 

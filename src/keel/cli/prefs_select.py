@@ -13,10 +13,10 @@ import numpy as np
 
 from keel.analysis.statistics import Array, Interval
 from keel.cli.prefs_store import new_file, write_errors
-from keel.data.preferences.acquisition import select_pairs
-from keel.data.preferences.annotation.gold import gold_labels
-from keel.data.preferences.routing import Labeller, Routing, label_gains, route_labels
-from keel.data.preferences.selection import (
+from keel.preferences.acquisition import select_pairs
+from keel.preferences.annotation.gold import gold_labels
+from keel.preferences.routing import Labeller, Routing, label_gains, route_labels
+from keel.preferences.selection import (
     HeldOutCheck,
     MethodChoice,
     UncertaintyPlan,
@@ -26,15 +26,15 @@ from keel.data.preferences.selection import (
     near_copies,
     pool_beliefs,
 )
-from keel.data.preferences.store.pool import (
+from keel.preferences.store.pool import (
     LabelPool,
     judge_agreement,
     prefer_pairs,
     read_pool,
     read_texts,
 )
-from keel.data.preferences.store.store import PreferenceStore
-from keel.data.preferences.word_features import (
+from keel.preferences.store.store import PreferenceStore
+from keel.preferences.word_features import (
     principal_features,
     scaled_features,
     word_differences,
@@ -152,7 +152,7 @@ def _features(
         found = principal_features(word_differences((t.chosen, t.rejected) for t in texts))
         what = f"hashed words on {found.shape[1]} principal components"
         return PoolFeatures(found, {place: row for row, place in enumerate(places)}, what, 0)
-    from keel.training.pair_features import text_features
+    from keel.preferences.features import text_features
 
     states = text_features(arguments.model, texts, arguments.stage)
     fits = np.asarray(~np.isnan(states).any(axis=1))

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keel.data.preferences.store.exports import Selection, preference_rows, steps_rows, write_rows
-from keel.data.preferences.store.formats import ANNOTATORS, DEFAULTS, Attribution
-from keel.data.preferences.store.imports import import_file as import_into
-from keel.data.preferences.store.imports import write_left_out
-from keel.data.preferences.store.statistics import GROUPS, describe
-from keel.data.preferences.store.store import PreferenceStore
+from keel.preferences.store.exports import Selection, preference_rows, steps_rows, write_rows
+from keel.preferences.store.formats import ANNOTATORS, DEFAULTS, Attribution
+from keel.preferences.store.imports import import_file as import_into
+from keel.preferences.store.imports import write_left_out
+from keel.preferences.store.statistics import GROUPS, describe
+from keel.preferences.store.store import PreferenceStore
 from keel.runs.quarantine import counted
 from keel.types import KeelError
 

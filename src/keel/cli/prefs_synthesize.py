@@ -16,13 +16,11 @@ from typing import Any
 from keel.config.fields import unknown
 from keel.config.load import parse_override
 from keel.config.presets import merge
-from keel.data.preferences.store.audit import audit_judges
-from keel.data.preferences.store.records import PromptRecord
-from keel.data.preferences.store.store import PreferenceStore
-from keel.runs.values import plain
-from keel.types import KeelError, Sampling, text_of
-from keel.workflows.synthesis.forecast import forecast_lines
-from keel.workflows.synthesis.options import (
+from keel.preferences.store.audit import audit_judges
+from keel.preferences.store.records import PromptRecord
+from keel.preferences.store.store import PreferenceStore
+from keel.preferences.synthesis.forecast import forecast_lines
+from keel.preferences.synthesis.options import (
     SAMPLING,
     CompletionModel,
     ModelFolder,
@@ -30,7 +28,9 @@ from keel.workflows.synthesis.options import (
     SynthesisOptions,
     parse_model,
 )
-from keel.workflows.synthesis.run import SynthesisReport, estimate, read_prompts, synthesize
+from keel.preferences.synthesis.run import SynthesisReport, estimate, read_prompts, synthesize
+from keel.runs.values import plain
+from keel.types import KeelError, Sampling, text_of
 
 STOPPED = 3
 """The exit code where the budget ended it."""

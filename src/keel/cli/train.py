@@ -55,9 +55,11 @@ def _run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
     if recipe is not None and recipe.description:
         console = Console(stderr=arguments.json, quiet=arguments.quiet)
         console.print(f"{recipe.name}: {recipe.description}", highlight=False, soft_wrap=True)
+    from keel.preferences.labeller import PeopleLabeller
     from keel.training.run import train
 
-    start = partial(train, recipe, arguments.run, resume=arguments.resume)
+    people = PeopleLabeller()
+    start = partial(train, recipe, arguments.run, resume=arguments.resume, labeller=people)
     return carry(arguments, "train", start, show)
 
 

@@ -189,6 +189,7 @@ class _ShortStage:
             "train": min(choice.train, PROMPTS_AT_ONCE, prompts),
             "validation": 1,
             "noise": 0.0,
+            "people": None,
             # An end-of-sequence token is added to what was sampled.
             "max_tokens": max(1, choice.max_tokens - 1),
         }

@@ -14,7 +14,6 @@ from keel.config.fields import derive
 from keel.config.judging import (
     DPOStage,
     JudgingStage,
-    People,
     ProcessRewardModelStage,
     RewardModelStage,
     SampledData,
@@ -41,7 +40,6 @@ from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.training import sampled_data, supervised
 from keel.training.dpo import DPO
 from keel.training.judged_data import Ready, encoder, ready
-from keel.training.people import choose_pairs, label_pairs
 from keel.training.reward_metrics import (
     Measured,
     measure_pairs,
@@ -300,7 +298,7 @@ def _examples(
     else:
         data = _sampled_files(run, stage, stage.sampled, make)
         if stage.sampled.people is not None and model is not None:
-            _ask_people(run, stage, stage.sampled, stage.sampled.people, model, encode, limit)
+            _ask_people(run, stage, model, encode, limit)
     splits = READERS[cast(Records, stage.records)](data, run.recipe.seed)
     splits = with_replay(run.writer.folder, run.recipe, stage, splits)
     sieve: Sieve[Any, Any] = Sieve(encode, limit)
@@ -324,8 +322,6 @@ def _examples(
 def _ask_people(
     run: RunContext,
     stage: JudgingStage,
-    choice: SampledData,
-    people: People,
     model: RewardModel,
     encode: Callable[[Any], Any],
     limit: int | None,
@@ -334,12 +330,10 @@ def _ask_people(
     folder = run.writer.folder
     if folder.rows(stage.name, "train").exists():
         return
+    if run.labeller is None:
+        raise KeelError(f"stage {stage.name!r}: people label its pairs: give train a labeller")
     seed = derive(run.recipe.seed, stage.name, "people")
-    choose = partial(
-        choose_pairs, people=people, model=model, encode=encode, limit=limit,
-        token_budget=stage.token_budget, seed=seed,
-    )  # fmt: skip
-    line = label_pairs(folder, stage.name, choice, people, choose, seed)
+    line = run.labeller.label(folder, stage, model=model, encode=encode, limit=limit, seed=seed)
     run.writer.note(f"{stage.name}: {line}")
 
 

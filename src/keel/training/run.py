@@ -25,8 +25,8 @@ from keel.runs.process import Interrupt, ProcessLost, keep_freed
 from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json
+from keel.training.labelling import PairLabeller
 from keel.training.non_finite import keeping_stacks
-from keel.training.people import check_labels
 from keel.training.recipe_checks import leaks, validate_later_stages
 from keel.training.setup import RunContext
 from keel.training.stage_kinds import STAGE_KINDS
@@ -44,11 +44,12 @@ def train(
     resume: bool = False,
     callbacks: Sequence[object] = (),
     inputs: Callable[[Path], None] | None = None,
+    labeller: PairLabeller | None = None,
 ) -> RunFolder:
     """Run a recipe into a run folder (the next free one under runs/ unless named).
 
     `callbacks` are described in `keel.runs.callbacks`. `inputs` writes the files that the recipe
-    names by `$RUN/inputs/` into a folder of a new run.
+    names by `$RUN/inputs/` into a folder of a new run. `labeller` has people label pairs.
 
     With `resume` the run continues from the folder's newest whole checkpoint, under the folder's
     own recipe; of another that is given it takes over what `lifecycle.change_recipe` allows. Raises
@@ -83,7 +84,7 @@ def train(
                     before, left = start, recipe.cluster.restarts
                 writer.callbacks.add(DiagnosisMonitor(writer.warn))
                 with keeping_stacks(writer), templates_at(run=place, record=True):
-                    run_stages(recipe, writer, progress, start)
+                    run_stages(recipe, writer, progress, start, labeller)
             return place
         except KeelError as error:
             if not isinstance(error.__cause__, ProcessLost) or recipe.cluster.ray is None:
@@ -94,7 +95,13 @@ def train(
             lost = f"{error.__cause__}: going on from the newest checkpoint"
 
 
-def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Path | None) -> None:
+def run_stages(
+    recipe: Recipe,
+    writer: RunWriter,
+    progress: Progress,
+    start: Path | None,
+    labeller: PairLabeller | None = None,
+) -> None:
     """Every stage from `progress` on, each from the model before it."""
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)
@@ -112,7 +119,8 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
     if start is not None:
         check_base(policy, recipe.model, start)
         restore_policy(start, policy)
-    check_labels(writer.folder)
+    if labeller is not None:
+        labeller.check(writer.folder)
     threads = torch.get_num_threads()
     if start is None:
         writer.callbacks.note(
@@ -138,7 +146,7 @@ def run_stages(recipe: Recipe, writer: RunWriter, progress: Progress, start: Pat
             name=writer.folder.path.name,
             recipe=recipe.model_dump(mode="json"),
         )
-        context = RunContext(recipe, replace(writer, trackers=trackers), policy, start)
+        context = RunContext(recipe, replace(writer, trackers=trackers), policy, start, labeller)
         writer.callbacks.stage(stage.name, stage.stage, stage.steps, progress.step)
         try:
             progress = STAGE_KINDS[stage.stage](context, stage, progress)

@@ -42,6 +42,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.loop_thread import LoopThread
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
 from keel.runs.writer import RunWriter
+from keel.training.labelling import PairLabeller
 from keel.training.recipe_checks import longest_sequence
 from keel.training.rl import LossConfig, Schedule
 from keel.training.rollout import Sampler
@@ -67,6 +68,7 @@ class RunContext:
     writer: RunWriter
     policy: Policy
     resume_from: Path | None
+    labeller: PairLabeller | None = None
 
     @property
     def folder(self) -> RunFolder:

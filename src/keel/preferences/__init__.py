@@ -1,0 +1,1 @@
+"""From pairs of answers to labels: store, synthesis, annotation, selection and costs."""

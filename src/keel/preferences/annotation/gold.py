@@ -1,0 +1,54 @@
+"""Pairs with a known label, which show how well a person judges.
+
+A gold pair is one with a label of source "rule" by the annotator "gold".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from keel.data.preferences.fields import Fields
+from keel.data.tables import read_file
+from keel.preferences.annotation.settings import digest
+from keel.preferences.store.formats import Attribution, read_trl
+from keel.preferences.store.records import Source
+from keel.preferences.store.store import PreferenceStore
+from keel.types import KeelError
+
+SOURCE: Source = "rule"
+ANNOTATOR = "gold"
+
+
+def add_gold(store: PreferenceStore, path: Path, round: int) -> int:
+    """Add rows of prompt/chosen/rejected (JSONL or Parquet) as gold pairs; how many there are.
+
+    Raises KeelError, with nothing added, where the file or a row of it cannot be read.
+    """
+    if not path.is_file():
+        raise KeelError(f"--gold {path}: there is no such file: fix the path")
+    table = read_file(path)
+    by = Attribution(SOURCE, ANNOTATOR, round)
+    records = [
+        record
+        for values, line in zip(table.rows, table.lines, strict=True)
+        for record in read_trl(Fields(values, table.where.place(line)), by)
+    ]
+    store.add({(type(record), record.id): record for record in records}.values())
+    return len(table.rows)
+
+
+def gold_labels(store: PreferenceStore) -> dict[str, float]:
+    """The known label of each gold pair (by id); of several the last."""
+    sql = "SELECT pair, value FROM labels WHERE source = ? AND annotator = ? AND value IS NOT NULL"
+    return dict(store.database.rows(f"{sql} ORDER BY seq", (SOURCE, ANNOTATOR)))
+
+
+def gold_order(gold: Mapping[str, float], seed: int, annotator: str) -> list[str]:
+    """The gold pairs in the order in which a person gets them."""
+    return sorted(gold, key=lambda pair: digest("gold", seed, annotator, pair))
+
+
+def verdict(value: float) -> int:
+    """1 where the first is better, -1 where the second is, 0 for a tie."""
+    return (value > 0.5) - (value < 0.5)

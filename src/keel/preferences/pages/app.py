@@ -1,0 +1,59 @@
+"""The server of `keel prefs annotate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keel.preferences.annotation.session import AnnotationProject
+from keel.view.server import require_nicegui, serve_pages
+
+COMMAND = "keel prefs annotate"
+PATIENCE = 120.0
+"""Seconds that a page may take to build: a large store is read for it."""
+
+
+def serve_annotation(
+    project: AnnotationProject,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    browser: bool = True,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve the pages on which people label pairs, and their summary, until interrupted.
+
+    `host` and `port` as in `serve_pages`. Raises KeelError where NiceGUI is missing, or the address
+    is taken.
+    """
+    require_nicegui(COMMAND)
+    from nicegui import ui
+
+    from keel.preferences.pages.labelling import LabellingPage
+    from keel.preferences.pages.sign_in import sign_in_page
+    from keel.preferences.pages.style import PageAddress
+    from keel.preferences.pages.summary import summary_page
+
+    def address() -> PageAddress:
+        return PageAddress.read(ui.context.client.request.query_params)
+
+    @ui.page("/", response_timeout=PATIENCE)
+    async def _labelling() -> None:
+        shown = address()
+        if shown.annotator:
+            await LabellingPage(project, shown).build()
+        else:
+            sign_in_page(project, shown)
+
+    @ui.page("/summary", response_timeout=PATIENCE)
+    async def _summary() -> None:
+        await summary_page(project, address())
+
+    serve_pages(
+        COMMAND,
+        "/",
+        host=host,
+        port=port,
+        browser=browser,
+        announce=announce,
+        others=("/summary",),
+    )

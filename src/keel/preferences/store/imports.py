@@ -1,0 +1,117 @@
+"""Files of preferences into the store; rows that cannot be read are left out, with the reason."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from keel.data.preferences.fields import Fields
+from keel.data.preferences.schema import Origin
+from keel.data.tables import all_bad, read_file
+from keel.preferences.published import read_llmbar, read_pandalm
+from keel.preferences.store.formats import (
+    ANNOTATORS,
+    READERS,
+    Attribution,
+    EmptyAnswer,
+    read_annotated,
+)
+from keel.preferences.store.records import LabelRecord, Record, StepsRecord
+from keel.preferences.store.store import PreferenceStore
+from keel.runs.quarantine import LeftOut, write_quarantine
+from keel.types import KeelError
+
+KINDS = (*ANNOTATORS, *READERS)
+BATCH = 500
+"""Rows of a transaction: annotators wait for it at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import did: rows read, rows left out, and new records by table.
+
+    `repeated` are judgements (labels, or answers in steps) that were there already, in the store or
+    earlier in the file.
+    """
+
+    rows: int
+    left_out: tuple[LeftOut, ...]
+    added: dict[str, int]
+    repeated: int
+
+
+Parsed = list[Record] | LeftOut
+"""What became of a row."""
+
+
+def import_file(store: PreferenceStore, kind: str, path: Path, by: Attribution) -> ImportReport:
+    """Add a file (JSONL, Parquet, or the folder of a published set) of one of `KINDS`.
+
+    An import that was interrupted is completed by another: what is there is not added twice.
+    Raises KeelError where the file cannot be read, or none of its rows.
+    """
+    rows = judgements = 0
+    left: list[LeftOut] = []
+    added: Counter[str] = Counter()
+    batch: list[Record] = []
+    for parsed in _parsed(kind, path, by):
+        if isinstance(parsed, LeftOut):
+            left.append(parsed)
+            continue
+        rows += 1
+        judgements += sum(isinstance(record, LabelRecord | StepsRecord) for record in parsed)
+        batch += parsed
+        if rows % BATCH == 0:
+            added.update(_add(store, batch))
+            batch = []
+    if not rows and left:
+        raise all_bad(str(path), left)
+    added.update(_add(store, batch))
+    repeated = judgements - added["labels"] - added["steps"]
+    return ImportReport(rows, tuple(left), dict(added), repeated)
+
+
+def _add(store: PreferenceStore, batch: Iterable[Record]) -> dict[str, int]:
+    """Add what several rows share, such as a prompt, once."""
+    return store.add({(type(record), record.id): record for record in batch}.values())
+
+
+def quarantine_path(store: Path, source: Path) -> Path:
+    """Where the rows of a file that were left out are listed, as `runs.quarantine` does."""
+    mark = hashlib.sha256(str(source.resolve()).encode("utf-8", "replace")).hexdigest()[:8]
+    return store.with_name(f"{store.name}.quarantine") / f"{source.stem}-{mark}.jsonl"
+
+
+def write_left_out(store: Path, source: Path, report: ImportReport) -> Path | None:
+    """Write the rows that were left out; the file, or None where there are none."""
+    target = quarantine_path(store, source)
+    write_quarantine(target, report.left_out)
+    return target if report.left_out else None
+
+
+def _parsed(kind: str, path: Path, by: Attribution) -> Iterator[Parsed]:
+    if kind in ANNOTATORS:
+        read = {"pandalm": read_pandalm, "llmbar": read_llmbar}[kind]
+        found = read(path, "quarantine")
+        yield from found.bad
+        for row in found.rows:
+            assert row.origin is not None
+            yield _row(row.origin, read_annotated(row, by, ANNOTATORS[kind]))
+        return
+    table = read_file(path, "quarantine")
+    yield from table.bad
+    make = READERS[kind]()
+    for values, line in zip(table.rows, table.lines, strict=True):
+        origin = Origin(table.where.source, table.where.mark, line, values)
+        yield _row(origin, make(Fields(values, origin.place), by))
+
+
+def _row(origin: Origin, records: Iterable[Record]) -> Parsed:
+    try:
+        return list(records)
+    except KeelError as error:
+        why = "empty" if isinstance(error, EmptyAnswer) else "bad"
+        return origin.left_out(str(error), why)  # type: ignore[arg-type]

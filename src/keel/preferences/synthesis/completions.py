@@ -1,0 +1,297 @@
+"""Completions of the store's prompts: from servers, many requests at a time, or the native engine.
+
+Each is written to the store as it arrives. torch is imported only where a model folder samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any, TypeVar
+
+from keel.preferences.store.records import (
+    CompletionRecord,
+    CostRecord,
+    PromptRecord,
+    content_id,
+)
+from keel.preferences.store.store import PreferenceStore
+from keel.preferences.synthesis.ledger import CallUsage, paid_calls
+from keel.preferences.synthesis.options import (
+    CompletionModel,
+    ModelFolder,
+    ModelServer,
+    SynthesisOptions,
+    build_asker,
+)
+from keel.rewards.judge.prompts import chat
+from keel.rewards.judge.requests import Asker
+from keel.types import Content, Group, KeelError, Prompt, shown_text
+
+T = TypeVar("T")
+Missing = Sequence[tuple[PromptRecord, tuple[int, ...]]]
+"""Prompts, and the numbers of their samples that are not in the store."""
+Note = Callable[[str], None]
+"""Takes a line about how far it is."""
+NOTE_SECONDS = 30.0
+
+
+def missing_samples(
+    store: PreferenceStore,
+    options: SynthesisOptions,
+    model: CompletionModel,
+    prompts: Iterable[PromptRecord],
+) -> Missing:
+    """The samples that a model has yet to write with these settings."""
+    sampling = options.sampling_of(model)
+    found = []
+    for prompt in prompts:
+        there = {
+            completion.columns.get("sample")
+            for completion in store.completions(prompt.id)
+            if completion.model == model.model and completion.sampling == sampling
+        }
+        if missing := tuple(n for n in range(options.samples) if n not in there):
+            found.append((prompt, missing))
+    return found
+
+
+class ProgressNotes:
+    """Notes how many of `total` items are done, at most once in `every` seconds."""
+
+    def __init__(self, note: Note, what: str, total: int, every: float = NOTE_SECONDS) -> None:
+        self.note, self.what, self.total, self.every = note, what, total, every
+        self.done = 0
+        self._last = time.monotonic()
+        note(f"{what}: {total}")
+
+    def add(self, count: int) -> None:
+        """Count more that are done."""
+        self.done += count
+        now = time.monotonic()
+        if self.done < self.total and now - self._last >= self.every:
+            self._last = now
+            self.note(f"{self.what}: {self.done} of {self.total} done")
+
+
+def in_parallel(items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int) -> None:
+    """Work on every item, `workers` at a time; within an event loop, as a notebook's, too.
+
+    After a KeelError no other item is begun; those that were are finished, then it is raised.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(_in_parallel(items, work, workers))
+        return
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, _in_parallel(items, work, workers)).result()
+
+
+async def _in_parallel(
+    items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int
+) -> None:
+    waiting = iter(items)
+    errors: list[KeelError] = []
+
+    async def worker() -> None:
+        for item in waiting:
+            try:
+                await work(item)
+            except KeelError as error:
+                errors.append(error)
+            if errors:
+                return
+
+    await asyncio.gather(*(worker() for _ in range(workers)))
+    if errors:
+        raise errors[0]
+
+
+def sample_server(
+    store: PreferenceStore,
+    options: SynthesisOptions,
+    server: ModelServer,
+    missing: Missing,
+    usage: CallUsage,
+    notes: ProgressNotes,
+) -> None:
+    """Ask a server for the missing samples. Raises KeelError where it gives no answers, and
+    SpendLimitReached."""
+    with closing(build_asker(store.path, options, server, judges=False)) as asker:
+        work = [(prompt, sample) for prompt, samples in missing for sample in samples]
+
+        async def one(item: tuple[PromptRecord, int]) -> None:
+            await _ask(store, options, server, asker, *item, usage)
+            notes.add(1)
+
+        in_parallel(work, one, asker.options.concurrency)
+
+
+async def _ask(
+    store: PreferenceStore,
+    options: SynthesisOptions,
+    server: ModelServer,
+    asker: Asker,
+    prompt: PromptRecord,
+    sample: int,
+    usage: CallUsage,
+) -> None:
+    """One completion and its costs into the store, in one transaction."""
+    key, answer = await asker.complete(chat(prompt.content), sample)
+    calls = paid_calls(asker, prompt.id, {key: answer.cost}, content_bytes(prompt.content))
+    columns = {"finish": answer.finish or None, "refusal": answer.refusal or None}
+    record = _record(
+        options,
+        server,
+        prompt,
+        sample,
+        answer.text,
+        tokens=answer.cost.tokens_out,
+        seconds=calls[0].seconds,
+        columns={name: value for name, value in columns.items() if value is not None},
+    )
+    concurrency = asker.options.concurrency
+    entries = calls[0].entries(server, "completions", options.round, concurrency)
+    store.add([record, *entries])
+    usage.asked += 1
+    usage.bytes_out += len(answer.text.encode())
+    usage.add(calls[0])
+
+
+def check_folder(model: ModelFolder) -> None:
+    """Raise KeelError where there is no such model."""
+    from keel.config.model import Model
+    from keel.models.loading import read_config
+
+    read_config(Model.model_validate({"name": model.model, "device": model.device}))
+
+
+class FolderSampler:
+    """A model folder, loaded, and the native engine that samples from it.
+
+    Raises KeelError for a model that does not load.
+    """
+
+    def __init__(self, options: SynthesisOptions, model: ModelFolder) -> None:
+        from keel.config.model import Model
+        from keel.engines.native import NativeEngine
+        from keel.models.chat import Encoder
+        from keel.models.policy import load_policy
+        from keel.training.setup import longest_prompt
+
+        self.options, self.model = options, model
+        spec = Model.model_validate({"name": model.model, "device": model.device})
+        policy = load_policy(spec, options.seed)
+        self.engine = NativeEngine(
+            policy.model, policy.tokenizer, max_rows=model.max_rows, autocast=policy.autocast
+        )
+        longest = longest_prompt(None, policy.context, options.sampling.max_tokens, "max_tokens")
+        self.encode = Encoder(policy.tokenizer, longest, served=policy.served)
+
+    def sample(
+        self, store: PreferenceStore, missing: Missing, usage: CallUsage, notes: ProgressNotes
+    ) -> int:
+        """Sample what is missing, into the store; how many prompts are too long for the model.
+
+        A completion depends on model, prompt, number and seed alone, so that one that a kill lost
+        is sampled again. Raises KeelError where memory runs out.
+        """
+        from keel.learn.token_budget import oom_context
+
+        options = self.options
+        encoded = [
+            (self.encode(Prompt(p.id, p.content, tools=p.tools)), p, set(wanted))
+            for p, wanted in missing
+        ]
+        ready = [(prompt, record, wanted) for prompt, record, wanted in encoded if prompt]
+        size = max(1, self.model.max_rows // options.samples)
+        for start in range(0, len(ready), size):
+            part = ready[start : start + size]
+            begin = [time.monotonic()]
+
+            def write(place: int, group: Group, part: Any = part, begin: Any = begin) -> None:
+                now = time.monotonic()
+                seconds, begin[0] = now - begin[0], now
+                _write_group(store, options, self.model, group, part[place], seconds, usage)
+                notes.add(len(part[place][2]))
+
+            with oom_context(f"{len(part)} prompts were answered", "lower max_rows or max_tokens"):
+                prompts = [prompt for prompt, *_ in part]
+                self.engine.stream(prompts, options.samples, options.sampling, options.seed, write)
+        return len(encoded) - len(ready)
+
+
+def _write_group(
+    store: PreferenceStore,
+    options: SynthesisOptions,
+    model: ModelFolder,
+    group: Group,
+    wanted: tuple[Prompt, PromptRecord, set[int]],
+    seconds: float,
+    usage: CallUsage,
+) -> None:
+    """The completions of a prompt that are missing, in one transaction; `seconds` is of them all.
+
+    A text of half a character, which UTF-8 cannot encode, gets a question mark in its place.
+    """
+    _, prompt, samples = wanted
+    each = seconds / len(samples)
+    purpose = f"completions of {model.model}"
+    for sample, completion in enumerate(group.completions):
+        if sample in samples:
+            record = _record(
+                options,
+                model,
+                prompt,
+                sample,
+                completion.text.encode("utf-8", "replace").decode("utf-8"),
+                tokens=len(completion),
+                seconds=each,
+                columns={"finish": completion.finish},
+            )
+            hours = CostRecord(
+                f"{record.id}/hours", "gpu", each / 3600, "hours", purpose, options.round
+            )
+            store.add([record, hours])
+            usage.asked += 1
+            usage.timed += 1
+            usage.seconds += each
+            usage.bytes_out += len(record.text.encode())
+            usage.tokens_out += len(completion)
+
+
+def _record(
+    options: SynthesisOptions,
+    model: CompletionModel,
+    prompt: PromptRecord,
+    sample: int,
+    text: str,
+    *,
+    tokens: int,
+    seconds: float | None,
+    columns: Mapping[str, Any],
+) -> CompletionRecord:
+    """The record of a sample; equal texts of two samples are two records."""
+    sampling = options.sampling_of(model)
+    return CompletionRecord(
+        prompt.id,
+        text,
+        model.model,
+        sampling,
+        options.round,
+        tokens,
+        seconds,
+        columns={"sample": sample, **columns},
+        id=content_id("sample", prompt.id, model.model, sampling, sample, text),
+    )
+
+
+def content_bytes(content: Content) -> int:
+    """The length of a prompt."""
+    if isinstance(content, str):
+        return len(content.encode())
+    return sum(len(shown_text(turn).encode()) for turn in content)

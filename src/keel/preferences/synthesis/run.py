@@ -1,0 +1,308 @@
+"""`keel prefs synthesize`: completions, pairs and a judge's labels into a preference store.
+
+STORE           the preference store; every answer is written to it as it arrives
+STORE.requests  every paid answer, by a hash of its request, and reservations of what is under way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keel.data.preferences.fields import Fields
+from keel.data.tables import read_file
+from keel.preferences.store.audit import audit_judges
+from keel.preferences.store.records import PairRecord, PromptRecord, content_id
+from keel.preferences.store.store import PreferenceStore
+from keel.preferences.synthesis.completions import (
+    FolderSampler,
+    Note,
+    ProgressNotes,
+    check_folder,
+    missing_samples,
+    sample_server,
+)
+from keel.preferences.synthesis.forecast import (
+    CostForecast,
+    add_costs,
+    forecast_lines,
+    forecast_rest,
+    recorded_forecast,
+    relative_margin,
+    roles_of,
+    spent_so_far,
+)
+from keel.preferences.synthesis.labels import check_reference, judge_pairs_of, unjudged
+from keel.preferences.synthesis.ledger import CallUsage, Role, settle, spent
+from keel.preferences.synthesis.options import ModelFolder, SynthesisOptions, build_asker
+from keel.preferences.synthesis.pairing import different_texts, new_pairs
+from keel.rewards.judge.store import Account, SpendLimitReached
+from keel.types import KeelError
+
+
+@dataclass(frozen=True, slots=True)
+class SynthesisReport:
+    """What a synthesis did.
+
+    `left` counts the completions and labels that are still missing, `too_long` prompts that a
+    model folder cannot read. `ledger` has the sums of the round, `stopped` the reason where the
+    budget ended it, `account` what all requests of the store took.
+    """
+
+    forecast: CostForecast | None
+    added: Mapping[str, int]
+    left: Mapping[str, int]
+    too_long: int
+    ledger: Mapping[str, Mapping[str, float]]
+    account: Account | None
+    stopped: str | None
+    audit: Sequence[Mapping[str, Any]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "forecast": None if self.forecast is None else self.forecast.as_dict(),
+            "added": dict(self.added),
+            "left": dict(self.left),
+            "too_long": self.too_long,
+            "ledger": {name: dict(sums) for name, sums in self.ledger.items()},
+            "requests": None if self.account is None else asdict(self.account),
+            "stopped": self.stopped,
+            "audit": list(self.audit),
+        }
+
+
+def read_prompts(path: str) -> list[PromptRecord]:
+    """The prompts of a file (JSONL, or Parquet by its ending): `prompt` as text or messages.
+
+    Other columns stay with the prompt. Raises KeelError for a row that cannot be read.
+    """
+    table = read_file(path)
+    found = {}
+    for row, line in zip(table.rows, table.lines, strict=True):
+        place = table.where.place(line)
+        columns = {name: value for name, value in row.items() if name not in ("prompt", "tools")}
+        try:
+            fields = Fields(row, place)
+            record = PromptRecord(fields.prompt("prompt"), {**columns, **fields.tools_column()})
+        except KeelError as error:
+            text = str(error)
+            raise KeelError(text if text.startswith(place) else f"{place}: {text}") from None
+        found[record.id] = record
+    return list(found.values())
+
+
+def synthesize(
+    store: PreferenceStore,
+    options: SynthesisOptions,
+    prompts: Sequence[PromptRecord] | None = None,
+    *,
+    only_forecast: bool = False,
+    note: Note = lambda line: None,
+) -> SynthesisReport:
+    """Sample completions, pair them and have a judge compare each pair in both orders.
+
+    `prompts` are added to the store; None: all that it has. What the store holds is used and not
+    asked for again, so that a run that was killed or stopped goes on where it was. A few prompts
+    are done first and the rest is forecast from them; with `only_forecast` that is all.
+
+    Raises KeelError for options that do not fit, a server that gives no answers or a model that
+    does not load. What was paid for is in the store then. A budget that is used up raises nothing:
+    the report's `stopped` has the reason.
+    """
+    if prompts is not None:
+        store.add_prompts(prompts)
+    chosen = list(store.prompts()) if prompts is None else list(prompts)
+    if not chosen:
+        raise KeelError(f"{store.path}: it has no prompts: give a file of prompts")
+    check_reference(store, options.reference, [prompt.id for prompt in chosen])
+    settle(store, options.round)
+    _check_models(store, options)
+    return _Synthesis(store, options, chosen, note).run(only_forecast)
+
+
+def _check_models(store: PreferenceStore, options: SynthesisOptions) -> None:
+    """Raise KeelError for a model that cannot be asked, before another is paid."""
+    for model in options.models:
+        if isinstance(model, ModelFolder):
+            check_folder(model)
+    for server in options.servers:
+        build_asker(store.path, options, server, judges=server is options.judge).close()
+
+
+def estimate(
+    store: PreferenceStore,
+    options: SynthesisOptions,
+    prompts: Sequence[PromptRecord] | None = None,
+    tokens_a_byte: float | None = None,
+) -> CostForecast:
+    """The forecast without any request, from the lengths of texts; nothing is written."""
+    chosen = list(store.prompts()) if prompts is None else list(prompts)
+    rows = forecast_rest(store, options, chosen, {}, 1.0, tokens_a_byte)
+    size = "the tokenizer's tokens" if tokens_a_byte else "four bytes a token"
+    basis = f"no request: {size}, completions as long as in the store, else as they may be"
+    return CostForecast(rows, basis)
+
+
+class _Synthesis:
+    """The steps of one synthesis, and what each model took."""
+
+    def __init__(
+        self,
+        store: PreferenceStore,
+        options: SynthesisOptions,
+        prompts: Sequence[PromptRecord],
+        note: Note,
+    ) -> None:
+        self.store, self.options, self.prompts, self.note = store, options, prompts, note
+        self.usages: dict[tuple[Role, str], CallUsage] = {
+            (role, model.model): CallUsage() for role, model in roles_of(options)
+        }
+        self.too_long = 0
+        self.loaded: FolderSampler | None = None
+        ids = sorted(prompt.id for prompt in prompts)
+        self.plan = content_id("synthesize", options.identity, ids)
+
+    def run(self, only_forecast: bool) -> SynthesisReport:
+        before, stopped, forecast = self.store.counts(), None, None
+        try:
+            forecast = self.forecast()
+            if not only_forecast:
+                self.process(self.prompts)
+        except SpendLimitReached as limit:
+            stopped = str(limit)
+        except KeelError:
+            settle(self.store, self.options.round)
+            raise
+        account = settle(self.store, self.options.round)
+        after = self.store.counts()
+        return SynthesisReport(
+            forecast=forecast,
+            added={name: after[name] - before[name] for name in ("completions", "pairs", "labels")},
+            left=self.left(self.prompts),
+            too_long=self.too_long,
+            ledger=spent(self.store, self.options.round),
+            account=account,
+            stopped=stopped,
+            audit=audit_judges(self.store),
+        )
+
+    def forecast(self) -> CostForecast | None:
+        """The forecast of this plan, in the ledger and noted; from a sample unless it is there."""
+        found = recorded_forecast(self.store, self.plan)
+        if found is None:
+            sample = self.sample()
+            if not sample:
+                return None
+            self.note(f"sample: {len(sample)} of {len(self.prompts)} prompts")
+            self.process(sample)
+            done = {prompt.id for prompt in sample}
+            rest = [prompt for prompt in self.prompts if prompt.id not in done]
+            found = CostForecast(
+                add_costs(
+                    spent_so_far(self.options, self.usages),
+                    forecast_rest(
+                        self.store, self.options, rest, self.usages, self.different(sample)
+                    ),
+                ),
+                f"a sample of {len(sample)} of {len(self.prompts)} prompts, which it includes",
+                relative_margin(self.usages),
+            )
+            found = self.record(found)
+        for line in forecast_lines(found, self.options.budget):
+            self.note(line)
+        return found
+
+    def record(self, found: CostForecast) -> CostForecast:
+        """Enter a forecast in the ledger; the one that another process entered first, if any."""
+        try:
+            self.store.add_costs(found.entries(self.plan, self.options.round))
+        except KeelError:
+            if (other := recorded_forecast(self.store, self.plan)) is None:
+                raise
+            return other
+        return found
+
+    def sample(self) -> list[PromptRecord]:
+        """The prompts that a forecast is made from, at most a quarter of those with work to do.
+
+        Those with completions to write come first, then by a hash.
+        """
+        writing: set[str] = set()
+        for model in self.options.models:
+            missing = missing_samples(self.store, self.options, model, self.prompts)
+            writing.update(prompt.id for prompt, _ in missing)
+        work = writing | {pair.prompt for pair in self.unpaired(self.prompts)}
+        if (judge := self.options.judge) is not None:
+            waiting = unjudged(self.store, self.options, judge, (p.id for p in self.prompts))
+            work |= {pair.prompt for pair in waiting}
+        ordered = sorted(
+            (prompt for prompt in self.prompts if prompt.id in work),
+            key=lambda p: (p.id not in writing, content_id(self.options.seed, p.id)),
+        )
+        return ordered[: max(1, min(self.options.forecast_prompts, len(ordered) // 4))]
+
+    def different(self, sample: Sequence[PromptRecord]) -> float:
+        """The share of a prompt's completions that have a text of their own."""
+        found = [list(self.store.completions(prompt.id)) for prompt in sample]
+        total = sum(map(len, found))
+        return sum(len(different_texts(one)) for one in found) / total if total else 1.0
+
+    def process(self, prompts: Sequence[PromptRecord]) -> None:
+        """Completions, pairs and labels of prompts, as far as they are missing."""
+        for model in self.options.models:
+            missing = missing_samples(self.store, self.options, model, prompts)
+            if not missing:
+                continue
+            count = sum(len(samples) for _, samples in missing)
+            notes = ProgressNotes(self.note, f"completions of {model.model}", count)
+            usage = self.usages["completions", model.model]
+            if isinstance(model, ModelFolder):
+                long = self.folder(model).sample(self.store, missing, usage, notes)
+                self.too_long = max(self.too_long, long)
+            else:
+                sample_server(self.store, self.options, model, missing, usage, notes)
+        self.store.add_pairs(self.unpaired(prompts))
+        if (judge := self.options.judge) is not None:
+            pairs = unjudged(self.store, self.options, judge, (p.id for p in prompts))
+            if pairs:
+                notes = ProgressNotes(self.note, f"labels of {judge.model}", 2 * len(pairs))
+                usage = self.usages["labels", judge.model]
+                judge_pairs_of(self.store, self.options, judge, pairs, usage, notes)
+
+    def folder(self, model: ModelFolder) -> FolderSampler:
+        """The model, loaded; one is kept."""
+        if self.loaded is None or self.loaded.model != model:
+            self.loaded = None  # its memory is needed
+            self.loaded = FolderSampler(self.options, model)
+        return self.loaded
+
+    def unpaired(self, prompts: Sequence[PromptRecord]) -> list[PairRecord]:
+        """The pairs of prompts that are to be added."""
+        known: dict[str, list[PairRecord]] = {}
+        for pair in self.store.pairs():
+            known.setdefault(pair.prompt, []).append(pair)
+        options = self.options
+        return [
+            pair
+            for prompt in prompts
+            for pair in new_pairs(
+                list(self.store.completions(prompt.id)),
+                known.get(prompt.id, []),
+                options.pairs,
+                round=options.round,
+                seed=options.seed,
+            )
+        ]
+
+    def left(self, prompts: Sequence[PromptRecord]) -> dict[str, int]:
+        """What is still missing; labels of pairs that are not there yet are not counted."""
+        completions = sum(
+            len(samples)
+            for model in self.options.models
+            for _, samples in missing_samples(self.store, self.options, model, prompts)
+        )
+        judge = self.options.judge
+        ids = [prompt.id for prompt in prompts]
+        waiting = [] if judge is None else unjudged(self.store, self.options, judge, ids)
+        return {"completions": completions, "labels": 2 * len(waiting)}

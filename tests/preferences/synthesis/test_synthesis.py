@@ -1,0 +1,509 @@
+"""Synthetic preferences by a real server: what is asked, stored, paid, forecast and resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.preferences.store.exports import preference_rows
+from keel.preferences.store.ledger import describe_costs
+from keel.preferences.store.records import CompletionRecord, PromptRecord
+from keel.preferences.store.store import PreferenceStore
+from keel.preferences.synthesis.completions import ProgressNotes
+from keel.preferences.synthesis.options import (
+    CompletionModel,
+    ModelFolder,
+    ModelServer,
+    SynthesisOptions,
+    parse_model,
+    requests_path,
+)
+from keel.preferences.synthesis.run import SynthesisReport, estimate, synthesize
+from keel.types import KeelError, Sampling
+from tests.preferences.synthesis.made import (
+    JUDGE,
+    QUICK,
+    WRITER,
+    both,
+    judges,
+    options,
+    prompts,
+    server,
+)
+from tests.rewards.judge_server import Asked, Fault, JudgeServer, always
+
+
+def done(path: Path, chosen: SynthesisOptions, count: int = 8, **more: Any) -> SynthesisReport:
+    with PreferenceStore(path, create=True) as store:
+        return synthesize(store, chosen, prompts(count), **more)
+
+
+def owed(log: list[Asked]) -> float:
+    """Dollars, by what the server says was used and the prices in `options`."""
+    total = 0.0
+    for asked in log:
+        price_in, price_out = (1.0, 4.0) if judges(asked) else (2.0, 8.0)
+        total += (asked.billed[0] * price_in + asked.billed[1] * price_out) / 1e6
+    return total
+
+
+# ---------------------------------------------------------------- what is asked and stored
+
+
+def test_every_prompt_gets_completions_pairs_and_labels(tmp_path: Path) -> None:
+    with server() as found:
+        report = done(tmp_path / "a.db", options(found.url))
+        assert report.added == {"completions": 24, "pairs": 24, "labels": 48}
+        assert report.left == {"completions": 0, "labels": 0}
+        assert sum(map(judges, found.log)) == 48
+        writing = [asked for asked in found.log if not judges(asked)]
+        assert len(writing) == 24
+        bodies = {json.dumps(asked.body["messages"]) for asked in writing}
+        assert len(bodies) == 8
+        for body in bodies:
+            seeds = {a.body["seed"] for a in writing if json.dumps(a.body["messages"]) == body}
+            assert seeds == {0, 1, 2}
+        assert {a.body["temperature"] for a in writing} == {1.0}
+        assert "response_format" not in writing[0].body
+        assert found.peak <= 4
+    with PreferenceStore(tmp_path / "a.db") as store:
+        sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 60, "seed": 0}
+        for one in store.completions():
+            assert (one.model, one.sampling) == (WRITER, sampling)
+            assert one.tokens == len(one.text)
+            assert one.seconds is not None
+            assert one.seconds > 0
+            assert one.columns["finish"] == "stop"
+        for pair in store.judged_pairs():
+            first, second = pair.labels
+            longer = (len(pair.first.text) > len(pair.second.text)) + 0.5 * (
+                len(pair.first.text) == len(pair.second.text)
+            )
+            assert first.value == second.value == longer
+            assert [first.shown_first, second.shown_first] == ["first", "second"]
+            assert {label.annotator for label in pair.labels} == {JUDGE}
+            assert first.note == "length"
+            assert first.seconds is not None
+            assert first.at is not None
+            assert first.cost is None  # it is in the ledger
+
+
+def test_both_orders_are_asked_and_a_judge_of_places_ties_everywhere(tmp_path: Path) -> None:
+    with server(always("first")) as found:
+        report = done(tmp_path / "a.db", options(found.url))
+        shown = Counter((a.material["first"], a.material["second"]) for a in found.log if judges(a))
+    assert all(shown[other, one] == 1 for one, other in shown)
+    with PreferenceStore(tmp_path / "a.db") as store:
+        rows = list(preference_rows(store))
+        assert [[label.value for label in pair.labels] for pair in store.judged_pairs()] == [
+            [1.0, 0.0]
+        ] * 24
+    assert {row["probability"] for row in rows} == {0.5}
+    (audit,) = report.audit
+    assert (audit["ties"], audit["order_consistency"]["mean"]) == (24, 0.0)
+    assert audit["position_bias"]["mean"] == 1.0
+
+
+def test_a_pair_with_one_order_without_verdict_is_skipped(tmp_path: Path) -> None:
+    def verdict(asked: Asked) -> str:
+        """No verdict on one of the two orders of each pair."""
+        first, second = asked.material["first"], asked.material["second"]
+        word = "first" if first < second else "neither"
+        return json.dumps({"reason": "so", "verdict": word})
+
+    with server(verdict) as found:
+        report = done(tmp_path / "a.db", options(found.url), 4)
+        # The order without a verdict is asked twice (attempts = 2).
+        assert sum(map(judges, found.log)) == 12 * 3
+        again = done(tmp_path / "a.db", options(found.url), 4)
+        assert sum(map(judges, found.log)) == 12 * 3
+    assert again.added["labels"] == 0
+    assert (report.audit[0]["pairs"], report.audit[0]["no_verdict"]) == (0, 12)
+    with PreferenceStore(tmp_path / "a.db") as store:
+        labels = list(store.labels())
+        assert {label.value for label in labels} == {None}
+        assert sum("the other order has no verdict: so" in label.note for label in labels) == 12
+        assert sum("is none of the choices" in label.note for label in labels) == 12
+        assert list(preference_rows(store)) == []
+
+
+def test_what_is_in_the_store_is_used_and_a_longer_run_adds_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    prompt = prompts(1)[0]
+    with PreferenceStore(path, create=True) as store:
+        store.add([prompt, *(CompletionRecord(prompt.id, text, "old") for text in ("x", "yy"))])
+    with server() as found:
+        chosen = options(found.url)
+        without = replace(chosen, models=())
+        report = done(path, without, 1)
+        assert report.added == {"completions": 0, "pairs": 1, "labels": 2}
+        asked = len(found.log)
+        report = done(path, replace(chosen, samples=1), 1)
+        assert report.added == {"completions": 1, "pairs": 2, "labels": 4}
+        more = done(path, replace(chosen, samples=2, pairs=6), 1)
+        assert more.added == {"completions": 1, "pairs": 3, "labels": 6}
+        assert len(found.log) - asked == 2 + 4 + 6
+        names = [a.name for a in found.log]
+        assert len(set(names)) == len(names)
+
+
+def test_without_the_file_of_requests_the_store_alone_keeps_from_paying_again(
+    tmp_path: Path,
+) -> None:
+    with server() as found:
+        done(tmp_path / "a.db", options(found.url), 4)
+        requests_path(tmp_path / "a.db").unlink()
+        asked = len(found.log)
+        report = done(tmp_path / "a.db", options(found.url), 4)
+        assert len(found.log) == asked
+    assert not any(report.added.values())
+
+
+def test_another_judge_or_rubric_labels_the_pairs_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    with server() as found:
+        chosen = options(found.url)
+        done(path, chosen, 4)
+        report = done(path, replace(chosen, rubric="is it long"), 4)
+        assert report.added == {"completions": 0, "pairs": 0, "labels": 24}
+        other = ModelServer("judge-2", found.url, price=(1.0, 4.0), options=QUICK)
+        report = done(path, replace(chosen, judge=other), 4)
+        assert report.added == {"completions": 0, "pairs": 0, "labels": 24}
+        assert {(audit["judge"], audit["rubric"][:7]) for audit in report.audit} == {
+            *((JUDGE, "how cor"), (JUDGE, "is it l"), ("judge-2", "how cor"))
+        }
+
+
+def test_the_reference_and_the_rubric_reach_the_judge(tmp_path: Path) -> None:
+    with server() as found:
+        done(tmp_path / "a.db", options(found.url, reference="answer", rubric="is it long"), 2)
+        asked = next(a for a in found.log if judges(a))
+        assert asked.material["reference"] in ("0", "1")
+        assert "is it long" in asked.body["messages"][0]["content"]
+    with server() as found:
+        with pytest.raises(KeelError, match="reference = 'missing': no prompt has such a column"):
+            done(tmp_path / "b.db", options(found.url, reference="missing"), 2)
+        assert found.log == []
+
+
+def test_two_models_and_one_that_judges_its_own(tmp_path: Path) -> None:
+    with server() as found:
+        chosen = options(found.url)
+        own = ModelServer(JUDGE, found.url, price=(1.0, 4.0), options=QUICK)
+        report = done(tmp_path / "a.db", replace(chosen, models=(*chosen.models, own), pairs=15))
+    audit = report.audit[0]
+    assert {row["model"] for row in audit["models"]} == {WRITER, JUDGE}
+    assert audit["own"]["n"] == 8 * 9
+    rates = {row["model"]: row["win_rate"]["mean"] for row in audit["models"]}
+    assert audit["own"]["mean"] == rates[JUDGE]
+    assert sum(rates.values()) == pytest.approx(1)
+
+
+def test_a_refused_prompt_is_stored_blank_and_not_asked_again(tmp_path: Path) -> None:
+    with server() as found:
+        found.fault_of = lambda asked: (
+            Fault(status=400, error={"message": "no", "code": "content_filter"})
+            if not judges(asked) and "question 1" in json.dumps(asked.body)
+            else None
+        )
+        report = done(tmp_path / "a.db", options(found.url), 3)
+        assert report.added == {"completions": 9, "pairs": 6, "labels": 12}
+        asked = len(found.log)
+        assert done(tmp_path / "a.db", options(found.url), 3).added["completions"] == 0
+        assert len(found.log) == asked
+    with PreferenceStore(tmp_path / "a.db") as store:
+        refused = [one for one in store.completions() if one.columns.get("refusal")]
+    assert [one.text for one in refused] == ["", "", ""]
+
+
+# ---------------------------------------------------------------- forecast, ledger, budget
+
+
+def test_the_forecast_is_near_what_it_took_and_comes_before_the_bulk(tmp_path: Path) -> None:
+    """Within 15 % with 10 of 40 prompts: texts vary by a third of their mean, so that the mean of
+    30 is within 12 % with 95 % probability, and the prompts' lengths are known."""
+    lines: list[tuple[str, int]] = []
+    with server() as found:
+        report = done(
+            tmp_path / "a.db",
+            options(found.url, forecast_prompts=10),
+            40,
+            note=lambda line: lines.append((line, len(found.log))),
+        )
+        (at,) = [count for line, count in lines if line.startswith("forecast, from a sample of 10")]
+        assert at == 10 * (3 + 6)
+        assert len(found.log) == 40 * 9
+        assert len(set(found.names)) == len(found.names)
+        actual = owed(found.log)
+    forecast = report.forecast
+    assert forecast is not None
+    assert forecast.total("dollars") == pytest.approx(actual, rel=0.15)
+    assert forecast.total("input_tokens") == pytest.approx(found.billed[0], rel=0.15)
+    assert forecast.total("output_tokens") == pytest.approx(found.billed[1], rel=0.15)
+    assert [row.count for row in forecast.rows] == [120, pytest.approx(240, rel=0.02)]
+    assert forecast.margin is not None
+    assert 0 < forecast.margin < 0.5
+    hours = forecast.total("hours")
+    assert hours is not None
+    assert hours > 0
+
+
+def test_ledger_holds_every_request_and_forecast_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    with server() as found:
+        first = done(path, options(found.url, round=2))
+        again = done(path, options(found.url, round=2))
+        assert again.ledger == first.ledger
+        assert again.forecast is not None
+        assert first.forecast is not None
+        assert again.forecast.total("dollars") == pytest.approx(first.forecast.total("dollars"))
+        spent = owed(found.log)
+        assert first.ledger["actual"]["dollars"] == pytest.approx(spent, rel=1e-9)
+        assert first.ledger["actual"]["input tokens"] == found.billed[0]
+        assert first.ledger["actual"]["output tokens"] == found.billed[1]
+        assert first.account is not None
+        assert first.account.spent.dollars == pytest.approx(spent, rel=1e-9)
+    with PreferenceStore(path) as store:
+        costs = list(store.costs(round=2))
+        counted = describe_costs(store)["table"]
+    every = [row["actual_dollars"] for row in counted if row["kind"] == "api"]
+    assert every == [pytest.approx(spent, rel=1e-9)] * 2  # of the round, and of all
+    assert {(cost.kind, cost.purpose, cost.forecast) for cost in costs} == {
+        ("api", f"{role} of {model}", forecast)
+        for role, model in (("completions", WRITER), ("labels", JUDGE))
+        for forecast in (False, True)
+    }
+    # Four entries a request, and of each model four of the forecast.
+    assert len(costs) == 4 * len(found.log) + 8
+
+
+def test_only_the_forecast_pays_for_the_sample_which_the_rest_does_not_repeat(
+    tmp_path: Path,
+) -> None:
+    with server() as found:
+        chosen = options(found.url, forecast_prompts=2)
+        report = done(tmp_path / "a.db", chosen, only_forecast=True)
+        assert report.added["completions"] == 6
+        assert len(found.log) == 2 * 9
+        assert report.left["completions"] == 18
+        whole = done(tmp_path / "a.db", chosen)
+        assert len(found.log) == len(set(found.names)) == 8 * 9
+        assert whole.forecast is not None
+        assert report.forecast is not None
+        assert whole.forecast.total("dollars") == pytest.approx(report.forecast.total("dollars"))
+
+
+def test_a_budget_is_hard_and_a_larger_one_goes_on(tmp_path: Path) -> None:
+    """Below the server's bill at any time, with four requests at a time; and it is used up."""
+    path = tmp_path / "a.db"
+    with server() as found:
+        report = done(path, options(found.url, budget=0.01), 12)
+        assert report.stopped is not None
+        assert "budget = 0.01 dollars is used up" in report.stopped
+        assert 0.008 < owed(found.log) <= 0.01
+        assert report.ledger["actual"]["dollars"] == pytest.approx(owed(found.log), rel=1e-9)
+        assert sum(report.left.values()) > 0
+        assert done(path, options(found.url, budget=0.01), 12).stopped is not None
+        assert owed(found.log) <= 0.01
+        report = done(path, options(found.url, budget=1.0), 12)
+        assert (report.stopped, report.left) == (None, {"completions": 0, "labels": 0})
+        assert len(found.log) == len(set(found.names)) == 12 * 9
+
+
+def test_the_budget_counts_requests_that_may_have_been_billed(tmp_path: Path) -> None:
+    with server() as found:
+        found.fault_of = lambda asked: Fault(drop=True) if len(found.log) % 4 == 0 else None
+        report = done(tmp_path / "a.db", options(found.url, budget=0.02), 12)
+        assert report.stopped is not None
+        assert owed(found.log) <= 0.02
+        assert report.account is not None
+        assert report.account.lost > 0
+        assert (report.account.spent + report.account.lost_cost).dollars <= 0.02
+
+
+def test_without_prices_dollars_are_unknown(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with server() as found:
+        chosen = options(found.url)
+        judge = ModelServer(JUDGE, found.url, options=QUICK)
+        report = done(tmp_path / "a.db", replace(chosen, judge=judge), note=lines.append)
+    assert report.forecast is not None
+    assert report.forecast.total("dollars") is None
+    assert any("total: dollars unknown (no price)" in line for line in lines)
+    with PreferenceStore(tmp_path / "a.db") as store:
+        assert {label.cost for label in store.labels()} == {None}
+        assert not any(cost.unit == "dollars" and JUDGE in cost.purpose for cost in store.costs())
+    with pytest.raises(KeelError, match=f"budget = 1: the price of '{JUDGE}' is unknown"):
+        replace(chosen, judge=judge, budget=1.0)
+
+
+def test_an_estimate_sends_nothing_and_bounds_what_it_takes(tmp_path: Path) -> None:
+    with server() as found:
+        chosen = options(found.url)
+        with PreferenceStore(tmp_path / "a.db", create=True) as store:
+            forecast = estimate(store, chosen, prompts(8))
+            assert found.log == []
+            assert not any(store.counts().values())
+        assert not requests_path(tmp_path / "a.db").exists()
+    rows = {row.role: row for row in forecast.rows}
+    assert rows["completions"].count == 24
+    assert rows["completions"].output_tokens == 24 * 60
+    size = sum(
+        len(p.content if isinstance(p.content, str) else p.content[0]["content"])
+        for p in prompts(8)
+    )
+    assert rows["completions"].input_tokens == pytest.approx(3 * size / 4)
+    assert rows["labels"].count == 48
+    assert forecast.total("hours") is None
+
+
+def test_an_estimate_goes_by_what_the_store_holds(tmp_path: Path) -> None:
+    with server() as found:
+        chosen = options(found.url)
+        done(tmp_path / "a.db", chosen, 4)
+        with PreferenceStore(tmp_path / "a.db") as store:
+            forecast = estimate(store, chosen, prompts(8))
+            mean = sum(len(one.text) for one in store.completions()) / 12
+    rows = {row.role: row for row in forecast.rows}
+    assert (rows["completions"].count, rows["labels"].count) == (12, 24)
+    assert rows["completions"].output_tokens == pytest.approx(12 * mean)
+    assert forecast.total("hours") is not None
+
+
+# ---------------------------------------------------------------- models, failures
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("w@openai", ModelServer("w")),
+        ("a/b:7@https://host/v1", ModelServer("a/b:7", "https://host/v1")),
+        ("@cf/a@http://host:1/v1", ModelServer("@cf/a", "http://host:1/v1")),
+        ("org/name", ModelFolder("org/name")),
+        ("./folder", ModelFolder("./folder")),
+    ],
+)
+def test_how_a_model_is_named(text: str, model: CompletionModel) -> None:
+    assert parse_model(text) == model
+
+
+def test_an_address_without_a_model_is_refused_and_not_repeated() -> None:
+    with pytest.raises(KeelError, match="write NAME@http://HOST:PORT/v1") as error:
+        parse_model("@http://user:sesame@host/v1")
+    assert "sesame" not in str(error.value)
+
+
+def test_a_server_that_gives_no_answers_ends_in_one_line_and_keeps_the_rest(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.db"
+    with server() as found:
+        found.fault_of = lambda asked: Fault(status=500) if judges(asked) else None
+        chosen = options(found.url)
+        stubborn = replace(chosen.judge, options={**QUICK, "retries": 1})  # type: ignore[type-var]
+        with pytest.raises(KeelError, match=r"model 'judge' at .* gave no answer in 2 attempts"):
+            done(path, replace(chosen, judge=stubborn))
+        with PreferenceStore(path) as store:
+            completions = store.counts()["completions"]
+        assert completions > 0
+        found.fault_of = lambda asked: None
+        report = done(path, chosen)
+        assert report.left == {"completions": 0, "labels": 0}
+        writing = [a.name for a in found.log if not judges(a)]
+        assert len(writing) == len(set(writing)) == 24
+
+
+def test_a_missing_key_is_found_before_anything_is_paid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SYNTHESIS_KEY", raising=False)
+    with server() as found:
+        chosen = options(found.url)
+        judge = replace(chosen.judge, api_key_env="SYNTHESIS_KEY")  # type: ignore[type-var]
+        with pytest.raises(KeelError, match="SYNTHESIS_KEY holds no API key"):
+            done(tmp_path / "a.db", replace(chosen, judge=judge))
+        assert found.log == []
+
+
+def test_a_key_goes_to_its_server_and_into_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYNTHESIS_KEY", "sesame-open-1234567890")
+    lines: list[str] = []
+
+    def leaking(asked: Asked) -> str:
+        return f"the key is {asked.headers.get('authorization', 'none')}"
+
+    with JudgeServer(leaking) as writer, server() as judging:
+        chosen = options(judging.url)
+        model = ModelServer(
+            WRITER, writer.url, (2.0, 8.0), api_key_env="SYNTHESIS_KEY", options=QUICK
+        )
+        done(tmp_path / "a.db", replace(chosen, models=(model,)), 2, note=lines.append)
+        assert writer.log[0].headers["authorization"] == "Bearer sesame-open-1234567890"
+        assert all("authorization" not in asked.headers for asked in judging.log)
+    held = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"sesame-open" not in held
+    assert b"[key]" in held
+    assert "sesame" not in "".join(lines)
+
+
+def test_options_that_do_not_fit(tmp_path: Path) -> None:
+    chosen = options("http://127.0.0.1:9/v1")
+    with pytest.raises(KeelError, match="is given twice: raise samples"):
+        replace(chosen, models=chosen.models * 2)
+    with pytest.raises(KeelError, match="temperature = 0 makes the 3 completions of a model equal"):
+        replace(chosen, sampling=Sampling(max_tokens=9, temperature=0.0))
+    odd = replace(chosen.judge, options={"timeot": 1})  # type: ignore[type-var]
+    with pytest.raises(KeelError, match="options of judge: unknown key 'timeot': did you mean"):
+        done(tmp_path / "a.db", replace(chosen, judge=odd))
+    odd = replace(chosen.judge, options={"timeout": "long"})  # type: ignore[type-var]
+    with pytest.raises(KeelError, match="model 'judge': timeout = 'long'"):
+        done(tmp_path / "b.db", replace(chosen, judge=odd))
+    with (
+        PreferenceStore(tmp_path / "c.db", create=True) as store,
+        pytest.raises(KeelError, match="it has no prompts: give a file"),
+    ):
+        synthesize(store, chosen)
+
+
+def test_half_a_character_in_a_reason_is_no_error(tmp_path: Path) -> None:
+    reply = '{"reason": "\\ud800 so", "verdict": "first"}'
+    with JudgeServer(both(lambda asked: reply)) as found:
+        report = done(tmp_path / "a.db", options(found.url), 2)
+    assert report.left == {"completions": 0, "labels": 0}
+    with PreferenceStore(tmp_path / "a.db") as store:
+        assert {label.note for label in store.labels()} == {"? so"}
+
+
+def test_prompts_of_the_store_are_those_without_a_file(tmp_path: Path) -> None:
+    with server() as found, PreferenceStore(tmp_path / "a.db", create=True) as store:
+        store.add_prompts([PromptRecord("one"), PromptRecord("two")])
+        report = synthesize(store, options(found.url))
+        assert report.added["completions"] == 6
+
+
+def test_progress_is_noted_now_and_then() -> None:
+    lines: list[str] = []
+    always = ProgressNotes(lines.append, "labels", 6, every=0.0)
+    for _ in range(3):
+        always.add(2)
+    assert lines == ["labels: 6", "labels: 2 of 6 done", "labels: 4 of 6 done"]
+    seldom = ProgressNotes(lines.append, "labels", 6, every=1e9)
+    seldom.add(2)
+    assert len(lines) == 4
+
+
+def test_it_runs_within_an_event_loop(tmp_path: Path) -> None:
+    async def notebook(url: str) -> SynthesisReport:
+        return done(tmp_path / "a.db", options(url), 2)
+
+    with server() as found:
+        report = asyncio.run(notebook(found.url))
+    assert report.added == {"completions": 6, "pairs": 6, "labels": 12}

@@ -1,0 +1,279 @@
+"""Agreement against published tables, formulas written as loops, and what is known of intervals."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keel.preferences.agreement import (
+    Bootstrap,
+    cohen_kappa,
+    count_votes,
+    fleiss_kappa,
+    pairwise_agreement,
+    percent_agreement,
+)
+
+EXACT = 1e-12
+"""Sums of a few dozen whole numbers and one division."""
+
+# Fleiss 1971, table 1: six psychiatrists' diagnoses of each of 30 patients (depression,
+# personality disorder, schizophrenia, neurosis, other).
+DIAGNOSES = """
+    00060 03003 01401 00006 03030 20400 00402 20310 20040 00006
+    10050 11040 03300 10050 02031 00501 30012 51000 02040 10203
+    00006 01050 02013 20040 10041 05010 40002 02040 10500 00006
+"""
+FLEISS = np.array([[int(count) for count in row] for row in DIAGNOSES.split()])
+
+
+def judges(table: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Two judges' verdicts from how often each pair of categories came up."""
+    cells = [(i, j) for i, row in enumerate(table) for j, n in enumerate(row) for _ in range(n)]
+    return [i for i, _ in cells], [j for _, j in cells]
+
+
+def cohen_loop(a: Sequence[int], b: Sequence[int]) -> float:
+    observed = sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
+    chance = sum(a.count(k) / len(a) * (b.count(k) / len(b)) for k in set(a) | set(b))
+    return math.nan if chance == 1 else (observed - chance) / (1 - chance)
+
+
+def fleiss_loop(votes: Sequence[Sequence[int]]) -> float:
+    """By pairs of raters, and by the shares of all ratings."""
+    pairs = [x == y for item in votes for x, y in combinations(item, 2)]
+    every = [vote for item in votes for vote in item]
+    chance = sum((every.count(k) / len(every)) ** 2 for k in set(every))
+    return math.nan if len(set(every)) == 1 else (np.mean(pairs) - chance) / (1 - chance)
+
+
+def test_fleiss_published_example() -> None:
+    assert FLEISS.sum(axis=0).tolist() == [26, 26, 30, 55, 43]
+    found = fleiss_kappa(FLEISS)
+    assert found.value == pytest.approx(0.430, abs=5e-4)  # as printed
+    assert found.value == pytest.approx(0.4302445, abs=5e-8)  # as R's irr prints it
+    assert pairwise_agreement(FLEISS).value == pytest.approx(0.5556, abs=5e-5)
+    assert found.n == 30
+    assert found.low < found.value < found.high
+
+
+def test_cohen_known_examples() -> None:
+    # By hand: p_o = 35/50, p_e = ½ · 0.6 + ½ · 0.4 = ½, κ = 0.2 / 0.5.
+    assert cohen_kappa(*judges([[20, 5], [10, 15]])).value == pytest.approx(0.4, abs=EXACT)
+    # By hand, worse than chance: p_o = 0.29, p_e = 0.5 · 0.4 + 0.3 · 0.3 + 0.2 · 0.3 = 0.35.
+    table = [[50, 26, 24], [24, 4, 32], [6, 30, 4]]
+    assert cohen_kappa(*judges(table)).value == pytest.approx(-0.06 / 0.65, abs=EXACT)
+    assert percent_agreement(*judges(table)).value == pytest.approx(0.29, abs=EXACT)
+    # As SAS prints the kappa coefficient of this table.
+    found = cohen_kappa(*judges([[0, 4, 1], [0, 8, 0], [0, 1, 5]]))
+    assert found.value == pytest.approx(0.4842, abs=5e-5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
+def test_cohen_is_the_loop(verdicts: list[tuple[int, int]]) -> None:
+    a, b = [x for x, _ in verdicts], [y for _, y in verdicts]
+    found = cohen_kappa(a, b, Bootstrap(resamples=20))
+    assert found.value == pytest.approx(cohen_loop(a, b), abs=EXACT, nan_ok=True)
+    swapped = cohen_kappa(b, a, Bootstrap(resamples=20))
+    assert swapped.value == pytest.approx(found.value, abs=EXACT, nan_ok=True)
+
+
+@given(
+    st.integers(2, 5).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(0, 2), min_size=n, max_size=n), min_size=1, max_size=30
+        )
+    )
+)
+def test_fleiss_is_the_loop(votes: list[list[int]]) -> None:
+    counts, few = count_votes(votes), Bootstrap(resamples=20)
+    found = fleiss_kappa(counts, few)
+    assert found.value == pytest.approx(fleiss_loop(votes), abs=EXACT, nan_ok=True)
+    pairs = [x == y for item in votes for x, y in combinations(item, 2)]
+    assert pairwise_agreement(counts, few).value == pytest.approx(np.mean(pairs), abs=EXACT)
+
+
+def test_the_bounds() -> None:
+    a, b = [0, 1, 0, 1], [1, 0, 1, 0]
+    assert cohen_kappa(a, a).value == 1.0
+    assert cohen_kappa(a, b).value == -1.0
+    assert fleiss_kappa([[3, 0], [0, 3]]).value == 1.0
+    assert fleiss_kappa([[1, 1], [1, 1]]).value == -1.0
+    assert percent_agreement(a, b).value == 0.0
+
+
+def test_categories_may_be_anything_that_can_be_a_key() -> None:
+    a, b = ["tie", 1, None, 2], ["tie", 1, 2, None]
+    codes = {"tie": 0, 1: 1, 2: 2, None: 3}
+    want = cohen_loop([codes[x] for x in a], [codes[x] for x in b])
+    assert cohen_kappa(a, b).value == pytest.approx(want, abs=EXACT)
+    assert count_votes([["b", "a"], ["b", "b"]]).tolist() == [[1, 1], [2, 0]]
+
+
+def test_one_category_leaves_kappa_undefined() -> None:
+    for found in (cohen_kappa([1] * 9, [1] * 9), fleiss_kappa([[3, 0]] * 9)):
+        assert math.isnan(found.value)
+        assert math.isnan(found.low)
+        assert math.isnan(found.high)
+        assert found.n == 9
+    assert percent_agreement([1] * 9, [1] * 9).value == 1.0
+    # One item of nine differs: a third of the resamples are without it, and are left out.
+    a, b = [1] * 7 + [2, 2], [1] * 8 + [2]
+    found = cohen_kappa(a, b)
+    assert (found.value, found.high) == (pytest.approx(cohen_loop(a, b), abs=EXACT), 1.0)
+    assert found.low < found.value
+    # One judge with one category agrees as chance would: κ is 0, not undefined.
+    assert cohen_kappa([1, 1, 1], [1, 2, 1]).value == 0.0
+
+
+def test_of_nothing_nothing_is_known() -> None:
+    for found in (cohen_kappa([], []), percent_agreement([], []), fleiss_kappa(np.zeros((0, 3)))):
+        assert found.n == 0
+        assert math.isnan(found.value)
+    assert pairwise_agreement(np.zeros((0, 2))).n == 0
+    found = percent_agreement([], [])
+    assert (found.low, found.high) == (0, 1)
+
+
+def test_the_interval_is_the_bootstrap_of_the_items() -> None:
+    """Against resamples drawn item by item: other draws, so within their Monte Carlo error."""
+    rng = np.random.default_rng(0)
+    a = rng.integers(0, 3, size=60).tolist()
+    b = [x if rng.random() < 0.6 else int(rng.integers(0, 3)) for x in a]
+    found = cohen_kappa(a, b, Bootstrap(resamples=4000))
+    drawn = []
+    for _ in range(4000):
+        chosen = rng.integers(0, 60, size=60)
+        drawn.append(cohen_loop([a[i] for i in chosen], [b[i] for i in chosen]))
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    # The quantile of 4000 draws with density about 0.7 there and spread 0.09: error 0.004 each.
+    assert found.low == pytest.approx(low, abs=0.02)
+    assert found.high == pytest.approx(high, abs=0.02)
+
+
+def test_the_interval_of_a_share_is_nearly_the_binomials() -> None:
+    a, b = [1] * 400, [1] * 320 + [0] * 80
+    found = percent_agreement(a, b)
+    half = 1.96 * math.sqrt(0.8 * 0.2 / 400)
+    # 2000 resamples of a share that moves by 1/400.
+    assert found.low == pytest.approx(0.8 - half, abs=0.005)
+    assert found.high == pytest.approx(0.8 + half, abs=0.005)
+    narrow = percent_agreement(a, b, Bootstrap(confidence=0.5))
+    assert narrow.high - narrow.low == pytest.approx((found.high - found.low) * 0.344, abs=0.01)
+
+
+def test_full_agreement_is_not_certain() -> None:
+    """Resamples of it do not vary, so they give no interval."""
+    for found in (
+        cohen_kappa([1, 2] * 5, [1, 2] * 5),
+        fleiss_kappa([[3, 0], [0, 3]] * 5),
+    ):
+        assert found.value == 1
+        assert math.isnan(found.low)
+        assert math.isnan(found.high)
+    all_of, none = percent_agreement([1] * 3, [1] * 3), percent_agreement([1] * 3, [2] * 3)
+    # 0.025^(1/3): three of three come about so often where the truth is that.
+    assert (all_of.value, all_of.low, all_of.high, all_of.n) == (1, pytest.approx(0.292402), 1, 3)
+    assert (none.value, none.low, none.high, none.n) == (0, 0, pytest.approx(1 - 0.292402), 3)
+    half = percent_agreement([1] * 3, [1] * 3, Bootstrap(confidence=0.5))
+    assert half.low == pytest.approx(0.25 ** (1 / 3))
+    groups = ["a", "a", "b", "b"]
+    two = pairwise_agreement([[3, 0], [0, 3]] * 2, Bootstrap(groups=groups))
+    assert (two.value, two.low, two.high, two.n) == (1, pytest.approx(math.sqrt(0.025)), 1, 4)
+
+
+def test_one_group_tells_nothing() -> None:
+    a, b = judges([[12, 5], [4, 9]])
+    one = Bootstrap(groups=["p"] * len(a))
+    found = cohen_kappa(a, b, one)
+    assert found.value == cohen_kappa(a, b).value
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+    found = fleiss_kappa(FLEISS, Bootstrap(groups=["p"] * 30))
+    assert math.isnan(found.low)
+    for found in (
+        percent_agreement(a, b, one),
+        percent_agreement(a, a, one),
+        percent_agreement([1], [2]),
+        pairwise_agreement(FLEISS, Bootstrap(groups=["p"] * 30)),
+        # Every prompt with one row agreed upon and one not, or every row with two of three alike.
+        percent_agreement([1, 1] * 4, [1, 2] * 4, Bootstrap(groups=[*"aabbccdd"])),
+        pairwise_agreement([[2, 1]] * 7),
+        pairwise_agreement([[2, 1], [1, 2]] * 20),
+    ):
+        assert (found.low, found.high) == (0, 1)
+        assert found.n > 0
+
+
+def test_resamples_are_drawn_in_blocks() -> None:
+    """The draws are those of all at once, and thousands of groups need not be held at once."""
+    rng = np.random.default_rng(1)
+    a = rng.integers(0, 2, 60)
+    b = np.where(rng.random(60) < 0.7, a, 1 - a)
+    found = cohen_kappa(a.tolist(), b.tolist(), Bootstrap(resamples=150, seed=3))
+    drawn = np.random.default_rng(3).multinomial(60, np.full(60, 1 / 60), size=150)
+    values = [cohen_loop(np.repeat(a, w).tolist(), np.repeat(b, w).tolist()) for w in drawn]
+    ends = np.quantile(values, [0.025, 0.975])
+    assert (found.low, found.high) == pytest.approx(tuple(ends), abs=1e-9)
+    many = [1, 2] * 2500
+    tracemalloc.start()
+    percent_agreement(many, [1] * 5000, Bootstrap(resamples=500))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # 500 × 5000 counts at once are 20 MB, twice over; 64 × 5000 are 2.6 MB.
+    assert most < 10e6
+
+
+def test_groups_are_drawn_whole() -> None:
+    """Each item ten times over says no more than the items once."""
+    a, b = judges([[12, 5], [4, 9]])
+    once = cohen_kappa(a, b)
+    groups = [f"prompt {i}" for i in range(len(a)) for _ in range(10)]
+    ten = [x for x in a for _ in range(10)], [y for y in b for _ in range(10)]
+    whole = cohen_kappa(*ten, Bootstrap(groups=groups))
+    assert (whole.value, whole.low, whole.high) == pytest.approx(
+        (once.value, once.low, once.high), abs=EXACT
+    )
+    loose = cohen_kappa(*ten)
+    # √10 times as narrow, give or take a fifth.
+    ratio = (whole.high - whole.low) / (loose.high - loose.low)
+    assert ratio == pytest.approx(math.sqrt(10), rel=0.2)
+
+
+def test_the_interval_is_a_function_of_the_seed() -> None:
+    same = [fleiss_kappa(FLEISS, Bootstrap(seed=seed)) for seed in (0, 0, 1)]
+    assert same[0] == same[1]
+    assert same[0].low != same[2].low
+    assert same[0] == fleiss_kappa(FLEISS)
+
+
+@settings(max_examples=20)
+@given(st.permutations(range(5)))
+def test_the_order_of_categories_does_not_matter(order: list[int]) -> None:
+    few = Bootstrap(resamples=10)
+    assert fleiss_kappa(FLEISS[:, order], few).value == pytest.approx(
+        fleiss_kappa(FLEISS, few).value, abs=EXACT
+    )
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 verdicts of one judge and 1 of the other"):
+        cohen_kappa([1, 2], [1])
+    with pytest.raises(ValueError, match="2 ratings of one item and 3 of another"):
+        fleiss_kappa([[1, 1], [3, 0]])
+    with pytest.raises(ValueError, match="one rating an item"):
+        fleiss_kappa([[1, 0], [0, 1]])
+    for counts in ([[1.5, 0.5]], [[-1, 3]], [1, 2]):
+        with pytest.raises(ValueError, match="counts are items × categories, whole numbers"):
+            pairwise_agreement(counts)
+    with pytest.raises(ValueError, match="1 groups of 2 items"):
+        percent_agreement([1, 2], [1, 2], Bootstrap(groups=["a"]))
+    with pytest.raises(ValueError, match=r"a confidence of 1\.0 is not between 0 and 1"):
+        percent_agreement([1, 2], [1, 2], Bootstrap(confidence=1.0))
