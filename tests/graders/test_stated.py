@@ -4,7 +4,9 @@ import time
 
 import pytest
 
-from keel.graders.stated import answer_part, before_stop, opened, unwrapped
+from keel.graders.answers import in_tag, stated_number, stated_part
+from keel.graders.choices import chosen
+from keel.graders.stated import answer_part, before_stop, opened
 
 OPENINGS = {
     "<think>\n": "</think>",
@@ -38,6 +40,17 @@ OPENINGS = {
         ("<|START_THINKING|>35<|END_THINKING|>36", "36"),
         ("<unused94>thought\n35<unused95>36", "36"),
         ("<scratchpad>35</scratchpad>36", "36"),
+        ("<think >35</think >36", "36"),
+        ("<|thinking|>35<|/thinking|>36", "36"),
+        ("<|think|>35<|end_think|>36", "36"),
+        ("<reason>35</reason>36", "36"),
+        ("<thought>35</thought>36", "36"),
+        ("[REASONING]35[/REASONING]36", "36"),
+        ("<|begin_of_reasoning|>35<|end_of_reasoning|>36", "36"),
+        ("<think >36", None),
+        ("<|thinking|>36", None),
+        ("<reason>36", None),
+        ("<|im_start|>36", "<|im_start|>36"),
         ("◁think▷36", None),
         ("<|START_THINKING|>36", None),
         ("<unused94>thought\n36", None),
@@ -100,10 +113,24 @@ def test_openings_that_are_no_thoughts() -> None:
         ("25<|im_end|>", "25"),
         ("25\n###", "25"),
         ("25\n\nQ:", "25"),
+        # What follows a tag states nothing.
+        ("<answer>36</answer>The total is 25 apples.", "36"),
+        ("<answer>36</answer>\nThe total is 25 apples.", "36"),
+        ("<response>36</response> That is, 5 * 5 = 25.", "36"),
+        ("<answer>36</answer> I used 25 of them.", "36"),
+        ("[ANSWER]25[/ANSWER]", "25"),
+        ("[FINAL_ANSWER] 25 [/FINAL_ANSWER]", "25"),
+        ("<Answer>25</Answer>", "25"),
+        ("<output>25</output>", "25"),
+        # Not closed at the end.
+        ("<answer>25", "25"),
+        ("So: <solution>\n25\n", "25"),
+        ("<answer>24</answer> No. <answer>25", "25"),
+        ("<answer><result>25</result></answer>", "25"),
     ],
 )
-def test_tags_around_a_final_answer_are_passed_over(text: str, inside: str) -> None:
-    assert unwrapped(text) == inside
+def test_what_stands_in_a_tag_is_the_answer(text: str, inside: str) -> None:
+    assert stated_part(text).strip() == inside
 
 
 @pytest.mark.parametrize(
@@ -114,15 +141,38 @@ def test_tags_around_a_final_answer_are_passed_over(text: str, inside: str) -> N
         "It isn't <answer>25</answer>",
         "3<answer>25</answer>",
         "3 * <answer>25</answer>",
+        "-<answer>25</answer>",
+        "- 2<answer>25",
         "less than <answer>25</answer>",
         "<answer>25</answer>/5",
+        "<answer>25</answer>0",
+        "<answer>25</answer> * 2",
         "<answer>25</answer> is wrong",
-        "25</answer>",
-        "<answer>25",
+        "<answer>25</answer> Wait, no: it should be 7.",
+        "<answer>-</answer>25",
+        "<wrong>25</wrong>",
+        "<draft>25</draft>",
+        "<not_answer>25</not_answer>",
+        r"<wrong>\boxed{25}</wrong>",
+        "<step>25</step>",
+        "[wrong]25[/wrong]",
+        "<previous_answer>25</previous_answer>",
     ],
 )
-def test_tags_within_a_sentence_stay(text: str) -> None:
-    assert unwrapped(text) == text
+def test_no_answer_in_other_tags_or_an_operand_or_denied(text: str) -> None:
+    given = stated_number(text)
+    assert given is None or given.value != 25
+    assert chosen(text.replace("25", "B")) != "B"
+
+
+def test_the_tag_of_a_recipe() -> None:
+    assert in_tag("<sol>25</sol> so 7", "sol") == "25"
+    assert in_tag("<x>1</x> no, <x>25</x>", "x") == "25"
+    assert in_tag("- <x>25</x>", "x") == in_tag("1. **<x>25</x>**", "x") == "25"
+    for text in ("<sol>25", "25</sol>", "25", "<answer>25</answer>"):
+        assert in_tag(text, "sol") is None
+    for text in ("-<sol>25</sol>", "3 * <sol>25</sol>", "<sol>25</sol>0", "<sol>25</sol>/5"):
+        assert in_tag(text, "sol") is None
 
 
 @pytest.mark.parametrize(
@@ -150,6 +200,6 @@ def test_hostile_texts_take_no_time() -> None:
                  "<|channel|>" * 9_000, "analysis" * 9_000, "\n" * 90_000 + "x"):  # fmt: skip
         begun = time.process_time()
         answer_part(text)
-        unwrapped(text)
+        stated_part(text)
         before_stop(text, ["</a>"])
         assert time.process_time() - begun < 5

@@ -14,9 +14,9 @@ from keel.graders.unit_tests import (
     Checked,
     Isolation,
     UnitTests,
-    python_code,
     read_tests,
     run_tests,
+    wanted_names,
 )
 from keel.rewards.code import in_threads
 from keel.sandbox.bubblewrap import Limits, Sandbox, environment
@@ -54,6 +54,9 @@ def test_code_that_passes(run: Run) -> None:
     assert run(RIGHT, "\n".join(ASSERTS)).passed == (True,)
     check = "def check(candidate):\n    assert candidate(3) == 6"
     assert run(RIGHT, check, "double").status == "passed"
+    method = "class Solution:\n    def triple(self, n): return 3 * n\n"
+    assert run(method, check.replace("6", "9"), "Solution().triple").status == "passed"
+    assert run(method, check, "Solution().triple").status == "failed"
     # Where tests share names, a later one sees what an earlier one made.
     tests = ["import math\nn = 2\nassert n", "assert double(n) == math.sqrt(16)"]
     assert run(RIGHT, tests).passed == (True, True)
@@ -580,63 +583,6 @@ def test_without_the_prompt_a_helper_is_the_codes(sandbox: Sandbox) -> None:
     assert run_tests(sandbox, program, problem["test"], problem["entry_point"]).cause == ""
 
 
-DOC = '  """\n  ```\n  f()\n  ```\n  """\n'
-NAMED = DOC.replace("```", "```py", 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
-        ("```\na\n```\n```py\n  b\n```", "  b\n"),
-        ("```python\na\n```\nwhich prints\n```text\nb\n```", "a\n"),
-        ("```Python title\na\n", "a\n"),
-        ("```bash\nls\n```", "```bash\nls\n```"),
-        ("s = '```'", "s = '```'"),
-        ("```python\na\n```\nOutput:\n```\n5\n```", "a\n"),
-        ("```\na\n```\nthen\n```\nb\n```\n```text\nc\n```", "b\n"),
-        # In a list: the fence's own blanks are not the code's.
-        ("- So:\n  ```python\n  if x:\n      y\n  ```\n- done", "if x:\n    y\n"),
-        ("1. ```py\n   x = 1\n   y = 2\n   ```", "x = 1\ny = 2\n"),
-        ("10.\n\t```python\n\tx = 1\n\n\ty = 2\n\t```\n", "x = 1\n\ny = 2\n"),
-        # In a docstring, by itself, with a name, and of a body alone.
-        (f"```py\ndef f():\n{DOC}```\n1", f"def f():\n{DOC}"),
-        (f"```py\ndef f():\n{NAMED}```", f"def f():\n{NAMED}"),
-        (f"```py\n{NAMED}```\n```\n5\n```", NAMED),
-        (f"- ```py\n  if x:\n{DOC.replace('  ', '    ')}  ```", f"if x:\n{DOC}"),
-        ("> ```python\n> if x:\n>     y\n> ```", "if x:\n    y\n"),
-        ("~~~python\nx = 1\n```\n~~~\n", "x = 1\n```\n"),
-        # Not closed before the next begins; code that is no Python; a longer fence; tags.
-        ("```py\na(\n```py\nb\n```", "b\n"),
-        ("```py\na(\n```\nb\n```text\n)\n```", "a(\n"),
-        ('````py\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
-        ("<answer>```python\nx = 1\n```</answer>", "x = 1\n"),
-    ],
-)
-def test_the_code_of_a_text(text: str, code: str) -> None:
-    assert python_code(text) == code
-
-
-@pytest.mark.parametrize(
-    ("after", "own"),
-    [
-        ("```python\nprint(f(1))\n```", True),
-        ("```py\nfrom solution import f\nassert f(1) == 2\n```", True),
-        ("```python\n>>> f(1)\n2\n```", True),
-        ("```python\nclass T(TestCase):\n    def test(self): f(1)\n```", True),
-        ("```python\nf = abs\n```", False),
-        ("```py3\ndef f(x): return 3\n```", False),
-        ("```python\n    return 3\n```", False),
-    ],
-)
-def test_fences_without_the_function_are_examples(after: str, own: bool) -> None:
-    code = "def f(x):\n    return x + 1\n"
-    text = f"```python\n{code}```\nSo:\n{after}"
-    assert (python_code(text, {"f"}) == code) == own
-    assert python_code(text, {"g"}) != code
-
-
 def test_what_are_no_tests() -> None:
     case = "class T(TestCase):\n    def test(self): assert f()\n"
     for tests, words in (
@@ -677,6 +623,10 @@ def test_what_are_no_tests() -> None:
 def test_what_is_read_of_tests() -> None:
     check = "def check(f): assert f()"
     assert read_tests(check, "f") == UnitTests((check,), (True,), (), False, "f")
+    method = read_tests(check, "Solution().twoSum")
+    assert (method.entry_point, wanted_names(method)) == ("twoSum", {"Solution"})
+    with pytest.raises(KeelError, match=r"the entry point .* is not Python"):
+        read_tests(check, "a b.c")
     assert read_tests(["assert f()", "g()"], None).checks == (False, False)
     assert read_tests(f"{check}\ncheck(f)", None).checks == (False,)
     assert read_tests("if __name__ == 'main': f()\nelse: g()", None).checks == (False,)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.rewards.rules import (
+    choice,
     exact_match,
     format_match,
     length,
@@ -155,7 +156,7 @@ def test_place_match_counts_characters_at_their_places() -> None:
     found = place_match(completions=message, answer=["123"] * len(message))
     assert found == pytest.approx(expected)
     assert place_match(completions=["abc", " abc"], answer=[" abc\n", "ab "]) == [1.0, 2 / 3]
-    assert place_match(completions=["x", ""], answer=[None, ""]) == [None, 0.0]
+    assert place_match(completions=["x", ""], answer=[None, ""]) == [None, None]
 
 
 @pytest.mark.parametrize("wrap", [str, message])
@@ -214,6 +215,20 @@ def test_any_entry_of_a_list_is_right() -> None:
     assert exact_match(completions=said, answer=golds) == [1.0, 1.0, None, None, 1.0, None, 1.0]
     assert exact_match(completions=["['Oslo']"], answer=[["Oslo"]]) == [0.0]
     assert place_match(completions=["ab"], answer=[["xyz", "ac"]]) == [0.5]
+
+
+@pytest.mark.parametrize(("gold", "other"), [(True, "no"), (False, "Yes")])
+def test_a_true_or_false_answer_may_be_yes_or_no(gold: bool, other: str) -> None:
+    written = ["True", "true", "yes", "Yes"] if gold else ["False", "false", "no", "No"]
+    assert exact_match(completions=written, answer=[gold] * 4) == [1.0] * 4
+    wrong = [other, str(not gold), "1", ""]
+    assert exact_match(completions=wrong, answer=[gold] * 4) == [0.0] * 4
+
+
+@pytest.mark.parametrize("empty", ["", "  ", "\n", [""], [], None, math.nan])
+def test_an_empty_answer_judges_nothing(empty: Any) -> None:
+    for reward in (exact_match, numeric_match, place_match, choice):
+        assert reward(completions=["", "25"], answer=[empty, empty]) == [None, None]  # type: ignore[operator]
 
 
 def test_a_list_of_numbers_is_read_entry_by_entry() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from keel.graders.formats import tag_content
 from keel.graders.numbers import (
     FORMULA,
     Number,
@@ -25,6 +26,7 @@ from keel.graders.numbers import (
     read_number,
     spaced,
 )
+from keel.graders.stated import ANSWER_NAME
 from keel.graders.surroundings import UNBROKEN, WORD, leads, may_follow, may_precede
 
 TAIL = 16_384
@@ -38,6 +40,18 @@ _BETWEEN = re.compile(
     r"|\b(?:and|or|either|maybe|perhaps|possibly|also|alternatively|else|otherwise)\b)*+",
     re.MULTILINE,
 )
+_TAG = re.compile(
+    rf"(?<![`\"'])(?:<\|?|\[(?=(?-i:[A-Z_]+)\]))(?:begin_of_|start_)?({ANSWER_NAME}) ?\|?[>\]]"
+    r"((?:(?![<\[]\|?\1).)*?)(?:[<\[](?:\|?/|\|end_(?:of_)?) ?\1 ?\|?[>\]]|\Z)",
+    re.IGNORECASE | re.DOTALL,
+)
+_OPERAND = re.compile(r"(?:[-−+/^×÷]|\d[ \t]*\*)[ \t]*\Z|\d\.?\Z")
+_OPERATION = re.compile(r"[ \t]*[-−+*/^×÷][ \t]*[\d$(\\]")
+_FORMATTING = re.compile(r"</?(?:b|i|em|strong|u|p|span|center|div|br) ?/?>")
+_END_OF_TEXT = re.compile(
+    r"(?:</s>|<eos>|<end_of_turn>|\[/?INST]|<\|[\w ]{1,40}\|>|#{3,}|\n(?:Q|Question|User|Human):)\Z"
+)
+_JOINED = re.compile(r"\d|[.!^]\S|[A-Za-z](?![A-Za-z])")
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")
 _TITLE = re.compile(r"^[ \t]*+#++([^\n]*+)$", re.MULTILINE)
 _NUMBERED = re.compile(
@@ -160,15 +174,14 @@ def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> An
     A last sentence without numbers or formulas is passed over, unless the answer is `words`. Where
     the text is `trusted`, as a worked solution is, what stands around a mark is not looked at.
     """
-    text = _STRUCK.sub(" ", plain(text[-TAIL:])).rstrip()
+    text = plain(text[-TAIL:]) if trusted else stated_part(text)
     mark = max(
         filter(None, (_in_a_row(text, one(text)) for one in (_boxed, _hashed))), default=None
     )
     if mark is not None:
         start, end, answer = mark
         apart = trusted or not (
-            _HEDGE.match(text, end)
-            or WITHDRAWN.search(text, end)
+            _taken_back(text, end)
             or (
                 text[start] == "\\"
                 and not (may_precede(text[:start]) and may_follow(text, end, answer))
@@ -184,6 +197,47 @@ def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> An
             return Answer(answer, "stated")
     last = _last(text, words)
     return Answer(last, "last") if last else None
+
+
+def stated_part(text: str) -> str:
+    """The end of a text, plain, or what is in the tag that states its answer (see `tagged`)."""
+    text = _FORMATTING.sub(" ", _STRUCK.sub(" ", plain(text[-TAIL:]))).rstrip()
+    while ending := _END_OF_TEXT.search(text[-60:]):
+        text = text[: len(text) - len(ending[0])].rstrip()
+    for _ in range(3):  # tags in tags
+        inside = tagged(text)
+        if inside is None:
+            break
+        text = inside
+    return text
+
+
+def tagged(text: str) -> str | None:
+    """What is in the last `<answer>…</answer>` or such, which the end of the text may close.
+
+    None without one, and "" if what stands around it takes it back or makes it an operand.
+    """
+    found = reversed(list(_TAG.finditer(text)))
+    mark = _in_a_row(text, ((one.start(), one.end(), one[2]) for one in found))
+    if mark is None:
+        return None
+    start, end, inside = mark
+    changed = _JOINED.match(text, end) or continues(text[end:]) or not may_precede(text[:start])
+    return "" if changed or _taken_back(text, end) else inside
+
+
+def in_tag(text: str, tag: str) -> str | None:
+    """What is in the last `<tag>…</tag>`; None without one, or if it is an operand."""
+    inside = tag_content(text, tag)
+    before, _, rest = text.rpartition(f"</{tag}>")
+    before = before.rpartition(f"<{tag}>")[0]
+    sign = _OPERAND.search(before) and not re.search(r"(?:^|\n)[ \t]*[-+] \Z", before)
+    return None if sign or _JOINED.match(rest) or _OPERATION.match(rest) else inside
+
+
+def _taken_back(text: str, end: int) -> bool:
+    """Whether an alternative follows what ends there, or words that withdraw it."""
+    return bool(_HEDGE.match(text, end) or WITHDRAWN.search(text, end))
 
 
 def stated_number(text: str, *, evaluated: bool = True) -> Number | None:

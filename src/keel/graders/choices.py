@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from keel.graders.answers import LONGEST, TAIL, WITHDRAWN, final_answer, sentences
+from keel.graders.answers import LONGEST, WITHDRAWN, final_answer, sentences, stated_part
 from keel.graders.numbers import plain
 
 LABELS = 40
@@ -16,7 +16,7 @@ LABELS = 40
 
 _DRESS = re.compile(
     r"\\(?:text(?:bf|rm|it)?|math(?:bf|rm|sf)|mbox|bm|boldsymbol|left|right|quad|qquad)(?![a-z])"
-    r"|\\[()\[\],;:!]|[$*`~{}\"“”]|(?<![A-Za-z])_|_(?![A-Za-z])|<[^<>]*>|^[ \t]*(?:[-•>]|#+)[ \t]+",
+    r"|\\[()\[\],;:!]|[$*`~{}\"“”]|(?<![A-Za-z])_|_(?![A-Za-z])|^[ \t]*(?:[-•>]|#+)[ \t]+",
     re.MULTILINE,
 )
 _LABEL = re.compile(
@@ -80,7 +80,7 @@ def chosen(text: str, question: str = "") -> str | None:
 
     A bare value behind the label has to be the option's in the `question`.
     """
-    text = plain(text[-TAIL:])
+    text = stated_part(text)
     marked = final_answer(text, words=True)
     if marked is not None and marked.how == "marked":
         return _in(marked.text, question, whole=True) or None

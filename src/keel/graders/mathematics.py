@@ -27,7 +27,7 @@ PATIENCE = 10.0
 """Seconds by the clock for each second of computing: a busy machine changes no verdict."""
 MODULES = (
     *("__init__", "answers", "choices", "expressions", "forms", "mathematics_worker", "numbers"),
-    "surroundings",
+    *("formats", "stated", "surroundings"),
 )
 Pair = tuple[str, str] | tuple[str, str, str]
 """A gold answer, what was stated and, where it is known, the question."""

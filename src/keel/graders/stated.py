@@ -6,31 +6,26 @@ import re
 from collections.abc import Sequence
 
 THOUGHTS = frozenset(
-    {"think", "thinking", "thought", "thoughts", "reasoning", "scratchpad", "seed:think"}
+    {"think", "thinking", "thought", "thoughts", "reason", "reasoning", "scratchpad", "seed:think"}
 )
 """Names of tags around thoughts: `<think>`, `[THINK]`, `<|begin_of_thought|>`. A tag that the chat
 template opens is one as well, unless it is named after an answer."""
-_ANSWER = re.compile("answer|result|solution|final|output|response|code")
+ANSWER_NAME = (
+    r"(?:(?:my|the|final|correct)[_-]?)?(?:answer|result|solution|output|response)s?|final"
+)
+"""Names of tags around an answer, for a pattern that ignores case."""
+_ANSWER = re.compile(rf"{ANSWER_NAME}|code|python", re.IGNORECASE)
 _TAG = re.compile(
     # In quotes or backticks a tag is mentioned, not used.
     r"(?<![\w`])[rbfRBF]?([\"'`])[^\n\"'`<[]{0,20}[<[]/?[\w:.-]+[]>][^\n\"'`]{0,60}\1(?![\w`])"
-    r"|[<[](\|(?:begin|end)_of_|/?)([\w:.-]+)\|?[]>]"
+    r"|[<[]\|?(/ ?|(?:begin|start|end)_(?:of_)?)?([\w:.-]+?) ?\|?[]>]",
+    re.IGNORECASE,
 )
 # gpt-oss writes its thoughts and its answer on two channels.
 _CHANNEL = re.compile(r"<\|channel\|>(final)?[^<>]*(?:<\|constrain\|>\w*)?(?:<\|message\|>)?")
-# Kimi, Cohere and MedGemma write tags of their own around thoughts.
-_OWN = re.compile(r"◁(/)?think▷|<\|(?:START|(END))_THINKING\|>|<unused9(?:4>thought\b|(5)>)")
+# Kimi and MedGemma write tags of their own around thoughts.
+_OWN = re.compile(r"◁(/)?think▷|<unused9(?:4>thought\b|(5)>)")
 _BARE_CHANNEL = re.compile(r"\s*analysis(?:.*assistant(final)|(?=[A-Z]).*)", re.DOTALL)
-_ENDING = re.compile(
-    r"(?:</s>|<eos>|<end_of_turn>|\[/?INST]|<\|[\w ]{1,40}\|>|#{3,}|\n(?:Q|Question|User|Human):)\Z"
-)
-_CLOSING = re.compile(r"</([A-Za-z][\w.-]*)>[.!*_`$]*\Z")
-_PREFIXES = re.compile(r"\A\s*<\|(?:begin_of_solution|START_RESPONSE)\|>\s*")
-_NOT_FINAL = re.compile(
-    r"\b(?:or|nor|not?|neither|never|than|maybe|perhaps|possibly|wrong|incorrect|unless|except"
-    r"|without|nicht|kein\w*|pas)\b|n't\b|不|[-+*/^×÷·−<>≤≥≠~≈±\\({]\s*\Z|[\w$]\Z",
-    re.IGNORECASE,
-)
 _OPENS = {"}": "{", "]": "[", ")": "("}
 
 
@@ -42,7 +37,7 @@ def opened(opening: str) -> str:
 def begun_tag(text: str) -> str:
     """The tag around thoughts or an answer that a text ends on, as a prompt of plain text may."""
     found = re.search(r"<([\w:.-]+)>\s*\Z", text[-80:])
-    known = found and (found[1].lower() in THOUGHTS or _ANSWER.search(found[1].lower()))
+    known = found and (found[1].lower() in THOUGHTS or _ANSWER.fullmatch(found[1]))
     return found[0] if found and known else ""
 
 
@@ -53,7 +48,7 @@ def answer_part(text: str, opening: str = "") -> str | None:
     """
     begun = opened(opening)
     whole = _on_tags(text if text.startswith(begun) else begun + text)
-    names = THOUGHTS | {name for name in _tags(begun)[1] if not _ANSWER.search(name)}
+    names = THOUGHTS | {name for name in _tags(begun)[1] if not _ANSWER.fullmatch(name)}
     end, unclosed = _tags(whole, names)
     return None if unclosed else whole[end:]
 
@@ -76,34 +71,18 @@ def _tags(text: str, names: frozenset[str] | None = None) -> tuple[int, dict[str
     found: dict[str, str] = {}
     for tag in _TAG.finditer(_on_tags(text) if names is None else text):
         name = (tag[3] or "").lower()
+        before = (tag[2] or "").lower()
         if not name or (tag[0][0] == "[" and not tag[3].isupper()) or name not in (names or [name]):
             continue
-        if tag[2] not in ("/", "|end_of_"):
+        if tag[0][1] == "|" and name not in THOUGHTS and not before.endswith("of_"):
+            continue  # a special token, as <|im_start|>
+        if not before.startswith(("/", "end")):
             found.setdefault(name, tag[0])
         elif name in found or not found:
             end = tag.end()
             while found and name in found:
                 found.popitem()
     return end, found
-
-
-def unwrapped(text: str) -> str:
-    """The text inside the tags that stand around a final answer, as `<answer>25</answer>`.
-
-    Any other text is returned as it is, less a marker of its end such as `</s>`. What the line says
-    before the tags may neither deny the answer nor be part of it.
-    """
-    text = _PREFIXES.sub("", text).rstrip()
-    while ending := _ENDING.search(text[-60:]):
-        text = text[: len(text) - len(ending[0])].rstrip()
-    while closing := _CLOSING.search(text[-200:]):
-        end = len(text) - len(closing[0])
-        start = text.rfind(f"<{closing[1]}>", 0, end)
-        before = re.split(r"[\n.?!:;]", text[max(start - 200, 0) : max(start, 0)])[-1]
-        if start < 0 or (before.strip(" *_-•#>") and _NOT_FINAL.search(before)):
-            break
-        text = text[start + len(closing[1]) + 2 : end].strip()
-    return text
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:

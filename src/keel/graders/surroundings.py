@@ -53,7 +53,7 @@ _TEXT = re.compile(r"\\(?:text|mbox|textbf|textrm|mathrm|operatorname) ?\{([^{}]
 _OPENS = re.compile(
     r"(?:[\s*_`\"'“(\[&~$€£¥₹]|\\[,;:! \[(\\$]|(?<![\w}^_\s])\{"
     r"|\\(?:text|textbf|mathbf|mathrm|bm|boldsymbol|underline)? ?\{"
-    r"|<\w+>|\\(?:quad|qquad|displaystyle|bf|large|Large|LARGE|huge|Huge|left|therefore)"
+    r"|\\(?:quad|qquad|displaystyle|bf|large|Large|LARGE|huge|Huge|left|therefore)"
     r"|\\(?:color|textcolor) ?\{\w+\} ?\{?|\\begin ?\{[a-z]+\*?\})\Z"
 )
 _TURNS = re.compile(
@@ -101,7 +101,7 @@ def may_follow(text: str, end: int, answer: str | None) -> bool:
         not rest
         or "\n" in skipped
         or _symbol(rest[0])
-        or re.match(r"[.,;:?|](?!\d)|\\\\ldots|</?\w|[-–—]+ ?[A-Za-z]{2}", rest)
+        or re.match(r"[.,;:?|](?!\d)|\\\\ldots|[-–—]+ ?[A-Za-z]{2}", rest)
     ):
         return True
     if rest[0] == "!":

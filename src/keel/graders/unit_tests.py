@@ -20,19 +20,18 @@ from __future__ import annotations
 
 import ast
 import builtins
-import itertools
 import os
-import re
 import secrets
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
 
+from keel.graders.code_blocks import DEFINING, NOT_PYTHON, names_in, parsed
 from keel.sandbox import inside
 from keel.sandbox.bubblewrap import Ran, Sandbox
 from keel.sandbox.inside import CODE
@@ -48,19 +47,10 @@ memory, of processes, of the output it may print; a signal ended it.
 """
 Isolation = Literal["process", "shared"]
 """Whether the code has a process of its own, or shares that of its tests."""
-_OPENING = re.compile(
-    r"^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?:<\w+>)?(`{3,}|~{3,})[ \t]*+(\w*+)[^\n`]*+\n",
-    re.MULTILINE,
-)
-_CLOSING = re.compile(r"^([ \t>]*+)(`{3,}|~{3,})([^\n]*+)", re.MULTILINE)
-_CLOSINGS = 8
-"""Lines that are tried as the end of a fence: code may hold fences in its docstrings."""
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _TESTING = (ast.Assert, ast.Call, ast.Raise)
 _LOOKING_UP = ("globals", "locals", "vars", "dir")
 """Builtins through which a test may call what it does not name."""
-_NOT_PYTHON = (SyntaxError, ValueError, RecursionError, MemoryError)
 _CAUSES: dict[str, Status] = {"MemoryError": "memory", "BlockingIOError": "processes"}
 
 
@@ -86,7 +76,8 @@ class UnitTests:
     what they import. `shadow` is whether a function of the code may stand in place of a builtin:
     where the tests use no other name that only the code can define, as in `assert sum(3, 1) == 2`.
     `setup` runs before the tests; `helpers` are those definitions of the prompt that they use, and
-    `alone` says that there was a prompt: of the code they then call `entry_point` alone.
+    `alone` says that there was a prompt: of the code they then call `entry_point` alone. `binding`
+    ends the code if the entry point is a method: `twoSum = Solution().twoSum`.
     """
 
     texts: tuple[str, ...]
@@ -97,70 +88,15 @@ class UnitTests:
     setup: str = ""
     helpers: str = ""
     alone: bool = False
-
-
-def python_code(text: str, wanted: Collection[str] = ()) -> str:
-    """The code of the last fence ```` ```python ```` (or `py`); of the last without a name where
-    there is none; or all the text.
-
-    A fence that is not closed runs to the end. The blanks at the beginnings of lines stay, less
-    those (and the `>`) that the fence itself has in a list or quotation. A fence in a docstring is
-    part of the code. A fence that does not define any of the `wanted` names, as an example of how
-    to use them, counts only if none does.
-    """
-    fences = list(_fences(text))
-    named = [code for name, code in fences if name in ("py", "py3", "python", "python3")]
-    # One without a name next to it shows what the code prints, more likely than not.
-    every = [*(code for name, code in fences if not name), *named]
-    return [text, *every, *(code for code in every if _defines(code, wanted))][-1]
-
-
-def _defines(code: str, wanted: Collection[str]) -> bool:
-    """Whether code defines one of the names, or is the body of a function."""
-    with suppress(*_NOT_PYTHON):
-        made = [one for one in parsed(code).body if isinstance(one, (*_DEFINING, ast.Assign))]
-        own = {one.name for one in made if isinstance(one, _DEFINING)}
-        own |= _names((one for one in made if isinstance(one, ast.Assign)), ast.Store)
-        return not own.isdisjoint(wanted)
-    return code.startswith((" ", "\t"))
+    binding: str = ""
 
 
 def wanted_names(tests: UnitTests) -> set[str]:
     """The function `entry_point`, or else all that the tests use of the code."""
     if tests.entry_point is not None:
-        return {tests.entry_point}
+        return names_in([parsed(tests.binding)], ast.Load) or {tests.entry_point}
     trees = [parsed(text) for text in (tests.setup, *tests.texts)]
-    return _names(trees, ast.Load) - _names(trees, ast.Store) - set(dir(builtins))
-
-
-def _fences(text: str) -> Iterator[tuple[str, str]]:
-    """The name of each fence, in lower case, and its code."""
-
-    def code(end: re.Match[str] | None) -> str:
-        inside = text[start : end.start() if end else None]
-        blanks = "[ \t>]" if ">" in indent else "[ \t]"
-        return re.sub(f"^{blanks}{{0,{len(indent)}}}", "", inside, flags=re.MULTILINE)
-
-    at = 0
-    while opening := _OPENING.search(text, at):
-        start, indent, ticks = opening.end(), opening[1], opening[2]
-        found = (m for m in _CLOSING.finditer(text, start) if m[2][0] == ticks[0])
-        lines = list(itertools.islice(found, _CLOSINGS))
-        ends = [m for m in lines if len(m[2]) >= len(ticks) and not m[3].strip()]
-        near = [m for m in lines if len(m[1]) < len(indent) + 4]
-        whole = (m for m in ends if _is_python(code(m)))
-        end = next((m for m in (*whole, *near, *ends)), None)
-        yield opening[3].lower(), code(end)
-        # A line with a name opens the next fence; the one before it was not closed.
-        at = len(text) if end is None else end.end() if end in ends else end.start()
-
-
-def _is_python(code: str) -> bool:
-    """Whether a text can be parsed, as a program or as the body of a function."""
-    for before in ("", "if 1:\n"):
-        with suppress(*_NOT_PYTHON):
-            return bool(parsed(before + code))
-    return False
+    return names_in(trees, ast.Load) - names_in(trees, ast.Store) - set(dir(builtins))
 
 
 def read_tests(
@@ -179,7 +115,11 @@ def read_tests(
     """
     if not isinstance(setup, str):
         setup = "\n".join(_texts(setup, "set-up code")) if setup else ""
-    return _read(_texts(tests, "test"), entry_point, setup, prompt if entry_point else "")
+    name = (entry_point or "").rpartition(".")[2]
+    binding = f"{name} = {entry_point}\n" if name != (entry_point or "") else ""
+    _parse(binding, "entry point")
+    read = _read(_texts(tests, "test"), name or entry_point, setup, prompt if entry_point else "")
+    return replace(read, binding=binding)
 
 
 @lru_cache(maxsize=256)  # a group's completions have the same tests, and some are long
@@ -188,12 +128,12 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
     before = _parse(setup, "set-up code")
     running = [list(_running(tree)) for tree in trees]
     called = {node.id for nodes in running for node in nodes if isinstance(node, ast.Name)}
-    used = _names(trees, ast.Load)
+    used = names_in(trees, ast.Load)
     owned = _handed_over(trees)
     checks = []
     for test, tree, nodes in zip(each, trees, running, strict=True):
         for node in tree.body:
-            if isinstance(node, _DEFINING):
+            if isinstance(node, DEFINING):
                 _refuse_idle(f"the test {test[:60]!r}", node, used | owned, nodes)
         if any(isinstance(n, ast.Attribute) and _dotted(n) == "unittest.main" for n in nodes):
             raise KeelError(
@@ -201,7 +141,7 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
                 "run the TestCase with unittest.TextTestRunner, and assert wasSuccessful()"
             )
         check = "check" not in called and any(map(_is_check, tree.body))
-        defined = {node.name for node in tree.body if isinstance(node, _DEFINING)}
+        defined = {node.name for node in tree.body if isinstance(node, DEFINING)}
         tested = any(isinstance(node, _TESTING) for node in nodes) or defined & (called | owned)
         if not check and not tested:
             raise KeelError(
@@ -214,8 +154,8 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
             "the test defines check(candidate): name the function's column, entry_point"
         )
     trees.append(before)
-    own = _names(trees, ast.Store)
-    used = _names(trees, ast.Load) - own
+    own = names_in(trees, ast.Store)
+    used = names_in(trees, ast.Load) - own
     shadow = entry_point is None and used <= set(dir(builtins))
     helpers = _helpers(prompt, used, entry_point)
     trees.append(parsed(helpers))
@@ -234,7 +174,7 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
 def _parse(text: str, what: str) -> ast.Module:
     try:
         return parsed(text)
-    except _NOT_PYTHON as error:
+    except NOT_PYTHON as error:
         raise KeelError(f"the {what} {text[:60]!r} is not Python: {error}") from None
 
 
@@ -253,21 +193,21 @@ def _helpers(prompt: str, used: set[str], entry_point: str | None) -> str:
     """What a prompt defines or imports of the names that are used, and what that needs in turn."""
     body: list[ast.stmt] = []
     for end in ("\n    pass\n", ""):  # a prompt may break off after the head of its function
-        with suppress(*_NOT_PYTHON):
+        with suppress(*NOT_PYTHON):
             body = parsed(prompt + end).body
     lines = _lines(prompt)
     wanted = set(used)
     kept: list[str] = []
     for node in reversed(body):
-        bound = {node.name} if isinstance(node, _DEFINING) else _names([node], ast.Store)
+        bound = {node.name} if isinstance(node, DEFINING) else names_in([node], ast.Store)
         if bound & wanted and entry_point not in bound:
             line, column = _start(node)
             source = lines[line : node.end_lineno]
             source[-1] = source[-1][: node.end_col_offset]
             source[0] = source[0][column:]
-            blank = "\n" * isinstance(node, _DEFINING)
+            blank = "\n" * isinstance(node, DEFINING)
             kept.insert(0, blank + b"\n".join(source).decode())
-            wanted |= _names([node], ast.Load)
+            wanted |= names_in([node], ast.Load)
     return "\n".join(kept).lstrip("\n")
 
 
@@ -322,12 +262,12 @@ def _raises(node: ast.AST) -> bool:
 
 def _handed_over(trees: Iterable[ast.Module]) -> set[str]:
     """Names of functions that a decorator gets which the tests define: it may call them."""
-    tops = [node for tree in trees for node in tree.body if isinstance(node, _DEFINING)]
+    tops = [node for tree in trees for node in tree.body if isinstance(node, DEFINING)]
     names = {node.name for node in tops}
     return {
         node.name
         for node in tops
-        if any(_names([decorator], ast.Load) & names for decorator in node.decorator_list)
+        if any(names_in([decorator], ast.Load) & names for decorator in node.decorator_list)
     }
 
 
@@ -336,32 +276,13 @@ def _running(tree: ast.Module) -> Iterator[ast.AST]:
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, (*_DEFINING, ast.Lambda)):
+        if isinstance(node, (*DEFINING, ast.Lambda)):
             continue
         yield node
-        if isinstance(node, ast.If) and "__name__" in _names([node.test], ast.Load):
+        if isinstance(node, ast.If) and "__name__" in names_in([node.test], ast.Load):
             waiting += node.orelse
         else:
             waiting += ast.iter_child_nodes(node)
-
-
-def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str]:
-    """The names that are used (Load), or that are bound in any way (Store)."""
-    found = set()
-    for node in (one for top in nodes for one in ast.walk(top)):
-        if isinstance(node, ast.Name):
-            if isinstance(node.ctx, context):
-                found.add(node.id)
-        elif context is ast.Store:
-            if isinstance(node, _DEFINING):
-                found.add(node.name)
-            elif isinstance(node, ast.arg):
-                found.add(node.arg)
-            elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
-                found.add(node.name or "")
-            elif isinstance(node, ast.alias):
-                found.add(node.asname or node.name.partition(".")[0])
-    return found
 
 
 def _imports(trees: Sequence[ast.Module]) -> tuple[str, ...]:
@@ -391,6 +312,7 @@ def run_tests(
     `entry_point`. Raises KeelError for what are no tests. Once `stop` is set, the run is killed.
     """
     read = tests if isinstance(tests, UnitTests) else read_tests(tests, entry_point)
+    code = f"{code}\n{read.binding}" if read.binding else code
     secret = [secrets.token_hex(16) for _ in read.texts]
     orders: dict[str, Any] = {
         "tests": read.texts,
@@ -509,19 +431,6 @@ def _cause(ran: Ran, lines: Sequence[str]) -> tuple[Status, str]:
     elif "can't start new thread" in message:
         status = "processes"
     return status, f"{where}: {message}"[:300]
-
-
-_PARSING = threading.Lock()
-
-
-def parsed(text: str) -> ast.Module:
-    """The syntax tree of a text, in one thread at a time.
-
-    CPython counts the depth of the tree that it converts for all threads together, and raises
-    SystemError where they mix (seen with 3.11.7).
-    """
-    with _PARSING:
-        return ast.parse(text)
 
 
 SETTLE = "__keel_settle__"

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from keel.graders.stated import unwrapped
+from keel.graders.code_blocks import python_code
 from keel.graders.unit_tests import (
     Checked,
     Isolation,
     UnitTests,
-    python_code,
     read_tests,
     run_tests,
     trivial_codes,
@@ -162,7 +161,6 @@ class CodeReward:
         if text is None:
             unclosed = "no code: the completion ends within a thought"
             return Checked((False,) * len(tests.texts), "error", unclosed)
-        text = unwrapped(text) if text.lstrip().startswith("<") else text
         code = python_code(text, wanted_names(tests))
         if before and code != text and not before.endswith("\n"):
             before += "\n"  # a fence begins a line; a text goes on where the prompt ends

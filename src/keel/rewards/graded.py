@@ -8,7 +8,6 @@ from typing import Any
 from keel.graders.answers import final_answer
 from keel.graders.languages import check_language, language_of, language_share
 from keel.graders.mathematics import Mathematics
-from keel.graders.stated import unwrapped
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
 from keel.rewards.rules import any_gold, question_texts, stated_texts, texts
@@ -60,7 +59,7 @@ class MathReward:
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
     ) -> list[float | Wrong | None]:
         every = stated_texts(completions, self._tag, prompts, openings)
-        stated = [unwrapped(text or "") for text in every]
+        stated = [text or "" for text in every]
         compared = [at for at, gold in enumerate(answer) if gold is not None]
         # An empty text is compared too: an answer column that cannot be read is always wrong.
         asked = [""] * len(stated) if prompts is None else question_texts(prompts)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from keel.data.gold import gold_entries, read_gold
-from keel.graders.answers import only_repeats, stated_number
+from keel.graders.answers import in_tag, only_repeats, stated_number
 from keel.graders.choices import chosen, label_of
 from keel.graders.formats import (
     SECONDS,
@@ -21,10 +21,9 @@ from keel.graders.formats import (
     matches,
     repeated_share,
     same_text,
-    tag_content,
 )
 from keel.graders.numbers import Number, read_number, same_number
-from keel.graders.stated import answer_part, opened, unwrapped
+from keel.graders.stated import answer_part, opened
 from keel.rewards.validation import Wrong
 from keel.types import KeelError, text_of
 
@@ -40,7 +39,7 @@ def any_gold(reward: Rule) -> Rule:
     @functools.wraps(reward)
     def best(*own: Any, **given: Any) -> list[Any]:
         try:
-            golds = [gold_entries(read_gold(value)) or [None] for value in given.pop("answer")]
+            golds = [_alternatives(value) or [None] for value in given.pop("answer")]
         except ValueError as error:
             raise KeelError(f"the answer column holds {error}: name a key of it") from None
         rounds = []
@@ -50,6 +49,13 @@ def any_gold(reward: Rule) -> Rule:
         return [max(several, key=_number) for several in zip(*rounds, strict=True)]
 
     return cast(Rule, best)
+
+
+def _alternatives(value: Any) -> list[Any]:
+    """The answers that a column holds; true is also written yes, and blanks are no answer."""
+    golds = [one for one in gold_entries(read_gold(value)) if str(one).strip()]
+    words = {True: ("True", "true", "Yes", "yes"), False: ("False", "false", "No", "no")}
+    return [same for one in golds for same in (words[one] if isinstance(one, bool) else [one])]
 
 
 def _number(value: Any) -> float:
@@ -109,7 +115,7 @@ def numeric_match(
     extracted: list[str | None] = []
     every = stated_texts(completions, tag, prompts, openings)
     for stated, gold in zip(every, answer, strict=True):
-        given = None if stated is None else stated_number(unwrapped(stated))
+        given = None if stated is None else stated_number(stated)
         extracted.append(None if given is None else str(given.value))
         if gold is None:
             rewards.append(None)
@@ -158,7 +164,7 @@ def choice(
             wrong = f"the answer column holds {str(gold)[:60]!r}, which is no option's letter"
             rewards.append(Wrong(f"{wrong}: use exact_match, or name another column"))
         else:
-            rewards.append(float(text is not None and chosen(unwrapped(text), question) == letter))
+            rewards.append(float(text is not None and chosen(text, question) == letter))
     return rewards
 
 
@@ -289,7 +295,7 @@ def stated_texts(
         for text, opening in zip(texts(completions, openings), openings, strict=True)
     ]
     if tag is not None:
-        stated = [None if text is None else tag_content(text, tag) for text in stated]
+        stated = [None if text is None else in_tag(text, tag) for text in stated]
     if prompts is None:
         return stated
     return [
