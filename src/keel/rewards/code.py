@@ -112,7 +112,7 @@ class CodeReward:
         ]
         tests = [_read(at, row) for at, row in enumerate(rows)]
         before = [row.get("prepend") or "" for row in rows]
-        stated = stated_texts(completions, None, openings=openings)
+        stated = stated_texts(completions, None, openings)
         stop = threading.Event()
         self._running.add(stop)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from keel.graders.answers import final_answer
@@ -10,7 +11,7 @@ from keel.graders.languages import check_language, language_of, language_share
 from keel.graders.mathematics import Mathematics
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
-from keel.rewards.rules import any_gold, question_texts, stated_texts, texts
+from keel.rewards.rules import Sample, samples, texts
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
@@ -33,12 +34,11 @@ def math(
 
 
 class MathReward:
-    """1 where the text ends on what is mathematically the `answer` column's answer, else 0.
+    """1 if the text ends on what is mathematically the `answer` column's answer, else 0.
 
-    None where the column is empty. What cannot be read, or not compared within its time, is 0; how
-    many ran out of time or brought their process down is logged, and as `extracted` what each text
-    ends on. `Wrong` where the column's answer
-    cannot be read.
+    None if the column is empty, and `Wrong` if its answer cannot be read. What cannot be read, or
+    not compared within its time, is 0; the number that ran out of time or brought their process
+    down is logged, and as `extracted` what each text ends on.
     """
 
     def __init__(self, mathematics: Mathematics, tag: str | None) -> None:
@@ -47,7 +47,6 @@ class MathReward:
         self.abandon = mathematics.abandon
         self.close = mathematics.close
 
-    @any_gold
     def __call__(
         self,
         *,
@@ -58,28 +57,27 @@ class MathReward:
         log_metric: Callable[[str, float], None] | None = None,
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
     ) -> list[float | Wrong | None]:
-        every = stated_texts(completions, self._tag, prompts, openings)
-        stated = [text or "" for text in every]
-        compared = [at for at, gold in enumerate(answer) if gold is not None]
+        found = samples(completions, answer, self._tag, openings, prompts)
         # An empty text is compared too: an answer column that cannot be read is always wrong.
-        asked = [""] * len(stated) if prompts is None else question_texts(prompts)
-        pairs = [(str(answer[at]), stated[at], asked[at]) for at in compared]
-        found = self._mathematics.compare(pairs)
-        rewards: list[float | Wrong | None] = [None] * len(stated)
-        for at, (gold, *_), finding in zip(compared, pairs, found, strict=True):
+        pairs = [(gold, one.text or "", one.question) for one in found for gold in one.golds]
+        findings = self._mathematics.compare(pairs)
+        known = dict(zip(pairs, findings, strict=True))
+
+        def score(one: Sample, gold: str) -> float | Wrong:
+            finding = known[gold, one.text or "", one.question]
             if finding == "unreadable gold":
-                rewards[at] = Wrong(
+                return Wrong(
                     f"the answer column holds {gold[:60]!r}, which cannot be read: use "
                     "exact_match, or name another column in task.answer"
                 )
-            else:
-                rewards[at] = float(finding == "same")
+            return float(finding == "same")
+
         if log_metric is not None:
-            log_summary(log_metric, found, _unfinished)
+            log_summary(log_metric, findings, _unfinished)
         if log_extra is not None:
-            answers = [final_answer(text, words=True) for text in stated]
+            answers = [final_answer(one.text or "", words=True) for one in found]
             log_extra("extracted", [None if one is None else one.text for one in answers])
-        return rewards
+        return [one.best(partial(score, one)) for one in found]
 
 
 def _unfinished(found: Sequence[str]) -> Mapping[str, float]:
@@ -108,10 +106,10 @@ def language(
 
 
 class LanguageReward:
-    """1 where the text is most likely in the wanted language, else 0; its code and formulas aside.
+    """1 if the text is most likely in the wanted language, else 0; its code and formulas aside.
 
-    None where the text shows no language, such as a number, and where the column is empty; `Wrong`
-    where the column names no language.
+    None if the text shows no language, such as a number, and if the column is empty; `Wrong` if
+    the column names no language.
     """
 
     def __init__(self, wanted: str | None, column: str | None, share: bool) -> None:
@@ -123,7 +121,7 @@ class LanguageReward:
     ) -> list[float | Wrong | None]:
         answers = texts(completions)
         wanted = [self._wanted] * len(answers) if self._column is None else columns[self._column]
-        return [self._score(text, code) for text, code in zip(answers, wanted, strict=True)]
+        return list(map(self._score, answers, wanted))
 
     def _score(self, text: str, code: Any) -> float | Wrong | None:
         if code is None:

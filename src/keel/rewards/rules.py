@@ -1,7 +1,7 @@
 """Rewards that are rules: right or wrong, in the asked-for shape or not, too long or not.
 
 All have TRL's signature, work on plain and on conversational completions, and give one number a
-completion; None where a rule has nothing to judge by.
+completion; None if a rule has nothing to judge by.
 """
 
 from __future__ import annotations
@@ -10,59 +10,72 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any
 
 from keel.data.gold import gold_entries, read_gold
 from keel.graders.answers import in_tag, only_repeats, stated_number
 from keel.graders.choices import chosen, label_of
-from keel.graders.formats import (
-    SECONDS,
-    has_tags,
-    matches,
-    repeated_share,
-    same_text,
-)
+from keel.graders.formats import SECONDS, has_tags, matches, repeated_share, same_text
 from keel.graders.numbers import Number, read_number, same_number
 from keel.graders.stated import answer_part, opened
 from keel.rewards.validation import Wrong
 from keel.types import KeelError, text_of
 
-Rule = TypeVar("Rule", bound=Callable[..., list[Any]])
+_WORDS = {True: ("True", "true", "Yes", "yes"), False: ("False", "false", "No", "no")}
+"""How a gold answer that is true or false may be written."""
 
 
-def any_gold(reward: Rule) -> Rule:
-    """A reward whose `answer` may hold lists: it is called for every entry, and the best counts.
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The text that states a completion's answer, its question, and the gold answers."""
 
-    Raises KeelError for what is no answer, such as a table.
+    text: str | None
+    question: str
+    golds: list[str]
+
+    def best(self, score: Callable[[str], float | Wrong]) -> float | Wrong | None:
+        """The score of the gold answer that fits best; None without gold answers."""
+        return max(map(score, self.golds), key=_number, default=None)
+
+
+def samples(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    tag: str | None,
+    openings: Sequence[str] | None,
+    prompts: Sequence[Any] | None = None,
+) -> list[Sample]:
+    """What the rules compare. A text that only repeats its prompt states nothing.
+
+    A value of `answer` may be a list, any entry of which is right, and blanks are no answer.
+    Raises KeelError for a table.
     """
-
-    @functools.wraps(reward)
-    def best(*own: Any, **given: Any) -> list[Any]:
-        try:
-            golds = [_alternatives(value) or [None] for value in given.pop("answer")]
-        except ValueError as error:
-            raise KeelError(f"the answer column holds {error}: name a key of it") from None
-        rounds = []
-        for at in range(max(map(len, golds), default=1)):
-            rounds.append(reward(*own, **given, answer=[g[min(at, len(g) - 1)] for g in golds]))
-            given = {name: value for name, value in given.items() if not name.startswith("log_")}
-        return [max(several, key=_number) for several in zip(*rounds, strict=True)]
-
-    return cast(Rule, best)
-
-
-def _alternatives(value: Any) -> list[Any]:
-    """The answers that a column holds; true is also written yes, and blanks are no answer."""
-    golds = [one for one in gold_entries(read_gold(value)) if str(one).strip()]
-    words = {True: ("True", "true", "Yes", "yes"), False: ("False", "false", "No", "no")}
-    return [same for one in golds for same in (words[one] if isinstance(one, bool) else [one])]
+    asked = prompts or [""] * len(completions)
+    questions = [p if isinstance(p, str) else "\n".join(map(text_of, p)) for p in asked]
+    try:
+        golds = [
+            [t for gold in gold_entries(read_gold(v)) for t in _texts_of(gold)] for v in answer
+        ]
+    except ValueError as error:
+        raise KeelError(f"the answer column holds {error}: name a key of it") from None
+    stated = stated_texts(completions, tag, openings)
+    return [
+        Sample(None if text and only_repeats(text, question) else text, question, each)
+        for text, question, each in zip(stated, questions, golds, strict=True)
+    ]
 
 
-def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) else -1.0
+def _texts_of(gold: Any) -> list[str]:
+    if isinstance(gold, bool):
+        return list(_WORDS[gold])
+    return [str(gold)] if str(gold).strip() else []
 
 
-@any_gold
+def _number(value: float | Wrong) -> float:
+    return -1.0 if isinstance(value, Wrong) else value
+
+
 def exact_match(
     *,
     completions: Sequence[Any],
@@ -70,23 +83,20 @@ def exact_match(
     normalised: bool = False,
     tag: str | None = None,
     openings: Sequence[str] | None = None,
-) -> list[float | None]:
-    """1 where the text is the `answer` column's, less the blanks around it, else 0.
+) -> list[float | Wrong | None]:
+    """1 if the text is the `answer` column's, less the blanks around it, else 0.
 
     `normalised` also ignores case, runs of blanks and full stops at the end; `tag` takes as the
-    text what stands in the last `<tag>…</tag>` (without one, 0). None where the column is empty.
+    text what stands in the last `<tag>…</tag>` (without one, 0). None if the column is empty.
     """
-    return [
-        None
-        if gold is None
-        else float(stated is not None and same_text(stated, str(gold), normalised=normalised))
-        for stated, gold in zip(
-            stated_texts(completions, tag, openings=openings), answer, strict=True
-        )
-    ]
+
+    def score(text: str | None, gold: str) -> float:
+        return float(text is not None and same_text(text, gold, normalised=normalised))
+
+    found = samples(completions, answer, tag, openings)
+    return [one.best(functools.partial(score, one.text)) for one in found]
 
 
-@any_gold
 def numeric_match(
     *,
     completions: Sequence[Any],
@@ -98,47 +108,41 @@ def numeric_match(
     log_metric: Callable[[str, float], None] | None = None,
     log_extra: Callable[[str, Sequence[Any]], None] | None = None,
 ) -> list[float | Wrong | None]:
-    r"""1 where the text ends on the number that the `answer` column is or ends on, else 0.
+    r"""1 if the text ends on the number that the `answer` column is or ends on, else 0.
 
     What the last `#### …` or `\boxed{…}` marks has to be that number as a whole, units aside, and
     so has the gold answer; without a mark, the number that the last sentence comes to counts. Two
-    are the same where they differ by at most `tolerance · max(1, |gold|)`. A text that only repeats
-    its prompt ends on no number. `tag` as for `exact_match`. None where the column is empty, and
-    `Wrong` where it holds no number. The share of completions that end on no number is logged as
+    are the same if they differ by at most `tolerance · max(1, |gold|)`. A text that only repeats
+    its prompt ends on no number. `tag` as for `exact_match`. None if the column is empty, and
+    `Wrong` if it holds no number. The share of completions that end on no number is logged as
     `numeric_match/unread`, the number of each as `extracted`. Raises KeelError for a tolerance that
     is not a number of at least 0.
     """
     if not 0 <= tolerance < math.inf:
         raise KeelError(f"tolerance = {tolerance:g}: give a number of at least 0")
-    rewards: list[float | Wrong | None] = []
-    read: list[bool] = []
-    extracted: list[str | None] = []
-    every = stated_texts(completions, tag, prompts, openings)
-    for stated, gold in zip(every, answer, strict=True):
-        given = None if stated is None else stated_number(stated)
-        extracted.append(None if given is None else str(given.value))
-        if gold is None:
-            rewards.append(None)
-            continue
-        wanted = _gold_number(str(gold))
+    found = samples(completions, answer, tag, openings, prompts)
+    given = [stated_number(one.text) if one.text else None for one in found]
+
+    def score(number: Number | None, gold: str) -> float | Wrong:
+        wanted = read_number(gold, evaluated=False) or stated_number(gold, evaluated=False)
         if wanted is None:
-            wrong = (
-                f"the answer column holds {str(gold)[:60]!r}, which is no number: use math or "
+            return Wrong(
+                f"the answer column holds {gold[:60]!r}, which is no number: use math or "
                 "exact_match, or name another column in task.answer"
             )
-            rewards.append(Wrong(wrong))
-            continue
-        read.append(given is not None)
-        same = given is not None and same_number(given.value, wanted.value, tolerance)
-        rewards.append(float(same and given is not None and given.fits(wanted)))
+        if number is None or not number.fits(wanted):
+            return 0.0
+        return float(same_number(number.value, wanted.value, tolerance))
+
+    rewards = [one.best(functools.partial(score, n)) for one, n in zip(found, given, strict=True)]
     if log_metric is not None:
-        log_metric("numeric_match/unread", read.count(False) / max(len(read), 1))
+        read = [n for n, reward in zip(given, rewards, strict=True) if isinstance(reward, float)]
+        log_metric("numeric_match/unread", read.count(None) / max(len(read), 1))
     if log_extra is not None:
-        log_extra("extracted", extracted)
+        log_extra("extracted", [None if number is None else str(number.value) for number in given])
     return rewards
 
 
-@any_gold
 def choice(
     *,
     completions: Sequence[Any],
@@ -147,56 +151,44 @@ def choice(
     tag: str | None = None,
     openings: Sequence[str] | None = None,
 ) -> list[float | Wrong | None]:
-    r"""1 where the text settles on the option whose letter the `answer` column holds, else 0.
+    r"""1 if the text settles on the option whose letter the `answer` column holds, else 0.
 
     `D`, `(D)` and `D) 14` are one letter, in a box, a statement or by itself. A text that settles
-    on two, or on none, gets 0. `tag` as for `exact_match`. None where the column is empty, and
-    `Wrong` where it holds no letter.
+    on two, or on none, gets 0. `tag` as for `exact_match`. None if the column is empty, and
+    `Wrong` if it holds no letter.
     """
-    rewards: list[float | Wrong | None] = []
-    asked = [""] * len(answer) if prompts is None else question_texts(prompts)
-    stated = stated_texts(completions, tag, prompts, openings)
-    for text, gold, question in zip(stated, answer, asked, strict=True):
-        letter = label_of(str(gold))
-        if gold is None:
-            rewards.append(None)
-        elif not letter:
-            wrong = f"the answer column holds {str(gold)[:60]!r}, which is no option's letter"
-            rewards.append(Wrong(f"{wrong}: use exact_match, or name another column"))
-        else:
-            rewards.append(float(text is not None and chosen(text, question) == letter))
-    return rewards
+
+    def score(one: Sample, gold: str) -> float | Wrong:
+        letter = label_of(gold)
+        if not letter:
+            wrong = f"the answer column holds {gold[:60]!r}, which is no option's letter"
+            return Wrong(f"{wrong}: use exact_match, or name another column")
+        return float(one.text is not None and chosen(one.text, one.question) == letter)
+
+    found = samples(completions, answer, tag, openings, prompts)
+    return [one.best(functools.partial(score, one)) for one in found]
 
 
-def _gold_number(gold: str) -> Number | None:
-    """The number that a gold answer is, or that a solution ends on."""
-    whole = read_number(gold, evaluated=False)
-    return stated_number(gold, evaluated=False) if whole is None else whole
-
-
-@any_gold
 def place_match(
     *,
     completions: Sequence[Any],
     answer: Sequence[Any],
     openings: Sequence[str] | None = None,
-) -> list[float | None]:
+) -> list[float | Wrong | None]:
     """The share of characters that stand where the `answer` column has them, in [0, 1].
 
     Less the blanks around either text; counted over the longer of the two, so that neither rambling
-    nor stopping short pays. A dense stand-in for `exact_match` where a policy gets nothing right
-    yet. None where the column is empty.
+    nor stopping short pays. A dense stand-in for `exact_match` while a policy gets nothing right.
+    None if the column is empty.
     """
-    pairs = zip(stated_texts(completions, None, openings=openings), answer, strict=True)
-    return [
-        None if gold is None else _agreeing((stated or "").strip(), str(gold).strip())
-        for stated, gold in pairs
-    ]
 
+    def score(text: str | None, gold: str) -> float:
+        stated, wanted = (text or "").strip(), gold.strip()
+        agreeing = sum(a == b for a, b in zip(stated, wanted, strict=False))
+        return agreeing / max(len(stated), len(wanted))
 
-def _agreeing(stated: str, gold: str) -> float:
-    agreeing = sum(a == b for a, b in zip(stated, gold, strict=False))
-    return agreeing / max(len(stated), len(gold), 1)
+    found = samples(completions, answer, None, openings)
+    return [one.best(functools.partial(score, one.text)) for one in found]
 
 
 def format_match(
@@ -280,33 +272,15 @@ def texts(completions: Sequence[Any], openings: Sequence[str] | None = None) -> 
 
 
 def stated_texts(
-    completions: Sequence[Any],
-    tag: str | None,
-    prompts: Sequence[Any] | None = None,
-    openings: Sequence[str] | None = None,
+    completions: Sequence[Any], tag: str | None, openings: Sequence[str] | None = None
 ) -> list[str | None]:
     """The text of each completion after its thoughts, or in its last tag.
 
-    None without the tag, if a thought is not closed, and if the text only repeats its prompt.
+    None without the tag, and if a thought is not closed.
     """
     openings = [""] * len(completions) if openings is None else openings
-    stated = [
-        answer_part(text, opening)
-        for text, opening in zip(texts(completions, openings), openings, strict=True)
-    ]
-    if tag is not None:
-        stated = [None if text is None else in_tag(text, tag) for text in stated]
-    if prompts is None:
-        return stated
-    return [
-        None if text is None or only_repeats(text, question) else text
-        for text, question in zip(stated, question_texts(prompts), strict=True)
-    ]
-
-
-def question_texts(prompts: Sequence[Any]) -> list[str]:
-    """The words of each prompt."""
-    return [p if isinstance(p, str) else "\n".join(map(text_of, p)) for p in prompts]
+    stated = map(answer_part, texts(completions, openings), openings)
+    return [text if text is None or tag is None else in_tag(text, tag) for text in stated]
 
 
 def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
@@ -316,12 +290,8 @@ def overlong_penalty(length: int, max_tokens: int, cache: int) -> float:
     tokens of the budget; −1 beyond it. DAPO, arXiv 2503.14476, equation 13. `cache` 0 punishes
     only what is beyond the budget.
     """
-    free = max_tokens - cache
-    if length <= free:
-        return 0.0
-    if length <= max_tokens:
-        return (free - length) / cache
-    return -1.0
+    over = length - (max_tokens - cache)
+    return 0.0 if over <= 0 else -1.0 if over >= cache else -over / cache
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {

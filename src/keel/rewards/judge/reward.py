@@ -58,7 +58,7 @@ class Judge:
 
         Raises KeelError where the server gives no answers or the spend limit is reached.
         """
-        stated = stated_texts(completions, None, openings=openings)
+        stated = stated_texts(completions, None, openings)
         answers, label = [text or "" for text in stated], self.options.label
         values: list[list[float]] = [[] for _ in answers]
         reasons: list[list[str]] = [[] for _ in answers]
