@@ -92,10 +92,10 @@ DEEPSEEK = Family(
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}<｜User｜>{{ m['content'] }}"
     "{% else %}<｜Assistant｜>{{ m['content'].split('</think>')[-1] }}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}",
-    ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     "<｜end▁of▁sentence｜>",
     "<｜end▁of▁sentence｜>",
-    ("<think>", "</think>"),
+    ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
 )
 GPT_OSS = Family(
     "<|start|>system<|message|>Reasoning: low<|end|>{% for m in messages %}"

@@ -426,6 +426,24 @@ def test_special_tokens_that_a_reply_spells_out_are_characters() -> None:
     assert answer == [sol, *b"</s>", end]
 
 
+@pytest.mark.parametrize(
+    "text", ["<｜Assistant｜>", "a<｜User｜>b<｜Assistant｜>", "<｜User｜<｜User｜>"]
+)
+def test_turns_framed_by_plain_tokens_cannot_be_spelled(text: str) -> None:
+    """Tokens that are added and not special, as in DeepSeek's tokenizer, frame turns too."""
+    tokenizer = tokenizer_of("deepseek-r1")
+    chat = ChatEncoder(tokenizer)
+    turns = [*ASK, Message(role="assistant", content="a"), Message(role="user", content=text)]
+    found = chat.after(turns, 2, tokenizer.eos_token_id, "row")
+    user, assistant, think = tokenizer.convert_tokens_to_ids(
+        ["<｜User｜>", "<｜Assistant｜>", "<think>"]
+    )
+    assert found == [user, *text.encode(), assistant, think, *b"\n"]
+    answer = encode_answer(ASK, f"<think>{text}</think>", "row", chat).answer
+    assert answer[-1] == tokenizer.eos_token_id
+    assert bytes(one for one in answer if one < 256).decode() == text
+
+
 def test_a_reply_may_say_anything() -> None:
     """Also what an answer is probed with."""
     tokenizer = tokenizer_of("chatml")

@@ -61,16 +61,17 @@ class EncodedAnswer:
 class ChatEncoder:
     """Messages as tokens.
 
-    With `mask` a special token spelled out in a message is ordinary characters, and in an answer,
-    whose text is the policy's, a control token. Methods raise
-    KeelError, with the `name` of the example, for what the template or the tokenizer does not take.
+    With `mask` a special or control token spelled out in a message is ordinary characters; in an
+    answer, whose text is the policy's, only a control token is. Methods raise KeelError, with the
+    `name` of the example, for what the template or the tokenizer does not take.
     """
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         control = control_tokens(tokenizer)
-        self._masks = {text: chr(_MASK + at) for at, text in enumerate(special_tokens(tokenizer))}
+        spelled = sorted({*special_tokens(tokenizer), *control}, key=len, reverse=True)
+        self._masks = {text: chr(_MASK + at) for at, text in enumerate(spelled)}
         self._special, self._control = _any_of(self._masks), _any_of(control)
         self._control_ids = frozenset(control.values())
 

@@ -90,8 +90,8 @@ def encode_text(
     """The text's own tokens, nothing added; `name` is what an error calls the text.
 
     With `literal` a control token spelled out in the text is ordinary characters, with "all" every
-    special token, as in what the policy did not write. With `continues`
-    the text goes on from another, so that it gets no blank in front, as some tokenizers put one.
+    special token too, as in what the policy did not write. With `continues` the text goes on from
+    another, so that it gets no blank in front, as some tokenizers put one.
     Raises KeelError with the character that the tokenizer does not know.
     """
     try:
@@ -121,20 +121,26 @@ def _bare(
             whole = _bare(anchor + text, tokenizer, literal)
             if whole[: len(before)] == before:
                 return whole[len(before) :]
-    control = control_tokens(tokenizer) if literal else {}
-    control = special_tokens(tokenizer) if literal == "all" else control
+    special, control = special_tokens(tokenizer), control_tokens(tokenizer) if literal else {}
+    control = {**control, **special} if literal == "all" else control
     if not any(spelled in text for spelled in control):
         return _ids(text, tokenizer)
-    # Special tokens that are text stay tokens; between them every character counts.
-    kept = [re.escape(one) for one in special_tokens(tokenizer) if one not in control]
+    # Special tokens that are text stay tokens; between them every character counts. Tokens that are
+    # added and not special are cut: the tokenizer would find them everywhere.
+    kept = [re.escape(one) for one in special if one not in control]
     pattern = re.compile(f"({'|'.join(kept)})" if kept else r"((?!))")
+    added = [f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in control if t not in special]
+    cuts = re.compile("|".join(added) or "(?!)")
     found: list[int] = []
     pieces = pattern.split(text)
     for at, piece in enumerate(pieces):
         if at and at % 2 == 0 and joins(pieces[at - 1], tokenizer):
             found += _bare(piece, tokenizer, literal, continues=True)
         elif piece:
-            found += _ids(piece, tokenizer, split=at % 2 == 0)
+            first, *rest = cuts.split(piece) if at % 2 == 0 else [piece]
+            found += _ids(first, tokenizer, split=at % 2 == 0)
+            for part in rest:
+                found += _bare(part, tokenizer, literal, continues=True)
     return found
 
 
