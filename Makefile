@@ -74,7 +74,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/control_speed.py
 	$(BIN)/python -m benchmarks.view
 	$(BIN)/python -m benchmarks.preferences
-	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m studies.scale
 
 # Hours: runs of every kind killed at every step and resumed; ten thousand bad inputs; code broken
 # on purpose. `make check` runs a share of each.

@@ -1,4 +1,4 @@
-"""`keel rollouts`, `keel models` and `keel check --device`."""
+"""`keel rollouts` and `keel models`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from keel.cli.main import main
-from keel.config.load import load_recipe
-from keel.models.build import build_model
 from keel.models.families import FAMILIES
-from keel.preflight.device_estimate import DEVICES, GIB, estimate
-from keel.types import KeelError
 from tests.models.test_reward import NO_SEQUENCE, NO_TOKEN
 from tests.training.small import run
 
@@ -68,73 +63,3 @@ def test_models_lists_every_family_and_its_reward_models(capsys: Capture) -> Non
     assert [row.split()[-1] == "no" for row in rows] == [
         name in NO_TOKEN for name in sorted(FAMILIES)
     ]
-
-
-# ---------------------------------------------------------------- check --device
-
-
-def parts(*overrides: str) -> dict[str, int]:
-    found = estimate(load_recipe("tiny", overrides), "l4-24gb")
-    return {part.name: part.bytes for part in found.stages[-1].parts}
-
-
-def test_an_estimate_follows_from_the_config() -> None:
-    recipe = load_recipe("tiny", ["algorithm=grpo"])
-    assert recipe.model.build is not None
-    weights = sum(p.numel() for p in build_model(recipe.model.build, 0, torch.float32).parameters())
-    found = parts("algorithm=grpo")
-    assert found["policy weights"] == found["policy gradients"] == 4 * weights
-    assert found["policy optimizer moments"] == 8 * weights
-    assert found["reference weights"] == 4 * weights
-    assert found["bfloat16 copy of the weights (autocast)"] == 2 * weights
-    build, rollout = recipe.model.build, recipe.stages[-1].rollout  # type: ignore[union-attr]
-    rows = min(rollout.max_rows, rollout.prompts_per_step * rollout.group_size)
-    tokens = rows * rollout.max_tokens + rows // rollout.group_size * 512
-    assert found["key-value cache"] == 2 * 2 * build.layers * build.hidden_size * tokens
-    lora = parts("algorithm=grpo", "model.lora.rank=2")
-    assert lora["policy gradients"] < found["policy gradients"] / 2
-    assert "reference weights" not in lora
-    assert parts("algorithm=ppo")["critic, its gradients and moments"] == 16 * weights
-    full, less = (
-        parts(f"model.activation_checkpointing={on}")["activations of a micro-batch"]
-        for on in ("false", "true")
-    )
-    assert less < full
-
-
-def test_an_adapter_has_the_weights_that_are_estimated() -> None:
-    from keel.models.policy import load_policy
-
-    recipe = load_recipe("tiny", ["model.lora.rank=2", "model.device=cpu"])
-    trained = sum(p.numel() for p in load_policy(recipe.model, 0).trainable().values())
-    assert parts("model.lora.rank=2")["policy gradients"] == 4 * trained
-
-
-def test_sampling_and_learning_alternate() -> None:
-    (stage,) = estimate(load_recipe("tiny"), "l4-24gb").stages
-    by = {
-        when: sum(p.bytes for p in stage.parts if p.when == when)
-        for when in ("always", "sampling", "learning")
-    }
-    assert stage.peak == by["always"] + max(by["sampling"], by["learning"])
-
-
-def test_check_for_a_device_says_whether_it_fits(capsys: Capture) -> None:
-    assert main(["check", "tiny", "--device", "h100-80gb"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("estimate for h100-80gb (79.10 GiB), computed from the config")
-    assert "of 79.10 GiB: fits" in text
-    wide = ["model.build.hidden_size=16384", "model.build.layers=24"]
-    assert main(["check", "tiny", *wide, "--device", "l4-24gb", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"] is False
-    assert found["stages"][-1]["peak"] > found["memory"] == int(DEVICES["l4-24gb"] * GIB)
-
-
-def test_a_device_that_is_not_known_is_named(capsys: Capture) -> None:
-    assert main(["check", "tiny", "--device", "h100-80"]) == 2
-    assert "did you mean 'h100-80gb'" in capsys.readouterr().err
-    assert main(["check", "tiny", "--device", "l4-24gb", "--price", "2"]) == 2
-    assert "--price: there is no estimate of time" in capsys.readouterr().err
-    with pytest.raises(KeelError, match="device"):
-        estimate(load_recipe("tiny"), "tpu")

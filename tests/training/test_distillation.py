@@ -10,10 +10,8 @@ import pytest
 from safetensors.torch import load_file
 
 from keel.analysis.diagnosis.table import diagnose
-from keel.config.load import load_recipe
 from keel.models.policy import load_policy
 from keel.preflight.check import check
-from keel.preflight.device_estimate import estimate
 from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.training.run import train
@@ -170,27 +168,6 @@ def test_check_loads_the_teacher_and_expects_no_reward(tmp_path: Path) -> None:
     assert (unused.kind, unused.key) == ("no-effect", "rollout.overlong_buffer")
     (found,) = check("tiny", [*overrides, "teacher.name=./none"], predicts=False).findings
     assert (found.kind, found.key, found.severity) == ("would-stop", "teacher.name", "error")
-
-
-def test_memory_of_the_teacher_is_estimated(tmp_path: Path) -> None:
-    teacher = save_teacher(tmp_path / "teacher")
-    parts = {
-        dtype: {
-            part.name: part.bytes
-            for part in estimate(
-                load_recipe("tiny", ["algorithm=opd", teacher, f"teacher.dtype={dtype}"]),
-                "l4-24gb",
-            )
-            .stages[0]
-            .parts
-        }
-        for dtype in ("model", "bfloat16")
-    }
-    policy = parts["model"]["policy weights"]
-    assert parts["model"]["teacher weights"] == policy
-    assert parts["bfloat16"]["teacher weights"] == policy // 2
-    copies = [name for name in parts["bfloat16"] if "copy of the teacher" in name]
-    assert copies == []
 
 
 def test_compare_counts_the_teacher(tmp_path: Path) -> None:

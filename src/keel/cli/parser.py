@@ -102,12 +102,7 @@ def _check(commands: Verbs) -> None:
         "--price",
         type=_price,
         metavar="PER_HOUR",
-        help="of the machine, with --device of each GPU; predicts the cost",
-    )
-    command.add_argument(
-        "--device",
-        metavar="NAME",
-        help="only estimate memory and time on GPUs that are not here, as in h100-80gb",
+        help="of this machine; predicts the cost",
     )
     _json(command)
 

@@ -31,10 +31,9 @@ from keel.models.value import load_critic
 from keel.preflight import settings
 from keel.preflight.context import Figure, StageContext, StageStops
 from keel.preflight.data_stage import inspect_demonstrations, inspect_preference_data
-from keel.preflight.device_estimate import sizes_of
 from keel.preflight.finding import Finding
 from keel.preflight.judge_cost import over_budget
-from keel.preflight.prediction import facts_of, predict, totals, with_judges, with_ranks
+from keel.preflight.prediction import facts_of, predict, totals, with_judges
 from keel.preflight.prompts import sampling_plan, trained_on_validation
 from keel.preflight.sampling_stage import inspect_sampling_stage
 from keel.preflight.tokens import closing, eos_pair
@@ -104,16 +103,11 @@ def check(
             _inspect(context)
         of_keys = unused_keys(source, overrides, recipe, _facts(recipe, policy, contexts))
         of_model = list(_of_model(recipe, policy))
-        facts, config = facts_of(policy), policy.model.config
+        facts = facts_of(policy)
     for context in contexts:
         del context.policy  # the trial loads its own, in the same memory
     del policy
     predicted = predict(contexts, facts, price, process) if predicts else [{} for _ in contexts]
-    if settled.cluster.processes > 1:
-        predicted = [
-            with_ranks(own, context, sizes_of(config), facts.device)
-            for own, context in zip(predicted, contexts, strict=True)
-        ]
     predicted = [with_judges(*pair) for pair in zip(predicted, contexts, strict=True)]
     findings = [
         *of_keys,

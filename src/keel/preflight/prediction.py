@@ -12,7 +12,6 @@ from keel.config.stage import StageConfig
 from keel.learn.optimizer import trainable
 from keel.models.policy import Policy
 from keel.preflight.context import StageContext
-from keel.preflight.device_estimate import GIB, Sizes, stage_estimate
 from keel.preflight.judge_cost import evaluations_of
 from keel.preflight.memory import (
     StageMemory,
@@ -65,6 +64,9 @@ def predict(
     for context in contexts:
         name = context.stage.name
         context.unseen += trial.omitted.get(name, ())
+        processes = context.recipe.cluster.processes
+        if processes > 1 and context.stage.shared_by_processes:
+            context.unseen.append(f"memory and time of {processes} processes: those are of one")
         _check_memory(context, result, room)
         memory = result.stages.get(name)
         if memory is None:
@@ -91,31 +93,6 @@ def predict(
             found["cost"] = round(seconds / 3600 * price, 4)
         predicted.append(found)
     return predicted
-
-
-def with_ranks(
-    predicted: dict[str, Any], context: StageContext, sizes: Sizes, device: torch.device
-) -> dict[str, Any]:
-    """The stage's prediction with an estimate of each rank's memory, where several share it.
-
-    A finding is added where a rank needs more than is free on its GPU, or on a CPU all together.
-    """
-    on_cpu = device.type == "cpu"
-    found = stage_estimate(context.recipe, context.stage, sizes, "cpu" if on_cpu else "cuda")
-    if found.ranks == 1:
-        return predicted
-    context.unseen.append(
-        f"time of {found.ranks} processes: seconds and cost are those of one, which has the cores "
-        "of this machine to itself"
-    )
-    room = predicted.get("memory", {}).get("room")
-    needed = found.ranks * found.peak if on_cpu else found.peak
-    if room is not None and needed > room:
-        evidence = f"estimated: {found.ranks} ranks of {found.peak / GIB:.2f} GiB"
-        context.add(out_of_memory(needed, room, evidence, "cluster.processes"))
-    parts = {part.name: part.bytes for part in found.parts}
-    ranks = {"processes": found.ranks, "peak": found.peak, "parts": parts}
-    return {**predicted, "ranks": ranks}
 
 
 def _check_memory(context: StageContext, result: TrialResult, room: int | None) -> None:

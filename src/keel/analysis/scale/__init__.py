@@ -1,1 +1,0 @@
-"""A cost model of reinforcement learning: seconds, bytes and dollars of a step; docs/scale.md."""
