@@ -162,9 +162,9 @@ def half_trained(folder: Path, steps: int = 100) -> str:
     return str(folder / "policy")
 
 
-def look(case: Case, predicts: bool = True) -> Row:
+def look(case: Case, runs: bool = True) -> Row:
     """The case's report."""
-    report = check(case.recipe, case.overrides, predicts=predicts)
+    report = check(case.recipe, case.overrides, runs=runs)
     return Row(case, tuple(dict.fromkeys(one.kind for one in report.findings)), report)
 
 

@@ -93,7 +93,8 @@ class Sampling:
     """How completions are drawn. Temperature 0 is greedy decoding.
 
     `top_k = 0`, `top_p = 1` and `min_p = 0` switch the respective truncation off. `max_tokens` is
-    the budget of one completion, tool output included.
+    the budget of one completion, tool output included. `ignore_eos`: an end-of-sequence token does
+    not end it.
     """
 
     max_tokens: int
@@ -103,6 +104,7 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -63,15 +63,15 @@ def test_a_sound_recipe_ends_0_and_leaves_nothing(keel: Keel, tmp_path: Path) ->
     printed = done.stdout.splitlines()
     assert printed[0].startswith("tiny: checked in ")
     assert printed[-1] == "nothing found"
-    assert any(line.startswith("  predicted peak memory on cpu: ") for line in printed)
+    assert any(line.startswith("  peak memory on cpu: ") for line in printed)
     assert any(
-        line.startswith("  predicted time: about ") and ", cost 0.0" in line for line in printed
+        line.startswith("  all steps: at most about ") and ", cost 0.0" in line for line in printed
     )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finding_is_three_lines() -> None:
-    report = check(TINY[0], [*TINY[1:], "optimizer.warmup_steps=99"], predicts=False)
+    report = check(TINY[0], [*TINY[1:], "optimizer.warmup_steps=99"], runs=False)
     printed = list(lines(report))
     at = printed.index("1. warning: the learning rate never reaches its value [warm-up-never-ends]")
     what = printed[at : at + 3]
@@ -84,14 +84,14 @@ def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) 
     done = keel(*TINY, "rollout.max_refills=3", "--json", "--price", "1")
     assert done.returncode == 1
     report = json.loads(done.stdout)
-    assert set(report) == {"recipe", "stages", "findings", "predicted", "seconds"}
+    assert set(report) == {"recipe", "stages", "findings", "total", "seconds"}
     (found,) = report["findings"]
     assert set(found) == {"kind", "severity", "what", "evidence", "key", "fix"}
     assert found["key"] == "rollout.max_refills"
     (stage,) = report["stages"]
     assert stage["figures"]["sampled completions"] == 16
-    assert set(stage["predicted"]) == {"memory", "seconds", "time", "cost"}
-    assert set(report["predicted"]) == {"seconds", "cost"}
+    assert set(stage["measured"]) == {"memory", "step", "seconds", "cost"}
+    assert set(report["total"]) == {"seconds", "cost"}
 
 
 @pytest.mark.parametrize(

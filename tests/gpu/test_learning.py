@@ -89,7 +89,7 @@ def test_the_engine_agrees_with_the_trainer_under_autocast(tmp_path: Path) -> No
 
 def test_check_measures_the_memory_of_the_gpu() -> None:
     (stage,) = check("tiny", [*FAST, "steps=2"]).stages
-    memory = stage.predicted["memory"]
+    memory = stage.measured["memory"]
     assert memory["device"].startswith(DEVICE)
     assert 0 < memory["peak"] < memory["room"]
     assert {"rollout", "update"} <= memory["phases"].keys()

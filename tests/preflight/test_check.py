@@ -117,7 +117,7 @@ class Computes(Sum):
 
 def check(source: Any, overrides: Sequence[str] = ()) -> Report:
     """Without memory and time, which have tests of their own."""
-    return whole_check(source, overrides, predicts=False)
+    return whole_check(source, overrides, runs=False)
 
 
 def recipe(*stages: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.mark.parametrize("name", CASES)
 def test_planted_fault_is_found_without_false_alarms(name: str, made: dict[str, Case]) -> None:
     assert sorted(made) == sorted(CASES)
-    result = look(made[name], predicts=False)
+    result = look(made[name], runs=False)
     assert result.found, result.kinds
     assert result.false_alarms == (), result.report.findings
     assert sum(case.fault is not None for case in made.values()) == 13
@@ -386,7 +386,7 @@ def test_judge_is_not_called_and_its_price_is_estimated() -> None:
     report = check(recipe(rl({"function": "judge", "options": options})))
     assert report.findings == ()
     assert "questions" in str(report.stages[0].figures["judge 'judge'"])
-    assert report.predicted["cost"] > 0
+    assert report.total["cost"] > 0
     assert any("nothing was asked" in what for what in report.stages[0].unseen)
 
 

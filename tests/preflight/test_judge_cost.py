@@ -123,15 +123,15 @@ def test_run_is_billed_within_the_forecast_interval(tmp_path: Path) -> None:
             "evaluation": {"every": 2, "prompts": 6, "samples": 2},
             "steps": 4,
         }
-        report = check(recipe, predicts=False)
+        report = check(recipe, runs=False)
         assert server.log == []
         keel.train(load_recipe(recipe), tmp_path / "run")
         billed_in, billed_out = server.billed
     run = keel.load(tmp_path / "run")
     spent = (billed_in * 1.0 + billed_out * 10.0) / 1e6
-    judge = report.stages[-1].predicted["judge"]
+    judge = report.stages[-1].judge
     assert judge["low"] <= spent <= judge["high"]
-    assert report.predicted["cost"] == pytest.approx(judge["estimate"], abs=1e-4)
+    assert report.total["cost"] == pytest.approx(judge["estimate"], abs=1e-4)
     # Metrics hold what evaluations cost too; the note at the end, what was billed in all.
     rows = run.metrics()
     assert sum(row["judge/dollars"] for row in rows) > 0

@@ -75,19 +75,19 @@ def test_two_processes_round_nearly_as_one(tmp_path: Path) -> None:
 
 def test_check_states_the_effect_and_what_is_not_corrected() -> None:
     keys = [*FAST, "steps=2", "algorithm.divergence=none"]
-    (stage,) = (plain := check("tiny", [*keys, ROUNDED[0]], predicts=False)).stages
+    (stage,) = (plain := check("tiny", [*keys, ROUNDED[0]], runs=False)).stages
     assert "the gradient by" in str(stage.figures["bfloat16 autocast"])
     (finding,) = (one for one in plain.findings if one.kind == "bfloat16-uncorrected")
     assert finding.key == "algorithm.correction.kind"
-    corrected = check("tiny", [*keys, *ROUNDED], predicts=False)
+    corrected = check("tiny", [*keys, *ROUNDED], runs=False)
     assert "bfloat16-uncorrected" not in {one.kind for one in corrected.findings}
-    exact = check("tiny", keys, predicts=False)
+    exact = check("tiny", keys, runs=False)
     assert "bfloat16 autocast" not in exact.stages[0].figures
 
 
 def test_check_decides_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     for worth, start in ((ALWAYS, "bfloat16, since"), (NEVER, "float32, since")):
         monkeypatch.setattr(precision, "WORTH", worth)
-        (stage,) = check("tiny", [*FAST, AUTO], predicts=False).stages
+        (stage,) = check("tiny", [*FAST, AUTO], runs=False).stages
         assert str(stage.figures["autocast"]).startswith(start)
         assert ("bfloat16 autocast" in stage.figures) is (worth == ALWAYS)

@@ -162,11 +162,11 @@ def test_unfit_teacher_of_a_later_stage_stops_before_the_first_step(tmp_path: Pa
 def test_check_loads_the_teacher_and_expects_no_reward(tmp_path: Path) -> None:
     teacher = save_teacher(tmp_path / "teacher")
     overrides = ("algorithm=opd", "rewards.functions=[]", unscored(tmp_path))
-    assert check("tiny", [*overrides, teacher], predicts=False).findings == ()
+    assert check("tiny", [*overrides, teacher], runs=False).findings == ()
     buffer = ("rollout.overlong_buffer=2", teacher)
-    (unused,) = check("tiny", [*overrides, *buffer], predicts=False).findings
+    (unused,) = check("tiny", [*overrides, *buffer], runs=False).findings
     assert (unused.kind, unused.key) == ("no-effect", "rollout.overlong_buffer")
-    (found,) = check("tiny", [*overrides, "teacher.name=./none"], predicts=False).findings
+    (found,) = check("tiny", [*overrides, "teacher.name=./none"], runs=False).findings
     assert (found.kind, found.key, found.severity) == ("would-stop", "teacher.name", "error")
 
 

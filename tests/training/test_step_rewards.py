@@ -85,7 +85,7 @@ def test_check_finds_step_rewards_unfit_for_the_advantage(
     algorithm: str, rewards: str, message: str | None
 ) -> None:
     words = [f"algorithm={algorithm}", rewards, "rollout.prompts_per_step=4", "threads=1"]
-    found = [f for f in check("tiny", words, predicts=False).findings if f.kind == "would-stop"]
+    found = [f for f in check("tiny", words, runs=False).findings if f.kind == "would-stop"]
     if message is None:
         assert found == []
         return

@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report; 1 where anything was found, else 0."""
     # A recipe that cannot be read is reported at once, before torch is imported.
     load_recipe(arguments.recipe, arguments.overrides)
-    from keel.preflight.trial_process import TrialProcess
+    from keel.preflight.trial import TrialProcess
 
     # It imports torch while this process does.
     with TrialProcess() as process:
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """The report as text: what was looked at, what was found, what is predicted."""
+    """The report as text: what was looked at, what was measured, what was found."""
     yield f"{report.recipe}: checked in {report.seconds:.1f} s, nothing is kept"
     for stage in report.stages:
         yield ""
@@ -42,10 +42,13 @@ def lines(report: Report) -> Iterator[str]:
             yield f"  {name:<{width}}  {value}"
         for what in stage.unseen:
             yield f"  not looked at: {what}"
-        yield from _predicted(stage.predicted)
-    if report.predicted.get("seconds") or "cost" in report.predicted:
+        if stage.judge:
+            low, about, high = (stage.judge[name] for name in ("low", "estimate", "high"))
+            yield f"  cost of judges: about ${about:.2f} (${low:.2f} to ${high:.2f})"
+        yield from _measured(stage.measured)
+    if report.total["seconds"] or "cost" in report.total:
         yield ""
-        yield f"all stages: about {_time(report.predicted['seconds'])}" + _cost(report.predicted)
+        yield f"all stages: at most about {_time(report.total['seconds'])}{_cost(report.total)}"
     yield ""
     if not report.findings:
         yield "nothing found"
@@ -55,28 +58,19 @@ def lines(report: Report) -> Iterator[str]:
         yield f"   {one.key}: {one.fix}"
 
 
-def _predicted(prediction: Mapping[str, Any]) -> Iterator[str]:
+def _measured(measured: Mapping[str, Any]) -> Iterator[str]:
     """Memory, time and cost of a stage."""
-    if "judge" in prediction:
-        dollars = prediction["judge"]
-        yield (
-            f"  predicted cost of judges: about ${dollars['estimate']:.2f} "
-            f"(${dollars['low']:.2f} to ${dollars['high']:.2f})"
-        )
-    if "memory" not in prediction:
+    if not measured:
         return
-    memory = prediction["memory"]
+    memory, step = measured["memory"], measured["step"]
     room = "" if memory["room"] is None else f" of {_size(memory['room'])} free"
-    yield f"  predicted peak memory on {memory['device']}: {_size(memory['peak'])}{room}"
+    yield f"  peak memory on {memory['device']}: {_size(memory['peak'])}{room}"
     width = max(map(len, memory["phases"]), default=0)
     for name, size in memory["phases"].items():
         yield f"    {name:<{width}}  {_size(size):>9}"
-    parts_of_time = ", ".join(
-        f"{name} {_time(seconds)}" for name, seconds in prediction["time"].items()
-    )
-    yield f"  predicted time: about {_time(prediction['seconds'])} ({parts_of_time})" + _cost(
-        prediction
-    )
+    parts = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in step.items())
+    yield f"  a step of the longest sequences: {sum(step.values()):.2g} s ({parts})"
+    yield f"  all steps: at most about {_time(measured['seconds'])}{_cost(measured)}"
 
 
 def _size(bytes_: int) -> str:
@@ -90,5 +84,5 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _cost(prediction: Mapping[str, Any]) -> str:
-    return f", cost {prediction['cost']:.2f}" if "cost" in prediction else ""
+def _cost(figures: Mapping[str, Any]) -> str:
+    return f", cost {figures['cost']:.2f}" if "cost" in figures else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -155,6 +155,22 @@ class JudgingStage(StageConfig):
     @property
     def preference_data(self) -> PreferenceData | None:
         return self.data
+
+    def on_examples(
+        self,
+        *,
+        tasks: tuple[TaskSource, ...],
+        data: PreferenceData,
+        rewards: Rewards,
+        prompts: int | None,
+    ) -> Self:
+        update: dict[str, Any] = {"evaluation": JudgedEvaluation(rows=0)}
+        if self.sampled is None:
+            return self.model_copy(update={**update, "data": data})
+        taken = min(self.sampled.train, PROMPTS_AT_ONCE, prompts or PROMPTS_AT_ONCE)
+        own = {"tasks": tasks, "rewards": rewards, "train": taken, "validation": 1}
+        sampled = self.sampled.model_copy(update={**own, "noise": 0.0, "people": None})
+        return self.model_copy(update={**update, "sampled": sampled})
 
     @property
     def template_keywords(self) -> dict[str, Any]:

@@ -104,6 +104,9 @@ class Rollout(FrozenModel):
     """Strings that end a completion."""
     stop_ids: Ids = ()
     """Token ids that end a completion."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token, so that every completion has `max_tokens` tokens: to
+    measure memory and speed."""
     max_turns: Annotated[Answers, _PROGRAM, _NO_REPLIES] = 1
     """Turns of the policy in one completion, for tasks that reply."""
     reply_role: Annotated[Literal["user", "tool"], _PROGRAM, _ONE_TURN, _NO_REPLIES] = "user"

@@ -5,7 +5,7 @@ A recipe is a model, a seed and one or more stages; each stage starts from the m
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Self, Union
 
 from pydantic import Field, model_validator
 
@@ -83,6 +83,10 @@ class SFTStage(StageConfig):
     @property
     def prompts_in_step(self) -> int:
         return self.batch_size
+
+    def on_examples(self, *, tasks: tuple[TaskSource, ...], **_: Any) -> Self:
+        gold = SFTStage.model_fields["demonstration"].default
+        return self.model_copy(update={"tasks": tasks, "demonstration": gold})
 
 
 class Value(FrozenModel):
@@ -257,6 +261,23 @@ class RLStage(StageConfig):
     @property
     def prompts_in_step(self) -> int:
         return self.rollout.prompts_per_step
+
+    def on_examples(
+        self, *, tasks: tuple[TaskSource, ...], rewards: Rewards, prompts: int | None, **_: Any
+    ) -> Self:
+        taken = min(self.rollout.prompts_per_step, prompts or self.rollout.prompts_per_step)
+        sampled = {"prompts_per_step": taken, "ignore_eos": True, "stop": (), "stop_ids": ()}
+        sampled |= {"mask_truncated": False, "program": None}
+        return self.model_copy(
+            update={
+                "tasks": tasks,
+                "rewards": rewards,
+                "rollout": self.rollout.model_copy(update=sampled),
+                "minibatches": min(self.minibatches, taken * self.rollout.group_size),
+                "value": self.value.model_copy(update={"warmup_steps": 0}),
+                "evaluation": Evaluation(prompts=0),
+            }
+        )
 
     @property
     def passes(self) -> int:

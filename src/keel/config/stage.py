@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from keel.algorithms.spec import FrozenModel
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from keel.config.model import BaseModelChoice
     from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
     from keel.config.sampling import SamplingSource
-    from keel.config.sources import PreferenceData, TaskSource
+    from keel.config.sources import PreferenceData, Rewards, TaskSource
 
 Records = Literal["pairs", "labels", "steps"]
 
@@ -97,3 +99,15 @@ class StageConfig(FrozenModel):
     def base_model(self) -> BaseModelChoice | None:
         """What the stage's own reward model starts from."""
         return None
+
+    def on_examples(
+        self,
+        *,
+        tasks: tuple[TaskSource, ...],
+        data: PreferenceData,
+        rewards: Rewards,
+        prompts: int | None,
+    ) -> Self:
+        """The stage on other examples, as `keel check` runs it: without evaluation, completions as
+        long as they may be, at most so many `prompts` a step."""
+        raise NotImplementedError

@@ -131,7 +131,8 @@ class NativeEngine:
             raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
         check(sampling)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
-        stops = Stops(self.eos, sampling, self.tokenizer, vocabulary)
+        eos = () if sampling.ignore_eos else self.eos
+        stops = Stops(eos, sampling, self.tokenizer, vocabulary)
         limits = budgets(prompts, sampling, self.context)
         if not prompts:
             return []

@@ -32,12 +32,12 @@ from keel.preflight import settings
 from keel.preflight.context import Figure, StageContext, StageStops
 from keel.preflight.data_stage import inspect_demonstrations, inspect_preference_data
 from keel.preflight.finding import Finding
-from keel.preflight.judge_cost import over_budget
-from keel.preflight.prediction import facts_of, predict, totals, with_judges
+from keel.preflight.judge_cost import dollars, over_budget
+from keel.preflight.memory import measure
 from keel.preflight.prompts import sampling_plan, trained_on_validation
 from keel.preflight.sampling_stage import inspect_sampling_stage
 from keel.preflight.tokens import closing, eos_pair
-from keel.preflight.trial_process import TrialProcess
+from keel.preflight.trial import TrialProcess
 from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
 from keel.training.recipe_checks import longest_sequence
@@ -48,24 +48,31 @@ WEIGHTS_READ = 4_000_000
 
 @dataclass(frozen=True)
 class StageReport:
-    """A stage's figures, what of it could not be inspected (`unseen`), and its prediction."""
+    """A stage's figures, what of it could not be inspected (`unseen`), and what it takes.
+
+    `measured` is of two steps at its longest sequences: `memory`, the seconds of a `step` by phase,
+    and those of all its steps (`seconds`), with their `cost`. `judge` is the forecast of its judges
+    in dollars.
+    """
 
     name: str
     kind: str
     figures: dict[str, Figure]
     unseen: tuple[str, ...] = ()
-    predicted: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+    judge: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a check, which took `seconds`; `predicted` is of all stages together."""
+    """The result of a check, which took `seconds`; `total` has the seconds and the cost of all
+    stages together."""
 
     recipe: str
     stages: tuple[StageReport, ...]
     findings: tuple[Finding, ...]
     seconds: float
-    predicted: dict[str, float] = field(default_factory=dict)
+    total: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         found = [f"\n  {one.severity}: {one.what}" for one in self.findings]
@@ -81,18 +88,20 @@ def check(
     overrides: Sequence[str] = (),
     price: float | None = None,
     *,
-    predicts: bool = True,
+    runs: bool = True,
     process: TrialProcess | None = None,
 ) -> Report:
     """Inspect a recipe: a TOML file, a shipped name or a mapping, with `key=value` overrides.
 
-    `price` is of an hour of this machine. Memory and time are measured in a separate process, which
-    may have been started before (`process`); without `predicts` they are left out.
-    Raises KeelError where the recipe cannot be read or its model not be loaded; whatever else would
+    `price` is of an hour of this machine. The recipe itself runs for two steps in a process of its
+    own, which may have been started before (`process`); not without `runs`.
+    Raises KeelError if the recipe cannot be read or its model not be loaded; whatever else would
     stop a stage is a finding.
     """
     start = time.perf_counter()
-    recipe = load_recipe(source, overrides)
+    written = load_recipe(source, overrides)
+    missing = _missing(written)
+    recipe = _on_cpu(written) if missing.startswith("model.device") else written
     with _threads(recipe.threads):
         policy = load_policy(recipe.model, recipe.seed)
         settled, figures = _settled(recipe, policy)
@@ -101,14 +110,20 @@ def check(
         ]
         for context in contexts:
             _inspect(context)
-        of_keys = unused_keys(source, overrides, recipe, _facts(recipe, policy, contexts))
+        of_keys = unused_keys(source, overrides, written, _facts(written, policy, contexts))
         of_model = list(_of_model(recipe, policy))
-        facts = facts_of(policy)
+        device = policy.device
     for context in contexts:
         del context.policy  # the trial loads its own, in the same memory
+        if missing:
+            context.unseen.append(f"memory and time: not run, since {missing}")
     del policy
-    predicted = predict(contexts, facts, price, process) if predicts else [{} for _ in contexts]
-    predicted = [with_judges(*pair) for pair in zip(predicted, contexts, strict=True)]
+    measured: list[dict[str, Any]] = [{} for _ in contexts]
+    if runs and not missing:
+        measured = measure(contexts, device, process)
+    if price is not None:
+        for own in filter(None, measured):
+            own["cost"] = round(own["seconds"] / 3600 * price, 4)
     findings = [
         *of_keys,
         *of_model,
@@ -118,11 +133,37 @@ def check(
     ]
     findings = sorted(dict.fromkeys(findings), key=lambda one: one.severity != "error")
     stages = tuple(
-        StageReport(c.stage.name, c.stage.stage, c.figures, tuple(c.unseen), own)
-        for c, own in zip(contexts, predicted, strict=True)
+        StageReport(
+            c.stage.name, c.stage.stage, c.figures, tuple(c.unseen), own, dollars(c.work.forecasts)
+        )
+        for c, own in zip(contexts, measured, strict=True)
     )
     seconds = round(time.perf_counter() - start, 3)
-    return Report(recipe.name, stages, tuple(findings), seconds, totals(predicted))
+    return Report(recipe.name, stages, tuple(findings), seconds, _total(stages))
+
+
+def _missing(recipe: Recipe) -> str:
+    """What the recipe needs to run that this process does not have; empty if nothing."""
+    cluster = recipe.cluster
+    if cluster.ray is not None:
+        return f'cluster.ray = "{cluster.ray}": this is one process'
+    if cluster.processes > 1:
+        return f"cluster.processes = {cluster.processes}: set it to 1 to run it as one process"
+    if recipe.model.device == "cuda" and not torch.cuda.is_available():
+        return 'model.device = "cuda", and torch sees no GPU here'
+    return ""
+
+
+def _on_cpu(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"device": "cpu"})})
+
+
+def _total(stages: Sequence[StageReport]) -> dict[str, float]:
+    """Seconds and cost of all stages together, those of judges included."""
+    seconds = sum(stage.measured.get("seconds", 0.0) for stage in stages)
+    costs = [stage.measured["cost"] for stage in stages if "cost" in stage.measured]
+    costs += [stage.judge["estimate"] for stage in stages if stage.judge]
+    return {"seconds": round(seconds, 1), **({"cost": round(sum(costs), 4)} if costs else {})}
 
 
 def _settled(recipe: Recipe, policy: Policy) -> tuple[Recipe, dict[str, Figure]]:
@@ -252,7 +293,7 @@ def _facts(recipe: Recipe, policy: Policy, contexts: Sequence[StageContext]) -> 
     conversations = any(stats.conversations for stats in prompts.values())
     name = recipe.model.name
     return Facts(
-        cpu=policy.device.type == "cpu",
+        cpu=policy.device.type == "cpu" and recipe.model.device != "cuda",
         local=name is not None and Path(name).expanduser().is_dir(),
         kv_heads=hasattr(policy.model.config, "num_key_value_heads"),
         template=policy.tokenizer.chat_template is not None,

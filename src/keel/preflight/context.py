@@ -15,6 +15,7 @@ from keel.data.tasks.user import UserTask
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.preflight.finding import Finding, key_in
+from keel.preflight.trial import LongestExample
 from keel.types import KeelError, Prompt, Task, one_line
 
 if TYPE_CHECKING:
@@ -56,34 +57,14 @@ class PromptStats:
         return any(_replies(task) for task in self.tasks.values())
 
 
-@dataclass(frozen=True, slots=True)
-class LongestExample:
-    """The longest example of a stage, as a trial run reads it.
-
-    `tokens` are those of the prompt alone where a completion is sampled after it, else of all;
-    `raw`: a plain prompt is not put through the chat template.
-    """
-
-    tokens: int
-    data: Mapping[str, Any]
-    raw: bool = False
-
-
 @dataclass(eq=False)
 class StageWork:
-    """What a step of the stage works on, and what was timed of a part of it.
-
-    `tokens` are those of a step's `sequences`, `decoded` those of the longest completion, `scoring`
-    the seconds of its rewards; `evaluated` counts the prompts of an evaluation; `forecasts` are the
-    costs of judges.
-    """
+    """What a trial of the stage runs on: its longest example, and how many prompts a step takes at
+    most. `scoring` are the seconds that a step's rewards take, `forecasts` the costs of judges."""
 
     longest: LongestExample | None = None
-    tokens: int = 0
-    sequences: int = 0
-    decoded: int = 0
+    prompts: int | None = None
     scoring: float = 0.0
-    evaluated: int = 0
     forecasts: list[Forecast] = field(default_factory=list)
 
 

@@ -21,7 +21,7 @@ from keel.data.tasks.base import places
 from keel.models.policy import Policy
 from keel.models.reward import Reader, check_classifier
 from keel.preflight import tokens
-from keel.preflight.context import LongestExample, PromptStats, StageContext
+from keel.preflight.context import PromptStats, StageContext
 from keel.preflight.finding import quantile
 from keel.preflight.prompts import (
     encoded_prompts,
@@ -33,7 +33,8 @@ from keel.preflight.prompts import (
     unreadable,
 )
 from keel.preflight.sampling_stage import check_tokens
-from keel.training.judged_data import encoder, of_step
+from keel.preflight.trial import LongestExample
+from keel.training.judged_data import encoder
 from keel.training.preference_stages import base_policy
 from keel.training.sft import encode_demonstration
 from keel.types import KeelError, Prompt, one_line
@@ -68,7 +69,6 @@ def inspect_demonstrations(context: StageContext) -> None:
             lengths.append(n)
             if number < len(stats.first):
                 texts.append((prompt.id, text))
-                context.work.tokens += whole
             if context.work.longest is None or whole > context.work.longest.tokens:
                 data = {**prompt_columns(prompt.content, prompt.tools), "answer": text}
                 context.work.longest = LongestExample(whole, data, prompt.task in stats.raw)
@@ -115,9 +115,6 @@ def inspect_preference_data(context: StageContext) -> None:
         if limit is None or row.longest <= limit
     ]
     if fitting:
-        seed = derive(context.recipe.seed, stage.name, "rows")
-        first = of_step([row for row, _ in fitting], stage.batch_size, 1, seed)
-        context.work.tokens = sum(row.length for row in first)
         longest, record = max(fitting, key=lambda pair: pair[0].length)
         context.work.longest = LongestExample(longest.length, _as_columns(record), stage.raw)
     if held and limit is not None and min(held) > limit:

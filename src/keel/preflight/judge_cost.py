@@ -130,6 +130,16 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
         )
 
 
+def dollars(forecasts: Sequence[Forecast]) -> dict[str, float]:
+    """The dollars of several judges, in JSON types; empty if none has a price."""
+    if not any(one.bound.dollars for one in forecasts):
+        return {}
+    return {
+        name: round(sum(getattr(one, name).dollars for one in forecasts), 4)
+        for name in ("low", "estimate", "high", "bound")
+    }
+
+
 def evaluations_of(stage: StageConfig) -> int:
     """How often a stage evaluates, if it does: before, every so many steps, and after."""
     every = stage.evaluation_interval

@@ -1,23 +1,23 @@
-"""How much memory there is, and how much the stages of a trial run took."""
+"""How much memory there is, and how much memory and time the stages of a trial took."""
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keel.config.load import to_toml
+from keel.preflight.context import StageContext
 from keel.preflight.finding import Finding
-from keel.preflight.trial import Trial
-from keel.preflight.trial_process import OUTSIDE, TrialJob, TrialProcess
+from keel.preflight.trial import LIMIT, TrialProcess, trial_recipe
 
 GIB = 2**30
 CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
+OUTSIDE = "setup, checkpoints, plots"
+"""The phase between those that a stage's clock names."""
 RAISED = 1.01
 """A phase that raises the peak by less than this does not decide it: freed memory stays with the
 process, and is in every later phase too."""
@@ -74,18 +74,17 @@ def _limits(cgroups: Path) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class StageMemory:
+class StageMeasure:
     """What a stage took in the trial: the peak of its process, or of torch on a GPU, in bytes.
 
-    `phases` are the peaks by phase (none where the system does not separate them), `phase` is the
-    one that decides. `seconds` are those of the last step by phase, `tokens` what it learned from.
+    `phases` are the peaks by phase (none if the system does not separate them), `phase` is the one
+    that decides. `seconds` are those of the last step by phase.
     """
 
     peak: int
     phase: str
     phases: Mapping[str, int]
     seconds: Mapping[str, float]
-    tokens: float
 
 
 @dataclass(frozen=True)
@@ -93,50 +92,44 @@ class TrialResult:
     """What each stage took, and how a trial ended early: in the stage `stopped` and its `phase`,
     with the reason `why`; `full`: memory ran out."""
 
-    stages: Mapping[str, StageMemory] = field(default_factory=dict)
+    stages: Mapping[str, StageMeasure] = field(default_factory=dict)
     stopped: str = ""
     phase: str = ""
     full: bool = False
     why: str = ""
 
 
-def run_trial(
-    process: TrialProcess, trial: Trial, device: torch.device, limit: int | None
-) -> TrialResult:
-    """Run a trial to its end, in `limit` bytes of memory."""
-    examples = {name: one.data for name, one in trial.examples.items()}
-    process.examples.write_text(json.dumps(examples), "utf-8")
-    process.recipe.write_text(to_toml(trial.recipe), "utf-8")
-    plans = [stage.sampling for stage in trial.recipe.stages if stage.sampling is not None]
-    engines = tuple(sorted({"native", *(plan.rollout.engine for plan in plans)}))
-    job = TrialJob(str(process.folder), str(device), limit, trial.sampled, engines)
-    status = process.run(json.dumps(asdict(job)))
-    lines = process.events.read_text("utf-8").splitlines() if process.events.exists() else []
-    return read_result([json.loads(line) for line in lines if line.endswith("}")], status)
-
-
-def read_result(events: Sequence[Mapping[str, Any]], status: int) -> TrialResult:
-    """The result that a trial's events give; `status` is the exit status of its process."""
+def read_result(events: Sequence[Mapping[str, Any]], status: int | None) -> TrialResult:
+    """The result that a trial's events give; `status` is the exit status of its process, None if it
+    took too long."""
     by_stage: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
         by_stage.setdefault(event["stage"], []).append(event)
     resets = any(event.get("resets") for event in events)
-    begins = next((e for e in reversed(events) if "begins" in e), {"stage": "", "begins": ""})
+    begins = next((e for e in reversed(events) if "begins" in e), {"stage": "", "begins": "start"})
     last = events[-1] if events else {}
     finished = "finished" in last
     done = {
-        name: _stage_memory(own, resets)
+        name: _stage_measure(own, resets)
         for name, own in by_stage.items()
         if name and (finished or name != begins["stage"])
     }
     if finished:
         return TrialResult(done)
-    ended = f"with exit status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-    why = last.get("full") or last.get("error") or f"its process was ended {ended}"
-    return TrialResult(done, begins["stage"], begins["begins"] or "start", "error" not in last, why)
+    full = "error" not in last
+    if status is None:
+        full, why = False, f"two steps took longer than {LIMIT:.0f} s, in {begins['begins']!r}"
+    elif full and "full" not in last:
+        ended = (
+            f"with exit status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+        )
+        why = f"its process was ended {ended}"
+    else:
+        why = last.get("full") or last["error"]
+    return TrialResult(done, begins["stage"], begins["begins"], full, why)
 
 
-def _stage_memory(events: Sequence[Mapping[str, Any]], resets: bool) -> StageMemory:
+def _stage_measure(events: Sequence[Mapping[str, Any]], resets: bool) -> StageMeasure:
     phases: dict[str, int] = {}
     peak, deciding = 0, OUTSIDE
     for event in events:
@@ -147,9 +140,66 @@ def _stage_memory(events: Sequence[Mapping[str, Any]], resets: bool) -> StageMem
         if size > peak * RAISED:
             deciding = phase
         peak = max(peak, size)
-    none: Mapping[str, Any] = {"tokens": 0.0, "seconds": {}}
-    step = next((event for event in reversed(events) if "tokens" in event), none)
-    return StageMemory(peak, deciding, phases if resets else {}, step["seconds"], step["tokens"])
+    steps: list[Mapping[str, float]] = [event["seconds"] for event in events if "seconds" in event]
+    return StageMeasure(peak, deciding, phases if resets else {}, steps[-1] if steps else {})
+
+
+# ---------------------------------------------------------------- the stages' reports
+
+
+def measure(
+    contexts: Sequence[StageContext], device: torch.device, process: TrialProcess | None = None
+) -> list[dict[str, Any]]:
+    """What a trial of each stage took, in JSON types; empty if it was not run.
+
+    A lack of memory is added to the stage's findings. `process` may have been started before.
+    """
+    examples = {c.stage.name: c.work.longest for c in contexts if c.work.longest is not None}
+    prompts = {c.stage.name: c.work.prompts for c in contexts if c.work.prompts is not None}
+    with process or TrialProcess() as process:
+        recipe = trial_recipe(contexts[0].recipe, examples, prompts, process.folder)
+        if recipe is None:
+            return [{} for _ in contexts]
+        room = available_memory(device)
+        events, status = process.run(recipe, examples, str(device), room)
+    result = read_result(events, status)
+    return [_measured(context, result, device, room) for context in contexts]
+
+
+def _measured(
+    context: StageContext, result: TrialResult, device: torch.device, room: int | None
+) -> dict[str, Any]:
+    """What the trial of a stage took; findings and what was left out go into its context."""
+    name, key = context.stage.name, f"{context.prefix}token_budget"
+    found, work = result.stages.get(name), context.work
+    if result.full and name == (result.stopped or context.recipe.stages[0].name):
+        evidence = f"a step stopped in the phase {result.phase!r}: {result.why}"
+        context.add(out_of_memory(None, room, evidence, key))
+    if found is None:
+        if work.longest is not None:
+            why = " ran out of memory" if result.full else f": {result.why}"
+            context.unseen.append(f"memory and time: {result.stopped or 'its process'!r}{why}")
+        return {}
+    if room is not None and found.peak > room:
+        context.add(out_of_memory(found.peak, room, f"in the phase {found.phase!r}", key))
+    step = dict(found.seconds)
+    if work.scoring:
+        step["rewards"] = work.scoring
+    share = 1.0
+    if context.stage.prompts_in_step and work.prompts is not None:
+        share = context.stage.prompts_in_step / work.prompts
+    seconds = {phase: round(share * time, 3) for phase, time in step.items()}
+    return {
+        "memory": {
+            "device": str(device),
+            "peak": found.peak,
+            "phase": found.phase,
+            "phases": dict(found.phases),
+            "room": room,
+        },
+        "step": seconds,
+        "seconds": round(context.stage.steps * sum(seconds.values()), 1),
+    }
 
 
 def out_of_memory(peak: int | None, room: int | None, evidence: str, key: str) -> Finding:

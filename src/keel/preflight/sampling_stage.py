@@ -6,11 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from keel.config.judging import JudgingStage
 from keel.config.sources import RewardSource
 from keel.data.messages import prompt_columns
 from keel.engines.stopping import eos_ids, split_stops
@@ -19,7 +18,7 @@ from keel.learn.batch import from_groups
 from keel.models.families import uses_autocast
 from keel.models.precision import rounding_effect
 from keel.preflight import settings, tokens
-from keel.preflight.context import LongestExample, PromptStats, StageContext, StageStops
+from keel.preflight.context import PromptStats, StageContext, StageStops
 from keel.preflight.gold_answers import SHOWN, Gold, check_readable, gold_of, weak_tests
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.prompts import (
@@ -29,7 +28,8 @@ from keel.preflight.prompts import (
     sampling_plan,
 )
 from keel.preflight.rewards import ScoredBatch, check_gold, check_sampled_rewards
-from keel.preflight.trial_batch import TrialBatch, check_ends, sample
+from keel.preflight.trial import LongestExample
+from keel.preflight.trial_batch import TrialBatch, check_ends, load_of, sample, size_for
 from keel.rewards.code import CodeReward
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
@@ -240,35 +240,23 @@ def _forecast_judges(
 def _set_work(
     context: StageContext, plan: SamplingPlan, batch: TrialBatch, stats: PromptStats
 ) -> None:
-    """A whole step's sequences, from the sampled ones; with answers as long as the budget where the
-    sampled ones do not show how long they will be."""
-    work, rollout = context.work, plan.rollout
-    if stats.longest is not None:
-        longest = stats.longest
-        data = prompt_columns(longest.content, longest.tools)
-        if plan.sampling.algorithm is None:  # rows of one prompt are all in the same split
-            others = (p for p in (*stats.validation, *stats.first) if p.content != longest.content)
-            other = next(others, None)
-            if other is not None:
-                data["validation"] = prompt_columns(other.content, ())["prompt"]
-        work.longest = LongestExample(len(longest.tokens), data, longest.task in stats.raw)
-    random = context.recipe.model.build is not None
-    full = context.trained_by is not None or random or not batch.whole
-    room = context.policy.context
-    answers: list[tuple[int, int]] = []
-    for group in batch.groups:
-        prompt = len(group.prompt.tokens)
-        limit = rollout.max_tokens if room is None else min(rollout.max_tokens, room - prompt)
-        answers += [(prompt, limit if full else len(c)) for c in group.completions]
-    mean = sum(prompt + length for prompt, length in answers) / max(len(answers), 1)
-    if plan.sampling.algorithm is None:
-        # Examples of answers: as many as a step has, two in each pair.
-        stage = cast(JudgingStage, context.stage)
-        work.tokens = round(mean * stage.batch_size * (1 + stage.compares))
-        work.scoring = 0.0
+    """What a trial of the stage runs on: its longest prompt, and as many prompts a step as take
+    seconds to sample."""
+    work, rollout, longest = context.work, plan.rollout, stats.longest
+    work.scoring *= rollout.prompts_per_step * rollout.group_size / max(batch.completions, 1)
+    load = load_of(context.policy)
+    work.prompts = size_for(
+        rollout.prompts_per_step, rollout.group_size, rollout.max_tokens, load
+    ).prompts
+    if longest is None:
         return
-    whole = rollout.prompts_per_step * rollout.group_size
-    work.tokens, work.sequences = round(mean * whole), whole
-    work.scoring *= whole / max(batch.completions, 1)
-    work.decoded = max((length for _, length in answers), default=0)
-    work.evaluated = len(stats.validation)
+    data = prompt_columns(longest.content, longest.tools)
+    if plan.sampling.algorithm is None:  # rows of one prompt are all in the same split
+        work.scoring = 0.0
+        others = (p for p in (*stats.validation, *stats.first) if p.content != longest.content)
+        other = next(others, None)
+        if other is not None:
+            data["validation"] = prompt_columns(other.content, ())["prompt"]
+    work.longest = LongestExample(len(longest.tokens), data, longest.task in stats.raw)
+    if rollout.max_turns > 1 or rollout.program is not None:
+        context.unseen.append("memory and time of further turns of a conversation")

@@ -1,257 +1,160 @@
-"""The shortened run of a recipe that shows how much memory each of its stages takes.
+"""The recipe itself for two steps at its longest sequences, run by a process of its own.
 
-It is the recipe itself with two steps a stage, each sequence as long as the longest possible, and
-only as many sequences as fill the memory. Data, rewards and engines are replaced: rewards differ
-within a group, so that each completion enters the loss.
+Only its data and rewards are replaced: each example is the longest, completions go on to
+`max_tokens`, and rewards differ, so that each completion is learned from. Torch-free, so that the
+process can start, and import what a run needs, before torch is imported here.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-import torch
-from transformers import PreTrainedModel
-
-from keel.config.entry import load_entry
-from keel.config.judging import PROMPTS_AT_ONCE, JudgingStage
+from keel.config.load import to_toml
 from keel.config.optimisation import Checkpoints, Trackers
-from keel.config.sampling import Evaluation, Rollout
-from keel.config.schema import Cluster, Recipe, RLStage, SFTStage, Stage
-from keel.config.sources import PreferenceData, Rewards, RewardSource, TaskSource
+from keel.config.schema import Recipe, Stage
+from keel.config.sources import LEARNED, PreferenceData, Rewards, RewardSource, TaskSource
 from keel.data.tasks.base import BaseTask
-from keel.engines.native import NativeEngine
-from keel.engines.vllm.engine import VllmEngine
-from keel.models.families import context_length
-from keel.models.packed import sizes_on
-from keel.preflight.context import LongestExample, StageContext
-from keel.preflight.trial_batch import OPERATIONS, SHORTEST, Load
-from keel.types import Completion, Engine, Group, Prompt, Sampling, Split
+from keel.sandbox.lifeline import Lifeline
+from keel.types import Prompt, Split
 
-LEARNED = ("outcome", "process")
-"""Built-in rewards that are models."""
 STEPS = 2
 """Of a stage: an optimizer's state is there from the second on."""
-COUNTED = 65_536
-"""Sequences of a step that are counted, to see how many fill a micro-batch."""
+LIMIT = 300.0
+"""Seconds after which the process is ended."""
 
 
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """A recipe to run, and by stage: its longest example, the tokens of a completion that are
-    sampled, and what of its memory is not measured."""
+@dataclass(frozen=True, slots=True)
+class LongestExample:
+    """The longest example of a stage: its tokens, without those of a completion that is sampled,
+    and its columns; `raw`: a plain prompt is not put through the chat template."""
 
-    recipe: Recipe
-    examples: Mapping[str, LongestExample]
-    sampled: Mapping[str, int] = field(default_factory=dict)
-    omitted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def sampled_tokens(self, name: str) -> int:
-        """Tokens of all completions that a step of the stage samples; 0 where it samples none."""
-        (stage,) = (stage for stage in self.recipe.stages if stage.name == name)
-        if stage.sampling is None:
-            return 0
-        rollout = stage.sampling.rollout
-        return rollout.prompts_per_step * rollout.group_size * self.sampled[name]
+    tokens: int
+    data: Mapping[str, Any]
+    raw: bool = False
 
 
-def trial_of(contexts: Sequence[StageContext], load: Load, path: Path) -> Trial | None:
-    """The trial of the stages of which an example is known; None where there are none.
+class TrialProcess:
+    """The process, which waits for its job, with a folder of its own; both are gone after the
+    `with` block."""
 
-    `path` is where the examples will be. A stage whose reward model starts from that of a stage
-    without an example is left out too.
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="keel-check-")
+        self.folder = Path(self._folder.name)
+        self._lifeline = Lifeline()
+        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        with (self.folder / "log").open("w") as log:
+            self._process = subprocess.Popen(
+                # -P: no file of the working folder replaces a module.
+                [sys.executable, "-P", "-m", "keel.preflight.trial_child"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=(self._lifeline.inner,),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+                start_new_session=True,
+                text=True,
+            )
+        self._lifeline.tie(self._process.pid)
+        self._lifeline.give()
+
+    def __enter__(self) -> TrialProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._lifeline.cut()
+        self._folder.cleanup()
+
+    def run(
+        self, recipe: Recipe, examples: Mapping[str, LongestExample], device: str, room: int | None
+    ) -> tuple[list[dict[str, Any]], int | None]:
+        """Run a recipe of `trial_recipe` in `room` bytes of memory.
+
+        Returns the events that it wrote, and its exit status; None if it took longer than `LIMIT`.
+        """
+        data = {name: one.data for name, one in examples.items()}
+        (self.folder / "examples.json").write_text(json.dumps(data), "utf-8")
+        (self.folder / "recipe.toml").write_text(to_toml(recipe), "utf-8")
+        job = json.dumps({"folder": str(self.folder), "device": device, "limit": room})
+        try:
+            self._process.communicate(job + "\n", timeout=LIMIT)
+            status: int | None = self._process.returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        events = self.folder / "events.jsonl"
+        lines = events.read_text("utf-8").splitlines() if events.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")], status
+
+
+# ---------------------------------------------------------------- its recipe
+
+
+def trial_recipe(
+    recipe: Recipe,
+    examples: Mapping[str, LongestExample],
+    prompts: Mapping[str, int],
+    folder: Path,
+) -> Recipe | None:
+    """The recipe to run: the stages with an example, with at most so many `prompts` a step.
+
+    None if there is none. A stage whose reward model starts from that of a stage without an example
+    is left out too.
     """
-    recipe = contexts[0].recipe
-    examples = {c.stage.name: c.work.longest for c in contexts if c.work.longest is not None}
     stages: list[Stage] = []
-    sampled: dict[str, int] = {}
-    omitted: dict[str, tuple[str, ...]] = {}
     for stage in recipe.stages:
-        base = stage.base_model
-        known = {one.name for one in stages}
-        if stage.name not in examples or (base and base.stage and base.stage not in known):
-            continue
-        short = _ShortStage(stage, examples[stage.name], load, str(path), known)
-        stages.append(short.stage())
-        sampled[stage.name] = short.sampled
-        omitted[stage.name] = tuple(short.omitted())
-    if not stages:
-        return None
-    # One process: what several need together is not measured.
-    changes: dict[str, Any] = {"stages": tuple(stages), "cluster": Cluster()}
-    if load.device in ("cpu", "cuda"):
-        changes["model"] = recipe.model.model_copy(update={"device": load.device})
-    return Trial(recipe.model_copy(update=changes), examples, sampled, omitted)
+        base, known = stage.base_model, {one.name for one in stages}
+        if stage.name in examples and not (base and base.stage and base.stage not in known):
+            most = prompts.get(stage.name)
+            stages.append(_short(stage, examples[stage.name].raw, most, folder, known))
+    return recipe.model_copy(update={"stages": tuple(stages)}) if stages else None
 
 
-class _ShortStage:
-    """One stage of a trial."""
-
-    def __init__(
-        self, stage: Stage, example: LongestExample, load: Load, path: str, known: set[str]
-    ) -> None:
-        self.original, self.example, self.load, self.known = stage, example, load, known
-        self.options = {"path": path, "stage": stage.name}
-        self.task = TaskSource(name=f"{__name__}:task", options=self.options, raw=example.raw)
-        self.sampled = 0
-        """Tokens of a completion that are sampled; 0 where nothing is."""
-
-    def stage(self) -> Stage:
-        """The shortened stage."""
-        stage = self.original
-        changes: dict[str, Any] = {
-            "steps": min(stage.steps, STEPS),
+def _short(
+    stage: Stage, raw: bool, prompts: int | None, folder: Path, known: Collection[str]
+) -> Stage:
+    options = {"path": str(folder / "examples.json"), "stage": stage.name}
+    sampling = stage.sampling
+    algorithm = None if sampling is None else sampling.algorithm
+    ahead = 0 if sampling is None else sampling.rollout.async_level
+    of_steps = stage.records == "steps" or (algorithm is not None and algorithm.needs_steps)
+    reward = alternating_step_reward if of_steps else alternating_reward
+    kept = () if sampling is None else sampling.rewards.functions
+    plain = {"gate_below": None, "gated_reward": 0.0, "clip": None, "normalise": "none"}
+    functions = [one.model_copy(update=plain) for one in kept if _in_memory(one, known)]
+    functions.append(RewardSource(function=f"{__name__}:{reward.__name__}", name="trial"))
+    short: Stage = stage.on_examples(
+        tasks=(TaskSource(name=f"{__name__}:task", options=options, raw=raw),),
+        data=PreferenceData(name=f"{__name__}:rows", options=options, raw=raw, empty="keep"),
+        rewards=Rewards(functions=tuple(functions)),
+        prompts=prompts,
+    ).model_copy(
+        update={
+            "steps": min(stage.steps, STEPS + ahead),
             "on_nonfinite": "skip",
-            "checkpoints": Checkpoints(every=STEPS + 1, keep=1),
+            "checkpoints": Checkpoints(every=1000, keep=1),
             "trackers": Trackers(),
         }
-        if stage.records is not None:
-            changes |= self._judged(cast(JudgingStage, stage))
-        elif stage.demonstrated:
-            changes |= {
-                "tasks": (self.task,),
-                "demonstration": "keel.data.tasks.generated:gold",
-                "batch_size": self._examples(cast(SFTStage, stage).batch_size),
-            }
-        else:
-            changes |= self._rl(cast(RLStage, stage))
-        found: Stage = stage.model_copy(update=changes)
-        return found
-
-    def omitted(self) -> Iterator[str]:
-        """What of the stage's memory and time the trial does not measure."""
-        sampling = self.original.sampling
-        if sampling is None:
-            return
-        rollout = sampling.rollout
-        n = rollout.prompts_per_step * rollout.group_size
-        rows = min(rollout.max_rows, self._prompts(rollout) * rollout.group_size)
-        if self.sampled < rollout.max_tokens or rows < min(n, rollout.max_rows):
-            yield (
-                f"memory of sampling beyond {self.sampled} tokens of {rows} completions at a time: "
-                "this model would take minutes here"
-            )
-        if rollout.max_turns > 1 or rollout.program is not None:
-            yield "memory of what earlier turns of a conversation leave to later ones"
-        if rollout.program is not None:
-            yield "time of rollout.program and of its requests"
-        for source in sampling.rewards.functions:
-            if source.function in LEARNED and not self._kept(source):
-                yield f"memory of reward {source.name or source.function!r}"
-
-    # ------------------------------------------------------------ kinds of stages
-
-    def _rl(self, stage: RLStage) -> dict[str, Any]:
-        rollout, evaluation = stage.rollout, stage.evaluation
-        minibatches = min(stage.minibatches, STEPS)
-        of_minibatch = math.ceil(rollout.prompts_per_step / stage.minibatches)
-        filling = self._groups_of_two_passes(rollout)
-        learned = minibatches * min(of_minibatch, filling)
-        prompts = min(rollout.prompts_per_step, max(learned, self._prompts(rollout)))
-        self.sampled = self._sampled_tokens(rollout, prompts)
-        short = {"prompts_per_step": prompts, "stop": (), "stop_ids": (), "mask_truncated": False}
-        short["program"] = None
-        evaluated = self._evaluated(rollout, evaluation, prompts)
-        silent = {"every": 0, "component": None, "prompts": evaluated}
-        return {
-            "steps": min(stage.steps, STEPS + rollout.async_level),
-            "tasks": (self.task,),
-            "epochs": 1,
-            "minibatches": minibatches,
-            "rollout": rollout.model_copy(update=short),
-            "rewards": self._rewards(stage.rewards, of_steps=stage.algorithm.needs_steps),
-            "value": stage.value.model_copy(update={"warmup_steps": 0}),
-            "evaluation": evaluation.model_copy(update=silent),
-        }
-
-    def _judged(self, stage: JudgingStage) -> dict[str, Any]:
-        changes: dict[str, Any] = {
-            "batch_size": self._examples(stage.batch_size),
-            "evaluation": stage.evaluation.model_copy(update={"rows": 0}),
-        }
-        choice = stage.sampled
-        if choice is None:
-            options = {**self.options, "count": changes["batch_size"]}
-            name = f"{__name__}:rows"
-            data = PreferenceData(name=name, options=options, raw=stage.raw, empty="keep")
-            return {**changes, "data": data}
-        rollout = choice.sampling.rollout
-        prompts = self._prompts(rollout)
-        self.sampled = self._sampled_tokens(rollout, prompts)
-        update = {
-            "tasks": (self.task,),
-            "rewards": self._rewards(choice.rewards, of_steps=stage.records == "steps"),
-            "train": min(choice.train, PROMPTS_AT_ONCE, prompts),
-            "validation": 1,
-            "noise": 0.0,
-            "people": None,
-            # An end-of-sequence token is added to what was sampled.
-            "max_tokens": max(1, choice.max_tokens - 1),
-        }
-        return {**changes, "sampled": choice.model_copy(update=update)}
-
-    # ------------------------------------------------------------ how much
-
-    def _groups_of_two_passes(self, rollout: Rollout) -> int:
-        """Prompts whose completions fill two micro-batches: the second adds to gradients."""
-        n = rollout.group_size
-        count = max(1, min(rollout.prompts_per_step, COUNTED // n))
-        prompt, whole = self.example.tokens, self.example.tokens + rollout.max_tokens
-        shared = [0, *[prompt] * (n - 1)]
-        return math.ceil(self._two_passes([whole] * n * count, shared * count) / n)
-
-    def _examples(self, batch_size: int) -> int:
-        """Examples that fill two micro-batches, or the batch."""
-        return self._two_passes([self.example.tokens] * min(batch_size, COUNTED), ())
-
-    def _two_passes(self, lengths: list[int], shared: Sequence[int]) -> int:
-        sizes = sizes_on(torch.device(self.load.device), lengths, shared)
-        spans = sizes.spans(self.original.token_budget)
-        return spans[1].stop + 1 if len(spans) > 2 else len(lengths)
-
-    def _prompts(self, rollout: Rollout) -> int:
-        """Prompts whose completions are sampled at a time, as many as take seconds."""
-        affordable = OPERATIONS[self.load.device] / (2 * self.load.parameters * SHORTEST)
-        completions = min(rollout.max_rows, affordable)
-        return max(1, min(rollout.prompts_per_step, math.ceil(completions / rollout.group_size)))
-
-    def _sampled_tokens(self, rollout: Rollout, prompts: int) -> int:
-        """Tokens of each completion, as many as take seconds."""
-        tokens = OPERATIONS[self.load.device] / (2 * self.load.parameters)
-        length = min(self.load.steps, int(tokens / (prompts * rollout.group_size)))
-        return min(rollout.max_tokens, max(SHORTEST, length))
-
-    def _evaluated(self, rollout: Rollout, evaluation: Evaluation, prompts: int) -> int:
-        """Prompts of an evaluation, where it takes more at a time than the rollouts do."""
-        samples = max(1, evaluation.samples)
-        rows = min(rollout.max_rows, evaluation.prompts * samples)
-        sampled = min(rollout.max_rows, prompts * rollout.group_size)
-        if rows <= sampled and rollout.dtype == "model":
-            return 0
-        return min(evaluation.prompts, self._prompts(rollout) * rollout.group_size)
-
-    # ------------------------------------------------------------ rewards
-
-    def _rewards(self, rewards: Rewards, *, of_steps: bool) -> Rewards:
-        """The learned rewards, whose models take memory, and a reward that always differs."""
-        plain = {"gate_below": None, "gated_reward": 0.0, "clip": None, "normalise": "none"}
-        kept = [one.model_copy(update=plain) for one in rewards.functions if self._kept(one)]
-        entry = alternating_step_reward if of_steps else alternating_reward
-        trial = RewardSource(function=f"{__name__}:{entry.__name__}", name="trial")
-        return rewards.model_copy(update={"functions": (*kept, trial), "on_error": "stop"})
-
-    def _kept(self, source: RewardSource) -> bool:
-        stage = source.options.get("stage")
-        here = not source.options.get("process")
-        return source.function in LEARNED and here and (stage is None or stage in self.known)
+    )
+    return short
 
 
-# ---------------------------------------------------------------- in the trial's process
+def _in_memory(source: RewardSource, known: Collection[str]) -> bool:
+    """Whether a reward is a model in the run's own process, which takes memory."""
+    stage = source.options.get("stage")
+    here = source.function in LEARNED and not source.options.get("process")
+    return here and (stage is None or stage in known)
+
+
+# ---------------------------------------------------------------- what the recipe names
 
 
 class RepeatedPrompt(BaseTask):
@@ -278,9 +181,9 @@ def task(*, path: str, stage: str) -> RepeatedPrompt:
     return RepeatedPrompt(stage, _example(path, stage))
 
 
-def rows(*, path: str, stage: str, count: int) -> list[dict[str, Any]]:
-    """The preference data of a stage: its longest example, `count` times."""
-    return [_example(path, stage)] * count
+def rows(*, path: str, stage: str) -> list[dict[str, Any]]:
+    """The preference data of a stage: its longest example, which steps repeat."""
+    return [_example(path, stage)]
 
 
 def _example(path: str, stage: str) -> dict[str, Any]:
@@ -298,61 +201,3 @@ def alternating_step_reward(
 ) -> list[list[tuple[int, float]]]:
     """The same, as the reward of a completion's only step."""
     return [[(len(ids) - 1, float(at % 2))] for at, ids in enumerate(completion_ids)]
-
-
-class FullLengthEngine:
-    """Completions of `max_tokens` tokens each.
-
-    After `sampled` tokens, and where `inner` stops earlier, the last token is repeated.
-    """
-
-    def __init__(self, inner: Engine, context: int | None, sampled: int) -> None:
-        self.inner, self.context, self.sampled = inner, context, sampled
-        self.sync = inner.sync
-
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
-    ) -> list[Group]:
-        """See `keel.types.Engine`."""
-        groups = []
-        shorter = replace(sampling, max_tokens=min(sampling.max_tokens, self.sampled))
-        for group in self.inner.sample(prompts, n, shorter, seed):
-            length = sampling.max_tokens
-            if self.context is not None:
-                length = min(length, self.context - len(group.prompt.tokens))
-            completions = tuple(_lengthened(c, length) for c in group.completions)
-            groups.append(Group(group.prompt, completions))
-        return groups
-
-
-def full_length(name: str, sampled: Callable[[], int]) -> Callable[..., FullLengthEngine]:
-    """An entry for `keel.engines.registry.ENGINES` that replaces the engine `name`.
-
-    The native engine samples on after the end-of-sequence token.
-    """
-
-    def build(model: PreTrainedModel, tokenizer: Any, **options: Any) -> FullLengthEngine:
-        inner: Engine
-        if name == "native":
-            inner = native = NativeEngine(model, tokenizer, **options)
-            native.eos = ()
-        elif name == "vllm":
-            inner = VllmEngine(model, tokenizer, **options)
-        else:
-            dtype = options["dtype"]
-            options["dtype"] = "model" if dtype is None else str(dtype).removeprefix("torch.")
-            inner = load_entry(name, "engine")(model=model, tokenizer=tokenizer, **options)
-        return FullLengthEngine(inner, context_length(model), sampled())
-
-    return build
-
-
-def _lengthened(completion: Completion, length: int) -> Completion:
-    missing = length - len(completion)
-    if missing <= 0 or not len(completion):
-        return completion
-    padded: dict[str, Any] = {
-        name: np.pad(getattr(completion, name), (0, missing), mode="edge")
-        for name in ("tokens", "log_probs", "written")
-    }
-    return replace(completion, finish="length", **padded)

@@ -74,7 +74,11 @@ class Sampler:
     def sampling(self) -> Sampling:
         c = self.config
         return Sampling(
-            max_tokens=c.max_tokens, temperature=c.temperature, stop=c.stop, stop_ids=c.stop_ids
+            max_tokens=c.max_tokens,
+            temperature=c.temperature,
+            stop=c.stop,
+            stop_ids=c.stop_ids,
+            ignore_eos=c.ignore_eos,
         )
 
     def judged(

@@ -309,7 +309,8 @@ class VllmEngine:
 
     def _stops(self, sampling: Sampling) -> Stops:
         vocabulary = int(self.model.config.get_text_config().vocab_size)
-        return Stops(self.eos, sampling, self.tokenizer, vocabulary)
+        eos = () if sampling.ignore_eos else self.eos
+        return Stops(eos, sampling, self.tokenizer, vocabulary)
 
     def _completion(
         self, prompt: Prompt, sampled: Sampled, limit: int, sampling: Sampling
@@ -350,6 +351,7 @@ def _vllm_stops(stops: Stops, sampling: Sampling) -> dict[str, Any]:
         "min_p": sampling.min_p,
         "stop": list(stops.strings),
         "stop_token_ids": stops.ids(),
+        "ignore_eos": sampling.ignore_eos,
     }
 
 

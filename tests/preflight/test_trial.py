@@ -1,4 +1,4 @@
-"""Memory and time from a trial run: against real runs, within limits, and what the trial is."""
+"""The trial of a recipe: against real runs, within limits, and what it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,20 +14,13 @@ import torch
 
 from keel.cli.main import main
 from keel.config.load import load_recipe, to_toml
-from keel.config.schema import Recipe, RLStage, Stage
+from keel.config.schema import Recipe, RLStage
 from keel.engines.native import NativeEngine
-from keel.engines.registry import ENGINES
 from keel.models.policy import load_policy
-from keel.preflight import trial_child
+from keel.preflight import trial, trial_child
 from keel.preflight.check import Report, check
-from keel.preflight.context import LongestExample
-from keel.preflight.judge_cost import evaluations_of
 from keel.preflight.memory import available_memory, read_result, resident_memory
-from keel.preflight.prediction import stage_parts
-from keel.preflight.trial import Trial, full_length, trial_of
-from keel.preflight.trial_batch import Load
-from keel.preflight.trial_process import TrialJob
-from keel.runs.writer import RunWriter
+from keel.preflight.trial import LongestExample, trial_recipe
 from keel.types import Prompt, Sampling
 
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
@@ -45,7 +37,6 @@ train(load_recipe("tiny", sys.argv[2:]), sys.argv[1])
 status = Path("/proc/self/status").read_text()
 print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
 """
-SMALL = Load(800_000, 4, 4, "cpu")
 
 
 # ---------------------------------------------------------------- measured
@@ -56,25 +47,48 @@ def tiny() -> Report:
     return check("tiny", SHORT, price=3.6)
 
 
-def test_memory_time_and_cost_are_predicted(tiny: Report) -> None:
-    predicted = tiny.stages[0].predicted
-    assert 0 < predicted["memory"]["peak"] < predicted["memory"]["room"]
-    assert {"sampling", "learning"} <= set(predicted["time"])
-    assert predicted["seconds"] > 0
-    assert predicted["cost"] == pytest.approx(predicted["seconds"] / 1000, abs=1e-3)
-    assert tiny.predicted == {"seconds": predicted["seconds"], "cost": predicted["cost"]}
+def test_memory_time_and_cost_are_measured(tiny: Report) -> None:
+    measured = tiny.stages[0].measured
+    assert 0 < measured["memory"]["peak"] < measured["memory"]["room"]
+    assert {"rollout", "update", "rewards"} <= set(measured["step"])
+    assert measured["seconds"] == pytest.approx(3 * sum(measured["step"].values()), abs=0.06)
+    assert measured["cost"] == pytest.approx(measured["seconds"] / 1000, abs=1e-3)
+    assert tiny.total == {"seconds": measured["seconds"], "cost": measured["cost"]}
     assert tiny.findings == ()
+
+
+def test_recipe_for_another_machine_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its findings are reported all the same."""
+    monkeypatch.setattr("keel.preflight.check.measure", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for key, why in (
+        ("cluster.processes=2", "cluster.processes = 2"),
+        ("cluster.ray=auto", "cluster.ray"),
+        ("model.device=cuda", "no GPU here"),
+    ):
+        report = check("tiny", [*SHORT, key, "optimizer.warmup_steps=99"])
+        (line,) = report.stages[0].unseen
+        assert line.startswith("memory and time: not run, since")
+        assert why in line
+        assert [one.kind for one in report.findings] == ["warm-up-never-ends"]
+
+
+def test_trial_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "LIMIT", 0.01)
+    (stage,) = check("tiny", SHORT).stages
+    assert stage.measured == {}
+    assert any("took longer than" in line for line in stage.unseen)
 
 
 @linux
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], WIDE], ids=["tiny", "512 wide"])
-def test_predicted_peak_is_that_of_the_run(
+def test_measured_peak_is_that_of_the_run(
     overrides: list[str], tiny: Report, tmp_path: Path
 ) -> None:
     """Within a tenth: a run has more steps, and so more holes in its heap."""
     report = check("tiny", [*SHORT, *overrides]) if overrides else tiny
-    memory = report.stages[0].predicted["memory"]
+    memory = report.stages[0].measured["memory"]
     words = [sys.executable, "-c", REAL, str(tmp_path / "run"), *SHORT, *overrides]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert memory["peak"] == pytest.approx(int(done.stdout.splitlines()[-1]), rel=0.1)
@@ -90,7 +104,7 @@ def test_recipe_that_does_not_fit_is_a_finding(
 ) -> None:
     """Whether its peak is above the limit, or it does not come so far."""
     room = limit * MIB
-    monkeypatch.setattr("keel.preflight.prediction.available_memory", lambda device: room)
+    monkeypatch.setattr("keel.preflight.memory.available_memory", lambda device: room)
     words = WIDE if limit == 450 else []
     assert main(["check", "tiny", *SHORT, *words]) == 1
     out = capsys.readouterr().out
@@ -136,9 +150,9 @@ def test_every_kind_of_stage_is_measured_with_the_models_of_earlier_ones(tmp_pat
     ]
     build = load_recipe("tiny").model.model_dump()["build"]
     report = check({"threads": 1, "model": {"build": build}, "stages": stages})
-    assert [stage.name for stage in report.stages if not stage.predicted] == []
+    assert [stage.name for stage in report.stages if not stage.measured] == []
     assert [what for stage in report.stages for what in stage.unseen if "memory" in what] == []
-    peaks = [stage.predicted["memory"]["peak"] for stage in report.stages]
+    peaks = [stage.measured["memory"]["peak"] for stage in report.stages]
     assert peaks == sorted(peaks)  # one process, which keeps what it has freed
 
 
@@ -150,7 +164,7 @@ EVENTS: list[dict[str, Any]] = [
     {"stage": "sft", "phase": "setup", "peak": 100},
     {"stage": "sft", "begins": "update"},
     {"stage": "sft", "phase": "update", "peak": 200},
-    {"stage": "sft", "step": 2, "tokens": 64.0, "seconds": {"update": 0.5}},
+    {"stage": "sft", "step": 2, "seconds": {"update": 0.5}},
     {"stage": "sft", "phase": "checkpoints", "peak": 201},
     {"stage": "rl", "begins": "setup"},
     {"stage": "rl", "phase": "setup", "peak": 150},
@@ -165,7 +179,7 @@ def test_events_of_a_finished_trial_give_peaks_and_seconds() -> None:
     memory = result.stages["sft"]
     assert (memory.peak, memory.phase) == (201, "update")
     assert memory.phases == {"setup": 100, "update": 200, "checkpoints": 201}
-    assert (memory.tokens, memory.seconds) == (64.0, {"update": 0.5})
+    assert memory.seconds == {"update": 0.5}
     assert result.stages["rl"].peak == 150
     assert not result.full
     whole = read_result([{"stage": "", "resets": False}, *EVENTS[1:], end], 0)
@@ -182,27 +196,26 @@ def test_events_of_a_trial_that_ended_early_name_the_reason() -> None:
     wrong = read_result([*EVENTS, {"stage": "rl", "error": "no such thing"}], 0)
     assert (wrong.full, wrong.why) == (False, "no such thing")
     assert read_result([], 1).full
+    late = read_result(EVENTS, None)
+    assert (late.full, late.why) == (False, "two steps took longer than 300 s, in 'rollout'")
 
 
 # ---------------------------------------------------------------- the trial's recipe
 
 
-def trial(recipe: Recipe, load: Load = SMALL, *, without: tuple[str, ...] = ()) -> Trial | None:
-    examples = {s.name: LongestExample(9, {"prompt": "12>"}) for s in recipe.stages}
-    examples |= dict.fromkeys(without)
-    contexts: Any = [
-        SimpleNamespace(recipe=recipe, stage=s, work=SimpleNamespace(longest=examples[s.name]))
-        for s in recipe.stages
-    ]
-    return trial_of(contexts, load, Path("/trial/examples.json"))
+def short(recipe: Recipe, prompts: int = 8, *, without: str = "") -> Recipe | None:
+    """The recipe to run, of stages with an example."""
+    names = [stage.name for stage in recipe.stages if stage.name != without]
+    examples = {name: LongestExample(9, {"prompt": "12>"}) for name in names}
+    return trial_recipe(recipe, examples, dict.fromkeys(names, prompts), Path("/trial"))
 
 
-def trial_stage(*overrides: str, load: Load = SMALL, **keys: Any) -> tuple[RLStage, Trial]:
-    found = trial(load_recipe({"extends": "tiny", **keys}, overrides), load)
+def short_stage(*overrides: str, prompts: int = 8, **keys: Any) -> RLStage:
+    found = short(load_recipe({"extends": "tiny", **keys}, overrides), prompts)
     assert found is not None
     # What the process reads is a recipe like any other.
-    assert load_recipe(tomllib.loads(to_toml(found.recipe))) == found.recipe
-    return cast(RLStage, found.recipe.stages[0]), found
+    assert load_recipe(tomllib.loads(to_toml(found))) == found
+    return cast(RLStage, found.stages[0])
 
 
 def test_trial_pays_logs_and_calls_nothing() -> None:
@@ -212,7 +225,7 @@ def test_trial_pays_logs_and_calls_nothing() -> None:
         {"function": "outcome", "options": {"model": "folder"}, "gate_below": 0.5},
         {"function": "outcome", "name": "apart", "options": {"model": "folder", "process": True}},
     ]
-    stage, found = trial_stage(
+    stage = short_stage(
         "trackers.tensorboard=true", "evaluation.component=judge", rewards={"functions": functions}
     )
     assert [f.function for f in stage.rewards.functions][:-1] == ["outcome"]
@@ -220,92 +233,38 @@ def test_trial_pays_logs_and_calls_nothing() -> None:
     assert stage.rewards.functions[-1].function.endswith(":alternating_reward")
     assert not stage.trackers.tensorboard
     assert stage.evaluation.component is None
-    assert found.omitted["rl"] == ("memory of reward 'apart'",)
 
 
-def test_trial_has_two_steps_of_what_fills_memory() -> None:
-    rows = "rollout.max_rows=8"
-    stage, found = trial_stage(rows, "token_budget=640", "epochs=3", "minibatches=1")
-    assert (stage.steps, stage.epochs, found.sampled["rl"]) == (2, 1, 10)
-    assert stage.rollout.prompts_per_step == 8
-    for overrides, prompts in (
-        # Of a prompt of 9 tokens and four answers of 10, six fit into 300; two passes, and one
-        # more; or as many as are sampled at a time.
-        ([rows, "token_budget=300", "rollout.prompts_per_step=500"], 13),
-        (["token_budget=300", "rollout.prompts_per_step=500"], 256 // 4),
-    ):
-        assert trial_stage(*overrides)[0].rollout.prompts_per_step == prompts
-    async_level = ["rollout.async_level=1", "algorithm.correction.kind=truncate"]
-    assert trial_stage(*async_level)[0].steps == 3
-    assert trial_stage("steps=1")[0].steps == 1
-    large, omitted = trial_stage(
-        "rollout.max_tokens=4000", "model.build.context=4096", load=Load(10**9, 4, 24, "cpu")
-    )
-    assert omitted.sampled["rl"] < 4000
-    assert "take minutes" in omitted.omitted["rl"][0]
-    assert large.rollout.max_tokens == 4000
+def test_trial_has_two_steps_of_full_completions() -> None:
+    stage = short_stage("epochs=3", "rollout.stop=['=']", "rollout.mask_truncated=true")
+    assert (stage.steps, stage.epochs, stage.rollout.prompts_per_step) == (2, 3, 8)
+    assert stage.rollout.ignore_eos
+    assert stage.rollout.stop == ()
+    assert not stage.rollout.mask_truncated
+    assert short_stage(prompts=4).rollout.prompts_per_step == 4
+    ahead = ["rollout.async_level=1", "algorithm.correction.kind=truncate"]
+    assert short_stage(*ahead).steps == 3
+    assert short_stage("steps=1").steps == 1
 
 
 def test_trial_leaves_out_stages_without_example_and_those_that_need_them() -> None:
     model = {"stage": "reward_model", "name": "first", "data": {"name": "own:rows"}}
     again = {**model, "name": "second", "base": {"stage": "first"}}
     recipe = load_recipe({"model": {"build": {}}, "stages": [model, again]})
-    assert trial(recipe, without=("first",)) is None
-    alone = trial(recipe, without=("second",))
+    assert short(recipe, without="first") is None
+    alone = short(recipe, without="second")
     assert alone is not None
-    assert [stage.name for stage in alone.recipe.stages] == ["first"]
+    assert [stage.name for stage in alone.stages] == ["first"]
 
 
-def test_full_length_engine_fills_the_budget_within_the_context() -> None:
-    """Sampled on after the end, then repeated."""
+def test_completions_that_ignore_the_end_fill_the_budget() -> None:
     policy = load_policy(load_recipe("tiny").model, 0)
     prompts = [Prompt("a", "12>", tokens=(3, 4, 5)), Prompt("b", "1>", tokens=(3, 5))]
-    engine = full_length("native", lambda: 6)(policy.model, policy.tokenizer, dtype=None)
-    groups = engine.sample(prompts, 4, Sampling(max_tokens=12), 0)
-    for completion in (c for group in groups for c in group.completions):
-        assert len(completion) == 12
-        assert set(completion.tokens[6:]) == {completion.tokens[5]}
-        assert completion.written.all()
-    context = NativeEngine(policy.model, policy.tokenizer).context
-    assert context is not None
-    long = engine.sample(prompts[:1], 1, Sampling(max_tokens=10**6), 0)
-    assert len(long[0].completions[0]) == context - 3
-
-
-# ---------------------------------------------------------------- time
-
-
-def rl(*overrides: str) -> Stage:
-    return load_recipe("tiny", ["steps=10", "checkpoints.every=4", *overrides]).stages[0]
-
-
-def on_rows(stage: str) -> Stage:
-    kind = {"stage": stage, "steps": 10, "data": {"name": "jsonl", "path": "rows.jsonl"}}
-    return load_recipe({"model": {"build": {}}, "stages": [kind]}).stages[0]
-
-
-STEP = {"sampling": 6.0, "scoring": 2.0, "measuring": 2.0, "learning": 3.0}
-
-
-def test_time_multiplies_a_step_and_each_epoch() -> None:
-    """Three checkpoints: after 4, 8 and 10 steps. Three evaluations: before,
-    after 5, and at the end."""
-    stage = rl("algorithm=grpo", "epochs=2", "evaluation.every=5")
-    assert stage_parts(stage, STEP, 0.5, 4.0) == pytest.approx(
-        {"sampling": 60, "scoring": 20, "measuring": 20, "learning": 60, "evaluation": 12,
-         "checkpoints": 1.5}
-    )  # fmt: skip
-    data = stage_parts(on_rows("dpo"), {"sampling": 0.0, "learning": 3.0}, 0.5, 0.0)
-    assert data == pytest.approx({"learning": 30, "checkpoints": 0.5})
-    assert stage_parts(rl("checkpoints.every=5"), STEP, 0.5, 0.0)["checkpoints"] == 1.0
-
-
-def test_evaluations_are_counted() -> None:
-    counts = [evaluations_of(rl(f"evaluation.every={every}")) for every in (0, 3, 5)]
-    assert counts == [2, 2 + 3, 2 + 1]  # the tenth step is the last
-    assert evaluations_of(on_rows("reward_model")) == 2
-    sft = {"stage": "sft", "tasks": [{"name": "sort_digits"}]}
-    assert evaluations_of(load_recipe({"model": {"build": {}}, "stages": [sft]}).stages[0]) == 0
+    engine = NativeEngine(policy.model, policy.tokenizer)
+    groups = engine.sample(prompts, 4, Sampling(max_tokens=12, ignore_eos=True), 0)
+    completions = [c for group in groups for c in group.completions]
+    assert [(len(c), c.finish) for c in completions] == [(12, "length")] * 8
+    assert any(engine.eos[0] in c.tokens[:-1] for c in completions)
 
 
 # ---------------------------------------------------------------- a GPU, by its name alone
@@ -324,18 +283,16 @@ def test_trial_on_a_gpu_measures_every_phase(
     monkeypatch.setattr(torch.cuda, "init", lambda: ready.append("init"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
-    monkeypatch.setattr(RunWriter, "checkpoint", RunWriter.checkpoint)
-    for name, engine in ENGINES.items():
-        monkeypatch.setitem(ENGINES, name, engine)
     recipe = load_recipe("tiny", ["steps=2", "model.device=cpu", "evaluation.prompts=2"])
     (tmp_path / "recipe.toml").write_text(to_toml(recipe))
-    trial_child.run_trial(TrialJob(str(tmp_path), "cuda:0", None, {"rl": 4}, ("native",)))
+    trial_child.run({"folder": str(tmp_path), "device": "cuda:0"})
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
     result = read_result([json.loads(line) for line in lines], 0)
     assert not result.stopped
     memory = result.stages["rl"]
     assert {"rollout", "update"} <= memory.phases.keys()
-    assert (memory.peak, memory.tokens > 0) == (7, True)
+    assert memory.peak == 7
+    assert not any((tmp_path / "run/checkpoints").iterdir())
 
 
 # ---------------------------------------------------------------- available memory
