@@ -24,9 +24,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from keel.analysis.calibration import predictive_report  # noqa: E402
 from keel.analysis.comparison import RESAMPLES, around, difference_interval  # noqa: E402
+from keel.analysis.proportions import clustered_mean, share_interval  # noqa: E402
 from keel.analysis.statistics import Array, Interval  # noqa: E402
-from keel.analysis.uncertainty import predictive_report, spread_report  # noqa: E402
 from keel.preferences.acquisition import (  # noqa: E402
     METHODS,
     Method,
@@ -274,8 +275,11 @@ def calibration(made: Sequence[tuple[Problem, HeadPosterior]], name: str) -> str
     before = predictive_report(plain, plain, labels, names).pairs.ece
     cells = [name, f"{100 * before:.1f}", f"{100 * report.pairs.ece:.1f}", shown(report.gain, 1, 4)]
     if errors:
-        spread = spread_report(errors, deviations, names)
-        cells += [shown(spread.ratio, 1, 2), shown(spread.within, 100, 0)]
+        ratios = np.array(errors) / np.array(deviations)  # mean square 1, 95 % below 1.96
+        squared = clustered_mean(ratios**2, names)
+        ends = (np.sqrt(max(x, 0.0)) for x in (squared.mean, squared.low, squared.high))
+        within = share_interval(np.abs(ratios) <= 1.96, names)
+        cells += [shown(Interval(*ends, squared.n), 1, 2), shown(within, 100, 0)]
     else:
         cells += ["", ""]
     return "| " + " | ".join(cells) + " |"

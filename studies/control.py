@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from keel.analysis.plots import Curve, compare_curves
-from keel.analysis.statistics import Interval, iqm, stratified_bootstrap
+from keel.analysis.panels import Line, Panel, Series
+from keel.analysis.plots import drawing, plot_panel, set_titles
+from keel.analysis.statistics import Interval, bootstrap_interval, iqm
 from keel.runs.reader import load
 
 FIELDS = ("seed", "environment_steps", "return", "low", "high", "train_return")
@@ -111,10 +112,9 @@ def final(rows: Sequence[dict[str, float]], seed: int) -> float:
 
 
 def summary(rows: Sequence[dict[str, float]]) -> Interval:
-    """IQM of the last evaluations over seeds, with its 95 % stratified bootstrap interval."""
+    """IQM of the last evaluations over seeds, with its 95 % bootstrap interval."""
     seeds = sorted({int(row["seed"]) for row in rows})
-    scores = np.array([[final(rows, seed)] for seed in seeds])
-    return stratified_bootstrap(scores, iqm)
+    return bootstrap_interval([final(rows, seed) for seed in seeds], iqm)
 
 
 def message(interval: Interval) -> str:
@@ -162,17 +162,23 @@ def draw(path: Path, rows: Sequence[dict[str, float]], title: str) -> None:
     by_seed = [[row for row in rows if row["seed"] == seed] for seed in seeds]
     points = min(len(own) for own in by_seed)
     found = [
-        stratified_bootstrap(np.array([[own[at]["return"]] for own in by_seed]), iqm)
-        for at in range(points)
+        bootstrap_interval([own[at]["return"] for own in by_seed], iqm) for at in range(points)
     ]
-    curve = Curve(
+    line = Line("eval/return", "return")
+    curve = Series(
+        line,
         f"IQM of {len(seeds)} seeds, 95 % interval",
         np.array([by_seed[0][at]["environment_steps"] for at in range(points)]),
         np.array([interval.mean for interval in found]),
         np.array([interval.low for interval in found]),
         np.array([interval.high for interval in found]),
     )
-    compare_curves(path, [curve], title, ylabel="return, greedy", xlabel="environment steps")
+    with drawing(path, 4.5) as figure:
+        axes = figure.subplots()
+        plot_panel(axes, Panel("return", title, "", (line,), "return, greedy"), [curve])
+        axes.set_xlabel("environment steps")
+        axes.legend(loc="best")
+        set_titles(figure, title, "")
 
 
 if __name__ == "__main__":

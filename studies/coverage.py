@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import norm
 
-from keel.analysis.comparison import around, improvement_interval, iqm_rows, levels
+from keel.analysis.comparison import around, improvement_interval, levels
+from keel.analysis.statistics import iqm
 
 Array = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Array]
@@ -46,12 +47,12 @@ def coverage(name: str, seeds: int = 10, simulations: int = 4_000) -> dict[str, 
     """The share of simulations whose interval holds the truth, by kind of interval."""
     rng = np.random.default_rng(0)
     draw = DISTRIBUTIONS[name]
-    truth = float(iqm_rows(draw(rng, (1_000_000,))))
+    truth = float(iqm(draw(rng, (1_000_000,))))
     held = {"percentile": 0, "studentised levels": 0}
     kinds = {"percentile": (0.025, 0.975), "studentised levels": levels(seeds, 0.95)}
     for _ in range(simulations):
         scores = draw(rng, (seeds,))
-        drawn = iqm_rows(scores[rng.integers(0, seeds, (1_000, seeds))].T)
+        drawn = iqm(scores[rng.integers(0, seeds, (1_000, seeds))], axis=1)
         for kind, at in kinds.items():
             low, high = np.quantile(drawn, at)
             held[kind] += bool(low <= truth <= high)
@@ -70,10 +71,10 @@ def pair_coverage(
         normal = np.sqrt(correlation) * shared + np.sqrt(1 - correlation) * own
         x, y = quantiles[(norm.cdf(normal) * len(quantiles)).astype(int)]
         places = rng.integers(0, seeds, (1_000, seeds))
-        drawn = iqm_rows(x[places].T) - iqm_rows(y[places].T)
+        drawn = iqm(x[places], axis=1) - iqm(y[places], axis=1)
         low, high = np.quantile(drawn, levels(seeds, confidence))
         held["quantiles"] += bool(low <= 0 <= high)
-        gap = around(float(iqm_rows(x) - iqm_rows(y)), drawn, seeds, confidence)
+        gap = around(float(iqm(x) - iqm(y)), drawn, seeds, confidence)
         held["standard error"] += gap.low <= 0 <= gap.high
         chance = improvement_interval(x, y, confidence)
         held["probability"] += chance.low <= 0.5 <= chance.high

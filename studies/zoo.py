@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.analysis.diagnosis.table import CONDITIONS, diagnose
+from keel.analysis.diagnosis.table import conditions, diagnose
 from keel.config.load import load_recipe
 from keel.runs.reader import load
 from keel.training.export import export
@@ -356,7 +356,7 @@ def summary(found: Sequence[Row], ids: Callable[[Row], Collection[str]]) -> str:
     right where it is expected or follows; and how many of these expect it."""
     lines = ["| condition | recall | precision | of these expected |", "|---|---|---|---|"]
     totals = [0, 0, 0, 0]
-    for condition in (one.id for one in CONDITIONS):
+    for condition in (one.id for one in conditions()):
         expecting = [row for row in found if row.case.expected == condition]
         said = [row for row in found if condition in ids(row)]
         hits = sum(condition in ids(row) for row in expecting)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.analysis.diagnosis.load import history_of
+from keel.analysis.diagnosis.history import history_of
 from keel.analysis.diagnosis.page import markdown
 from keel.analysis.diagnosis.rollout_summary import summarise
-from keel.analysis.diagnosis.table import CONDITIONS, conditions_of, diagnose
+from keel.analysis.diagnosis.table import conditions, conditions_of, diagnose
 from keel.runs.rollouts import RolloutRow
 from tests.analysis.written_runs import completion, ids, written_run
 
@@ -394,12 +394,12 @@ def test_length_bias_states_the_weight_in_the_gradient_of_right_and_wrong_apart(
         "wrong answers: the long ones have 75% of the tokens and 50% of the weight "
         "in the gradient, 0.33 times that of the others for each token"
     ]
-    # REINFORCE's term holds log π, so it is no weight: the rule without it says what it said.
+    # REINFORCE's term holds log π, so it is not a weight: the rule goes by lengths alone.
     by_log_prob = {"preset": "reinforce", "weights": {"kind": "sequence_mean"}}
     recipe = {"algorithm": by_log_prob, "rollout": {"group_size": 4}}
     (other,) = diagnose(written_run(tmp_path / "other", usual(), every(rows), recipe))
     assert "weight_of_long_right" not in other.figures
-    assert "|advantage|/length" in other.evidence[1]
+    assert len(other.evidence) == 1
 
 
 def test_the_weight_of_completions_most_of_which_are_cut(tmp_path: Path) -> None:
@@ -578,11 +578,11 @@ def test_groups_of_one_are_judged_by_the_batch(tmp_path: Path) -> None:
 
 
 def test_condition_ids_are_unique_and_documented() -> None:
-    names = [one.id for one in CONDITIONS]
+    names = [one.id for one in conditions()]
     assert len(names) == len(set(names))
     assert {twin.condition for twin in TWINS} == set(names)
-    for one in CONDITIONS:
-        assert len((one.check.__doc__ or "").split()) > 20, one.id
+    for one in conditions():
+        assert len((one.rule.__doc__ or "").split()) > 20, one.id
 
 
 def test_the_page_is_current() -> None:

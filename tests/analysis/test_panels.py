@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from keel.analysis.glossary import look_up
-from keel.analysis.panels import CONTROL, KINDS, SPREAD, panels_of, series_of, with_first
-from keel.analysis.plots import smooth
+from keel.analysis.panels import panels_of, series_of, smooth, tables, with_first
 from keel.runs.follow import Column
 
 
@@ -18,7 +17,7 @@ def column(values: list[float], first: int = 1) -> Column:
 
 
 def test_every_panel_is_explained_by_the_glossary() -> None:
-    for panels in (*KINDS.values(), CONTROL, (SPREAD,)):
+    for panels in tables().values():
         for panel in panels:
             assert panel.help, panel.key
             for line in panel.lines:
@@ -73,7 +72,7 @@ def test_each_kind_of_stage_explains_its_own_loss() -> None:
 
 def test_alone_completions_have_another_panel_in_place_of_groups() -> None:
     names = ["num_tokens", "learning_rate"]
-    for panel in KINDS["rl"]:
+    for panel in tables()["rl"]:
         names += [line.metric for line in panel.lines]
     keys = [panel.key for panel in panels_of("rl", names, alone=True)]
     assert keys == ["reward", "value", "kl", "entropy", "length", "update"]
@@ -125,3 +124,18 @@ def test_games_count_the_steps_of_their_environments() -> None:
 def test_smoothing_leaves_out_what_is_not_known() -> None:
     values = np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan, np.nan])
     np.testing.assert_array_equal(smooth(values, 3), [1, 2, 4, 4, 5, np.nan, np.nan])
+
+
+def test_smoothing_is_a_moving_mean() -> None:
+    values = np.array([1.0, 2, 6, 3, 8])
+    expected = [(1 + 2) / 2, (1 + 2 + 6) / 3, (2 + 6 + 3) / 3, (6 + 3 + 8) / 3, (3 + 8) / 2]
+    assert smooth(values, 3) == pytest.approx(expected, rel=1e-12)
+    assert smooth(values, 1).tolist() == values.tolist()
+    assert smooth(values, 99) == pytest.approx([4.0] * 5, rel=1e-12)
+
+
+def test_smoothed_lines_keep_their_raw_values() -> None:
+    panel = panels_of("rl", ["entropy"])[0]
+    (series,) = series_of(panel, {"entropy": column([1.0, 2.0, 6.0])}, window=3)
+    assert series.raw is not None
+    assert (series.raw[1].tolist(), series.values.tolist()) == ([1, 2, 6], [1.5, 3, 4])

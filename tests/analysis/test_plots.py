@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.analysis import plots
-from keel.analysis.plots import COLOURS, Curve, column, compare_curves, reward_curve, smooth
+from keel.analysis.panels import Line, Panel, Series
+from keel.analysis.plots import COLOURS, columns_of, drawing, plot_panel, stage_curve
 from keel.types import KeelError
 
 
@@ -24,7 +24,7 @@ def rows(steps: int = 40) -> list[dict[str, Any]]:
             row |= {"eval/pass@1": rate, "eval/pass@4": min(1, rate + 0.1)}
             row |= {"eval/pass@1/low": rate - 0.05, "eval/pass@1/high": rate + 0.05}
         made.append(row)
-    made[3]["reward"] = None
+    made[3 if steps > 2 else 0]["reward"] = None
     return made
 
 
@@ -39,30 +39,6 @@ def size_and_chunks(path: Path) -> tuple[int, int, list[bytes]]:
     return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big"), chunks
 
 
-def test_the_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        reward_curve(tmp_path / f"{name}.png", rows(), "quickstart", "seed 0")
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    width, height, chunks = size_and_chunks(tmp_path / "a.png")
-    assert (width, height) == (1280, 1120)
-    # Texts and times would come in chunks of these kinds.
-    assert not {b"tEXt", b"iTXt", b"zTXt", b"tIME"} & set(chunks)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
-
-
-def test_the_users_matplotlib_settings_change_nothing(tmp_path: Path) -> None:
-    import matplotlib
-
-    reward_curve(tmp_path / "a.png", rows(), "quickstart")
-    with matplotlib.rc_context({"figure.facecolor": "red", "lines.linewidth": 9}):
-        reward_curve(tmp_path / "b.png", rows(), "quickstart")
-        assert matplotlib.rcParams["lines.linewidth"] == 9
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-    assert (
-        "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
-    )
-
-
 def pixels(path: Path, colour: str) -> int:
     from matplotlib.image import imread
 
@@ -71,84 +47,88 @@ def pixels(path: Path, colour: str) -> int:
     return int((np.abs(image - wanted).max(axis=-1) < 3).sum())
 
 
-def test_the_picture_shows_what_was_measured(tmp_path: Path) -> None:
+def test_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
+    """Also under matplotlib settings of the user's, which stay as they are."""
+    import matplotlib
+
+    stage_curve(tmp_path / "a.png", "rl", rows(), "quickstart", "seed 0")
+    with matplotlib.rc_context({"figure.facecolor": "red", "lines.linewidth": 9}):
+        stage_curve(tmp_path / "b.png", "rl", rows(), "quickstart", "seed 0")
+        assert matplotlib.rcParams["lines.linewidth"] == 9
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    width, height, chunks = size_and_chunks(tmp_path / "a.png")
+    assert (width, height) == (1280, 1120)
+    # Texts and times would come in chunks of these kinds.
+    assert not {b"tEXt", b"iTXt", b"zTXt", b"tIME"} & set(chunks)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "b.png"]
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or not pyplot.get_fignums()
+
+
+def test_stage_curve_shows_reward_spread_and_evaluations(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    reward_curve(path, rows(), "quickstart")
-    reward, greedy, sampled = (pixels(path, colour) for colour in COLOURS[:3])
-    assert reward > 1000
-    assert greedy > 1000
-    assert sampled > 500
-    assert pixels(path, COLOURS[4]) > 300  # the spread within groups
-    # Without evaluation, the reward and its spread.
-    bare = [{key: row[key] for key in row if "eval" not in key} for row in rows()]
-    reward_curve(path, bare, "quickstart")
-    assert size_and_chunks(path)[:2] == (1280, 800)
-    assert pixels(path, COLOURS[0]) > 1000
+    stage_curve(path, "rl", rows(), "quickstart")
+    assert pixels(path, COLOURS[0]) > 3000  # reward, spread and greedy evaluations
+    assert pixels(path, COLOURS[1]) > 500  # sampled evaluations
+    bare = [{k: row[k] for k in row if "eval" not in k and k != "reward_std"} for row in rows()]
+    stage_curve(path, "rl", bare, "quickstart")
+    assert size_and_chunks(path)[:2] == (1280, 608)
     assert pixels(path, COLOURS[1]) == 0
+    flat = [{**row, "reward_std": 0.0} for row in bare]
+    stage_curve(path, "rl", flat, "quickstart")
+    assert size_and_chunks(path)[:2] == (1280, 608)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 19, 20])
+def test_games_curve_counts_their_steps(tmp_path: Path) -> None:
+    records = [
+        {"step": n, "environment_steps": 50.0 * n, "episode/return": float(n)} for n in range(1, 9)
+    ]
+    stage_curve(tmp_path / "a.png", "q_learning", records, "dqn")
+    assert pixels(tmp_path / "a.png", COLOURS[0]) > 500
+
+
+@pytest.mark.parametrize("count", [1, 2, 19, 20])
 def test_short_runs_are_drawn_too(tmp_path: Path, count: int) -> None:
-    reward_curve(tmp_path / "a.png", rows(40)[: count + 1], "short")
+    stage_curve(tmp_path / "a.png", "rl", rows(count), "short")
     assert size_and_chunks(tmp_path / "a.png")[0] == 1280
 
 
-def test_a_run_with_nothing_measured_says_so(tmp_path: Path) -> None:
-    reward_curve(tmp_path / "a.png", [], "nothing")
-    assert pixels(tmp_path / "a.png", COLOURS[0]) == 0
+def test_a_run_without_records_has_no_picture(tmp_path: Path) -> None:
+    stage_curve(tmp_path / "a.png", "rl", [], "nothing")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_columns_leave_gaps_out() -> None:
-    reward = column(rows(), "reward")
-    assert len(reward.steps) == 39
-    assert 3 not in reward.steps
-    assert reward.low is None
-    accuracy = column(rows(), "eval/pass@1", "greedy")
-    assert accuracy.label == "greedy"
-    assert accuracy.steps.tolist() == [0, 10, 20, 30, 40]
-    assert accuracy.low is not None
-    assert np.isnan(accuracy.low[0])  # no interval was written there
-    assert accuracy.low[1] == pytest.approx(0.475)
+    columns = columns_of(rows())
+    assert len(columns["reward"].steps) == 39
+    assert 3 not in columns["reward"].steps
+    assert columns["eval/pass@1"].steps.tolist() == [0, 10, 20, 30, 40]
 
 
-def test_smoothing_is_a_moving_mean() -> None:
-    values = np.array([1.0, 2, 6, 3, 8])
-    expected = [(1 + 2) / 2, (1 + 2 + 6) / 3, (2 + 6 + 3) / 3, (6 + 3 + 8) / 3, (3 + 8) / 2]
-    assert smooth(values, 3) == pytest.approx(expected, rel=1e-12)
-    assert smooth(values, 1).tolist() == values.tolist()
-    assert smooth(values, 99) == pytest.approx([4.0] * 5, rel=1e-12)
-
-
-def test_comparison_draws_every_curve(tmp_path: Path) -> None:
-    steps = np.arange(1, 51.0)
-    curves = [
-        Curve(name, steps, steps * k, steps * k - 1, steps * k + 1)
-        for k, name in enumerate(("GRPO", "GSPO", "PPO"), start=1)
+def test_marked_lines_each_have_their_colour(tmp_path: Path) -> None:
+    steps, line = np.arange(1, 51.0), Line("x", "x")
+    series = [
+        Series(line, name, steps, steps * k, steps * k - 1, steps * k + 1)
+        for k, name in enumerate(("GRPO", "_GSPO", "P$P$O"), start=1)
     ]
-    path = tmp_path / "a.png"
-    compare_curves(path, curves, "Sorting", ylabel="accuracy", subtitle="5 seeds")
-    assert all(pixels(path, colour) > 500 for colour in COLOURS[:3])
-    assert pixels(path, COLOURS[3]) == 0
-    compare_curves(path, [], "Nothing", ylabel="accuracy")
-    assert pixels(path, COLOURS[0]) == 0
-
-
-def test_curves_must_fit() -> None:
-    with pytest.raises(ValueError, match="low has 1 entries for 2 steps"):
-        Curve("x", np.arange(2.0), np.arange(2.0), np.zeros(1), np.zeros(2))
+    with drawing(tmp_path / "a.png", 4.5) as figure:
+        handles = plot_panel(figure.subplots(), Panel("x", "x", "", (line,)), series, marked=True)
+    assert [handle.get_label() for handle in handles] == ["GRPO", " _GSPO", r"P\$P\$O"]
+    assert all(pixels(tmp_path / "a.png", colour) > 500 for colour in COLOURS[:3])
+    assert pixels(tmp_path / "a.png", COLOURS[3]) == 0
 
 
 def test_a_plot_leaves_what_another_process_writes(tmp_path: Path) -> None:
     other = tmp_path / ".tmp-a.png"
     other.write_text("half")
-    reward_curve(tmp_path / "a.png", rows(), "quickstart")
+    stage_curve(tmp_path / "a.png", "rl", rows(), "quickstart")
     assert other.read_text() == "half"
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"cannot write .*No such file"):
-        reward_curve(tmp_path / "x" / "a.png", rows(), "quickstart")
+        stage_curve(tmp_path / "x" / "a.png", "rl", rows(), "quickstart")
 
 
 def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: Any) -> None:
@@ -161,4 +141,4 @@ def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: Any) -> None
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(KeelError, match="pip install matplotlib"):
-        plots.reward_curve(tmp_path / "a.png", [], "x")
+        stage_curve(tmp_path / "a.png", "rl", rows(), "x")

@@ -151,16 +151,6 @@ def test_divergence_is_torchs(make: Any) -> None:
 # ---------------------------------------------------------------- beginnings
 
 
-def test_a_policy_starts_near_uniform_and_follows_from_its_seed() -> None:
-    one, same, other = (Categorical(SIZE, ACTIONS, Network(), seed) for seed in (1, 1, 2))
-    x = observations(100).float()
-    with torch.no_grad():
-        logits, again, others = one(x), same(x), other(x)
-    assert logits.abs().max() < 0.1
-    assert torch.equal(logits, again)
-    assert not torch.equal(logits, others)
-
-
 def test_the_policy_fits_the_actions() -> None:
     discrete = build_actor(SIZE, Discrete(3, start=5), Network(), -0.5, 0)
     assert isinstance(discrete, Categorical)

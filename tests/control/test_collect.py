@@ -19,7 +19,6 @@ from keel.control.collect import (
     collect_steps,
     greedy,
     sampling,
-    tensor,
 )
 from tests.control import worlds
 from tests.control.test_environments import SEED, opened
@@ -92,12 +91,6 @@ def test_episodes_are_those_of_a_plain_loop(name: str, count: int) -> None:
             assert (environments.episode_E < 0).all()
 
 
-def test_groups_are_those_of_a_plain_loop() -> None:
-    with opened(worlds.COUNTER, 4, group=3) as environments:
-        collected = collect_episodes(environments, worlds.choose_all, 6)
-    assert_is(collected, worlds.plain_episodes(worlds.COUNTER, SEED, 0, 6, group=3))
-
-
 # ---------------------------------------------------------------- what ends a part
 
 
@@ -129,18 +122,6 @@ def test_an_episode_over_three_iterations(ending: str, terminated: bool) -> None
     assert third.finished.numbers.tolist() == [0]
     assert third.finished.lengths.tolist() == [7]  # all of it, not this iteration's part
     assert third.finished.returns[0] > sum(range(1, 8)) - 1
-
-
-@pytest.mark.parametrize("ending", ["terminated", "truncated"])
-def test_an_end_on_the_last_step_of_an_iteration(ending: str) -> None:
-    first, second = iterations(4, 2, length=4, ending=ending)
-    for part, number in ((first, 0), (second, 1)):
-        assert part.lengths == (4,)
-        assert part.episode_S.tolist() == [number]
-        assert part.terminated_S.tolist() == [ending == "terminated"]
-        assert part.last_state_SO.tolist() == [[worlds.mark_of(SEED, number), 4]]
-        assert part.finished.numbers.tolist() == [number]
-    assert second.observation_NO[0, 1] == 0
 
 
 def test_copies_at_rest_count_for_nothing() -> None:
@@ -175,18 +156,6 @@ def uniform(actions: int) -> Categorical:
     return actor
 
 
-def test_noise_is_new_every_time() -> None:
-    rng = np.random.default_rng(0)
-    choose = sampling(uniform(64), lambda x: x, rng, 3)
-    drawn = np.array([choose(np.zeros((3, 2), dtype=np.float32)) for _ in range(3 * BLOCK)])
-    # Two blocks of 128 draws of 64 actions agree in 2 of 128 places on average (σ 1.4).
-    for one, two in ((0, BLOCK), (BLOCK, 2 * BLOCK)):
-        for e in range(3):
-            same = drawn[one : one + BLOCK, e] == drawn[two : two + BLOCK, e]
-            assert same.sum() < 10
-    assert (drawn[:, 0] == drawn[:, 1]).mean() < 0.1
-
-
 def test_draws_follow_from_the_generator_and_see_normal_observations() -> None:
     seen: list[npt.NDArray[np.float32]] = []
 
@@ -205,9 +174,3 @@ def test_draws_follow_from_the_generator_and_see_normal_observations() -> None:
         logits = actor(torch.ones(3, 2))
     assert best.tolist() == logits.argmax(-1).tolist()
     assert len(seen) == 3
-
-
-def test_tensors_hold_reals_in_float32() -> None:
-    assert tensor(np.array([1.5])).dtype == torch.float32
-    assert tensor(np.array([1], dtype=np.int64)).dtype == torch.int64
-    assert tensor(np.array([1.5])).tolist() == [1.5]

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gymnasium.vector import SyncVectorEnv
 
 from keel.config.control import Environment
 from keel.control import spaces
 from keel.control.collect import ChooseActions, Collected, collect_episodes, collect_steps
-from keel.control.environments import GROWTH, Environments, derive_episode, make
+from keel.control.environments import Environments
 from keel.types import KeelError
 from tests.control import worlds
 
@@ -71,21 +69,6 @@ def test_no_transition_crosses_a_reset(ending: str) -> None:
             assert false_ones(*transitions(whole)) == 0
 
 
-def test_gymnasiums_own_reset_gives_a_false_transition() -> None:
-    """The test above sees what is there to see: the step of NEXT_STEP that acts in no state."""
-    vector = SyncVectorEnv([lambda: gym.make(worlds.COUNTER) for _ in range(3)])
-    now, _ = vector.reset(seed=SEED)
-    before, after, ended_steps = [], [], 0
-    for _ in range(17):
-        following, _, terminated, truncated, _ = vector.step(worlds.choose_all(now))
-        before.append(now)
-        after.append(following)
-        now, ended_steps = following, ended_steps + int((terminated | truncated).sum())
-    vector.close()
-    last = int((terminated | truncated).sum())  # its false step would be the next
-    assert false_ones(np.concatenate(before), np.concatenate(after)) == ended_steps - last > 5
-
-
 # ---------------------------------------------------------------- seeds
 
 
@@ -121,12 +104,6 @@ def test_groups_share_the_start_state() -> None:
     assert shown == [worlds.mark_of(SEED, n, 4) for n in range(12)]
     assert [len(set(shown[at : at + 4])) for at in (0, 4, 8)] == [1, 1, 1]
     assert len(set(shown)) == 3
-
-
-def test_seeds_are_within_31_bits_and_differ() -> None:
-    seeds = [derive_episode(SEED, n) for n in range(1000)]
-    assert len(set(seeds)) == 1000
-    assert 0 <= min(seeds) <= max(seeds) < 2**31
 
 
 # ---------------------------------------------------------------- replays
@@ -198,17 +175,6 @@ def test_restore_of_copies_at_rest_and_before_the_start() -> None:
         assert_same(first, third, worlds.choose_all)
 
 
-def test_restore_of_an_episode_longer_than_the_first_room() -> None:
-    length = 2 * GROWTH + 100
-    with opened(length=length) as first, opened(length=length) as second:
-        collect_steps(first, worlds.choose_all, length - 1)
-        state = there_and_back(first.state())
-        assert [len(actions) for actions in state["actions"]] == [length - 1] * 3
-        assert len({tuple(actions) for actions in state["actions"]}) > 1
-        assert second.restore(state)
-        assert_same(first, second, worlds.choose_all)
-
-
 def test_restore_says_when_it_led_elsewhere() -> None:
     with opened(worlds.DRIFTER) as first, opened(worlds.DRIFTER) as second:
         collect_steps(first, worlds.choose_all, 7)
@@ -216,23 +182,6 @@ def test_restore_says_when_it_led_elsewhere() -> None:
 
 
 # ---------------------------------------------------------------- vectorization
-
-
-@pytest.mark.parametrize("name", [worlds.COUNTER, "CartPole-v1"])
-def test_processes_give_the_same_episodes(name: str) -> None:
-    with opened(name) as here, opened(name, vectorization="async") as there:
-        assert len(there.vector.processes) == 3
-        for _ in range(2):
-            one, two = (collect_episodes(e, worlds.choose_all, 5) for e in (here, there))
-            for field in ("observation_NO", "action_N", "reward_N", "episode_S", "last_state_SO"):
-                np.testing.assert_array_equal(getattr(one, field), getattr(two, field))
-            np.testing.assert_array_equal(one.terminated_S, two.terminated_S)
-            assert one.lengths == two.lengths
-            assert one.finished.returns.tolist() == two.finished.returns.tolist()
-        for environments in (here, there):
-            environments.begin(range(3))
-            environments.step(worlds.choose_all(environments.observation_EO))
-        assert there.restore(there_and_back(here.state()))
 
 
 # ---------------------------------------------------------------- spaces
@@ -304,9 +253,3 @@ def test_what_cannot_be_used_is_said_in_one_line(
     message = str(caught.value)
     assert says in message
     assert "\n" not in message
-
-
-def test_make_flattens() -> None:
-    env = make(Environment(id=worlds.PARTS))
-    assert env.observation_space.shape == (6,)
-    env.close()

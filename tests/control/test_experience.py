@@ -93,9 +93,3 @@ def test_the_order_is_random_and_follows_from_the_generator() -> None:
 
     assert order(1) == order(1) != order(2)
     assert order(1) != sorted(order(1))
-
-
-def test_one_part_is_all_as_it_is() -> None:
-    every = experience()
-    rng = np.random.default_rng(1)
-    assert [part is every for part, _ in every.split(ESTIMATES, 1, rng, steps=True)] == [True]

@@ -40,16 +40,6 @@ def test_without_a_gain_they_start_uniform_as_torchs_own() -> None:
         assert layer.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
-def test_the_seed_alone_decides() -> None:
-    torch.manual_seed(0)
-    one = perceptron(6, 3, Network(), 1.0, seed=1)
-    torch.manual_seed(5)
-    same, other = (perceptron(6, 3, Network(), 1.0, seed=seed) for seed in (1, 2))
-    weights = [torch.cat([p.reshape(-1) for p in n.parameters()]) for n in (one, same, other)]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-
-
 @pytest.fixture
 def pair() -> tuple[Perceptron, Perceptron, TrainedNetwork]:
     first = perceptron(3, 2, Network(hidden=(4,)), 1.0, seed=1)
@@ -97,19 +87,3 @@ def test_a_quick_pass_sees_what_is_done_in_place(
     assert np.abs(wanted - before).max() > 1
     trained.restore(saved)
     np.testing.assert_array_equal(forward(x.numpy()), before)
-
-
-def test_a_copy_stands_apart_and_the_state_comes_back(
-    pair: tuple[Perceptron, Perceptron, TrainedNetwork],
-) -> None:
-    first, _, trained = pair
-    copied = deepcopy(first)
-    before = {name: tensor.clone() for name, tensor in trained.state().items()}
-    with torch.no_grad():
-        trained.vector.add_(1.0)
-    for p, q in zip(copied.parameters(), first.parameters(), strict=True):
-        assert torch.equal(p + 1, q)
-    trained.restore(before)
-    after = trained.state()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert torch.equal(trained.vector[:12], before["actor/0.weight"].reshape(-1))

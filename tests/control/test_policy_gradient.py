@@ -21,7 +21,6 @@ from keel.control.collect import Collected, Experience, collect_episodes, collec
 from keel.control.normalise import Moments
 from keel.control.policy_gradient import FALLBACK_BUDGET, PolicyGradient
 from keel.learn.batch import Estimates, TrainBatch
-from keel.learn.loss import loss, prepare
 from keel.types import KeelError
 from tests.control import stages, worlds
 from tests.control.worlds import Floats, Step
@@ -145,58 +144,6 @@ def test_advantages_and_returns_are_stable_baselines(lam: float) -> None:
             done += times
 
 
-ADVANTAGES = {
-    "td": ("ppo", "algorithm.advantage={kind='td', gamma=0.9}"),
-    "n_step": ("ppo", "algorithm.advantage={kind='n_step', gamma=0.9, steps=3}"),
-    "monte_carlo": (
-        "reinforce",
-        "algorithm.advantage={kind='monte_carlo', gamma=0.9, baseline='value'}",
-        "algorithm.value.coefficient=1.0",
-    ),
-    "batch_mean": ("reinforce", "algorithm.advantage.gamma=0.9"),
-}
-
-
-@pytest.mark.parametrize("kind", ADVANTAGES)
-def test_other_advantages_are_those_of_a_loop(kind: str) -> None:
-    algorithm, *settings = ADVANTAGES[kind]
-    short = ("environment.options.max_episode_steps=10", "environment.count=3")
-    with learner(algorithm, *settings, *short) as pg:
-        shake(pg)
-        if kind in ("td", "n_step"):
-            collected = collect_steps(pg.environments, all_mostly_right, 31)
-        else:
-            collected = collect_episodes(pg.environments, all_mostly_right, 12)
-        experience, estimates = pg.estimate(collected)
-        value_N = experience.value_N
-        critic = pg.critic
-        following = [0.0] * len(collected.lengths)
-        if critic is not None:
-            with torch.no_grad():
-                following = critic(torch.from_numpy(collected.last_state_SO)).squeeze(-1).tolist()
-    assert collected.terminated_S.any()
-    assert not collected.terminated_S.all()
-    wanted, starts, at = [], [], 0
-    for s, length in enumerate(collected.lengths):
-        reward = collected.reward_N[at : at + length].tolist()
-        value = [0.0] * length if value_N is None else value_N[at : at + length].tolist()
-        value.append(0.0 if collected.terminated_S[s] else following[s])
-        for t in range(length):
-            steps = {"td": 1, "n_step": 3}.get(kind, length)
-            end = min(t + steps, length)
-            total = sum(0.9 ** (k - t) * reward[k] for k in range(t, end))
-            wanted.append(total + 0.9 ** (end - t) * value[end] - value[t])
-            starts += [total] if t == 0 else []
-        at += length
-    if kind == "batch_mean":
-        wanted = [a - float(np.mean(starts)) for a in wanted]
-    # float32, sums of up to 10 numbers up to 10.
-    np.testing.assert_allclose(estimates.advantage_N, wanted, rtol=0, atol=2e-5)
-    if value_N is not None:
-        assert estimates.return_N is not None
-        torch.testing.assert_close(estimates.return_N, estimates.advantage_N + value_N)
-
-
 def test_group_advantages_compare_episodes_of_one_start() -> None:
     with learner("grpo", "environment.count=4", "group_size=4", "rollout_episodes=8") as pg:
         collected = collect_episodes(pg.environments, worlds.choose_all, 8)
@@ -232,118 +179,6 @@ def test_penalties_are_taken_from_each_reward() -> None:
     wanted = torch.from_numpy(collected.reward_N).float() - 0.3 * (log_prob - reference)
     assert (log_prob - reference).abs().max() > 0.1
     torch.testing.assert_close(signals.reward_N, wanted, rtol=0, atol=1e-6)  # float32 around 1
-
-
-# ---------------------------------------------------------------- the clip table
-
-LOW, HIGH, DUAL = 0.2, 0.28, 3.0
-INSIDE = [1 - LOW * 0.99, 1.0, 1 + HIGH * 0.99]
-BELOW, ABOVE = 1 - LOW * 1.01, 1 + HIGH * 1.01
-# Ratio, advantage, value, and d value / d log ρ: ρA where there is a gradient.
-TABLE = [
-    *((ratio, a, ratio * a, ratio * a) for ratio in INSIDE for a in (0.7, -0.7)),
-    (BELOW, 0.7, BELOW * 0.7, BELOW * 0.7),
-    (BELOW, -0.7, (1 - LOW) * -0.7, 0.0),
-    (ABOVE, 0.7, (1 + HIGH) * 0.7, 0.0),
-    (ABOVE, -0.7, ABOVE * -0.7, ABOVE * -0.7),
-    (0.1, 0.7, 0.07, 0.07),
-    (3.2, -0.7, 3.2 * -0.7, 3.2 * -0.7),
-    (1.0, 0.0, 0.0, 0.0),
-]
-DUAL_TABLE = [
-    (2.9, -0.7, 2.9 * -0.7, 2.9 * -0.7),
-    (3.1, -0.7, DUAL * -0.7, 0.0),
-    (3.1, 0.7, (1 + HIGH) * 0.7, 0.0),
-    (BELOW, -0.7, (1 - LOW) * -0.7, 0.0),
-]
-CLIP = (f"algorithm.surrogate.low={LOW}", f"algorithm.surrogate.high={HIGH}")
-# A row without a critic, whose advantages no whitening touches.
-CLIPPED = ("dapo", *CLIP, "environment.count=8")
-Case = tuple[float, float, float, float]
-
-
-def with_ratios(
-    pg: PolicyGradient, cases: list[Case], dtype: torch.dtype
-) -> tuple[Experience, Estimates]:
-    """An action a case; the old log-probabilities are such that the ratio is as the case says."""
-    generator = torch.Generator().manual_seed(4)
-    observation_NO = torch.randn(len(cases), 4, generator=generator, dtype=dtype)
-    action_N = torch.arange(len(cases)) % 2
-    with torch.no_grad():
-        log_prob_N = pg.actor.evaluate_actions(observation_NO, action_N)[0]
-    old_N = log_prob_N - torch.tensor([c[0] for c in cases], dtype=dtype).log()
-    experience = Experience(
-        lengths=(1,) * len(cases),
-        groups_S=torch.arange(len(cases)),
-        engine_log_prob_N=old_N,
-        old_log_prob_N=old_N,
-        observation_NO=observation_NO,
-        action_N=action_N,
-    )
-    return experience, Estimates(torch.tensor([c[1] for c in cases], dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    ("settings", "table"), [((), TABLE), ((f"algorithm.surrogate.dual={DUAL}",), DUAL_TABLE)]
-)
-def test_the_clip_table_on_the_logits(settings: tuple[str, ...], table: list[Case]) -> None:
-    with learner(*CLIPPED, *settings) as pg:
-        shake(pg)
-        pg.actor.double()
-        part = prepare(pg.stage.algorithm, *with_ratios(pg, table, torch.float64), 500)
-        logits: list[Tensor] = []
-
-        def keep(module: Any, inputs: Any, output: Tensor) -> None:
-            output.retain_grad()
-            logits.append(output)
-
-        handle = pg.actor.network.register_forward_hook(keep)
-        made = loss(pg.stage.algorithm, part, pg.scores(part.actions), 0.0)
-        handle.remove()
-        made.total.backward()
-    (logits_NA,) = logits
-    assert logits_NA.grad is not None
-    count = len(table)
-    # The loss is the mean of the values, turned; d log π(a) / d logits = [a] − π.
-    values = [case[2] for case in table]
-    assert made.total.item() == pytest.approx(-sum(values) / count, abs=1e-12)
-    probability_NA = torch.softmax(logits_NA.detach(), -1)
-    chosen_NA = torch.nn.functional.one_hot(part.actions.action_N, 2)
-    slope_N1 = torch.tensor([[case[3]] for case in table], dtype=torch.float64)
-    wanted = -slope_N1 * (chosen_NA - probability_NA) / count
-    assert probability_NA.min() > 0.01  # no softmax is so sure that its gradient is 0 anyway
-    torch.testing.assert_close(logits_NA.grad, wanted, rtol=0, atol=1e-12)
-    flat = logits_NA.grad.abs().sum(-1) == 0
-    assert flat.tolist() == [case[3] == 0 for case in table]
-
-
-@pytest.mark.parametrize(
-    ("settings", "case"),
-    [((), case) for case in TABLE]
-    + [((f"algorithm.surrogate.dual={DUAL}",), case) for case in DUAL_TABLE],
-)
-def test_the_clip_table_in_an_update(settings: tuple[str, ...], case: Case) -> None:
-    ratio, advantage, value, slope = case
-    with learner(*CLIPPED, *settings) as pg:
-        shake(pg)
-        part = prepare(pg.stage.algorithm, *with_ratios(pg, [case], torch.float32), 500)
-        log_prob = pg.actor.evaluate_actions(part.actions.observation_NO, part.actions.action_N)[0]
-        gradients = torch.autograd.grad(log_prob.sum(), list(pg.actor.parameters()))
-        norm = float(torch.cat([g.reshape(-1) for g in gradients]).norm())
-        before = pg.trained.vector.detach().clone()
-        metrics = pg._update(part, 1e-3)
-        with torch.no_grad():
-            after = pg.actor.evaluate_actions(part.actions.observation_NO, part.actions.action_N)[0]
-        # float32: the ratio goes through a logarithm and back.
-        assert metrics["loss/policy"] == pytest.approx(-value, rel=1e-5, abs=1e-7)
-        assert metrics["grad_norm"] == pytest.approx(abs(slope) * norm, rel=1e-4, abs=1e-9)
-        assert metrics["ratio/mean"] == pytest.approx(ratio, rel=1e-5)
-        if slope == 0:
-            assert torch.equal(pg.trained.vector, before)
-        else:
-            assert torch.sign(after - log_prob.detach()).item() == np.sign(advantage)
-        clipped = slope == 0 and advantage != 0 and not (ratio > DUAL and advantage < 0)
-        assert metrics["clip_ratio/region_mean"] == float(clipped)
 
 
 # ---------------------------------------------------------------- updates
@@ -386,27 +221,6 @@ def test_no_step_is_taken_past_the_target_kl(minibatches: int) -> None:
     assert not moved
     assert stopped[:-1] == free[:taken]  # until then nothing differs
     assert last == free[taken][0]
-
-
-def test_the_first_update_is_on_policy() -> None:
-    for settings in (("epochs=1", "minibatches=1"), ("epochs=2", "minibatches=1")):
-        with learner("ppo", *settings) as pg:
-            kls: list[float] = []
-            update = pg._update
-
-            def spy(
-                part: TrainBatch[Experience],
-                rate: float,
-                update: Any = update,
-                kls: list[float] = kls,
-            ) -> dict[str, float]:
-                kls.append(update(part, rate)["kl/old"])
-                return {"grad_norm": 0.0}
-
-            pg._update = spy  # type: ignore[method-assign]
-            pg.iterate(1)
-        assert kls[0] == 0.0  # bitwise: the ratio is 1
-        assert all(kl > 0 for kl in kls[1:])
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
@@ -454,18 +268,6 @@ def test_constant_weights_have_the_longest_episode_for_budget() -> None:
             pg.iterate(1)
         (part,) = parts
         np.testing.assert_allclose(part.weight_N, 1 / (8 * budget), rtol=1e-6)
-
-
-def test_a_correction_leaves_an_on_policy_step_alone() -> None:
-    """What acts here is what learns: the weight is 1, however few updates there are."""
-    for settings in (("epochs=1", "minibatches=1"), ("epochs=2", "minibatches=2")):
-        ends = []
-        for correction in ("none", "{kind='truncate'}", "{kind='mask'}"):
-            with learner("ppo", *settings, f"algorithm.correction={correction}") as pg:
-                pg.iterate(1)
-                ends.append(pg.trained.vector.detach().clone())
-        assert torch.equal(ends[0], ends[1])
-        assert torch.equal(ends[0], ends[2])
 
 
 # ---------------------------------------------------------------- β that moves

@@ -115,33 +115,6 @@ def test_windows_are_those_of_a_plain_list(count: int, times: int, horizon: int)
     assert drawn.reward_BK.shape == (200, horizon)
 
 
-@pytest.mark.parametrize("kind", ["terminated", "truncated"])
-def test_a_window_stops_at_an_end(kind: str) -> None:
-    replay = Replay(8, 1, 1)
-    for t in range(5):
-        ends = np.array([t == 2])
-        never = np.array([False])
-        replay.add(
-            np.array([[t]], dtype=np.float32),
-            np.array([0]),
-            np.array([1.0]),
-            ends if kind == "terminated" else never,
-            ends if kind == "truncated" else never,
-            np.array([[t + 0.5]], dtype=np.float32),
-        )
-    drawn = replay.sample(100, 3, np.random.default_rng(0))
-    found = {
-        int(o): (int(s), float(b))
-        for o, s, b in zip(
-            drawn.observation_BO[:, 0], drawn.steps_B, drawn.next_observation_BO[:, 0], strict=True
-        )
-    }
-    # From 0 and 1 to the end at 2; from 3 and 4 to the newest row.
-    assert found == {0: (3, 2.5), 1: (2, 2.5), 2: (1, 2.5), 3: (2, 4.5), 4: (1, 4.5)}
-    ended = drawn.terminated_BK[drawn.observation_BO[:, 0] == 0]
-    assert ended.any(1).all().item() is (kind == "terminated")
-
-
 # ---------------------------------------------------------------- to the disk and back
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from keel.analysis.glossary import unknown
 from keel.config.control import ControlRecipe, PolicyGradientStage
-from keel.config.control_load import algorithms, load_control, tuned
+from keel.config.control_load import load_control, tuned
 from keel.config.fields import derive
 from keel.config.load import load_recipe, to_toml
 from keel.control.evaluate import evaluate
@@ -99,11 +99,6 @@ def test_twice_and_after_a_stop_it_is_the_same_run(case: str, tmp_path: Path) ->
     control(None, again.path, resume=True)
     same(whole, again)
     assert not unknown(load(whole.path).names())
-
-
-def test_another_seed_is_another_run(tmp_path: Path) -> None:
-    a, b = (control(small("ppo", f"seed={seed}"), tmp_path / str(seed)) for seed in (0, 1))
-    assert a.metrics.read_bytes() != b.metrics.read_bytes()
 
 
 @pytest.mark.slow
@@ -248,10 +243,6 @@ def test_wrong_environments(algorithm: str, environment: str, words: str, tmp_pa
     with pytest.raises(KeelError, match=words):
         control(load_control(algorithm, environment), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_every_algorithm_has_a_name() -> None:
-    assert {"dqn", "ppo", "grpo", "reinforce", "ppo_kl_penalty"} <= set(algorithms())
 
 
 def test_what_was_learned_acts(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from keel.analysis.proportions import Codes, clustered_mean, codes, share_interval
 from keel.analysis.ranks import auc_interval, pearson, spearman
 from keel.analysis.statistics import Array, Interval
+from keel.runs.values import plain
 
 BINS = 10
 MARGIN_BINS = 20
@@ -33,7 +34,8 @@ class CalibrationReport:
 
     def as_dict(self) -> dict[str, Any]:
         """As plain JSON: intervals as mean, low, high and n; None for NaN and the infinities."""
-        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        found: dict[str, Any] = plain(dataclasses.asdict(self))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,17 @@ class FirstErrorReport(CalibrationReport):
     gain: Interval
 
 
+@dataclass(frozen=True, slots=True)
+class PredictiveReport(CalibrationReport):
+    """A predictive probability on labelled pairs, and by how much it beats that of the mean alone.
+
+    `gain` is the log loss with σ(mean difference) less that with the predictive probability.
+    """
+
+    pairs: PairReport
+    gain: Interval
+
+
 def pair_report(
     difference_C: npt.ArrayLike,
     probability_C: npt.ArrayLike,
@@ -176,20 +189,21 @@ def pair_report(
     difference, the better answer's less the other's, with such intervals.
     Source: Bradley and Terry 1952, Biometrika 39:324; Brier 1950, Mon. Weather Rev. 78:1; Guo et
     al. 2017 [1706.04599] eq. 3 (ECE, bins of equal width).
-
-    Raises:
-        ValueError: lengths that do not fit, a value that is not finite, a label outside [0, 1].
+    Raises ValueError for a value that is not finite.
     """
-    d, p, names = _checked("differences", difference_C, probability_C, clusters)
+    from scipy.special import expit
+
+    d, p = _finite(difference_C), _finite(probability_C)
+    names = None if clusters is None else codes(clusters)
     decided = p != 0.5
     toward = np.where(p > 0.5, d, -d)[decided]
     right = (np.sign(toward) + 1) / 2
     preferred = np.where(d == 0, 0.5, np.where(d > 0, p, 1 - p))
-    reliability = _bins(_sigmoid(np.abs(d)), preferred, np.linspace(0.5, 1, bins + 1))
+    reliability = _bins(expit(np.abs(d)), preferred, np.linspace(0.5, 1, bins + 1))
     length: LengthBias | None = None
     by_length: tuple[LengthBin, ...] = ()
     if length_difference_C is not None:
-        longer = _fitting(length_difference_C, d.size)
+        longer = _finite(length_difference_C)
         length = _length_bias(d, p, longer, names)
         longer_better = np.where(p > 0.5, longer, -longer)[decided]
         by_length = _by_length(right, longer_better, _at(names, decided))
@@ -199,13 +213,33 @@ def pair_report(
         clusters=None if names is None else np.unique(names).size,
         accuracy=share_interval(right, _at(names, decided)),
         log_loss=_mean(_log_loss(d, p)),
-        brier=_mean((_sigmoid(d) - p) ** 2),
+        brier=_mean((expit(d) - p) ** 2),
         ece=_calibration_error(reliability, d.size),
         bins=reliability,
         margins=_margins(toward),
         length=length,
         by_length=by_length,
     )
+
+
+def predictive_report(
+    difference_C: npt.ArrayLike,
+    predictive_logit_C: npt.ArrayLike,
+    label_C: npt.ArrayLike,
+    clusters: Iterable[Hashable] | None = None,
+    bins: int = BINS,
+) -> PredictiveReport:
+    """Predicted probabilities against labels in bins, and whether the variance earns its place.
+
+        gain = mean of ℓ(d) − ℓ(d̃),   ℓ(x) = −v log σ(x) − (1 − v) log σ(−x)
+
+    with d the mean difference, d̃ the predictive log-odds (a variance pulls them towards 0) and v
+    the label. Bins, losses and errors are `pair_report`'s of d̃.
+    """
+    names = None if clusters is None else list(clusters)
+    d, predictive, label = _finite(difference_C), _finite(predictive_logit_C), _finite(label_C)
+    gain = clustered_mean(_log_loss(d, label) - _log_loss(predictive, label), names)
+    return PredictiveReport(pair_report(predictive, label, clusters=names, bins=bins), gain)
 
 
 def label_report(
@@ -227,17 +261,18 @@ def label_report(
     lengths, `by_length` has the accuracy in bins of about equal counts, with such intervals.
     Source: Brier 1950, Mon. Weather Rev. 78:1; Guo et al. 2017 [1706.04599] eq. 3; AUC as in
     `auc_interval`.
-
-    Raises:
-        ValueError: lengths that do not fit, a value that is not finite, a label outside [0, 1].
+    Raises ValueError for a value that is not finite.
     """
-    z, y, names = _checked("logits", logit_S, label_S, clusters)
+    from scipy.special import expit
+
+    z, y = _finite(logit_S), _finite(label_S)
+    names = None if clusters is None else codes(clusters)
     decided = y != 0.5
     positive = y[decided] > 0.5
     toward = np.where(positive, z[decided], -z[decided])
     right = (np.sign(toward) + 1) / 2
-    length = None if length_S is None else _fitting(length_S, z.size)[decided]
-    reliability = _bins(_sigmoid(z), y, np.linspace(0, 1, bins + 1))
+    length = None if length_S is None else _finite(length_S)[decided]
+    reliability = _bins(expit(z), y, np.linspace(0, 1, bins + 1))
     rate, share = _mean(y), _mean(positive.astype(np.float64))
     return LabelReport(
         n=z.size,
@@ -246,7 +281,7 @@ def label_report(
         accuracy=share_interval(right, _at(names, decided)),
         auc=auc_interval(z[decided], positive, _at(names, decided)),
         log_loss=_mean(_log_loss(z, y)),
-        brier=_mean((_sigmoid(z) - y) ** 2),
+        brier=_mean((expit(z) - y) ** 2),
         ece=_calibration_error(reliability, z.size),
         bins=reliability,
         base_rate=rate,
@@ -260,12 +295,9 @@ def length_correlation(score_S: npt.ArrayLike, length_S: npt.ArrayLike) -> Lengt
     """Pearson's and Spearman's correlation of scores with lengths (in tokens).
 
     Equations in `ranks.pearson` and `ranks.spearman`.
-
-    Raises:
-        ValueError: not as many lengths as scores, or one that is not finite.
+    Raises ValueError for a value that is not finite.
     """
-    scores = _fitting(score_S, None)
-    lengths = _fitting(length_S, scores.size)
+    scores, lengths = _finite(score_S), _finite(length_S)
     return LengthCorrelation(scores.size, pearson(scores, lengths), spearman(scores, lengths))
 
 
@@ -285,15 +317,8 @@ def first_error_report(
     difference trace by trace, the accuracies' are Wilson's; with `clusters` they are those of
     `clustered_mean` and `clustered_interval`.
     Source: Zheng et al. 2024 [2412.06559] §3 (ProcessBench).
-
-    Raises:
-        ValueError: not as many predictions as truths.
     """
-    if len(predicted) != len(true):
-        raise ValueError(f"{len(predicted)} predictions for {len(true)} traces")
     names = None if clusters is None else codes(clusters)
-    if names is not None and names.size != len(true):
-        raise ValueError(f"{names.size} clusters for {len(true)} traces")
     hit = np.array([p == t for p, t in zip(predicted, true, strict=True)], dtype=np.float64)
     wrong = np.array([t is not None for t in true], dtype=bool)
     on_wrong = share_interval(hit[wrong], _at(names, wrong))
@@ -319,25 +344,11 @@ def first_error_report(
 # ---------------------------------------------------------------- parts
 
 
-def _checked(
-    what: str, scores: npt.ArrayLike, labels: npt.ArrayLike, clusters: Iterable[Hashable] | None
-) -> tuple[Array, Array, Codes | None]:
-    x = _fitting(scores, None, what)
-    y = _fitting(labels, x.size, "labels")
-    if not ((y >= 0) & (y <= 1)).all():
-        raise ValueError("labels are probabilities in [0, 1]")
-    names = None if clusters is None else codes(clusters)
-    if names is not None and names.size != x.size:
-        raise ValueError(f"{names.size} clusters for {x.size} {what}")
-    return x, y, names
-
-
-def _fitting(values: npt.ArrayLike, size: int | None, what: str = "lengths") -> Array:
+def _finite(values: npt.ArrayLike) -> Array:
+    """Raises ValueError for a value that is not a finite number."""
     x = np.asarray(values, dtype=np.float64).reshape(-1)
-    if size is not None and x.size != size:
-        raise ValueError(f"{x.size} {what} for {size} scores")
     if not np.isfinite(x).all():
-        raise ValueError(f"{int((~np.isfinite(x)).sum())} of {x.size} {what} are not finite")
+        raise ValueError(f"{int((~np.isfinite(x)).sum())} of {x.size} values are not finite")
     return x
 
 
@@ -347,12 +358,6 @@ def _at(names: Codes | None, kept: npt.NDArray[np.bool_]) -> Codes | None:
 
 def _mean(values: Array) -> float:
     return float(values.mean()) if values.size else math.nan
-
-
-def _sigmoid(x: Array) -> Array:
-    # exp of what is not positive: never overflows.
-    small = np.exp(-np.abs(x))
-    return np.asarray(np.where(x >= 0, 1.0, small) / (1 + small))
 
 
 def _log_loss(x: Array, y: Array) -> Array:
@@ -430,14 +435,3 @@ def _by_length(right: Array, length: Array, names: Codes | None) -> tuple[Length
         found.append(LengthBin(float(length[start]), float(length[end - 1]), inside))
         start = end
     return tuple(found)
-
-
-def _plain(value: Any) -> Any:
-    """Numbers, lists and dictionaries that JSON has."""
-    if isinstance(value, CalibrationReport):
-        return value.as_dict()
-    if isinstance(value, Interval):
-        return {name: _plain(number) for name, number in value.as_dict().items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,7 +4,8 @@ Scores are means of few runs, so every statement comes with an interval over see
 interquartile mean a percentile bootstrap whose levels are widened by Student's t; for a difference
 the bootstrap's standard error, with the same seeds drawn for both arms, and Student's t. A
 difference is only called one where its interval, corrected for the number of comparisons, leaves
-out 0 [Agarwal et al. 2021, 2108.13264; Hesterberg 2015, Am. Stat. 69:371].
+out 0 [Agarwal et al. 2021, 2108.13264; Hesterberg 2015, Am. Stat. 69:371]. One or two seeds give
+values and no interval.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from keel.analysis.statistics import Array, Interval, student_quantile, wilson_ends
+from keel.analysis.statistics import Array, Interval, iqm, student_quantile, wilson_ends
 from keel.runs.reader import Run
 from keel.types import KeelError
 
+LEAST = 3
+"""Seeds below which there is no interval."""
 ENOUGH = 10
 """Seeds below which no claim should be made."""
 NO_DIFFERENCE = "no difference shown"
@@ -67,14 +70,15 @@ class ArmSummary:
 class PairSummary:
     """Arm `a` against arm `b` on the seeds that both have, with simultaneous intervals.
 
-    `difference` is of the interquartile means, `by_prompt` the mean difference on the same prompts
-    (None where evaluations were not recorded), `probability` that a run of `a` scores above one of
-    `b`, ties ½.
+    `difference` is of the interquartile means, `by_seed` each seed's, `by_prompt` the mean
+    difference on the same prompts (None where evaluations were not recorded), `probability` that a
+    run of `a` scores above one of `b`, ties ½.
     """
 
     a: str
     b: str
     difference: Interval
+    by_seed: tuple[float, ...]
     by_prompt: Interval | None
     probability: Interval
 
@@ -111,6 +115,7 @@ class Comparison:
                     "a": one.a,
                     "b": one.b,
                     "difference": one.difference.as_dict(),
+                    "by_seed": list(one.by_seed),
                     "by_prompt": None if one.by_prompt is None else one.by_prompt.as_dict(),
                     "probability_of_improvement": one.probability.as_dict(),
                     "statement": one.statement,
@@ -138,10 +143,10 @@ def compare(
     seeds = min((len(scores) for scores in runs.values()), default=0)
     notes = []
     if seeds < ENOUGH:
-        notes.append(
-            f"{seeds} seeds: the intervals are wide and may not hold; use {ENOUGH} or more for a "
-            "claim"
+        worth = (
+            "too few for an interval" if seeds < LEAST else "intervals are wide and may not hold"
         )
+        notes.append(f"{seeds} seed{'s' * (seeds != 1)}: {worth}; use {ENOUGH} or more for a claim")
     measures = sorted({run.measure for scores in runs.values() for run in scores})
     return Comparison(
         measure=", ".join(measures),
@@ -184,19 +189,12 @@ def score_of(run: Run, arm: str, seed: int, stage: str, peak_bytes: float | None
 # ---------------------------------------------------------------- statistics
 
 
-def probability_of_improvement(x: Array, y: Array) -> float:
-    """P(X > Y) + ½ P(X = Y) over all pairs of runs: the Mann–Whitney statistic over n·m.
+def wins(x: Array, y: Array) -> Array:
+    """ψ_ij = 1[x_i > y_j] + ½ 1[x_i = y_j]; its mean is the probability of improvement.
 
     Source: Agarwal et al. 2021 [2108.13264] §4.3 (for one task).
     """
-    return float(np.mean((x[:, None] > y) + 0.5 * (x[:, None] == y)))
-
-
-def iqm_rows(values: Array) -> Array:
-    """The interquartile mean along the first axis, as `statistics.iqm` has it."""
-    ordered = np.sort(values, axis=0)
-    cut = len(values) // 4
-    return np.asarray(ordered[cut : len(values) - cut].mean(axis=0))
+    return np.asarray((x[:, None] > y) + 0.5 * (x[:, None] == y))
 
 
 def levels(n: int, confidence: float) -> tuple[float, float]:
@@ -215,24 +213,25 @@ def levels(n: int, confidence: float) -> tuple[float, float]:
 def iqm_interval(scores: Array, confidence: float = 0.95, seed: int = 0) -> Interval:
     """Interquartile mean over seeds with its bootstrap interval.
 
-    Infinite for a single seed, and for a few that happen to agree (see `around`)."""
+    Infinite for one or two seeds, and for a few that happen to agree (see `around`).
+    """
     n = len(scores)
-    if n < 2:
+    if n < LEAST:
         return Interval(float(scores.mean()) if n else math.nan, -math.inf, math.inf, n)
-    drawn = iqm_rows(scores[_places(n, seed)].T)
+    drawn = iqm(scores[_places(n, seed)], axis=1)
     low, high = np.quantile(drawn, levels(n, confidence))
     if n < ENOUGH and low == high:
         low, high = -math.inf, math.inf
-    return Interval(float(iqm_rows(scores)), float(low), float(high), n)
+    return Interval(float(iqm(scores)), float(low), float(high), n)
 
 
 def band(values: Array, confidence: float = 0.95, seed: int = 0) -> tuple[Array, Array, Array]:
     """Interquartile mean of curves (seeds, steps) at each step, and the ends of its interval."""
     n = len(values)
-    middle = iqm_rows(values)
-    if n < 2:
+    middle = iqm(values, axis=0)
+    if n < LEAST:
         return middle, middle, middle
-    drawn = iqm_rows(values[_places(n, seed)].swapaxes(0, 1))
+    drawn = iqm(values[_places(n, seed)], axis=1)
     low, high = np.quantile(drawn, levels(n, confidence), axis=0)
     return middle, low, high
 
@@ -240,13 +239,13 @@ def band(values: Array, confidence: float = 0.95, seed: int = 0) -> tuple[Array,
 def around(estimate: float, drawn: Array, n: int, confidence: float) -> Interval:
     """estimate ± t_{(1+confidence)/2, n−1} · s, with s the standard deviation of the bootstrap.
 
-    Quantiles of the bootstrap cannot leave the range of n values, which is too narrow for two or
-    three seeds and for the high confidences of many pairs (`studies/coverage.py`). A few values
+    Quantiles of the bootstrap cannot leave the range of n values, which is too narrow for three
+    seeds and for the high confidences of many pairs (`studies/coverage.py`). A few values
     that happen to agree say nothing about their deviation: infinite ends.
     Source: Efron & Tibshirani 1993, An Introduction to the Bootstrap, §13.1 (there with z).
     """
-    deviation = float(drawn.std()) if n > 1 else 0.0
-    if n < 2 or (n < ENOUGH and deviation < 1e-12):
+    deviation = float(drawn.std())
+    if n < LEAST or (n < ENOUGH and deviation < 1e-12):
         return Interval(estimate, -math.inf, math.inf, n)
     half = student_quantile((1 + confidence) / 2, n - 1) * deviation
     return Interval(estimate, estimate - half, estimate + half, n)
@@ -255,25 +254,25 @@ def around(estimate: float, drawn: Array, n: int, confidence: float) -> Interval
 def difference_interval(x: Array, y: Array, confidence: float = 0.95) -> Interval:
     """Difference of the interquartile means of runs with the same seeds, (n,) each."""
     places = _places(len(x), 0)
-    drawn = iqm_rows(x[places].T) - iqm_rows(y[places].T)
-    return around(float(iqm_rows(x) - iqm_rows(y)), drawn, len(x), confidence)
+    drawn = iqm(x[places], axis=1) - iqm(y[places], axis=1)
+    return around(float(iqm(x) - iqm(y)), drawn, len(x), confidence)
 
 
 def improvement_interval(x: Array, y: Array, confidence: float = 0.95) -> Interval:
     """Probability of improvement of runs with the same seeds, (n,) each, with its interval.
 
-        ψ_ij = 1[x_i > y_j] + ½ 1[x_i = y_j],   D_i = mean_j ψ_ij + mean_j ψ_ji
+        D_i = mean_j ψ_ij + mean_j ψ_ji,   ψ of `wins`
         Var = Σ (D_i − D̄)² / (n(n − 1))          [DeLong et al. 1988, Biometrics 44:837]
 
     The ends are Wilson's for a sample of size p(1 − p)/Var with Student's t for z: unlike those of
     a bootstrap they have a width at 0 and 1 (there the size is n).
     """
     n = len(x)
-    wins = (x[:, None] > y) + 0.5 * (x[:, None] == y)
-    chance = float(wins.mean())
-    if n < 2:
+    won = wins(x, y)
+    chance = float(won.mean())
+    if n < LEAST:
         return Interval(chance, 0.0, 1.0, n)
-    variance = float((wins.mean(axis=1) + wins.mean(axis=0)).var(ddof=1)) / n
+    variance = float((won.mean(axis=1) + won.mean(axis=0)).var(ddof=1)) / n
     size = chance * (1 - chance) / variance if 0 < chance < 1 and variance > 0 else n
     return Interval(
         chance, *wilson_ends(chance, size, student_quantile((1 + confidence) / 2, n - 1)), n
@@ -306,11 +305,12 @@ def _pair(a: str, b: str, runs_a: Runs, runs_b: Runs, confidence: float) -> Pair
     n = len(pairs)
     if not n:
         nothing = Interval(math.nan, -math.inf, math.inf, 0)
-        return PairSummary(a, b, nothing, None, Interval(math.nan, 0.0, 1.0, 0))
+        return PairSummary(a, b, nothing, (), None, Interval(math.nan, 0.0, 1.0, 0))
     return PairSummary(
         a,
         b,
         difference_interval(x, y, confidence),
+        tuple((x - y).tolist()),
         _by_prompt(pairs, confidence),
         improvement_interval(x, y, confidence),
     )

@@ -1,20 +1,36 @@
-"""What each metric of a run means. `python -m keel.analysis.glossary` prints docs/metrics.md.
-
-Names are TRL's where TRL has one (GRPOTrainer, 1.16), so that curves lie on top of each other.
-A `*` stands for a name of the user's (a reward, a task) or a number k.
-"""
+"""What each metric of a run means. `python -m keel.analysis.glossary` prints docs/metrics.md."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
 
-from keel.analysis.metrics import SECTIONS, Metric
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric, or a family of them: what it is, its unit, what to watch for."""
+
+    name: str
+    meaning: str
+    unit: str
+    watch: str = ""
+
+
+@cache
+def sections() -> dict[str, tuple[Metric, ...]]:
+    """The metrics of each section of the glossary, by its title."""
+    text = files("keel.analysis").joinpath("glossary.toml").read_text(encoding="utf-8")
+    tables = tomllib.loads(text)["section"]
+    return {one["title"]: tuple(Metric(**entry) for entry in one["metric"]) for one in tables}
 
 
 def look_up(name: str) -> Metric | None:
     """The glossary's entry for a metric; an exact name goes before a pattern. None: unknown."""
-    metrics = [metric for section in SECTIONS for metric in section.metrics]
+    metrics = [metric for section in sections().values() for metric in section]
     for metric in metrics:
         if metric.name == name:
             return metric
@@ -28,23 +44,26 @@ def unknown(names: Iterable[str]) -> list[str]:
     return [name for name in names if look_up(name) is None]
 
 
+INTRO = """\
+# Metrics
+
+What the columns of `metrics.jsonl` mean. Names are TRL's where TRL has one; a `*` stands
+for a name or a number k. Every row also has `stage` and `step` (counted from 1 within
+the stage; 0 is before training); a number that is not finite is `null`. Times are in
+`timings.jsonl`, so that `metrics.jsonl` is a function of recipe and seed. What a reward
+function records with `log_metric` comes under the name that it gives.
+
+Made by `python -m keel.analysis.glossary > docs/metrics.md`.
+"""
+
+
 def markdown() -> str:
     """The glossary as the page docs/metrics.md."""
-    lines = [
-        "# Metrics",
-        "",
-        "What the columns of `metrics.jsonl` mean. Names are TRL's where TRL has one; a `*` stands",
-        "for a name or a number k. Every row also has `stage` and `step` (counted from 1 within",
-        "the stage; 0 is before training); a number that is not finite is `null`. Times are in",
-        "`timings.jsonl`, so that `metrics.jsonl` is a function of recipe and seed. What a reward",
-        "function records with `log_metric` comes under the name that it gives.",
-        "",
-        "Made by `python -m keel.analysis.glossary > docs/metrics.md`.",
-    ]
-    for section in SECTIONS:
-        lines += ["", f"## {section.title}", "", "| metric | what it is | unit | watch |"]
+    lines = [INTRO.rstrip()]
+    for title, metrics in sections().items():
+        lines += ["", f"## {title}", "", "| metric | what it is | unit | watch |"]
         lines.append("|---|---|---|---|")
-        for metric in section.metrics:
+        for metric in metrics:
             cells = (f"`{metric.name}`", metric.meaning, metric.unit, metric.watch)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

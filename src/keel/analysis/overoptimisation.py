@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,38 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.analysis.statistics import Array
-
-LEAST_POINTS = 4
-"""Different distances a fit needs: one more than it has unknowns."""
-
-
-@dataclass(frozen=True, slots=True)
-class OverOptimisation:
-    """gold(d) = start + d (alpha − beta log d), fitted; `error` is the RMS residual."""
-
-    start: float
-    alpha: float
-    beta: float
-    error: float
-    n: int
-
-    def at(self, distance_P: npt.ArrayLike) -> Array:
-        """The gold reward at distances d ≥ 0, the limit `start` at 0."""
-        return np.asarray(_design(distance_P) @ np.array([self.start, self.alpha, self.beta]))
-
-    @property
-    def peak(self) -> float | None:
-        """The distance beyond which more optimisation does harm; None where there is none.
-
-        d* = exp(α/β − 1), where the derivative α − β − β log d is 0; gold(d*) = start + β d*
-        """
-        if self.beta <= 0 or self.alpha / self.beta > 500:
-            return None
-        return math.exp(self.alpha / self.beta - 1)
-
-    def as_dict(self) -> dict[str, float | int | None]:
-        names = ("start", "alpha", "beta", "error", "n", "peak")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,12 +33,6 @@ class Optimisation:
         at = distance(self.divergence_P)
         quarter = len(at) // 4
         return len(at) >= 20 and bool(np.mean(at[-quarter:]) >= 2 * np.mean(at[:quarter]))
-
-    def __post_init__(self) -> None:
-        for name in ("proxy_P", "gold_P"):
-            found, wanted = len(getattr(self, name)), len(self.divergence_P)
-            if found != wanted:
-                raise ValueError(f"{name} has {found} entries for {wanted} divergences")
 
 
 def optimisation_of(
@@ -100,42 +61,33 @@ def distance(divergence_P: npt.ArrayLike) -> Array:
     return np.sqrt(np.maximum(np.asarray(divergence_P, dtype=np.float64).reshape(-1), 0.0))
 
 
-def fit_overoptimisation(
-    distance_P: npt.ArrayLike, gold_P: npt.ArrayLike
-) -> OverOptimisation | None:
-    """Least squares of the gold reward under reinforcement learning against a proxy.
+def fit_law(distance_P: npt.ArrayLike, gold_P: npt.ArrayLike) -> Array | None:
+    """The start, α and β of the gold reward under reinforcement learning against a proxy.
 
         min over start, α, β of Σ (gold_i − start − d_i (α − β log d_i))²,   d = √KL
 
     The unknowns enter linearly, so there is one answer and no starting point. The paper measures
     gold from the start of training (start = 0); fitted too, it lets no noise of the first point
     into all others. Points that are not finite are left out. None where the rest does not determine
-    three unknowns: fewer than four different distances.
+    three unknowns and an error: fewer than four different distances.
     Source: Gao et al. 2022 [2210.10760] §3.1, the form for RL.
-
-    Raises:
-        ValueError: a negative distance, or not as many rewards as distances.
     """
     d, gold = (np.asarray(x, dtype=np.float64).reshape(-1) for x in (distance_P, gold_P))
-    if d.size != gold.size:
-        raise ValueError(f"{gold.size} rewards for {d.size} distances")
-    if (d < 0).any():
-        raise ValueError("a distance is a root of KL: at least 0")
     finite = np.isfinite(d) & np.isfinite(gold)
-    d, gold = d[finite], gold[finite]
-    if np.unique(d).size < LEAST_POINTS:
+    design, gold = _design(d[finite]), gold[finite]
+    if np.unique(design[:, 1]).size < 4:
         return None
-    design = _design(d)
     # Columns of one size, so that the rank does not depend on the unit of d.
     scale = np.abs(design).max(axis=0)
     if not scale.all():
         return None
     found, _, rank, _ = np.linalg.lstsq(design / scale, gold, rcond=1e-10)
-    if rank < design.shape[1]:
-        return None
-    start, alpha, beta = (float(x) for x in found / scale)
-    error = float(np.sqrt(np.mean((design / scale @ found - gold) ** 2)))
-    return OverOptimisation(start, alpha, beta, error, d.size)
+    return None if rank < design.shape[1] else found / scale
+
+
+def law(distance_P: npt.ArrayLike, start_alpha_beta: Array) -> Array:
+    """gold(d) = start + d (α − β log d) at distances d ≥ 0, the limit `start` at 0."""
+    return np.asarray(_design(distance_P) @ start_alpha_beta)
 
 
 def _design(distance_P: npt.ArrayLike) -> Array:

@@ -1,20 +1,21 @@
-"""The curves of a stage's first screen: which metrics, in which panel, with which words.
+"""The curves of a stage: which metrics, in which panel, with which words (panels.toml).
 
-What `keel view` and `keel report` plot, so that both show the same.
+`keel view`, `keel report` and the pictures of a run plot these, so that all show the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from glob import escape
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
 from keel.analysis.glossary import look_up, unknown
-from keel.analysis.plots import smooth
 from keel.runs.follow import Array, Column
 
 
@@ -22,8 +23,8 @@ from keel.runs.follow import Array, Column
 class Line:
     """A metric of a panel, by name or pattern; `label` names it in the legend.
 
-    `band` are the metrics of a band's lower and upper end, or of a half width around the line
-    ("±NAME"). A line on the `right` axis has another unit.
+    `band` are the metrics of a band's lower and upper end, of which `*` is the line's own, or of a
+    half width around the line ("±NAME"). A line on the `right` axis has another unit.
     """
 
     metric: str
@@ -55,7 +56,10 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
-    """A line with its points, ready to plot; `low` and `high` are None without a band."""
+    """A line with its points, ready to plot; `low` and `high` are None without a band.
+
+    `raw` are the steps and values before they were smoothed, if they were.
+    """
 
     line: Line
     label: str
@@ -63,213 +67,31 @@ class Series:
     values: Array
     low: Array | None = None
     high: Array | None = None
+    raw: tuple[Array, Array] | None = None
 
-
-_EVALUATED = (
-    Line("eval/pass@1", "validation, greedy", ("eval/pass@1/low", "eval/pass@1/high"), points=True),
-    Line("eval/reward", "validation, greedy", ("eval/reward/low", "eval/reward/high"), points=True),
-)
-_GRADIENT = Line("grad_norm", "gradient norm", right=True)
-
-RL = (
-    Panel(
-        "reward",
-        "Reward",
-        "reward",
-        (Line("reward", "training", ("±reward_std",)), Line("rewards/*/mean", "*"), *_EVALUATED),
-    ),
-    Panel(
-        "signal",
-        "Groups without variance",
-        "frac_reward_zero_std",
-        (
-            Line("frac_reward_zero_std", "share of groups"),
-            Line("groups/dropped", "groups dropped", right=True),
-        ),
-        "share",
-        "groups",
-    ),
-    Panel(
-        "kl",
-        "KL divergence and engine mismatch",
-        "kl",
-        (
-            Line("kl/reference", "to the reference (k1)"),
-            Line("teacher/kl", "to the teacher (k1)"),
-            Line("kl", "in the loss or reward"),
-            Line("kl/old", "within the step"),
-            Line("sampling/sampling_logp_difference/mean", "engine − trainer", right=True),
-        ),
-        "nats per token",
-        "nats",
-    ),
-    Panel("entropy", "Entropy", "entropy", (Line("entropy", "entropy"),), "nats per token"),
-    Panel(
-        "length",
-        "Length and truncation",
-        "completions/mean_length",
-        (
-            Line(
-                "completions/mean_length",
-                "mean length",
-                ("completions/min_length", "completions/max_length"),
-            ),
-            Line("completions/clipped_ratio", "cut off", right=True),
-        ),
-        "tokens",
-        "share",
-    ),
-    Panel(
-        "update",
-        "Clip fraction and gradient norm",
-        "clip_ratio/region_mean",
-        (Line("clip_ratio/region_mean", "clipped tokens"), _GRADIENT),
-        "share",
-        "norm",
-    ),
-    Panel(
-        "value",
-        "Value model",
-        "value/explained_variance",
-        (
-            Line("value/explained_variance", "explained variance"),
-            Line("value/loss", "value loss", right=True),
-        ),
-    ),
-)
-
-SPREAD = Panel(
-    "spread",
-    "Spread of rewards",
-    "reward_std",
-    (
-        Line("reward_std", "standard deviation"),
-        Line("reward/greedy", "reward of the greedy completions", right=True),
-    ),
-    "reward",
-    "reward",
-)
-"""In the place of the groups where each has one completion and there is no value model."""
-
-
-def _loss(explains: str, unit: str = "") -> Panel:
-    return Panel("loss", "Loss", explains, (Line("loss", "loss"), _GRADIENT), unit, "norm")
-
-
-SFT = (
-    _loss(
-        "Cross-entropy: minus the log-probability of a token of the demonstrations, mean over the "
-        "step's tokens, before the update. Should fall; at 0 they are known by heart.",
-        "nats",
-    ),
-    Panel(
-        "probability",
-        "Probability of the demonstrations",
-        "mean_token_probability",
-        (Line("mean_token_probability", "mean per token"),),
-        "share",
-    ),
-    Panel("rate", "Learning rate", "learning_rate", (Line("learning_rate", "learning rate"),)),
-)
-
-JUDGED = (
-    Panel(
-        "loss",
-        "Loss",
-        "eval/log_loss",
-        (
-            Line("loss", "training"),
-            Line("eval/log_loss", "validation log loss", points=True),
-            _GRADIENT,
-        ),
-        "nats",
-        "norm",
-    ),
-    Panel(
-        "accuracy",
-        "Accuracy",
-        "eval/accuracy",
-        (
-            Line("accuracy", "training"),
-            Line("rewards/accuracies", "training"),
-            Line("eval/accuracy", "validation", points=True),
-        ),
-        "share",
-    ),
-    Panel(
-        "margin",
-        "Margins",
-        "rewards/margins",
-        (
-            Line("margin", "chosen − rejected"),
-            Line("rewards/margins", "margin"),
-            Line("rewards/chosen", "chosen"),
-            Line("rewards/rejected", "rejected"),
-        ),
-        "reward",
-    ),
-    Panel(
-        "calibration",
-        "Calibration",
-        "eval/ece",
-        (
-            Line("eval/ece", "calibration error", points=True),
-            Line("eval/brier", "Brier score", points=True),
-        ),
-    ),
-)
-
-CONTROL = (
-    Panel(
-        "return",
-        "Return",
-        "eval/return",
-        (
-            Line("episode/return", "training episodes"),
-            Line(
-                "eval/return",
-                "greedy evaluation",
-                ("eval/return/low", "eval/return/high"),
-                points=True,
-            ),
-        ),
-        "reward",
-    ),
-    Panel(
-        "length", "Episode length", "episode/length", (Line("episode/length", "steps"),), "steps"
-    ),
-    Panel(
-        "exploration",
-        "Exploration",
-        "entropy",
-        (Line("entropy", "entropy"), Line("epsilon", "ε", right=True)),
-        "nats",
-        "share",
-    ),
-    Panel(
-        "value",
-        "Value estimates",
-        "q/mean",
-        (
-            Line("q/mean", "mean action value"),
-            Line("value/explained_variance", "explained variance", right=True),
-        ),
-        "reward",
-        "share",
-    ),
-    _loss(
-        "What the optimizer step minimised: of Q-learning the error of the action values, of "
-        "policy gradients minus the surrogate plus the value loss. Watch the return."
-    ),
-)
 
 KINDS = {
-    "rl": RL,
-    "sft": SFT,
-    "reward_model": JUDGED,
-    "process_reward_model": JUDGED,
-    "dpo": JUDGED,
+    "rl": "rl",
+    "sft": "sft",
+    "reward_model": "preferences",
+    "process_reward_model": "preferences",
+    "dpo": "preferences",
 }
+"""The table of panels.toml for each kind of stage; games are of any other kind."""
+
+
+@cache
+def tables() -> dict[str, tuple[Panel, ...]]:
+    """The panels of each table of panels.toml, by its name."""
+    text = files("keel.analysis").joinpath("panels.toml").read_text(encoding="utf-8")
+    return {
+        name: tuple(Panel(**{**one, "lines": tuple(map(_line, one["lines"]))}) for one in panels)
+        for name, panels in tomllib.loads(text).items()
+    }
+
+
+def _line(table: Mapping[str, Any]) -> Line:
+    return Line(**{**table, "band": tuple(table.get("band", ()))})
 
 
 def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[Panel]:
@@ -279,17 +101,27 @@ def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[P
     `alone`: a group is one completion. The value model, or else the spread over all prompts, then
     has the place of the variance in groups.
     """
-    panels = KINDS.get(kind, CONTROL)
-    if alone and panels is RL:
-        reward, _, *rest, value = RL
+    panels = tables()[KINDS.get(kind, "control")]
+    if alone and kind == "rl":
+        reward, _, *rest, value = panels
         learned = any(name.startswith("value/") for name in names)
-        panels = (reward, value if learned else SPREAD, *rest)
-    found = [
+        panels = (reward, value if learned else tables()["spread"][0], *rest)
+    return [*_present(panels, names), *_recorded(unknown(names))]
+
+
+def picture_panels(kind: str, columns: Mapping[str, Column]) -> list[Panel]:
+    """The panels of the picture curve.png: what a stage gains, and how surely."""
+    found = _present(tables()["picture" if kind == "rl" else "picture_of_games"], list(columns))
+    return [panel for panel in found if panel.key != "spread" or columns["reward_std"].values.any()]
+
+
+def _present(panels: Sequence[Panel], names: Sequence[str]) -> list[Panel]:
+    """The panels of which some metric is there."""
+    return [
         panel
         for panel in panels
         if any(fnmatchcase(name, line.metric) for line in panel.lines for name in names)
     ]
-    return [*found, *_recorded(unknown(names))]
 
 
 def _recorded(names: Sequence[str]) -> list[Panel]:
@@ -303,7 +135,7 @@ def _recorded(names: Sequence[str]) -> list[Panel]:
             f"recorded-{at}",
             group if len(of_group) > 1 else of_group[0],
             text,
-            tuple(Line(escape(name), name.removeprefix(f"{group}/")) for name in of_group),
+            tuple(Line(name, name.removeprefix(f"{group}/")) for name in of_group),
         )
         for at, (group, of_group) in enumerate(groups.items(), start=1)
     ]
@@ -337,16 +169,23 @@ def series_of(
     at = columns.get("environment_steps")
     found = []
     for line in panel.lines:
-        names = [name for name in columns if fnmatchcase(name, line.metric)]
-        if "*" in line.metric and len(names) < 2:
-            continue  # one component is the reward itself
-        for name in sorted(names):
-            label = line.label
-            if "*" in line.metric:
-                start, _, end = line.metric.partition("*")
-                label = name.removeprefix(start).removesuffix(end)
+        for name, label in _named(line, panel, columns):
             found.append(_series(line, label, name, columns, at, window, points))
     return [one for one in found if len(one.steps)]
+
+
+def _named(line: Line, panel: Panel, names: Iterable[str]) -> list[tuple[str, str]]:
+    """The metrics of a line with their labels; of a pattern those that no other line has."""
+    if line.metric in names:
+        return [(line.metric, line.label)]
+    others = {one.metric for one in panel.lines}
+    fitting = [name for name in names if fnmatchcase(name, line.metric) and name not in others]
+    fitting = sorted(name for name in fitting if not name.endswith(("/low", "/high")))
+    if line.metric.startswith("rewards/") and len(fitting) < 2:
+        return []  # one component is the reward itself
+    start, _, end = line.metric.partition("*")
+    cut = [name.removeprefix(start).removesuffix(end) for name in fitting]
+    return [(name, line.label.replace("*", part)) for name, part in zip(fitting, cut, strict=True)]
 
 
 def _series(
@@ -371,13 +210,38 @@ def _series(
                 # Such rewards are shares: a band outside of them would show what cannot be.
                 low, high = low.clip(min=0), high.clip(max=1)
     elif line.band:
-        low, high = (_on(columns.get(end), steps) for end in line.band)
-    parts = [part for part in (values, low, high) if part is not None]
-    if not line.points and window > 1:
-        parts = [smooth(part, window) for part in parts]
+        low, high = (_on(columns.get(end.replace("*", name)), steps) for end in line.band)
+    smoothed = window > 1 and not line.points
     if at is not None:  # games count the steps of their environments
         steps = np.interp(steps, at.steps, at.values)
-    return Series(line, label, *(_thin(part, points) for part in (steps, *parts)))
+
+    def shown(part: Array) -> Array:
+        return _thin(smooth(part, window) if smoothed else part, points)
+
+    return Series(
+        line,
+        label,
+        steps=_thin(steps, points),
+        values=shown(values),
+        low=None if low is None else shown(low),
+        high=None if high is None else shown(high),
+        raw=(_thin(steps, points), _thin(values, points)) if smoothed else None,
+    )
+
+
+def smooth(values: Array, window: int) -> Array:
+    """Centred moving mean: y_i = mean of what there is of x_{i−h} … x_{i+h}, h = window // 2.
+
+    NaN is left out; it stays where there is nothing else.
+    """
+    half, known = window // 2, ~np.isnan(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    at = np.arange(len(values))
+    first, end = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
+    count = counts[end] - counts[first]
+    mean = (sums[end] - sums[first]) / np.maximum(count, 1)
+    return np.where(count > 0, mean, np.nan)
 
 
 def _on(column: Column | None, steps: Array) -> Array | None:

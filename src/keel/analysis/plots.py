@@ -5,240 +5,142 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from keel.analysis.panels import Panel, Series, picture_panels, series_of
+from keel.analysis.text import visible
 from keel.runs import files
+from keel.runs.follow import Column
 from keel.types import KeelError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Array = npt.NDArray[np.float64]
-
 # Okabe and Ito's palette: distinguishable with any of the common colour vision deficiencies.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+STYLES = ("-", "--", "-.", ":")
 INK, FAINT = "#222222", "#8a8a8a"
 WIDTH, DPI = 8.0, 160
 """Inches, and pixels to the inch."""
+HEIGHTS = {"reward": 3.0, "spread": 1.2, "validation": 2.0, "return": 3.2}
+"""Of the panels of a curve.png, in inches."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Curve:
-    """Values over steps, with a band or intervals where `low` and `high` are given."""
-
-    label: str
-    steps: Array
-    values: Array
-    low: Array | None = None
-    high: Array | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("values", "low", "high"):
-            array = getattr(self, name)
-            if array is not None and len(array) != len(self.steps):
-                raise ValueError(f"{name} has {len(array)} entries for {len(self.steps)} steps")
-
-
-def column(rows: Sequence[Mapping[str, Any]], name: str, label: str = "") -> Curve:
-    """A metric of metrics.jsonl's rows (one stage), with `NAME/low` and `NAME/high` if they are."""
-    kept = [row for row in rows if row.get(name) is not None]
-
-    def array(key: str) -> Array:
-        values = [np.nan if row.get(key) is None else row[key] for row in kept]
-        return np.array(values, dtype=np.float64)
-
-    sides = [array(f"{name}/{side}") for side in ("low", "high")]
-    known = bool(kept) and all(np.isfinite(side).any() for side in sides)
-    low, high = sides if known else (None, None)
-    return Curve(label or name, array("step"), array(name), low, high)
-
-
-def smooth(values: Array, window: int) -> Array:
-    """Centred moving mean: y_i = mean of what there is of x_{i−h} … x_{i+h}, h = window // 2.
-
-    NaN is left out; it stays where there is nothing else.
-    """
-    half, known = window // 2, ~np.isnan(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    at = np.arange(len(values))
-    first, end = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    count = counts[end] - counts[first]
-    mean = (sums[end] - sums[first]) / np.maximum(count, 1)
-    return np.where(count > 0, mean, np.nan)
-
-
-def reward_curve(
-    path: Path, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = ""
+def stage_curve(
+    path: Path, kind: str, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = ""
 ) -> None:
-    """Panels over the steps of an RL stage: reward, its spread within groups, validation accuracy.
+    """The picture of a stage: what it gains, smoothed over each step, and evaluations with their
+    intervals. `rows` are the stage's rows of metrics.jsonl.
 
-    `rows` are the stage's rows of metrics.jsonl. The reward is `reward`, each step and its moving
-    mean; the spread `reward_std`, where it is not 0 throughout; the third panel, where anything was
-    evaluated, `eval/pass@1` and `eval/pass@K`, or else `eval/reward`, with intervals.
     Raises KeelError as `drawing` does.
     """
-    reward, spread = column(rows, "reward"), column(rows, "reward_std")
-    sampled = sorted({n for row in rows for n in row if _is_pass_at(n)} - {"eval/pass@1"})
-    names = {"eval/pass@1": "greedy, pass@1"}
-    names |= {name: f"sampled, {name.removeprefix('eval/')}" for name in sampled}
-    accuracies = [column(rows, name, label) for name, label in names.items()]
-    accuracies = [curve for curve in accuracies if len(curve.steps)]
-    rewards = column(rows, "eval/reward", "greedy, mean reward")
-    share = bool(accuracies) or not len(rewards.steps)
-    accuracies = accuracies if share else [rewards]
-    heights = [3.0] + [1.2] * bool(spread.values.any()) + [2.0] * bool(accuracies)
-    with drawing(path, 0.8 + sum(heights)) as figure:
-        panels = figure.subplots(
-            len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-        )[:, 0]
-        _plot_steps(panels[0], reward, COLOURS[0], "training reward")
-        if len(reward.steps):
-            panels[0].legend(loc="best")
-        if spread.values.any():
-            _plot_steps(panels[1], spread, COLOURS[4], "std in a group")
-            panels[1].set_ylim(bottom=0)
-        if accuracies:
-            _plot_evaluated(panels[-1], accuracies, share)
-        panels[-1].set_xlabel("step")
-        figure.align_ylabels(panels)
-        set_titles(figure, title, subtitle)
-
-
-def return_curve(
-    path: Path, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = ""
-) -> None:
-    """Returns over environment steps: of the training episodes, and evaluated with its interval.
-
-    `rows` are those of metrics.jsonl of a run on environments.
-    Raises KeelError as `drawing` does.
-    """
-    at = [{**row, "step": row["environment_steps"]} for row in rows]
-    training = column(at, "episode/return", "training episodes, with exploration")
-    evaluated = column(at, "eval/return", "greedy, evaluation episodes")
-    with drawing(path, 4.0) as figure:
-        axes = figure.subplots()
-        window = max(1, len(training.steps) // 40) * 2 + 1 if len(training.steps) >= 20 else 1
-        axes.plot(
-            training.steps,
-            smooth(training.values, window),
-            color=COLOURS[0],
-            marker=None if window > 1 else MARKERS[1],
-            label=training.label + (f" (mean of {window} rows)" if window > 1 else ""),
-        )
-        if len(evaluated.steps):
-            _plot_intervals(axes, evaluated, 0, markersize=5.0)
-        axes.set_xlabel("environment steps")
-        axes.set_ylabel("return")
-        axes.legend(loc="best")
-        set_titles(figure, title, subtitle)
-
-
-def compare_curves(
-    path: Path,
-    curves: Sequence[Curve],
-    title: str,
-    *,
-    ylabel: str,
-    xlabel: str = "step",
-    subtitle: str = "",
-) -> None:
-    """Several curves on one pair of axes, each with its band, named in a legend.
-
-    Colour and marker both tell them apart.
-    Raises KeelError as `drawing` does.
-    """
-    with drawing(path, 4.5) as figure:
-        axes = figure.subplots()
-        for index, curve in enumerate(curves):
-            colour = COLOURS[index % len(COLOURS)]
-            if curve.low is not None and curve.high is not None:
-                axes.fill_between(
-                    curve.steps, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0
-                )
-            axes.plot(
-                curve.steps,
-                curve.values,
-                color=colour,
-                marker=MARKERS[index % len(MARKERS)],
-                markevery=max(1, len(curve.steps) // 8),
-                label=curve.label,
-            )
-        axes.set_xlabel(xlabel)
-        axes.set_ylabel(ylabel)
-        if curves:
-            axes.legend(loc="best")
-        set_titles(figure, title, subtitle)
-
-
-def _plot_steps(axes: Axes, curve: Curve, colour: str, label: str) -> None:
-    """A metric of every step and, from 20 steps on, its moving mean."""
-    steps, values = curve.steps, curve.values
-    axes.set_ylabel(label)
-    if not len(steps):
-        axes.text(0.5, 0.5, "no reward yet", ha="center", transform=axes.transAxes, color=FAINT)
+    columns = columns_of(rows)
+    found = picture_panels(kind, columns)
+    if not found:
         return
-    window = max(1, len(steps) // 20) * 2 + 1 if len(steps) >= 20 else 1
-    if window > 1:
-        axes.plot(steps, values, color=colour, alpha=0.4, linewidth=0.9, label="each step")
-        mean = f"mean of {window} steps"
-        axes.plot(steps, smooth(values, window), color=colour, linewidth=2.2, label=mean)
-    else:
-        axes.plot(steps, values, color=colour, marker="o", label="each step")
+    heights = [HEIGHTS[panel.key] for panel in found]
+    count = len(rows)
+    window = max(1, count // 20) * 2 + 1 if count >= 20 else 1
+    with drawing(path, 0.8 + sum(heights)) as figure:
+        all_axes = figure.subplots(
+            len(found), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )[:, 0]
+        for axes, panel in zip(all_axes, found, strict=True):
+            series = series_of(panel, columns, window=window)
+            plot_panel(axes, panel, [_with_window(one, window) for one in series])
+            axes.legend(loc="best")
+            if axes is not all_axes[-1]:
+                axes.set_xlabel("")
+        figure.align_ylabels(all_axes)
+        set_titles(figure, title, subtitle)
 
 
-def _plot_evaluated(axes: Axes, curves: Sequence[Curve], share: bool) -> None:
-    for index, curve in enumerate(curves):
-        _plot_intervals(axes, curve, index, markersize=5.5, clip_on=False, zorder=3)
-    if share:
-        axes.set_ylim(0, 1)
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-        _label_ends(axes, curves[0])
-    axes.set_ylabel("validation accuracy" if share else "validation reward")
-    axes.legend(loc="best")
+def _with_window(one: Series, window: int) -> Series:
+    """The series, whose label says what was smoothed."""
+    return one if one.raw is None else replace(one, label=f"{one.label} (mean of {window})")
 
 
-def _plot_intervals(axes: Axes, curve: Curve, index: int, **style: Any) -> None:
-    """Evaluations with their intervals, if they have some."""
-    errors, label = None, curve.label
-    if curve.low is not None and curve.high is not None:
-        errors = np.maximum(0.0, [curve.values - curve.low, curve.high - curve.values])
-        errors, label = np.nan_to_num(errors), f"{label}, 95 % interval"
-    colour, marker = COLOURS[index + 1], MARKERS[index]
-    style |= {"color": colour, "marker": marker, "capsize": 3, "elinewidth": 1.2, "label": label}
-    axes.errorbar(curve.steps, curve.values, yerr=errors, **style)
-
-
-def _label_ends(axes: Axes, curve: Curve) -> None:
-    """Writes the first and the last value in figures, clear of the line and its intervals."""
-    places = [0, -1] if len(curve.steps) > 1 else [0]
-    for place in places:
-        value = curve.values[place]
-        # The first below its point and the last above, where a rising line leaves room.
-        below = (place == 0 and value > 0.25) or value > 0.75
-        side = curve.low if below else curve.high
-        edge = value if side is None or np.isnan(side[place]) else side[place]
-        axes.annotate(
-            f"{100 * value:.0f} %",
-            (curve.steps[place], edge),
-            xytext=(0, -8 if below else 8),
-            textcoords="offset points",
-            ha="center",
-            va="top" if below else "bottom",
-            color=COLOURS[1],
-            fontweight="bold",
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+    """The metrics of records by name, where they are numbers."""
+    names = sorted({name for row in rows for name in row} - {"stage", "step"})
+    kept = {name: [row for row in rows if row.get(name) is not None] for name in names}
+    return {
+        name: Column(
+            np.array([row["step"] for row in own], dtype=np.float64),
+            np.array([row[name] for row in own], dtype=np.float64),
         )
+        for name, own in kept.items()
+        if own
+    }
 
 
-def _is_pass_at(name: str) -> bool:
-    return name.startswith("eval/pass@") and name.removeprefix("eval/pass@").isdigit()
+def plot_panel(
+    axes: Axes, panel: Panel, series: Sequence[Series], *, marked: bool = False
+) -> list[Any]:
+    """Draw the lines of a panel, those of another unit on an axis at the right; their handles.
+
+    Points have error bars, lines a band, and a smoothed line its raw values faintly. With `marked`
+    every line has its own marker, for many lines of equal standing, which are all solid.
+    """
+    right = None
+    if any(one.line.right for one in series) and not all(one.line.right for one in series):
+        right = axes.twinx()
+        right.grid(False)
+        right.spines["right"].set_visible(True)
+        right.set_ylabel(panel.right_unit)
+    handles = []
+    for at, one in enumerate(series):
+        target = right if right is not None and one.line.right else axes
+        handles.append(_plot_series(target, one, at, marked))
+    axes.set_ylabel(panel.unit)
+    axes.set_xlabel("step")
+    for part in (axes, right):
+        if part is not None and part.get_ylim()[0] < 0 and not _below_zero(series):
+            part.set_ylim(bottom=0)
+    return handles
+
+
+def _plot_series(axes: Axes, one: Series, at: int, marked: bool) -> Any:
+    colour, label = COLOURS[at % len(COLOURS)], plain_label(one.label)
+    marker = MARKERS[(at + at // len(COLOURS)) % len(MARKERS)]
+    if one.line.points and one.low is not None and one.high is not None:
+        errors = np.maximum(0.0, [one.values - one.low, one.high - one.values])
+        style: dict[str, Any] = {"capsize": 3, "elinewidth": 1.2, "label": label}
+        return axes.errorbar(
+            one.steps, one.values, np.nan_to_num(errors), color=colour, marker=marker, **style
+        )
+    if one.raw is not None:
+        axes.plot(*one.raw, color=colour, alpha=0.4, linewidth=0.9)
+    shown = marker if marked or one.line.points or len(one.steps) < 2 else None
+    (line,) = axes.plot(
+        one.steps,
+        one.values,
+        color=colour,
+        marker=shown,
+        markevery=max(1, len(one.steps) // 8) if marked else None,
+        linestyle="-" if marked else STYLES[at % len(STYLES)],
+        label=label,
+    )
+    if one.low is not None and one.high is not None:
+        axes.fill_between(one.steps, one.low, one.high, color=colour, alpha=0.15, linewidth=0)
+    return line
+
+
+def plain_label(label: str) -> str:
+    """A label as text: matplotlib sets dollars as mathematics, and hides what begins with _."""
+    return visible(f" {label}" if label.startswith("_") else label, 60).replace("$", r"\$")
+
+
+def _below_zero(series: Sequence[Series]) -> bool:
+    """Whether any value is negative: else no axis needs to show such."""
+    ends = [part for one in series for part in (one.values, one.low) if part is not None]
+    return any(bool((part < 0).any()) for part in ends)
 
 
 def set_titles(figure: Figure, title: str, subtitle: str) -> None:

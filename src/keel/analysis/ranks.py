@@ -9,35 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.analysis.proportions import clustered_interval, codes
-from keel.analysis.statistics import Array, Interval
-
-
-def mid_ranks(values: npt.ArrayLike) -> Array:
-    """Ranks from 1; equal values share the mean of the ranks they take up.
-
-    rank(x_i) = #{j : x_j < x_i} + (#{j : x_j = x_i} + 1) / 2
-    """
-    x = np.asarray(values, dtype=np.float64).reshape(-1)
-    _, index, counts = np.unique(x, return_inverse=True, return_counts=True)
-    before = np.cumsum(counts) - counts
-    return np.asarray((before + (counts + 1) / 2)[index], dtype=np.float64)
+from keel.analysis.statistics import Interval
 
 
 def pearson(x_S: npt.ArrayLike, y_S: npt.ArrayLike) -> float | None:
-    """Σ (x − x̄)(y − ȳ) / √(Σ (x − x̄)² Σ (y − ȳ)²); None where one of the two is constant.
-
-    Raises:
-        ValueError: not as many of one as of the other.
-    """
+    """Σ (x − x̄)(y − ȳ) / √(Σ (x − x̄)² Σ (y − ȳ)²); None where one of the two is constant."""
     x, y = (np.asarray(values, dtype=np.float64).reshape(-1) for values in (x_S, y_S))
-    if x.size != y.size:
-        raise ValueError(f"{x.size} values against {y.size}")
     # The mean of equal values need not be that value to the last place: ask for the range.
     if x.size < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return None
-    x, y = ((values - values.mean()) / np.ptp(values) for values in (x, y))
-    found = float((x * y).sum()) / math.sqrt(float((x * x).sum()) * float((y * y).sum()))
-    return min(1.0, max(-1.0, found))
+    return float(np.corrcoef(x / np.ptp(x), y / np.ptp(y))[0, 1])
 
 
 def spearman(x_S: npt.ArrayLike, y_S: npt.ArrayLike) -> float | None:
@@ -45,7 +26,9 @@ def spearman(x_S: npt.ArrayLike, y_S: npt.ArrayLike) -> float | None:
 
     Source: Spearman 1904, Am. J. Psychol. 15:72. Ties have the mean of their ranks.
     """
-    return pearson(mid_ranks(x_S), mid_ranks(y_S))
+    from scipy.stats import rankdata
+
+    return pearson(rankdata(x_S), rankdata(y_S))
 
 
 def auc_interval(
@@ -64,10 +47,9 @@ def auc_interval(
     item. Near 1, with ten or twenty of the rarer side, it covers about 90 %. Source: Mann and
     Whitney 1947, Ann. Math. Stat. 18:50; influences as DeLong et al. 1988, Biometrics 44:837,
     summed over a cluster as Obuchowski 1997, Biometrics 53:567.
-
-    Raises:
-        ValueError: not as many clusters as scores.
     """
+    from scipy.stats import rankdata
+
     scores = np.asarray(score_S, dtype=np.float64).reshape(-1)
     positive = np.asarray(positive_S, dtype=bool).reshape(-1)
     m = int(positive.sum())
@@ -75,12 +57,10 @@ def auc_interval(
     if m == 0 or n == 0:
         return Interval(math.nan, 0.0, 1.0, scores.size)
     groups = np.arange(scores.size) if clusters is None else codes(clusters)
-    if groups.size != scores.size:
-        raise ValueError(f"{groups.size} clusters for {scores.size} items")
     # Rank among all, less rank among one's own, is how many of the other side lie below.
-    below = mid_ranks(scores)
-    below[positive] -= mid_ranks(scores[positive])
-    below[~positive] -= mid_ranks(scores[~positive])
+    below = rankdata(scores)
+    below[positive] -= rankdata(scores[positive])
+    below[~positive] -= rankdata(scores[~positive])
     area = float(below[positive].sum()) / (m * n)
     g, h = np.unique(groups[positive]).size, np.unique(groups[~positive]).size
     few = min(g, h)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from keel.analysis.calibration import LabelReport, PairReport
-from keel.analysis.overoptimisation import Optimisation, distance, fit_overoptimisation
+from keel.analysis.overoptimisation import Optimisation, distance, fit_law, law
 from keel.analysis.plots import COLOURS, FAINT, INK, MARKERS, drawing, set_titles
 from keel.analysis.statistics import Array, Interval
 
@@ -183,7 +183,7 @@ def over_optimisation_picture(
 
     One colour a run; from 20 points on the means of ten bins of the distance, over the points
     themselves. The proxy has its own axis on the right unless the two are of the `same_unit`. With
-    `fit` a thin dotted line is the law of `fit_overoptimisation`, where the points determine it,
+    `fit` a thin dotted line is the law of `fit_law`, where the points determine it,
     drawn no further than they reach.
     Source: Gao et al. 2022 [2210.10760] figure 1.
     Raises KeelError as `drawing` does.
@@ -201,10 +201,10 @@ def over_optimisation_picture(
             at = distance(curve.divergence_P)
             _plot_binned(right, at, curve.proxy_P, colour, "", "--")
             _plot_binned(axes, at, curve.gold_P, colour, marker, "-")
-            law = fit_overoptimisation(at, curve.gold_P) if fit else None
-            if law is not None:
+            fit_SAB = fit_law(at, curve.gold_P) if fit else None
+            if fit_SAB is not None:
                 along = np.linspace(np.nanmin(at), np.nanmax(at), 200)
-                axes.plot(along, law.at(along), color=colour, linewidth=1.0, linestyle=":")
+                axes.plot(along, law(along, fit_SAB), color=colour, linewidth=1.0, linestyle=":")
                 fitted = True
         axes.set_xlim(left=0)
         axes.set_xlabel("distance from the reference, √KL (√nats per completion)")

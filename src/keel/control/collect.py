@@ -56,7 +56,7 @@ ChooseActions = Callable[[npt.NDArray[np.float32]], npt.NDArray[Any]]
 LONGEST = 100_000
 """Longest episode, where whole ones are collected."""
 BLOCK = 128
-"""Time steps of a block of buffers and noise."""
+"""Time steps of a block of noise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ def collect_steps(environments: Environments, choose: ChooseActions, times: int)
     """`times` steps of every environment; episodes continue in the next iteration."""
     if environments.begun == 0:
         environments.begin(range(environments.count))
-    tape = _Tape(environments, times)
+    tape = _Tape(environments)
     for _ in range(times):
         ended_E = tape.step(choose)
         if ended_E.any():
@@ -129,7 +129,7 @@ def collect_episodes(environments: Environments, choose: ChooseActions, episodes
     environments.begin(first[:episodes])
     if episodes < environments.count:
         environments.rest(first[episodes:])
-    tape = _Tape(environments, BLOCK)
+    tape = _Tape(environments)
     while (environments.episode_E >= 0).any():
         if environments.length_E.max() > LONGEST:
             raise KeelError(
@@ -147,84 +147,59 @@ def collect_episodes(environments: Environments, choose: ChooseActions, episodes
 
 
 class _Tape:
-    """Buffers (T, E) that grow by doubling."""
+    """The steps of all environments, in order of time."""
 
-    def __init__(self, environments: Environments, times: int) -> None:
+    def __init__(self, environments: Environments) -> None:
         self.environments = environments
-        count, size = environments.count, environments.observation_size
-        self.observation_TEO = np.zeros((times, count, size), dtype=np.float32)
-        self.action_TE: npt.NDArray[Any] | None = None
-        self.reward_TE = np.zeros((times, count))
-        self.episode_TE = np.full((times, count), -1, dtype=np.int64)
+        self.steps: list[tuple[npt.NDArray[Any], ...]] = []
         self.after: dict[int, npt.NDArray[np.float32]] = {}
         self.terminated: set[int] = set()
         self.finished: list[tuple[float, int, int]] = []
-        self.time = 0
 
     def step(self, choose: ChooseActions) -> npt.NDArray[np.bool_]:
         """Step every environment; True where an episode ended."""
-        environments, t = self.environments, self.time
-        if t == len(self.reward_TE):
-            self._grow()
+        environments = self.environments
+        observation_EO, episode_E = (
+            environments.observation_EO.copy(),
+            environments.episode_E.copy(),
+        )
         action_E = choose(environments.observation_EO)
-        if self.action_TE is None:
-            shape = (len(self.reward_TE), *action_E.shape)
-            self.action_TE = np.zeros(shape, dtype=action_E.dtype)
-        self.observation_TEO[t] = environments.observation_EO
-        self.action_TE[t] = action_E
-        self.episode_TE[t] = environments.episode_E
         moves = environments.step(action_E)
-        self.reward_TE[t] = moves.reward_E
-        self.time += 1
-        ended_E = moves.terminated_E | moves.truncated_E
-        if ended_E.any():
-            ended_E = ended_E & (environments.episode_E >= 0)
-            for slot in ended_E.nonzero()[0].tolist():
-                number = int(environments.episode_E[slot])
-                total, length = environments.tally(slot)
-                self.finished.append((total, length, number))
-                self.after[number] = moves.observation_EO[slot].copy()
-                if moves.terminated_E[slot]:
-                    self.terminated.add(number)
-        return ended_E
+        self.steps.append((observation_EO, action_E, moves.reward_E.copy(), episode_E))
+        ended_E = (moves.terminated_E | moves.truncated_E) & (episode_E >= 0)
+        for slot in ended_E.nonzero()[0].tolist():
+            number = int(episode_E[slot])
+            self.finished.append((*environments.tally(slot), number))
+            self.after[number] = moves.observation_EO[slot].copy()
+            if moves.terminated_E[slot]:
+                self.terminated.add(number)
+        return np.asarray(ended_E)
 
     def collected(self) -> Collected:
         """All steps, flat."""
-        assert self.action_TE is not None
-        t, e = self.time, self.environments.count
-        episode_M = self.episode_TE[:t].reshape(-1)
+        observation_MO, action_M, reward_M, episode_M = (
+            np.concatenate(parts) for parts in zip(*self.steps, strict=True)
+        )
         order = np.argsort(episode_M, kind="stable")
         order = order[int((episode_M < 0).sum()) :]
         episode_S, lengths_S = np.unique(episode_M[order], return_counts=True)
-        size = self.environments.observation_size
-        now = {int(n): row for n, row in zip(*self._under_way(), strict=True)}
-        after = [self.after.get(int(n), now.get(int(n))) for n in episode_S]
+        environments = self.environments
+        under_way = zip(environments.episode_E.tolist(), environments.observation_EO, strict=True)
+        after = {**dict(under_way), **self.after}
+        last_state_SO = np.array([after[n] for n in episode_S.tolist()], dtype=np.float32)
+        returns, lengths, numbers = zip(*self.finished, strict=True) if self.finished else ((),) * 3
         return Collected(
-            observation_NO=self.observation_TEO[:t].reshape(t * e, size)[order],
-            action_N=self.action_TE[:t].reshape(t * e, *self.action_TE.shape[2:])[order],
-            reward_N=self.reward_TE[:t].reshape(-1)[order],
+            observation_NO=observation_MO[order],
+            action_N=action_M[order],
+            reward_N=reward_M[order],
             lengths=tuple(int(n) for n in lengths_S),
             episode_S=episode_S,
-            last_state_SO=np.array(after, dtype=np.float32).reshape(len(episode_S), size),
+            last_state_SO=last_state_SO.reshape(len(episode_S), environments.observation_size),
             terminated_S=np.array([int(n) in self.terminated for n in episode_S], dtype=np.bool_),
-            finished=self._finished(),
+            finished=Finished(
+                np.array(returns), np.array(lengths, dtype=np.int64), np.array(numbers, dtype=int)
+            ),
         )
-
-    def _under_way(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        return self.environments.episode_E, self.environments.observation_EO
-
-    def _finished(self) -> Finished:
-        rows = self.finished or []
-        return Finished(
-            returns=np.array([row[0] for row in rows]),
-            lengths=np.array([row[1] for row in rows], dtype=np.int64),
-            numbers=np.array([row[2] for row in rows], dtype=np.int64),
-        )
-
-    def _grow(self) -> None:
-        for name in ("observation_TEO", "action_TE", "reward_TE", "episode_TE"):
-            old = getattr(self, name)
-            setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
 
 
 def tensor(array: npt.NDArray[Any]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +18,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
-import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from jaxtyping import Float
-from torch import Tensor
 
 from keel.config.control import Environment
 from keel.config.entry import load_module
@@ -33,8 +30,6 @@ from keel.types import KeelError, one_line
 Floats = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
-GROWTH = 512
-"""Initial capacity for the actions of an episode; it doubles when needed."""
 PATIENCE = 5.0
 """Seconds that copies which are at work have to end."""
 
@@ -100,7 +95,7 @@ class Environments:
         if choice.vectorization == "async":
             self._lifelines = [Lifeline() for _ in range(count)]
             forked = [partial(_in_process, choice, one, os.getpid()) for one in self._lifelines]
-            with self._told("its own process"):  # a fork knows what a script has registered
+            with self._reported("its own process"):  # a fork knows what a script has registered
                 self.vector = AsyncVectorEnv(
                     forked, copy=False, context="fork", autoreset_mode=never
                 )
@@ -114,9 +109,8 @@ class Environments:
         self.begun = 0
         self._return_E = np.zeros(count)
         self.length_E = np.zeros(count, dtype=np.int64)
-        width = () if isinstance(self.actions, spaces.Discrete) else self.actions.low_D.shape
-        dtype = np.int64 if isinstance(self.actions, spaces.Discrete) else np.float32
-        self._taken_LE = np.zeros((GROWTH, count, *width), dtype=dtype)
+        self._taken_E: list[list[Any]] = [[] for _ in range(count)]
+        """The actions of each copy's episode."""
         self._slots = np.arange(count)
         self._idle = self._reset_once = False
 
@@ -134,11 +128,9 @@ class Environments:
 
     def step(self, action_E: npt.NDArray[Any]) -> Moves:
         """Step every copy. The caller begins or rests the copies whose episode ended."""
-        length = int(self.length_E.max())
-        if length == len(self._taken_LE):
-            self._taken_LE = np.concatenate([self._taken_LE, np.zeros_like(self._taken_LE)])
-        self._taken_LE[self.length_E, self._slots] = action_E
-        with self._told("step"):
+        for taken, action in zip(self._taken_E, action_E, strict=True):
+            taken.append(action)
+        with self._reported("step"):
             observation, reward_E, terminated_E, truncated_E, _ = self.vector.step(
                 self.actions.to_environment(action_E)
             )
@@ -159,7 +151,7 @@ class Environments:
         return float(self._return_E[slot]), int(self.length_E[slot])
 
     def close(self) -> None:
-        with self._told("close"):
+        with self._reported("close"):
             self.vector.close(**({"timeout": PATIENCE} if self._lifelines else {}))
         self._end()
 
@@ -178,9 +170,7 @@ class Environments:
         return {
             "begun": self.begun,
             "episode": self.episode_E.tolist(),
-            "actions": [
-                self._taken_LE[:length, slot].tolist() for slot, length in enumerate(self.length_E)
-            ],
+            "actions": [[action.tolist() for action in taken] for taken in self._taken_E],
             "observation": self.observation_EO.tolist(),
         }
 
@@ -190,30 +180,33 @@ class Environments:
         self.episode_E[:] = state["episode"]
         if self.begun == 0:
             return True  # no episode had begun
-        taken = [np.array(actions, dtype=self._taken_LE.dtype) for actions in state["actions"]]
-        longest = max(len(actions) for actions in taken)
+        dtype = np.int64 if isinstance(self.actions, spaces.Discrete) else np.float32
+        taken = [np.array(actions, dtype=dtype) for actions in state["actions"]]
+        longest = max(map(len, taken))
+        missing_E = np.array([longest - len(actions) for actions in taken])
         self._reset(np.full(self.count, True))
         # Copies step together: shorter episodes begin later, so that all end at the same time.
+        any_action = next(actions[0] for actions in taken if len(actions)) if longest else None
         for at in range(longest):
-            missing = np.array([longest - len(actions) for actions in taken])
-            if at > 0 and (missing == at).any():
-                self._reset(missing == at)
-            action_E = self._taken_LE[0].copy()
-            for slot, actions in enumerate(taken):
-                if at >= missing[slot]:
-                    action_E[slot] = actions[at - missing[slot]]
+            if at > 0 and (missing_E == at).any():
+                self._reset(missing_E == at)
+            action_E = np.array(
+                [
+                    actions[at - missing] if at >= missing else any_action
+                    for actions, missing in zip(taken, missing_E, strict=True)
+                ]
+            )
             moves = self.step(action_E)
-            ended = (moves.terminated_E | moves.truncated_E) & (at < missing)
-            if ended.any():
-                self._reset(ended)
-        fresh = np.array([len(actions) == 0 for actions in taken])
-        if fresh.any():
-            self._reset(fresh)
+            ended_E = (moves.terminated_E | moves.truncated_E) & (at < missing_E)
+            if ended_E.any():
+                self._reset(ended_E)
+        if longest and (missing_E == longest).any():
+            self._reset(missing_E == longest)
         wanted = np.array(state["observation"], dtype=np.float32)
         return bool(np.array_equal(self.observation_EO, wanted, equal_nan=True))
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _reported(self, doing: str) -> Iterator[None]:
         """Errors of the environment name it, in one line, and end the copies' processes."""
         level = gym.logger.min_level
         if self._lifelines:
@@ -239,11 +232,13 @@ class Environments:
             for n, chosen in zip(self.episode_E, mask_E, strict=True)
         ]
         options = None if mask_E.all() else {"reset_mask": mask_E}
-        with self._told("reset"):
+        with self._reported("reset"):
             observation, _ = self.vector.reset(seed=seeds, options=options)
         self.observation_EO[:] = observation
         self._return_E[mask_E] = 0.0
         self.length_E[mask_E] = 0
+        for slot in mask_E.nonzero()[0]:
+            self._taken_E[slot] = []
 
 
 def _in_process(choice: Environment, lifeline: Lifeline, parent: int) -> gym.Env:
@@ -262,28 +257,3 @@ def _in_process(choice: Environment, lifeline: Lifeline, parent: int) -> gym.Env
 def derive_episode(seed: int, number: int) -> int:
     """The seed of an episode, within 31 bits: some environments take no more."""
     return derive(seed, "episode", number) >> 32
-
-
-Outcome = tuple[float, int, float, bool]
-"""Probability, next state, reward, and whether the episode terminates there."""
-Table = Mapping[int, Mapping[int, Sequence[Outcome]]]
-"""The outcomes of an action (inner key) in a state (outer key), each numbered from 0."""
-
-
-def from_table(
-    table: Table, states: int, actions: int
-) -> tuple[Float[Tensor, "X A"], Float[Tensor, "X A X"]]:
-    """Expected rewards and transitions, in float64, of Gymnasium's `env.unwrapped.P`.
-
-    A terminating outcome pays its reward and leads nowhere: its probability is left out of the
-    transitions, so that a row of them sums to the probability that the episode goes on.
-    """
-    reward_XA = torch.zeros(states, actions, dtype=torch.float64)
-    transition_XAY = torch.zeros(states, actions, states, dtype=torch.float64)
-    for state in range(states):
-        for action in range(actions):
-            for probability, after, reward, terminated in table[state][action]:
-                reward_XA[state, action] += probability * reward
-                if not terminated:
-                    transition_XAY[state, action, after] += probability
-    return reward_XA, transition_XAY

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from keel.analysis.plots import return_curve
+from keel.analysis.plots import stage_curve
 from keel.config.control import ControlRecipe, ControlStage
 from keel.config.control_load import load_control
 from keel.config.fields import derive
 from keel.config.load import to_toml
 from keel.control import state
 from keel.control.evaluate import evaluate
-from keel.control.gif import film
 from keel.control.policy_gradient import PolicyGradient
 from keel.control.q_learning import QLearning
+from keel.control.record import record_video
 from keel.control.state import ControlLearner, ControlProgress
 from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
@@ -119,7 +119,7 @@ def _run(
     update_run_json(writer.folder, {"finished": True})
     writer.recorder.event("finished")
     if stage.watching.film:
-        _film(work)
+        _record_video(work)
 
 
 def _loop(work: ControlRun, progress: ControlProgress) -> ControlProgress:
@@ -175,16 +175,16 @@ def _conclude(recipe: ControlRecipe, work: ControlRun, progress: ControlProgress
     folder = work.writer.folder
     rows = load(folder.path).metrics()
     if rows:
-        return_curve(folder.curve, rows, title=recipe.name, subtitle=work.stage.environment.id)
+        stage_curve(folder.curve, work.stage.stage, rows, recipe.name, work.stage.environment.id)
     if progress.steps >= work.stage.steps:
         update_run_json(folder, {"environment_steps": progress.steps})
 
 
-def _film(work: ControlRun) -> None:
+def _record_video(work: ControlRun) -> None:
     path = work.writer.folder.film
     try:
         seed, longest = derive(work.seed, "film"), work.stage.evaluation.longest
-        steps = film(path, work.learner.greedy(), work.stage.environment, seed, longest)
+        steps = record_video(path, work.learner.greedy(), work.stage.environment, seed, longest)
         update_run_json(work.writer.folder, {"film": {"steps": steps}})
     except Exception as error:  # the run is complete without it
         why = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import logit
 
+from keel.analysis.calibration import PredictiveReport, predictive_report
 from keel.analysis.statistics import Array, Interval
-from keel.analysis.uncertainty import PredictiveReport, predictive_report
 from keel.preferences.acquisition import (
     Method,
     PairBeliefs,

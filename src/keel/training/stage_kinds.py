@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from keel.analysis.overoptimisation import optimisation_of
-from keel.analysis.plots import reward_curve
+from keel.analysis.plots import stage_curve
 from keel.analysis.reward_plots import over_optimisation_picture
 from keel.cluster.ray_token import before_import
 from keel.config.entry import load_entry
@@ -284,7 +284,8 @@ def plot_rewards(
     if rows:
         before = progress.before
         first = {} if before is None else evaluation_metrics(dict(before))
-        reward_curve(writer.folder.curve, [{"step": 0, **first}, *rows], title, subtitle)
+        rows = [{"step": 0, **first}, *rows]
+        stage_curve(writer.folder.curve, stage.stage, rows, title, subtitle)
 
 
 def plot_over_optimisation(

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from keel.analysis.diagnosis.table import diagnose
 from keel.analysis.panels import Panel, Series, series_of
-from keel.analysis.plots import COLOURS, MARKERS, drawing, styled
+from keel.analysis.plots import drawing, plain_label, plot_panel, styled
 from keel.analysis.text import visible
 from keel.analysis.token_values import measures_of, token_html
 from keel.runs import files
@@ -185,46 +185,10 @@ def _svg(panel: Panel, series: Sequence[Series]) -> str:
 
 
 def _plot(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:
-    """The lines of a panel; those of another unit on an axis at the right."""
-    right = None
-    if any(one.line.right for one in series) and not all(one.line.right for one in series):
-        right = axes.twinx()
-        right.grid(False)
-        right.spines["right"].set_visible(True)
-        right.set_ylabel(panel.right_unit)
-    handles = []
-    for at, one in enumerate(series):
-        target = right if right is not None and one.line.right else axes
-        colour = COLOURS[at % len(COLOURS)]
-        marker = MARKERS[at % len(MARKERS)] if one.line.points or len(one.steps) < 2 else None
-        handles += target.plot(
-            one.steps,
-            one.values,
-            color=colour,
-            marker=marker,
-            linestyle=("-", "--", "-.", ":")[at % 4],
-            label=_plain(one.label),
-        )
-        if one.low is not None and one.high is not None:
-            target.fill_between(one.steps, one.low, one.high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_ylabel(panel.unit)
-    axes.set_xlabel("step")
-    for part in (axes, right):
-        if part is not None and part.get_ylim()[0] < 0 and not _below_zero(series):
-            part.set_ylim(bottom=0)
+    """A panel with its legend above it."""
+    handles = plot_panel(axes, panel, series)
     wide = sum(len(one.label) for one in series) > 50  # more columns would narrow the axes
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=2 if wide else 4)
-
-
-def _plain(label: str) -> str:
-    """A label as text: matplotlib sets dollars as mathematics, and hides what begins with _."""
-    return visible(f" {label}" if label.startswith("_") else label, 60).replace("$", r"\$")
-
-
-def _below_zero(series: Sequence[Series]) -> bool:
-    """Whether any value is negative: else no axis needs to show such."""
-    ends = [part for one in series for part in (one.values, one.low) if part is not None]
-    return any(bool((part < 0).any()) for part in ends)
 
 
 def _write_png(path: Path, run: OpenRun) -> None:
@@ -239,4 +203,4 @@ def _write_png(path: Path, run: OpenRun) -> None:
             figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True
         ):
             _plot(axes, panel, series_of(panel, columns))
-            axes.set_title(_plain(panel.title), loc="left", fontweight="bold", pad=22)
+            axes.set_title(plain_label(panel.title), loc="left", fontweight="bold", pad=22)

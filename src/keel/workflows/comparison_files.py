@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files as resources
 from pathlib import Path
@@ -14,8 +15,16 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from keel.analysis.comparison import NO_DIFFERENCE, Comparison, RunScore, band
-from keel.analysis.plots import COLOURS, MARKERS, drawing, smooth, styled
+from keel.analysis.comparison import (
+    LEAST,
+    NO_DIFFERENCE,
+    Comparison,
+    PairSummary,
+    RunScore,
+    band,
+)
+from keel.analysis.panels import Line, Panel, Series, smooth
+from keel.analysis.plots import COLOURS, drawing, plot_panel, styled
 from keel.analysis.statistics import Array, Interval
 from keel.runs import files
 from keel.runs.values import plain
@@ -66,12 +75,7 @@ def curves_of(runs: Mapping[str, Sequence[RunScore]]) -> Curves:
 def lines(found: Comparison) -> list[str]:
     """What was found, in sentences; of more than `LISTED` pairs, only those that differ."""
     listed = [p for p in found.pairs if len(found.pairs) <= LISTED or p.statement != NO_DIFFERENCE]
-    out = [
-        f"{pair.statement}: {pair.a} less {pair.b} {shown(pair.difference)}; "
-        f"P({pair.a} > {pair.b}) = {shown(pair.probability)}"
-        + ("" if pair.by_prompt is None else f"; on the same prompts {shown(pair.by_prompt)}")
-        for pair in listed
-    ]
+    out = [_line(pair) for pair in listed]
     if len(listed) < len(found.pairs):
         out.append(
             f"{NO_DIFFERENCE} in {len(found.pairs) - len(listed)} of {len(found.pairs)} pairs: "
@@ -85,9 +89,22 @@ def lines(found: Comparison) -> list[str]:
     return [*out, *found.notes]
 
 
-def shown(one: Interval) -> str:
-    """A figure with its interval."""
-    return f"{one.mean:.3g} [{one.low:.3g}, {one.high:.3g}]"
+def _line(pair: PairSummary) -> str:
+    """What is known of a pair of arms."""
+    difference = f"{pair.a} less {pair.b} {shown(pair.difference, pair.by_seed)}"
+    if len(pair.by_seed) < LEAST:
+        return f"{pair.statement}: {difference}"
+    chance = f"P({pair.a} > {pair.b}) = {shown(pair.probability)}"
+    prompts = "" if pair.by_prompt is None else f"; on the same prompts {shown(pair.by_prompt)}"
+    return f"{pair.statement}: {difference}; {chance}{prompts}"
+
+
+def shown(one: Interval, values: Sequence[float] = ()) -> str:
+    """A figure with its interval, or with the values that it is of if there is none."""
+    if math.isfinite(one.low) and math.isfinite(one.high):
+        return f"{one.mean:.3g} [{one.low:.3g}, {one.high:.3g}]"
+    each = ", ".join(f"{value:.3g}" for value in values)
+    return f"{one.mean:.3g} ({each + ': ' if len(values) > 1 else ''}too few seeds for an interval)"
 
 
 def table(found: Comparison) -> list[list[str]]:
@@ -98,7 +115,7 @@ def table(found: Comparison) -> list[list[str]]:
         memory = "" if one.peak_bytes is None else f"{one.peak_bytes / 2**20:,.0f} MiB"
         models = f"{len(one.models)} ({', '.join(one.models)})"
         costs = [f"{one.seconds:,.0f}", f"{one.tokens:,.0f}", memory, models]
-        rows.append([one.arm, shown(one.score), *costs])
+        rows.append([one.arm, shown(one.score, one.scores), *costs])
     return rows
 
 
@@ -141,17 +158,14 @@ def _columns(arms: Collection[str]) -> int:
 def _plot(figure: Any, curves: Curves) -> None:
     panels = figure.subplots(len(curves), 1, squeeze=False)[:, 0]
     for axes, (metric, arms) in zip(panels, curves.items(), strict=True):
-        for number, (arm, (steps, *values)) in enumerate(arms.items()):
+        banded = len(arms) <= len(COLOURS)  # more bands than colours hide each other
+        line, series = Line(metric, TITLES[metric]), []
+        for arm, (steps, *values) in arms.items():
             window = max(1, len(steps) // 20) * 2 - 1 if metric == "reward" else 1
-            middle, low, high = (smooth(v, window) for v in values)
-            colour = COLOURS[number % len(COLOURS)]
-            marker = MARKERS[(number + number // len(COLOURS)) % len(MARKERS)]
-            if len(arms) <= len(COLOURS):  # more bands than colours hide each other
-                axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-            every = max(1, len(steps) // 8)
-            axes.plot(steps, middle, color=colour, marker=marker, markevery=every, label=arm)
+            middle, *ends = (smooth(v, window) for v in values)
+            series.append(Series(line, arm, steps, middle, *(ends if banded else ())))
+        plot_panel(axes, Panel(metric, TITLES[metric], metric, (line,)), series, marked=True)
         axes.set_title(TITLES[metric], loc="left", fontweight="bold")
-        axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True)
     most = max(panels, key=lambda axes: len(axes.lines))
     handles, labels = most.get_legend_handles_labels()

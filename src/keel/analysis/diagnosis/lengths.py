@@ -9,7 +9,7 @@ import numpy as np
 
 from keel.analysis.diagnosis.history import StageHistory
 from keel.analysis.diagnosis.rollout_summary import StepRollouts
-from keel.analysis.diagnosis.trends import WINDOW, Array, trend
+from keel.analysis.diagnosis.trends import WINDOW, trend
 from keel.analysis.diagnosis.values import RolloutSample, Symptom, newest
 
 GROWTH = 1.5
@@ -113,15 +113,6 @@ def length_bias(history: StageHistory) -> Symptom | None:
             if part is not None:
                 evidence.append(f"{name} answers: {part}")
                 figures[f"weight_of_long_{name}"] = part.weight
-    else:
-        light = _lightness(history.rollouts[-1])
-        if light is not None:
-            figures["weight_of_long_wrong"] = light
-            evidence.append(
-                f"in step {history.rollouts[-1].step} a token of the longest quarter of wrong "
-                f"answers has {light:.2f} times the weight |advantage|/length of one of the "
-                "shortest quarter"
-            )
     return Symptom(int(at[0]), int(at[-1]), tuple(evidence), figures, _longest(history, wrong=True))
 
 
@@ -148,11 +139,11 @@ def truncation(history: StageHistory) -> Symptom | None:
         evidence.append("rollout.mask_truncated leaves them out of the loss")
         figures["masked"] = 1.0
     else:
-        said = _lower_when_cut(history)
-        if said is None:
+        lower = _lower_when_cut(history)
+        if lower is None:
             return None
-        evidence.append(said[0])
-        figures |= said[1]
+        evidence.append(lower[0])
+        figures |= lower[1]
     samples = newest(history, lambda r: np.flatnonzero(r.truncated))
     return Symptom(int(steps[start]), int(steps[-1]), tuple(evidence), figures, samples)
 
@@ -194,7 +185,7 @@ def _sides(rollouts: StepRollouts) -> tuple[float, float]:
 
 def _weighed(history: StageHistory) -> bool:
     """Whether the term of the surrogate is the weight of its tokens in the gradient: not where it
-    holds log π, and not in rollouts of earlier versions."""
+    holds log π, nor where the terms were not recorded."""
     by_log_prob = history.setting("algorithm.surrogate.kind") in ("log_prob", "cispo")
     return not by_log_prob and any(np.isfinite(r.mass).any() for r in history.rollouts)
 
@@ -223,17 +214,6 @@ def _long_ones(history: StageHistory, sign: float) -> LongCompletions | None:
         return None
     tokens, mass = sums[0] / sums.sum(axis=0)
     return LongCompletions(float(tokens), float(mass))
-
-
-def _lightness(rollouts: StepRollouts) -> float | None:
-    """|A| / length of the longest quarter of wrong completions, over that of the shortest."""
-    wrong = (rollouts.advantage < 0) & (rollouts.written > 0)
-    if wrong.sum() < 8:
-        return None
-    mass: Array = np.abs(rollouts.advantage[wrong]) / rollouts.written[wrong]
-    low, high = np.quantile(rollouts.written[wrong], [0.25, 0.75])
-    short, long = rollouts.written[wrong] <= low, rollouts.written[wrong] >= high
-    return float(mass[long].mean() / mass[short].mean())
 
 
 def _longest(history: StageHistory, wrong: bool = False) -> tuple[RolloutSample, ...]:

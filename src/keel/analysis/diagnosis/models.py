@@ -14,7 +14,7 @@ LEAST = 0.05
 STEPS = 20
 
 
-def value_model_idle(history: StageHistory) -> Symptom | None:
+def value_model(history: StageHistory) -> Symptom | None:
     """The value model explains nothing: after its warm-up and 20 steps more, the median of
     `value/explained_variance` over the last fifth of the run (5 steps at least) is at most 0.05,
     and it is not rising: its change over the last half, at that rate, would not reach 0.05 in as

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from keel.analysis.diagnosis.history import StageHistory
-from keel.analysis.diagnosis.load import histories, number
+from keel.analysis.diagnosis.history import StageHistory, histories, number
 from keel.analysis.diagnosis.rollout_summary import MOST_STEPS, StepRollouts, read_step
 from keel.analysis.diagnosis.table import conditions_of
 from keel.analysis.diagnosis.values import Diagnosis
@@ -31,41 +28,36 @@ CONFIRMED = 2
 
 @dataclass(eq=False)
 class StageCourse:
-    """The metrics of a stage in memory: eight bytes for each metric of each step.
+    """What is known of a stage so far; `found` counts for each condition how many checks in a row
+    have found it."""
 
-    `base` is its history without metrics and rollouts; `found` counts for each condition how many
-    checks in a row have found it.
-    """
-
-    base: StageHistory
+    history: StageHistory
     folder: RunFolder
     place: int
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    columns: dict[str, array[float]] = field(default_factory=dict)
-    rollouts: list[StepRollouts] = field(default_factory=list)
+    steps: list[int]
+    columns: dict[str, list[float]]
+    rollouts: list[StepRollouts]
     found: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, history: StageHistory, folder: RunFolder, place: int) -> StageCourse:
+        """The course of a stage that has this history."""
+        columns = {name: values.tolist() for name, values in history.columns.items()}
+        steps = history.steps.tolist()
+        return cls(history, folder, place, steps, columns, list(history.rollouts))
 
     def append(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add a step's metrics."""
         for name in metrics:
-            if name not in self.columns:
-                self.columns[name] = array("d", [math.nan] * len(self.steps))
+            self.columns.setdefault(name, [np.nan] * len(self.steps))
         self.steps.append(step)
         for name, column in self.columns.items():
             column.append(number(metrics.get(name)))
 
-    def read_rollouts(self, step: int, spacing: int) -> None:
-        """Read a step's rollouts, if they exist and the last ones are `spacing` steps old."""
-        if self.rollouts and step < self.rollouts[-1].step + spacing:
-            return
-        read = read_step(self.folder, self.place, step)
-        if read is not None and len(read):
-            self.rollouts.append(read)
-
     def check(self) -> list[Diagnosis]:
         """The conditions that this check and enough before it have found."""
         history = replace(
-            self.base,
+            self.history,
             steps=np.array(self.steps, dtype=np.int64),
             columns={name: np.array(column) for name, column in self.columns.items()},
             rollouts=tuple(self.rollouts),
@@ -95,53 +87,45 @@ class DiagnosisMonitor(Callback):
 
     def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
         if self._course is not None and state.step == 0:
-            self._course.base = replace(self._course.base, before=result)
+            self._course.history = replace(self._course.history, before=result)
 
     def on_step(self, state: RunState) -> None:
-        for one in self._guarded(self._step, state):
-            if (one.stage, one.condition) not in self._known:
-                self._known.add((one.stage, one.condition))
-                self._warn(warning(one), "diagnosis", **one.as_dict())
+        self._guarded(self._step, state)
 
-    def _begin(self, state: RunState) -> list[Diagnosis]:
+    def _begin(self, state: RunState) -> None:
         """Start a stage; of one that is resumed, with what its folder holds of it."""
         run = load(state.folder)
         history = next((one for one in histories(run) if one.stage == state.stage), None)
         if history is None:
-            return []  # it is of another kind
-        self._known = {
-            (str(event.get("stage")), str(event.get("condition")))
-            for event in run.events()
-            if event.get("event") == "diagnosis"
-        }
-        base = replace(history, steps=history.steps[:0], columns={}, rollouts=())
-        course = StageCourse(base, run.folder, run.stages.index(state.stage))
-        for at, step in enumerate(history.steps.tolist()):
-            course.append(step, {name: float(v[at]) for name, v in history.columns.items()})
-        course.rollouts = list(history.rollouts)
-        self._course = course
-        return []
+            return  # it is of another kind
+        events = [event for event in run.events() if event.get("event") == "diagnosis"]
+        self._known = {(str(e.get("stage")), str(e.get("condition"))) for e in events}
+        self._course = StageCourse.of(history, run.folder, run.stages.index(state.stage))
 
-    def _step(self, state: RunState) -> list[Diagnosis]:
-        """What this step's check confirms, if one is due."""
+    def _step(self, state: RunState) -> None:
+        """Add a step, and report what its check confirms, if one is due."""
         course = self._course
         if course is None:
-            return []
+            return
         course.append(state.step, state.metrics)
-        course.read_rollouts(state.step, max(EVERY, state.steps // MOST_STEPS))
-        due = state.step % max(EVERY, state.step // SHARE) == 0
-        return course.check() if due else []
+        last = course.rollouts[-1].step if course.rollouts else -state.steps
+        if state.step >= last + max(EVERY, state.steps // MOST_STEPS):
+            read = read_step(course.folder, course.place, state.step)
+            course.rollouts += [read] if read is not None and len(read) else []
+        if state.step % max(EVERY, state.step // SHARE):
+            return
+        for one in course.check():
+            if (one.stage, one.condition) not in self._known:
+                self._known.add((one.stage, one.condition))
+                self._warn(warning(one), "diagnosis", **one.as_dict())
 
-    def _guarded(
-        self, function: Callable[[RunState], list[Diagnosis]], state: RunState
-    ) -> list[Diagnosis]:
+    def _guarded(self, function: Callable[[RunState], None], state: RunState) -> None:
         try:
-            return function(state)
+            function(state)
         except Exception as error:
             self._course = None
             what = one_line(error, named=True)
             self._warn(f"the stage is not diagnosed any further: {what}", "diagnosis_failed")
-            return []
 
 
 def warning(found: Diagnosis) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 
-from keel.analysis.diagnosis.table import CONDITIONS
-from keel.analysis.diagnosis.values import Advice
+from keel.analysis.diagnosis.table import Advice, conditions
 
 INTRO = """# What is wrong with a run?
 
@@ -38,17 +37,17 @@ From Python:
     for one in diagnose(keel.load("runs/quickstart-1")):
         print(one.condition, one.evidence, one.changes)
 
-A condition of your own is a function of a `StageHistory` that returns a `Symptom` or None, and an
-entry in `CONDITIONS` of `keel/analysis/diagnosis/table.py`.
+A further condition is a function of a `StageHistory` that returns a `Symptom` or None, in `RULES`
+of `keel/analysis/diagnosis/table.py`, and an entry of its name in `conditions.toml` next to it.
 """
 
 
 def markdown() -> str:
     """The page."""
     lines = [INTRO, "| condition | problem | severity |", "|---|---|---|"]
-    lines += [f"| [`{c.id}`](#{c.id}) | {c.title} | {c.severity} |" for c in CONDITIONS]
-    for condition in CONDITIONS:
-        rule = " ".join((inspect.getdoc(condition.check) or "").split())
+    lines += [f"| [`{c.id}`](#{c.id}) | {c.title} | {c.severity} |" for c in conditions()]
+    for condition in conditions():
+        rule = " ".join((inspect.getdoc(condition.rule) or "").split())
         lines += ["", f"## {condition.id}", "", f"{condition.title}.", "", f"**Rule.** {rule}", ""]
         lines += ["**Likely causes**", "", *(f"- {cause}" for cause in condition.causes), ""]
         lines += ["**What to change**", "", *(f"- {line}" for line in _advice(condition.advice))]

@@ -32,10 +32,10 @@ def gold_falls(history: StageHistory) -> Symptom | None:
     course = trend(reward)
     if not course.rises():
         return None
-    said = _evaluations(history) or _unweighted(history)
-    if said is None:
+    fall = _evaluations(history) or _unweighted(history)
+    if fall is None:
         return None
-    first, line, figures = said
+    first, line, figures = fall
     # Before the stage, the score is of the policy that sampled the first step.
     until = max(1, int(np.searchsorted(steps, first, side="right")))
     if np.median(reward[-WINDOW:]) < np.median(reward[:until][-WINDOW:]):

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from keel.config.control import Environment
-from keel.control.gif import COUNTER, FRAMES, film
+from keel.control.record import COUNTER, FRAMES, record_video
 from keel.types import KeelError
 from tests.control import worlds
 
@@ -25,7 +25,7 @@ def shown(path: Path) -> list[tuple[int, int]]:
 
 def played(path: Path, length: int) -> tuple[int, list[tuple[int, int]]]:
     choice = Environment(id=worlds.DRAWN, options={"length": length})
-    return film(path, worlds.choose_all, choice, SEED, 10_000), shown(path)
+    return record_video(path, worlds.choose_all, choice, SEED, 10_000), shown(path)
 
 
 def test_film_shows_every_state_of_the_episode(tmp_path: Path) -> None:
@@ -47,17 +47,9 @@ def test_a_long_episode_is_shown_in_part(tmp_path: Path, length: int) -> None:
     assert numbers == sorted(set(numbers))
 
 
-def test_film_leaves_what_another_process_writes(tmp_path: Path) -> None:
-    other = tmp_path / ".tmp-film.gif"
-    other.write_text("half")
-    played(tmp_path / "film.gif", 2)
-    assert other.read_text() == "half"
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_an_environment_without_rendering_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "film.gif"
     with pytest.raises(KeelError, match=r"Counter-v0.*cannot be rendered") as caught:
-        film(path, worlds.choose_all, Environment(id=worlds.COUNTER), SEED, 10_000)
+        record_video(path, worlds.choose_all, Environment(id=worlds.COUNTER), SEED, 10_000)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,8 @@
-"""A GIF of one episode, as the environment renders it."""
+"""A GIF of one episode, as the environment renders it.
+
+Gymnasium's own recorder writes MP4 through moviepy; a GIF needs Pillow alone, and a page shows it
+as a picture.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from keel.control import spaces
 from keel.control.collect import ChooseActions
 from keel.control.environments import derive_episode, make
 from keel.runs import files
-from keel.types import KeelError
+from keel.types import KeelError, one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,7 +31,7 @@ FASTEST = 33
 """Most frames per second; browsers show no more of a GIF."""
 
 
-def film(
+def record_video(
     path: Path, choose: ChooseActions, environment: Environment, seed: int, longest: int
 ) -> int:
     """Play one episode and write it; its length in steps.
@@ -36,26 +40,23 @@ def film(
     """
     for variable in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
         os.environ.setdefault(variable, "dummy")  # rendered in memory, without a display
-    _check(environment)
+    plain = make(environment)  # one that cannot be rendered may not accept render_mode
+    plain.close()
+    if "rgb_array" not in plain.metadata.get("render_modes", []):
+        raise KeelError(
+            f"environment {environment.id!r} cannot be rendered (it has no rgb_array mode)"
+        )
     env = make(environment, render="rgb_array")
     try:
         frames, steps = _play(env, choose, derive_episode(seed, 0), longest)
         rate = float(env.metadata.get("render_fps", 30))
     finally:
         env.close()
-    _write(path, frames, rate)
+    pictures = [frame.quantize(64) for frame in frames]
+    settings: dict[str, Any] = {"duration": max(1000 / rate, 1000 / FASTEST), "loop": 0}
+    with files.replacing(path, sync=False) as file:
+        pictures[0].save(file, format="GIF", save_all=True, append_images=pictures[1:], **settings)
     return steps
-
-
-def _check(environment: Environment) -> None:
-    """Raise KeelError for an environment without rgb_array rendering."""
-    env = make(environment)
-    modes = env.metadata.get("render_modes", [])
-    env.close()
-    if "rgb_array" not in modes:
-        raise KeelError(
-            f"environment {environment.id!r} cannot be rendered (it has no rgb_array mode)"
-        )
 
 
 def _play(
@@ -85,25 +86,10 @@ def _frame(env: gym.Env[Any, Any], steps: int, total: float) -> Image:
     try:
         picture = env.render()
     except (gym.error.Error, ImportError) as error:
-        raise KeelError(
-            f"the environment cannot be rendered: {' '.join(str(error).split())}"
-        ) from error
+        raise KeelError(f"the environment cannot be rendered: {one_line(error)}") from error
     scene = Image.fromarray(np.asarray(picture, dtype=np.uint8))
     frame = Image.new("RGB", (scene.width, scene.height + COUNTER), "white")
     frame.paste(scene, (0, COUNTER))
     text = f"step {steps}   return {total:g}"
     ImageDraw.Draw(frame).text((6, 5), text, fill="black", font_size=14)
     return frame
-
-
-def _write(path: Path, frames: list[Image], rate: float) -> None:
-    pictures = [frame.quantize(64) for frame in frames]
-    with files.replacing(path, sync=False) as file:
-        pictures[0].save(
-            file,
-            format="GIF",
-            save_all=True,
-            append_images=pictures[1:],
-            duration=max(1000 / rate, 1000 / FASTEST),
-            loop=0,
-        )
