@@ -28,8 +28,7 @@ The rules use medians of five steps or more and tests by rank, since metrics are
 is too short for a rule is not diagnosed by it. Rewards of single completions, lengths and texts are
 those of the first 256 completions of up to 24 steps, if the run wrote rollouts
 ([`rollouts_every`](../recipe.md)). A diagnosis is a sign, not a proof: read the completions that it
-names ([`keel rollouts`](rollouts.md)). [The log](../log.md#diagnosis-of-runs) has what was measured
-on runs that were broken on purpose. What the metrics mean is in [metrics](../metrics.md).
+names ([`keel rollouts`](rollouts.md)). What the metrics mean is in [metrics](../metrics.md).
 
 From Python:
 
