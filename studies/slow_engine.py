@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keel.engines.native import NativeEngine
-from keel.types import Group, Prompt, Sampling
+from keel.types import Group, OnGroup, Prompt, Sampling
 
 SECONDS = 1e-3
 """Per token: 256 completions of six tokens take a second and a half."""
@@ -20,14 +20,22 @@ class SlowEngine(NativeEngine):
     """Samples what the native engine does, later."""
 
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
-        groups = super().sample(prompts, n, sampling, seed)
+        groups = super().sample(prompts, n, sampling, seed, on_group=on_group)
         written = sum(int(c.written.sum()) for group in groups for c in group.completions)
         time.sleep(written * SECONDS)
         return groups
 
 
-def slow(*, model: Any, tokenizer: Any, max_rows: int, autocast: bool, dtype: str) -> SlowEngine:
+def slow(
+    *, model: Any, tokenizer: Any, max_num_seqs: int, autocast: bool, dtype: str
+) -> SlowEngine:
     """For `rollout.engine`."""
-    return SlowEngine(model, tokenizer, max_rows=max_rows, autocast=autocast)
+    return SlowEngine(model, tokenizer, max_num_seqs=max_num_seqs, autocast=autocast)

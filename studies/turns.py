@@ -18,7 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,13 @@ import torch
 from benchmarks.loop_keel import chance, end
 from benchmarks.update import FIRST, MODEL, SEED, SMALL
 from keel.config.model import BuildModel
-from keel.engines.compiled import CompiledPass
+from keel.engines.compiled import CompiledRunner
 from keel.engines.multi_step import MultiStep
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.models.build import build_model, build_tokenizer
 from keel.models.chat import ChatEncoder
-from keel.types import Prompt, Sampling
+from keel.types import Engine, Prompt, Sampling
 
 SIDES = ("with", "without")
 
@@ -65,11 +65,14 @@ class Replying:
         return self._said
 
 
-class Forgetful:
-    """An engine that offers no memory."""
+class Forgetful(NativeEngine):
+    """The engine without a prefix cache."""
 
     def __init__(self, engine: NativeEngine) -> None:
-        self.sample, self.sync, self.context = engine.sample, engine.sync, engine.context
+        vars(self).update(vars(engine))
+
+    def conversation(self) -> AbstractContextManager[Engine]:  # type: ignore[override]
+        return nullcontext(self)
 
 
 class Talk:
@@ -114,7 +117,7 @@ class Talk:
 def tokens_fed() -> Iterator[list[int]]:
     """How many tokens each call of compiled code was given."""
     counts: list[int] = []
-    one, some = CompiledPass.__call__, MultiStep.__call__
+    one, some = CompiledRunner.__call__, MultiStep.__call__
 
     def one_step(own: Any, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
         counts.append(len(tokens))
@@ -125,7 +128,7 @@ def tokens_fed() -> Iterator[list[int]]:
         counts.append(tokens.size)
         return tokens, log_probs
 
-    one_by_one = patch.object(CompiledPass, "__call__", one_step)
+    one_by_one = patch.object(CompiledRunner, "__call__", one_step)
     with one_by_one, patch.object(MultiStep, "__call__", some_steps):
         yield counts
 

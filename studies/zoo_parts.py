@@ -14,7 +14,7 @@ import torch
 
 from keel.data.tasks.symbols import SortDigits
 from keel.engines.native import NativeEngine
-from keel.types import Completion, Group, Prompt, Sampling, Split
+from keel.types import Completion, Engine, Group, OnGroup, Prompt, Sampling, Split
 
 PAIRS = [(a, b) for a in range(10) for b in range(10)]
 PLENTY = 16
@@ -137,7 +137,7 @@ class SecondTry:
         return str(prompt.columns["answer"])
 
 
-class WrappedEngine:
+class WrappedEngine(Engine):
     """The native engine, with something wrong: rounded weights, or another temperature.
 
     `levels` rounds each matrix to so many steps on either side of 0, as a bad quantisation does;
@@ -148,17 +148,23 @@ class WrappedEngine:
         self,
         model: Any,
         tokenizer: Any,
-        max_rows: int,
+        max_num_seqs: int,
         levels: int | None = None,
         temperature: float | None = None,
     ) -> None:
         self.levels, self.temperature = levels, temperature
         self.model = model if levels is None else copy.deepcopy(model)
-        self.inner = NativeEngine(self.model, tokenizer, max_rows=max_rows)
+        self.inner = NativeEngine(self.model, tokenizer, max_num_seqs=max_num_seqs)
         self._round()
 
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         if self.temperature is not None and sampling.temperature > 0:
             sampling = replace(sampling, temperature=self.temperature)
@@ -184,11 +190,11 @@ class WrappedEngine:
                     weight.copy_((weight / step).round() * step)
 
 
-def rounded(*, model: Any, tokenizer: Any, max_rows: int, **keys: Any) -> WrappedEngine:
+def rounded(*, model: Any, tokenizer: Any, max_num_seqs: int, **keys: Any) -> WrappedEngine:
     """An engine for `rollout.engine` whose weights are not quite the trainer's."""
-    return WrappedEngine(model, tokenizer, max_rows, levels=7)
+    return WrappedEngine(model, tokenizer, max_num_seqs, levels=7)
 
 
-def colder(*, model: Any, tokenizer: Any, max_rows: int, **keys: Any) -> WrappedEngine:
+def colder(*, model: Any, tokenizer: Any, max_num_seqs: int, **keys: Any) -> WrappedEngine:
     """An engine for `rollout.engine` that ignores the temperature that it is asked for."""
-    return WrappedEngine(model, tokenizer, max_rows, temperature=0.6)
+    return WrappedEngine(model, tokenizer, max_num_seqs, temperature=0.6)

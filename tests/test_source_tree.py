@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from keel.algorithms.presets import PRESETS
+from keel.engines.registry import ENGINES
 from tests.source_tree import ROOT, functions, sources
 
 FILE, OBJECTIVE_FILE, FUNCTION = 600, 250, 80
@@ -96,6 +97,30 @@ def test_presets_named_as_kinds_are_used_as_kinds() -> None:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Constant) and node.value in allowed:
                 assert source.package in allowed[node.value], f"{source.name}:{node.lineno}"
+
+
+def test_code_asks_an_engine_only_its_capabilities() -> None:
+    """No string of `ENGINES` and no `rollout.engine` is compared; no attribute or class is looked
+    for. The registry looks names up, and refuses what a user's function returns."""
+    kinds = {*ENGINES, "Engine", "NativeEngine", "VllmEngine", "SharedEngine", "RemoteEngine"}
+    asked: list[str] = []
+    for source in sources():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot):
+                parts = [node.left, *node.comparators]
+                wrong = {p.value for p in parts if isinstance(p, ast.Constant)} & {*ENGINES}
+                wrong |= {p.attr for p in parts if isinstance(p, ast.Attribute)} & {"engine"}
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id not in ("isinstance", "getattr", "hasattr"):
+                    continue
+                words = {w.id for w in ast.walk(node) if isinstance(w, ast.Name)}
+                words |= {w.attr for w in ast.walk(node) if isinstance(w, ast.Attribute)}
+                wrong = words & {*kinds, "engine"}
+            else:
+                continue
+            if wrong and source.name != "engines/registry.py":
+                asked.append(f"{source.name}:{node.lineno} {sorted(wrong)}")
+    assert asked == []
 
 
 def test_torch_free_packages_import_no_torch() -> None:

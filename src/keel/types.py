@@ -7,7 +7,9 @@ completion or a result.
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Required, TypedDict, runtime_checkable
 
@@ -118,8 +120,8 @@ class Completion:
     `text` is what the policy wrote, without what arrived in between. `turns` holds both where
     anything arrived: messages in order, of role "assistant" (the policy's) or "environment".
 
-    `weight_version` is the number of syncs that the engine had taken when the completion was begun,
-    counted from the start of the stage; of several turns, that of the first, which is the oldest.
+    `weight_version` is the number of the weights that the completion was begun with: the steps that
+    the stage had taken.
 
     `columns` are what the program that led the conversation returned; rewards may ask for them by
     name, as for those of the prompt. `failed` is the error that it raised: such a completion has no
@@ -184,39 +186,73 @@ class RewardResult:
     unshaped: float | None = None
 
 
+OnGroup = Callable[[int, Group], None]
+"""Takes over a group, with the place of its prompt in the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do, which decides what a recipe may ask of it.
+
+    `streams`: `sample` takes `on_group`. `pins`: there is `pinned`. `concurrent`: it samples while
+    the policy is trained. `in_process`: it samples with the trainer's own model, so that each
+    process of a group can have one. `exact`: its log-probabilities are the trainer's but for
+    rounding, and a resumed run samples the same tokens. `context`: the most tokens of a prompt with
+    its completion; None: no limit.
+    """
+
+    streams: bool = False
+    pins: bool = False
+    concurrent: bool = True
+    in_process: bool = False
+    exact: bool = True
+    context: int | None = None
+
+
 @runtime_checkable
 class Engine(Protocol):
-    """Draws completions. The seam at which a test double, or a server, stands in."""
+    """Draws completions. The seam at which a test double, or a server, stands in.
 
+    An engine is a subclass: it has `sample` and `sync`, and states what else it can do in
+    `capabilities`. `weight_version` is the number of the weights that it samples with, which the
+    loop sets.
+    """
+
+    capabilities: Capabilities = Capabilities()
+    weight_version: int = 0
+
+    @abstractmethod
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """`n` completions for each encoded prompt, in the order of the prompts.
 
         A completion depends on the weights, its prompt (id and tokens), its index in the group,
-        `sampling` and `seed`; not on what else is in the call.
+        `sampling` and `seed`; not on what else is in the call. An engine that streams hands each
+        group to `on_group` once its last completion is done: in the caller's thread, in no
+        particular order of groups; what it raises ends the call. Others are not given it.
         """
         ...
 
+    @abstractmethod
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over the policy's weights (name to tensor)."""
         ...
 
-
-@runtime_checkable
-class VersionedEngine(Engine, Protocol):
-    """An engine that counts its syncs, from the number that it is given at the start."""
-
-    weight_version: int
-
-
-@runtime_checkable
-class PinnableEngine(VersionedEngine, Protocol):
-    """An engine that can go on with weights while it has taken over newer ones."""
+    def conversation(self) -> AbstractContextManager[Engine]:
+        """The engine for calls that continue the sequences of earlier ones, under one set of
+        weights: it may keep their keys and values until the block ends."""
+        return nullcontext(self)
 
     def pinned(self) -> Engine:
         """What samples with the weights of now, also after a later `sync`."""
-        ...
+        raise KeelError(f"{type(self).__name__} cannot pin weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,30 +276,6 @@ class ProgramInput:
 Program = Callable[[ProgramInput], Any]
 """Leads the conversation of one completion; may be a coroutine function. It returns None, a number
 (the column `reward`), or a mapping of columns for rewards."""
-
-
-OnGroup = Callable[[int, Group], None]
-"""Takes over a group, with the place of its prompt in the call."""
-
-
-@runtime_checkable
-class StreamingEngine(Engine, Protocol):
-    """An engine that does not keep a group to itself until all others are done too."""
-
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        on_group: OnGroup | None = None,
-    ) -> list[Group]:
-        """What `sample` returns; each group goes to `on_group` once its last completion is done.
-
-        It is called in the caller's thread, in no particular order of groups; what it raises ends
-        the call.
-        """
-        ...
 
 
 @runtime_checkable

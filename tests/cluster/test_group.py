@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from keel.algorithms.presets import PRESETS
 from keel.cluster.group import start
 from keel.config.model import BuildModel, Model
+from keel.config.sampling import Rollout
 from keel.engines.registry import build_engine
 from keel.learn.finite import Cause, NotFinite
 from keel.learn.learner import Learner
@@ -30,7 +31,7 @@ from keel.models.sharded import mesh_of, shard, whole, wholes, within
 from keel.runs.process import ProcessLost
 from keel.training.shared import Member, SharedEngine
 from keel.training.state import read_reference, restore_modules, restore_optimizers
-from keel.types import Engine, KeelError, Prompt, Sampling
+from keel.types import Capabilities, Engine, Group, KeelError, Prompt, Sampling
 from tests.cluster import hanging
 from tests.cluster.updates import built, parts_of
 
@@ -299,7 +300,7 @@ def sampled_by(ranks: Ranks) -> Member:
 def sampler() -> tuple[Policy, Engine]:
     build = BuildModel(hidden_size=32, layers=2, heads=4, kv_heads=2, context=64)
     policy = load_policy(Model(build=build), seed=3)
-    return policy, build_engine("native", model=policy.model, tokenizer=policy.tokenizer)
+    return policy, build_engine(Rollout(), model=policy.model, tokenizer=policy.tokenizer)
 
 
 def test_prompt_twice_in_a_step_is_sampled_as_by_one_process() -> None:
@@ -310,11 +311,12 @@ def test_prompt_twice_in_a_step_is_sampled_as_by_one_process() -> None:
     sampling = Sampling(max_tokens=12)
     alone = sampler()[1].sample(prompts, 2, sampling, 7)
     with start(2, sampled_by, sampled_by, 1) as group:
-        engine = SharedEngine(group)
-        engine.sync({})
-        shared = engine.sample(prompts, 2, sampling, 7)
+        engine = SharedEngine(group, Capabilities(streams=True))
+        taken: dict[int, Group] = {}
+        shared = engine.sample(prompts, 2, sampling, 7, on_group=taken.__setitem__)
     texts = [[c.text for c in found.completions] for found in shared]
     assert texts == [[c.text for c in found.completions] for found in alone]
     assert all(found.prompt is prompt for found, prompt in zip(shared, prompts, strict=True))
-    assert {c.weight_version for found in shared for c in found.completions} == {1}
+    assert [taken[at].completions for at in range(6)] == [found.completions for found in shared]
+    assert list(taken) != sorted(taken) or list(taken)[:2] == [0, 1]
     assert texts[0] != texts[2] != texts[5]

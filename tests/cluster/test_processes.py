@@ -205,10 +205,6 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resumes_to_the_same_bytes(tmp_path: 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (
-            ("rollout.async_level=1", "algorithm.correction.kind=truncate"),
-            "rollout.async_level = 1 does not go with cluster",
-        ),
         (("model.lora.rank=4", "reference.reset_every=2"), "reset_every with model.lora"),
         (("cluster.processes=0",), "cluster.processes"),
     ],

@@ -92,7 +92,6 @@ def test_no_room_for_the_processes_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (("rollout.async_level=2", "algorithm.correction.kind=truncate"), "set cluster.ray"),
         ((*WORDS, *AHEAD, "rollout.dynamic_sampling=true"), "dynamic_sampling"),
         ((*WORDS, "rollout.async_level=2"), "algorithm.correction"),
     ],

@@ -14,6 +14,7 @@ TASKS = {"tasks": [{"name": "addition"}]}
     ("keys", "name"),
     [
         ({**TASKS, "rollout": {"ahead": 1}}, "rollout.async_level"),
+        ({**TASKS, "rollout": {"max_rows": 1}}, "rollout.max_num_seqs"),
         ({**TASKS, "rollout": {"soft_overlong": 4}}, "rollout.overlong_buffer"),
         ({**TASKS, "optimizer": {"final_share": 0.5}}, "optimizer.min_lr_ratio"),
         ({"tasks": [{"name": "addition", "heldout_share": 0.5}]}, "validation_fraction"),

@@ -206,6 +206,7 @@ def test_paths_in_a_file_are_relative_to_it(
         'options = {data_files = ["c.json", "hf://d.json"]}}, {name = "my.module:Task"}]\n'
         '[rewards]\nfunctions = [{function = "../r.py:f"}, {function = "outcome", '
         'options = {model = "policy"}}, {function = "outcome", options = {model = "org/model"}}]\n'
+        '[rollout.vllm]\npython = "../venv/bin/python"\n'
     )
     monkeypatch.chdir(other)
     for place in (recipe, Path("../project/exp/recipe.toml")):
@@ -227,6 +228,7 @@ def test_paths_in_a_file_are_relative_to_it(
         ]
         models = [one.options.get("model") for one in stage.rewards.functions[1:]]
         assert models == [f"{exp}/policy", "org/model"]
+        assert stage.rollout.vllm.python == f"{project}/venv/bin/python"
     written = project / "runs" / "recipe.toml"
     written.parent.mkdir()
     written.write_text(to_toml(load_recipe(recipe)))

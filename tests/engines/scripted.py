@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from keel.config.sampling import Rollout
+from keel.engines.registry import ENGINES
 from keel.engines.sampler import check
+from keel.models.loading import DTYPES
 from keel.models.text import decode
-from keel.types import Completion, Group, KeelError, Prompt, Sampling
+from keel.types import Completion, Engine, Group, KeelError, OnGroup, Prompt, Sampling
 
 Line = str | tuple[str, Sequence[float]]
 """A completion's text, or text and the log-probability of each token (its end among them)."""
@@ -19,7 +24,19 @@ Script = Callable[[Prompt, int], Line] | Mapping[str, Sequence[Line]]
 taken in turn."""
 
 
-class ScriptedEngine:
+def replace_native(monkeypatch: pytest.MonkeyPatch, engine: Callable[..., Engine]) -> None:
+    """Let recipes sample with this instead of `NativeEngine`, which takes the same arguments."""
+
+    def build(
+        model: Any, tokenizer: Any, *, rollout: Rollout, autocast: Any, dtype: str, **_: Any
+    ) -> Engine:
+        options = {"autocast": autocast, "dtype": DTYPES.get(dtype)}
+        return engine(model, tokenizer, max_num_seqs=rollout.max_num_seqs, **options)
+
+    monkeypatch.setitem(ENGINES, "native", replace(ENGINES["native"], build=build))
+
+
+class ScriptedEngine(Engine):
     """Completions from a script (see `keel.types.Engine`).
 
     A text is encoded, ended with the end-of-sequence token, and cut at `sampling.max_tokens`
@@ -34,7 +51,13 @@ class ScriptedEngine:
         self.syncs = 0
 
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         """The script's lines as groups.
 

@@ -13,16 +13,16 @@ from keel.engines.scheduler import DecodeBatch
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8),
     n=st.integers(1, 6),
-    max_rows=st.integers(1, 12),
+    max_num_seqs=st.integers(1, 12),
     budget=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
 def test_every_sequence_enters_once_and_every_prompt_is_computed_once(
-    lengths: list[int], n: int, max_rows: int, budget: int, seed: int
+    lengths: list[int], n: int, max_num_seqs: int, budget: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     plen = np.array(lengths)
-    batch = DecodeBatch(plen, np.full(len(lengths), 5), n, max_rows, budget)
+    batch = DecodeBatch(plen, np.full(len(lengths), 5), n, max_num_seqs, budget)
     entered: list[int] = []
     computed: list[int] = []
     finished: list[int] = []
@@ -41,7 +41,7 @@ def test_every_sequence_enters_once_and_every_prompt_is_computed_once(
         computed += entry.prompts
         entered += entry.sequences
         batch.add(entry)
-        assert 0 < len(batch.sequence) <= max_rows
+        assert 0 < len(batch.sequence) <= max_num_seqs
         batch.made += 1
         batch.token = batch.sequence * 100 + batch.made
         before = {int(s): int(t) for s, t in zip(batch.sequence, batch.token, strict=True)}
@@ -61,7 +61,7 @@ def test_every_sequence_enters_once_and_every_prompt_is_computed_once(
         np.testing.assert_array_equal(batch.prompt[batch.slot], batch.sequence // n)
         np.testing.assert_array_equal(batch.length, plen[batch.prompt])
         left = total - len(entered)
-        assert batch.ahead == min(max_rows, len(batch.sequence) + left)
+        assert batch.ahead == min(max_num_seqs, len(batch.sequence) + left)
         assert batch.sequence.tolist() == rows[: len(batch.sequence)].tolist()
         assert {int(s): int(t) for s, t in zip(batch.sequence, batch.token, strict=True)} == {
             s: before[s] for s in batch.sequence.tolist()

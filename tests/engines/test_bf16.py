@@ -14,7 +14,7 @@ from keel.config.model import Lora
 from keel.engines import compiled
 from keel.engines import model_runner as passes
 from keel.engines.compiled import angles, rules_of
-from keel.engines.model_runner import ModulePass, cast_copy
+from keel.engines.model_runner import ModuleRunner, cast_copy
 from keel.engines.native import NativeEngine
 from keel.models.attention import install
 from keel.models.families import head_of, states_at
@@ -159,8 +159,8 @@ def test_modules_on_a_copy_say_nearly_what_the_model_says(
     install(model)
     tokens = torch.tensor(prompts(60)[0].tokens)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = passes.pass_of(model, 17, 43, BF16)
-    assert isinstance(found, ModulePass)
+    found = passes.make_runner(model, 17, 43, BF16)
+    assert isinstance(found, ModuleRunner)
     with torch.no_grad():
         stepped = states_of(found, tokens, 17)  # type: ignore[arg-type]
     assert stepped.dtype == BF16
@@ -209,7 +209,7 @@ def test_log_probs_are_near_the_trainers(
         model.lm_head.weight.mul_(0.5)
         for _, layer in lora_layers(model):
             layer.lora_B["policy"].weight.normal_(std=0.1, generator=generator)
-    engine = NativeEngine(model, TOKENIZER, max_rows=6, dtype=BF16)
+    engine = NativeEngine(model, TOKENIZER, max_num_seqs=6, dtype=BF16)
     gaps = []
     for group in engine.sample(prompts(3, 9, 5), 4, Sampling(max_tokens=24), 0):
         for one in group.completions:
@@ -237,7 +237,7 @@ def test_what_is_drawn_is_a_function_of_weights_and_seed() -> None:
     model = model_of("qwen3")
     asked, sampling = prompts(20, 3, 33), Sampling(max_tokens=40)
     first = NativeEngine(model, TOKENIZER, dtype=BF16).sample(asked, 3, sampling, 5)
-    engine = NativeEngine(model, TOKENIZER, dtype=BF16, max_rows=4)
+    engine = NativeEngine(model, TOKENIZER, dtype=BF16, max_num_seqs=4)
     engine.sample(prompts(7), 2, sampling, 0)
     for group, other in zip(first, engine.sample(asked, 3, sampling, 5), strict=True):
         for a, b in zip(group.completions, other.completions, strict=True):

@@ -67,7 +67,7 @@ def test_it_draws_and_scores_as_the_modules_do(
 ) -> None:
     model = model_of(family)
     assert compiled.compiled(model, 64) is not None
-    engine = NativeEngine(model, TOKENIZER, max_rows=6)
+    engine = NativeEngine(model, TOKENIZER, max_num_seqs=6)
     quick = engine.sample(prompts(3, 9, 5), 4, Sampling(max_tokens=24), 0)
     monkeypatch.setattr(compiled, "library", lambda dtype: None)
     own = engine.sample(prompts(3, 9, 5), 4, Sampling(max_tokens=24), 0)
@@ -167,7 +167,7 @@ def compare(model: PreTrainedModel, rounding: float = 1.0) -> None:
     torch.testing.assert_close(stepped, whole[16:], rtol=1e-5, atol=2e-5 * rounding)
 
 
-def states_of(found: compiled.CompiledPass, tokens: Tensor, prompt: int) -> Tensor:
+def states_of(found: compiled.CompiledRunner, tokens: Tensor, prompt: int) -> Tensor:
     """A prompt at once, then token by token."""
     none = Prefill(np.zeros(0, dtype=np.int64), 0)
     enters = Prefill(np.array([prompt]), 0)
@@ -232,7 +232,7 @@ def test_company_changes_no_bit_of_what_is_drawn_and_said() -> None:
         }
 
     whole = drawn(asked)
-    assert drawn(asked, max_rows=3, prefill_tokens=20) == whole
+    assert drawn(asked, max_num_seqs=3, prefill_tokens=20) == whole
     for one in asked:
         assert drawn([one]) == {one.id: whole[one.id]}
 

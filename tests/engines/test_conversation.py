@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from keel.engines.scheduler import DecodeBatch
 from keel.engines.slots import PagePool
 from keel.models.chat import ChatEncoder
 from keel.models.lora import add_lora, lora_layers
-from keel.types import Completion, Group, KeelError, Prompt, Sampling, Split
+from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling, Split
 from studies.turns import tokens_fed
 from tests.engines.test_compiled import model_of, prompts
 from tests.engines.test_decoding import poison
@@ -55,11 +56,14 @@ class Host:
         return None if number % self.patience == 0 else (SHORT * 14)[: 1 + number % 40]
 
 
-class Forgetful:
-    """An engine that has no memory to offer."""
+class Forgetful(NativeEngine):
+    """The engine without a prefix cache."""
 
     def __init__(self, engine: NativeEngine) -> None:
-        self.sample, self.sync, self.context = engine.sample, engine.sync, engine.context
+        vars(self).update(vars(engine))
+
+    def conversation(self) -> AbstractContextManager[Engine]:  # type: ignore[override]
+        return nullcontext(self)
 
 
 def talk(
@@ -183,19 +187,19 @@ def test_pages_of_bfloat16_stay_too(family: str, fed: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "prefill_tokens"), [(1, 16_384), (3, 40), (7, 1), (7, 90), (64, 25)]
+    ("max_num_seqs", "prefill_tokens"), [(1, 16_384), (3, 40), (7, 1), (7, 90), (64, 25)]
 )
 def test_whatever_is_kept_and_enters_together(
-    max_rows: int, prefill_tokens: int, fed: list[int]
+    max_num_seqs: int, prefill_tokens: int, fed: list[int]
 ) -> None:
     """Cached prefixes with whole prompts and live rows, in many steps."""
     model, asked = wide("llama"), prompts(15, 16, 17, 33)
-    small = NativeEngine(model, TOKENIZER, max_rows=max_rows, prefill_tokens=prefill_tokens)
+    small = NativeEngine(model, TOKENIZER, max_num_seqs=max_num_seqs, prefill_tokens=prefill_tokens)
     groups = talk(small, asked, 4)
     some = sum(fed)
     agree(groups, talk(NativeEngine(model, TOKENIZER), asked, 4))
     every = sum(fed) - some
-    assert some > every if max_rows < 16 else some == every
+    assert some > every if max_num_seqs < 16 else some == every
 
 
 def test_it_is_repeatable_and_nothing_stays_behind_the_scope() -> None:
@@ -230,14 +234,14 @@ def test_other_passes_remember_nothing(monkeypatch: pytest.MonkeyPatch, fed: lis
 # ---------------------------------------------------------------- pages
 
 
-def pool_of(beginnings: PrefixCache) -> PagePool:
-    assert beginnings._pool is not None
-    return beginnings._pool
+def pool_of(prefix_cache: PrefixCache) -> PagePool:
+    assert prefix_cache._pool is not None
+    return prefix_cache._pool
 
 
-def held(beginnings: PrefixCache) -> list[int]:
+def held(prefix_cache: PrefixCache) -> list[int]:
     """The pages of what is remembered."""
-    entries = [pages for same in beginnings._named.values() for pages in same]
+    entries = [pages for same in prefix_cache._named.values() for pages in same]
     return [page for pages in entries for page in pages]
 
 
@@ -250,25 +254,25 @@ def going_on(groups: Sequence[Group], reply: Sequence[int] = (9, 10, 11)) -> lis
 
 
 def test_every_page_is_free_or_remembered_once() -> None:
-    engine = NativeEngine(wide("llama"), TOKENIZER, max_rows=9)
+    engine = NativeEngine(wide("llama"), TOKENIZER, max_num_seqs=9)
     with engine.conversation() as conversation:
-        beginnings = conversation._beginnings
+        prefix_cache = conversation._prefix_cache
         groups = conversation.sample(prompts(15, 16, 17, 31, 33), 3, WORDS, 0)
-        assert sum(map(len, beginnings._named.values())) == 9
+        assert sum(map(len, prefix_cache._named.values())) == 9
         for turn in range(3):
-            pool = pool_of(beginnings)
-            pages = [*pool._free, *held(beginnings)]
+            pool = pool_of(prefix_cache)
+            pages = [*pool._free, *held(prefix_cache)]
             assert len(set(pages)) == len(pages) == pool._pages
             places = [
                 len(prompt.tokens) - 4  # the reply and the last token, which was never fed
                 for prompt in going_on(groups)
             ]
-            assert 0 < len(held(beginnings)) <= sum(-(-n // 16) for n in places)
+            assert 0 < len(held(prefix_cache)) <= sum(-(-n // 16) for n in places)
             # Every other conversation goes on; the others' pages are free.
             groups = conversation.sample(going_on(groups)[::2], 1, WORDS, turn)
         conversation.sample(prompts(2), 1, replace(WORDS, max_tokens=1, stop_ids=()), 0)
-        assert len(pool_of(beginnings)._free) == pool_of(beginnings)._pages
-    assert beginnings._pool is None
+        assert len(pool_of(prefix_cache)._free) == pool_of(prefix_cache)._pages
+    assert prefix_cache._pool is None
 
 
 def test_identical_conversations_have_pages_of_their_own(fed: list[int]) -> None:
@@ -279,7 +283,8 @@ def test_identical_conversations_have_pages_of_their_own(fed: list[int]) -> None
         groups = conversation.sample(prompts(33), 2, greedy, 0)
         one, other = groups[0].completions
         assert one.tokens.tolist() == other.tokens.tolist()
-        assert len(set(held(conversation._beginnings))) == len(held(conversation._beginnings)) > 5
+        pages = held(conversation._prefix_cache)
+        assert len(set(pages)) == len(pages) > 5
         asked = going_on(groups)
         third = [*asked, replace(asked[0], id="third")]
         fed.clear()
@@ -314,12 +319,12 @@ def test_a_call_that_is_cut_short_leaves_nothing() -> None:
             norm.fill_(float("nan"))
         with pytest.raises(KeelError, match="not finite"):
             conversation.sample(asked, 1, WORDS, 1)
-        assert not held(conversation._beginnings)
-        assert conversation._beginnings._pool is None
+        assert not held(conversation._prefix_cache)
+        assert conversation._prefix_cache._pool is None
         with torch.no_grad():
             norm.copy_(whole)
         spoken = conversation.sample(asked, 1, WORDS, 1)
-        assert held(conversation._beginnings)
+        assert held(conversation._prefix_cache)
     agree(spoken, engine.sample(asked, 1, WORDS, 1))
 
 
@@ -329,7 +334,7 @@ def test_an_exception_in_the_scope_gives_the_memory_back() -> None:
     def interrupted() -> None:
         with engine.conversation() as conversation:
             conversation.sample(prompts(15, 33), 2, WORDS, 0)
-            seen.append(conversation._beginnings)
+            seen.append(conversation._prefix_cache)
             assert held(seen[0])
             raise RuntimeError
 
@@ -344,7 +349,7 @@ def test_what_has_used_up_its_budget_is_not_kept() -> None:
     engine = NativeEngine(wide("llama"), TOKENIZER)
     with engine.conversation() as conversation:
         conversation.sample(prompts(15), 4, replace(WORDS, max_tokens=2, stop_ids=()), 0)
-        assert not held(conversation._beginnings)
+        assert not held(conversation._prefix_cache)
 
 
 # ---------------------------------------------------------------- parts
@@ -361,18 +366,18 @@ def test_a_prompt_finds_its_longest_beginning() -> None:
         ]
         return Group(Prompt("p", "", tokens=prompt), tuple(message))
 
-    beginnings = PrefixCache(4)
-    pool = beginnings.pool(4, torch.empty(0))
-    assert beginnings.pool(4, torch.empty(0)) is pool
-    assert not beginnings.full
+    prefix_cache = PrefixCache(4)
+    pool = prefix_cache.pool(4, torch.empty(0))
+    assert prefix_cache.pool(4, torch.empty(0)) is pool
+    assert not prefix_cache.full
     entries = [pool.take(1) for _ in range(4)]
     for sequence, pages in zip((0, 1, 3, 2), entries, strict=True):
-        beginnings.hold(sequence, pages)
-    assert beginnings.full
-    beginnings.name([group((5, 6), (7,), (7, 8, 9)), group((5,), (6, 7, 8, 1), (300,))])
-    assert not beginnings.full
+        prefix_cache.hold(sequence, pages)
+    assert prefix_cache.full
+    prefix_cache.name([group((5, 6), (7,), (7, 8, 9)), group((5,), (6, 7, 8, 1), (300,))])
+    assert not prefix_cache.full
     free = len(pool._free)
-    known, taken = beginnings.take(
+    known, taken = prefix_cache.take(
         [
             tokens(4, 6, 7, 8),
             tokens(5, 6, 7, 8),  # (5, 6, 7, 8) is the whole of it

@@ -100,7 +100,7 @@ def test_memory_that_nothing_was_written_to_is_not_read(
 ) -> None:
     """Rows enter late, after longer prompts and with older rows, in stores that grow."""
     model = tiny(family).float()
-    engine = NativeEngine(model, TOKENIZER, max_rows=5)
+    engine = NativeEngine(model, TOKENIZER, max_num_seqs=5)
     asked = [
         Prompt(f"p{n}", "x", tokens=tuple(2 + i % 40 for i in range(n))) for n in (3, 40, 1, 9, 44)
     ]

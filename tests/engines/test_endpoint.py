@@ -18,7 +18,7 @@ from keel.models.build import byte_tokenizer
 from keel.models.chat import ChatEncoder
 from keel.runs.loop_thread import LoopThread
 from keel.runs.watchdog import Hung
-from keel.types import Completion, Group, KeelError, ProgramInput, Prompt, Sampling
+from keel.types import Completion, Engine, Group, KeelError, ProgramInput, Prompt, Sampling
 from tests.engines.scripted import ScriptedEngine
 from tests.engines.tiny import stock_logits, tiny
 
@@ -69,13 +69,13 @@ def engine() -> NativeEngine:
     return NativeEngine(tiny("llama", **options), TOKENIZER)
 
 
-class Recorder:
+class Recorder(Engine):
     """Passes calls on to an engine, and keeps its completions by the id of their prompt."""
 
     def __init__(self, inner: NativeEngine) -> None:
         self.inner, self.seen = inner, {}  # type: ignore[var-annotated]
 
-    def sample(self, prompts: Any, n: int, sampling: Sampling, seed: int) -> list[Group]:
+    def sample(self, prompts: Any, n: int, sampling: Sampling, seed: int, **_: Any) -> list[Group]:
         groups = self.inner.sample(prompts, n, sampling, seed)
         self.seen |= {g.prompt.id: (g.prompt.tokens, g.completions[0]) for g in groups}
         return groups

@@ -27,7 +27,7 @@ from keel.engines.native import NativeEngine
 from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder
 from keel.runs.loop_thread import LoopThread
-from keel.types import Completion, Group, ProgramInput, Prompt, Sampling
+from keel.types import Completion, Engine, Group, ProgramInput, Prompt, Sampling
 from tests.engines.test_endpoint import TEMPLATE
 from tests.engines.tiny import stock_logits, tiny
 
@@ -65,7 +65,7 @@ EOS = int(TOKENIZER.eos_token_id)
 PROMPTS = [Prompt(f"p{at}", [{"role": "user", "content": f"{at}+20+3?"}]) for at in range(2)]
 
 
-class SpellingEngine:
+class SpellingEngine(Engine):
     """Writes given lines one character a token, and keeps every call by the id of its prompt."""
 
     def __init__(self, line: Callable[[str, int], str]) -> None:
@@ -73,7 +73,7 @@ class SpellingEngine:
         self.seen: dict[str, tuple[tuple[int, ...], Completion]] = {}
 
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, **_: Any
     ) -> list[Group]:
         assert n == 1
         groups = []
@@ -88,7 +88,6 @@ class SpellingEngine:
                 written=np.ones(len(ids), dtype=np.bool_),
                 finish="eos" if ids[-1] == EOS else "length",
                 text=text,
-                weight_version=5 + int(turn),
             )
             self.seen[prompt.id] = (prompt.tokens, made)
             groups.append(Group(prompt, (made,)))
@@ -190,7 +189,6 @@ def test_two_tool_turns_train_exactly_what_the_policy_wrote(stream: bool) -> Non
                 results[1],
                 f"It is {results[1]}.",
             ]
-            assert completion.weight_version == 5  # that of the first turn
     batch = from_groups(groups, torch.device("cpu"))
     assert batch.tokens_T[batch.target_N].tolist() == trained
 

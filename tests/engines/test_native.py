@@ -132,7 +132,7 @@ def reference_log_prob(logits: np.ndarray, token: int, sampling: Sampling) -> fl
 def test_every_family_decodes_as_it_scores(family: str) -> None:
     """Windows, soft caps and sinks hold in the store's attention too, also past the window."""
     model = tiny(family)
-    groups = engine_for(model, max_rows=7).sample(ragged_prompts(5), 2, Sampling(15), seed=3)
+    groups = engine_for(model, max_num_seqs=7).sample(ragged_prompts(5), 2, Sampling(15), seed=3)
     for prompt, completion in completions(groups):
         tokens = completion.tokens.tolist()
         logits = stock_logits(model, [*prompt.tokens, *tokens])[len(prompt.tokens) - 1 : -1]
@@ -148,7 +148,7 @@ def test_what_shares_the_batch_does_not_choose_the_draws() -> None:
     prompts = ragged_prompts(8)
     sampling = Sampling(16, temperature=1.2)
     together = engine_for(model).sample(prompts, 4, sampling, seed=5)
-    for options in ({"max_rows": 1}, {"max_rows": 7}, {"prefill_tokens": 9}):
+    for options in ({"max_num_seqs": 1}, {"max_num_seqs": 7}, {"prefill_tokens": 9}):
         assert_same(together, engine_for(model, **options).sample(prompts, 4, sampling, seed=5))
     engine = engine_for(model)
     alone = [engine.sample([prompt], 4, sampling, seed=5)[0] for prompt in prompts]
@@ -172,13 +172,13 @@ def test_seed_id_occurrence_and_index_each_choose_the_draws() -> None:
 
 
 @pytest.mark.quick("100")
-@pytest.mark.parametrize("max_rows", [2, 5, 8, 100])
-def test_each_prompt_enters_once_and_each_token_once(max_rows: int) -> None:
+@pytest.mark.parametrize("max_num_seqs", [2, 5, 8, 100])
+def test_each_prompt_enters_once_and_each_token_once(max_num_seqs: int) -> None:
     """No padding, no prompt recomputed, and rows that finish are not computed any more.
 
     The last token of a completion never enters: nothing is drawn after it.
     """
-    engine = engine_for(tiny("qwen2"), max_rows=max_rows)
+    engine = engine_for(tiny("qwen2"), max_num_seqs=max_num_seqs)
     prompts = ragged_prompts(9)
     with tokens_entering(engine.model) as counts:
         groups = engine.sample(prompts, 4, Sampling(16), seed=0)
@@ -186,7 +186,7 @@ def test_each_prompt_enters_once_and_each_token_once(max_rows: int) -> None:
     assert len(set(lengths)) > 4
     expected = sum(len(prompt.tokens) for prompt in prompts) + sum(lengths) - len(lengths)
     assert sum(counts) == expected
-    if max_rows == 100:
+    if max_num_seqs == 100:
         assert len(counts) == max(lengths)
 
 

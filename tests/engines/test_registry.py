@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from keel.config.load import load_recipe
+from keel.config.sampling import Rollout
 from keel.engines.native import NativeEngine
-from keel.engines.registry import ENGINES, build_engine
+from keel.engines.registry import build_engine
 from keel.runs.reader import load
 from keel.training.run import train
-from keel.types import KeelError
+from keel.types import Capabilities, KeelError
 from tests.engines import tiny
-from tests.engines.scripted import ScriptedEngine
+from tests.engines.scripted import ScriptedEngine, replace_native
 
 ALPHABET = "no function"
 
@@ -47,11 +49,16 @@ def test_rollouts_and_evaluation_get_the_weights_of_each_step(
 
     def scripted(model: Any, tokenizer: Any, **_: Any) -> ScriptedEngine:
         made.append(ScriptedEngine(lambda prompt, index: ("1", [-1.0, -1.0]), tokenizer))
+        made[-1].capabilities = Capabilities(in_process=True)
         return made[-1]
 
-    monkeypatch.setitem(ENGINES, "native", scripted)
-    train(load_recipe("tiny", ["rl.steps=2", "rl.evaluation.prompts=4"]), tmp_path / "run")
-    assert [engine.syncs for engine in made] == [2, 2]
+    replace_native(monkeypatch, scripted)
+    keys = ["rl.steps=2", "rl.evaluation.prompts=4", "rl.algorithm.correction.kind=truncate"]
+    for dtype, syncs in (("model", [2]), ("bfloat16", [2, 2])):
+        made.clear()
+        recipe = load_recipe("tiny", [*keys, f"rl.rollout.dtype={dtype}"])
+        train(recipe, tmp_path / dtype)
+        assert [engine.syncs for engine in made] == syncs
 
 
 def test_an_unknown_engine_of_a_later_stage_stops_the_run_before_its_first(tmp_path: Path) -> None:
@@ -81,8 +88,10 @@ def test_a_vllm_server_of_a_later_stage_is_checked_before_the_first(
 
 def test_the_native_engine_is_built_by_its_name() -> None:
     model = tiny.tiny("llama")
-    engine = build_engine("native", model=model, tokenizer=tiny.TOKENIZER, max_rows=4)
+    rollout = Rollout(max_num_seqs=4)
+    engine = build_engine(rollout, model=model, tokenizer=tiny.TOKENIZER, dtype="bfloat16")
     assert isinstance(engine, NativeEngine)
+    assert (engine.max_num_seqs, engine.dtype) == (4, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +105,4 @@ def test_the_native_engine_is_built_by_its_name() -> None:
 )
 def test_what_is_no_engine_is_refused(name: str, error: str) -> None:
     with pytest.raises(KeelError, match=error):
-        build_engine(name, model=tiny.tiny("llama"), tokenizer=tiny.TOKENIZER)
+        build_engine(Rollout(engine=name), model=tiny.tiny("llama"), tokenizer=tiny.TOKENIZER)

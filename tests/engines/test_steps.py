@@ -56,7 +56,7 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Group]]:
 
     def sample(engine: NativeEngine, *asked: Any) -> list[Group]:
         with monkeypatch.context() as patched:
-            patched.setattr(native, "steps_of", lambda *given: None)
+            patched.setattr(native, "make_multi_step", lambda *given: None)
             return engine.sample(*asked)
 
     return sample
@@ -70,23 +70,23 @@ def message(groups: list[Group]) -> list[tuple[list[int], list[float], str]]:
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("max_rows", [256, 5])
+@pytest.mark.parametrize("max_num_seqs", [256, 5])
 def test_they_say_what_single_steps_say(
     make: Callable[[], PreTrainedModel],
-    max_rows: int,
+    max_num_seqs: int,
     calls: list[int],
     one_by_one: Callable[..., list[Group]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Over pages, blocks of numbers and rows that end, in memory that held NaN before."""
     poison(monkeypatch)
-    engine = NativeEngine(make(), TOKENIZER, max_rows=max_rows)
+    engine = NativeEngine(make(), TOKENIZER, max_num_seqs=max_num_seqs)
     asked = (prompts(3, 9, 17), 4, Sampling(max_tokens=75), 0)
     ours, theirs = engine.sample(*asked), one_by_one(engine, *asked)
     assert message(ours) == message(theirs)
     assert {len(answer) for group in ours for answer in group.completions} > {75}
     assert max(calls) > 4
-    if max_rows == 256:  # all entered at once: a call ends where a row does, or a page
+    if max_num_seqs == 256:  # all entered at once: a call ends where a row does, or a page
         ends = {len(a) for group in ours for a in group.completions}
         assert len(calls) <= len(ends | set(range(PAGE + 1, 76, PAGE)))
 
@@ -125,7 +125,7 @@ def test_they_end_at_the_context(calls: list[int], one_by_one: Callable[..., lis
 
 
 def test_nobody_takes_a_page_long_before_it_needs_it(calls: list[int]) -> None:
-    engine = NativeEngine(model_of("llama"), TOKENIZER, max_rows=1)
+    engine = NativeEngine(model_of("llama"), TOKENIZER, max_num_seqs=1)
     (group,) = engine.sample(prompts(4), 12, Sampling(max_tokens=75), 0)
     assert max(len(answer) for answer in group.completions) > 1 + 2 * PAGE
     assert max(calls) == PAGE

@@ -125,7 +125,7 @@ def test_the_budget_covers_policy_and_task(
 def test_the_native_engine_goes_on_from_the_reply() -> None:
     """Each token that the policy wrote has the probability of prompt, words and replies so far."""
     model = tiny("llama")
-    engine = NativeEngine(copy.deepcopy(model), TOKENIZER, max_rows=9)
+    engine = NativeEngine(copy.deepcopy(model), TOKENIZER, max_num_seqs=9)
     prompts = ragged_prompts(6)
     sampling = Sampling(40)
     task = Calculator(times=2)

@@ -21,10 +21,8 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Lora
 from keel.config.sampling import VllmServer
-from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
-from keel.models.chat import ChatEncoder
 from keel.models.lora import add_lora, plain_copy
 from keel.runs.watchdog import watching
 from keel.types import Completion, Group, Prompt, Sampling
@@ -55,7 +53,7 @@ def model() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def engine(model: PreTrainedModel) -> Iterator[VllmEngine]:
     engine = VllmEngine(
-        model, TOKENIZER, server=VllmServer(start_timeout=3000.0), max_rows=32, timeout=60.0
+        model, TOKENIZER, server=VllmServer(start_timeout=3000.0), max_num_seqs=32, timeout=60.0
     )
     yield engine
     engine.close()
@@ -161,7 +159,7 @@ def test_groups_are_handed_over_once_each(engine: VllmEngine) -> None:
         assert place not in seen
         seen[place] = group
 
-    groups = engine.stream(ragged_prompts(4), 3, SAMPLING, 2, take)
+    groups = engine.sample(ragged_prompts(4), 3, SAMPLING, 2, on_group=take)
     assert [seen[place] for place in range(4)] == groups
 
 
@@ -171,7 +169,7 @@ def test_what_on_group_raises_ends_the_call(engine: VllmEngine) -> None:
 
     before = engine.restarts
     with pytest.raises(ZeroDivisionError):
-        engine.stream(ragged_prompts(4), 4, SAMPLING, 2, fail)
+        engine.sample(ragged_prompts(4), 4, SAMPLING, 2, on_group=fail)
     assert len(engine.sample(ragged_prompts(2), 2, SAMPLING, 2)) == 2
     assert engine.restarts == before
 
@@ -181,7 +179,7 @@ def test_each_of_twenty_syncs_reaches_the_server(
 ) -> None:
     """By the log-probs: those of the new weights, far from those of the weights before."""
     noise = torch.Generator().manual_seed(0)
-    asked, start = ragged_prompts(2), engine.weight_version
+    asked = ragged_prompts(2)
     for number in range(1, 21):
         before = engine.sample(asked, 1, SAMPLING, number)
         old = [_log_probs(model, g.prompt, g.completions[0], 1.0) for g in before]
@@ -192,7 +190,6 @@ def test_each_of_twenty_syncs_reaches_the_server(
         # The same prompts again, whose prefixes the server may have cached.
         for group in engine.sample(asked, 2, SAMPLING, number):
             for c in group.completions:
-                assert c.weight_version == start + number
                 wanted = _log_probs(model, group.prompt, c, 1.0)
                 np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
         new = [_log_probs(model, g.prompt, g.completions[0], 1.0) for g in before]
@@ -210,7 +207,7 @@ def test_a_server_by_address_gets_all_weights_first(
     # Of layers that vLLM fuses with others, some.
     add_lora(other, Lora(rank=2, targets=("q_proj", "v_proj", "up_proj")), 0)
     noise = torch.Generator().manual_seed(1)
-    second = VllmEngine(other, TOKENIZER, server=VllmServer(url=engine.process.url), max_rows=8)
+    second = VllmEngine(other, TOKENIZER, server=VllmServer(url=engine.process.url), max_num_seqs=8)
     trained = {name: p for name, p in other.named_parameters() if p.requires_grad}
     assert all(".lora_" in name for name in trained)
     for number in range(3):
@@ -224,20 +221,6 @@ def test_a_server_by_address_gets_all_weights_first(
             wanted = _log_probs(plain_copy(other), group.prompt, c, 1.0)
             np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
     engine.sync(dict(model.named_parameters()))
-
-
-def test_several_turns_have_the_version_of_the_first(engine: VllmEngine) -> None:
-    groups = generate_multi_turn(
-        engine,
-        ragged_prompts(2),
-        2,
-        SAMPLING,
-        0,
-        tasks={},
-        chat=ChatEncoder(TOKENIZER),
-        max_turns=3,
-    )
-    assert {c.weight_version for c in _all(groups)} == {engine.weight_version}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -263,10 +246,10 @@ def test_a_server_that_fails_in_a_call_is_started_again(
 
     assert engine._client is not None
     engine._client.timeout = 20.0
-    engine.max_rows, rows = 4, engine.max_rows
+    engine.max_num_seqs, rows = 4, engine.max_num_seqs
     with watching("the engine", 20.0, "raise rollout.timeout"):
-        groups = engine.stream(asked, 8, SAMPLING, 11, kill)
-    engine.max_rows = rows
+        groups = engine.sample(asked, 8, SAMPLING, 11, on_group=kill)
+    engine.max_num_seqs = rows
     assert engine.restarts == before + 1
     assert sorted(seen) == list(range(6))
     _same(groups, wanted)

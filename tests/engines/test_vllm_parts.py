@@ -21,10 +21,8 @@ import torch
 from safetensors.torch import load_file
 
 from keel.config.model import Lora
-from keel.config.sampling import VllmServer
-from keel.engines.multi_turn import generate_multi_turn
-from keel.engines.native import NativeEngine
-from keel.engines.registry import build_engine
+from keel.config.sampling import Rollout, VllmServer
+from keel.engines.registry import check_engine
 from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
 from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
 from keel.engines.vllm.server import ServerProcess, check_server, last_error, passed
@@ -38,7 +36,6 @@ from keel.engines.vllm.transfer import (
     new_folder,
     server_variables,
 )
-from keel.models.chat import ChatEncoder
 from keel.models.lora import add_lora, plain_weights
 from keel.models.policy import token_count
 from keel.models.tokenizer_round_trip import quiet
@@ -353,7 +350,7 @@ def test_restarts_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_without_a_python_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KEEL_VLLM_PYTHON", raising=False)
     with pytest.raises(KeelError, match=r"set rollout\.vllm\.python or KEEL_VLLM_PYTHON"):
-        build_engine("vllm", model=tiny("llama", dtype=torch.float32), tokenizer=TOKENIZER)
+        check_engine(Rollout(engine="vllm"))
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -381,15 +378,3 @@ def test_a_temperature_that_vllm_changes_is_refused() -> None:
     sampling = Sampling(max_tokens=2, temperature=0.005)
     with pytest.raises(KeelError, match=r"raised to 0\.01"):
         _engine(python=sys.executable).sample(ragged_prompts(1), 1, sampling, 0)
-
-
-def test_the_native_engine_counts_its_syncs() -> None:
-    engine = NativeEngine(tiny("llama", dtype=torch.float32), TOKENIZER)
-    engine.weight_version = 5
-    prompts, sampling = ragged_prompts(2), Sampling(max_tokens=4)
-    assert engine.sample(prompts, 1, sampling, 0)[0].completions[0].weight_version == 5
-    engine.sync({})
-    for group in generate_multi_turn(
-        engine, prompts, 2, sampling, 0, tasks={}, chat=ChatEncoder(TOKENIZER), max_turns=2
-    ):
-        assert {c.weight_version for c in group.completions} == {6}

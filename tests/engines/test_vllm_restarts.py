@@ -103,7 +103,7 @@ def test_weights_that_are_refused_twice_end_the_sync(
     case.engine.process.stop()
     case.engine.sync(weights)
     case.engine.close()
-    assert (case.engine.restarts, case.engine.weight_version) == (1, 1)
+    assert case.engine.restarts == 1
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[VllmEngine]:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
     model = tiny("llama", dtype=torch.float32, hidden_size=128, **heads).cuda()
     server = VllmServer(gpus=gpus, gpu_memory_utilization=0.2)
-    engine = VllmEngine(model, TOKENIZER, server=server, max_rows=16)
+    engine = VllmEngine(model, TOKENIZER, server=server, max_num_seqs=16)
     yield engine
     assert engine._transfer.backend == backend
     engine.close()
@@ -49,7 +49,6 @@ def test_weights_on_a_gpu_reach_the_server(engine: VllmEngine) -> None:
     for number in range(4):
         for group in engine.sample(ragged_prompts(3), 1, sampling, number):
             c = group.completions[0]
-            assert c.weight_version == number
             wanted = stock_log_probs(model.cpu(), group.prompt, c)
             model.cuda()
             np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)

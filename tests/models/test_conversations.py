@@ -169,7 +169,7 @@ class _Recorded(ScriptedEngine):
         super().__init__(lambda prompt, index: "", tokenizer)
         self.made = iter(made)
 
-    def sample(self, prompts: Any, n: int, sampling: Sampling, seed: int) -> Any:
+    def sample(self, prompts: Any, n: int, sampling: Sampling, seed: int, **_: Any) -> Any:
         ids = next(self.made)
         groups = super().sample(prompts, n, sampling, seed)
         return [replace(g, completions=(_completion(ids, self.tokenizer),)) for g in groups]

@@ -72,7 +72,7 @@ def test_engine_and_trainer_agree_on_tokens_alone(
     family: str, keys: dict[str, Any], steps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not steps:  # one token at a time, in Python
-        monkeypatch.setattr(native, "steps_of", lambda *args: None)
+        monkeypatch.setattr(native, "make_multi_step", lambda *args: None)
     made = padded(family, 320 if family == "qwen2" else 128, **keys)
     groups = sampled(made, NativeEngine(made.model, made.tokenizer, autocast=False))
     found = np.concatenate([c.log_probs for g in groups for c in g.completions])

@@ -368,7 +368,7 @@ def stuck(*_: object) -> None:
     ("sample", "message"),
     [
         (stuck, r"the engine gives no answer within 0.5 s .*in stuck \("),
-        (no_memory, r"lower rollout\.max_rows"),
+        (no_memory, r"lower rollout\.max_num_seqs"),
     ],
 )
 def test_engine_failure_is_reported(

@@ -17,11 +17,11 @@ import torch
 
 from keel.config.load import to_toml
 from keel.engines.native import NativeEngine
-from keel.engines.registry import ENGINES
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.run import train
-from keel.types import Group, KeelError, Sampling, StreamingEngine
+from keel.types import Group, KeelError, Sampling
+from tests.engines.scripted import ScriptedEngine, replace_native
 from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
 from tests.rewards.judge_server import JudgeServer
 from tests.shared import ROOT
@@ -75,7 +75,7 @@ CASES: dict[str, Sequence[str]] = {
     "recorded": [
         f"rewards.functions=[{{function='{HERE}:recorded'}}]",
         "rollout.prompts_per_step=9",
-        "rollout.max_rows=7",
+        "rollout.max_num_seqs=7",
         "evaluation.samples=2",
     ],
     "turns": [
@@ -120,43 +120,37 @@ def test_rewards_are_asked_during_generation(
     class Watched(NativeEngine):
         """Goes on after its first group once a reward is asked."""
 
-        def stream(self, *given: Any) -> list[Group]:
-            *rest, on_group = given
-
+        def sample(self, *given: Any, on_group: Any) -> list[Group]:
             def passed(place: int, group: Group) -> None:
                 on_group(place, group)
                 assert STATE["began"].wait(WAIT), "no reward was asked while groups were sampled"
 
-            groups = super().stream(*rest, passed)
+            groups = super().sample(*given, on_group=passed)
             STATE["sampled"].set()
             return groups
 
     STATE.update(began=threading.Event(), sampled=threading.Event())
-    monkeypatch.setitem(ENGINES, "native", Watched)
+    replace_native(monkeypatch, Watched)
     reward = f"rewards.functions=[{{function='{HERE}:waits'}}]"
-    keys = (reward, "steps=1", "evaluation.prompts=0", "rollout.max_rows=4", "rewards.timeout=120")
+    keys = (
+        reward,
+        "steps=1",
+        "evaluation.prompts=0",
+        "rollout.max_num_seqs=4",
+        "rewards.timeout=120",
+    )
     folder = train(small(*keys, ON), tmp_path / "on")
     assert STATE["sampled"].is_set()
     assert len(load(folder.path).rollouts(1)) == 16
 
 
-def test_overlap_with_an_engine_that_does_not_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Plain:
-        def __init__(self, *given: Any, **keys: Any) -> None:
-            self.inner = NativeEngine(*given, **keys)
+def plain(**parts: Any) -> ScriptedEngine:
+    return ScriptedEngine(lambda prompt, index: "1", parts["tokenizer"])
 
-        def sample(self, *given: Any) -> list[Group]:
-            return self.inner.sample(*given)
 
-        def sync(self, weights: Any) -> None:
-            self.inner.sync(weights)
-
-    off = train(small(DENSE, "steps=2"), tmp_path / "off")
-    monkeypatch.setitem(ENGINES, "native", Plain)
-    on = train(small(DENSE, "steps=2", ON), tmp_path / "on")
-    assert on.metrics.read_bytes() == off.metrics.read_bytes()
+def test_overlap_needs_an_engine_that_streams(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match=r"rollout\.overlap_rewards = true scores groups while"):
+        train(small(DENSE, f"rollout.engine={HERE}:plain", ON), tmp_path / "run")
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -192,11 +186,11 @@ def test_hanging_reward_saves_its_stack(tmp_path: Path) -> None:
 
 def test_engine_failure_cancels_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Falls(NativeEngine):
-        def stream(self, *given: Any, **keys: Any) -> list[Group]:
-            super().stream(*given, **keys)
+        def sample(self, *given: Any, **keys: Any) -> list[Group]:
+            super().sample(*given, **keys)
             raise KeelError("the engine fell over")
 
-    monkeypatch.setitem(ENGINES, "native", Falls)
+    replace_native(monkeypatch, Falls)
     hangs = "rewards.functions=[{function='tests.training.rewards:hangs'}]"
     assert end(tmp_path / "on", hangs, "rewards.timeout=500", ON) == "the engine fell over"
 
@@ -240,8 +234,7 @@ def test_interrupt_saves_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [3, 8, 64])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_streamed_groups_are_those_of_sample(rows: int, temperature: float) -> None:
-    engine = NativeEngine(tiny("llama", seed=5), TOKENIZER, max_rows=rows)
-    assert isinstance(engine, StreamingEngine)
+    engine = NativeEngine(tiny("llama", seed=5), TOKENIZER, max_num_seqs=rows)
     stops = tuple(range(2, 9))  # so that lengths differ
     prompts, sampling = ragged_prompts(12), Sampling(20, temperature=temperature, stop_ids=stops)
     passed: dict[int, Group] = {}
@@ -252,7 +245,7 @@ def test_streamed_groups_are_those_of_sample(rows: int, temperature: float) -> N
         passed[place] = group
 
     plain = engine.sample(prompts, 3, sampling, seed=1)
-    streamed = engine.stream(prompts, 3, sampling, 1, take)
+    streamed = engine.sample(prompts, 3, sampling, 1, on_group=take)
     assert sorted(order) == list(range(12))
     for at, (one, other) in enumerate(zip(plain, streamed, strict=True)):
         assert passed[at] is other
@@ -265,7 +258,7 @@ def test_streamed_groups_are_those_of_sample(rows: int, temperature: float) -> N
 
 
 def test_group_is_passed_on_before_the_next_is_sampled() -> None:
-    engine = NativeEngine(tiny("llama", seed=5), TOKENIZER, max_rows=2)
+    engine = NativeEngine(tiny("llama", seed=5), TOKENIZER, max_num_seqs=2)
     seen: list[int] = []
 
     class Enough(Exception):
@@ -277,7 +270,7 @@ def test_group_is_passed_on_before_the_next_is_sampled() -> None:
 
     grad = torch.is_grad_enabled()
     with pytest.raises(Enough):
-        engine.stream(ragged_prompts(6), 2, Sampling(8), 0, take)
+        engine.sample(ragged_prompts(6), 2, Sampling(8), 0, on_group=take)
     assert seen == [0]
     assert torch.is_grad_enabled() == grad
 
@@ -287,13 +280,13 @@ def test_non_finite_logits_name_the_first_prompt() -> None:
     model = tiny("llama", seed=5)
     with torch.no_grad():
         model.get_input_embeddings().weight[30:] = float("nan")
-    engine = NativeEngine(model, TOKENIZER, max_rows=4)
+    engine = NativeEngine(model, TOKENIZER, max_num_seqs=4)
     prompts = ragged_prompts(12)
     passed: list[int] = []
     with pytest.raises(KeelError) as plain:
         engine.sample(prompts, 2, Sampling(6), 0)
     with pytest.raises(KeelError) as streamed:
-        engine.stream(prompts, 2, Sampling(6), 0, lambda place, group: passed.append(place))
+        engine.sample(prompts, 2, Sampling(6), 0, on_group=lambda place, _: passed.append(place))
     assert str(streamed.value) == str(plain.value)
     first = next(at for at, p in enumerate(prompts) if f"'{p.id}'" in str(plain.value))
     assert first not in passed

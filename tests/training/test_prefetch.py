@@ -17,7 +17,6 @@ import torch
 
 from keel.engines import native
 from keel.engines.native import NativeEngine
-from keel.engines.registry import ENGINES
 from keel.runs.layout import RunFolder
 from keel.runs.process import Interrupted
 from keel.runs.reader import load
@@ -28,7 +27,7 @@ from keel.training.prefetch import (
     Pending,
     RolloutPrefetcher,
     Sample,
-    Turn,
+    Ticket,
     as_kept,
     read_pending,
     save_pending,
@@ -36,6 +35,7 @@ from keel.training.prefetch import (
 from keel.training.rollout import Rollouts
 from keel.training.run import train
 from keel.types import Completion, Group, KeelError, Message, Prompt, RewardResult, Sampling
+from tests.engines.scripted import replace_native
 from tests.rewards.judge_server import JudgeServer
 from tests.soak.cases import AHEAD, CASES, DENSE, FAST_RATE
 from tests.soak.killing import differences
@@ -63,31 +63,31 @@ class Weighed(NativeEngine):
 
     calls: list[tuple[float, str, int]]
 
-    def stream(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, on_group: Any = None
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, **keys: Any
     ) -> list[Group]:
         total = size(self.model)
         thread = threading.current_thread().name
         self.calls.append((total, thread, torch.get_num_threads()))
-        return super().stream(prompts, n, sampling, seed, on_group)
+        return super().sample(prompts, n, sampling, seed, **keys)
 
 
 def test_rollouts_ahead_use_the_weights_of_the_step_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Weighed.calls = []
-    monkeypatch.setitem(ENGINES, "native", Weighed)
+    replace_native(monkeypatch, Weighed)
     left: list[float] = []
     real = rl.sync
 
-    def sync(loop: rl.Loop) -> None:
+    def sync(loop: rl.Loop, number: int) -> None:
         model = loop.learner.policy.model
         assert all(
             a.data_ptr() != b.data_ptr()
             for a, b in zip(model.parameters(), loop.sampler.engine.model.parameters(), strict=True)
         )
         left.append(size(model))
-        real(loop)
+        real(loop, number)
 
     monkeypatch.setattr(rl, "sync", sync)
     train(small(*KEYS, "evaluation.prompts=0", "steps=5", "threads=2"), tmp_path / "run")
@@ -443,7 +443,7 @@ def test_steps_ahead_begin_in_order_with_the_weights_of_their_time() -> None:
     begun: list[tuple[int, int]] = []
     version = 0
 
-    def begin(step: int, turn: Turn) -> Sample:
+    def begin(step: int, turn: Ticket) -> Sample:
         begun.append((step, version))
         return lambda: rollouts_of(step)
 
@@ -461,7 +461,7 @@ def test_rewards_of_steps_at_once_are_called_in_order() -> None:
     scored: list[int] = []
     slow = threading.Event()
 
-    def begin(step: int, turn: Turn) -> Sample:
+    def begin(step: int, turn: Ticket) -> Sample:
         def sample() -> Rollouts:
             if step == 1:
                 assert slow.wait(WAIT)
@@ -482,7 +482,7 @@ def test_rewards_of_steps_at_once_are_called_in_order() -> None:
 def test_what_a_checkpoint_held_is_not_sampled_again() -> None:
     begun: list[int] = []
 
-    def begin(step: int, turn: Turn) -> Sample:
+    def begin(step: int, turn: Ticket) -> Sample:
         begun.append(step)
         return lambda: rollouts_of(step)
 
@@ -496,7 +496,7 @@ def test_what_a_checkpoint_held_is_not_sampled_again() -> None:
 
 
 def test_an_error_of_one_step_cancels_the_others() -> None:
-    def begin(step: int, turn: Turn) -> Sample:
+    def begin(step: int, turn: Ticket) -> Sample:
         def sample() -> Rollouts:
             if step == 1:
                 raise KeelError("step 1 fell over")

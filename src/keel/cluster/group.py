@@ -93,10 +93,11 @@ class RankGroup(Generic[M]):
         self.ranks, self.member, self._workers = ranks, member, workers
         self._deadline = deadline
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: Any, **here: Any) -> Any:
         """`function(member, *arguments)` on all ranks at once; this rank's result.
 
-        The function is one of a module, and raises either on all ranks or not at all.
+        `here` are keyword arguments of this rank alone. The function is one of a module, and raises
+        either on all ranks or not at all.
 
         Raises:
             KeelError: a worker has ended, or has not answered in time; with its rank and why.
@@ -105,7 +106,7 @@ class RankGroup(Generic[M]):
             for worker in self._workers:
                 worker.send((function, arguments))
             try:
-                result = function(self.member, *arguments)
+                result = function(self.member, *arguments, **here)
             except NotFinite:
                 self.wait()
                 raise

@@ -100,8 +100,9 @@ def driving(ranks: Ranks) -> Iterator[None]:
 class LaunchedGroup(RankGroup[M]):
     """The ranks of torchrun."""
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return self._ordered((function, arguments), partial(function, self.member, *arguments))
+    def call(self, function: Callable[..., Any], *arguments: Any, **here: Any) -> Any:
+        own = partial(function, self.member, *arguments, **here)
+        return self._ordered((function, arguments), own)
 
     def build(self, own: Callable[[Ranks], M], others: Callable[[Ranks], M]) -> None:
         """Make every rank's member."""

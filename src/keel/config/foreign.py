@@ -6,6 +6,7 @@ from typing import Final
 
 _NAMES: Final[dict[str, str]] = {
     "rollout.async_level": "ahead",
+    "rollout.max_num_seqs": "max_rows",
     "optimizer.min_lr_ratio": "final_share",
     "tasks.validation_fraction": "heldout_share",
     "sampled.validation": "heldout",

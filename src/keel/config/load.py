@@ -98,6 +98,8 @@ def located(value: Any, folder: Path, key: str = "") -> Any:
     if key in DATA_KEYS and "://" not in value:
         is_path = value.endswith(DATA_FILES) or os.path.isfile(path)
         is_path |= key != "validation_path" and os.path.isdir(path)
+    elif key == "python":
+        is_path = "/" in value  # else a program in PATH
     elif key in ("name", "model"):
         is_path |= any(os.path.isfile(f"{path}/{file}") for file in MODEL_FILES)
     return path if is_path else value

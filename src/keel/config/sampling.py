@@ -32,13 +32,11 @@ _NO_REWARD = UnusedIf(
 _MANY_TURNS = UnusedIf(
     lambda key: key.table.max_turns > 1, "with several turns rewards are called after sampling"
 )
-_NO_VLLM = UnusedIf(
-    lambda key: key.stage.sampling.rollout.engine != "vllm", "another engine samples"
-)
+_OTHER_ENGINE = UnusedIf(lambda key: key.table.server is not key.value, "another engine samples")
 _ON_CPU = UnusedIf(lambda key: key.facts.cpu, "the model is on a CPU")
 _RUNS_ALREADY = UnusedIf(lambda key: key.table.url is not None, "rollout.vllm.url is set")
 _SERVES_ITS_OWN = UnusedIf(
-    lambda key: key.table.engine == "vllm" and key.table.vllm.url is not None,
+    lambda key: key.table.server is not None and key.table.server.url is not None,
     "rollout.vllm.url is set, and that server has its own",
 )
 _NO_PROGRAM = UnusedIf(lambda key: key.table.program is None, "rollout.program is not set")
@@ -51,27 +49,22 @@ _NOT_SAMPLED = UnusedIf(
 )
 
 
-_SHARED = UnusedIf(
-    lambda key: key.recipe.cluster.processes > 1 and key.recipe.cluster.ray is None,
-    "with cluster.processes > 1 the groups of a step come together, so rewards are called then",
-)
-
-
 class VllmServer(FrozenModel):
     """The server of `rollout.engine = "vllm"`."""
 
-    url: Annotated[str | None, _NO_VLLM] = None
+    url: str | None = None
     """Address of a server that runs on this machine, instead of one that Keel starts:
     `http://HOST:PORT` or `unix:PATH`."""
-    python: Annotated[str | None, _NO_VLLM, _RUNS_ALREADY] = None
-    """The Python of the environment that has vLLM; unset: the variable `KEEL_VLLM_PYTHON`."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _NO_VLLM, _RUNS_ALREADY] = 0.4
+    python: Annotated[str | None, _RUNS_ALREADY] = None
+    """The Python of the environment that has vLLM, relative to the recipe's folder; unset: the
+    variable `KEEL_VLLM_PYTHON`."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _RUNS_ALREADY] = 0.4
     """Share of the GPU's memory that vLLM may use; the trainer needs the rest."""
-    gpus: Annotated[Ids, _NO_VLLM, _RUNS_ALREADY, _ON_CPU] = ()
+    gpus: Annotated[Ids, _RUNS_ALREADY, _ON_CPU] = ()
     """GPUs of the server, counted as torch counts them; none: the trainer's."""
-    arguments: Annotated[Words, _NO_VLLM, _RUNS_ALREADY] = ()
+    arguments: Annotated[Words, _RUNS_ALREADY] = ()
     """Further arguments of `vllm serve`."""
-    start_timeout: Annotated[Seconds, _NO_VLLM, _RUNS_ALREADY] = 600.0
+    start_timeout: Annotated[Seconds, _RUNS_ALREADY] = 600.0
     """Seconds in which the server has to answer after its start."""
 
     @property
@@ -138,21 +131,26 @@ class Rollout(FrozenModel):
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
     """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy,
     whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
-    Evaluation uses the model's dtype, except with the vLLM engine: one server does both."""
+    Evaluation uses the model's dtype with the native engine; another engine does both."""
     timeout: Seconds = 1800.0
     """Seconds without a new token after which the engine is considered hung; and without a request,
     the program. With the vLLM engine: seconds of each request, thus of a whole completion."""
-    max_rows: Answers = 256
+    max_num_seqs: Answers = 256
     """Sequences that the engine decodes at once."""
-    overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS, _SHARED] = False
+    overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
     """Score the first groups while the last ones are still being sampled."""
     async_level: Annotated[int, Field(ge=0, le=64)] = 0
     """How many steps ahead rollouts are sampled: with 1 those of the next step, by a copy of the
     model, while this step is trained on. No completion is trained on more than so many updates
     after the weights that it was begun with. Needs `algorithm.correction`; more than 1 needs
-    `cluster.ray`."""
-    vllm: VllmServer = VllmServer()
+    an engine that pins weights, as those of `cluster.ray`."""
+    vllm: Annotated[VllmServer, _OTHER_ENGINE] = VllmServer()
     """The vLLM server."""
+
+    @property
+    def server(self) -> VllmServer | None:
+        """The settings of the engine's server; None: it has none."""
+        return {"vllm": self.vllm}.get(self.engine)
 
     @model_validator(mode="after")
     def _on_policy(self) -> Rollout:

@@ -198,16 +198,12 @@ class RLStage(StageConfig):
                 "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
                 'rollout.old_log_probs = "engine" makes them the same: set it to "trainer"'
             )
-        for key, same, quite in (("dtype", "model", ""), ("engine", "native", "quite ")):
-            value = getattr(r, key)
-            own = value == same or (key == "engine" and value != "vllm")
-            if self.algorithm.correction is not None or own:
-                continue
+        if r.dtype != "model" and self.algorithm.correction is None:
             both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
             raise ValueError(
-                f'rollout.{key} = "{value}" samples with log-probs that are not {quite}the '
-                "trainer's, and nothing corrects for that: set algorithm.correction.kind = "
-                f'"truncate"{both}, or rollout.{key} = "{same}"'
+                f'rollout.dtype = "{r.dtype}" samples with log-probs that are not the trainer\'s, '
+                'and nothing corrects for that: set algorithm.correction.kind = "truncate"'
+                f'{both}, or rollout.dtype = "model"'
             )
         if self.value.kind == "head" and self.value.name:
             raise ValueError(
@@ -413,18 +409,10 @@ class Recipe(FrozenModel):
         for stage in self.stages if self.cluster.processes > 1 else ():
             if not isinstance(stage, RLStage):
                 continue
-            several = f"cluster.processes = {self.cluster.processes}"
-            rollout = stage.rollout
-            if rollout.async_level and rollout.engine == "native" and self.cluster.ray is None:
-                raise ValueError(
-                    f"{stage.name}.rollout.async_level = {rollout.async_level} does not go "
-                    f"with {several}, whose processes sample and train in turn: set it to 0, or "
-                    'set cluster.ray = "local", which has processes that sample'
-                )
             if self.model.lora is not None and stage.reference.reset_every is not None:
                 raise ValueError(
                     f"{stage.name}.reference.reset_every with model.lora does not go with "
-                    f"{several}: leave one of them out"
+                    f"cluster.processes = {self.cluster.processes}: leave one of them out"
                 )
         return self
 
@@ -435,16 +423,11 @@ class Recipe(FrozenModel):
             rollout = stage.rollout if isinstance(stage, RLStage) else None
             if rollout is None or rollout.async_level < 2:
                 continue
-            level = f"{stage.name}.rollout.async_level = {rollout.async_level}"
-            if self.cluster.ray is None:
-                raise ValueError(
-                    f"{level} needs workers that keep several versions of the weights: set "
-                    'cluster.ray = "local", or rollout.async_level = 1'
-                )
             if rollout.dynamic_sampling:
                 raise ValueError(
-                    f"{level} does not go with rollout.dynamic_sampling, where a step decides "
-                    "which prompts are left for the next: set rollout.async_level = 1"
+                    f"{stage.name}.rollout.async_level = {rollout.async_level} does not go with "
+                    "rollout.dynamic_sampling, by which a step decides which prompts are left for "
+                    "the next: set rollout.async_level = 1"
                 )
         return self
 

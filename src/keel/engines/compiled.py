@@ -89,8 +89,8 @@ def compiled(
     model: PreTrainedModel,
     longest: int,
     dtype: torch.dtype = torch.float32,
-    beginnings: PrefixCache | None = None,
-) -> CompiledPass | None:
+    prefix_cache: PrefixCache | None = None,
+) -> CompiledRunner | None:
     """A runner with the model's current weights, for positions below `longest`; weights, keys and
     values are stored as `dtype`.
 
@@ -105,7 +105,7 @@ def compiled(
     functions = library(dtype)
     if functions is None:
         return None
-    return CompiledPass(backbone, longest, functions, dtype, beginnings or PrefixCache())
+    return CompiledRunner(backbone, longest, functions, dtype, prefix_cache or PrefixCache())
 
 
 def _plain(backbone: Any) -> bool:
@@ -189,7 +189,7 @@ def _weight(norm: Any) -> Tensor | None:
     return None if norm is None else norm.weight.contiguous()
 
 
-class CompiledPass:
+class CompiledRunner:
     """`ModelRunner` of a Llama-like backbone."""
 
     def __init__(
@@ -198,7 +198,7 @@ class CompiledPass:
         longest: int,
         functions: Any,
         dtype: torch.dtype,
-        beginnings: PrefixCache,
+        prefix_cache: PrefixCache,
     ) -> None:
         self._functions = functions
         self._embed: Tensor = backbone.embed_tokens.weight.detach()
@@ -208,10 +208,10 @@ class CompiledPass:
         self._blocks = [block_of(n, layer, dtype) for n, layer in enumerate(backbone.layers)]
         self._heads = heads_of(backbone.layers[0])
         self._layers = (Layer * len(self._blocks))(*(b.pointers() for b in self._blocks))
-        self._beginnings = beginnings
+        self._prefix_cache = prefix_cache
         self._recalled: deque[list[int]] = deque()
         numbers = page_numbers(len(self._blocks), *self._heads[1:])
-        self._pool = beginnings.pool(numbers, self._like)
+        self._pool = prefix_cache.pool(numbers, self._like)
         self._prompts, self._answers = PageTable(self._pool), PageTable(self._pool)
         self._work: _Scratch | None = None
         self._step = self._fixed()
@@ -219,7 +219,7 @@ class CompiledPass:
         """The arrays that the step points into."""
 
     def recall(self, prompts: Sequence[Ints]) -> Ints:
-        known, pages = self._beginnings.take(prompts)
+        known, pages = self._prefix_cache.take(prompts)
         self._recalled.extend(pages)
         return known
 
@@ -233,7 +233,7 @@ class CompiledPass:
 
     def keep(self, ended: Ended) -> None:
         """Copy the prompt's places and then the row's own to new pages."""
-        if self._beginnings.full:
+        if self._prefix_cache.full:
             return
         kept, places = PageTable(self._pool), np.arange(ended.prompt + ended.own)
         own = places[ended.prompt :]
@@ -247,7 +247,7 @@ class CompiledPass:
             source = joined(self._prompts.locate(slots, before), source)
         kept.reserve(np.array([ended.prompt + ended.own]))
         self._copy(source, kept.locate(np.zeros_like(places), places))
-        self._beginnings.hold(ended.sequence, kept.release(0))
+        self._prefix_cache.hold(ended.sequence, kept.release(0))
 
     def _copy(self, source: SlotMapping, target: SlotMapping) -> None:
         arrays = (source.page, source.place, target.page, target.place)
@@ -390,7 +390,7 @@ class PreparedStep:
 class Fixed:
     """The arguments of compiled code that all steps share."""
 
-    forward: CompiledPass
+    forward: CompiledRunner
     functions: Any
     layers: Any
     step: DecodeArguments

@@ -59,24 +59,24 @@ class ModelRunner(Protocol):
         ...
 
 
-def pass_of(
+def make_runner(
     model: PreTrainedModel,
     longest_prompt: int,
     longest_answer: int,
     dtype: torch.dtype | None = None,
-    beginnings: PrefixCache | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> ModelRunner:
     """A runner for the model's current weights: compiled code where it supports the model.
 
-    With a `dtype` it works on a copy of the weights in that type. `beginnings` holds the keys and
+    With a `dtype` it works on a copy of the weights in that type. `prefix_cache` holds the keys and
     values of earlier calls, and receives this call's.
     """
     longest = longest_prompt + longest_answer
-    found = compiled(model, longest, dtype or torch.float32, beginnings)
-    return found or ModulePass(model, longest_prompt, longest_answer, dtype)
+    found = compiled(model, longest, dtype or torch.float32, prefix_cache)
+    return found or ModuleRunner(model, longest_prompt, longest_answer, dtype)
 
 
-class ModulePass:
+class ModuleRunner:
     """`ModelRunner` through the model's own modules, or a copy of them in `dtype`, on any device.
 
     It keeps nothing for a later call.

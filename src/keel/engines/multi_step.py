@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from keel.engines.compiled import CompiledPass, Fixed
+from keel.engines.compiled import CompiledRunner, Fixed
 from keel.engines.kv_cache import DecodeRows
 from keel.engines.model_runner import ModelRunner
 from keel.engines.sampler import AHEAD, Uniforms
@@ -31,12 +31,12 @@ SLICE = 0.05
 """Seconds after which a call starts no further step, so that its caller can check for signals."""
 
 
-def steps_of(
+def make_multi_step(
     forward: ModelRunner, head: Head, sampling: Sampling, stops: Stops
 ) -> MultiStep | None:
     """None where compiled code cannot do a whole step: with another runner, a head with a scale or
     a soft cap, stop strings, or where a sampled token might lack an embedding."""
-    fixed = forward.fixed if isinstance(forward, CompiledPass) else None
+    fixed = forward.fixed if isinstance(forward, CompiledRunner) else None
     plain = head.scale == 1.0 and head.softcap is None
     weight = compiled_weight(head) if plain else None
     ends_V = stops.by_token

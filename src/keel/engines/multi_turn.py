@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -40,21 +39,6 @@ class _Conversation:
         return self.budget - len(self.completion)
 
 
-class CompletionSource(Protocol):
-    """The part of `Engine` that a conversation needs."""
-
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
-    ) -> list[Group]: ...
-
-
-@runtime_checkable
-class _CachesPrefixes(Protocol):
-    """An engine with a prefix cache; see `NativeEngine.conversation`."""
-
-    def conversation(self) -> AbstractContextManager[CompletionSource]: ...
-
-
 def generate_multi_turn(
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -74,11 +58,11 @@ def generate_multi_turn(
     after the policy's own, and the policy continues. In a conversation the reply is a message of
     `reply_role`: the chat template closes the policy's turn and opens the next, and the tokens that
     the policy wrote stay. After a prompt of plain text it is text. A task that replies None
-    ends the completion, as does the last turn. `sampling.max_tokens` and the engine's `context`
+    ends the completion, as does the last turn. `sampling.max_tokens` and the engine's context
     limit all tokens of the completion; a reply that does not fit is cut. A special token spelled
     out in a reply is ordinary characters. `text` of a completion is what the policy wrote, `turns`
     has the replies as well. `finish` is that of the last turn, or "length" where a reply used up
-    the budget. An engine with a `conversation` method is fed each token once.
+    the budget. An engine that keeps sequences is fed each token once.
 
     Raises KeelError for a reply that the tokenizer cannot encode.
     """
@@ -86,9 +70,9 @@ def generate_multi_turn(
         raise KeelError(f"max_turns = {max_turns}: give at least 1")
     if max_turns == 1:
         return engine.sample(prompts, n, sampling, seed)
-    with with_cache(engine) as sampler:
+    with engine.conversation() as sampler:
         groups = sampler.sample(prompts, n, sampling, seed)
-        dialogs = _begin(groups, sampling, getattr(engine, "context", None))
+        dialogs = _begin(groups, sampling, engine.capabilities.context)
         going = list(range(len(dialogs)))
         for turn in range(1, max_turns):
             replies = {number: _reply(dialogs[number], tasks) for number in going}
@@ -110,11 +94,6 @@ def generate_multi_turn(
         )
         for p, group in enumerate(groups)
     ]
-
-
-def with_cache(engine: Engine) -> AbstractContextManager[CompletionSource]:
-    """The engine, with its prefix cache if it has one."""
-    return engine.conversation() if isinstance(engine, _CachesPrefixes) else nullcontext(engine)
 
 
 def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> list[_Conversation]:
@@ -168,7 +147,7 @@ def _with_reply(dialog: _Conversation, text: str, chat: ChatEncoder, role: str) 
 
 
 def _next_turns(
-    sampler: CompletionSource,
+    sampler: Engine,
     dialogs: Sequence[_Conversation],
     turn: int,
     sampling: Sampling,
@@ -206,7 +185,6 @@ def cut(completion: Completion, length: int, tokenizer: Any) -> Completion:
         written=completion.written[:length],
         finish="length",
         text=decode(tokenizer, [completion.tokens[:length].tolist()])[0],
-        weight_version=completion.weight_version,
     )
 
 
@@ -221,6 +199,5 @@ def _extended(dialog: _Conversation, more: Completion, text: str) -> _Conversati
         finish=more.finish,
         text=so_far.text + more.text,
         turns=(*so_far.conversation, Message(role=role, content=text)),
-        weight_version=so_far.weight_version,
     )
     return replace(dialog, completion=completion)

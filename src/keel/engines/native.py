@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,29 +16,41 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.config.model import Autocast
+from keel.config.sampling import Rollout
 from keel.engines.kv_cache import DecodeRows, Prefill, PrefixCache
-from keel.engines.model_runner import pass_of
-from keel.engines.multi_step import steps_of
+from keel.engines.model_runner import make_runner
+from keel.engines.multi_step import make_multi_step
 from keel.engines.sampler import Uniforms, check, sample_tokens
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
 from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, completion_texts, eos_ids
 from keel.models.attention import ATTENTION, install
 from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import steady_logits
+from keel.models.loading import DTYPES
 from keel.models.policy import token_count
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
-from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
+from keel.types import (
+    Capabilities,
+    Completion,
+    Engine,
+    Group,
+    KeelError,
+    OnGroup,
+    Prompt,
+    Sampling,
+)
 
 Ints = npt.NDArray[np.int64]
+CAPABILITIES = Capabilities(streams=True, in_process=True)
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """Samples completions with the trainer's model (see `keel.types.Engine`).
 
     Each prompt goes through the model once for its whole group; then every step feeds one token of
     each live row, finished rows leave, and waiting sequences enter in the same forward pass. At
-    most `max_rows` sequences are decoded at once, and at most `prefill_tokens` prompt tokens enter
-    in one step (but at least one prompt).
+    most `max_num_seqs` sequences are decoded at once, and at most `prefill_tokens` prompt tokens
+    enter in one step (but at least one prompt).
 
     Each sequence has its own random stream, so with exact arithmetic a completion does not depend
     on the rest of its batch. Compiled code (`engines.compiled`) sums each row in an order of its
@@ -53,7 +66,7 @@ class NativeEngine:
         model: PreTrainedModel,
         tokenizer: Any,
         *,
-        max_rows: int = 256,
+        max_num_seqs: int = 256,
         prefill_tokens: int = 16_384,
         autocast: Autocast = True,
         dtype: torch.dtype | None = None,
@@ -66,78 +79,79 @@ class NativeEngine:
         log-probabilities then differ from the trainer's. Raises KeelError for a model without an
         end-of-sequence token.
         """
-        if max_rows < 1 or prefill_tokens < 1:
-            raise ValueError("max_rows and prefill_tokens must be at least 1")
+        if max_num_seqs < 1 or prefill_tokens < 1:
+            raise ValueError("max_num_seqs and prefill_tokens must be at least 1")
         self.model = model
         self.tokenizer = tokenizer
         self.tokens = token_count(tokenizer)
-        self.max_rows = max_rows
+        self.max_num_seqs = max_num_seqs
         self.prefill_tokens = prefill_tokens
         self.autocast = autocast
         self.dtype = dtype
-        self.weight_version = 0
-        self.context = context_length(model)
+        self.capabilities = replace(CAPABILITIES, context=context_length(model))
         self.eos = eos_ids(model, tokenizer)
+        self._prefix_cache: PrefixCache | None = None
         if model.config._attn_implementation != ATTENTION:
             install(model)
 
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
-    ) -> list[Group]:
-        """`n` completions for each prompt; see `keel.types.Engine`. Raises as `stream`."""
-        return self.stream(prompts, n, sampling, seed)
-
-    def stream(
         self,
         prompts: Sequence[Prompt],
         n: int,
         sampling: Sampling,
         seed: int,
+        *,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """`sample` with `on_group` called for each group; see `keel.types.StreamingEngine`.
+        """`n` completions for each prompt; see `keel.types.Engine`.
 
         Raises KeelError for invalid settings, a prompt without tokens or too long for the context,
         and logits that are not finite.
         """
-        return self.sample_from(PrefixCache(), prompts, n, sampling, seed, on_group)
+        prefix_cache = self._prefix_cache or PrefixCache()
+        try:
+            return self._sample(prefix_cache, prompts, n, sampling, seed, on_group)
+        except BaseException:
+            prefix_cache.clear()
+            raise
 
     @contextmanager
-    def conversation(self) -> Iterator[Conversation]:
+    def conversation(self) -> Iterator[NativeEngine]:
         """The engine with a prefix cache, for calls of `sample` that continue earlier sequences.
 
         A prompt that begins with a sequence of the last call enters with its new tokens only. Do
         not change the weights before the block ends; the cache is freed then. Only the compiled
-        runner keeps sequences (`engines.compiled`), at most `max_rows` of a call; all other prompts
-        enter whole.
+        runner keeps sequences (`engines.compiled`), at most `max_num_seqs` of a call; all other
+        prompts enter whole. A call that raises clears the cache.
         """
-        beginnings = PrefixCache(self.max_rows)
+        engine = copy.copy(self)
+        engine._prefix_cache = PrefixCache(self.max_num_seqs)
         try:
-            yield Conversation(self, beginnings)
+            yield engine
         finally:
-            beginnings.close()
+            engine._prefix_cache.close()
 
-    def sample_from(
+    def _sample(
         self,
-        beginnings: PrefixCache,
+        prefix_cache: PrefixCache,
         prompts: Sequence[Prompt],
         n: int,
         sampling: Sampling,
         seed: int,
-        on_group: OnGroup | None = None,
+        on_group: OnGroup | None,
     ) -> list[Group]:
-        """`stream` that starts from the sequences in `beginnings` and adds its own to them."""
+        """Start from the sequences in `prefix_cache`, and add those of this call."""
         if n < 1:
             raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
         check(sampling)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         eos = () if sampling.ignore_eos else self.eos
         stops = Stops(eos, sampling, self.tokenizer, vocabulary)
-        limits = budgets(prompts, sampling, self.context)
+        limits = budgets(prompts, sampling, self.capabilities.context)
         if not prompts:
             return []
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
-            run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self, beginnings)
+            run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self, prefix_cache)
             groups: dict[int, Group | None] = {}
             while run.batch.live:
                 over = run.step()
@@ -156,7 +170,7 @@ class NativeEngine:
                     "broken or have diverged; use an earlier checkpoint or a lower learning rate"
                 )
             done.append(group)
-        beginnings.name(done)
+        prefix_cache.name(done)
         return done
 
     def sync(self, weights: Mapping[str, Any]) -> None:
@@ -165,7 +179,25 @@ class NativeEngine:
         Raises KeelError for a name that the model does not have, or a shape that differs.
         """
         copy_weights(self.model, weights)
-        self.weight_version += 1
+
+
+def build_native(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    rollout: Rollout,
+    autocast: Autocast,
+    dtype: str,
+    **_: Any,
+) -> NativeEngine:
+    """The native engine of a recipe; see `keel.engines.registry.build_engine`."""
+    return NativeEngine(
+        model,
+        tokenizer,
+        max_num_seqs=rollout.max_num_seqs,
+        autocast=autocast,
+        dtype=DTYPES.get(dtype),
+    )
 
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Any]) -> None:
@@ -189,24 +221,6 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Any]) -> None:
             old.copy_(new)
 
 
-class Conversation:
-    """See `NativeEngine.conversation`."""
-
-    def __init__(self, engine: NativeEngine, beginnings: PrefixCache) -> None:
-        self._engine = engine
-        self._beginnings = beginnings
-
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
-    ) -> list[Group]:
-        """As `NativeEngine.sample`; a call that raises clears the cache."""
-        try:
-            return self._engine.sample_from(self._beginnings, prompts, n, sampling, seed)
-        except BaseException:
-            self._beginnings.clear()
-            raise
-
-
 class _Run:
     """One call of `sample`: rows, their keys and values, and what has been sampled so far."""
 
@@ -220,7 +234,7 @@ class _Run:
         seed: int,
         stops: Stops,
         engine: NativeEngine,
-        beginnings: PrefixCache,
+        prefix_cache: PrefixCache,
     ) -> None:
         self.device = model.device
         # The trainer's own head: float32 logits, whatever the backbone computes in.
@@ -232,11 +246,12 @@ class _Run:
         self.prompts = [np.array(prompt.tokens, dtype=np.int64) for prompt in prompts]
         self.lengths = np.array([len(tokens) for tokens in self.prompts], dtype=np.int64)
         answer = int(limits.max())
-        self.forward = pass_of(model, int(self.lengths.max()), answer, engine.dtype, beginnings)
-        self.steps = steps_of(self.forward, head, sampling, stops)
+        prompt = int(self.lengths.max())
+        self.forward = make_runner(model, prompt, answer, engine.dtype, prefix_cache)
+        self.steps = make_multi_step(self.forward, head, sampling, stops)
         self.known = self.forward.recall(self.prompts)
         total = n * len(prompts)
-        rows = min(engine.max_rows, total)
+        rows = min(engine.max_num_seqs, total)
         self.batch = DecodeBatch(self.lengths, limits, n, rows, engine.prefill_tokens, self.known)
         self.waiting_logits: Tensor | None = None
         """The logits of the last prompt, whose group may have entered only in part."""
@@ -280,7 +295,6 @@ class _Run:
                 written=np.ones(len(scores), dtype=np.bool_),
                 finish=REASONS[int(self.codes[sequence])],
                 text=text,
-                weight_version=engine.weight_version,
             )
             for sequence, scores, text in zip(sequences, log_probs, texts, strict=True)
         ]

@@ -1,8 +1,12 @@
-"""Engines by name: the value of `rollout.engine` in a recipe."""
+"""Engines by name: the value of `rollout.engine` in a recipe.
+
+A new one takes its module or folder, and an entry here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,48 +15,64 @@ from transformers import PreTrainedModel
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.model import Autocast
-from keel.config.sampling import VllmServer
-from keel.engines.native import NativeEngine
-from keel.engines.vllm.engine import VllmEngine
-from keel.engines.vllm.server import check_server
-from keel.models.loading import DTYPES
-from keel.types import Engine, KeelError, one_line
+from keel.config.sampling import Rollout
+from keel.engines.native import CAPABILITIES as NATIVE
+from keel.engines.native import build_native
+from keel.engines.vllm.engine import CAPABILITIES as VLLM
+from keel.engines.vllm.engine import build_vllm, check_vllm
+from keel.types import Capabilities, Engine, KeelError, one_line
 
-ENGINES: dict[str, Callable[..., Engine]] = {"native": NativeEngine, "vllm": VllmEngine}
+
+def _nothing_to_check(rollout: Rollout, here: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """An engine of Keel's.
+
+    `build` takes the model, the tokenizer and what `build_engine` gets, `check` raises KeelError if
+    the settings cannot work, before anything starts.
+    """
+
+    build: Callable[..., Engine]
+    capabilities: Capabilities
+    check: Callable[[Rollout, bool], None] = _nothing_to_check
+
+
+ENGINES: dict[str, EngineKind] = {
+    "native": EngineKind(build_native, NATIVE),
+    "vllm": EngineKind(build_vllm, VLLM, check_vllm),
+}
 
 
 def build_engine(
-    name: str,
+    rollout: Rollout,
     *,
     model: PreTrainedModel,
     tokenizer: Any,
-    max_rows: int = 256,
     autocast: Autocast = True,
     dtype: str = "model",
-    server: VllmServer | None = None,
-    timeout: float = 1800.0,
     log: Path | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Engine:
     """An engine that samples with the weights of `model`, or with those of the last `sync`.
 
-    `name` is one of `ENGINES`, or `module:function` of a function that takes the same keyword
-    arguments and returns a `keel.types.Engine`. `max_rows` is how many sequences are decoded at
-    once, `dtype` that of the weights, keys and values ("model": the model's own). `server`,
-    `timeout` (seconds of a request), `log` (of the server) and `note`, which gets a line for each
-    restart of the server, are of the vLLM engine. Raises KeelError for a name that is neither, and
-    where the function raises or returns something else.
+    `rollout.engine` is one of `ENGINES`, or `module:function` of a function that takes `model`,
+    `tokenizer`, `max_num_seqs`, `autocast` and `dtype` as keywords and returns a
+    `keel.types.Engine`. `dtype` is that of the weights, keys and values ("model": the model's own).
+    A server that an engine starts writes to `log`, and `note` gets a line for each restart of it.
+    Raises KeelError for a name that is neither, and if the function raises or returns something
+    else.
     """
+    name = rollout.engine
     if name in ENGINES:
-        rest: dict[str, Any] = {"autocast": autocast, "dtype": DTYPES.get(dtype)}
-        if name == "vllm":
-            rest = {"server": server, "dtype": dtype, "timeout": timeout, "log": log, "note": note}
-        return ENGINES[name](model, tokenizer, max_rows=max_rows, **rest)
-    function = _function(name)
-    try:
-        engine = function(
-            model=model, tokenizer=tokenizer, max_rows=max_rows, autocast=autocast, dtype=dtype
+        return ENGINES[name].build(
+            model, tokenizer, rollout=rollout, autocast=autocast, dtype=dtype, log=log, note=note
         )
+    function = _function(name)
+    options = {"max_num_seqs": rollout.max_num_seqs, "autocast": autocast, "dtype": dtype}
+    try:
+        engine = function(model=model, tokenizer=tokenizer, **options)
     except KeelError:
         raise
     except Exception as error:
@@ -60,19 +80,27 @@ def build_engine(
         raise KeelError(f"rollout.engine = {name!r} raised {message}") from error
     if not isinstance(engine, Engine):
         raise KeelError(
-            f"rollout.engine = {name!r} returned a {type(engine).__name__}: return an object with "
-            "the methods of keel.types.Engine"
+            f"rollout.engine = {name!r} returned a {type(engine).__name__}: return an object of a "
+            "subclass of keel.types.Engine"
         )
     return engine
 
 
-def check_engine(name: str, server: VllmServer, here: bool = True) -> None:
-    """Raise KeelError where `rollout.engine` names no engine and no function, or is vLLM and
-    `server` names none; `here`: it will run on this machine."""
-    if name == "vllm":
-        check_server(server, here)
-    if name not in ENGINES:
-        _function(name)
+def check_engine(rollout: Rollout, here: bool = True) -> None:
+    """Raise KeelError if `rollout.engine` names no engine and no function, or its settings cannot
+    work; `here`: it will run on this machine."""
+    if rollout.engine in ENGINES:
+        ENGINES[rollout.engine].check(rollout, here)
+    else:
+        _function(rollout.engine)
+
+
+def capabilities_of(name: str) -> Capabilities:
+    """What an engine can do, before there is one; of a user's, what is assumed until then."""
+    return ENGINES[name].capabilities if name in ENGINES else USER_ENGINE
+
+
+USER_ENGINE = Capabilities(streams=True, pins=True)
 
 
 def _function(name: str) -> Callable[..., Any]:

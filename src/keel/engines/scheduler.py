@@ -52,7 +52,7 @@ class DecodeBatch:
         lengths_P: Ints,
         limits_P: Ints,
         n: int,
-        max_rows: int,
+        max_num_seqs: int,
         prefill_tokens: int,
         known_P: Ints | int = 0,
     ) -> None:
@@ -60,7 +60,7 @@ class DecodeBatch:
         self._lengths_P = lengths_P
         self._entering_P = lengths_P - known_P
         self._limits_P = limits_P
-        self._max_rows = max_rows
+        self._max_num_seqs = max_num_seqs
         self._prefill_tokens = prefill_tokens
         self._total = n * len(lengths_P)
         self._next = 0
@@ -99,7 +99,7 @@ class DecodeBatch:
     @property
     def ahead(self) -> int:
         """The most rows that can be live from now on."""
-        return min(self._max_rows, len(self.sequence) + self._total - self._next)
+        return min(self._max_num_seqs, len(self.sequence) + self._total - self._next)
 
     def ended(self, row: int) -> Ended:
         """A row as it is before it is dropped."""
@@ -118,7 +118,9 @@ class DecodeBatch:
         """The most slots that will be in use from this entry on."""
         now = len(self.prompt) + len(entry.prompts)
         return (
-            now if entry.sequences.stop == self._total else max(now, self._max_rows // self.n + 2)
+            now
+            if entry.sequences.stop == self._total
+            else max(now, self._max_num_seqs // self.n + 2)
         )
 
     def left(self, prompts: Ints) -> Ints:
@@ -129,7 +131,7 @@ class DecodeBatch:
     def waiting(self) -> DecodeEntry:
         """What enters now: as many sequences as free rows and the token budget allow."""
         first = self._next
-        stop = min(first + self._max_rows - len(self.sequence), self._total)
+        stop = min(first + self._max_num_seqs - len(self.sequence), self._total)
         computed = -(-first // self.n)  # prompts before this one have been computed
         budget = self._prefill_tokens
         prompt = computed

@@ -211,7 +211,7 @@ def out_of_memory(peak: int | None, room: int | None, evidence: str, key: str) -
         f"the stage needs {need}{free}",
         evidence,
         key,
-        "lower token_budget, rollout.max_rows or the batch; set model.activation_checkpointing = "
-        "true, or [model.lora]",
+        "lower token_budget, rollout.max_num_seqs or the batch; set "
+        "model.activation_checkpointing = true, or [model.lora]",
         "error",
     )

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from keel.cluster.placement import offers
 from keel.config.sources import RewardSource
 from keel.data.messages import prompt_columns
+from keel.engines.requests import unmet_requests
 from keel.engines.stopping import eos_ids, split_stops
 from keel.learn.advantages import check_steps
 from keel.learn.batch import from_groups
@@ -19,6 +21,7 @@ from keel.models.families import uses_autocast
 from keel.models.precision import rounding_effect
 from keel.preflight import settings, tokens
 from keel.preflight.context import PromptStats, StageContext, StageStops
+from keel.preflight.finding import Finding
 from keel.preflight.gold_answers import SHOWN, Gold, check_readable, gold_of, weak_tests
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.prompts import (
@@ -76,6 +79,7 @@ def inspect_sampling_stage(context: StageContext) -> None:
         with context.stops("as its first batch is sampled", f"{plan.key}rollout"):
             trial = context.trained_by is not None
             batch = sample(context.policy, plan, stats, judge, trial=trial)
+        _check_requests(context, plan, batch)
         check_ends(context, plan, batch)
         _check_rounding(context, plan, batch)
         with suppress(StageStops), context.stops("as its rewards are asked", key):
@@ -104,6 +108,15 @@ def inspect_sampling_stage(context: StageContext) -> None:
         check_sampled_rewards(context, plan, scored)
 
 
+def _check_requests(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> None:
+    """What the stage asks for and its engine, on the recipe's processes, cannot give."""
+    offered = offers(context.recipe.cluster, batch.engine)
+    for one in unmet_requests(plan.sampling, offered):
+        key = f"{context.prefix}{one.key}"
+        what = f"the stage does not start: {one.key} = {one.value}"
+        context.add(Finding("engine-cannot", what, f"it {one.why}", key, one.fix, "error"))
+
+
 def _check_rounding(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> None:
     """How far the policy's autocast moves log-probabilities and gradient of some completions; a
     finding where a CPU samples in float32 and nothing corrects for the difference."""
@@ -118,7 +131,7 @@ def _check_rounding(context: StageContext, plan: SamplingPlan, batch: TrialBatch
     )
     context.figures["bfloat16 autocast"] = str(effect)
     algorithm = plan.sampling.algorithm
-    samples_exactly = policy.device.type == "cpu" and plan.rollout.engine == "native"
+    samples_exactly = policy.device.type == "cpu" and batch.engine.in_process
     if algorithm is not None and algorithm.correction is None and samples_exactly:
         context.add(settings.uncorrected(str(effect), f"{context.prefix}algorithm.correction.kind"))
 

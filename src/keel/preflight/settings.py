@@ -9,6 +9,7 @@ from keel.config.model import Model
 from keel.config.optimisation import Optimizer
 from keel.config.schema import RLStage
 from keel.config.sources import Rewards
+from keel.engines.registry import capabilities_of
 from keel.preflight.finding import Finding, percent
 
 FROZEN_SHARE = 0.5
@@ -107,14 +108,14 @@ def of_objective(stage: RLStage, prefix: str) -> Iterator[Finding]:
             f"{prefix}minibatches",
             f"set it to 2 or more{usual}, or epochs",
         )
-    if stage.rollout.engine == "vllm":
+    if not capabilities_of(stage.rollout.engine).exact:
         yield Finding(
             "resume-not-exact",
             "a resumed run may sample other tokens than one that was not interrupted",
-            "vLLM sums in an order that depends on what is sampled at the same time and on its "
-            "cache, so near-ties fall either way; seeds and weights are restored exactly",
+            f"{stage.rollout.engine} sums in an order that depends on what is sampled at the same "
+            "time, so near-ties fall either way; seeds and weights are restored exactly",
             f"{prefix}rollout.engine",
-            'set it to "native" where a resumed run has to be equal bit for bit',
+            'set it to "native" if a resumed run has to be equal bit for bit',
         )
 
 

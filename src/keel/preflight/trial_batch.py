@@ -17,7 +17,7 @@ from keel.preflight.prompts import SamplingPlan
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
 from keel.training.setup import PromptSource, build_sampler
-from keel.types import Group, Prompt
+from keel.types import Capabilities, Group, Prompt
 
 GROUPS = 8
 """At least so many prompts: a share of eight groups shows whether it is most of them."""
@@ -56,7 +56,8 @@ class TrialBatch:
     """Groups of the first step's prompts.
 
     `lengths` and `ended` are of each completion in order, after some of the cut ones were sampled
-    on. `whole`: no completion was cut before the recipe's own budget.
+    on. `whole`: no completion was cut before the recipe's own budget. `engine`: what the engine
+    that sampled them can do.
     """
 
     groups: tuple[Group, ...]
@@ -64,6 +65,7 @@ class TrialBatch:
     budget: int
     lengths: tuple[int, ...]
     ended: tuple[bool, ...]
+    engine: Capabilities
 
     @property
     def whole(self) -> bool:
@@ -142,7 +144,14 @@ def sample(
             own = slice(at * size.members, (at + 1) * size.members)
             lengths[own] = [len(c) for c in group.completions]
             ended[own] = [c.finish != "length" for c in group.completions]
-    return TrialBatch(tuple(groups), size, rollout.max_tokens, tuple(lengths), tuple(ended))
+    return TrialBatch(
+        tuple(groups),
+        size,
+        rollout.max_tokens,
+        tuple(lengths),
+        tuple(ended),
+        sampler.engine.capabilities,
+    )
 
 
 def _sampled_on(

@@ -30,7 +30,6 @@ from keel.types import (
     Completion,
     Group,
     KeelError,
-    PinnableEngine,
     Prompt,
     RewardResult,
     Step,
@@ -52,7 +51,7 @@ class Pending:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class Ticket:
     """A step's place among those that are sampled at once: rewards are called step by step."""
 
     before: threading.Event
@@ -65,18 +64,17 @@ class Turn:
 
 
 Sample = Callable[[], Rollouts]
-Begin = Callable[[int, Turn], Sample]
+Begin = Callable[[int, Ticket], Sample]
 """Takes the prompts of a step, in the order of the steps; returns what samples and scores them."""
 
 
-def begin_alone(sampler: Sampler, algorithm: Algorithm, step: int, turn: Turn) -> Sample:
+def begin_alone(sampler: Sampler, algorithm: Algorithm, step: int, turn: Ticket) -> Sample:
     """A step that is sampled while no other is, with the engine's weights."""
     return partial(collect, sampler, algorithm, step)
 
 
-def begin_pinned(sampler: Sampler, algorithm: Algorithm, step: int, turn: Turn) -> Sample:
+def begin_pinned(sampler: Sampler, algorithm: Algorithm, step: int, turn: Ticket) -> Sample:
     """A step that is sampled with the weights of now, whatever the engine takes over meanwhile."""
-    assert isinstance(sampler.engine, PinnableEngine)
     first = take(sampler.stream, sampler.config.prompts_per_step)
     sampler = replace(sampler, engine=sampler.engine.pinned(), before_rewards=turn.wait)
     return partial(collect, sampler, algorithm, step, first)
@@ -161,8 +159,8 @@ class RolloutPrefetcher:
             thread = self._running[step] = _Thread(sample, turn)
             thread.start()
 
-    def _work(self, step: int) -> tuple[Sample, Turn]:
-        turn = Turn(self._last_turn, threading.Event())
+    def _work(self, step: int) -> tuple[Sample, Ticket]:
+        turn = Ticket(self._last_turn, threading.Event())
         self._last_turn = turn.done
         return self._begin(step, turn), turn
 
@@ -183,7 +181,7 @@ class RolloutPrefetcher:
 class _Thread(threading.Thread):
     """Samples with the caller's number of torch threads, which decides the last bits."""
 
-    def __init__(self, sample: Sample, turn: Turn) -> None:
+    def __init__(self, sample: Sample, turn: Ticket) -> None:
         super().__init__(name="keel-ahead", daemon=True)
         self._sample, self._turn = sample, turn
         self._threads = torch.get_num_threads()

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from keel.cluster.placement import offers
 from keel.config.entry import load_entry
 from keel.config.errors import explain_validation
 from keel.config.fields import unknown
@@ -23,7 +24,8 @@ from keel.data.tasks import build_task, stored
 from keel.data.tasks.base import places
 from keel.data.tasks.stored import KINDS
 from keel.engines.endpoint.programs import load_program
-from keel.engines.registry import check_engine
+from keel.engines.registry import capabilities_of, check_engine
+from keel.engines.requests import check_requests
 from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
 from keel.models.reward import check_classifier
@@ -48,8 +50,9 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
         if stage.sampling is not None:
             rollout = stage.sampling.rollout
             _named_stage(stage.name, check_rewards_of_steps, stage.sampling)
-            look = partial(check_engine, server=rollout.vllm, here=here)
-            _named_stage(stage.name, look, rollout.engine)
+            _named_stage(stage.name, partial(check_engine, here=here), rollout)
+            offered = offers(recipe.cluster, capabilities_of(rollout.engine))
+            _named_stage(stage.name, partial(check_requests, engine=offered), stage.sampling)
             if rollout.program is not None:
                 _named_stage(stage.name, load_program, rollout.program)
     for stage in recipe.stages[current + 1 :]:

@@ -9,6 +9,7 @@ the prompts and the seed, so that it does not matter which worker does it, or do
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from keel.cluster.placement import offers
 from keel.cluster.ray_workers import (
     RayGroup,
     RayPool,
@@ -35,6 +37,7 @@ from keel.config.entry import PYTHON
 from keel.config.load import to_toml
 from keel.config.schema import Recipe, RLStage
 from keel.config.sources import RewardSource
+from keel.engines.registry import capabilities_of
 from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
@@ -45,15 +48,7 @@ from keel.rewards.registry import TASK, NamedReward, RewardContext, load_reward
 from keel.training.group_learner import GroupLearner
 from keel.training.setup import build_learner, rollout_engine
 from keel.training.template_time import templates_at
-from keel.types import (
-    Engine,
-    Group,
-    KeelError,
-    OnGroup,
-    Prompt,
-    Sampling,
-    VersionedEngine,
-)
+from keel.types import Capabilities, Engine, Group, KeelError, OnGroup, Prompt, Sampling
 
 HERE = ("judge", TASK)
 """Rewards that stay in the process that runs the loop, with their cache and accounts, and the
@@ -62,30 +57,39 @@ SHARES = 2
 """Units of work for each rollout worker in a call: a fast one takes over some of a slow one's."""
 
 
-@dataclass(frozen=True, eq=False)
-class PinnedEngine:
-    """Samples on the rollout workers with the weights of one version."""
+class RemoteEngine(Engine):
+    """Samples on the rollout workers with the weights of the last sync; if it is `pinned`, with
+    those of now."""
 
-    pool: RayPool
-    version: int
-    weights: SentTensors
+    def __init__(
+        self,
+        pool: RayPool,
+        weights: SentTensors,
+        capabilities: Capabilities,
+        notes: Callable[[], None],
+    ) -> None:
+        self.pool, self.weights, self.notes = pool, weights, notes
+        self.capabilities = capabilities
+        self._syncs = 0
+
+    def pinned(self) -> RemoteEngine:
+        return copy.copy(self)
 
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
-    ) -> list[Group]:
-        return self.stream(prompts, n, sampling, seed, lambda place, group: None)
-
-    def stream(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, on_group: OnGroup
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         units = prompt_units(prompts, sampling.max_tokens, SHARES * self.pool.count)
         units = [unit for unit in units if unit]
         sent = [replace(prompt, columns={}) for prompt in prompts]  # rewards are called elsewhere
+        call = (_sample, self._syncs, [self.weights])
         futures = [
-            self.pool.submit(
-                _sample, self.version, [self.weights], [sent[at] for at in u], n, sampling, seed
-            )
-            for u in units
+            self.pool.submit(*call, [sent[at] for at in unit], n, sampling, seed) for unit in units
         ]
         found: dict[int, Group] = {}
         for unit, (groups, notes) in self.pool.wait(futures):
@@ -94,39 +98,13 @@ class PinnedEngine:
             for place, group in zip(units[unit], groups, strict=True):
                 # With the prompt of this process, whose columns rewards compare by identity.
                 found[place] = Group(prompts[place], group.completions)
-                on_group(place, found[place])
+                if on_group is not None:
+                    on_group(place, found[place])
         return [found[at] for at in range(len(prompts))]
-
-    def sync(self, weights: Mapping[str, Any]) -> None:
-        raise KeelError("an engine with pinned weights takes none over")
-
-
-@dataclass(eq=False)
-class RemoteEngine:
-    """Samples on the rollout workers with the weights of the last sync."""
-
-    pool: RayPool
-    weights: SentTensors
-    weight_version: int
-    notes: Callable[[], None]
-
-    def pinned(self) -> PinnedEngine:
-        """With the weights of now, also after a later sync."""
-        return PinnedEngine(self.pool, self.weight_version, self.weights)
-
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
-    ) -> list[Group]:
-        return self.pinned().sample(prompts, n, sampling, seed)
-
-    def stream(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, on_group: OnGroup
-    ) -> list[Group]:
-        return self.pinned().stream(prompts, n, sampling, seed, on_group)
 
     def sync(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = SentTensors.of(weights)
-        self.weight_version += 1
+        self._syncs += 1
         self.notes()
 
 
@@ -190,12 +168,11 @@ def remote_stage(
     seed: int,
     budget: TokenBudget,
     resume_from: Path | None,
-    step: int,
     around: RewardContext,
     note: Callable[[str], None],
     logs: Path,
 ) -> Iterator[RemoteStage]:
-    """The processes of a stage that has taken `step` steps, while the block runs.
+    """The processes of a stage, while the block runs.
 
     Servers that rollout workers start write to files in the folder `logs`.
 
@@ -261,7 +238,8 @@ def remote_stage(
         reference, values = group.call(_describe)
         learner = GroupLearner(group, policy, budget, reference, values)
         learned = {n: w for n, w in policy.model.named_parameters() if w.requires_grad}
-        engine = RemoteEngine(pool, SentTensors.of(learned), step, tell)
+        each = replace(capabilities_of(stage.rollout.engine), context=policy.context)
+        engine = RemoteEngine(pool, SentTensors.of(learned), offers(cluster, each), tell)
         yield RemoteStage(learner, engine, rewards)
 
 
@@ -370,15 +348,10 @@ def _sample(
     if worker.version[0] != version:
         worker.engine.sync(weights[0].get())
         worker.version[0] = version
-        if isinstance(worker.engine, VersionedEngine):
-            worker.engine.weight_version = version
     groups = worker.engine.sample(prompts, n, sampling, seed)
     notes = worker.notes.copy()
     worker.notes.clear()
-    return [
-        Group(group.prompt, tuple(replace(c, weight_version=version) for c in group.completions))
-        for group in groups
-    ], notes
+    return groups, notes
 
 
 def _describe(trainer: _Trainer) -> tuple[bool, bool]:

@@ -37,7 +37,6 @@ from keel.training.evaluator import metrics as evaluation_metrics
 from keel.training.prefetch import RolloutPrefetcher
 from keel.training.rollout import Rollouts, Sampler, rollout_records
 from keel.training.state import Progress, State
-from keel.types import VersionedEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
         if not rollouts.groups:
             loop.writer.note(f"step {number}: no group had anything to learn from")
             _reset_reference(loop, number)
-            sync(loop)  # so that an engine has taken as many syncs as there were steps
+            sync(loop, number)  # its version is the number of steps
             return StepResult(rollouts, None, {}, metrics, beta)
         with clock("score"):
             batch = score(loop, rollouts)
@@ -196,18 +195,21 @@ def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
             beta = adapted(loop, updated.minibatches, metrics, beta)
         _reset_reference(loop, number)
     with clock("sync"):
-        sync(loop)
+        sync(loop, number)
     tokens = _token_values(batch, updated)
     return StepResult(rollouts, batch, tokens, metrics, beta, updated.skipped)
 
 
 @oom_context("the engine took the weights over", LESS)
-def sync(loop: Loop) -> None:
-    """Copy the current weights into the engines of rollouts and of evaluation."""
+def sync(loop: Loop, number: int) -> None:
+    """Copy the weights after step `number` into the engines of rollouts and of evaluation."""
     weights = loop.learner.weights()
-    loop.sampler.engine.sync(weights)
-    if loop.evaluator is not None and loop.evaluator.sampler.engine is not loop.sampler.engine:
-        loop.evaluator.sampler.engine.sync(weights)
+    engines = [loop.sampler.engine]
+    if loop.evaluator is not None and loop.evaluator.sampler.engine is not engines[0]:
+        engines.append(loop.evaluator.sampler.engine)
+    for engine in engines:
+        engine.sync(weights)
+        engine.weight_version = number
 
 
 def score(loop: Loop, rollouts: Rollouts) -> Batch:
@@ -358,7 +360,7 @@ def state_of(loop: Loop, progress: Progress) -> State:
 
 def _staleness(loop: Loop, rollouts: Rollouts, number: int) -> dict[str, float]:
     """How many updates the weights that completions were begun with are behind the policy's."""
-    if loop.prefetcher.level == 0 or not isinstance(loop.sampler.engine, VersionedEngine):
+    if loop.prefetcher.level == 0:
         return {}
     versions = [c.weight_version for group in rollouts.groups for c in group.completions]
     if not versions:

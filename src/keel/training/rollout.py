@@ -35,7 +35,6 @@ from keel.types import (
     Prompt,
     RewardResult,
     Sampling,
-    StreamingEngine,
     Task,
 )
 
@@ -93,11 +92,11 @@ class Sampler:
         """Completions of the prompts, with the results of a scorer.
 
         With `overlap_rewards` the scorer runs while the engine samples the last completions, if
-        the engine streams groups and completions have one turn.
+        completions have one turn.
         """
         one_turn = self.config.max_turns == 1 and self.program is None
         overlaps = self.config.overlap_rewards and one_turn and self.before_rewards is None
-        if not overlaps or not isinstance(self.engine, StreamingEngine):
+        if not overlaps:
             groups = self.sample(prompts, n, sampling, seed)
             if self.before_rewards is not None:
                 self.before_rewards()
@@ -116,17 +115,32 @@ class Sampler:
     ) -> list[Group]:
         """Completions of the prompts, through as many turns as the task and the recipe allow.
 
-        `on_group` gets each finished group (see `StreamingEngine.stream`). Raises KeelError where
-        the engine exceeds its timeout or memory runs out.
+        `on_group` gets each finished group, if the engine streams them. Raises KeelError if the
+        engine exceeds its timeout or memory runs out.
         """
-        smaller = self.less or f"lower rollout.max_rows (now {self.config.max_rows})"
+        version = self.engine.weight_version
+        groups = self._sample(prompts, n, sampling, seed, on_group)
+        return [
+            replace(g, completions=tuple(replace(c, weight_version=version) for c in g.completions))
+            for g in groups
+        ]
+
+    def _sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        on_group: OnGroup | None,
+    ) -> list[Group]:
+        smaller = self.less or f"lower rollout.max_num_seqs (now {self.config.max_num_seqs})"
         try:
             with (
                 oom_context(f"{len(prompts)} prompts were answered", smaller),
                 watching("the engine", self.config.timeout, "fix it, or raise rollout.timeout"),
             ):
-                if on_group is not None and isinstance(self.engine, StreamingEngine):
-                    return self.engine.stream(prompts, n, sampling, seed, on_group)
+                if on_group is not None:
+                    return self.engine.sample(prompts, n, sampling, seed, on_group=on_group)
                 if self.program is not None:
                     return sample_with_program(
                         self.engine,

@@ -54,7 +54,7 @@ from keel.training.state import (
 )
 from keel.training.supervised import SupervisedLoop
 from keel.training.template_time import time_read_by
-from keel.types import Engine, KeelError, Prompt, Task, VersionedEngine
+from keel.types import Engine, KeelError, Prompt, Task
 
 ENCODED_BEFORE = 10_000
 """Stored examples of a stage that are encoded before the first step, to find the bad ones."""
@@ -308,14 +308,11 @@ def rollout_engine(
     writes to `log`, and `note` gets a line for each restart of it.
     """
     return build_engine(
-        rollout.engine,
+        rollout,
         model=policy.model if model is None else model,
         tokenizer=policy.tokenizer,
-        max_rows=rollout.max_rows,
         autocast=policy.autocast,
         dtype="model" if model is None else rollout.dtype,
-        server=rollout.vllm,
-        timeout=rollout.timeout,
         log=log,
         note=note,
     )
@@ -340,8 +337,7 @@ def build_sampler(
     The engine's count of syncs begins at `step`, the steps that the stage has taken.
     """
     engine = engine or rollout_engine(policy, rollout, model=model, log=log, note=note)
-    if isinstance(engine, VersionedEngine):
-        engine.weight_version = step
+    engine.weight_version = step
     program = None
     if rollout.program is not None:
         program = ProgramConfig(

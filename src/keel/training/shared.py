@@ -23,7 +23,9 @@ from torch import Tensor
 from keel.cluster import group as started
 from keel.cluster import launched
 from keel.cluster.group import RankGroup
+from keel.cluster.placement import offers
 from keel.config.schema import Recipe, RLStage
+from keel.engines.registry import capabilities_of
 from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
@@ -31,7 +33,7 @@ from keel.models.policy import Policy, load_policy
 from keel.models.sharded import wholes
 from keel.training.group_learner import GroupLearner
 from keel.training.setup import build_learner, rollout_engine
-from keel.types import Engine, Group, Prompt, Sampling
+from keel.types import Capabilities, Engine, Group, OnGroup, Prompt, Sampling
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,27 +56,40 @@ class SharedLearner(GroupLearner):
         return found
 
 
-@dataclass(eq=False)
-class SharedEngine:
-    """Samples some of the prompts on each rank; see `keel.types.Engine`."""
+class SharedEngine(Engine):
+    """Samples some of the prompts on each rank; see `keel.types.Engine`.
 
-    group: RankGroup[Member]
-    weight_version: int = 0
+    Groups that this rank samples are handed over as they are done, the others at the end.
+    """
+
+    def __init__(self, group: RankGroup[Member], capabilities: Capabilities) -> None:
+        self.group, self.capabilities = group, capabilities
 
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        *,
+        on_group: OnGroup | None = None,
     ) -> list[Group]:
         bare = [replace(prompt, columns={}) for prompt in prompts]  # rewards are called on rank 0
-        found: list[Group] = self.group.call(_sample, bare, n, sampling, seed)
-        version = self.weight_version
-        return [
-            Group(prompt, tuple(replace(c, weight_version=version) for c in group.completions))
-            for prompt, group in zip(prompts, found, strict=True)
-        ]
+        handed: set[int] = set()
+
+        def hand(place: int, group: Group) -> None:
+            handed.add(place)
+            if on_group is not None:
+                on_group(place, Group(prompts[place], group.completions))
+
+        found: list[Group] = self.group.call(_sample, bare, n, sampling, seed, on_group=hand)
+        for place, group in enumerate(found):
+            if place not in handed:
+                hand(place, group)
+        return [Group(p, g.completions) for p, g in zip(prompts, found, strict=True)]
 
     def sync(self, weights: Mapping[str, Any]) -> None:
-        """Count it; `SharedLearner.weights` has brought them to every rank."""
-        self.weight_version += 1
+        """Nothing: `SharedLearner.weights` has brought them to every rank."""
 
 
 @contextmanager
@@ -104,7 +119,9 @@ def shared_learner(
         with ranks.start(count, own, others, *more) as group:
             learner = group.member.learner
             kinds = (learner.has_reference, learner.learns_values)
-            engine = None if group.member.engine is None else SharedEngine(group)
+            own = group.member.engine
+            offered = None if own is None else offers(recipe.cluster, own.capabilities)
+            engine = None if offered is None else SharedEngine(group, offered)
             yield SharedLearner(group, policy, budget, *kinds), engine
     finally:
         torch.set_num_threads(threads)
@@ -136,8 +153,8 @@ def _member(
 ) -> Member:
     for tensor in policy.state_dict().values():
         dist.broadcast(tensor.detach(), 0)  # the weights that the stage before has left
-    native = stage.rollout.engine == "native"
-    whole = policy if native or ranks.number == 0 else None
+    each = capabilities_of(stage.rollout.engine).in_process
+    whole = policy if each or ranks.number == 0 else None
     learner = build_learner(
         stage,
         recipe.model,
@@ -148,7 +165,7 @@ def _member(
         ranks,
         recipe.cluster.offload == "cpu",
     )
-    engine = rollout_engine(policy, stage.rollout, model=policy.model) if native else None
+    engine = rollout_engine(policy, stage.rollout, model=policy.model) if each else None
     return Member(whole, learner, engine)
 
 
@@ -162,12 +179,24 @@ def _take_over(member: Member) -> dict[str, Tensor]:
 
 
 def _sample(
-    member: Member, prompts: list[Prompt], n: int, sampling: Sampling, seed: int
+    member: Member,
+    prompts: list[Prompt],
+    n: int,
+    sampling: Sampling,
+    seed: int,
+    *,
+    on_group: OnGroup | None = None,
 ) -> list[Group]:
     ranks = member.learner.ranks
     places = prompt_units(prompts, sampling.max_tokens, ranks.count)[ranks.number]
+
+    def hand(at: int, group: Group) -> None:
+        if on_group is not None:
+            on_group(places[at], group)
+
     assert member.engine is not None
-    groups = member.engine.sample([prompts[at] for at in places], n, sampling, seed)
+    own = [prompts[at] for at in places]
+    groups = member.engine.sample(own, n, sampling, seed, on_group=hand)
     found = dict(
         pair for part in ranks.gather(list(zip(places, groups, strict=True))) for pair in part
     )

@@ -24,6 +24,7 @@ from keel.config.fields import derive
 from keel.config.objective import explain_stage
 from keel.config.schema import Recipe, RLStage, SFTStage
 from keel.config.sources import LEARNED
+from keel.engines.requests import check_requests
 from keel.learn.learner import Trainer
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.loading import describe_model
@@ -63,7 +64,7 @@ from keel.training.setup import (
 from keel.training.sft import Demonstrations
 from keel.training.shared import shared_learner
 from keel.training.state import Progress, restore_optimizers
-from keel.types import Engine, PinnableEngine
+from keel.types import Engine
 
 if TYPE_CHECKING:
     from keel.training.remote import RemoteReward
@@ -126,7 +127,7 @@ def _train_with_ray(run: RunContext, stage: RLStage, progress: Progress, seed: i
 
     parts = (run.recipe, stage, run.policy, seed, token_budget(stage, progress, run.writer))
     around = reward_context(run.recipe, run.folder, run.policy)
-    rest = (run.resume_from, progress.step, around, run.writer.note, run.folder.logs)
+    rest = (run.resume_from, around, run.writer.note, run.folder.logs)
     with remote_stage(*parts, *rest) as remote:
         model = run.policy.model
         learner, engine = remote.learner, remote.engine
@@ -225,17 +226,14 @@ def build_loop(
         log=run.folder.logs / f"{stage.name}-vllm.log",
         note=run.writer.note,
     )
+    check_requests(stage.sampling, sampler.engine.capabilities)
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)
     evaluated.check(prompts)
-    # Evaluation is of the policy itself, not of a rounded or an earlier copy; but one server
-    # is enough.
-    same = engine if rollout.dtype == "model" else None
-    exact = (
-        sampler
-        if rollout.engine == "vllm"
-        else build_sampler(policy, source, shaped, rollout, seed, step=progress.step, engine=same)
-    )
+    # Evaluation is of the policy itself, not of a rounded copy; but one server is enough.
+    exact = sampler
+    if rollout.dtype != "model" and sampler.engine.capabilities.in_process:
+        exact = build_sampler(policy, source, shaped, rollout, seed, step=progress.step)
     evaluator = Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None
     return rl.Loop(
         algorithm=stage.algorithm,
@@ -261,7 +259,7 @@ def build_prefetcher(
     level = stage.rollout.async_level
     # With dynamic sampling a step decides which prompts are left for the next.
     in_order = stage.rollout.dynamic_sampling or level == 0
-    at_once = isinstance(sampler.engine, PinnableEngine) and not in_order
+    at_once = sampler.engine.capabilities.pins and not in_order
     begin = partial(begin_pinned if at_once else begin_alone, sampler, stage.algorithm)
     return RolloutPrefetcher(begin, level, at_once, read_pending(resume_from))
 

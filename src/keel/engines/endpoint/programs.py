@@ -25,7 +25,7 @@ from keel.config.secrets import without_secrets
 from keel.engines.endpoint.protocol import MODEL, TOO_LONG, ChatRequest, RefusedRequest
 from keel.engines.endpoint.server import Endpoint
 from keel.engines.endpoint.session import Session
-from keel.engines.multi_turn import CompletionSource, cut, with_cache
+from keel.engines.multi_turn import cut
 from keel.engines.sampler import occurrences
 from keel.models.chat import ChatEncoder
 from keel.runs.loop_thread import LoopThread, Served
@@ -98,7 +98,7 @@ def sample_with_program(
             "none: set model.chat_template"
         )
     runs: list[_ProgramRun] = []
-    context = getattr(engine, "context", None)
+    context = engine.capabilities.context
     for prompt, time_ in zip(prompts, occurrences([p.id for p in prompts]), strict=True):
         for index in range(n):
             name = f"{prompt.id}/{time_}/{index}"
@@ -284,7 +284,7 @@ class _Programs:
         self._closed = False
 
     def run(self) -> None:
-        with Endpoint(self._submit) as endpoint, with_cache(self._engine) as source:
+        with Endpoint(self._submit) as endpoint, self._engine.conversation() as source:
             try:
                 self._start(endpoint)
                 while self._live:
@@ -352,7 +352,7 @@ class _Programs:
                 run.refusal = str(error)
             answer.set_exception(error)
 
-    def _sample(self, source: CompletionSource) -> None:
+    def _sample(self, source: Engine) -> None:
         """Answer one request of each running program."""
         runs = sorted(self._live.values(), key=lambda run: run.session.name)
         if not runs:

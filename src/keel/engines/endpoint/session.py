@@ -48,7 +48,6 @@ class Session:
         self._turns: list[Message] = []
         self._messages: tuple[dict[str, Any], ...] = ()
         self._last: Completion | None = None
-        self._version = 0
 
     def prepare(self, request: ChatRequest) -> int:
         """Take the messages of a request over; returns how many tokens may answer it.
@@ -119,8 +118,6 @@ class Session:
             self._turns.append(Message(role="environment", content=text_of(added)))
         self._turns.append(Message(role="assistant", content=text))
         self._messages = (*self.request.messages, message)
-        if self._last is None:
-            self._version = completion.weight_version
         capped = len(made) == self.request.max_tokens and len(made) < self._left
         finish = "stop" if capped and completion.finish == "length" else completion.finish
         self._last = replace(completion, finish=finish)
@@ -142,6 +139,5 @@ class Session:
             finish="length" if self.full else self._last.finish,
             text="".join(text_of(turn) for turn in self._turns if turn["role"] == "assistant"),
             turns=tuple(self._turns),
-            weight_version=self._version,
             columns=columns,
         )

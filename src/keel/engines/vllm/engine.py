@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -18,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.config.fields import derive
-from keel.config.sampling import VllmServer
+from keel.config.sampling import Rollout, VllmServer
 from keel.engines.native import copy_weights
 from keel.engines.sampler import check, occurrences
 from keel.engines.stopping import (
@@ -48,7 +49,16 @@ from keel.models.lora import plain_weights
 from keel.models.policy import token_count
 from keel.models.tokenizer_round_trip import quiet
 from keel.runs.watchdog import heartbeat, raise_if_cancelled
-from keel.types import Completion, Group, KeelError, OnGroup, Prompt, Sampling
+from keel.types import (
+    Capabilities,
+    Completion,
+    Engine,
+    Group,
+    KeelError,
+    OnGroup,
+    Prompt,
+    Sampling,
+)
 
 MAX_RESTARTS = 3
 """Restarts of the server in one call, after which it fails."""
@@ -56,9 +66,10 @@ LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures (but 0) to this one."""
 TICK = 0.5
 """Seconds between two looks at whether the call was cancelled."""
+CAPABILITIES = Capabilities(streams=True, exact=False)
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Samples with a vLLM server that Keel starts, or with one that runs (see `keel.types.Engine`).
 
     Prompts and completions are token ids. Each completion is a request with a seed of its own, so
@@ -75,7 +86,7 @@ class VllmEngine:
         tokenizer: Any,
         *,
         server: VllmServer | None = None,
-        max_rows: int = 256,
+        max_num_seqs: int = 256,
         dtype: str = "model",
         timeout: float = 1800.0,
         log: Path | None = None,
@@ -98,13 +109,13 @@ class VllmEngine:
         self._without_padding = {"logit_bias": padding} if padding else {}
         """Takes the probability of ids without a token: vLLM samples any row of the head."""
         self.server = server
-        self.max_rows = max_rows
+        self.max_num_seqs = max_num_seqs
         self.dtype = dtype
         self.timeout = timeout
         self._note = note
-        self.context = context_length(model)
+        self.capabilities = replace(CAPABILITIES, context=context_length(model))
         self.eos = eos_ids(model, tokenizer)
-        self.weight_version = 0
+        self._syncs = 0
         self.restarts = 0
         """How often a server that failed was started again."""
         self.process: ServerProcess | None = None
@@ -119,20 +130,15 @@ class VllmEngine:
         self._transfer: WeightTransfer = FileTransfer({})
 
     def sample(
-        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int
-    ) -> list[Group]:
-        """`n` completions for each prompt; see `keel.types.Engine`. Raises as `stream`."""
-        return self.stream(prompts, n, sampling, seed)
-
-    def stream(
         self,
         prompts: Sequence[Prompt],
         n: int,
         sampling: Sampling,
         seed: int,
+        *,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """`sample` with `on_group` called for each group; see `keel.types.StreamingEngine`.
+        """`n` completions for each prompt; see `keel.types.Engine`.
 
         Raises KeelError for invalid settings, a prompt without tokens or too long for the context,
         log-probs that are not finite, and a server that keeps failing.
@@ -145,7 +151,7 @@ class VllmEngine:
                 f"sampling.temperature = {sampling.temperature} is raised to {LOWEST_TEMPERATURE} "
                 f"by vLLM: set it to {LOWEST_TEMPERATURE} or above, or to 0 (greedy)"
             )
-        limits = budgets(prompts, sampling, self.context).tolist()
+        limits = budgets(prompts, sampling, self.capabilities.context).tolist()
         stops = {**_vllm_stops(self._stops(sampling), sampling), **self._without_padding}
         times = occurrences([prompt.id for prompt in prompts])
         requests: dict[tuple[int, int], tuple[list[int], dict[str, Any]]] = {}
@@ -179,7 +185,7 @@ class VllmEngine:
         are sent, and the server adds them to the base that it keeps. Its prefix cache is emptied.
         """
         copy_weights(self.model, weights)
-        self.weight_version += 1
+        self._syncs += 1
         if self._client is not None:
             changed = {n: w.detach() for n, w in weights.items() if ".lora_" not in n}
             sent = checkpoint_weights(self.model, changed) | adapter_factors(self.model)
@@ -257,9 +263,9 @@ class VllmEngine:
 
     def _options(self) -> list[str]:
         dtype = self.dtype if self.dtype != "model" else str(self.model.dtype).split(".")[-1]
-        options = ["--dtype", dtype, "--max-num-seqs", str(self.max_rows)]
-        if self.context is not None:
-            options += ["--max-model-len", str(self.context)]
+        options = ["--dtype", dtype, "--max-num-seqs", str(self.max_num_seqs)]
+        if self.capabilities.context is not None:
+            options += ["--max-model-len", str(self.capabilities.context)]
         if self.model.device.type == "cpu":
             options += ["--enforce-eager"]
         else:
@@ -280,7 +286,7 @@ class VllmEngine:
     def _send(self, weights: Mapping[str, Tensor]) -> None:
         assert self._client is not None
         try:
-            self._transfer.send(self._client, weights, self.weight_version)
+            self._transfer.send(self._client, weights, self._syncs)
         except KeelError as error:
             raise KeelError(f"the vLLM server did not take the weights over: {error}") from None
 
@@ -291,10 +297,10 @@ class VllmEngine:
         requests: Mapping[tuple[int, int], tuple[list[int], dict[str, Any]]],
         take: Callable[[tuple[int, int], Sampled], None],
     ) -> None:
-        """Send requests, at most `max_rows` at once, and hand each result over in this thread."""
+        """Send requests, at most `max_num_seqs` at once; hand each result over in this thread."""
         client = self._client
         assert client is not None
-        with _pool(min(self.max_rows, len(requests)), client) as pool:
+        with _pool(min(self.max_num_seqs, len(requests)), client) as pool:
             places: dict[Future[Sampled], tuple[int, int]] = {
                 pool.submit(client.complete, self._name, prompt, settings): place
                 for place, (prompt, settings) in requests.items()
@@ -338,8 +344,35 @@ class VllmEngine:
             written=np.ones(length, dtype=np.bool_),
             finish=REASONS[code],
             text=completion_texts(self.tokenizer, [tokens.tolist()], [code])[0],
-            weight_version=self.weight_version,
         )
+
+
+def build_vllm(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    rollout: Rollout,
+    dtype: str,
+    log: Path | None,
+    note: Callable[[str], None] | None,
+    **_: Any,
+) -> VllmEngine:
+    """The vLLM engine of a recipe; see `keel.engines.registry.build_engine`."""
+    return VllmEngine(
+        model,
+        tokenizer,
+        server=rollout.vllm,
+        max_num_seqs=rollout.max_num_seqs,
+        dtype=dtype,
+        timeout=rollout.timeout,
+        log=log,
+        note=note,
+    )
+
+
+def check_vllm(rollout: Rollout, here: bool) -> None:
+    """Raise KeelError if no server is named, or not in a way that can work."""
+    check_server(rollout.vllm, here)
 
 
 def _vllm_stops(stops: Stops, sampling: Sampling) -> dict[str, Any]:

@@ -187,7 +187,7 @@ class FolderSampler:
         spec = Model.model_validate({"name": model.model, "device": model.device})
         policy = load_policy(spec, options.seed)
         self.engine = NativeEngine(
-            policy.model, policy.tokenizer, max_rows=model.max_rows, autocast=policy.autocast
+            policy.model, policy.tokenizer, max_num_seqs=model.max_rows, autocast=policy.autocast
         )
         longest = longest_prompt(None, policy.context, options.sampling.max_tokens, "max_tokens")
         self.encode = Encoder(policy.tokenizer, longest, served=policy.served)
@@ -221,7 +221,9 @@ class FolderSampler:
 
             with oom_context(f"{len(part)} prompts were answered", "lower max_rows or max_tokens"):
                 prompts = [prompt for prompt, *_ in part]
-                self.engine.stream(prompts, options.samples, options.sampling, options.seed, write)
+                self.engine.sample(
+                    prompts, options.samples, options.sampling, options.seed, on_group=write
+                )
         return len(encoded) - len(ready)
 
 
