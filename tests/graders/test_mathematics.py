@@ -337,6 +337,13 @@ def test_arithmetic_left_to_do_counts_only_if_asked() -> None:
     lenient.close()
 
 
+def test_math_verify_alone_decides_only_if_asked() -> None:
+    published = Mathematics(timeout=LONG, strict=False)
+    pairs = [("0.08", r"\boxed{8\%}"), ("408", r"\boxed{17 \times 24}"), ("x+1", "so it is $x$")]
+    assert published.compare(pairs) == ["same", "same", "different"]
+    published.close()
+
+
 @pytest.mark.slow
 def test_expressions_that_hang_are_given_up_and_the_next_is_still_judged() -> None:
     """From a thread that is not the main one, where alarms fail."""
@@ -400,7 +407,7 @@ def test_a_gold_answer_whose_process_was_killed_is_read_again(
     answer = mathematics_worker.start(b"")
     gc.unfreeze()
     request = {"gold": "2x", "stated": "$2 x$", "question": "", "evaluated": True}
-    request |= {"cpu": 1.0, "patience": 1.0}
+    request |= {"strict": True, "cpu": 1.0, "patience": 1.0}
     assert [answer(request) for _ in range(3)] == ["died", "same", "same"]
 
 

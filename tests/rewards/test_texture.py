@@ -100,7 +100,7 @@ def test_prose_of_what_does_not_close() -> None:
     assert prose(r"\begin{a} one \begin{b} two \end{b} and \end{c} ten").split() == [
         "one", "and", "ten",
     ]  # fmt: skip
-    assert prose(r"\begin{a} one \begin{a} two \end{a} and \end{a} ten").split() == ["and", "ten"]
+    assert prose(r"\begin{a} one \begin{a} two \end{a} and \end{a} ten").split() == ["ten"]
     assert prose("one `two\nthree` <b four\n five> ```six").split() == [
         "one", "`two", "three`", "<", "four", "five>",
     ]  # fmt: skip

@@ -41,8 +41,8 @@ _BETWEEN = re.compile(
     re.MULTILINE,
 )
 _TAG = re.compile(
-    rf"(?<![`\"'])(?:<\|?|\[(?=(?-i:[A-Z_]+)\]))(?:begin_of_|start_)?({ANSWER_NAME}) ?\|?[>\]]"
-    r"((?:(?![<\[]\|?\1).)*?)(?:[<\[](?:\|?/|\|end_(?:of_)?) ?\1 ?\|?[>\]]|\Z)",
+    rf"(?:<\|?|\[(?=(?-i:[A-Z_ -]+)\]))(?:begin_of_|start_)?({ANSWER_NAME}) ?\|?[>\]]"
+    r"((?:(?![<\[]\|?\1).)*?)(?:[<\[](?:\|?/|\|end_(?:of_)?) ?\1 ?\|?[>\]]|(\Z))",
     re.IGNORECASE | re.DOTALL,
 )
 _OPERAND = re.compile(r"(?:[-−+/^×÷]|\d[ \t]*\*)[ \t]*\Z|\d\.?\Z")
@@ -217,7 +217,13 @@ def tagged(text: str) -> str | None:
 
     None without one, and "" if what stands around it takes it back or makes it an operand.
     """
-    found = reversed(list(_TAG.finditer(text)))
+    every = reversed(list(_TAG.finditer(text)))
+    # In quotes, a tag that is not closed or is empty is mentioned, not used.
+    found = (
+        one
+        for one in every
+        if text[max(one.start() - 1, 0)] not in "`\"'" or (one[3] is None and one[2].strip())
+    )
     mark = _in_a_row(text, ((one.start(), one.end(), one[2]) for one in found))
     if mark is None:
         return None

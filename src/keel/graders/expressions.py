@@ -136,6 +136,15 @@ def same_answer(
         return False
 
 
+def same_to_math_verify(gold: str, stated: str) -> bool:
+    """Whether math-verify by itself finds the gold answer in a text."""
+    from math_verify import parse, verify
+
+    marked = gold if re.search(r"[$]|\\\(|\\\[|\\boxed", gold) else f"${gold}$"
+    wanted = parse(marked, parsing_timeout=0)
+    return bool(verify(wanted, parse(stated, parsing_timeout=0), timeout_seconds=0))
+
+
 def _read(wanted: ParsedExpression, text: str, evaluated: bool, plain: bool) -> ParsedExpression:
     """An answer taken apart; of a chain of equations that hold, the last side: `2(x+1) = 2x+2`."""
     *sides, last = _split(bare(text), "=")

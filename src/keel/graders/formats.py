@@ -2,48 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import re
-import signal
-import subprocess
-import sys
 import unicodedata
 from collections.abc import Sequence
 
+import regex
+
 SECONDS = 5
 """Of computing, that a search of one text may take; one that may backtrack takes far longer."""
-_MEMORY = 2**30
-_SEARCH = """
-import json, re, resource, sys
-pattern, texts, seconds, memory = json.load(sys.stdin)
-pattern = re.compile(pattern, re.DOTALL)
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-for text in texts:
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used) + seconds, resource.RLIM_INFINITY))
-    print(int(pattern.search(text.strip()) is not None), flush=True)
-"""
 
 
 def matches(pattern: str, texts: Sequence[str]) -> list[bool | None]:
     """Whether a regular expression is found in each text, less the blanks around it.
 
     `^` and `$` are the ends of the text, and `.` matches newlines too. None of a text for which the
-    search takes more than SECONDS or 1 GiB. It runs in a process of its own, as it can neither be
-    stopped in this one nor leave it Python's lock. Raises re.error for a pattern that is none.
+    search takes more than SECONDS. Raises re.error for a pattern that is none.
     """
     re.compile(pattern, re.DOTALL)
+    try:
+        search = regex.compile(pattern, regex.DOTALL).search
+    except regex.error as error:
+        raise re.error(str(error)) from None
     found: list[bool | None] = []
-    while len(found) < len(texts):
-        given = json.dumps([pattern, texts[len(found) :], SECONDS, _MEMORY])
-        command = [sys.executable, "-I", "-S", "-c", _SEARCH]
-        ran = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-        found += [line == "1" for line in ran.stdout.split()]
-        if ran.returncode == -signal.SIGXCPU or "MemoryError" in ran.stderr:
+    for text in texts:
+        try:
+            found.append(search(text.strip(), timeout=SECONDS) is not None)
+        except TimeoutError:
             found.append(None)
-        elif ran.returncode != 0:
-            raise RuntimeError(f"the search ended ({ran.returncode}): {ran.stderr.strip()[-200:]}")
     return found
 
 

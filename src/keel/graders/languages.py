@@ -7,7 +7,6 @@ the other mode does the same, and for shorter ones it takes a gigabyte.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from functools import cache
 from typing import Any
 
@@ -19,7 +18,7 @@ LEAST = 20
 # Each of these takes time in line with the text's length, whatever the text: a span that does not
 # close is given up at the next that opens, and nothing is looked for from every place to the end.
 _CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
-_ENVIRONMENT = re.compile(r"\\(begin|end)\{(\w++\*?)\}")
+_ENVIRONMENT = re.compile(r"\\begin\{(\w++\*?)\}(?:(?!\\begin\{).)*?\\end\{\1\}", re.DOTALL)
 _SPANS = re.compile(
     r"\$\$(?:[^$\\]|\\.)*+\$\$|\$(?:[^$\\]|\\.)*+\$"  # mathematics
     r"|\\\((?:(?!\\\().)*?\\\)|\\\[(?:(?!\\\[).)*?\\\]"
@@ -98,27 +97,10 @@ def _dense(text: str) -> bool:
 
 def prose(text: str) -> str:
     """A text without its code, mathematics, tags and links."""
-    text = _SPANS.sub(" ", _outside_environments(_CODE.sub(" ", text)))
-    return _NAME.sub(" ", _TOKEN.sub(_word, text))
-
-
-def _outside_environments(text: str) -> str:
-    """A text without its `\\begin{…} … \\end{…}`; those that do not close stay."""
-    ends: dict[str, list[int]] = {}
-    begins: list[tuple[int, str]] = []
-    for found in _ENVIRONMENT.finditer(text):
-        if found[1] == "end":
-            ends.setdefault(found[2], []).append(found.end())
-        else:
-            begins.append((found.start(), found[2]))
-    kept, at = [], 0
-    for start, name in begins:
-        closing = ends.get(name, [])
-        next_end = bisect_left(closing, start)
-        if start >= at and next_end < len(closing):
-            kept.append(text[at:start])
-            at = closing[next_end]
-    return " ".join([*kept, text[at:]])
+    text = _CODE.sub(" ", text)
+    for _ in range(3):  # environments in environments
+        text = _ENVIRONMENT.sub(" ", text)
+    return _NAME.sub(" ", _TOKEN.sub(_word, _SPANS.sub(" ", text)))
 
 
 def _word(token: re.Match[str]) -> str:

@@ -37,12 +37,20 @@ class Mathematics:
     """Tells whether answers are mathematically the gold answers, many at a time.
 
     `timeout` is in seconds of computing, for a pair; `evaluated` refuses arithmetic that is left
-    to do (`keel.graders.expressions`). `workers` processes in the sandbox, started when first
-    needed, fork one for each verdict. Safe to use from any thread. Raises KeelError where
-    math-verify is not installed, or there is no sandbox.
+    to do (`keel.graders.expressions`). Not `strict`, math-verify reads and compares whole texts.
+    `workers` processes in the sandbox, started when first needed, fork one for each verdict. Safe
+    to use from any thread. Raises KeelError if math-verify is not installed, or there is no
+    sandbox.
     """
 
-    def __init__(self, *, timeout: float = 5.0, workers: int = 2, evaluated: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        timeout: float = 5.0,
+        workers: int = 2,
+        evaluated: bool = True,
+        strict: bool = True,
+    ) -> None:
         if not 0 < timeout < math.inf:
             raise KeelError(f"timeout = {timeout:g}: give some seconds, more than 0")
         if workers < 1:
@@ -50,8 +58,7 @@ class Mathematics:
         if importlib.util.find_spec("math_verify") is None:
             raise KeelError("math-verify is not installed: pip install 'keel-rl[math]'")
         check_sandbox()
-        self.timeout = timeout
-        self.evaluated = evaluated
+        self.timeout, self.evaluated, self.strict = timeout, evaluated, strict
         self.processes = [Restarting(started) for _ in range(workers)]
         self._calls: set[threading.Event] = set()
 
@@ -62,14 +69,8 @@ class Mathematics:
         equation 2x + z = 1, 1 is not. Each distinct pair is compared once. Raises KeelError where
         the processes are closed, or killed from outside.
         """
-        found: dict[Pair, Finding] = {}
-        hard: list[Pair] = []
-        for pair in dict.fromkeys(pairs):
-            finding = self._plain(pair)
-            if finding is None:
-                hard.append(pair)
-            else:
-                found[pair] = finding
+        found = {pair: self._plain(pair) for pair in dict.fromkeys(pairs)}
+        hard = [pair for pair, finding in found.items() if finding is None]
         count = len(self.processes)
         abandoned = threading.Event()
         self._calls.add(abandoned)
@@ -81,7 +82,7 @@ class Mathematics:
             finally:
                 abandoned.set()  # where it was interrupted, the threads have more to ask
                 self._calls.discard(abandoned)
-        return [found[pair] for pair in pairs]
+        return [finding for pair in pairs if (finding := found[pair])]
 
     def abandon(self) -> None:
         """End the processes and the calls under way, with a KeelError; others may follow."""
@@ -98,15 +99,16 @@ class Mathematics:
 
     def _plain(self, pair: Pair) -> Finding | None:
         """What is found by comparing numbers or words; None where there is more to read."""
+        if not self.strict:
+            return None
+        gold, stated, question = (*pair, "")[:3]
         try:
-            gold, stated, question = (*pair, "")[:3]
-            plainly = {"evaluated": self.evaluated, "plain": True}
-            same = same_answer(gold, stated, question=question, **plainly)
+            same = same_answer(
+                gold, stated, question=question, evaluated=self.evaluated, plain=True
+            )
         except NotPlainExpression:
             return None
-        if same is None:
-            return "unreadable gold"
-        return "same" if same else "different"
+        return "unreadable gold" if same is None else "same" if same else "different"
 
     def _ask(
         self, process: Restarting, pairs: Sequence[Pair], abandoned: threading.Event
@@ -119,7 +121,7 @@ class Mathematics:
                 raise KeelError("the comparison of answers was abandoned")
             gold, stated, question = (*pair, "")[:3]
             request = {"gold": gold, "stated": stated, "question": question}
-            request |= {"evaluated": self.evaluated, **limits}
+            request |= {"evaluated": self.evaluated, "strict": self.strict, **limits}
             try:
                 # Two processes may be forked; each has its limit.
                 reply = process.ask(2 * limits["patience"] + START_SECONDS, request)
@@ -142,7 +144,8 @@ def started() -> Resident:
     )
     limits = {"cpu": 60.0, "patience": START_SECONDS}
     process.first(
-        START_SECONDS, {"gold": "1", "stated": "1", "question": "", "evaluated": True, **limits}
+        START_SECONDS,
+        {"gold": "1", "stated": "1", "question": "", "evaluated": True, "strict": True, **limits},
     )
     return process
 

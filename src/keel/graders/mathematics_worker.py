@@ -2,7 +2,7 @@
 
 Started by `keel.graders.mathematics` in the sandbox. Requests, one JSON line each:
 
-    {"gold", "stated", "question", "evaluated", "cpu", "patience"}  -> "same", "different", …
+    {"gold", "stated", "question", "evaluated", "strict", "cpu", "patience"} -> "same", …
 
 Each answer is parsed in a process that is forked for it alone, and so is each gold answer, whose
 fork alone says whether it can be read.
@@ -16,7 +16,7 @@ from typing import Any
 
 from sympy.core.random import seed
 
-from keel.graders.expressions import can_be_read, same_answer
+from keel.graders.expressions import can_be_read, same_answer, same_to_math_verify
 from keel.sandbox.confined import Confined, Request, serve
 
 KEPT = 16_384
@@ -52,9 +52,13 @@ def start(program: bytes) -> Callable[[Request], Any]:
         return found
 
     def answer(request: Request) -> str:
-        gold, stated, question, evaluated, *limits = (
-            request[name] for name in ("gold", "stated", "question", "evaluated", "cpu", "patience")
+        gold, stated, question, evaluated, strict, *limits = (
+            request[name]
+            for name in ("gold", "stated", "question", "evaluated", "strict", "cpu", "patience")
         )
+        if not strict:
+            same = confined.value(lambda: float(same_to_math_verify(gold, stated)), *limits)
+            return same if isinstance(same, str) else "same" if same == 1.0 else "different"
         can = readable(gold, *limits)
         if can != 1.0:
             return can if isinstance(can, str) else "unreadable gold"

@@ -11,7 +11,7 @@ THOUGHTS = frozenset(
 """Names of tags around thoughts: `<think>`, `[THINK]`, `<|begin_of_thought|>`. A tag that the chat
 template opens is one as well, unless it is named after an answer."""
 ANSWER_NAME = (
-    r"(?:(?:my|the|final|correct)[_-]?)?(?:answer|result|solution|output|response)s?|final"
+    r"(?:(?:my|the|final|correct)[ _-]?)?(?:answer|ans|result|solution|output|response)s?|final"
 )
 """Names of tags around an answer, for a pattern that ignores case."""
 _ANSWER = re.compile(rf"{ANSWER_NAME}|code|python", re.IGNORECASE)

@@ -23,14 +23,17 @@ def math(
     workers: int = 2,
     tag: str | None = None,
     evaluated: bool = True,
+    strict: bool = True,
 ) -> MathReward:
     """The reward of a mathematically right answer.
 
     `timeout` is in seconds for a completion, `workers` processes run at a time. `tag` takes as the
     text what stands in the last `<tag>…</tag>` (without one, 0). With `evaluated`, an answer that
-    leaves arithmetic to do (`17 \\times 24`) is not that number.
+    leaves arithmetic to do (`17 \\times 24`) is not that number. Not `strict`, math-verify reads
+    the text and compares, as accuracies are published.
     """
-    return MathReward(Mathematics(timeout=timeout, workers=workers, evaluated=evaluated), tag)
+    mathematics = Mathematics(timeout=timeout, workers=workers, evaluated=evaluated, strict=strict)
+    return MathReward(mathematics, tag)
 
 
 class MathReward:

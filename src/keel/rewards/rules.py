@@ -219,7 +219,7 @@ def format_match(
     except re.error as error:
         raise KeelError(f"regex = {regex!r} is no regular expression: {error}") from None
     slow = Wrong(
-        f"regex = {regex!r:.80} takes more than {SECONDS} s or 1 GiB on the text: avoid repetition "
+        f"regex = {regex!r:.80} takes more than {SECONDS} s on the text: avoid repetition "
         "inside repetition, such as (a+)+"
     )
     return [slow if one is None else float(one) for one in found]
