@@ -174,9 +174,8 @@ class RewardResult:
 
     `reward` is the weighted sum of the components with a value; None when there is none. `steps`
     is filled by process rewards only, in order of their ends. `outcome` is the part of the reward
-    that is of the whole answer; None where no reward gave one (or where it was not set:
-    then it is the reward less that of the steps). `unshaped` is the reward before the length
-    penalty; None where nothing was punished.
+    that is of the whole answer; None if the steps are all of it. `unshaped` is the reward before
+    the length penalty.
     """
 
     reward: float | None

@@ -14,8 +14,8 @@ from keel.algorithms.spec import GAE, Algorithm, CustomAdvantage, GroupRelative,
 from keel.learn.advantages import RolloutRewards, estimate, outcome, reads_steps
 from keel.learn.batch import from_groups
 from keel.learn.loss import prepare
+from keel.rewards.combine import compose
 from keel.rewards.registry import NamedReward
-from keel.rewards.scorer import compose
 from keel.rewards.validation import RewardOutput, read_rewards
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.learn.flat import blank, sample
@@ -130,11 +130,10 @@ def test_advantages_keep_all_digits_of_large_rewards() -> None:
 # ---------------------------------------------------------------- rewards of steps
 
 
-def test_reward_without_its_steps_is_a_step_at_the_end() -> None:
-    """Steps sum to 1 and the reward is 0.25: the other −0.75 ends with the completion."""
+def test_outcome_is_a_step_at_the_end() -> None:
     made = group(2, [True, False, True, True])
     results = (
-        RewardResult(0.25, {}, (Step(0, 0.4), Step(2, 0.6))),
+        RewardResult(0.25, {}, (Step(0, 0.4), Step(2, 0.6)), outcome=-0.75),
         RewardResult(2.0, {}, (Step(3, 2.0),)),
     )
     found = outcome([made], [results], None)
@@ -162,7 +161,9 @@ def test_batch_without_steps_uses_each_reward_as_one_step() -> None:
 
 def test_gae_gets_each_steps_reward_at_its_last_token() -> None:
     chosen = algorithm("ppo", advantage=GAE(lam=0.5))
-    first, last, whole = advantages(chosen, steps(1, 0, 0), steps(0, 0, 1), RewardResult(1.0))
+    first, last, whole = advantages(
+        chosen, steps(1, 0, 0), steps(0, 0, 1), RewardResult(1.0, outcome=1.0)
+    )
     assert first == [1.0, 0.0, 0.0]
     assert last == whole == [0.25, 0.5, 1.0]
 
@@ -173,11 +174,10 @@ def test_return_to_go_counts_later_steps_and_the_outcome() -> None:
     assert advantages(TO_GO, steps(1, 0, 0), RewardResult(None)) == [[1.0, 0.0, 0.0], [0.0] * 3]
 
 
-@pytest.mark.parametrize("stated", [True, False], ids=["stated", "by difference"])
-def test_outcome_of_zero_is_a_step_where_another_of_the_group_has_one(stated: bool) -> None:
+def test_outcome_of_zero_is_a_step_where_another_of_the_group_has_one() -> None:
     """Steps of 1 and 1 in both; one answer is right (3), the other wrong (2)."""
-    right = replace(steps(1, 1), reward=3.0, outcome=1.0 if stated else None)
-    wrong = replace(steps(1, 1), outcome=0.0 if stated else None)
+    right = replace(steps(1, 1), reward=3.0, outcome=1.0)
+    wrong = replace(steps(1, 1), outcome=0.0)
     found = advantages(algorithm("grpo_process"), right, wrong, tokens=2)
     values = np.array([1, 1, 1, 1, 1, 0])
     normal = (values - values.mean()) / (values.std(ddof=1) + 1e-4)
@@ -210,7 +210,7 @@ def test_composed_rewards_keep_the_outcome_apart_from_steps() -> None:
 
 
 def test_empty_list_of_steps_is_no_outcome() -> None:
-    values = read_rewards([[(0, 1.0), (1, 0.0)], [(0, 0.0), (1, 1.0)], []], [2, 2, 2])
+    values = read_rewards([[(0, 1.0), (1, 0.0)], [(0, 0.0), (1, 1.0)], []], [range(2)] * 3)
     composed = compose([NamedReward("steps", None)], {"steps": values}, [0, 0, 0])
     assert [(c.reward, c.outcome) for c in composed] == [(1.0, None), (1.0, None), (0.0, None)]
     results = [RewardResult(c.reward, {}, c.steps, c.outcome) for c in composed]

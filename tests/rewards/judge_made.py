@@ -18,9 +18,9 @@ from keel.types import Group, Prompt
 from tests.data.tasks.made import completion
 
 
-def made(url: str, folder: Path | None = None, **options: Any) -> Judge:
-    """A judge that does not wait between attempts."""
-    keys = {"model": "judge-1", "url": url, "backoff": 0.0, "timeout": 30.0, **options}
+def made(url: str | None, folder: Path | None = None, **options: Any) -> Judge:
+    """A judge."""
+    keys = {"model": "judge-1", "url": url, "timeout": 30.0, **options}
     return judge(RewardContext(folder=folder), **keys)
 
 
@@ -34,7 +34,7 @@ def scored(url: str, folder: Path | None, groups: Sequence[Group], **options: An
     """A step's verdicts through the whole scorer, by a judge made from a recipe's table."""
     limits = {"timeout": options.pop("call_timeout", 60.0)}
     limits["on_error"] = options.pop("on_error", "stop")
-    keys = {"model": "judge-1", "url": url, "backoff": 0.0, "timeout": 30.0, **options}
+    keys = {"model": "judge-1", "url": url, "timeout": 30.0, **options}
     source = RewardSource(function="judge", options=keys)
     reward = load_reward(source, RewardContext(folder=folder))
     scorer = Scorer([reward], **limits)

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -111,6 +111,12 @@ class JudgeServer:
         """Tokens in and out that were worked for, whether the answer arrived or not."""
         return sum(a.billed[0] for a in self.log), sum(a.billed[1] for a in self.log)
 
+    @property
+    def billed_once(self) -> tuple[int, int]:
+        """The same by a server that repeats its answer to a request of a name that it knows."""
+        once = {a.name: a.billed for a in self.log}.values()
+        return sum(a for a, _ in once), sum(b for _, b in once)
+
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Until something is so on the server's side."""
         with self.changed:
@@ -168,7 +174,9 @@ def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
         def answer(self, asked: Asked, fault: Fault) -> None:
             if fault.status != 200:
                 error = {"error": fault.error or {"message": "no", "code": None}}
-                self.send(json.dumps(error).encode(), fault)
+                # The client's own wait would be half a second.
+                soon = replace(fault, headers=fault.headers or {"Retry-After-Ms": "1"})
+                self.send(json.dumps(error).encode(), soon)
                 return
             text = server.verdict(asked) if fault.text is None else fault.text
             reported = sum(len(m["content"].encode()) for m in asked.body["messages"]) // 4 + 9

@@ -10,8 +10,9 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
+from keel.rewards.combine import compose
 from keel.rewards.registry import NamedReward, RewardContext, named_reward
-from keel.rewards.scorer import Scored, compose
+from keel.rewards.scorer import Scored
 from keel.rewards.validation import RewardOutput
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.data.tasks.made import completion
@@ -53,7 +54,7 @@ def test_weight_zero_is_reported_only() -> None:
     functions = [component("a", weight=0.0), component("b")]
     steps = RewardOutput(3.0, (Step(0, 1.0), Step(1, 2.0)))
     assert compose(functions, {"a": [steps, steps], "b": numbers(5, None)}, [0, 0]) == [
-        RewardResult(5.0, {"a": 3.0, "b": 5.0}, outcome=5.0),
+        RewardResult(5.0, {"a": 3.0, "b": 5.0}, outcome=5.0, unshaped=5.0),
         RewardResult(None, {"a": 3.0, "b": None}),
     ]
 
@@ -128,17 +129,17 @@ def test_steps_are_not_normalised_as_whole_answers(how: str) -> None:
 
 def test_gate_shuts_below_its_value_only() -> None:
     gate = component(gate_below=0.5)
-    found = [gate.shuts(value) for value in (0.4, 0.5, 0.6, None)]
+    found = [gate.gates(value) for value in (0.4, 0.5, 0.6, None)]
     assert found == [True, False, False, False]
-    assert not component().shuts(-9.0)
+    assert not component().gates(-9.0)
 
 
 def test_shut_gate_gives_its_reward_and_no_steps() -> None:
     functions = [component("a"), component("g", gate_below=1.0, gated_reward=-2.0, weight=0.0)]
     steps = RewardOutput(3.0, (Step(0, 3.0),))
     assert compose(functions, {"a": [steps, steps], "g": numbers(0, 1)}, [0, 0]) == [
-        RewardResult(-2.0, {"a": 3.0, "g": 0.0}, outcome=-2.0),
-        RewardResult(3.0, {"a": 3.0, "g": 1.0}, (Step(0, 3.0),)),
+        RewardResult(-2.0, {"a": 3.0, "g": 0.0}, outcome=-2.0, unshaped=-2.0),
+        RewardResult(3.0, {"a": 3.0, "g": 1.0}, (Step(0, 3.0),), unshaped=3.0),
     ]
 
 
@@ -203,9 +204,9 @@ def test_gates_are_called_first_and_the_others_with_what_passes() -> None:
     assert flat(scored) == [3.0, -3.0, -3.0, 5.0]
     assert scored.results[0][1].components == {"content": None, "gate": 0.0, "watch": None}
     assert scored.results[1][1].components == {"content": 4.0, "gate": 1.0, "watch": 9.0}
-    means = {"gate/shut": 0.5, "gate/mean": 0.5, "content/mean": 3.0, "watch/mean": 9.0}
+    means = {"gate/gated": 0.5, "gate/mean": 0.5, "content/mean": 3.0, "watch/mean": 9.0}
     assert {key: scored.metrics[f"rewards/{key}"] for key in means} == means
-    assert "rewards/content/shut" not in scored.metrics
+    assert "rewards/content/gated" not in scored.metrics
     assert scored.extras["content_saw"] == ["XA", None, None, "XDDD"]
     assert scored.extras["gate_saw"] == ["XA", "B", "C", "XDDD"]
     assert scored.failures == {}
@@ -224,7 +225,7 @@ def test_where_no_completion_passes_only_gates_are_called() -> None:
     scored = scorer(groups(["a", "b"]), 0)
     assert recorder.calls == [("gate", ["a", "b"]), ("other", ["a", "b"])]
     assert flat(scored) == [0.0, 0.0]
-    assert scored.metrics["rewards/gate/shut"] == scored.metrics["rewards/other/shut"] == 1.0
+    assert scored.metrics["rewards/gate/gated"] == scored.metrics["rewards/other/gated"] == 1.0
     assert "rewards/content/mean" not in scored.metrics
 
 

@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 
 from keel.config.sources import RewardSource
-from keel.data.preferences.schema import Preference
-from keel.preferences.agreement import cohen_kappa
 from keel.rewards import Scorer, load_reward
 from keel.rewards.judge.pairs import (
     PairVerdict,
     choose_pairs,
-    compare_pairs,
-    labels,
     position_bias,
     verdict,
 )
@@ -244,50 +240,6 @@ def test_choose_pairs_gives_each_answer_its_rivals(n: int, rivals: int) -> None:
     assert sum(count > wanted for count in meets) <= 1 + (rivals == 3)
 
 
-# ---------------------------------------------------------------- people
-
-
-def preferences() -> list[Preference]:
-    """Twenty pairs in which people preferred the longer answer, but for the last five."""
-    rows = []
-    for n in range(20):
-        short, long = f"{n}", f"{n} with more words"
-        chosen, rejected = (long, short) if n < 15 else (short, long)
-        rows.append(Preference(f"r{n}", f"question {n}", chosen, rejected))
-    return rows
-
-
-def test_agreement_with_people() -> None:
-    with JudgeServer(longer) as server:
-        judge = made(server.url)
-        found = compare_pairs(judge.asker, preferences())
-        judge.close()
-        assert [v.value for v in found] == [1.0] * 15 + [0.0] * 5
-        people, machine = labels(found, preferences())
-        assert len(people) == 20
-        assert 5 <= people.count("a") <= 15  # a coin, not always the chosen one
-        agree = sum(x == y for x, y in zip(people, machine, strict=True))
-        assert agree == 15
-        chance = sum(people.count(c) * machine.count(c) for c in ("a", "b")) / 400
-        kappa = cohen_kappa(people, machine).value
-        assert kappa == pytest.approx((15 / 20 - chance) / (1 - chance), abs=1e-12)
-        assert len(server.log) == 40
-
-
-def test_ties_and_silence_of_people_and_judge() -> None:
-    rows = [
-        Preference("1", "q", "x", "y", probability=0.5),
-        Preference("2", "q", "x", "y", probability=0.2),
-        Preference("3", "q", "x", "y"),
-    ]
-    values = [0.5, 0.0, None]
-    found = [PairVerdict((None, None), value) for value in values]
-    people, machine = labels(found, rows)
-    assert people[0] == machine[0] == "tie"
-    assert people[1] == machine[1] != "tie"
-    assert len(people) == 2
-
-
 # ---------------------------------------------------------------- the recipe
 
 
@@ -319,9 +271,9 @@ def test_invalid_options_are_refused_with_a_fix(options: dict[str, Any], words: 
     assert "\n" not in str(caught.value)
 
 
-def test_without_httpx2_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "httpx2", None)
-    with pytest.raises(KeelError, match=r"needs httpx2: pip install 'keel-rl\[judge\]'$"):
+def test_without_openai_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(KeelError, match=r"needs openai: pip install 'keel-rl\[judge\]'$"):
         made("http://127.0.0.1:9/v1")
 
 

@@ -9,31 +9,23 @@ from typing import Any
 
 import pytest
 
-from keel.rewards.judge.client import Client, _retry_after
 from keel.types import KeelError
 from tests.rewards.judge_made import account_of, call, group, made, rewards, scored
 from tests.rewards.judge_server import Asked, Fault, JudgeServer
 
 FIVE = {"low": 0, "high": 10}
-BILLED_AND_LOST = {
+REPEATED = {
     "cut off in the middle": Fault(cut=True),
     "hung up": Fault(drop=True),
     "no JSON": Fault(body='{"choices": ['),
-    "an empty body": Fault(body=""),
     "another shape": Fault(body='{"choices": []}'),
     "a list": Fault(body="[1, 2]"),
     "no message": Fault(body='{"choices": [{"index": 0}]}'),
     "an error in a good answer": Fault(body='{"error": {"message": "overloaded"}}'),
     "a gateway that gave up": Fault(status=504),
-    "another gateway": Fault(status=502),
     "a request timeout": Fault(status=408),
-}
-FREE = {
     "too many": Fault(status=429),
-    "too many, with a wait": Fault(status=429, headers={"Retry-After": "0"}),
-    "a conflict": Fault(status=409),
     "broken": Fault(status=500),
-    "unavailable": Fault(status=503),
     "overloaded": Fault(status=529),
 }
 SILENT = {
@@ -61,78 +53,58 @@ def server() -> Iterator[JudgeServer]:
         yield running
 
 
-@pytest.mark.quick("a gateway that gave up", "no message", "a list")
-@pytest.mark.parametrize("fault", BILLED_AND_LOST.values(), ids=BILLED_AND_LOST)
-def test_what_may_have_been_billed_is_counted_and_asked_again(
+@pytest.mark.quick("a gateway that gave up", "no message", "broken")
+@pytest.mark.parametrize("fault", REPEATED.values(), ids=REPEATED)
+def test_request_without_an_answer_is_repeated(
     server: JudgeServer, fault: Fault, tmp_path: Path
 ) -> None:
-    server.faults = [None, fault, fault]
-    found = scored(server.url, tmp_path, [group(["a", "bb", "ccc"])], concurrency=1, **FIVE)
-    assert rewards(found) == [0.1, 0.2, 0.3]
-    assert len(server.log) == 5
-    account = account_of(tmp_path)
-    assert (account.answers, account.lost) == (3, 2)
-    assert account.lost_cost.tokens > 0
-    total = account.spent + account.lost_cost
-    assert total.tokens_in >= server.billed[0]
-    assert total.tokens_out >= server.billed[1]
-
-
-@pytest.mark.parametrize("fault", FREE.values(), ids=FREE)
-def test_what_was_not_billed_costs_nothing(
-    server: JudgeServer, fault: Fault, tmp_path: Path
-) -> None:
-    server.faults = [fault, None, fault, fault]
+    server.faults = [None, fault]
     found = scored(server.url, tmp_path, [group(["a", "bb"])], concurrency=1, **FIVE)
     assert rewards(found) == [0.1, 0.2]
-    assert len(server.log) == 5
+    assert len(server.log) == 3
     account = account_of(tmp_path)
-    assert (account.answers, account.lost) == (2, 0)
-    assert (account.spent.tokens_in, account.spent.tokens_out) == server.billed
+    assert account.answers == 2
+    answered = [server.log[0].billed, server.log[2].billed]
+    assert account.spent.tokens == sum(map(sum, answered))
 
 
-def test_a_server_that_is_slow_is_given_up_and_asked_again(tmp_path: Path) -> None:
+def test_a_server_that_is_slow_is_asked_again(tmp_path: Path) -> None:
     with JudgeServer(faults=[Fault(slow=True)]) as server:
         found = scored(server.url, tmp_path, [group(["aaaa"])], timeout=1.0, **FIVE)
         assert rewards(found) == [0.4]
         # It may be at work still: the same name, so that it need not bill twice. (More than two
-        # where this machine is slow too.)
+        # if this machine is slow too.)
         assert len(server.log) >= 2
         assert len(set(server.names)) == 1
-        assert account_of(tmp_path).lost == len(server.log) - 1
 
 
-def test_requests_without_an_answer_keep_their_name_and_useless_answers_change_it(
-    server: JudgeServer,
-) -> None:
-    server.faults = [Fault(drop=True), Fault(status=500), Fault(body="{"), Fault(cut=True)]
+def test_a_malformed_answer_changes_the_name_of_the_request(server: JudgeServer) -> None:
+    server.faults = [Fault(status=500), Fault(body="{"), Fault(status=500)]
     reward = made(server.url, **FIVE)
     assert call(reward, ["aa"]) == [0.2]
     reward.close()
     first, *others = server.names
     key = first.removesuffix("-0")
     assert len(key) == 64
-    assert others == [f"{key}-0", f"{key}-0", f"{key}-1", f"{key}-1"]
+    assert others == [f"{key}-0", f"{key}-1", f"{key}-1"]
 
 
 def test_a_server_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:
     with JudgeServer() as gone:
         url = gone.url
-    with pytest.raises(KeelError, match=r"gave no answer in 3 attempts, last the connection"):
-        scored(url, tmp_path, [group(["a"])], retries=2)
-    reward = made(url, tmp_path)
-    assert reward.account().lost == 0  # nothing was asked
-    reward.close()
+    with pytest.raises(KeelError, match=r"'judge-1' at http://.*Connection error: check the serv"):
+        scored(url, tmp_path, [group(["a"])], retries=0)
 
 
 def test_retries_end_and_name_what_came_last(server: JudgeServer) -> None:
     server.fault_of = lambda asked: Fault(status=500, error={"message": "out of\nmemory"})
-    with pytest.raises(KeelError) as caught:
+    with pytest.raises(KeelError, match=r"Error code: 500 .*memory.*raise retries$") as caught:
         scored(server.url, None, [group(["a"])], retries=2)
-    assert "in 3 attempts, last HTTP 500: out of memory: " in str(caught.value)
-    assert "raise retries" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(server.log) == 3
+    server.fault_of = lambda asked: Fault(body="<html>")
+    with pytest.raises(KeelError, match=r"a malformed answer .*: check the server"):
+        scored(server.url, None, [group(["b"])], retries=0)
 
 
 def test_on_error_skip_leaves_the_completions_without_a_reward(server: JudgeServer) -> None:
@@ -142,56 +114,9 @@ def test_on_error_skip_leaves_the_completions_without_a_reward(server: JudgeServ
     assert found.failures == {"judge": 2}
 
 
-def test_waits_grow_and_are_the_same_each_time(server: JudgeServer) -> None:
-    server.fault_of = lambda asked: Fault(status=500)
-    seen: list[list[float]] = []
-    for _ in range(2):
-        reward = made(server.url, backoff=2.0, retries=5)
-        waits: list[float] = []
-
-        async def sleep(seconds: float, into: list[float] = waits) -> None:
-            into.append(seconds)
-
-        reward.asker.sleep = sleep
-        with pytest.raises(KeelError):
-            call(reward, ["a"])
-        reward.close()
-        seen.append(waits)
-    assert seen[0] == seen[1]
-    assert len(seen[0]) == 5
-    for wait, whole in zip(seen[0], (2, 4, 8, 16, 32), strict=True):
-        assert whole / 2 <= wait < whole
-    assert len({wait / whole for wait, whole in zip(seen[0], (2, 4, 8, 16, 32), strict=True)}) == 5
-
-
-def test_retry_after_is_waited_for(server: JudgeServer) -> None:
-    server.faults = [Fault(status=429, headers={"Retry-After": "7"})]
-    reward = made(server.url, backoff=0.5)
-    waits: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        waits.append(seconds)
-
-    reward.asker.sleep = sleep
-    call(reward, ["a"])
-    reward.close()
-    assert len(waits) == 1
-    assert 7.0 <= waits[0] < 7.25
-
-
-def test_waits_as_dates_and_as_nonsense() -> None:
-    assert _retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
-    assert _retry_after({"retry-after": "Wed, 21 Oct 2115 07:28:00 GMT"}) > 1e9
-    assert _retry_after({"retry-after": "soon"}) == 0.0
-    assert _retry_after({"retry-after": "Mon, 01 Jan 0001 00:00:00 -0000"}) == 0.0
-    assert _retry_after({"retry-after": "nan"}) == 0.0
-    assert _retry_after({"retry-after": "-3"}) == 0.0
-    assert _retry_after({}) == 0.0
-
-
 def test_a_server_that_wants_rest_for_an_hour_ends_the_run(server: JudgeServer) -> None:
     server.faults = [Fault(status=429, headers={"Retry-After": "3600"})]
-    with pytest.raises(KeelError, match="asks to wait 3600 s"):
+    with pytest.raises(KeelError, match="Error code: 429"):
         scored(server.url, None, [group(["a"])])
     assert len(server.log) == 1
 
@@ -199,27 +124,20 @@ def test_a_server_that_wants_rest_for_an_hour_ends_the_run(server: JudgeServer) 
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
-        (
-            400,
-            None,
-            r"refuses the request \(HTTP 400: no\): check the options model, max_tokens, extra",
-        ),
-        (401, None, r"HTTP 401: no\): set api_key_env"),
-        (403, None, r"HTTP 403: no\): set api_key_env"),
-        (301, None, r"HTTP 301: no\): check the options url and model"),
-        (404, "model_not_found", r"HTTP 404: no\): check the options url and model"),
-        (422, None, r"HTTP 422: no\): check"),
-        (429, "insufficient_quota", r"has no money left \(HTTP 429: no\)"),
+        (400, None, "check the options model, max_tokens, extra and without"),
+        (401, None, "set api_key_env"),
+        (403, None, "set api_key_env"),
+        (404, "model_not_found", "check the options url and model"),
+        (422, None, "check the options model"),
     ],
 )
 def test_errors_that_repeating_cannot_fix_end_at_once(
-    server: JudgeServer, status: int, code: str | None, words: str, tmp_path: Path
+    server: JudgeServer, status: int, code: str | None, words: str
 ) -> None:
     server.fault_of = lambda asked: Fault(status=status, error={"message": "no", "code": code})
-    with pytest.raises(KeelError, match=words):
-        scored(server.url, tmp_path, [group(["a"])])
+    with pytest.raises(KeelError, match=rf"at http.*Error code: {status} .*'no'.*: {words}"):
+        scored(server.url, None, [group(["a"])])
     assert len(server.log) == 1
-    assert account_of(tmp_path).lost == 0
 
 
 @pytest.mark.quick("off the scale", "prose", "nothing")
@@ -276,8 +194,7 @@ def test_halves_of_characters_are_kept_as_question_marks(
     assert rewards(found) == [0.3, None, 0.3]
     assert found.extras["judge_reason"][0] == "x?"
     assert found.extras["judge_unparsed"][1] == "refused: x?"
-    account = account_of(tmp_path)
-    assert (account.answers, account.lost) == (3, 0)
+    assert account_of(tmp_path).answers == 3
 
 
 @pytest.mark.parametrize(
@@ -396,7 +313,7 @@ def test_a_call_that_runs_out_of_time_keeps_what_was_on_its_way(tmp_path: Path) 
         reward.close()
         assert len(server.log) == 2  # the other three were not sent
         reward = made(server.url, tmp_path, **FIVE)
-        assert (reward.account().answers, reward.account().lost) == (2, 0)
+        assert reward.account().answers == 2
         assert call(reward, ["a", "bb", "ccc", "dddd", "eeeee"]) == [0.1, 0.2, 0.3, 0.4, 0.5]
         assert len(server.log) == 5
         reward.close()
@@ -441,37 +358,29 @@ def test_fatal_error_stops_further_requests_and_keeps_replies(tmp_path: Path) ->
         threading.Thread(target=let_go_after, args=(1,), daemon=True).start()
         server.fault_of = fatal
         groups = [group(["a" * n for n in range(1, 11)])]
-        with pytest.raises(KeelError, match="HTTP 404"):
+        with pytest.raises(KeelError, match="Error code: 404"):
             scored(server.url, tmp_path, groups, concurrency=2, **FIVE)
-        account = account_of(tmp_path)
-        assert (account.answers, account.lost) == (1, 0)
+        assert account_of(tmp_path).answers == 1
         assert len(server.log) <= 2 + 2  # at most one more for each of the two slots
 
 
 # ---------------------------------------------------------------- the key
 
 
-def test_the_key_is_sent_and_stands_nowhere(
+def test_the_key_is_sent_and_written_nowhere(
     server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     caplog.set_level("DEBUG")
     key = "sk-very-secret-1234567890"
     monkeypatch.setenv("MY_KEY", key)
-
-    def tell(asked: Asked) -> str:
-        return json.dumps({"reason": f"you sent {asked.headers['authorization']}", "score": 3})
-
-    server.verdict = tell
-    found = scored(server.url, tmp_path, [group(["a"])], api_key_env="MY_KEY", **FIVE)
+    scored(server.url, tmp_path, [group(["a"])], api_key_env="MY_KEY", **FIVE)
     assert server.log[0].headers["authorization"] == f"Bearer {key}"
-    assert found.extras["judge_reason"] == ["you sent Bearer [key]"]
-    words = {"message": f"wrong key {key}"}
-    server.faults = [Fault(status=401, error=words)]
-    with pytest.raises(KeelError, match=r"wrong key \[key\]\): check the key in MY_KEY") as caught:
+    server.faults = [Fault(status=401, error={"message": f"wrong key {key}"})]
+    with pytest.raises(KeelError, match=r"wrong key \$MY_KEY.*: check the key in MY_KEY") as caught:
         scored(server.url, tmp_path, [group(["b"])], api_key_env="MY_KEY", **FIVE)
     assert key not in repr(caught.value)
-    assert key not in caplog.text
+    assert key not in "".join(one.getMessage() for one in caplog.records if one.levelno > 10)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files
     for path in files:
@@ -484,7 +393,7 @@ def test_a_key_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> N
         made("http://127.0.0.1:9/v1", api_key_env="NO_SUCH_KEY")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(KeelError, match="OPENAI_API_KEY holds no API key"):
-        Client(None, None, 1.0)
+        made(None)
 
 
 def test_key_in_place_of_its_variables_name_is_not_repeated() -> None:
@@ -494,51 +403,17 @@ def test_key_in_place_of_its_variables_name_is_not_repeated() -> None:
         assert "SECRET" not in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["sk-1\nsk-SECRET", "sk-SECRET…"])
-def test_a_key_that_no_header_can_carry(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_KEY", key)
-    with pytest.raises(KeelError, match="MY_KEY holds characters that no header") as caught:
-        made("http://127.0.0.1:9/v1", api_key_env="MY_KEY")
-    assert "SECRET" not in str(caught.value)
-
-
-def test_a_key_that_is_a_word_of_the_answer_leaves_it_whole(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_KEY", "score")
-    assert rewards(scored(server.url, None, [group(["a"])], api_key_env="MY_KEY", **FIVE)) == [0.1]
-    monkeypatch.setenv("MY_KEY", "finish_reason")  # a key of the envelope, not of the answer
-    found = scored(server.url, None, [group(["bb"])], api_key_env="MY_KEY", **FIVE)
-    assert rewards(found) == [0.2]
-
-
-def test_malformed_replies_do_not_show_the_key(
-    server: JudgeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MY_KEY", "12345678")  # the shortest that is cut out
-    for body in ("{12345678", '{"12345678": 1}'):
-        server.faults = [Fault(body=body)]
-        with pytest.raises(KeelError, match=r"\[key\]") as caught:
-            scored(server.url, None, [group(["a"])], api_key_env="MY_KEY", retries=0)
-        assert "1234" not in str(caught.value)
-    server.faults = [Fault(message={"content": None, "refusal": "no, 12345678"})]
-    found = scored(server.url, None, [group(["a"])], api_key_env="MY_KEY", **FIVE)
-    assert found.extras["judge_unparsed"] == ["refused: no, [key]"]
-
-
 def test_a_key_of_openai_is_sent_to_no_other_server(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-theirs")
-    monkeypatch.setenv("OPENAI_ORG_ID", "org-theirs")
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_ADMIN_KEY"):
+        monkeypatch.setenv(name, "sk-theirs")
     scored(server.url, None, [group(["a"])], **FIVE)
     assert "theirs" not in str(server.log[0].headers)
     assert "authorization" not in server.log[0].headers
 
 
-def test_invalid_addresses_are_refused() -> None:
-    with pytest.raises(KeelError, match="url = 'localhost:8000' is no address"):
-        made("localhost:8000")
-    for url in ("http://[::1/v1", "http://localhost:port/v1", "ftp://localhost", ""):
-        with pytest.raises(KeelError, match="is no address"):
-            made(url)
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://", ""])
+def test_invalid_addresses_are_refused(url: str) -> None:
+    with pytest.raises(KeelError, match="is not a valid address: write http://HOST"):
+        made(url)

@@ -1,37 +1,12 @@
-"""A judge's response without an end, and an answer that opens turns of the judge's template."""
+"""An answer that opens turns of the judge's chat template."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from keel.rewards.judge.client import MAX_BODY
 from keel.rewards.judge.prompts import pair_question, score_question
-from keel.types import KeelError
-from tests.rewards.judge_made import group, rewards, scored
-from tests.rewards.judge_server import Fault, JudgeServer
-
-FIVE = {"low": 0, "high": 10}
-
-
-@pytest.fixture
-def server() -> Iterator[JudgeServer]:
-    with JudgeServer() as running:
-        yield running
-
-
-def test_a_response_above_the_bound_is_no_answer(server: JudgeServer) -> None:
-    server.fault_of = lambda asked: Fault(body=" " * (MAX_BODY + 1))
-    with pytest.raises(KeelError, match="a response of more than 4 MiB"):
-        scored(server.url, None, [group(["a"])], retries=0, **FIVE)
-
-
-def test_a_response_within_the_bound_is_read_whole(server: JudgeServer) -> None:
-    reason = "r" * (MAX_BODY // 2)
-    server.fault_of = lambda asked: Fault(text=json.dumps({"reason": reason, "score": 7}))
-    assert rewards(scored(server.url, None, [group(["a"])], **FIVE)) == [0.7]
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,7 @@ def test_failure_ends_the_sampling_and_is_raised() -> None:
         with scorer.overlapping([group.prompt for group in step], 3) as overlap:
             for at in range(3):
                 overlap.add(at, step[at])
-            until(lambda: any(part.error for part in overlap._parts))
+            until(lambda: overlap._error is not None)
             overlap.add(3, step[3])
             raise AssertionError("it goes on drawing")
 

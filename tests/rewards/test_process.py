@@ -101,7 +101,7 @@ def test_the_policys_tokens_need_not_be_the_models(folder: Path) -> None:
 
 
 def test_an_unknown_aggregate_and_a_missing_policy(folder: Path, around: RewardContext) -> None:
-    says = "reward 'process': aggregate = 'max': give steps, min, last, product, mean"
+    says = "reward 'process': aggregate = 'max': input should be 'steps', 'min', 'last'"
     with pytest.raises(KeelError, match=says):
         process(folder, around, aggregate="max")
     with pytest.raises(KeelError, match="no policy whose tokens these would be"):

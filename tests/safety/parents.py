@@ -30,9 +30,9 @@ def mathematics(*_: str) -> Work:
 
 def model(folder: str) -> Work:
     """A reward model in a process of its own, with far too much to judge."""
-    from keel.rewards.learned import ModelSpec, RemoteModel
+    from keel.rewards.learned import OutcomeOptions, RemoteModel
 
-    judge = RemoteModel(ModelSpec(folder, "outcome", "cpu"), ENDLESS, 0).score
+    judge = RemoteModel(OutcomeOptions(model=folder, device="cpu", timeout=ENDLESS)).score
     judge(["1+1="], ["2"])
     return lambda: judge(["1+1="] * 20_000, [str(10**9 + n) for n in range(20_000)])
 

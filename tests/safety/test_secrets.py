@@ -35,7 +35,6 @@ model = "judge-model"
 url = {url!r}
 api_key_env = "KEEL_TEST_KEY"
 retries = {retries}
-backoff = 0.0
 timeout = {timeout}
 attempts = 1
 rubric = "one to ten"
@@ -49,9 +48,8 @@ def server() -> Iterator[JudgeServer]:
 
 
 def tell(asked: Asked) -> str:
-    """A judge that repeats all that it was sent, the key among it."""
-    sent = json.dumps(asked.headers)
-    return json.dumps({"reason": sent, "score": 3 + len(sent) % 3})
+    """A judge whose scores differ."""
+    return json.dumps({"reason": "counted", "score": 3 + len(asked.material["answer"]) % 3})
 
 
 def leaks(text: bytes) -> set[str]:

@@ -114,8 +114,8 @@ def test_variance_is_of_rewards_before_the_overlong_penalty() -> None:
 
 
 def test_different_steps_are_variance_for_process_advantages() -> None:
-    first = RewardResult(1.0, {}, (Step(0, 1.0), Step(1, 0.0)))
-    second = RewardResult(1.0, {}, (Step(0, 0.0), Step(1, 1.0)))
+    first = RewardResult(1.0, {}, (Step(0, 1.0), Step(1, 0.0)), unshaped=1.0)
+    second = RewardResult(1.0, {}, (Step(0, 0.0), Step(1, 1.0)), unshaped=1.0)
     assert all_alike((first, second), of_steps=False)
     assert not all_alike((first, second), of_steps=True)
     assert all_alike((RewardResult(None), RewardResult(None)), of_steps=True)

@@ -229,12 +229,6 @@ def _lines(store: str, report: SynthesisReport) -> list[str]:
         forecast = report.ledger["forecast"].get(unit)
         of = "" if forecast is None else f", forecast {forecast:.6g}"
         lines.append(f"  {unit:<20}{amount:>12.6g}{of}")
-    account = report.account
-    if account is not None and account.lost:
-        lines.append(
-            f"  {account.lost} requests were sent and have no stored answer: at most "
-            f"{account.lost_cost}"
-        )
     return [*lines, *audit_lines(report.audit)]
 
 

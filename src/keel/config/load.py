@@ -82,15 +82,17 @@ def in_run_folder(value: Any, folder: Path) -> Any:
     return value
 
 
-def located(value: Any, folder: Path, key: str = "") -> Any:
+def located(value: Any, folder: Path, key: str = "", judge: bool = False) -> Any:
     """A recipe's data in which the files and folders that it reads have absolute paths.
 
-    A name that can be one of a hub is a path if there is such a folder.
+    A name that can be one of a hub is a path if there is such a folder. `judge`: it is of the
+    table of a judge, whose `cache` may not exist yet.
     """
     if isinstance(value, Mapping):
-        return {name: located(inside, folder, name) for name, inside in value.items()}
+        judge |= value.get("function") == "judge"
+        return {name: located(inside, folder, name, judge) for name, inside in value.items()}
     if isinstance(value, list | tuple):
-        return [located(inside, folder, key) for inside in value]
+        return [located(inside, folder, key, judge) for inside in value]
     if not isinstance(value, str) or value.startswith(("~", "/", RUN_FOLDER)) or "\0" in value:
         return value
     path = os.path.normpath(folder / value)
@@ -102,6 +104,7 @@ def located(value: Any, folder: Path, key: str = "") -> Any:
         is_path = "/" in value  # else a program in PATH
     elif key in ("name", "model"):
         is_path |= any(os.path.isfile(f"{path}/{file}") for file in MODEL_FILES)
+    is_path |= judge and key == "cache"
     return path if is_path else value
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -20,8 +19,6 @@ from keel.objective.signals import Signals
 from keel.types import Group, KeelError, RewardResult, one_line
 
 ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
-ROUNDING = 1e-9
-"""A reward that differs from the sum of its steps by less, relatively, is taken for their sum."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +62,8 @@ def outcome(
             if result.reward is None or not completion.written.any():
                 continue
             steps += [(s.reward, max(int(written[s.end]) - 1, 0), place) for s in result.steps]
-            own = outcome_of(result)
-            given |= own is not None
-            ends.append((own or 0.0, int(written[-1]) - 1, place))
+            given |= result.outcome is not None
+            ends.append((result.outcome or 0.0, int(written[-1]) - 1, place))
         outcomes += ends if given else []
     baseline = None
     if greedy is not None:
@@ -84,16 +80,6 @@ def outcome(
         step_end_K=torch.tensor(places),
         step_sequence_K=torch.tensor(sequences),
     )
-
-
-def outcome_of(result: RewardResult) -> float | None:
-    """The part of the reward that no step holds; None where the steps are all of it."""
-    if result.outcome is not None or result.reward is None:
-        return result.outcome
-    own = [step.reward for step in result.steps]
-    rest = result.reward - math.fsum(own)
-    scale = max(1.0, math.fsum(map(abs, own)))
-    return rest if abs(rest) > ROUNDING * scale else None
 
 
 def check_steps(algorithm: Algorithm, there: bool) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from keel.graders.stated import before_stop
 from keel.rewards.registry import RESERVED, NamedReward
 from keel.runs.values import plain
-from keel.types import Completion, Group, Message, Prompt, text_of
+from keel.types import Completion, Group, KeelError, Message, Prompt, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +85,26 @@ class Metrics:
 
 
 class Log:
-    """What one call logs; each has its own, so that an abandoned call logs into no other."""
+    """What one call on `size` completions logs (None: of any number); each has its own, so that an
+    abandoned call logs into no other."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int | None = None) -> None:
+        self.size = size
         self.extras: dict[str, list[Any]] = {}
         self.metric = Metrics()
 
     def extra(self, name: str, values: Sequence[Any]) -> None:
-        """A value for each completion."""
+        """A value for each completion. Raises KeelError for others."""
+        if self.size not in (None, len(values)):
+            raise KeelError(
+                f"log_extra({name!r}) got {len(values)} values for {self.size} completions: give "
+                "one for each"
+            )
+        try:
+            plain(list(values))
+        except TypeError as error:
+            raise KeelError(f"log_extra({name!r}): {error}") from None
         self.extras[name] = list(values)
-
-    def wrong(self, size: int) -> str | None:
-        """What is wrong with it, as the log of a call with `size` completions."""
-        for extra, values in dict(self.extras).items():
-            if len(values) != size:
-                return (
-                    f"log_extra({extra!r}) got {len(values)} values for {size} completions: give "
-                    "one for each"
-                )
-            try:
-                plain(values)
-            except TypeError as error:
-                return f"log_extra({extra!r}): {error}"
-        return None
 
 
 Logs = Sequence[tuple[Log, Sequence[int]]]

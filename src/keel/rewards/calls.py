@@ -1,17 +1,18 @@
-"""Calls of the reward functions on parts of a step, one part or, while a step is sampled, several.
+"""Calls of the reward functions on the completions of a step: call, time limit, validation.
 
-Sampled groups, in the order of their prompts, are divided into at most `PARTS` parts of equal
-numbers of groups. A part is scored once all its groups are there and the calls of all parts before
-it have begun: what a function is called with, and in which order, depends on the step alone and not
-on time. Sync functions are called one at a time; coroutines of several parts run concurrently.
+While a step is sampled, its groups, in the order of their prompts, are divided into at most `PARTS`
+parts of equal numbers of groups, which are scored one after the other: what a function is called
+with, and in which order, depends on the step alone and not on time. Sync functions are called one
+at a time; coroutines of several parts run concurrently.
 """
 
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from keel.rewards.registry import NamedReward
 from keel.rewards.validation import BadReturn, RewardOutput, read_rewards
 from keel.runs.loop_thread import LoopThread
 from keel.runs.watchdog import Cancelled, GivesUp, Hung, place, raise_if_cancelled
-from keel.types import Completion, Group, KeelError, Prompt, Task
+from keel.types import Group, KeelError, Prompt, Task, one_line
 
 PARTS = 8
 """Calls of each function in a step, at the most: a call may work in parallel, and does it the
@@ -48,8 +49,9 @@ class RewardCall:
     """The call of all functions on one part of a step: `outputs` by function, and their `logs`
     with the places of the completions in the step.
 
-    Gates are called first, and the others with the completions that pass. `run` raises KeelError
-    for a failure that stops the run, and Cancelled once `given_up()`.
+    `start` calls gates first, and the others with the completions that pass; `finish` waits for the
+    coroutines. Both raise KeelError for a failure that stops the run, and Cancelled once
+    `given_up()`. Completions whose program failed are shown to no function.
     """
 
     def __init__(
@@ -62,59 +64,53 @@ class RewardCall:
         self._given_up = given_up
         self._running: AsyncCalls | None = None
         self._indices: list[int] = []
-        self._passed = batch
+        self._called = batch
 
-    def run(self, begun: Callable[[], object] = lambda: None) -> None:
-        """Call all functions; `begun` is called when only coroutines still run."""
+    def start(self) -> None:
+        """Call all functions; only coroutines of those that are no gates still run."""
         gates = [f for f in self._config.functions if f.gate_below is not None]
         others = [f for f in self._config.functions if f.gate_below is None]
-        passing = list(range(len(self.batch)))
-        try:
-            if gates and passing:
-                self._start(gates, passing)
-                self._finish()
-                passing = [i for i in passing if not any(self._shuts(gate, i) for gate in gates)]
-            if others and passing:
-                self._start(others, passing)
-            begun()
-            self._finish()
-        except BaseException:
-            if self._running is not None:
-                self._running.cancel()
-            raise
+        passing = [at for at, one in enumerate(self.batch.completions) if not one.failed]
+        self._call_all(gates, passing)
+        self.finish()
+        passing = [
+            at
+            for at in passing
+            if not any(gate.gates(self.outputs[gate.name][at].value) for gate in gates)
+        ]
+        self._call_all(others, passing)
 
-    def _shuts(self, gate: NamedReward, index: int) -> bool:
-        return gate.shuts(self.outputs[gate.name][index].value)
+    def finish(self) -> None:
+        """Wait for the coroutines, and read their outputs."""
+        if self._running is not None:
+            for name, outcome in self._running.outcomes(self._given_up).items():
+                self._read(name, outcome)
+            self._running = None
 
-    def _start(self, functions: Sequence[NamedReward], indices: list[int]) -> None:
+    def cancel(self) -> None:
+        """Give up the coroutines that still run."""
+        if self._running is not None:
+            self._running.cancel()
+
+    def _call_all(self, functions: Sequence[NamedReward], indices: list[int]) -> None:
         """Start coroutines on these completions of the part, and call the sync functions."""
-        self._indices, self._passed = indices, self.batch.select(indices)
+        if not functions or not indices:
+            return
+        self._indices, self._called = indices, self.batch.select(indices)
         calls = {}
         for function in functions:
-            log = Log()
-            self.logs[function.name] = log, self._passed.places
+            log = Log(len(indices))
+            self.logs[function.name] = log, self._called.places
             if function.function is not None:
-                bound = arguments(function, self._passed, log)
+                bound = arguments(function, self._called, log)
                 calls[function.name] = functools.partial(function.function, **bound)
         waiting = {f.name: calls[f.name] for f in functions if f.is_async}
         self._running = AsyncCalls(waiting, self._config.timeout, self._config.loop)
         for function in functions:
             if function.function is None:
-                self._take(function.name, self._task_results(function.name))
+                self._score_by_task(function.name)
             elif not function.is_async:
-                outcome = self._call(function, calls[function.name])
-                self._take(function.name, self._read(function.name, outcome))
-
-    def _finish(self) -> None:
-        """Wait for the coroutines, and read their outputs."""
-        if self._running is not None:
-            for name, outcome in self._running.outcomes(self._given_up).items():
-                self._take(name, self._read(name, outcome))
-            self._running = None
-
-    def _take(self, name: str, outputs: Sequence[RewardOutput]) -> None:
-        for index, output in zip(self._indices, outputs, strict=True):
-            self.outputs[name][index] = output
+                self._read(function.name, self._call(function, calls[function.name]))
 
     def _call(self, function: NamedReward, bound: Callable[[], Any]) -> CallOutcome:
         # What it started outside of this process would go on.
@@ -128,52 +124,59 @@ class RewardCall:
             abandon()
         return outcome
 
-    def _read(self, name: str, outcome: CallOutcome) -> list[RewardOutput]:
-        """The outputs of one call; a failure stops, or marks the completions and drops the log."""
-        batch = self._passed
-        wrong = self._failure(outcome) or self.logs[name][0].wrong(len(batch))
+    def _read(self, name: str, outcome: CallOutcome) -> None:
+        """Read the outputs of one call; a failure stops, or marks the completions and drops the
+        log."""
+        batch = self._called
+        wrong = self._failure(outcome)
         if wrong is None:
+            written = [np.flatnonzero(one.written).tolist() for one in batch.completions]
             try:
-                outputs = _outputs(outcome.value, batch.completions)
+                outputs = read_rewards(outcome.value, written)
             except BadReturn as error:
                 wrong = str(error)
             else:
                 for index, output in enumerate(outputs):
-                    self._stop_at(name, index, output, outcome)
-                return outputs
-        if self._config.on_error == "stop":
-            first, last = batch.prompts[0].id, batch.prompts[-1].id
-            range_ = f"{len(batch)} completions, prompts {first!r} to {last!r}"
-            line = f"reward {name!r} at step {batch.step} ({range_}): {wrong}"
-            raise _error(line, outcome) from outcome.error
+                    self._take(name, index, output, outcome)
+                return
+        first, last = batch.prompts[0].id, batch.prompts[-1].id
+        self._stop(
+            name, f" ({len(batch)} completions, prompts {first!r} to {last!r})", wrong, outcome
+        )
         del self.logs[name]
-        return [RewardOutput(wrong=wrong)] * len(batch)
+        for index in range(len(batch)):
+            self.outputs[name][self._indices[index]] = RewardOutput(wrong=wrong)
 
-    def _task_results(self, name: str) -> list[RewardOutput]:
-        """The tasks' own scores; each is a call with its own timeout."""
-        calls, tasks, batch = [], self._config.tasks, self._passed
+    def _score_by_task(self, name: str) -> None:
+        """Read the tasks' own scores; each is a call with its own timeout."""
+        calls, tasks, batch = [], self._config.tasks, self._called
         for prompt, completion in zip(batch.prompts, batch.completions, strict=True):
             if prompt.task not in tasks:
                 raise KeelError(f"prompt {prompt.id!r}: {unknown('task', prompt.task, tasks)}")
             calls.append(functools.partial(tasks[prompt.task].score, prompt, completion))
-        outputs: list[RewardOutput] = []
-        for outcome in call_each(calls, self._config.timeout, self._given_up):
+        for index, outcome in enumerate(call_each(calls, self._config.timeout, self._given_up)):
             wrong = self._failure(outcome)
             if wrong is not None:
                 output = RewardOutput(wrong=wrong)
             else:
-                output = read_rewards([outcome.value], [len(batch.completions[len(outputs)])])[0]
-            self._stop_at(name, len(outputs), output, outcome)
-            outputs.append(output)
-        return outputs
+                (output,) = read_rewards([outcome.value], [range(len(batch.completions[index]))])
+            self._take(name, index, output, outcome)
 
-    def _stop_at(self, name: str, index: int, output: RewardOutput, outcome: CallOutcome) -> None:
-        """Raise KeelError for a completion that cannot be scored, where that stops the run."""
-        if output.wrong is not None and self._config.on_error == "stop":
-            batch = self._passed
-            sample = f"sample {batch.places[index]} (prompt {batch.prompts[index].id!r})"
-            line = f"reward {name!r} at step {batch.step}: {sample}: {output.wrong}"
-            raise _error(line, outcome) from outcome.error
+    def _take(self, name: str, index: int, output: RewardOutput, outcome: CallOutcome) -> None:
+        """Keep the output for one completion of the call."""
+        if output.wrong is not None:
+            place, prompt = self._called.places[index], self._called.prompts[index]
+            self._stop(name, f": sample {place} (prompt {prompt.id!r})", output.wrong, outcome)
+        self.outputs[name][self._indices[index]] = output
+
+    def _stop(self, name: str, where: str, wrong: str, outcome: CallOutcome) -> None:
+        """Raise KeelError for a failure, if it stops the run."""
+        if self._config.on_error == "skip":
+            return
+        # The message of a user's function may hold a key of its own.
+        line = without_secrets(f"reward {name!r} at step {self.batch.step}{where}: {wrong}")
+        error = Hung(line, outcome.stack) if outcome.timed_out else KeelError(line)
+        raise error from outcome.error
 
     def _failure(self, outcome: CallOutcome) -> str | None:
         if outcome.timed_out:
@@ -184,29 +187,9 @@ class RewardCall:
             )
         if outcome.error is None:
             return None
-        message = " ".join(str(outcome.error).split())
         if isinstance(outcome.error, KeelError):
-            return message
-        return f"raised {type(outcome.error).__name__}: {message}{_line(outcome.error)}"
-
-
-def _outputs(returned: Any, completions: Sequence[Completion]) -> list[RewardOutput]:
-    """What a function returned, its step ends moved from written tokens to the completion's.
-
-    Raises BadReturn.
-    """
-    places = [np.flatnonzero(completion.written).tolist() for completion in completions]
-    return [
-        replace(one, steps=tuple(replace(step, end=at[step.end]) for step in one.steps))
-        if one.steps
-        else one
-        for one, at in zip(read_rewards(returned, [len(at) for at in places]), places, strict=True)
-    ]
-
-
-def _error(line: str, outcome: CallOutcome) -> KeelError:
-    line = without_secrets(line)  # the message of a user's function may hold a key of its own
-    return Hung(line, outcome.stack) if outcome.timed_out else KeelError(line)
+            return one_line(outcome.error)
+        return f"raised {one_line(outcome.error, named=True)}{_line(outcome.error)}"
 
 
 def _line(error: BaseException) -> str:
@@ -225,8 +208,8 @@ class Failed(BaseException):
 
 
 class Overlap:
-    """Scores a step while it is sampled. To be entered; after leaving, none of its threads is left
-    but that of a function that hangs (`rewards.executor`).
+    """Scores a step while it is sampled, in one thread. To be entered; after leaving, no thread is
+    left but that of a function that hangs (`rewards.executor`).
 
     Leaving with an error of the sampling gives up the calls that run.
     """
@@ -239,36 +222,39 @@ class Overlap:
         self._groups: list[Group | None] = [None] * len(prompts)
         self._first = self._before = 0
         """Groups that are in parts, and the completions in them."""
-        self._parts: list[_Part] = []
+        self._parts: queue.SimpleQueue[RewardCall | None] = queue.SimpleQueue()
+        self._calls: list[RewardCall] = []
         self._given_up = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._score, name="keel-overlap", daemon=True)
 
     def add(self, place: int, group: Group) -> None:
-        """Add a group by the place of its prompt.
-
-        Raises Failed where an earlier part could not be scored.
-        """
+        """Add a group by the place of its prompt. Raises Failed if a part could not be scored."""
         self._groups[place] = without_stop(group, self._config.stop)
-        if self._failed_before(len(self._parts)):
+        if self._error is not None:
             raise Failed
         while self._first < len(self._groups):
             ready = [g for g in self._groups[self._first :][: self._size] if g is not None]
             if len(ready) < min(self._size, len(self._groups) - self._first):
                 return
-            self._begin(ready)
+            batch = RewardBatch.of(ready, self._step, self._names, self._before)
+            self._first += len(ready)
+            self._before += len(batch)
+            self._parts.put(RewardCall(self._config, batch, lambda: self._given_up))
 
     def calls(self) -> list[RewardCall]:
-        """The call of each part, once all groups are in.
-
-        Raises the error of the first part that could not be scored.
-        """
+        """The call of each part, once all groups are in. Raises the error of one that failed."""
         if self._first < len(self._groups):
             raise ValueError("not every group was added")
-        while self._running():
+        self._parts.put(None)
+        while self._thread.is_alive():
+            self._thread.join(POLL)
             raise_if_cancelled()
         self._raise()
-        return [part.call for part in self._parts]
+        return self._calls
 
     def __enter__(self) -> Overlap:
+        self._thread.start()
         return self
 
     def __exit__(
@@ -277,63 +263,27 @@ class Overlap:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._given_up = kind is not None and kind is not Failed
-        while self._running():
-            pass
+        self._given_up = kind is not None
+        self._parts.put(None)
+        self._thread.join()
         if kind is Failed:
             self._raise()
 
-    def _begin(self, groups: Sequence[Group]) -> None:
-        """Score a part in a thread of its own, once the one before has begun."""
-        number = len(self._parts)
-        batch = RewardBatch.of(groups, self._step, self._names, self._before)
-
-        def given_up() -> bool:
-            return self._given_up or self._failed_before(number)
-
-        before = self._parts[-1].begun if self._parts else None
-        self._first += len(groups)
-        self._before += len(batch)
-        self._parts.append(_Part(RewardCall(self._config, batch, given_up), before, given_up))
-        self._parts[-1].start()
-
-    def _failed_before(self, number: int) -> bool:
-        """Whether a part before this one failed, which is then the one reported."""
-        return any(part.error is not None for part in self._parts[:number])
-
-    def _running(self) -> bool:
-        """Wait a while for the threads; whether one still runs."""
-        for part in self._parts:
-            if part.is_alive():  # one that could not be started is not
-                part.join(POLL)
-                return True
-        return False
-
-    def _raise(self) -> None:
-        for part in self._parts:
-            if part.error is not None:
-                raise part.error
-
-
-class _Part(threading.Thread):
-    """The thread that scores a part."""
-
-    def __init__(self, call: RewardCall, before: threading.Event | None, given_up: GivesUp) -> None:
-        super().__init__(name="keel-overlap", daemon=True)
-        self.call = call
-        self.error: BaseException | None = None
-        self.begun = threading.Event()
-        self._before, self._given_up = before, given_up
-
-    def run(self) -> None:
+    def _score(self) -> None:
         try:
-            if self._before is not None:
-                self._before.wait()  # it is set however the part before ends
-            if not self._given_up():
-                self.call.run(self.begun.set)
+            while (part := self._parts.get()) is not None:
+                self._calls.append(part)
+                part.start()
+            for part in self._calls:
+                part.finish()
         except Cancelled:
             pass
         except BaseException as error:
-            self.error = error
+            self._error = error
         finally:
-            self.begun.set()
+            for part in self._calls:
+                part.cancel()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error

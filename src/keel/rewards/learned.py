@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from keel.graders.steps import Aggregate, aggregate
-from keel.rewards.registry import RewardContext
+from pydantic import model_validator
+
+from keel.algorithms.spec import FrozenModel
+from keel.config.fields import Index, Tokens
+from keel.config.sources import Seconds
+from keel.graders.steps import aggregate
+from keel.rewards.registry import RewardContext, with_options
 from keel.rewards.rules import texts
 from keel.rewards.steps import needs_tokenizer, on_tokens
 from keel.runs.checkpoint import check_model
@@ -19,45 +23,67 @@ from keel.sandbox.worker import serve
 from keel.sandbox.worker_pool import WorkerPool
 from keel.types import Content, KeelError, Tools
 
-HOW = ("steps", "min", "last", "product", "mean")
 
+class OutcomeOptions(FrozenModel):
+    """Which outcome reward model, and how it is run; plain values, which another process can be
+    sent."""
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Which reward model, and how it is run; plain values, which another process can be sent.
-
-    `separator` cuts answers into steps (process models); `token_budget` bounds the tokens that are
-    in one forward pass; with `raw` plain prompts go without the chat template.
-    """
-
-    name: str
-    kind: Literal["outcome", "process"]
-    device: str = "auto"
-    dtype: str = "float32"
-    token_budget: int = 16_384
-    separator: str = "\n"
+    model: str | None = None
+    """A folder or a hub name."""
+    stage: str | None = None
+    """The earlier stage that trains the model."""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """None: the policy's."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    token_budget: Tokens = 16_384
+    """The most tokens in one forward pass."""
+    process: bool = False
+    """The model has a process of its own."""
+    timeout: Seconds = 300.0
+    """Seconds that a call to that process may take."""
+    memory_mb: Index = 0
+    """The address space of that process; 0: no limit."""
     trust_remote_code: bool = False
     raw: bool = False
+    """Plain prompts go without the chat template."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> OutcomeOptions:
+        if (self.model is None) == (self.stage is None):
+            raise ValueError(
+                "set exactly one of the options model (a folder or hub name) and stage (the name "
+                "of a stage before, which trains it)"
+            )
+        return self
+
+
+class ProcessOptions(OutcomeOptions):
+    """Which process reward model, and how it is run."""
+
+    separator: str = "\n"
+    """Cuts answers into steps."""
+    aggregate: Literal["steps", "min", "last", "product", "mean"] = "steps"
+    """Makes one number of the steps' probabilities; "steps" keeps them apart."""
 
 
 class LocalModel:
     """A reward model in this process. Equal answers to equal prompts are scored once."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, options: OutcomeOptions) -> None:
         from keel.config.model import Model
         from keel.models.reward import load_reward_model
 
-        self.spec = spec
+        self.options = options
         self.model = load_reward_model(
             Model(
-                name=spec.name,
-                device=spec.device,  # type: ignore[arg-type]
-                dtype=spec.dtype,  # type: ignore[arg-type]
-                trust_remote_code=spec.trust_remote_code,
+                name=options.model,
+                device=options.device or "auto",
+                dtype=options.dtype,
+                trust_remote_code=options.trust_remote_code,
             ),
-            spec.kind,
+            "process" if isinstance(options, ProcessOptions) else "outcome",
         )
-        self.reader = self.model.reader(spec.raw)
+        self.reader = self.model.reader(options.raw)
 
     def score(
         self, prompts: Sequence[Content], completions: Sequence[str], tools: Sequence[Any] = ()
@@ -74,7 +100,7 @@ class LocalModel:
         answers = {key: self._answer(*rows[at], f"completion {at}") for key, at in places.items()}
         # By length, so that a pass holds answers that take alike long.
         order = sorted(answers, key=lambda key: (len(answers[key].tokens), places[key]))
-        scores = self.model.judge([answers[key] for key in order], self.spec.token_budget)
+        scores = self.model.judge([answers[key] for key in order], self.options.token_budget)
         found = dict(zip(order, scores, strict=True))
         return [found[key] for key in keys]
 
@@ -82,11 +108,11 @@ class LocalModel:
         """The model is freed with its last reference."""
 
     def _answer(self, prompt: Content, completion: str, tools: Tools, name: str) -> Any:
-        if self.spec.kind == "outcome":
-            answer = self.reader.answer(prompt, completion, name, tools=tools)
-        else:
-            separator = self.spec.separator
+        if isinstance(self.options, ProcessOptions):
+            separator = self.options.separator
             answer = self.reader.split(prompt, completion, separator, name, tools=tools)
+        else:
+            answer = self.reader.answer(prompt, completion, name, tools=tools)
         context = self.model.context
         if context is not None and len(answer.tokens) > context:
             raise KeelError(
@@ -99,19 +125,22 @@ class LocalModel:
 class RemoteModel:
     """A reward model in a process of its own, which ends with this one."""
 
-    def __init__(self, spec: ModelSpec, timeout: float, memory_mb: int) -> None:
-        self.spec, self.timeout = spec, timeout
-        self.pool = WorkerPool("keel.rewards.learned", workers=1, memory_mb=memory_mb)
+    def __init__(self, options: OutcomeOptions) -> None:
+        self.options = options
+        self.pool = WorkerPool("keel.rewards.learned", workers=1, memory_mb=options.memory_mb)
 
     def score(
         self, prompts: Sequence[Content], completions: Sequence[str], tools: Sequence[Any] = ()
     ) -> list[list[float]]:
-        """As `LocalModel.score`. Raises KeelError where the process fails."""
+        """As `LocalModel.score`. Raises KeelError if the process fails."""
         rows = {"prompts": list(prompts), "completions": list(completions), "tools": list(tools)}
-        reply = self.pool.map([{"spec": asdict(self.spec), "rows": rows}], self.timeout)[0]
+        kind = "process" if isinstance(self.options, ProcessOptions) else "outcome"
+        item = {"kind": kind, "options": self.options.model_dump(), "rows": rows}
+        reply = self.pool.map([item], self.options.timeout)[0]
         if reply.wrong is not None:
             raise KeelError(
-                f"the process of reward model {self.spec.name!r}: {reply.wrong}: {reply.message}"
+                f"the process of reward model {self.options.model!r}: {reply.wrong}: "
+                f"{reply.message}"
             )
         if "error" in reply.value:
             raise KeelError(reply.value["error"])
@@ -159,13 +188,10 @@ class ProcessReward:
     """The probability that each step is right, at the token that closes it; or one for all."""
 
     def __init__(
-        self,
-        model: LocalModel | RemoteModel,
-        separator: str,
-        how: Literal["steps"] | Aggregate,
-        tokenizer: Any,
+        self, model: LocalModel | RemoteModel, options: ProcessOptions, tokenizer: Any
     ) -> None:
-        self.model, self.separator, self.how, self.tokenizer = model, separator, how, tokenizer
+        self.model, self.tokenizer = model, tokenizer
+        self.separator, self.how = options.separator, options.aggregate
         self.close = model.close
 
     def __call__(
@@ -191,71 +217,30 @@ class ProcessReward:
         ]
 
 
-def outcome(
-    context: RewardContext,
-    *,
-    model: str | None = None,
-    stage: str | None = None,
-    device: str | None = None,
-    dtype: str = "float32",
-    token_budget: int = 16_384,
-    process: bool = False,
-    timeout: float = 300.0,
-    memory_mb: int = 0,
-    trust_remote_code: bool = False,
-    raw: bool = False,
-) -> OutcomeReward:
-    """The score of an outcome reward model: a folder, a hub name, or one an earlier stage trained.
-
-    `device` is the policy's unless given; at most `token_budget` tokens are in one forward pass.
-    With `process` the model lives in a process of its own (`memory_mb` bounds it, 0 does not), and
-    a call may take `timeout` seconds. With `raw` plain prompts go without the chat template.
-    """
-    name = which_model(context, model, stage)
-    where = context.device.split(":")[0] if device is None else device
-    spec = ModelSpec(name, "outcome", where, dtype, token_budget, "\n", trust_remote_code, raw)
-    scorer = RemoteModel(spec, timeout, memory_mb) if process else LocalModel(spec)
-    return OutcomeReward(scorer, stage)
+@with_options(OutcomeOptions)
+def outcome(context: RewardContext, options: OutcomeOptions) -> OutcomeReward:
+    """The score of an outcome reward model: a folder, a hub name, or the result of a stage."""
+    return OutcomeReward(_load(context, options), options.stage)
 
 
-def process(
-    context: RewardContext,
-    *,
-    model: str | None = None,
-    stage: str | None = None,
-    separator: str = "\n",
-    aggregate: Literal["steps"] | Aggregate = "steps",
-    device: str | None = None,
-    dtype: str = "float32",
-    token_budget: int = 16_384,
-    process: bool = False,
-    timeout: float = 300.0,
-    memory_mb: int = 0,
-    trust_remote_code: bool = False,
-    raw: bool = False,
-) -> ProcessReward:
-    """The score of a process reward model for each step, or for the answer by way of its steps.
+@with_options(ProcessOptions)
+def process(context: RewardContext, options: ProcessOptions) -> ProcessReward:
+    """The score of a process reward model for each step, or for the answer by way of its steps."""
+    if options.aggregate == "steps":
+        needs_tokenizer(context.tokenizer)
+    return ProcessReward(_load(context, options), options, context.tokenizer)
 
-    `aggregate` makes one number of the steps' probabilities: min, last, product or mean; "steps"
-    keeps them apart, for process supervision. The rest is as for `outcome`.
-    """
-    if aggregate not in HOW:
-        raise KeelError(f"aggregate = {aggregate!r}: give {', '.join(HOW)}")
-    name = which_model(context, model, stage)
-    where = context.device.split(":")[0] if device is None else device
-    spec = ModelSpec(name, "process", where, dtype, token_budget, separator, trust_remote_code, raw)
-    tokenizer = needs_tokenizer(context.tokenizer) if aggregate == "steps" else context.tokenizer
-    scorer = RemoteModel(spec, timeout, memory_mb) if process else LocalModel(spec)
-    return ProcessReward(scorer, separator, aggregate, tokenizer)
+
+def _load(context: RewardContext, options: OutcomeOptions) -> LocalModel | RemoteModel:
+    device = options.device or context.device.split(":")[0]
+    name = which_model(context, options.model, options.stage)
+    # With the model's name alone: a stage is known here and not in another process.
+    chosen = options.model_copy(update={"model": name, "stage": None, "device": device})
+    return RemoteModel(chosen) if options.process else LocalModel(chosen)
 
 
 def which_model(context: RewardContext, model: str | None, stage: str | None) -> str:
-    """The folder or hub name that the options name. Raises KeelError unless there is one."""
-    if (model is None) == (stage is None):
-        raise KeelError(
-            "set exactly one of the options model (a folder or hub name) and stage (the name of a "
-            "stage before, which trains it)"
-        )
+    """The folder or hub name: `model`, or that of the model which a stage trained."""
     if stage is None:
         assert model is not None
         return model
@@ -288,7 +273,8 @@ class _ModelServer:
         """The scores of an item's answers, or the message of what is wrong."""
         try:
             if self.model is None:
-                self.model = LocalModel(ModelSpec(**item["spec"]))
+                kind = {"outcome": OutcomeOptions, "process": ProcessOptions}[item["kind"]]
+                self.model = LocalModel(kind(**item["options"]))
             return {"scores": self.model.score(**item["rows"])}
         except KeelError as error:
             return {"error": str(error)}

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import keyword
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from keel.config.entry import load_entry
+from keel.config.errors import explain_validation
 from keel.config.fields import unknown
 from keel.config.sources import RewardSource
 from keel.rewards.rules import BUILT_IN
-from keel.types import KeelError
+from keel.types import KeelError, one_line
+
+Made = TypeVar("Made")
+Options = TypeVar("Options", bound=BaseModel)
 
 TASK = "task"
 """The built-in reward that is the task's own verdict."""
@@ -99,7 +106,7 @@ class NamedReward:
             return True
         return self.everything and name not in ("turns", "openings")  # only if they are named
 
-    def shuts(self, value: float | None) -> bool:
+    def gates(self, value: float | None) -> bool:
         """Whether this is a gate that rejects a completion of this value; None passes."""
         return self.gate_below is not None and value is not None and value < self.gate_below
 
@@ -110,7 +117,7 @@ class NamedReward:
 
 def catalogue() -> list[tuple[str, str]]:
     """Every built-in reward by name, with one line on it. Imports none that is made."""
-    found = [(TASK, "The task's own verdict: the reward where a recipe names no other.")]
+    found = [(TASK, "The task's own score: the reward if a recipe names no other.")]
     found += [(name, inspect.getdoc(function) or "") for name, function in BUILT_IN.items()]
     for name, entry in MADE.items():
         module, _, maker = entry.partition(":")
@@ -146,7 +153,7 @@ def keywords(required: Iterable[str], optional: Iterable[str] = ()) -> inspect.S
 def load_reward(source: RewardSource, context: RewardContext | None = None) -> NamedReward:
     """The reward of a recipe: a built-in, `module:function`, or `path/to/file.py:function`.
 
-    Raises KeelError where there is none of that name, or its options do not fit.
+    Raises KeelError if there is none of that name, or its options do not fit.
     """
     name, correctness = source.function, source.correctness
     if name == TASK:
@@ -225,12 +232,23 @@ def _rule(source: RewardSource) -> NamedReward:
     try:
         function(**{name: [] for name in reward.required}, **source.options)
     except (KeelError, TypeError, ValueError) as error:
-        raise KeelError(f"reward {reward.name!r}: {' '.join(str(error).split())}") from None
+        raise KeelError(f"reward {reward.name!r}: {one_line(error)}") from None
     return reward
 
 
 def _made(source: RewardSource, context: RewardContext) -> NamedReward:
     """A built-in that is made from its options."""
+    maker = check_options(source)
+    name = source.name or source.function
+    try:
+        made = maker(context, **source.options)
+    except (KeelError, TypeError, ValueError) as error:
+        raise KeelError(f"reward {name!r}: {one_line(error)}") from error
+    return named_reward(made, name)
+
+
+def check_options(source: RewardSource) -> Callable[..., Any]:
+    """What makes a built-in of `MADE`. Raises KeelError for options that do not fit."""
     maker: Callable[..., Any] = load_entry(MADE[source.function], "reward")
     name = source.name or source.function
     parameters = inspect.signature(maker).parameters.values()
@@ -241,10 +259,46 @@ def _made(source: RewardSource, context: RewardContext) -> NamedReward:
         if parameter.default is parameter.empty and option not in source.options:
             raise KeelError(f"reward {name!r}: the option {option!r} is not set: give it")
     try:
-        made = maker(context, **source.options)
-    except (KeelError, TypeError, ValueError) as error:
-        raise KeelError(f"reward {name!r}: {' '.join(str(error).split())}") from error
-    return named_reward(made, name)
+        getattr(maker, "validate", lambda options: None)(source.options)
+    except KeelError as error:
+        raise KeelError(f"reward {name!r}: {error}") from None
+    return maker
+
+
+def with_options(model: type[Options]) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
+    """For a maker whose options are a pydantic model: it is called with the context and these.
+
+    The result takes them as keywords, and raises KeelError for options that do not fit.
+    """
+
+    def validate(options: Mapping[str, Any]) -> Options:
+        try:
+            return model.model_validate(options)
+        except ValidationError as error:
+            raise KeelError(explain_validation(error, options, model)) from None
+
+    def decorate(maker: Callable[[RewardContext, Options], Made]) -> Callable[..., Made]:
+        @functools.wraps(maker)
+        def made(context: RewardContext, **options: Any) -> Made:
+            return maker(context, validate(options))
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        made.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                inspect.Parameter(
+                    name,
+                    kind,
+                    default=inspect.Parameter.empty
+                    if field.is_required()
+                    else field.get_default(call_default_factory=True),
+                )
+                for name, field in model.model_fields.items()
+            ]
+        )
+        made.validate = validate  # type: ignore[attr-defined]
+        return made
+
+    return decorate
 
 
 def _check_option(reward: str, option: str, named: Iterable[str]) -> None:

@@ -1,33 +1,23 @@
-"""The scorer: groups of completions in, results out.
-
-R_i = gated_reward_g                            where a gate g is shut: x_g < gate_below_g
-    = Σ_k weight_k · normalise(clip(x_k))_i     else, over the components with a value
-"""
+"""The scorer: groups of completions in, results out."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from keel.config.fields import unknown
 from keel.rewards.batch import RewardBatch, column_names, join_logs, without_stop
 from keel.rewards.calls import CallConfig, Overlap, RewardCall
+from keel.rewards.combine import OVERLONG, compose, with_length_penalty
 from keel.rewards.registry import RESERVED, TASK, NamedReward
-from keel.rewards.rules import overlong_penalty
 from keel.rewards.validation import RewardOutput
 from keel.runs.loop_thread import LoopThread
-from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step, Task
-
-EPSILON = 1e-4
-"""Added to the standard deviation, as in group-relative advantages."""
-OVERLONG = "overlong"
-"""The component of the soft length penalty (DAPO)."""
+from keel.types import Group, KeelError, Prompt, RewardResult, Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,33 +85,18 @@ class Scorer:
             )
 
     def __call__(self, groups: Sequence[Group], step: int) -> Scored:
-        """Score the groups of a step, without completions whose program failed."""
-        if any(one.failed for group in groups for one in group.completions):
-            return self._without_failed(groups, step)
+        """Score the groups of a step. Completions whose program failed have no reward."""
         prompts = [group.prompt for group in groups if group.completions]
         self.check(prompts)
         ended = [without_stop(group, self._config.stop) for group in groups]
         call = RewardCall(self._config, RewardBatch.of(ended, step, column_names(prompts)))
-        call.run()
+        try:
+            call.start()
+            call.finish()
+        except BaseException:
+            call.cancel()
+            raise
         return self.conclude(groups, step, [call])
-
-    def _without_failed(self, groups: Sequence[Group], step: int) -> Scored:
-        """The scores of a step in which programs failed; their completions have none."""
-        failed = [one.failed for group in groups for one in group.completions]
-        kept = [tuple(one for one in group.completions if not one.failed) for group in groups]
-        scored = self([replace(g, completions=k) for g, k in zip(groups, kept, strict=True)], step)
-        names = [f.name for f in self.functions] + [OVERLONG] * bool(self.overlong_buffer)
-        none = RewardResult(None, dict.fromkeys(names))
-        left = iter([one for group in scored.results for one in group])
-        results = iter([none if why else next(left) for why in failed])
-        columns = {name: iter(values) for name, values in scored.extras.items()}
-        extras = {n: [None if why else next(c) for why in failed] for n, c in columns.items()}
-        return replace(
-            scored,
-            results=tuple(tuple(itertools.islice(results, len(g.completions))) for g in groups),
-            extras={**extras, "program_error": [why or None for why in failed]},
-            failures={**scored.failures, "program": sum(map(bool, failed))},
-        )
 
     def overlapping(self, prompts: Sequence[Prompt], step: int) -> Overlap:
         """Scores the groups of a step, of these prompts, as they are added; then `conclude`."""
@@ -131,6 +106,7 @@ class Scorer:
     def conclude(self, groups: Sequence[Group], step: int, calls: Sequence[RewardCall]) -> Scored:
         """The results of a step from the calls on its parts, in their order."""
         batch = RewardBatch.of(groups, step, ())
+        completions = batch.completions
         outputs = {
             f.name: [output for call in calls for output in call.outputs[f.name]]
             for f in self.functions
@@ -146,24 +122,20 @@ class Scorer:
         groups_S = [g for g, group in enumerate(groups) for _ in group.completions]
         results = compose(self.functions, outputs, groups_S)
         if self.overlong_buffer:
-            results = [*map(self._punished, results, batch.completions)]
+            results = [
+                with_length_penalty(result, one, self.max_tokens, self.overlong_buffer)
+                for result, one in zip(results, completions, strict=True)
+            ]
+        counts = {name: sum(o.wrong is not None for o in ones) for name, ones in outputs.items()}
+        if any(one.failed for one in completions):
+            extras["program_error"] = [one.failed or None for one in completions]
+            counts["program"] = sum(bool(one.failed) for one in completions)
         ends = np.cumsum([0, *(len(group.completions) for group in groups)])
-        shut = {
-            f"rewards/{f.name}/shut": float(
-                np.mean([f.shuts(one.value) for one in outputs[f.name]])
-            )
-            for f in called
-            if f.gate_below is not None and batch.completions
-        }
         return Scored(
             results=tuple(tuple(results[a:b]) for a, b in itertools.pairwise(ends)),
-            metrics={**metrics, **_spread(results), **shut},
+            metrics={**metrics, **_spread(results), **_gated(called, outputs, batch)},
             extras=extras,
-            failures={
-                name: count
-                for name, ones in outputs.items()
-                if (count := sum(one.wrong is not None for one in ones))
-            },
+            failures={name: count for name, count in counts.items() if count},
         )
 
     def judging(self, component: str | None = None) -> NamedReward | None:
@@ -210,115 +182,40 @@ class Scorer:
                         "(task.answer names the gold answer's column)"
                     )
 
-    def _punished(self, result: RewardResult, completion: Completion) -> RewardResult:
-        """A result with the length penalty, unless it has no reward otherwise."""
-        if result.reward is None:
-            return replace(result, components={**result.components, OVERLONG: None})
-        written = int(completion.written.sum())
-        punishment = overlong_penalty(written, self.max_tokens, self.overlong_buffer)
-        return RewardResult(
-            reward=result.reward + punishment,
-            components={**result.components, OVERLONG: punishment},
-            steps=result.steps,
-            outcome=(result.outcome or 0.0) + punishment if punishment else result.outcome,
-            unshaped=result.reward,
-        )
-
-
-def compose(
-    functions: Sequence[NamedReward],
-    outputs: Mapping[str, Sequence[RewardOutput]],
-    groups: Sequence[int],
-) -> list[RewardResult]:
-    """The results of a step's completions; `groups` is the number of each one's prompt."""
-    values = {f.name: _values(f, outputs[f.name], groups) for f in functions}
-    return [
-        _result(
-            functions,
-            {f.name: outputs[f.name][at] for f in functions},
-            {f.name: values[f.name][at] for f in functions},
-        )
-        for at in range(len(groups))
-    ]
-
-
-def _result(
-    functions: Sequence[NamedReward],
-    outputs: Mapping[str, RewardOutput],
-    values: Mapping[str, float | None],
-) -> RewardResult:
-    """The result of one completion; `values` are clipped and normalised."""
-    components = {name: output.value for name, output in outputs.items()}
-    for function in functions:
-        if function.shuts(components[function.name]):
-            gated = function.gated_reward
-            return RewardResult(gated, components, outcome=gated)
-    weighted: list[float] = []
-    outcomes: list[float] = []
-    steps: dict[int, float] = {}
-    for function in functions:
-        value, of_steps = values[function.name], outputs[function.name].steps
-        if not function.weight or value is None:
-            continue
-        weighted.append(function.weight * value)
-        if of_steps is None:
-            outcomes.append(weighted[-1])
-        for step in of_steps or ():
-            share = function.weight * function.clipped(step.reward)
-            steps[step.end] = steps.get(step.end, 0.0) + share
-    return RewardResult(
-        float(sum(weighted)) if weighted else None,
-        components,
-        tuple(Step(end, steps[end]) for end in sorted(steps)),
-        float(sum(outcomes)) if outcomes else None,
-    )
-
-
-def _values(
-    function: NamedReward, outputs: Sequence[RewardOutput], groups: Sequence[int]
-) -> list[float | None]:
-    """A component's values, clipped and normalised; of steps, the sum of the clipped ones."""
-    if function.normalise != "none" and any(one.steps is not None for one in outputs):
-        raise KeelError(
-            f'reward {function.name!r} rewards steps, and normalise = "{function.normalise}" '
-            "is of whole answers: drop it (process_group_relative normalises steps itself)"
-        )
-    found: list[float | None] = []
-    for one in outputs:
-        if one.steps is not None:
-            found.append(sum(function.clipped(step.reward) for step in one.steps))
-        else:
-            found.append(None if one.value is None else function.clipped(one.value))
-    if function.normalise == "none":
-        return found
-    keys = groups if function.normalise == "group" else [0] * len(found)
-    for key in set(keys):
-        places = [at for at, k in enumerate(keys) if k == key and found[at] is not None]
-        normal = _standardised(np.array([found[at] for at in places], dtype=np.float64))
-        for at, value in zip(places, normal, strict=True):
-            found[at] = value
-    return found
-
-
-def _standardised(x: npt.NDArray[np.float64]) -> list[float]:
-    """Less the mean, over the unbiased standard deviation; 0 where all are equal."""
-    if len(x) < 2 or x.max() == x.min():
-        return [0.0] * len(x)
-    scaled: list[float] = ((x - x.mean()) / (x.std(ddof=1) + EPSILON)).tolist()
-    return scaled
-
 
 def _check_results(batch: RewardBatch, outputs: Sequence[RewardOutput]) -> None:
     """Raise KeelError for a task that is the only reward and scored no answer."""
-    judged = {p.task: False for p in batch.prompts}
-    for prompt, one in zip(batch.prompts, outputs, strict=True):
-        judged[prompt.task] |= one.value is not None or one.wrong is not None
-    for task, it_did in judged.items():
+    scored: dict[str, bool] = {}
+    for prompt, completion, one in zip(batch.prompts, batch.completions, outputs, strict=True):
+        if not completion.failed:
+            known = one.value is not None or one.wrong is not None
+            scored[prompt.task] = scored.get(prompt.task, False) or known
+    for task, it_did in scored.items():
         if not it_did:
             raise KeelError(
                 f"task {task!r} cannot tell what an answer is worth: set rewards.functions, or "
                 "task.answer for exact match with a column"
             )
+
+
+def _gated(
+    functions: Sequence[NamedReward],
+    outputs: Mapping[str, Sequence[RewardOutput]],
+    batch: RewardBatch,
+) -> dict[str, float]:
+    """The share of the completions that each gate rejects."""
+    return {
+        f"rewards/{f.name}/gated": float(np.mean(rejected))
+        for f in functions
+        if f.gate_below is not None
+        and (
+            rejected := [
+                f.gates(output.value)
+                for output, one in zip(outputs[f.name], batch.completions, strict=True)
+                if not one.failed
+            ]
+        )
+    }
 
 
 def _spread(results: Sequence[RewardResult]) -> dict[str, float]:

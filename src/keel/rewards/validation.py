@@ -38,31 +38,31 @@ class RewardOutput:
     wrong: str | None = None
 
 
-def read_rewards(returned: Any, lengths: Sequence[int]) -> list[RewardOutput]:
-    """What each of the completions gets; `lengths` are theirs in tokens.
+def read_rewards(returned: Any, places: Sequence[Sequence[int]]) -> list[RewardOutput]:
+    """What each completion gets; `places` are those of its written tokens, which steps count.
 
-    Raises BadReturn where the values cannot be matched to samples.
+    Raises BadReturn if the values cannot be matched to samples.
     """
     if hasattr(returned, "tolist"):  # numpy arrays and torch tensors
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):
         kind = type(returned).__name__
         raise BadReturn(f"returned a {kind}, not a list: return one reward a completion")
-    if len(returned) != len(lengths):
+    if len(returned) != len(places):
         raise BadReturn(
-            f"returned {len(returned)} rewards for {len(lengths)} completions: return one for "
+            f"returned {len(returned)} rewards for {len(places)} completions: return one for "
             "each, None where it does not apply"
         )
-    return [_read(value, length) for value, length in zip(returned, lengths, strict=True)]
+    return [_read(value, own) for value, own in zip(returned, places, strict=True)]
 
 
-def _read(value: Any, length: int) -> RewardOutput:
+def _read(value: Any, places: Sequence[int]) -> RewardOutput:
     if value is None:
         return RewardOutput()
     if isinstance(value, Wrong):
         return RewardOutput(wrong=value.why)
     if isinstance(value, list | tuple):
-        return _read_steps(value, length)
+        return _read_steps(value, places)
     number = _number(value)
     if number is None:
         return RewardOutput(
@@ -75,23 +75,25 @@ def _read(value: Any, length: int) -> RewardOutput:
     return RewardOutput(number)
 
 
-def _read_steps(value: Sequence[Any], length: int) -> RewardOutput:
-    steps: list[Step] = []
+def _read_steps(value: Sequence[Any], places: Sequence[int]) -> RewardOutput:
+    ends: list[int] = []
+    rewards: list[float] = []
     for pair in value:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             return RewardOutput(
                 wrong=f"{pair!r:.60} is not a step: give (index of its last token, reward)"
             )
         end, reward = pair[0], _number(pair[1])
-        if not isinstance(end, Integral) or not 0 <= int(end) < length:
-            return RewardOutput(wrong=f"step end {end!r:.60} is not a token of the {length}")
+        if not isinstance(end, Integral) or not 0 <= int(end) < len(places):
+            return RewardOutput(wrong=f"step end {end!r:.60} is not a token of the {len(places)}")
         if reward is None or not math.isfinite(reward):
             return RewardOutput(wrong=f"step reward {pair[1]!r:.60} is not a finite number")
-        steps.append(Step(int(end), reward))
-    ends = [step.end for step in steps]
+        ends.append(int(end))
+        rewards.append(reward)
     if sorted(set(ends)) != ends:
         return RewardOutput(wrong=f"step ends {ends!r:.60} do not rise")
-    return RewardOutput(sum(step.reward for step in steps), tuple(steps))
+    steps = tuple(Step(places[end], reward) for end, reward in zip(ends, rewards, strict=True))
+    return RewardOutput(sum(rewards), steps)
 
 
 def _number(value: Any) -> float | None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from pydantic import ValidationError
-
 from keel.cluster.placement import offers
-from keel.config.entry import load_entry
-from keel.config.errors import explain_validation
 from keel.config.fields import unknown
 from keel.config.sampling import Evaluation, SamplingSource
 from keel.config.schema import Recipe, Stage
@@ -30,9 +25,7 @@ from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
 from keel.models.reward import check_classifier
 from keel.models.teacher import check_teacher
-from keel.rewards.judge.options import JudgeOptions
-from keel.rewards.learned import HOW
-from keel.rewards.registry import MADE, NamedReward, load_reward
+from keel.rewards.registry import MADE, NamedReward, check_options, load_reward
 from keel.rewards.scorer import Scorer
 from keel.types import KeelError, Split
 
@@ -115,8 +108,8 @@ def _of_steps(source: RewardSource) -> bool | None:
     """Whether a reward is of steps; None for a user's function."""
     if ":" in source.function:
         return None
-    aggregate = source.options.get("aggregate", HOW[0])
-    return source.function == "step_match" or (source.function == "process" and aggregate == HOW[0])
+    aggregate = source.options.get("aggregate", "steps")
+    return source.function == "step_match" or (source.function, aggregate) == ("process", "steps")
 
 
 def check_component(choice: Evaluation, names: list[str]) -> None:
@@ -138,22 +131,8 @@ def _named(source: RewardSource) -> NamedReward:
     checked."""
     if source.function not in MADE:
         return load_reward(source)
-    name = source.name or source.function
-    parameters = inspect.signature(load_entry(MADE[source.function], "reward")).parameters
-    options = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for option in source.options:
-        if option not in options:
-            raise KeelError(f"reward {name!r}: {unknown('option', option, options)}")
-    if source.function == "judge":
-        try:
-            JudgeOptions.model_validate(source.options)
-        except ValidationError as error:
-            message = explain_validation(error, source.options, JudgeOptions)
-            raise KeelError(f"reward {name!r}: {message}") from None
-    how = source.options.get("aggregate", HOW[0])
-    if source.function == "process" and how not in HOW:
-        raise KeelError(f"reward {name!r}: aggregate = {how!r}: give {', '.join(HOW)}")
-    return NamedReward(name, None, source.weight)
+    check_options(source)
+    return NamedReward(source.name or source.function, None, source.weight)
 
 
 # ---------------------------------------------------------------- leaks between splits

@@ -18,7 +18,6 @@ from keel.data.gold import shown_gold
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.multi_turn import generate_multi_turn
-from keel.learn.advantages import outcome_of
 from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
 from keel.models.chat import ChatEncoder
@@ -291,7 +290,7 @@ def all_alike(judged: Sequence[RewardResult], of_steps: bool) -> bool:
     """
     rewards: list[float] = []
     for result in judged:
-        whole = result.reward if result.unshaped is None else result.unshaped
+        whole = result.unshaped
         if whole is None:
             continue
         steps = [step.reward for step in result.steps] if of_steps else []
@@ -395,7 +394,7 @@ def completion_rows(
             reward=result.reward,
             components=result.components,
             steps=result.steps,
-            outcome=outcome_of(result),
+            outcome=result.outcome,
         )
         for g, (group, judged) in enumerate(zip(groups, results, strict=True))
         for completion, result in zip(group.completions, judged, strict=True)

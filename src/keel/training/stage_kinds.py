@@ -174,8 +174,7 @@ def _train_rl(
 def paid(judge: Judge) -> str:
     """The cost of a judge, with evaluations and earlier runs that share its cache."""
     account = judge.account()
-    lost = f", {account.lost_cost} on requests without an answer" if account.lost else ""
-    return f"judge {judge.options.label!r}: {account.answers} answers for {account.spent}{lost}"
+    return f"judge {judge.options.label!r}: {account.answers} answers for {account.spent}"
 
 
 def build_loop(

@@ -14,7 +14,7 @@ from tests.data.tasks.made import jsonl
 from tests.rewards.judge_server import Asked, JudgeServer, Verdict, longer
 
 WRITER, JUDGE = "writer", "judge"
-QUICK = {"backoff": 0.0, "concurrency": 4}
+QUICK = {"concurrency": 4}
 
 
 def judges(asked: Asked) -> bool:

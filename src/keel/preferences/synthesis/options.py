@@ -13,21 +13,19 @@ from pydantic import ValidationError
 from keel.config.errors import explain_validation
 from keel.config.fields import unknown
 from keel.config.secrets import wrong_secret
-from keel.rewards.judge.client import Client
 from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.judge.prompts import RUBRIC
 from keel.rewards.judge.requests import Asker
-from keel.rewards.judge.store import JudgeStore
 from keel.types import KeelError, Sampling
 
 OPENAI = "openai"
 """After the @ of a model: OpenAI's own server."""
 SERVER_KEYS = (
-    *("limit_name", "extra", "without", "concurrency", "retries", "backoff", "timeout"),
+    *("limit_name", "extra", "without", "concurrency", "retries", "timeout"),
     *("max_tokens", "seed", "structured", "attempts", "temperature"),
 )
 """Options of a judge that `ModelServer.options` may have."""
-JUDGE_ONLY = SERVER_KEYS[7:]
+JUDGE_ONLY = SERVER_KEYS[6:]
 """Those that a model which writes completions gets from `SynthesisOptions`."""
 _SERVED = re.compile(rf"(.+?)@({OPENAI}|https?://.*)")
 REQUESTS = ".requests"
@@ -158,7 +156,7 @@ def parse_model(text: str) -> CompletionModel:
 
 def judge_options(options: SynthesisOptions, server: ModelServer, judges: bool) -> JudgeOptions:
     """The options of the requests to a server. Raises KeelError where they do not fit."""
-    known = SERVER_KEYS if judges else SERVER_KEYS[:7]
+    known = SERVER_KEYS if judges else SERVER_KEYS[:6]
     for key in server.options:
         if key not in known:
             raise KeelError(f"options of {server.model}: {unknown('key', key, known)}")
@@ -199,5 +197,4 @@ def requests_path(store: Path) -> Path:
 def build_asker(store: Path, options: SynthesisOptions, server: ModelServer, judges: bool) -> Asker:
     """What sends requests to a server. Raises KeelError for options, or a key that is not set."""
     chosen = judge_options(options, server, judges)
-    client = Client(chosen.url, chosen.api_key_env, chosen.timeout)
-    return Asker(client, JudgeStore(requests_path(store)), chosen)
+    return Asker(chosen, requests_path(store))

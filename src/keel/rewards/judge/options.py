@@ -54,8 +54,8 @@ class JudgeOptions(FrozenModel):
     """How often a question is asked whose answer holds no verdict; each is paid for."""
     concurrency: Count = 8
     retries: Index = 6
-    backoff: Coefficient = 1.0
-    """Seconds before the first retry; twice as long before each that follows."""
+    """How often a request without an answer is repeated: after 0.5 s, twice as long each time up to
+    8 s, or after the server's `Retry-After` up to two minutes."""
     timeout: Positive = 30.0
     """Seconds that one request may take; rewards.timeout bounds all requests of a step."""
     price_in: Coefficient = 0.0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from keel.data.preferences.schema import Preference
 from keel.rewards.judge.prompts import RUBRIC, pair_question
 from keel.rewards.judge.requests import Asker, Judgement
 from keel.rewards.judge.store import Cost
@@ -148,49 +146,9 @@ def choose_pairs(n: int, rivals: int) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def compare_pairs(
-    asker: Asker,
-    preferences: Sequence[Preference],
-    *,
-    rubric: str = RUBRIC,
-    both_orders: bool = True,
-) -> list[PairVerdict]:
-    """A judge's verdicts on preference pairs of people; `a` is the chosen answer.
-
-    Not to be called within an event loop. Raises KeelError as asking does.
-    """
-    pairs = [ComparedPair(one.prompt, one.chosen, one.rejected) for one in preferences]
-    return asyncio.run(judge_pairs(asker, pairs, rubric=rubric, both_orders=both_orders))
-
-
-def labels(
-    verdicts: Sequence[PairVerdict], preferences: Sequence[Preference]
-) -> tuple[list[str], list[str]]:
-    """People's labels and the judge's, "a", "b" or "tie", for Cohen's κ, of pairs with a verdict.
-
-    A hash of the pair's content chooses which answer is called a: were it always the chosen one,
-    people's labels would all be equal, and no agreement could exceed chance.
-    """
-    people: list[str] = []
-    judge: list[str] = []
-    for found, one in zip(verdicts, preferences, strict=True):
-        if found.value is None:
-            continue
-        chosen_is_a = _coin(ComparedPair(one.prompt, one.chosen, one.rejected))[0]
-        people.append(_label(one.probability, chosen_is_a))
-        judge.append(_label(found.value, chosen_is_a))
-    return people, judge
-
-
 def _coin(pair: ComparedPair) -> tuple[bool, bool]:
     """(True, False) or (False, True), by the content of the two answers, whichever is a."""
     digests = [hashlib.sha256(x.encode("utf-8", "replace")).digest() for x in (pair.a, pair.b)]
     flip = hashlib.sha256(min(digests) + max(digests)).digest()[0] % 2 == 0
     a_first = (digests[0] <= digests[1]) == flip
     return (a_first, not a_first)
-
-
-def _label(value: float, chosen_is_a: bool) -> str:
-    if value == 0.5:
-        return "tie"
-    return "a" if (value > 0.5) == chosen_is_a else "b"

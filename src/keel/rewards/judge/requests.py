@@ -1,27 +1,50 @@
-"""Asking a judge: cache, spend limit, retries, and a bounded number of requests at a time."""
+"""Asking a judge through the `openai` client: cache, spend limit, a bounded number of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
-import random
+import os
+import re
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
-from keel.rewards.judge.client import Client, Failure, Refused, Unstructured
+from keel.config.secrets import without_secrets, wrong_key_name
 from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.judge.prompts import Chat, ParsedReply, Question, Structured, parse
 from keel.rewards.judge.store import Cost, JudgeStore, StoredAnswer
-from keel.types import KeelError
+from keel.types import KeelError, one_line
+
+if TYPE_CHECKING:
+    from openai import APIError, AsyncOpenAI
 
 R = TypeVar("R")
-LONGEST_BACKOFF = 60.0
+OPENAI = "https://api.openai.com/v1"
+OPENAI_KEY = "OPENAI_API_KEY"
+REFUSALS = (
+    "content_filter",
+    "content_policy_violation",
+    "context_length_exceeded",
+    "string_above_max_length",
+)
+"""Error codes that concern this one text."""
+TOO_LONG = re.compile(r"context (length|window|size)|too (long|many tokens)", re.IGNORECASE)
+"""What servers without such codes (vLLM, SGLang, llama.cpp) write about too long a prompt."""
+CONTEXT = re.compile(r"context length is (\d+)", re.IGNORECASE)
+SHOWN = 200
+"""Characters of a server's message that an error repeats."""
+
+
+class Malformed(Exception):
+    """A response that is not a chat completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +66,25 @@ class Judgement:
 class Asker:
     """Asks questions in an event loop and a thread of its own, from any number of event loops.
 
-    A request that was sent is waited for and its answer stored, even where its caller was
-    cancelled: it is paid for. The n-th request without an answer is followed by another after
-    `backoff · 2^(n−1)` seconds, less up to half, at most `retries` times. `sleep` waits for that.
-    `seconds` has how long each answer took, by its key, of those that this process got.
+    Each answer is stored before it is used. A request that was sent is waited for and its answer
+    stored, even if its caller was cancelled: it is paid for. `seconds` has how long each answer
+    took, by its key, of those that this process got. Raises KeelError if the library or the key
+    is missing, or the cache (`path`; None: in memory) cannot be used.
     """
 
-    def __init__(self, client: Client, store: JudgeStore, options: JudgeOptions) -> None:
-        self.client = client
-        self.store = store
+    def __init__(self, options: JudgeOptions, path: Path | None) -> None:
         self.options = options
+        self.url = OPENAI if options.url is None else options.url
         self.seconds: dict[str, float] = {}
-        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        # OpenAI's key is for OpenAI alone; other servers get the key that was named for them.
+        self._key_name = options.api_key_env or (OPENAI_KEY if options.url is None else None)
+        self._client = _client(self.url, self._key_name, options)
+        self.store = JudgeStore(path)
         self._structured = options.structured
         self._slots = asyncio.Semaphore(options.concurrency)
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._sending: dict[str, asyncio.Task[None]] = {}
+        self._worst: dict[str, Cost] = {}
         self._closing = False
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -66,7 +92,7 @@ class Asker:
     async def judge(self, questions: Sequence[Question]) -> list[Judgement]:
         """Ask each until an answer holds a verdict, at most `attempts` times.
 
-        Raises KeelError where the server gives no answers, or the spend limit is reached. Then no
+        Raises KeelError if the server gives no answers, or the spend limit is reached. Then no
         further question is sent.
         """
         return await self._in_loop(self._judge_all(questions))
@@ -82,8 +108,7 @@ class Asker:
         """Cancel what waits, store the answers to what was sent (for at most the time that a
         request may take), and close the cache."""
         self._closing = True
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
+        if (loop := self._loop) is not None and not loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._finish(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             self._thread.join()
@@ -91,17 +116,19 @@ class Asker:
         self.store.close()
 
     async def _in_loop(self, asking: Coroutine[Any, Any, R]) -> R:
-        """Run in the thread of its own."""
-        try:
-            loop = self._own_loop()
-        except asyncio.CancelledError:
-            asking.close()
-            raise
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, loop))
+        with self._starting:
+            if self._closing:
+                asking.close()
+                raise asyncio.CancelledError
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="keel-judge", daemon=True
+                )
+                self._thread.start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
 
     async def _judge_all(self, questions: Sequence[Question]) -> list[Judgement]:
-        if self._closing:
-            raise asyncio.CancelledError
         tasks = [asyncio.create_task(self._judge(question)) for question in questions]
         try:
             return list(await asyncio.gather(*tasks))
@@ -126,92 +153,135 @@ class Asker:
     async def _answer(self, question: Question | Chat, sample: int) -> tuple[str, StoredAnswer]:
         """The key and the answer of one sample, from the cache or the server."""
         key = self._key(question, sample)
-        jitter = random.Random(key)
-        failures = useless = 0
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with lock:  # equal questions share one request
             while (answer := self.store.find(key)) is None:
-                try:
-                    sending = self._sending.get(key)
-                    if sending is None:
-                        # Named so that a server may repeat an answer, but never a useless one.
-                        sending = await self._start(key, question, sample, f"{key}-{useless}")
-                    if sending is not None:
-                        await asyncio.shield(sending)
-                except Unstructured:
-                    continue
-                except Failure as failure:
-                    failures += 1
-                    useless += failure.answered
-                    if failures > self.options.retries:
-                        raise KeelError(
-                            f"the model {self.options.model!r} at {self.client.url} gave no answer "
-                            f"in {failures} attempts, last {failure}: check the server, or raise "
-                            "retries"
-                        ) from None
-                    backoff = min(self.options.backoff * 2.0 ** (failures - 1), LONGEST_BACKOFF)
-                    # Not before Retry-After, and not all at the same time.
-                    await self.sleep(max(failure.wait, backoff / 2) + jitter.random() * backoff / 2)
+                sending = self._sending.get(key)
+                if sending is None:
+                    sending = await self._start(key, question, sample)
+                if sending is not None:
+                    await asyncio.shield(sending)
         return key, answer
 
     async def _start(
-        self, key: str, question: Question | Chat, sample: int, name: str
+        self, key: str, question: Question | Chat, sample: int
     ) -> asyncio.Task[None] | None:
-        """Wait for a slot, reserve the worst case and send; None where the answer arrived."""
+        """Wait for a slot and for the spend limit, and send; None if the answer arrived."""
         await self._slots.acquire()
         try:
             if self.store.find(key) is not None:  # from another process
                 self._slots.release()
                 return None
-            body = self._body(question, sample, self._structured)
-            worst = self.options.prices.worst(body, self.options.max_tokens)
-            while (reservation := self.store.reserve(worst, self.options.limit)) is None:
+            worst = self._worst_case(question, sample)
+            limit = self.options.limit
+            while limit.set and not limit.covers(
+                self.store.spent() + sum(self._worst.values(), worst)
+            ):
                 if not self._sending:
-                    account = self.store.account()
-                    raise self.options.limit.error(account.spent, account.lost_cost, worst)
-                # They reserved their worst cases and will cost less.
+                    raise limit.error(self.store.spent(), worst)
+                # They will cost less than their worst cases.
                 await asyncio.wait(self._sending.values(), return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
             self._slots.release()
             raise
-        sending = asyncio.create_task(self._send(reservation, key, body, worst, name))
-        self._sending[key] = sending
+        sending = asyncio.create_task(self._send(key, question, sample, worst))
+        self._sending[key], self._worst[key] = sending, worst
         sending.add_done_callback(partial(self._sent, key))
         return sending
 
-    async def _send(
-        self, reservation: int, key: str, body: Mapping[str, Any], worst: Cost, name: str
-    ) -> None:
-        """One request; its answer is stored, or its reservation dropped or, if billed, left."""
-        start = time.monotonic()
-        try:
-            reply = await self.client.post(body, name)
-            cost = worst if reply.usage is None else self.options.prices.cost(*reply.usage)
-            answer = StoredAnswer(reply.text, reply.finish, reply.refusal, cost)
-        except Refused as refusal:
-            answer = StoredAnswer("", "", str(refusal), Cost())
-        except (Failure, Unstructured, KeelError) as error:
-            if isinstance(error, Unstructured):
-                self._structured = "text"  # for all that follow
-            if not (isinstance(error, Failure) and error.billed):
-                self.store.release(reservation)
-            raise
-        self.seconds[key] = time.monotonic() - start
-        self.store.commit(reservation, key, answer, self.options.model)
-
     def _sent(self, key: str, sending: asyncio.Task[None]) -> None:
-        del self._sending[key]
+        del self._sending[key], self._worst[key]
         self._slots.release()
         if not sending.cancelled():
             sending.exception()  # its caller may be gone
+
+    async def _send(self, key: str, question: Question | Chat, sample: int, worst: Cost) -> None:
+        """Ask the server, and store its answer."""
+        import openai
+
+        start = time.monotonic()
+        malformed = 0
+        while True:
+            body = self._body(question, sample, self._structured)
+            try:
+                # Named so that a server may repeat an answer, but never a malformed one.
+                answer = await self._request(body, f"{key}-{malformed}", worst)
+                break
+            except Malformed as error:
+                malformed += 1
+                if malformed > self.options.retries:
+                    raise KeelError(f"the model {self._name}: {error}: check the server") from None
+                await asyncio.sleep(min(0.5 * 2**malformed, 8.0))
+            except openai.APIError as error:
+                if (reason := _refusal(error, self.options.max_tokens)) is not None:
+                    answer = StoredAnswer("", "", reason, Cost())
+                    break
+                if not ("response_format" in body and _no_format(error)):
+                    raise KeelError(self._explain(error)) from None
+                self._structured = "text"  # for all that follow
+        self.seconds[key] = time.monotonic() - start
+        self.store.add(key, self.options.model, answer)
+
+    async def _request(self, body: Mapping[str, Any], name: str, worst: Cost) -> StoredAnswer:
+        """The answer to one request; the client repeats it if none comes."""
+        import openai
+
+        headers: dict[str, Any] = {"Idempotency-Key": name}
+        if not self._key_name:
+            headers["Authorization"] = openai.Omit()
+        try:
+            reply: Any = await self._client.chat.completions.create(
+                model=body["model"],
+                messages=body["messages"],
+                extra_body=body,
+                extra_headers=headers,
+            )
+        except ValueError as error:  # not JSON
+            raise Malformed(f"a malformed answer ({one_line(error)})") from None
+        try:
+            choice = reply.choices[0]
+            text = choice.message.content
+        except (AttributeError, IndexError, TypeError):
+            raise Malformed("an answer that is not a chat completion") from None
+        finish = getattr(choice, "finish_reason", None)
+        refusal = getattr(choice.message, "refusal", None)
+        if finish == "content_filter":
+            refusal = refusal or finish
+        usage = _usage(reply.usage)
+        cost = worst if usage is None else self.options.prices.cost(*usage)
+        return StoredAnswer(_text(text), _text(finish), _text(refusal), cost)
+
+    def _explain(self, error: APIError) -> str:
+        """What a failed request means, and the fix."""
+        status = getattr(error, "status_code", None)
+        if status in (401, 403):
+            hint = f"check the key in {self._key_name}" if self._key_name else "set api_key_env"
+        elif status == 404:
+            hint = "check the options url and model"
+        elif status is None or status >= 500 or status in (408, 409, 429):
+            hint = "check the server, or raise retries"
+        else:
+            hint = "check the options model, max_tokens, extra and without"
+        message = without_secrets(one_line(error).rstrip("."))[:SHOWN]
+        return f"the model {self._name}: {message}: {hint}"
 
     async def _finish(self) -> None:
         sending = set(self._sending.values())
         for task in asyncio.all_tasks() - sending - {asyncio.current_task()}:
             task.cancel()
         if sending:
-            await asyncio.wait(sending)
-        await self.client.close()
+            await asyncio.wait(sending, timeout=self.options.timeout)
+        for task in sending:
+            task.cancel()
+        await self._client.close()
+
+    @property
+    def _name(self) -> str:
+        return f"{self.options.model!r} at {self.url}"
+
+    def _worst_case(self, question: Question | Chat, sample: int) -> Cost:
+        body = self._body(question, sample, self._structured)
+        return self.options.prices.worst(body, self.options.max_tokens)
 
     def _body(self, question: Question | Chat, sample: int, form: Structured) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.options.model, "messages": list(question.messages)}
@@ -225,18 +295,63 @@ class Asker:
     def _key(self, question: Question | Chat, sample: int) -> str:
         """The key of a sample: server, model, messages, parameters, format and number."""
         body = self._body(question, sample, self.options.structured)
-        whole = {"url": self.client.url, "body": body, "draw": sample}
+        whole = {"url": self.url, "body": body, "draw": sample}
         text = json.dumps(whole, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _own_loop(self) -> asyncio.AbstractEventLoop:
-        with self._starting:
-            if self._closing:
-                raise asyncio.CancelledError
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="keel-judge", daemon=True
-                )
-                self._thread.start()
-            return self._loop
+
+def _client(url: str, key_name: str | None, options: JudgeOptions) -> AsyncOpenAI:
+    """A client for one server. Raises KeelError if the library or the key is missing."""
+    try:
+        import openai
+    except ImportError:
+        raise KeelError("a model on a server needs openai: pip install 'keel-rl[judge]'") from None
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise KeelError(f"url = {url!r} is not a valid address: write http://HOST:PORT/v1")
+    key = "none"
+    if key_name:
+        if (wrong := wrong_key_name(key_name)) is not None:
+            raise KeelError(wrong)
+        key = os.environ.get(key_name, "").strip()
+        if not key:
+            raise KeelError(
+                f"the environment variable {key_name} holds no API key: set it, or name another in "
+                "api_key_env"
+            )
+    client = openai.AsyncOpenAI(
+        base_url=url, api_key=key, timeout=options.timeout, max_retries=options.retries
+    )
+    if url != OPENAI:  # the library reads them from the environment
+        client.organization = client.project = None
+    return client
+
+
+def _refusal(error: APIError, max_tokens: int) -> str | None:
+    """Why the server will not judge this one text; None if the error is another."""
+    if error.code in REFUSALS:
+        return error.code
+    message = one_line(error)
+    context = CONTEXT.search(message)
+    # Not if the limit on answers alone is too high.
+    if TOO_LONG.search(message) and not (context and int(context[1]) <= max_tokens):
+        return "context_length_exceeded" if getattr(error, "status_code", 0) == 400 else None
+    return None
+
+
+def _no_format(error: APIError) -> bool:
+    """Whether the server does not know the `response_format`."""
+    return "response_format" in error.message or "json_" in error.message
+
+
+def _usage(usage: Any) -> tuple[int, int] | None:
+    """The tokens read and written, if the server reported them."""
+    tokens = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
+    if all(type(n) is int and n >= 0 for n in tokens):
+        return tokens  # type: ignore[return-value]
+    return None
+
+
+def _text(value: Any) -> str:
+    """A string of a reply as valid UTF-8; empty for anything else."""
+    return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else ""

@@ -9,12 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from keel.config.errors import explain_validation
 from keel.data.gold import shown_gold
 from keel.rewards.batch import log_summary
-from keel.rewards.judge.client import Client
 from keel.rewards.judge.options import GROUP, JudgeOptions
 from keel.rewards.judge.pairs import (
     ComparedPair,
@@ -25,10 +21,9 @@ from keel.rewards.judge.pairs import (
 )
 from keel.rewards.judge.prompts import score_question
 from keel.rewards.judge.requests import Asker, Judgement
-from keel.rewards.judge.store import Account, JudgeStore
-from keel.rewards.registry import NamedReward, RewardContext, keywords
+from keel.rewards.judge.store import Account
+from keel.rewards.registry import NamedReward, RewardContext, keywords, with_options
 from keel.rewards.rules import stated_texts
-from keel.types import KeelError
 
 
 class Judge:
@@ -149,28 +144,13 @@ class Judge:
         return list(zip(places, verdicts, strict=True))
 
 
-def judge(context: RewardContext, **options: Any) -> Judge:
-    """A language model as the judge: scores by a rubric, or which of two answers is better.
-
-    Its options are those of `JudgeOptions`. Raises KeelError.
-    """
-    try:
-        chosen = JudgeOptions.model_validate(options)
-    except ValidationError as error:
-        raise KeelError(explain_validation(error, options, JudgeOptions)) from None
-    client = Client(chosen.url, chosen.api_key_env, chosen.timeout)
-    path = Path(chosen.cache).expanduser() if chosen.cache else None
+@with_options(JudgeOptions)
+def judge(context: RewardContext, options: JudgeOptions) -> Judge:
+    """A language model as the judge: scores by a rubric, or which of two answers is better."""
+    path = Path(options.cache).expanduser() if options.cache else None
     if path is None and context.folder is not None:
-        path = context.folder / f"{chosen.label}.sqlite"
-    return Judge(Asker(client, JudgeStore(path), chosen), chosen)
-
-
-_REQUIRED = {name: info.is_required() for name, info in JudgeOptions.model_fields.items()}
-# The loader reads the options off the signature.
-judge.__signature__ = keywords(  # type: ignore[attr-defined]
-    [name for name, required in _REQUIRED.items() if required],
-    [name for name, required in _REQUIRED.items() if not required],
-)
+        path = context.folder / f"{options.label}.sqlite"
+    return Judge(Asker(options, path), options)
 
 
 def spending(functions: Sequence[NamedReward]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The cache of a judge's answers and what they cost: one SQLite file, safe to kill."""
+"""The cache of a judge's answers and what they cost: one SQLite table, safe to kill."""
 
 from __future__ import annotations
 
@@ -17,23 +17,19 @@ FRAME = 64
 """Most tokens that a chat template adds to a message, and to the whole; usual are 3 to 12."""
 FORMAT = Format(
     application=0,
-    version=2,
-    tables=frozenset(("answers", "requests", "spent")),
+    version=3,
+    tables=frozenset(("answers",)),
     statements=(
         """CREATE TABLE IF NOT EXISTS answers (
-            key TEXT PRIMARY KEY, model TEXT, text TEXT, finish TEXT, refusal TEXT,
+            id INTEGER PRIMARY KEY, key TEXT, model TEXT, text TEXT, finish TEXT, refusal TEXT,
             tokens_in INTEGER, tokens_out INTEGER, dollars REAL
-        ) WITHOUT ROWID""",
-        """CREATE TABLE IF NOT EXISTS requests (
-            id INTEGER PRIMARY KEY, tokens_in INTEGER, tokens_out INTEGER, dollars REAL
         )""",
-        """CREATE TABLE IF NOT EXISTS spent (
-            id INTEGER PRIMARY KEY CHECK (id = 0), tokens_in INTEGER, tokens_out INTEGER,
-            dollars REAL
-        )""",
-        "INSERT OR IGNORE INTO spent VALUES (0, 0, 0, 0)",
+        "CREATE INDEX IF NOT EXISTS by_key ON answers (key)",
+        # A sum over it reads no texts.
+        "CREATE INDEX IF NOT EXISTS by_cost ON answers (tokens_in, tokens_out, dollars)",
     ),
 )
+_SUMS = "COALESCE(SUM(tokens_in), 0), COALESCE(SUM(tokens_out), 0), COALESCE(SUM(dollars), 0)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ class Prices:
     tokens_out: float = 0.0
 
     def cost(self, tokens_in: int, tokens_out: int) -> Cost:
-        """The cost of so many tokens."""
+        """The cost of these numbers of tokens."""
         dollars = (tokens_in * self.tokens_in + tokens_out * self.tokens_out) / 1e6
         return Cost(tokens_in, tokens_out, dollars)
 
@@ -84,7 +80,7 @@ class Prices:
 
 
 class SpendLimitReached(KeelError):
-    """The limit does not cover the next request; all that was paid for is stored."""
+    """The limit does not cover the next request; all replies so far are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +90,32 @@ class SpendLimit:
     dollars: float | None = None
     tokens: int | None = None
 
+    @property
+    def set(self) -> bool:
+        """Whether there is one."""
+        return self.dollars is not None or self.tokens is not None
+
     def covers(self, cost: Cost) -> bool:
         """Whether a total cost is within the limit."""
         return (self.dollars is None or cost.dollars <= self.dollars + ROUNDING) and (
             self.tokens is None or cost.tokens <= self.tokens
         )
 
-    def error(self, spent: Cost, lost: Cost, worst: Cost) -> SpendLimitReached:
-        """The error where the rest does not cover the worst case of the next request."""
-        if SpendLimit(tokens=self.tokens).covers(spent + lost + worst):
+    def error(self, spent: Cost, worst: Cost) -> SpendLimitReached:
+        """The error if the rest does not cover the worst case of the next request."""
+        if SpendLimit(tokens=self.tokens).covers(spent + worst):
             option, value = "budget", f"{self.dollars:g} dollars"
         else:
             option, value = "budget_tokens", f"{self.tokens}"
         return SpendLimitReached(
-            f"{option} = {value} is used up: {spent} spent, {lost} on requests without a stored "
-            f"answer, and the next may need {worst}: raise {option}"
+            f"{option} = {value} is used up: {spent} spent, and the next request may need {worst}: "
+            f"raise {option}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAnswer:
-    """What a judge wrote. `refusal` is the reason where it, or its server, gave none."""
+    """What a judge wrote. `refusal` is the reason if it, or its server, gave no answer."""
 
     text: str
     finish: str
@@ -124,91 +125,61 @@ class StoredAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a cache holds: `answers`, paid with `spent`, and `lost` requests.
-
-    A lost request was sent and has no stored answer: it is in progress, or it ended with a kill, a
-    timeout or a broken connection. It may have been billed, so `lost_cost` is its worst case.
-    """
+    """The number of answers in a cache, and their cost."""
 
     answers: int
     spent: Cost
-    lost: int
-    lost_cost: Cost
 
 
 class JudgeStore:
-    """Answers by key, and reservations; several threads and processes may share a file.
+    """Answers by key; several threads and processes may share a file.
 
-    The worst case of a request is reserved before it is sent and replaced by its cost when its
-    answer is stored. A reservation that is never replaced keeps counting. `path` None keeps all in
-    memory. Raises KeelError where the file cannot be used.
+    Every paid answer is a row, so that the sum of the rows is what was billed: if two processes
+    ask one question at the same moment, both answers count, and the first is used. `path` None
+    keeps all in memory. Raises KeelError if the file cannot be used.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
         self._db = Database(path, FORMAT, f"cache = {str(path)!r}")
 
     def find(self, key: str) -> StoredAnswer | None:
         """The stored answer to a question."""
-        columns = "text, finish, refusal, tokens_in, tokens_out, dollars"
-        found = self._db.rows(f"SELECT {columns} FROM answers WHERE key = ?", (key,))
+        found = self._db.rows(
+            "SELECT text, finish, refusal, tokens_in, tokens_out, dollars FROM answers"
+            " WHERE key = ? ORDER BY id LIMIT 1",
+            (key,),
+        )
         if not found:
             return None
         text, finish, refusal, *cost = found[0]
         return StoredAnswer(text, finish, refusal, Cost(*cost))
 
-    def reserve(self, worst: Cost, limit: SpendLimit) -> int | None:
-        """Reserve the worst case of a request; its id, or None beyond the limit."""
+    def add(self, key: str, model: str, answer: StoredAnswer) -> None:
+        """Store an answer with its cost."""
+        cost = answer.cost
         with self._db.transaction():
-            if not limit.covers(self._sum("spent") + self._sum("requests") + worst):
-                return None
-            return self._db.execute(
-                "INSERT INTO requests (tokens_in, tokens_out, dollars) VALUES (?, ?, ?)",
-                (worst.tokens_in, worst.tokens_out, worst.dollars),
-            ).lastrowid
-
-    def commit(self, reservation: int, key: str, answer: StoredAnswer, model: str) -> None:
-        """Store an answer and replace its reservation by its cost.
-
-        Where another process stored one first, that one stays and both are counted as spent.
-        """
-        cost = (answer.cost.tokens_in, answer.cost.tokens_out, answer.cost.dollars)
-        with self._db.transaction():
-            self._db.execute("DELETE FROM requests WHERE id = ?", (reservation,))
             self._db.execute(
-                "UPDATE spent SET tokens_in = tokens_in + ?, tokens_out = tokens_out + ?,"
-                " dollars = dollars + ?",
-                cost,
+                "INSERT INTO answers VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(key, model, answer.text, answer.finish, answer.refusal),
+                    *(cost.tokens_in, cost.tokens_out, cost.dollars),
+                ),
             )
-            self._db.execute(
-                "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (key, model, answer.text, answer.finish, answer.refusal, *cost),
-            )
-
-    def release(self, reservation: int) -> None:
-        """Drop the reservation of a request that was not billed."""
-        with self._db.transaction():
-            self._db.execute("DELETE FROM requests WHERE id = ?", (reservation,))
 
     def costs(self) -> list[tuple[str, str, Cost]]:
-        """Each stored answer's key, model and cost."""
-        sql = "SELECT key, model, tokens_in, tokens_out, dollars FROM answers ORDER BY key"
+        """Each question's key, its model, and what its answers cost."""
+        sql = f"SELECT key, model, {_SUMS} FROM answers GROUP BY key ORDER BY key"
         return [(key, model, Cost(*cost)) for key, model, *cost in self._db.rows(sql)]
 
     def account(self) -> Account:
         """What was spent so far, by every process that used the file."""
-        with self._db.transaction():
-            answers, lost = (
-                self._db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
-                for table in ("answers", "requests")
-            )
-            return Account(answers, self._sum("spent"), lost, self._sum("requests"))
+        ((answers, *spent),) = self._db.rows(f"SELECT COUNT(DISTINCT key), {_SUMS} FROM answers")
+        return Account(answers, Cost(*spent))
+
+    def spent(self) -> Cost:
+        """The cost of all answers."""
+        return Cost(*self._db.rows(f"SELECT {_SUMS} FROM answers")[0])
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
-
-    def _sum(self, table: str) -> Cost:
-        columns = ("tokens_in", "tokens_out", "dollars")
-        sums = ", ".join(f"COALESCE(SUM({column}), 0)" for column in columns)
-        return Cost(*self._db.execute(f"SELECT {sums} FROM {table}").fetchone())
