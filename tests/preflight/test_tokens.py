@@ -10,11 +10,10 @@ from tokenizers import normalizers
 
 from keel.config.model import BuildModel, Model
 from keel.models.build import byte_tokenizer
-from keel.models.chat import encode
+from keel.models.chat import ChatEncoder, encode
 from keel.models.policy import load_policy
 from keel.preflight.check import unmoved_share
 from keel.preflight.tokens import (
-    closing,
     doubled_bos,
     end_of_turn,
     eos_pair,
@@ -80,7 +79,7 @@ def test_template_that_changes_a_message_loses_text() -> None:
 
 def test_plain_prompts_and_bare_tokenizers_have_no_template() -> None:
     bare = tokenizer(None)
-    assert closing(bare, {}) is None
+    assert ChatEncoder(bare).closing == ("", None)
     assert template_text(bare, [CHAT], {}, "k") is None
     assert template_text(tokenizer(), [PLAIN], {}, "k") is None
     assert template_prefix(tokenizer(), [PLAIN], {}, "k") is None
@@ -100,13 +99,12 @@ def test_tokenizer_that_normalises_characters_loses_text() -> None:
 def test_end_of_turn_that_is_a_token() -> None:
     made = tokenizer()
     end = made.convert_tokens_to_ids("<|im_end|>")
-    closed = closing(made, {})
-    assert closed is not None
-    assert (closed.token, closed.spelled) == (end, "<|im_end|>")
-    assert end_of_turn(closed, (257, end), (), "rollout") is None
-    assert end_of_turn(closed, (257,), ("<|im_end|>",), "rollout") is None
-    assert end_of_turn(None, (257,), (), "rollout") is None
-    found = end_of_turn(closed, (257,), ("stop",), "rollout")
+    closing = ChatEncoder(made).closing
+    assert closing == ("<|im_end|>", end)
+    assert end_of_turn(closing, made, (257, end), (), "rollout") is None
+    assert end_of_turn(closing, made, (257,), ("<|im_end|>",), "rollout") is None
+    assert end_of_turn(("", None), made, (257,), (), "rollout") is None
+    found = end_of_turn(closing, made, (257,), ("stop",), "rollout")
     assert found is not None
     assert found.key == "rollout.stop_ids"
     assert f"rollout.stop_ids = [{end}]" in found.fix
@@ -114,14 +112,15 @@ def test_end_of_turn_that_is_a_token() -> None:
 
 def test_end_of_turn_that_is_text() -> None:
     loop = "{% for m in messages %}{{ m.role }}: {{ m.content }}\nEND{% endfor %}"
-    closed = closing(tokenizer(loop.replace("END", "###\n")), {})
-    assert closed is not None
-    assert closed.token is None
-    found = end_of_turn(closed, (257,), (), "rollout")
+    made = tokenizer(loop.replace("END", "###\n"))
+    closing = ChatEncoder(made).closing
+    assert closing[1] is None
+    found = end_of_turn(closing, made, (257,), (), "rollout")
     assert found is not None
     assert found.fix == 'set rollout.stop = ["###"]'
-    assert end_of_turn(closed, (257,), ("###",), "rollout") is None
-    assert closing(tokenizer(loop.replace("END", "")), {}) is None
+    assert end_of_turn(closing, made, (257,), ("###",), "rollout") is None
+    bare = ChatEncoder(tokenizer(loop.replace("END", ""))).closing
+    assert end_of_turn(bare, made, (257,), (), "rollout") is None
 
 
 def test_eos_that_the_generation_config_does_not_name() -> None:

@@ -184,10 +184,26 @@ class ChatEncoder:
         written = last in {*end[-1:]} | ends and (closing or last in self._control_ids)
         return tokens[len(end) :] if written else tokens
 
-    @cached_property
+    @property
     def opening(self) -> str:
         """What the template puts at the beginning of the assistant's own words, such as `<think>`;
         empty if it opens nothing."""
+        return "" if self._turn is None else _opened(*self._turn[:2])
+
+    @property
+    def closing(self) -> tuple[str, int | None]:
+        """What the template writes after the assistant's words, up to the first control token, and
+        the id of that; all of it and None if there is none."""
+        tail = "" if self._turn is None else self._turn[2]
+        found = self._control.search(tail)
+        if found is None:
+            return tail, None
+        return self._ending(tail), int(self.tokenizer.convert_tokens_to_ids(found[0]))
+
+    @cached_property
+    def _turn(self) -> tuple[str, str, str] | None:
+        """A prompt as the template writes it, and what it writes before an answer to it and after;
+        None if it shows none, or fails."""
         for turns in QUESTIONS:
             try:
                 asked = self._render(turns, "a probe", (), generate=True)
@@ -196,8 +212,8 @@ class ChatEncoder:
                 raise
             except KeelError:  # some templates need a system message
                 continue
-            return "" if parts is None else _opened(asked, parts[0])
-        return ""
+            return None if parts is None else (asked, *parts)
+        return None
 
     def _continuation(self, answer: str) -> str | None:
         """The rest of an answer that begins with the opening, or goes on from it; else None."""

@@ -23,6 +23,7 @@ from keel.data.tasks.base import places
 from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries
 from keel.learn.optimizer import trainable
+from keel.models.chat import ChatEncoder
 from keel.models.kernels.build import fingerprint
 from keel.models.policy import Policy, load_policy
 from keel.models.precision import is_open, settle, time_products
@@ -36,7 +37,7 @@ from keel.preflight.judge_cost import dollars, over_budget
 from keel.preflight.memory import measure
 from keel.preflight.prompts import sampling_plan, trained_on_validation
 from keel.preflight.sampling_stage import inspect_sampling_stage
-from keel.preflight.tokens import closing, eos_pair
+from keel.preflight.tokens import eos_pair
 from keel.preflight.trial import TrialProcess
 from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
@@ -234,8 +235,7 @@ def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     tokenizer = policy.tokenizer
     named = getattr(getattr(policy.model, "generation_config", None), "eos_token_id", None)
     ids = () if named is None else (named,) if isinstance(named, int) else tuple(named)
-    closed = closing(tokenizer, {})
-    known = closed is not None and closed.token in ids
+    known = ChatEncoder(tokenizer).closing[1] in ids
     own = None if known else tokenizer.eos_token_id
     found = [eos_pair(own, ids, str(tokenizer.eos_token), "model.name")]
     if is_llama_like(policy.model.base_model):

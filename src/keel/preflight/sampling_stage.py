@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from keel.engines.requests import unmet_requests
 from keel.engines.stopping import eos_ids, split_stops
 from keel.learn.advantages import check_steps
 from keel.learn.batch import from_groups
+from keel.models.chat import ChatEncoder
 from keel.models.families import uses_autocast
 from keel.models.precision import rounding_effect
 from keel.preflight import settings, tokens
@@ -75,7 +77,7 @@ def inspect_sampling_stage(context: StageContext) -> None:
     rewards = list(zip(ready or (RewardSource(function=TASK),), judge.functions, strict=True))
     results: tuple[tuple[RewardResult, ...], ...] = ()
     gold: Gold | None = None
-    with closing(judge):
+    with contextlib.closing(judge):
         with context.stops("as its first batch is sampled", f"{plan.key}rollout"):
             trial = context.trained_by is not None
             batch = sample(context.policy, plan, stats, judge, trial=trial)
@@ -165,8 +167,9 @@ def _check_end_of_turn(context: StageContext, plan: SamplingPlan) -> None:
     with suppress(KeelError):  # a finding when the batch is sampled
         texts, ids = split_stops(plan.rollout.stop, policy.tokenizer)
         stops = (*eos_ids(policy.model, policy.tokenizer), *plan.rollout.stop_ids, *ids)
-        closed = tokens.closing(policy.tokenizer, plan.sampling.prompts.chat_template)
-        context.add(tokens.end_of_turn(closed, stops, texts, f"{plan.key}rollout"))
+        closing = ChatEncoder(policy.tokenizer, plan.sampling.prompts.chat_template).closing
+        key = f"{plan.key}rollout"
+        context.add(tokens.end_of_turn(closing, policy.tokenizer, stops, texts, key))
 
 
 def _check_names(context: StageContext, plan: SamplingPlan) -> None:

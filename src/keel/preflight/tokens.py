@@ -3,72 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from keel.models.chat import encode
+from keel.models.chat import PROBE, encode
 from keel.models.template import render
 from keel.preflight.finding import Finding, shorten
 from keel.runs.watchdog import Hung
 from keel.types import KeelError, Message, Prompt, Tools, text_of
 
-PROBE = "An answer to close"
-"""An answer that no template has reason to change."""
 THINKING = ("<think>", "</think>")
 """Templates of thinking models write these only where a turn begins, or drop them after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Closing:
-    """What the chat template writes after the assistant's words: the text, and its first special
-    token, where there is one."""
-
-    text: str
-    token: int | None
-    spelled: str
-
-
-def closing(tokenizer: Any, template: Mapping[str, Any]) -> Closing | None:
-    """How the template closes an assistant's turn; None where it does not, or fails."""
-    turns = [
-        Message(role="user", content="A question"),
-        Message(role="assistant", content=PROBE),
-    ]
-    text = _rendered(tokenizer, turns, template, prompt=False)
-    if text is None or PROBE not in text:
-        return None
-    tail = text.rpartition(PROBE)[2]
-    if not tail.strip():
-        return None
-    special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
-    token = next((int(number) for number in ids if number in special), None)
-    spelled = tail.strip() if token is None else str(tokenizer.convert_ids_to_tokens(token))
-    return Closing(tail, token, spelled)
-
-
 def end_of_turn(
-    closed: Closing | None, stops: Sequence[int], stop_texts: Sequence[str], key: str
+    closing: tuple[str, int | None],
+    tokenizer: Any,
+    stops: Sequence[int],
+    stop_texts: Sequence[str],
+    key: str,
 ) -> Finding | None:
-    """The end of a turn that does not end a completion. `key` is that of the rollout table."""
-    if closed is None or closed.token in stops:
+    """The end of a turn (`ChatEncoder.closing`) that does not end a completion; `key` is that of
+    the rollout table."""
+    text, token = closing
+    if not text.strip() or token in stops or any(stop in text for stop in stop_texts):
         return None
-    if any(text in closed.text for text in stop_texts):
-        return None
-    if closed.token is None:
-        fix = f'set {key}.stop = ["{closed.spelled}"]'
+    if token is None:
+        spelled, number, name = text.strip(), "", "stop"
+        fix = f'set {key}.stop = ["{spelled}"]'
     else:
+        spelled, number, name = tokenizer.convert_ids_to_tokens(token), f" (id {token})", "stop_ids"
         fix = (
-            f"set {key}.stop_ids = [{closed.token}], or name it in eos_token_id of the model's "
+            f"set {key}.stop_ids = [{token}], or name it in eos_token_id of the model's "
             "generation_config.json"
         )
     return Finding(
         "end-of-turn-not-stop",
         "a completion does not end where the assistant's turn does, and the model runs on",
-        f"the chat template closes a turn with {closed.spelled!r}"
-        + ("" if closed.token is None else f" (id {closed.token})")
-        + f"; completions end at the ids {', '.join(map(str, stops))}",
-        f"{key}.stop_ids" if closed.token is not None else f"{key}.stop",
+        f"the chat template closes a turn with {spelled!r}{number}; completions end at the ids "
+        f"{', '.join(map(str, stops))}",
+        f"{key}.{name}",
         fix,
         "error",
     )
