@@ -114,4 +114,4 @@ def test_check_of_a_program_says_what_it_leaves_out(
     assert main(["check", "examples/05_program.toml", "threads=1"]) == 0
     shown = capsys.readouterr().out
     assert "sampled completions         64" in shown
-    assert "not looked at: time of rollout.program and of its requests" in shown
+    assert "not checked: memory and time of rollout.program and of its requests" in shown

@@ -387,7 +387,7 @@ def test_judge_is_not_called_and_its_price_is_estimated() -> None:
     assert report.findings == ()
     assert "questions" in str(report.stages[0].figures["judge 'judge'"])
     assert report.total["cost"] > 0
-    assert any("nothing was asked" in what for what in report.stages[0].unseen)
+    assert any("nothing was asked" in what for what in report.stages[0].skipped_checks)
 
 
 @pytest.mark.parametrize(
@@ -540,25 +540,3 @@ def test_gsm8k_and_math500_with_their_rewards() -> None:
         assert {one.kind for one in found.findings} <= {"reward-zero"}, found.findings
         assert found.stages[0].figures[f"gold answers, {reward}"] == 1.0
     assert "which is no number" in stops(report(math500, "numeric_match"))[1]
-
-
-# ---------------------------------------------------------------- secrets
-
-ALLOWED: list[dict[str, Any]] = [
-    {"token": "####"}, {"secret": "blue"}, {"start": "sk-learn-style-estimator-names"},
-    {"system": "log in at https://you@example.com and say hi"}, {"api_key": 12},
-]  # fmt: skip
-REFUSED: list[dict[str, Any]] = [
-    {"secret_key": "abc"}, {"aws_secret_access_key": "abc"}, {"private-key": "abc"},
-    {"api_key": "12345678901"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", [*ALLOWED, *REFUSED], ids=str)
-def test_reward_options_hold_no_secrets(options: dict[str, Any]) -> None:
-    source = recipe(rl({"function": "a:b", "options": options}))
-    if options in ALLOWED:
-        load_recipe(source)
-        return
-    with pytest.raises(KeelError, match="a recipe is kept in the run folder"):
-        load_recipe(source)

@@ -67,7 +67,7 @@ def test_recipe_for_another_machine_is_not_run(monkeypatch: pytest.MonkeyPatch) 
         ("model.device=cuda", "no GPU here"),
     ):
         report = check("tiny", [*SHORT, key, "optimizer.warmup_steps=99"])
-        (line,) = report.stages[0].unseen
+        (line,) = report.stages[0].skipped_checks
         assert line.startswith("memory and time: not run, since")
         assert why in line
         assert [one.kind for one in report.findings] == ["warm-up-never-ends"]
@@ -77,7 +77,7 @@ def test_trial_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(trial, "LIMIT", 0.01)
     (stage,) = check("tiny", SHORT).stages
     assert stage.measured == {}
-    assert any("took longer than" in line for line in stage.unseen)
+    assert any("took longer than" in line for line in stage.skipped_checks)
 
 
 @linux
@@ -151,7 +151,9 @@ def test_every_kind_of_stage_is_measured_with_the_models_of_earlier_ones(tmp_pat
     build = load_recipe("tiny").model.model_dump()["build"]
     report = check({"threads": 1, "model": {"build": build}, "stages": stages})
     assert [stage.name for stage in report.stages if not stage.measured] == []
-    assert [what for stage in report.stages for what in stage.unseen if "memory" in what] == []
+    assert [
+        what for stage in report.stages for what in stage.skipped_checks if "memory" in what
+    ] == []
     peaks = [stage.measured["memory"]["peak"] for stage in report.stages]
     assert peaks == sorted(peaks)  # one process, which keeps what it has freed
 

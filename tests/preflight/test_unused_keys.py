@@ -18,7 +18,7 @@ from keel.config.schema import Recipe
 from keel.preflight.unused_keys import Facts, unused_keys
 
 WHERE = re.compile(r"\\\{.*?\\\}")
-HERE = Facts(cpu=True, local=False, conversations=False, replies={"rl": False})
+LOCAL = Facts(cpu=True, local=False, conversations=False, replies={"rl": False})
 CHAT = Facts(cpu=False, local=False, conversations=True, replies={"rl": True})
 BUILD: dict[str, Any] = {"build": {"hidden_size": 64}}
 TASK: dict[str, Any] = {"name": "sort_digits"}
@@ -33,7 +33,7 @@ def conditions(model: type[BaseModel]) -> Iterator[UnusedIf]:
             yield from conditions(inner)
 
 
-def found(recipe: dict[str, Any], *overrides: str, facts: Facts = HERE) -> list[str]:
+def found(recipe: dict[str, Any], *overrides: str, facts: Facts = LOCAL) -> list[str]:
     loaded = load_recipe(recipe, overrides)
     return [one.key for one in unused_keys(recipe, overrides, loaded, facts)]
 
@@ -108,12 +108,12 @@ CASES: list[tuple[Any, ...]] = [
     ("rollout.vllm.gpus", rl(), ("algorithm.correction.kind=truncate", "rollout.engine=vllm",
                                  "rollout.vllm.gpus=[0]")),
     ("rollout.overlap_rewards", rl(),
-     ("rollout.max_turns=2", "rollout.overlap_rewards=true"), replace(HERE, replies={})),
+     ("rollout.max_turns=2", "rollout.overlap_rewards=true"), replace(LOCAL, replies={})),
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ("model.dtype=float64",), CHAT),
-    ("model.revision", rl(model={"name": ".", "revision": "main"}), (), replace(HERE, local=True)),
+    ("model.revision", rl(model={"name": ".", "revision": "main"}), (), replace(LOCAL, local=True)),
     ("model.build.kv_heads", rl(model={"build": {"family": "gpt2", "kv_heads": 2}}), (),
-     replace(HERE, kv_heads=False)),
-    ("tasks.0.raw", rl(tasks=[{**TASK, "raw": True}]), (), replace(HERE, template=False)),
+     replace(LOCAL, kv_heads=False)),
+    ("tasks.0.raw", rl(tasks=[{**TASK, "raw": True}]), (), replace(LOCAL, template=False)),
     ("prompts.chat_template.thinks", rl(prompts={"chat_template": {"thinks": True, "dates": True}}),
      (), replace(CHAT, unread={"rl": frozenset({"thinks"})})),
     ("rollout.max_refills", rl(), ("rollout.max_refills=3",)),
@@ -164,7 +164,7 @@ CASES: list[tuple[Any, ...]] = [
     ("sampled.tasks.0.weight",
      judging("dpo", sampled={"tasks": [{**TASK, "weight": 3.0}]}), ()),
 ]  # fmt: skip
-UNUSED = [(*case, HERE)[:4] for case in CASES]
+UNUSED = [(*case, LOCAL)[:4] for case in CASES]
 """Key, recipe, overrides, facts."""
 
 
@@ -209,7 +209,7 @@ def test_key_with_an_effect_is_not_reported(
     assert found(recipe, *overrides, facts=CHAT) == []
 
 
-@pytest.mark.parametrize("facts", [HERE, CHAT])
+@pytest.mark.parametrize("facts", [LOCAL, CHAT])
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_shipped_recipes_set_no_unused_key(name: str, facts: Facts, tmp_path: Path) -> None:
     """Neither as they are shipped, nor written out with every default, as a run folder has them.
@@ -236,7 +236,7 @@ def test_only_written_keys_that_differ_from_their_default_are_reported(tmp_path:
     overrides = ["rollouts_every=500", "algorithm.surrogate.high=0.3"]
     loaded = load_recipe(str(recipe), overrides)
     assert loaded.stages[0].rollout.max_refills == 3  # type: ignore[union-attr]
-    findings = unused_keys(str(recipe), overrides, loaded, HERE)
+    findings = unused_keys(str(recipe), overrides, loaded, LOCAL)
     assert [(one.key, one.what) for one in findings] == [
         ("rollouts_every", "rollouts_every = 500 has no effect"),
         ("algorithm.surrogate.high", "algorithm.surrogate.high = 0.3 has no effect"),

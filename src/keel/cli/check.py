@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; 1 where anything was found, else 0."""
+    """Print the report; 1 if anything was found, else 0."""
     # A recipe that cannot be read is reported at once, before torch is imported.
     load_recipe(arguments.recipe, arguments.overrides)
     from keel.preflight.trial import TrialProcess
@@ -33,15 +33,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def lines(report: Report) -> Iterator[str]:
     """The report as text: what was looked at, what was measured, what was found."""
-    yield f"{report.recipe}: checked in {report.seconds:.1f} s, nothing is kept"
+    yield f"{report.recipe}: checked in {report.seconds:.1f} s, no run folder is kept"
     for stage in report.stages:
         yield ""
         yield f"{stage.name} ({stage.kind})" if stage.name != stage.kind else stage.name
         width = max(map(len, stage.figures), default=0)
         for name, value in stage.figures.items():
             yield f"  {name:<{width}}  {value}"
-        for what in stage.unseen:
-            yield f"  not looked at: {what}"
+        for what in stage.skipped_checks:
+            yield f"  not checked: {what}"
         if stage.judge:
             low, about, high = (stage.judge[name] for name in ("low", "estimate", "high"))
             yield f"  cost of judges: about ${about:.2f} (${low:.2f} to ${high:.2f})"

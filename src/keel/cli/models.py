@@ -29,5 +29,5 @@ def run(arguments: argparse.Namespace) -> None:
         "\nThe family is model_type in the model's config.json. Tests on a CPU, with a small model"
         "\nof each: packed log-probabilities equal those of transformers; with LoRA the reference"
         "\nis the base; a value model has gradients. A loaded model is compared with transformers"
-        "\nagain, and refused where it differs. A family that is not listed is refused."
+        "\nagain, and refused if it differs. A family that is not listed is refused."
     )

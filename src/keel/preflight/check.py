@@ -49,7 +49,7 @@ WEIGHTS_READ = 4_000_000
 
 @dataclass(frozen=True)
 class StageReport:
-    """A stage's figures, what of it could not be inspected (`unseen`), and what it takes.
+    """A stage's figures, what of it could not be inspected (`skipped_checks`), and what it takes.
 
     `measured` is of two steps at its longest sequences: `memory`, the seconds of a `step` by phase,
     and those of all its steps (`seconds`), with their `cost`. `judge` is the forecast of its judges
@@ -59,7 +59,7 @@ class StageReport:
     name: str
     kind: str
     figures: dict[str, Figure]
-    unseen: tuple[str, ...] = ()
+    skipped_checks: tuple[str, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
     judge: dict[str, float] = field(default_factory=dict)
 
@@ -94,8 +94,8 @@ def check(
 ) -> Report:
     """Inspect a recipe: a TOML file, a shipped name or a mapping, with `key=value` overrides.
 
-    `price` is of an hour of this machine. The recipe itself runs for two steps in a process of its
-    own, which may have been started before (`process`); not without `runs`.
+    `price` is of an hour of this machine. The recipe itself runs for two steps in a separate
+    process, which may have been started before (`process`); not without `runs`.
     Raises KeelError if the recipe cannot be read or its model not be loaded; whatever else would
     stop a stage is a finding.
     """
@@ -117,7 +117,7 @@ def check(
     for context in contexts:
         del context.policy  # the trial loads its own, in the same memory
         if missing:
-            context.unseen.append(f"memory and time: not run, since {missing}")
+            context.skipped_checks.append(f"memory and time: not run, since {missing}")
     del policy
     measured: list[dict[str, Any]] = [{} for _ in contexts]
     if runs and not missing:
@@ -135,7 +135,12 @@ def check(
     findings = sorted(dict.fromkeys(findings), key=lambda one: one.severity != "error")
     stages = tuple(
         StageReport(
-            c.stage.name, c.stage.stage, c.figures, tuple(c.unseen), own, dollars(c.work.forecasts)
+            c.stage.name,
+            c.stage.stage,
+            c.figures,
+            tuple(c.skipped_checks),
+            own,
+            dollars(c.work.forecasts),
         )
         for c, own in zip(contexts, measured, strict=True)
     )

@@ -33,7 +33,7 @@ class PromptStats:
     """A stage's tasks and prompts.
 
     `first` are the first step's prompts, `validation` those of an evaluation, and `longest` is the
-    longest that fits. `rows` counts the train rows, None where a task has no end; `trained`
+    longest that fits. `rows` counts the train rows, None if a task has no end; `trained`
     are their positions (`data.tasks.base.position`). `raw` are the tasks whose plain prompts are
     not put through the chat template.
     """
@@ -81,7 +81,7 @@ class StageContext:
     policy: Policy
     figures: dict[str, Figure] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    unseen: list[str] = field(default_factory=list)
+    skipped_checks: list[str] = field(default_factory=list)
     prompts: PromptStats | None = None
     work: StageWork = field(default_factory=StageWork)
     trained_positions: frozenset[float] = frozenset()
@@ -103,7 +103,7 @@ class StageContext:
         self.findings += [one for one in findings if one is not None]
 
     def add_stop(self, where: str, error: KeelError, key: str) -> None:
-        """The stage would stop; `key` is used where the error names none."""
+        """The stage would stop; `key` is used if the error names none."""
         line = one_line(error)
         what = f"the stage stops {where}"
         self.add(Finding("would-stop", what, line, key_in(line, key), "as the line says", "error"))

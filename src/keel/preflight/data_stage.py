@@ -46,7 +46,7 @@ ENCODED = 2_000
 def inspect_demonstrations(context: StageContext) -> None:
     """The first step's prompts, and the demonstrations made of them and of later prompts.
 
-    Raises StageStops where the stage would stop.
+    Raises StageStops if the stage would stop.
     """
     stage, policy, prefix = cast(SFTStage, context.stage), context.policy, context.prefix
     seed = derive(context.recipe.seed, stage.name)
@@ -83,7 +83,7 @@ def inspect_demonstrations(context: StageContext) -> None:
 def inspect_preference_data(context: StageContext) -> None:
     """The judged rows of a stage, encoded, and the model that it starts from.
 
-    Raises StageStops where the stage would stop.
+    Raises StageStops if the stage would stop.
     """
     stage, prefix = cast(JudgingStage, context.stage), context.prefix
     with context.stops("as its model is made", f"{prefix}base"):
@@ -91,7 +91,9 @@ def inspect_preference_data(context: StageContext) -> None:
     if stage.data is None:
         return
     if stage.data.name not in preferences.KINDS:
-        context.unseen.append(f"the rows of {stage.data.name!r}: its function was not called")
+        context.skipped_checks.append(
+            f"the rows of {stage.data.name!r}: its function was not called"
+        )
         return
     key = f"{prefix}data"
     with context.stops("as its rows are read", key):
@@ -145,7 +147,7 @@ def inspect_preference_data(context: StageContext) -> None:
         few_rows(rows, stage.batch_size, f"{key}.path"),
         over_length(
             "rows-over-length", "rows", lengths, limit, "prompt and answer", f"{prefix}max_tokens",
-            "raise it to {held} (a model with a longer context, where that is the bound)",
+            "raise it to {held} (a model with a longer context, if that is the bound)",
         ),
         unreadable(splits.left_out, rows + len(splits.validation), f"{key}.bad_rows"),
     )  # fmt: skip
@@ -189,7 +191,7 @@ def _demonstrated(
     policy: Policy,
     prefix: str,
 ) -> tuple[str, int]:
-    """The demonstration for a prompt, and its tokens with its end. Raises KeelError where there is
+    """The demonstration for a prompt, and its tokens with its end. Raises KeelError if there is
     none, or it cannot be encoded, or does not fit."""
     gold = stats.tasks[prompt.task].gold(prompt)
     if gold is None:
@@ -208,7 +210,7 @@ def _demonstrated(
 
 
 def _base(context: StageContext, stage: JudgingStage) -> Policy:
-    """The language model that the stage's own starts from. Raises KeelError where none can."""
+    """The language model that the stage's own starts from. Raises KeelError if none can."""
     choice, kind = stage.base_model, stage.reward_model
     if choice is None or kind is None:
         return context.policy

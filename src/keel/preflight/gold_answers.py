@@ -27,7 +27,7 @@ RIGHT = ("exact_match", "numeric_match", "choice", "place_match", "math", "code"
 FAILED = -math.inf
 """Where a reward fails on a gold answer."""
 READABLE = ("numeric_match", "choice", "math")
-"""Built-ins that read the gold answer, and stop where they cannot."""
+"""Built-ins that read the gold answer, and stop if they cannot."""
 SHOWN = 32
 """Prompts whose gold answers are scored."""
 REFUSED = 0.1
@@ -44,7 +44,7 @@ class Gold:
     """The gold answers of the batch's prompts, as completions, and what each reward gave.
 
     `best` is, by reward, the most that a gold answer got in any shape (bare, in tags, boxed, ...),
-    one per prompt; None where the reward has nothing to judge by. `unwritable` are the reasons why
+    one per prompt; None if the reward has nothing to judge by. `unwritable` are the reasons why
     the tokenizer cannot spell answers. `wrong` is what the user's functions gave to another
     prompt's gold answer instead.
     """
@@ -70,9 +70,9 @@ def gold_of(
     tokenizer: Any,
     rewards: Rewards,
 ) -> Gold | None:
-    """The gold answers scored; None where no task knows any.
+    """The gold answers scored; None if no task knows any.
 
-    Raises KeelError where a reward fails on one as it stands, and `rewards` asks to stop then.
+    Raises KeelError if a reward fails on one as it stands, and `rewards` asks to stop then.
     """
     known: list[tuple[Prompt, str]] = []
     lengths: list[int] = []
@@ -271,7 +271,7 @@ def gold_refused(
     """Gold answers that get less than `full`, in whatever shape, and no more than the worst sample.
 
     For a function of the user's, `full` is what is more than nothing. `wrong` is what another
-    prompt's gold answer gets in the place of each: where 0 is the most there is, that is less.
+    prompt's gold answer gets in the place of each: if 0 is the most there is, that is less.
     """
     worst = min(samples, default=0.0)
     others = [*wrong, *[None] * (len(texts) - len(wrong))]

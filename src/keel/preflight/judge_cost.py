@@ -62,7 +62,7 @@ def forecast_judge(
     """The cost of a stage's questions to a judge, estimated from those of the sampled groups.
 
     `validation` is the number of prompts that the stage evaluates on, `key` that of the reward.
-    None where nothing was sampled. The options of the source have been validated.
+    None if nothing was sampled. The options of the source have been validated.
     """
     options = JudgeOptions.model_validate(source.options)
     prices = options.prices
@@ -75,7 +75,7 @@ def forecast_judge(
     times = 1 if sampling.evaluation is None else evaluations_of(stage)
     train, evaluation = _counts(sampling, options, validation, times)
     # A question that was paid for is not asked again: not of equal answers to a prompt, and not at
-    # a later evaluation where the answer has not changed.
+    # a later evaluation if the answer has not changed.
     distinct = len({str(body) for body in bodies}) / len(bodies)
     rollout = sampling.rollout
     fills = 1 + rollout.max_refills if rollout.dynamic_sampling else 1
@@ -141,7 +141,7 @@ def dollars(forecasts: Sequence[Forecast]) -> dict[str, float]:
 
 
 def evaluations_of(stage: StageConfig) -> int:
-    """How often a stage evaluates, if it does: before, every so many steps, and after."""
+    """How often a stage evaluates, if it does: before, every `every` steps, and after."""
     every = stage.evaluation_interval
     if every is None:
         return 0

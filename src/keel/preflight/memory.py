@@ -27,7 +27,7 @@ def available_memory(
     device: torch.device, *, proc: Path = PROC, cgroups: Path = CGROUPS
 ) -> int | None:
     """Bytes that a run could take: what is free now, and what this process holds, which a run in
-    its place would have. None where the system does not say."""
+    its place would have. None if the system does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -39,7 +39,7 @@ def available_memory(
 
 
 def resident_memory(field: str, *, proc: Path = PROC) -> int | None:
-    """Bytes of this process in memory: now (`VmRSS`), or at most so far (`VmHWM`); None where the
+    """Bytes of this process in memory: now (`VmRSS`), or at most so far (`VmHWM`); None if the
     system does not say."""
     return _table(proc / "self/status").get(field)
 
@@ -178,7 +178,9 @@ def _measured(
     if found is None:
         if work.longest is not None:
             why = " ran out of memory" if result.full else f": {result.why}"
-            context.unseen.append(f"memory and time: {result.stopped or 'its process'!r}{why}")
+            context.skipped_checks.append(
+                f"memory and time: {result.stopped or 'its process'!r}{why}"
+            )
         return {}
     if room is not None and found.peak > room:
         context.add(out_of_memory(found.peak, room, f"in the phase {found.phase!r}", key))

@@ -65,7 +65,7 @@ class SamplingPlan:
 
 
 def sampling_plan(recipe: Recipe, stage: StageConfig) -> SamplingPlan | None:
-    """What a stage samples; None where it samples nothing."""
+    """What a stage samples; None if it samples nothing."""
     sampling = stage.sampling
     if sampling is None:
         return None
@@ -91,7 +91,7 @@ def read_prompts(
     """The prompts of a stage, of which the first step takes `take`; also in `context.prompts`.
 
     `prefix` is that of the keys of tasks and prompts; `answer_key` sets `answer_tokens`.
-    Raises StageStops where the first step has no prompts.
+    Raises StageStops if the first step has no prompts.
     """
     key, policy = f"{prefix}tasks", context.policy
     with context.stops("as its tasks are read", key):
@@ -197,7 +197,7 @@ def _check_rows(
 
 
 def encoded_prompts(task: Task, encoder: Encoder) -> list[Prompt]:
-    """The train prompts of a task that are inspected: all, or so many, evenly spread."""
+    """The train prompts of a task that are inspected: all, or some of them, evenly spread."""
     encoded = (encoder(task.prompt("train", at)) for at in inspected_places(task))
     return [prompt for prompt in encoded if prompt is not None]
 
@@ -404,5 +404,5 @@ def _spells(
 
 
 def _holds(text: str, gold: str) -> bool:
-    """Whether the answer is in the text as words of its own."""
+    """Whether the answer is in the text as whole words."""
     return re.search(rf"(?<!\w){re.escape(gold.strip())}(?!\w)", text) is not None

@@ -30,7 +30,7 @@ from keel.training.rollout import all_alike
 from keel.types import RewardResult
 
 FLAT = 0.6
-"""A third to a half of equal groups is common in good runs (all right, or all wrong): only where
+"""A third to a half of equal groups is common in good runs (all right, or all wrong): only if
 surely more than this share is equal does a step mostly sample in vain. Eight groups of eight, or 28
 of 32, are so sure."""
 
@@ -39,7 +39,7 @@ of 32, are so sure."""
 class ScoredBatch:
     """A batch, its rewards, and what they give to the gold answers.
 
-    `results` are empty where no reward was called; `judging` is the reward that evaluation counts
+    `results` are empty if no reward was called; `judging` is the reward that evaluation counts
     right answers by; `partial`: some rewards could not be called.
     """
 
@@ -165,7 +165,7 @@ def _flattened(scored: ScoredBatch, key: str) -> tuple[str, str | None]:
 
 
 def _rewards_of(judged: Sequence[RewardResult]) -> list[float]:
-    """What a group's advantages are made of: rewards of steps, where there are any."""
+    """What a group's advantages are made of: rewards of steps, if there are any."""
     steps = [step.reward for result in judged for step in result.steps]
     return steps or [v.reward for v in judged if v.reward is not None]
 
@@ -207,7 +207,7 @@ def reward_none(n: int, key: str) -> Finding | None:
         "no sample gets a reward, so nothing can be learned",
         f"None for each of {n} completions",
         key,
-        "return a number where the reward applies, or give prompts that it applies to",
+        "return a number if the reward applies, or give prompts that it applies to",
         "error",
     )
 
@@ -239,7 +239,7 @@ def reward_constant(
 def zero_variance(
     flat: int, groups: int, members: int, refills: int | None, key: str
 ) -> Finding | None:
-    """Groups in which all completions have the same reward; `refills` where these are replaced."""
+    """Groups in which all completions have the same reward; `refills` if these are replaced."""
     share = wilson_interval(flat, groups)
     if groups == 0 or members < 2 or share.low <= FLAT:
         return None

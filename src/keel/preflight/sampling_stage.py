@@ -49,7 +49,7 @@ ROUNDED_TOKENS = 2048
 def inspect_sampling_stage(context: StageContext) -> None:
     """Prompts, batch, rewards and gold answers of what a stage samples.
 
-    Raises StageStops where the stage would stop before it samples.
+    Raises StageStops if the stage would stop before it samples.
     """
     plan = sampling_plan(context.recipe, context.stage)
     assert plan is not None
@@ -67,7 +67,7 @@ def inspect_sampling_stage(context: StageContext) -> None:
     _check_names(context, plan)
     ready, waiting = _split_rewards(plan.rewards.functions)
     for reward, why in waiting:
-        context.unseen.append(f"reward {reward.name or reward.function!r}: {why}")
+        context.skipped_checks.append(f"reward {reward.name or reward.function!r}: {why}")
     callable_now = bool(ready) or not waiting  # without a reward it is the task's own score
     choice = plan.rewards.model_copy(update={"functions": ready})
     key = f"{plan.key}rewards.functions"
@@ -121,7 +121,7 @@ def _check_requests(context: StageContext, plan: SamplingPlan, batch: TrialBatch
 
 def _check_rounding(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> None:
     """How far the policy's autocast moves log-probabilities and gradient of some completions; a
-    finding where a CPU samples in float32 and nothing corrects for the difference."""
+    finding if a CPU samples in float32 and nothing corrects for the difference."""
     policy = context.policy
     if not uses_autocast(policy.model, policy.autocast):
         return
@@ -222,7 +222,7 @@ def _split_rewards(
 def _scorer(
     plan: SamplingPlan, functions: Sequence[NamedReward], stats: PromptStats, partial: bool
 ) -> Scorer:
-    """The stage's scorer; where rewards are missing, of the others, whatever their weights."""
+    """The stage's scorer; if rewards are missing, of the others, whatever their weights."""
     if partial and functions and not any(f.weight for f in functions):
         functions = [replace(f, weight=1.0) for f in functions]
     algorithm = plan.sampling.algorithm
@@ -274,5 +274,7 @@ def _set_work(
         if other is not None:
             data["validation"] = prompt_columns(other.content, ())["prompt"]
     work.longest = LongestExample(len(longest.tokens), data, longest.task in stats.raw)
-    if rollout.max_turns > 1 or rollout.program is not None:
-        context.unseen.append("memory and time of further turns of a conversation")
+    if rollout.program is not None:
+        context.skipped_checks.append("memory and time of rollout.program and of its requests")
+    elif rollout.max_turns > 1:
+        context.skipped_checks.append("memory and time of further turns of a conversation")

@@ -12,7 +12,7 @@ from keel.runs.watchdog import Hung
 from keel.types import KeelError, Message, Prompt, Tools, text_of
 
 THINKING = ("<think>", "</think>")
-"""Templates of thinking models write these only where a turn begins, or drop them after it."""
+"""Templates of thinking models write these only if a turn begins, or drop them after it."""
 
 
 def end_of_turn(
@@ -225,7 +225,7 @@ def _rendered(
     *,
     prompt: bool,
 ) -> str | None:
-    """The conversation as the template's text; None where it has none, or it fails."""
+    """The conversation as the template's text; None if it has none, or it fails."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     try:

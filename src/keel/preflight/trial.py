@@ -1,4 +1,4 @@
-"""The recipe itself for two steps at its longest sequences, run by a process of its own.
+"""The recipe itself for two steps at its longest sequences, run by a separate process.
 
 Only its data and rewards are replaced: each example is the longest, completions go on to
 `max_tokens`, and rewards differ, so that each completion is learned from. Torch-free, so that the
@@ -42,7 +42,7 @@ class LongestExample:
 
 
 class TrialProcess:
-    """The process, which waits for its job, with a folder of its own; both are gone after the
+    """The process, which waits for its job, with its own folder; both are gone after the
     `with` block."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def trial_recipe(
     prompts: Mapping[str, int],
     folder: Path,
 ) -> Recipe | None:
-    """The recipe to run: the stages with an example, with at most so many `prompts` a step.
+    """The recipe to run: the stages with an example, with at most `prompts` prompts a step.
 
     None if there is none. A stage whose reward model starts from that of a stage without an example
     is left out too.

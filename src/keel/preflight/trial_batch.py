@@ -20,13 +20,13 @@ from keel.training.setup import PromptSource, build_sampler
 from keel.types import Capabilities, Group, Prompt
 
 GROUPS = 8
-"""At least so many prompts: a share of eight groups shows whether it is most of them."""
+"""The fewest prompts: a share of eight groups shows whether it is most of them."""
 MEMBERS = 4
-"""At least so many completions of each, where the recipe samples more."""
+"""The fewest completions of each, if the recipe samples more."""
 LONGER = 4
 """How many times the budget cut completions are sampled on, to see where they end."""
 SHORTEST = 32
-"""At least so many tokens, however large the model."""
+"""The fewest tokens, however large the model."""
 OPERATIONS: Final = {"cpu": 4e12, "cuda": 4e15}
 """Floating-point operations that a batch may take: at most half a minute on a laptop."""
 BYTES: Final = {"cpu": 2e11, "cuda": 4e13}
@@ -37,7 +37,7 @@ TRIED = 64
 """Tokens of answers that only try the rewards out."""
 SAMPLES = 32
 """Fewer completions do not show that something never happens: of 32, none shows it with a chance
-of one in four where one in 23 would."""
+of one in four if one in 23 would."""
 CUT = 0.05
 """The budget should hold 95 %: surely more than this share is cut (the interval's lower end)."""
 
@@ -175,7 +175,7 @@ def _sampled_on(
     prompts: list[Prompt] = [groups[at].prompt for at in chosen]
     if context is not None and prompts:
         longest = min([longest, *(context - len(p.tokens) for p in prompts)])
-    # Each occurrence of an id has a random stream of its own, so that repeated ids do not line up.
+    # Each occurrence of an id has its own random stream, so that repeated ids do not line up.
     repeated = len({group.prompt.id for group in groups}) < len(groups)
     if not prompts or longest <= size.tokens or repeated:
         return []
@@ -192,13 +192,13 @@ def check_ends(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> 
     size, n = batch.size, batch.completions
     context.figures |= {"sampled prompts": size.prompts, "sampled completions": n}
     if context.trained_by is not None:
-        context.unseen.append(
+        context.skipped_checks.append(
             f"how completions end and what they earn: stage {context.trained_by!r} is yet to train "
             "the policy"
         )
         return
     if not batch.whole:
-        context.unseen.append(
+        context.skipped_checks.append(
             f"completions beyond {size.tokens} tokens (of a budget of {batch.budget}): this model "
             "would take minutes here"
         )

@@ -52,7 +52,7 @@ class TrialMonitor(Clock, Callback):
         self.events.flush()
 
     def peak(self) -> int:
-        """The most bytes since the last reset, or of all until now where there are no resets."""
+        """The most bytes since the last reset, or of all until now if there are no resets."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         found = resident_memory("VmHWM")

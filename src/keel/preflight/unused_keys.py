@@ -32,7 +32,7 @@ class Facts:
 
     `cpu`: the model is on a CPU; `local`: model.name is a folder; `kv_heads`: the model family has
     separate key-value heads; `template`: the tokenizer has a chat template; `conversations`:
-    whether any prompt is one, None where unknown; `replies`: by stage, whether one of its tasks
+    whether any prompt is one, None if unknown; `replies`: by stage, whether one of its tasks
     can reply; `unread`: by stage, the keywords that the chat template does not read.
     """
 
