@@ -11,7 +11,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from keel.config.load import load_run_recipe
+from keel.config.load import load_recipe
 from keel.models.packed import pack
 from keel.models.reward import load_reward_model
 from keel.runs.reader import load
@@ -22,7 +22,7 @@ from tests.real.model import QUESTIONS, spec, stock_log_probs
 
 def furthest_log_prob(run: Path, exported: Path) -> float:
     """The largest difference of a log-probability, the policy from the run's last checkpoint."""
-    recipe = load_run_recipe(run / "recipe.toml")
+    recipe = load_recipe(run / "recipe.toml")
     policy = checkpoint_policy(recipe.model, recipe.seed, pick_checkpoint(load(run).folder))
     tokens = torch.tensor(policy.tokenizer(" ".join(QUESTIONS)).input_ids)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def furthest_log_prob(run: Path, exported: Path) -> float:
 @torch.no_grad()
 def furthest_score(run: Path, exported: Path) -> float:
     """The largest difference of a reward model's score, or of a process model's log-odds."""
-    stage = load_run_recipe(run / "recipe.toml").stages[-1].name
+    stage = load_recipe(run / "recipe.toml").stages[-1].name
     kind = "process" if stage == "process_reward_model" else "outcome"
     ours = load_reward_model(spec().model_copy(update={"name": str(run / "models" / stage)}), kind)
     reader = ours.reader()

@@ -71,7 +71,7 @@ def measures_of(row: Mapping[str, Any]) -> list[Measure]:
 
 
 def pieces_of(row: Mapping[str, Any]) -> list[str]:
-    """The texts of the tokens; their ids where an earlier version recorded no texts."""
+    """The texts of the tokens; their ids if none were recorded."""
     return row.get("pieces") or [f"⟨{token}⟩" for token in row["tokens"]]
 
 

@@ -19,7 +19,7 @@ from keel.analysis.progress import figure, watching
 from keel.analysis.terminal import curve
 from keel.analysis.text import visible
 from keel.cli.diagnose import NOTHING
-from keel.config.load import load_recipe, load_run_recipe
+from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     if recipe is not None and "processes" not in recipe.cluster.model_fields_set:
         count = f"cluster.processes={ranks.count}"
         recipe = load_recipe(arguments.recipe, [*arguments.overrides, count])
-    resumed = recipe or load_run_recipe(RunFolder.open(arguments.run).recipe)
+    resumed = recipe or load_recipe(RunFolder.open(arguments.run).recipe)
     launched.check(resumed.cluster.processes, resumed.cluster.ray, ranks)
     with launched.driving(ranks):
         return _run(arguments, recipe)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from keel.config.fields import nearest, unknown
 from keel.config.repeat import write_out
 from keel.config.schema import Recipe
 from keel.config.secrets import wrong_secret
-from keel.config.sources import LEARNED
 from keel.types import KeelError
 
 Source = str | Path | Mapping[str, Any]
@@ -52,23 +51,6 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise KeelError(explain_validation(error, data)) from None
-
-
-def load_run_recipe(path: str | Path) -> Recipe:
-    """The recipe of a run folder.
-
-    An earlier version of Keel had no key `raw` and read plain prompts as they stand: its run
-    folders keep that. Raises KeelError as `load_recipe` does.
-    """
-    data = read_recipe(str(path))
-    if predates_raw(data):
-        for table in _prompt_tables(data):
-            if table.get("system", "none") == "none":  # else a conversation, with raw or without
-                table["raw"] = True
-        learned = [t for key, t in _tables(data) if key == "functions"]
-        for function in (one for one in learned if one.get("function") in LEARNED):
-            function["options"] = {"raw": True, **function.get("options", {})}
-    return load_recipe(data)
 
 
 def in_run_folder(value: Any, folder: Path) -> Any:
@@ -106,31 +88,6 @@ def located(value: Any, folder: Path, key: str = "", judge: bool = False) -> Any
         is_path |= any(os.path.isfile(f"{path}/{file}") for file in MODEL_FILES)
     is_path |= judge and key == "cache"
     return path if is_path else value
-
-
-def predates_raw(data: Mapping[str, Any]) -> bool:
-    """Whether a version of Keel without the key `raw` wrote a run folder's recipe.
-
-    A resolved recipe has every key that its version knows.
-    """
-    tables = _prompt_tables(data)
-    return bool(tables) and not any("raw" in table for table in tables)
-
-
-def _prompt_tables(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tables of a recipe that have the key `raw`: tasks and preference data."""
-    return [table for key, table in _tables(data) if key in ("tasks", "data")]
-
-
-def _tables(value: Any, key: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tables in a recipe's data, each with the key that it, or its list, stands under."""
-    if isinstance(value, dict):
-        yield key, value
-        for name, inside in value.items():
-            yield from _tables(inside, name) if name != "options" else ()
-    elif isinstance(value, list):
-        for inside in value:
-            yield from _tables(inside, key)
 
 
 def refuse_secrets(data: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from keel.config.load import load_run_recipe, to_toml
+from keel.config.load import load_recipe, to_toml
 from keel.learn.token_budget import out_of_memory
 from keel.preflight.memory import OUTSIDE, PROC, resident_memory
 from keel.runs import lifecycle
@@ -113,7 +113,7 @@ def run(job: Mapping[str, Any]) -> None:
     monitor = TrialMonitor(device, folder / "events.jsonl")
     kind = WithoutCheckpoints if device.type == "cuda" else RunWriter
     try:
-        recipe = load_run_recipe(folder / "recipe.toml")
+        recipe = load_recipe(folder / "recipe.toml")
         place = lifecycle.create_run(to_toml(recipe), recipe.name, folder / "run")
         with lifecycle.run_lifecycle(place, False, [monitor]) as (writer, _):
             watched = kind(**{**vars(writer), "clock": monitor})

@@ -244,12 +244,10 @@ class Recorded:
         (checkpoint / RECORD).write_text(text + "\n", "utf-8")
 
 
-def read(checkpoint: Path) -> Recorded | None:
-    """The record of a whole checkpoint; None of one that an earlier version of Keel wrote."""
+def read(checkpoint: Path) -> Recorded:
+    """The record of a whole checkpoint."""
     try:
         return Recorded(**json.loads((checkpoint / RECORD).read_bytes()))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, TypeError) as error:
         raise KeelError(
             f"cannot read {checkpoint / RECORD}: {error}: resume with the version that wrote it"

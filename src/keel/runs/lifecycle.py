@@ -20,7 +20,7 @@ from typing import Any, Literal
 import tomli_w
 
 from keel.config.entry import PASSED, PYTHON, load_entry, source_of
-from keel.config.load import in_run_folder, predates_raw
+from keel.config.load import in_run_folder
 from keel.runs import checkpoint, files
 from keel.runs.callbacks import Callbacks
 from keel.runs.checkpoint import SHOWN, Recorded
@@ -154,33 +154,22 @@ def run_lifecycle(
             writer.callbacks.note(
                 f"checkpoint {path} is damaged ({wrong}): going on from the one before"
             )
-        if start is not None:
+        if start is not None and known is not None:
             for note in _notes(start, known, recipe, inputs, lost):
                 writer.note(note)
-        if resume and predates_raw(recipe):
-            writer.note(
-                f"{place.recipe.name} has no key raw (an earlier version of Keel wrote it): plain "
-                "prompts go without the chat template, as they did in that version; set raw of "
-                "its tasks and data to choose"
-            )
         yield writer, None if start is None else start.path
 
 
 def _notes(
     start: FolderEntry,
-    known: Recorded | None,
+    known: Recorded,
     recipe: Mapping[str, Any],
     inputs: Mapping[str, str],
     lost: Sequence[str],
 ) -> Iterator[str]:
     """What has changed since the checkpoint that a run is resumed from."""
     name = start.path.name
-    if known is None:
-        yield (
-            f"checkpoint {name} has no {checkpoint.RECORD} (an earlier version of Keel wrote it): "
-            "whether recipe, inputs, metrics or rollouts have changed since is not known"
-        )
-    elif changed := checkpoint.changed(known, recipe, inputs):
+    if changed := checkpoint.changed(known, recipe, inputs):
         yield (
             f"since checkpoint {name} was written there changed: {changed}: from here on this is "
             "another run, and not byte for byte one that never stopped"
@@ -255,15 +244,11 @@ def _compare(
 ) -> tuple[dict[str, str], list[str]]:
     """The hashes of what was recorded before a checkpoint, and the rollouts that are lost since.
 
-    A checkpoint of an earlier version of Keel has none: then they are those of the present files.
     A lost file keeps its hash, so that later checkpoints are those of an unharmed run.
     """
-    if start is None:
+    if start is None or known is None:
         return {}, []
-    if known is not None:
-        return dict(known.files), checkpoint.check(place, start, known)
-    before = [entry.path for entry in place.list_rollouts() if entry.place <= start.place]
-    return {f"rollouts/{path.name}": files.sha256(path) for path in before}, []
+    return dict(known.files), checkpoint.check(place, start, known)
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class Recorder(ExitStack):
 
     def evaluation(self, stage: int, step: int, rows: Sequence[RolloutRow]) -> None:
         """Write the completions of an evaluation after a step, as `rollouts` does."""
-        if rows:  # a run that an earlier version began has no such folder
+        if rows:
             files.make_folder(self.folder.evaluations_folder)
         self._table(self.folder.evaluation(stage, step), stage, step, rows)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from keel.config.judging import JudgingStage, ProcessRewardModelStage
-from keel.config.load import load_recipe, load_run_recipe, parse_override
+from keel.config.load import load_recipe, parse_override
 from keel.config.model import Model
 from keel.config.presets import merge
 from keel.config.schema import Recipe, RLStage
@@ -140,7 +140,7 @@ def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
             raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")
         return None, None
     folder = RunFolder.open(model)
-    return load_run_recipe(folder.recipe), folder
+    return load_recipe(folder.recipe), folder
 
 
 def _stage_data(
@@ -303,7 +303,7 @@ def judging_stage(run: Path | str, stage: str | None) -> JudgingStage | None:
     """The stage of a run that made a reward model; None of a model that is not of a run."""
     if stage is None:
         return None
-    recipe = load_run_recipe(RunFolder.open(run).recipe)
+    recipe = load_recipe(RunFolder.open(run).recipe)
     return cast(JudgingStage, next(one for one in recipe.stages if one.name == stage))
 
 

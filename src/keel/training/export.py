@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from keel.config.load import load_run_recipe
+from keel.config.load import load_recipe
 from keel.models.policy import BASE
 from keel.models.tokenizer_round_trip import (
     PROBES,
@@ -124,7 +124,7 @@ def _write(
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as made:
             aside = Path(made) / target.name
             if of_checkpoint and not adapter and holds_adapter(source):
-                recipe = load_run_recipe(place.recipe)
+                recipe = load_recipe(place.recipe)
                 checkpoint_policy(recipe.model, recipe.seed, source).save(aside)
                 shutil.rmtree(aside / ADAPTER)
             else:

@@ -255,9 +255,7 @@ def read_pending(folder: Path | None) -> tuple[Pending, ...]:
         return ()
     state = checkpoint.load_json(folder / PENDING)
     try:
-        # A checkpoint of an earlier version has those of one step.
-        states = state.get("pending", [state])
-        return tuple(Pending(one["step"], _read(one)) for one in states)
+        return tuple(Pending(one["step"], _read(one)) for one in state["pending"])
     except (KeyError, TypeError, ValueError) as error:
         raise KeelError(
             f"{folder / PENDING} was written by another version of Keel ({error}): resume with "

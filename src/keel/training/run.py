@@ -11,7 +11,7 @@ import torch
 
 from keel.analysis.diagnosis.monitor import DiagnosisMonitor
 from keel.config.entry import PASSED, load_entry
-from keel.config.load import load_run_recipe, to_toml
+from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.models.kernels.build import fingerprint
 from keel.models.loading import describe_model
@@ -68,7 +68,7 @@ def train(
     if resumed is not None and text:
         lifecycle.change_recipe(resumed, text)
     place = resumed or lifecycle.create_run(text, name, folder, inputs)
-    recipe = load_run_recipe(place.recipe)
+    recipe = load_recipe(place.recipe)
     before: Path | None = None
     left, lost = recipe.cluster.restarts, ""
     stopping: Interrupt | None = None

@@ -14,7 +14,7 @@ from typing import Any
 
 from keel.analysis.panels import with_first
 from keel.analysis.text import visible
-from keel.config.load import load_run_recipe
+from keel.config.load import load_recipe
 from keel.runs.files import is_taken
 from keel.runs.follow import Column, FollowedFile
 from keel.runs.layout import RECIPE, RunFolder
@@ -232,6 +232,6 @@ def pictures_of(run: OpenRun, stage: str) -> list[tuple[str, Path]]:
 def recipe_of(run: OpenRun) -> Any:
     """The validated recipe of a run; None where this version of Keel does not accept it."""
     try:
-        return load_run_recipe(run.folder.recipe)
+        return load_recipe(run.folder.recipe)
     except KeelError:
         return None
