@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -112,12 +113,14 @@ def same_answer(
     try:
         wanted = gold_answer(gold, plain=plain)
     except Unreadable:
-        return _same_text(gold, stated)
+        return None
     if wanted.kind == "option":
         return bool(chosen(stated, question) == wanted.value)
-    answer = final_answer(stated, words=wanted.kind == "words")
+    answer = final_answer(stated, words=wanted.kind in ("words", "text"))
     if answer is None:
         return False
+    if wanted.kind == "text":
+        return bool(bare(answer.text).replace(" ", "") == wanted.value)
     if wanted.kind == "number" and (answer.how != "marked" or "=" in answer.text):
         number = stated_number(stated, evaluated=evaluated)
         if number is not None:
@@ -186,26 +189,9 @@ def _tree(text: str) -> Any:
 def can_be_read(gold: str) -> bool:
     """Whether answers can be compared with a gold answer: as mathematics, or else as text."""
     try:
-        gold_answer(gold)
+        return bool(gold_answer(gold))
     except Unreadable:
-        return _text_of(gold) is not None
-    return True
-
-
-def _same_text(gold: str, stated: str) -> bool | None:
-    """Whether answers that are not understood are written alike; None where gold is no text."""
-    text, answer = _text_of(gold), final_answer(stated, words=True)
-    if text is None:
-        return None
-    return answer is not None and bare(answer.text).replace(" ", "") == text
-
-
-def _text_of(gold: str) -> str | None:
-    """A gold answer as text without blanks; None where there is nothing to compare."""
-    wanted = final_answer(gold, words=True, trusted=True)
-    text = bare(wanted.text if wanted and wanted.how == "marked" else gold).replace(" ", "")
-    depths = [0, *_depths(text)]
-    return text if re.search(r"\w", text) and depths[-1] == 0 == min(depths) else None
+        return False
 
 
 def parse(
@@ -246,16 +232,16 @@ def parse(
             for row in rows
         ]
         return ParsedExpression("matrix", cells, text, name)
+    if text.startswith("\\{") and text.endswith("\\}"):
+        text = text[2:-2].strip()
+    if not text:
+        raise Unreadable
     for parts in (_split(_CONNECTED.sub(",", text), ",;"), text.split("\\cup")):
         if len(parts) > 1:
             items = [parse(part, **again) for part in parts if part.strip()]
             flat = [one for i in items for one in (i.value if i.kind == "list" else [i])]
             names = {one.name for one in flat}
             return _listed(flat, text, name or (names.pop() if len(names) == 1 else ""))
-    if text.startswith("\\{") and text.endswith("\\}"):
-        parts = _split(_CONNECTED.sub(",", text[2:-2]), ",;")
-        items = [parse(part, **again) for part in parts if part.strip()]
-        return _listed(items, text, name)
     if text[0] in "([" and text[-1] in ")]" and 0 not in _depths(text)[:-1]:
         parts = _split(text[1:-1], ",;")
         if len(parts) > 1:
@@ -275,22 +261,23 @@ def parse(
 
 
 def gold_answer(gold: str, *, plain: bool = False) -> ParsedExpression:
-    """The gold answer, or that of the solution. Raises Unreadable, and NotPlain as `parse`."""
-    if "\\boxed" not in gold and "####" not in gold:
-        try:
-            return parse(gold, gold=True, plain=plain)
-        except Unreadable:
-            pass
-    answer = final_answer(gold, trusted=True)
-    if answer is None:
+    """The gold answer, or that of the solution; what is not understood is of the kind "text".
+
+    Raises Unreadable, and NotPlain as `parse`.
+    """
+    marked = "\\boxed" in gold or "####" in gold
+    answer = final_answer(gold, words=marked, trusted=True)
+    for text in (None if marked else gold, answer and answer.text):
+        with suppress(Unreadable):
+            return parse(text or "", gold=True, plain=plain)
+    number = stated_number(gold, evaluated=False)
+    if number is not None:
+        return ParsedExpression("number", number, gold, number.name)
+    text = bare(answer.text if answer and answer.how == "marked" else gold).replace(" ", "")
+    depths = [0, *_depths(text)]
+    if not re.search(r"\w", text) or depths[-1] != 0 or min(depths) < 0:
         raise Unreadable
-    try:
-        return parse(answer.text, gold=True, plain=plain)
-    except Unreadable:
-        number = stated_number(gold, evaluated=False)
-        if number is None:
-            raise
-        return ParsedExpression("number", number, answer.text, number.name)
+    return ParsedExpression("text", text, text)
 
 
 def _same(gold: ParsedExpression, stated: ParsedExpression, text: str, evaluated: bool) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import threading
+import queue
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from keel.graders.expressions import NotPlainExpression, same_answer
 from keel.sandbox.bubblewrap import bubblewrap
@@ -60,7 +61,10 @@ class Mathematics:
         check_sandbox()
         self.timeout, self.evaluated, self.strict = timeout, evaluated, strict
         self.processes = [Restarting(started) for _ in range(workers)]
-        self._calls: set[threading.Event] = set()
+        self._free: queue.SimpleQueue[Restarting] = queue.SimpleQueue()
+        for process in self.processes:
+            self._free.put(process)
+        self._abandoned = 0
 
     def compare(self, pairs: Sequence[Pair]) -> list[Finding]:
         """What is found of each pair of a gold answer and what was stated.
@@ -71,23 +75,17 @@ class Mathematics:
         """
         found = {pair: self._plain(pair) for pair in dict.fromkeys(pairs)}
         hard = [pair for pair, finding in found.items() if finding is None]
-        count = len(self.processes)
-        abandoned = threading.Event()
-        self._calls.add(abandoned)
-        with ThreadPoolExecutor(count) as threads:
-            try:
-                shares = [hard[at::count] for at in range(count)]
-                for part in threads.map(self._ask, self.processes, shares, [abandoned] * count):
-                    found.update(part)
-            finally:
-                abandoned.set()  # where it was interrupted, the threads have more to ask
-                self._calls.discard(abandoned)
+        call = self._abandoned
+        threads = ThreadPoolExecutor(len(self.processes))
+        try:
+            found.update(zip(hard, threads.map(partial(self._ask, call), hard), strict=True))
+        finally:
+            threads.shutdown(cancel_futures=True)
         return [finding for pair in pairs if (finding := found[pair])]
 
     def abandon(self) -> None:
         """End the processes and the calls under way, with a KeelError; others may follow."""
-        for call in tuple(self._calls):
-            call.set()
+        self._abandoned += 1
         for process in self.processes:
             process.abandon()
 
@@ -110,27 +108,25 @@ class Mathematics:
             return None
         return "unreadable gold" if same is None else "same" if same else "different"
 
-    def _ask(
-        self, process: Restarting, pairs: Sequence[Pair], abandoned: threading.Event
-    ) -> dict[Pair, Finding]:
-        """What is found of pairs, one after the other."""
-        found: dict[Pair, Finding] = {}
+    def _ask(self, call: int, pair: Pair) -> Finding:
+        """What a process that is free finds of a pair."""
+        gold, stated, question = (*pair, "")[:3]
         limits = {"cpu": self.timeout, "patience": PATIENCE * self.timeout}
-        for pair in pairs:
-            if abandoned.is_set():
+        request = {"gold": gold, "stated": stated, "question": question, **limits}
+        request |= {"evaluated": self.evaluated, "strict": self.strict}
+        process = self._free.get()
+        try:
+            if call != self._abandoned:
                 raise KeelError("the comparison of answers was abandoned")
-            gold, stated, question = (*pair, "")[:3]
-            request = {"gold": gold, "stated": stated, "question": question}
-            request |= {"evaluated": self.evaluated, "strict": self.strict, **limits}
-            try:
-                # Two processes may be forked; each has its limit.
-                reply = process.ask(2 * limits["patience"] + START_SECONDS, request)
-            except TimeoutError:
-                raise KeelError("the process that compares answers hangs: start again") from None
-            if "error" in reply:
-                raise KeelError(f"the process that compares answers fails: {reply['error']}")
-            found[pair] = reply["ok"]
-        return found
+            # Two processes may be forked; each has its limit.
+            reply = process.ask(2 * limits["patience"] + START_SECONDS, request)
+        except TimeoutError:
+            raise KeelError("the process that compares answers hangs: start again") from None
+        finally:
+            self._free.put(process)
+        if "error" in reply:
+            raise KeelError(f"the process that compares answers fails: {reply['error']}")
+        return cast(Finding, reply["ok"])
 
 
 def started() -> Resident:
