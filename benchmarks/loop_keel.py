@@ -46,7 +46,7 @@ def recipe(job: dict[str, Any]) -> dict[str, Any]:
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Tokens, seconds (also of the CPU, and of each phase) of each step; the most memory."""
-    from keel.runs.process import sleep_soon
+    from keel.platform.signals import sleep_soon
 
     sleep_soon()  # as `keel train`
     import torch

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from keel.graders.unit_tests import Checked, Isolation, read_tests, run_tests
+from keel.platform.sandbox.bubblewrap import Limits, Sandbox
 from keel.rewards.code import in_threads
-from keel.sandbox.bubblewrap import Limits, Sandbox
 from tests.graders.cheats import CHEATS, SHAPES
 from tests.graders.mutants import mutants
 

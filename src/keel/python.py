@@ -117,7 +117,7 @@ def train(
 
     Raises:
         KeelError: something is wrong with the arguments, or stops the run.
-        keel.runs.process.Interrupted: Ctrl-C or SIGTERM; there is a checkpoint.
+        keel.platform.signals.Interrupted: Ctrl-C or SIGTERM; there is a checkpoint.
     """
     from keel.preferences.labeller import PeopleLabeller
     from keel.training.live import named, objects

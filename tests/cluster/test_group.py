@@ -28,7 +28,7 @@ from keel.learn.learner import Learner
 from keel.learn.ranks import ONE, Ranks
 from keel.models.policy import Policy, load_policy
 from keel.models.sharded import mesh_of, shard, whole, wholes, within
-from keel.runs.process import ProcessLost
+from keel.platform.signals import ProcessLost
 from keel.training.shared import Member, SharedEngine
 from keel.training.state import read_reference, restore_modules, restore_optimizers
 from keel.types import Capabilities, Engine, Group, KeelError, Prompt, Sampling

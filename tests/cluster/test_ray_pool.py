@@ -16,9 +16,9 @@ from keel.cluster.ray_token import before_import
 from keel.cluster.worker import join, leave
 from keel.config.sources import RewardSource
 from keel.learn.ranks import Ranks
-from keel.rewards.executor import AsyncCalls
+from keel.platform.calls import AsyncCalls
+from keel.platform.loop_thread import LoopThread
 from keel.rewards.registry import RewardContext
-from keel.runs.loop_thread import LoopThread
 from keel.types import KeelError
 
 pytestmark = pytest.mark.slow

@@ -22,9 +22,9 @@ from keel.config.fields import derive
 from keel.config.load import load_recipe, to_toml
 from keel.control.evaluate import evaluate
 from keel.control.run import control, trained
+from keel.platform.signals import Interrupted
 from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
-from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.types import KeelError
 from tests.shared import ROOT

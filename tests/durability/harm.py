@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from keel.runs import process
+from keel.platform import signals
 from keel.types import Prompt
 from tests.durability import mounts
 
@@ -74,7 +74,7 @@ def _pause(path: str) -> None:
 
 
 def _echo(signum: int) -> None:
-    process.AGAIN = 60.0  # so that the second is an echo however late it is handled
+    signals.AGAIN = 60.0  # so that the second is an echo however late it is handled
     for _ in range(2):
         os.kill(os.getpid(), signum)
         time.sleep(0.01)

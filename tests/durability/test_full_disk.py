@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.data.database import Database
+from keel.platform.sqlite import Database
 from keel.preferences.store.tables import FORMAT
 from keel.types import KeelError
 from tests.durability import mounts

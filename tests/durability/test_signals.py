@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs.process import AGAIN
+from keel.platform.signals import AGAIN
 from keel.runs.reader import load
 from tests.durability.harm import plan
 from tests.durability.processes import keel, start

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs.files import locked
+from keel.platform.files import locked
+from keel.platform.signals import AGAIN
 from keel.runs.layout import RunFolder
-from keel.runs.process import AGAIN
 from keel.types import KeelError
 from tests.durability.harm import plan
 from tests.durability.processes import Keel, keel, start

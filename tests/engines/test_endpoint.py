@@ -16,8 +16,8 @@ from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
 from keel.models.chat import ChatEncoder
-from keel.runs.loop_thread import LoopThread
-from keel.runs.watchdog import Hung
+from keel.platform.loop_thread import LoopThread
+from keel.platform.time_limit import Hung
 from keel.types import Completion, Engine, Group, KeelError, ProgramInput, Prompt, Sampling
 from tests.engines.scripted import ScriptedEngine
 from tests.engines.tiny import stock_logits, tiny

@@ -14,8 +14,8 @@ import pytest
 
 from keel.engines.endpoint.programs import ProgramConfig, _Programs
 from keel.engines.endpoint.protocol import ChatRequest
-from keel.runs.loop_thread import LoopThread
-from keel.runs.watchdog import Hung
+from keel.platform.loop_thread import LoopThread
+from keel.platform.time_limit import Hung
 from keel.types import KeelError, ProgramInput, Sampling
 from tests.engines.test_endpoint_openai import (
     TOKENIZER,

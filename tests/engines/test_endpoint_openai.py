@@ -26,7 +26,7 @@ from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.native import NativeEngine
 from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder
-from keel.runs.loop_thread import LoopThread
+from keel.platform.loop_thread import LoopThread
 from keel.types import Completion, Engine, Group, ProgramInput, Prompt, Sampling
 from tests.engines.test_endpoint import TEMPLATE
 from tests.engines.tiny import stock_logits, tiny

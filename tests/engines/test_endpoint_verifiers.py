@@ -17,8 +17,8 @@ from keel.cli.main import main
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.endpoint.verifiers import run, tasks
 from keel.learn.batch import from_groups
+from keel.platform.loop_thread import LoopThread
 from keel.runs import reader
-from keel.runs.loop_thread import LoopThread
 from keel.types import Group, KeelError, Prompt, Sampling
 from tests.engines.test_endpoint_openai import TOKENIZER, SpellingEngine
 

@@ -13,7 +13,7 @@ from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
 from keel.models.chat import ChatEncoder
-from keel.runs.watchdog import Cancelled, cancelled_by
+from keel.platform.time_limit import Cancelled, cancelled_by
 from keel.types import Completion, Group, KeelError, Prompt, Sampling, Split
 from tests.engines.scripted import ScriptedEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny

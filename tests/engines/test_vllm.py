@@ -24,7 +24,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
-from keel.runs.watchdog import watching
+from keel.platform.time_limit import watching
 from keel.types import Completion, Group, Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
 

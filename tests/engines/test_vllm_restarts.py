@@ -16,7 +16,7 @@ import torch
 from keel.config.load import load_recipe
 from keel.config.sampling import VllmServer
 from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
-from keel.runs.watchdog import watching
+from keel.platform.time_limit import watching
 from keel.training.run import train
 from keel.types import KeelError, Sampling
 from tests.engines import fake_vllm

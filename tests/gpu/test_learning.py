@@ -12,8 +12,8 @@ from keel.config.model import Autocast
 from keel.engines.native import NativeEngine
 from keel.learn.ranks import ONE
 from keel.models.loading import choose_device
+from keel.platform.signals import Interrupted
 from keel.preflight.check import check
-from keel.runs.process import Interrupted
 from keel.training.run import train
 from keel.types import Sampling
 from tests.cluster.updates import built, step

@@ -18,8 +18,8 @@ from keel.graders.unit_tests import (
     run_tests,
     wanted_names,
 )
+from keel.platform.sandbox.bubblewrap import Limits, Sandbox, environment
 from keel.rewards.code import in_threads
-from keel.sandbox.bubblewrap import Limits, Sandbox, environment
 from keel.types import KeelError
 from tests.graders.mutants import mutants
 from tests.shared import needs_bubblewrap, shared_path

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from keel.cli.main import main
+from keel.platform.signals import Interrupted
 from keel.preferences.labeller import PeopleLabeller
 from keel.preferences.store.records import LabelRecord
 from keel.preferences.store.store import PreferenceStore
 from keel.rewards.rules import place_match
 from keel.runs.layout import RunFolder
-from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.training.run import train as run_training
 from keel.types import KeelError

@@ -12,7 +12,7 @@ from keel.rewards import Scorer
 from keel.rewards.code import CodeReward, in_threads
 from keel.rewards.registry import load_reward
 from keel.types import KeelError
-from tests.sandbox.processes import children, eventually, resident_mb
+from tests.platform.processes import children, eventually, resident_mb
 from tests.shared import needs_bubblewrap
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(0) == 0"]

@@ -20,8 +20,8 @@ from keel.models.reward import Answered
 from keel.rewards import Scorer
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.types import Group, KeelError, Message
+from tests.platform.processes import eventually
 from tests.rewards.learned import group, policy, reward, save_model, values
-from tests.sandbox.processes import eventually
 
 SAME = 1e-5
 """Float32 in packed attention and in transformers' own."""

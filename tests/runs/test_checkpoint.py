@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.config.optimisation import Checkpoints
-from keel.runs import checkpoint, files, lifecycle
+from keel.platform import files
+from keel.runs import checkpoint, lifecycle
 from keel.runs.checkpoint import damage, newest_whole, prune, writing
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load

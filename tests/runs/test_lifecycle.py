@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from keel.config.optimisation import Checkpoints
-from keel.runs import files, lifecycle
+from keel.platform import files
+from keel.platform.files import locked
+from keel.runs import lifecycle
 from keel.runs.callbacks import Callback, RunState
-from keel.runs.files import locked
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import run_lifecycle, write_metadata
 from keel.runs.reader import load

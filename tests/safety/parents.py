@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from keel.runs.process import catching
+from keel.platform.signals import catching
 
 ENDLESS = 600.0
 LOOP = "import subprocess\nsubprocess.Popen(['sleep', '600'])\nwhile True: pass\n"
@@ -40,7 +40,7 @@ def model(folder: str) -> Work:
 def code(trusted: bool) -> Work:
     """Code that loops, and has started a process; called as a reward is, in passing threads."""
     from keel.config.sources import RewardSource
-    from keel.rewards.executor import call
+    from keel.platform.calls import call
     from keel.rewards.registry import load_reward
 
     options = {"timeout": ENDLESS, "trusted": trusted, "prepend": "before", "memory_mb": 2048}

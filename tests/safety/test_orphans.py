@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from keel.sandbox.lifeline import Lifeline
+from keel.platform.lifeline import Lifeline
+from tests.platform.processes import eventually
 from tests.rewards.learned import save_model
 from tests.safety.parents import KINDS, LOOP
 from tests.safety.processes import Process, descendants, end, gone, look
-from tests.sandbox.processes import eventually
 from tests.shared import needs_bubblewrap
 from tests.source_tree import ROOT
 

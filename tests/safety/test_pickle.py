@@ -32,8 +32,8 @@ CALLS = {
 }
 NAMES = {"ProcessPoolExecutor", "read_pickle", "to_pickle", "_load_from_state"}
 ORDERS_ONLY = {
-    *("sandbox/inside.py", "sandbox/bubblewrap.py", "workflows/processes.py"),
-    *("cluster/group.py", "cluster/worker.py"),
+    *("platform/sandbox/inside.py", "platform/sandbox/bubblewrap.py"),
+    *("workflows/processes.py", "cluster/group.py", "cluster/worker.py"),
     "engines/vllm/transfer.py",  # handles of this GPU's memory, in the form that vLLM reads
 }
 """They serialize what this process tells a child to run; what comes back is text."""

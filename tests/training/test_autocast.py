@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from keel.models import precision
+from keel.platform.signals import Interrupted
 from keel.preflight.check import check
-from keel.runs.process import Interrupted
 from keel.training.run import train
 from tests.cluster.test_processes import metrics as metrics_of
 from tests.cluster.test_processes import train as train_on

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from keel.analysis.diagnosis.table import diagnose
 from keel.models.policy import load_policy
+from keel.platform.signals import Interrupted
 from keel.preflight.check import check
-from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError

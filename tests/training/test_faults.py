@@ -18,10 +18,10 @@ from torch import Tensor
 
 from keel.engines.native import NativeEngine
 from keel.learn.optimizer import AdamW
+from keel.platform.time_limit import Hung
 from keel.runs.checkpoint import damage
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.watchdog import Hung
 from keel.training.run import train
 from keel.types import KeelError
 from tests.training.judged import data, ones, recipe

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from keel.config.schema import Recipe
+from keel.platform.signals import Interrupted
 from keel.runs.checkpoint import damage as wrong_with
 from keel.runs.layout import RunFolder
-from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError

@@ -20,7 +20,7 @@ from keel.config.load import load_recipe
 from keel.config.model import BuildModel
 from keel.config.schema import RLStage
 from keel.models.build import build_tokenizer
-from keel.runs.process import Interrupt
+from keel.platform.signals import Interrupt
 from keel.training.live import objects
 from keel.types import KeelError
 from tests.soak.killing import differences

@@ -17,10 +17,10 @@ import torch
 
 from keel.engines import native
 from keel.engines.native import NativeEngine
+from keel.platform.signals import Interrupted
+from keel.platform.time_limit import raise_if_cancelled
 from keel.runs.layout import RunFolder
-from keel.runs.process import Interrupted
 from keel.runs.reader import load
-from keel.runs.watchdog import raise_if_cancelled
 from keel.training import rl
 from keel.training.prefetch import (
     PENDING,

@@ -14,8 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 from keel.config.load import to_toml
+from keel.platform.signals import Interrupted
 from keel.runs.layout import RunFolder
-from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError

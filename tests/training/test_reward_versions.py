@@ -11,8 +11,8 @@ import pytest
 from keel.config.judging import JudgingStage
 from keel.config.load import load_recipe
 from keel.data.preferences.dataset import Sieve, read_pairs
+from keel.platform.signals import Interrupted
 from keel.runs.layout import RunFolder
-from keel.runs.process import Interrupted
 from keel.runs.reader import load
 from keel.training.reward_versions import is_newest, rows_of, versions, with_replay
 from keel.training.run import train

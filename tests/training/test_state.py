@@ -32,9 +32,9 @@ from keel.learn import token_budget as budget
 from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
+from keel.platform.signals import Interrupt, Interrupted
 from keel.runs import checkpoint
 from keel.runs.callbacks import Callbacks
-from keel.runs.process import Interrupt, Interrupted
 from keel.runs.writer import Clock, Reached, Recorder
 from keel.training import judged_data as rows_judged
 from keel.training import rl

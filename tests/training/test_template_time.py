@@ -16,8 +16,8 @@ from keel.config.model import BuildModel
 from keel.config.schema import Recipe
 from keel.config.sources import RewardSource
 from keel.models.build import build_tokenizer
+from keel.platform.signals import Interrupted
 from keel.rewards.registry import RewardContext
-from keel.runs.process import Interrupted
 from keel.training import remote
 from keel.training.evaluation import evaluate, evaluate_reward_model
 from keel.training.run import train

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs.files import locked
+from keel.platform.files import locked
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.writer import Recorder, update_run_json
@@ -128,7 +128,7 @@ def test_state_is_that_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with locked(folder.path):
         assert opened.state() == "running", "a slow step is no end"
     code = (
-        "import sys, time, pathlib; from keel.runs.files import locked\n"
+        "import sys, time, pathlib; from keel.platform.files import locked\n"
         "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(

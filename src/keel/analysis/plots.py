@@ -13,7 +13,7 @@ import numpy as np
 
 from keel.analysis.panels import Panel, Series, picture_panels, series_of
 from keel.analysis.text import visible
-from keel.runs import files
+from keel.platform import files
 from keel.runs.follow import Column
 from keel.types import KeelError
 

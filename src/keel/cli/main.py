@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from keel.cli.parser import parse
-from keel.runs.process import sleep_soon
+from keel.platform.signals import sleep_soon
 
 USAGE = 2
 FAILURE = 1

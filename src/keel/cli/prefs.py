@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from keel.cli import prefs_store
-from keel.data.database import is_database
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Preference
 from keel.data.tables import read_file
+from keel.platform.files import write_bytes
+from keel.platform.sqlite import is_database
 from keel.preferences.published import (
     TEST_SET,
     Annotated,
@@ -28,7 +29,6 @@ from keel.preferences.published import (
 )
 from keel.preferences.store.formats import ANNOTATORS
 from keel.preferences.summary import agreement, summarise
-from keel.runs.files import write_bytes
 from keel.runs.values import plain, record_line
 from keel.types import KeelError
 

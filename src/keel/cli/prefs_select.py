@@ -13,6 +13,7 @@ import numpy as np
 
 from keel.analysis.statistics import Array, Interval
 from keel.cli.prefs_store import new_file, write_errors
+from keel.platform.files import write_bytes
 from keel.preferences.acquisition import select_pairs
 from keel.preferences.annotation.gold import gold_labels
 from keel.preferences.routing import Labeller, Routing, label_gains, route_labels
@@ -39,7 +40,6 @@ from keel.preferences.word_features import (
     scaled_features,
     word_differences,
 )
-from keel.runs.files import write_bytes
 from keel.runs.values import plain, record_line
 from keel.types import KeelError
 

@@ -70,7 +70,7 @@ def carry(
     show: Callable[[Console, RunFolder], None],
 ) -> int:
     """Watch a run to its end and show it, or say how to resume it; the exit code."""
-    from keel.runs.process import Interrupted
+    from keel.platform.signals import Interrupted
 
     console = _Output(stderr=arguments.json, quiet=arguments.quiet)
     try:

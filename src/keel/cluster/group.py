@@ -25,8 +25,8 @@ from typing import Any, Generic, TypeVar
 from keel.cluster.worker import LONGEST_WAIT, join, leave, lost_another
 from keel.learn.finite import NotFinite
 from keel.learn.ranks import Ranks
-from keel.runs.process import ProcessLost
-from keel.sandbox.lifeline import Lifeline
+from keel.platform.lifeline import Lifeline
+from keel.platform.signals import ProcessLost
 from keel.types import KeelError
 
 M = TypeVar("M")

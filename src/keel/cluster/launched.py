@@ -22,7 +22,7 @@ from keel.cluster.group import BLOCKED, RankGroup
 from keel.cluster.worker import LONGEST_WAIT, join, leave, lost_another
 from keel.learn.finite import NotFinite
 from keel.learn.ranks import Ranks
-from keel.runs.process import keep_freed
+from keel.platform.signals import keep_freed
 from keel.types import KeelError
 
 M = TypeVar("M")

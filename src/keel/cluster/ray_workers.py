@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from keel.cluster.worker import lost_another
-from keel.runs.process import ProcessLost, keep_freed
-from keel.runs.watchdog import heartbeat, raise_if_cancelled
+from keel.platform.signals import ProcessLost, keep_freed
+from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import KeelError
 
 try:

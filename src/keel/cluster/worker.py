@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from keel.learn.finite import NotFinite
 from keel.learn.ranks import Ranks
-from keel.runs.process import keep_freed
+from keel.platform.signals import keep_freed
 from keel.types import KeelError
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

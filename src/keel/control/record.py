@@ -17,7 +17,7 @@ from keel.config.control import Environment
 from keel.control import spaces
 from keel.control.collect import ChooseActions
 from keel.control.environments import derive_episode, make
-from keel.runs import files
+from keel.platform import files
 from keel.types import KeelError, one_line
 
 if TYPE_CHECKING:

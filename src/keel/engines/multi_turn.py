@@ -11,7 +11,7 @@ import numpy as np
 from keel.engines.sampler import occurrences
 from keel.models.chat import ChatEncoder
 from keel.models.text import decode, encode_text
-from keel.runs.watchdog import raise_if_cancelled
+from keel.platform.time_limit import raise_if_cancelled
 from keel.types import (
     Completion,
     Engine,

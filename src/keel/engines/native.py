@@ -28,7 +28,7 @@ from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import steady_logits
 from keel.models.loading import DTYPES
 from keel.models.policy import token_count
-from keel.runs.watchdog import heartbeat, raise_if_cancelled
+from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import (
     Capabilities,
     Completion,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from keel.graders.expressions import NotPlainExpression, same_answer
-from keel.sandbox.bubblewrap import bubblewrap
-from keel.sandbox.resident import Resident, Restarting
+from keel.platform.sandbox.bubblewrap import bubblewrap
+from keel.platform.sandbox.resident import Resident, Restarting
 from keel.types import KeelError
 
 Finding = Literal["same", "different", "unreadable gold", "timed out", "died"]

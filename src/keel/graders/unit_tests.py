@@ -4,7 +4,7 @@ The verdict rests on secrets, one for each test, that are reported only once the
 printed word, exit status or early end stands for a pass.
 
 With the isolation `process` the code runs in one sandbox and its tests in another. The tests call
-its functions through pipes that carry plain data alone (`keel.sandbox.boundary`): the code sees the
+its functions through pipes that carry plain data alone (`keel.platform.sandbox.boundary`): the code sees the
 arguments of the calls, and neither the tests nor what they expect; the tests see no object of the
 code's.
 
@@ -32,9 +32,9 @@ from types import CodeType
 from typing import Any, Literal
 
 from keel.graders.code_blocks import DEFINING, NOT_PYTHON, names_in, parsed
-from keel.sandbox import inside
-from keel.sandbox.bubblewrap import Ran, Sandbox
-from keel.sandbox.inside import CODE
+from keel.platform.sandbox import inside
+from keel.platform.sandbox.bubblewrap import Ran, Sandbox
+from keel.platform.sandbox.inside import CODE
 from keel.types import KeelError
 
 Status = Literal[
@@ -434,7 +434,7 @@ def _cause(ran: Ran, lines: Sequence[str]) -> tuple[Status, str]:
 
 
 SETTLE = "__keel_settle__"
-"""The function that tests call before each statement (`keel.sandbox.boundary`)."""
+"""The function that tests call before each statement (`keel.platform.sandbox.boundary`)."""
 
 
 @lru_cache(4096)

@@ -24,7 +24,7 @@ from keel.models.text import (
     special_tokens,
 )
 from keel.models.tokenizer_round_trip import Served, apart, differing
-from keel.runs.watchdog import Hung
+from keel.platform.time_limit import Hung
 from keel.types import Content, KeelError, Message, Prompt, Tools, text_of
 
 PROBE = "An answer to close"

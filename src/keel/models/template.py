@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from keel.runs.watchdog import Hung, limited
+from keel.platform.time_limit import Hung, limited
 from keel.types import KeelError, one_line
 
 TEMPLATE_SECONDS = 30.0

@@ -7,8 +7,8 @@ from typing import Any
 
 from keel.models.chat import PROBE, encode
 from keel.models.template import render
+from keel.platform.time_limit import Hung
 from keel.preflight.finding import Finding, shorten
-from keel.runs.watchdog import Hung
 from keel.types import KeelError, Message, Prompt, Tools, text_of
 
 THINKING = ("<think>", "</think>")

@@ -22,7 +22,7 @@ from keel.config.optimisation import Checkpoints, Trackers
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import LEARNED, PreferenceData, Rewards, RewardSource, TaskSource
 from keel.data.tasks.base import BaseTask
-from keel.sandbox.lifeline import Lifeline
+from keel.platform.lifeline import Lifeline
 from keel.types import Prompt, Split
 
 STEPS = 2

@@ -20,12 +20,12 @@ import numpy as np
 
 from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
+from keel.platform.calls import POLL, AsyncCalls, CallOutcome, call, call_each
+from keel.platform.loop_thread import LoopThread
+from keel.platform.time_limit import Cancelled, GivesUp, Hung, place, raise_if_cancelled
 from keel.rewards.batch import Log, RewardBatch, arguments, column_names, without_stop
-from keel.rewards.executor import POLL, AsyncCalls, CallOutcome, call, call_each
 from keel.rewards.registry import NamedReward
 from keel.rewards.validation import BadReturn, RewardOutput, read_rewards
-from keel.runs.loop_thread import LoopThread
-from keel.runs.watchdog import Cancelled, GivesUp, Hung, place, raise_if_cancelled
 from keel.types import Group, KeelError, Prompt, Task, one_line
 
 PARTS = 8

@@ -18,10 +18,10 @@ from keel.graders.unit_tests import (
     trivial_codes,
     wanted_names,
 )
+from keel.platform.sandbox.bubblewrap import Limits, Sandbox
 from keel.rewards.batch import log_summary
 from keel.rewards.registry import RewardContext, check_column, keywords
 from keel.rewards.rules import stated_texts
-from keel.sandbox.bubblewrap import Limits, Sandbox
 from keel.types import KeelError
 
 In = TypeVar("In")

@@ -15,12 +15,12 @@ from keel.algorithms.spec import FrozenModel
 from keel.config.fields import Index, Tokens
 from keel.config.sources import Seconds
 from keel.graders.steps import aggregate
+from keel.platform.worker import serve
+from keel.platform.worker_pool import WorkerPool
 from keel.rewards.registry import RewardContext, with_options
 from keel.rewards.rules import texts
 from keel.rewards.steps import needs_tokenizer, on_tokens
 from keel.runs.checkpoint import check_model
-from keel.sandbox.worker import serve
-from keel.sandbox.worker_pool import WorkerPool
 from keel.types import Content, KeelError, Tools
 
 

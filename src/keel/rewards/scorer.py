@@ -11,12 +11,12 @@ from typing import Any, Literal
 import numpy as np
 
 from keel.config.fields import unknown
+from keel.platform.loop_thread import LoopThread
 from keel.rewards.batch import RewardBatch, column_names, join_logs, without_stop
 from keel.rewards.calls import CallConfig, Overlap, RewardCall
 from keel.rewards.combine import OVERLONG, compose, with_length_penalty
 from keel.rewards.registry import RESERVED, TASK, NamedReward
 from keel.rewards.validation import RewardOutput
-from keel.runs.loop_thread import LoopThread
 from keel.types import Group, KeelError, Prompt, RewardResult, Task
 
 

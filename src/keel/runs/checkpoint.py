@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from keel.runs import files
+from keel.platform import files
 from keel.runs.layout import FolderEntry, Place, RunFolder
 from keel.runs.values import changes, exact, restore
 from keel.types import KeelError

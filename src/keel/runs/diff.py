@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from safetensors import deserialize
 
-from keel.runs import checkpoint, files
+from keel.platform import files
+from keel.runs import checkpoint
 from keel.runs.checkpoint import records_until
 from keel.runs.layout import Place, RunFolder
 from keel.runs.reader import Run

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keel.runs import files
+from keel.platform import files
 from keel.types import KeelError, Split
 
 STEP_DIGITS = 6

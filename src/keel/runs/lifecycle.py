@@ -21,12 +21,13 @@ import tomli_w
 
 from keel.config.entry import PASSED, PYTHON, load_entry, source_of
 from keel.config.load import in_run_folder
-from keel.runs import checkpoint, files
+from keel.platform import files
+from keel.platform.files import locked, refuse_if_taken
+from keel.platform.signals import ProcessLost, catching
+from keel.runs import checkpoint
 from keel.runs.callbacks import Callbacks
 from keel.runs.checkpoint import SHOWN, Recorded
-from keel.runs.files import locked, refuse_if_taken
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
-from keel.runs.process import ProcessLost, catching
 from keel.runs.reader import read_run_json
 from keel.runs.values import changes
 from keel.runs.writer import Reached, Recorder, RunWriter, truncate_after, update_run_json

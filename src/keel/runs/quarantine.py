@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.runs.files import make_folder, remove, write_bytes
+from keel.platform.files import make_folder, remove, write_bytes
 
 Why = Literal["bad", "long", "overlap", "empty"]
 WORDS: Mapping[Why, str] = {

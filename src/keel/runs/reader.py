@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.runs import files
+from keel.platform import files
 from keel.runs.layout import FolderEntry, Place, RunFolder
 from keel.runs.rollouts import read_table
 from keel.types import KeelError

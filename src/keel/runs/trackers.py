@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from keel.config.optimisation import Trackers
-from keel.runs import files
+from keel.platform import files
 from keel.runs.layout import RunFolder
 from keel.runs.rollouts import RolloutRow, prompt_text
 from keel.runs.values import clean_text

@@ -16,12 +16,13 @@ from typing import Any, Literal, Protocol
 
 from keel.config.optimisation import Checkpoints
 from keel.config.secrets import without_secrets
-from keel.runs import checkpoint, files
+from keel.platform import files
+from keel.platform.signals import Interrupt, Interrupted
+from keel.runs import checkpoint
 from keel.runs import rollouts as rollout_table
 from keel.runs.callbacks import Callbacks
 from keel.runs.checkpoint import MANIFEST, Recorded
 from keel.runs.layout import Place, RunFolder
-from keel.runs.process import Interrupt, Interrupted
 from keel.runs.reader import read_run_json
 from keel.runs.rollouts import RolloutRow
 from keel.runs.trackers import Tracker

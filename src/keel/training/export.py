@@ -23,9 +23,9 @@ from keel.models.tokenizer_round_trip import (
     same_rules,
     written_in,
 )
+from keel.platform.files import is_taken
 from keel.runs import checkpoint
 from keel.runs.checkpoint import MANIFEST, check_model
-from keel.runs.files import is_taken
 from keel.runs.layout import RECIPE, FolderEntry, RunFolder
 from keel.runs.reader import load
 from keel.training.state import POLICY, checkpoint_policy, holds_adapter, read_progress

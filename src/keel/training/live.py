@@ -26,7 +26,7 @@ from keel.config.load import RUN_FOLDER, Source, read_recipe
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import ENDINGS
 from keel.models.tokenizer_round_trip import quiet
-from keel.runs import files
+from keel.platform import files
 from keel.types import KeelError, one_line
 
 INPUTS = f"{RUN_FOLDER}inputs/"

@@ -13,9 +13,9 @@ from keel.config.optimisation import OnNonfinite
 from keel.learn.batch import Batch, TrainBatch
 from keel.learn.finite import Cause, NotFinite, tensors_of
 from keel.learn.token_budget import LESS, oom_context
+from keel.platform.files import make_folder, write_text
+from keel.platform.time_limit import Hung
 from keel.runs import checkpoint
-from keel.runs.files import make_folder, write_text
-from keel.runs.watchdog import Hung
 from keel.runs.writer import RunWriter
 from keel.types import KeelError
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from keel.algorithms.spec import Algorithm
+from keel.platform.time_limit import cancelled_by, raise_if_cancelled
 from keel.runs import checkpoint
 from keel.runs.values import plain
-from keel.runs.watchdog import cancelled_by, raise_if_cancelled
 from keel.training.rollout import Rollouts, Sampler, collect, expected_answer, take
 from keel.types import (
     Completion,

@@ -42,8 +42,8 @@ from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, load_policy
+from keel.platform.calls import POLL, restart_time_limit
 from keel.rewards.batch import Log, Metrics
-from keel.rewards.executor import POLL, restart_time_limit
 from keel.rewards.registry import TASK, NamedReward, RewardContext, load_reward
 from keel.training.group_learner import GroupLearner
 from keel.training.setup import build_learner, rollout_engine

@@ -22,7 +22,7 @@ from keel.analysis.reward_plots import length_picture, margin_picture, reliabili
 from keel.config.stage import Records
 from keel.data.preferences.schema import first_wrong
 from keel.models.reward import Answered
-from keel.runs.files import make_folder
+from keel.platform.files import make_folder
 from keel.training.judged_data import EncodedPair, Marked
 from keel.types import KeelError
 

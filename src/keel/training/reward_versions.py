@@ -21,7 +21,7 @@ from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
 from keel.config.stage import Records
 from keel.data.preferences.dataset import READERS, Splits
-from keel.runs.files import make_folder
+from keel.platform.files import make_folder
 from keel.runs.layout import RunFolder
 from keel.runs.reader import read_run_json
 from keel.runs.writer import update_run_json

@@ -22,10 +22,10 @@ from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
 from keel.models.chat import ChatEncoder
 from keel.models.text import token_texts
+from keel.platform.time_limit import Hung, watching
 from keel.rewards.judge.reward import spending
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.rollouts import RolloutRow
-from keel.runs.watchdog import Hung, watching
 from keel.types import (
     Completion,
     Engine,

@@ -17,11 +17,11 @@ from keel.models.kernels.build import fingerprint
 from keel.models.loading import describe_model
 from keel.models.policy import Policy, load_policy
 from keel.models.precision import is_open, settle, time_products
+from keel.platform.signals import Interrupt, ProcessLost, keep_freed
 from keel.runs import checkpoint, lifecycle
 from keel.runs.callbacks import check_callbacks
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import texts
-from keel.runs.process import Interrupt, ProcessLost, keep_freed
 from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json

@@ -35,11 +35,11 @@ from keel.models.reference import reference_for
 from keel.models.sharded import mesh_of, shard
 from keel.models.teacher import load_teacher
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
+from keel.platform.loop_thread import LoopThread
 from keel.rewards import load_reward
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
-from keel.runs.loop_thread import LoopThread
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
 from keel.runs.writer import RunWriter
 from keel.training.labelling import PairLabeller

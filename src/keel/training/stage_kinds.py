@@ -29,8 +29,8 @@ from keel.learn.learner import Trainer
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.loading import describe_model
 from keel.models.policy import frozen_copy
+from keel.platform.files import make_folder
 from keel.rewards.judge.reward import Judge
-from keel.runs.files import make_folder
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training import rl, supervised

@@ -15,7 +15,7 @@ from typing import Any
 from keel.analysis.panels import with_first
 from keel.analysis.text import visible
 from keel.config.load import load_recipe
-from keel.runs.files import is_taken
+from keel.platform.files import is_taken
 from keel.runs.follow import Column, FollowedFile
 from keel.runs.layout import RECIPE, RunFolder
 from keel.runs.reader import Run, load

@@ -17,7 +17,7 @@ from keel.analysis.panels import Panel, Series, series_of
 from keel.analysis.plots import drawing, plain_label, plot_panel, styled
 from keel.analysis.text import visible
 from keel.analysis.token_values import measures_of, token_html
-from keel.runs import files
+from keel.platform import files
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
 from keel.types import KeelError

@@ -26,7 +26,7 @@ from keel.config.fields import unknown
 from keel.config.load import load_recipe, to_toml
 from keel.config.objective import explain_stage
 from keel.config.schema import Recipe, RLStage
-from keel.runs import files
+from keel.platform import files
 from keel.runs.layout import RECIPE
 from keel.runs.reader import load
 from keel.types import KeelError

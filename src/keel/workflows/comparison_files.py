@@ -26,7 +26,7 @@ from keel.analysis.comparison import (
 from keel.analysis.panels import Line, Panel, Series, smooth
 from keel.analysis.plots import COLOURS, drawing, plot_panel, styled
 from keel.analysis.statistics import Array, Interval
-from keel.runs import files
+from keel.platform import files
 from keel.runs.values import plain
 
 Curves = Mapping[str, Mapping[str, tuple[Array, Array, Array, Array]]]

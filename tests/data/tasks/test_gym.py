@@ -183,7 +183,7 @@ def test_where_bubblewrap_can_do_nothing_it_refuses_with_its_words(
 
 
 def test_without_a_filter_of_system_calls_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.sandbox.resident.computing_filter", lambda: None)
+    monkeypatch.setattr("keel.platform.sandbox.resident.computing_filter", lambda: None)
     with pytest.raises(KeelError, match="no filter of system calls"):
         GymProcess().ask(60.0, op="names")
 

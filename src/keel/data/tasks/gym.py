@@ -19,7 +19,7 @@ from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_and_in
 from keel.data.tasks.generated import ATTEMPTS, no_draw
 from keel.graders.formats import tag_content
 from keel.graders.stated import answer_part
-from keel.sandbox.resident import Resident, Restarting
+from keel.platform.sandbox.resident import Resident, Restarting
 from keel.types import Completion, KeelError, Prompt, Split
 
 PREFIX = "reasoning_gym:"
@@ -38,8 +38,9 @@ MODULES = ("gym_worker", "gym_verdict", "gym_expression")
 class GymProcess:
     """The process, started when first asked, ended and started again when it hangs.
 
-    Calls from several threads take turns. It lives in the sandbox (`keel.sandbox.resident`), and
-    forks a process for each answer that it scores. Raises KeelError where there is no sandbox.
+    Calls from several threads take turns. It lives in the sandbox
+    (`keel.platform.sandbox.resident`), and forks a process for each answer that it scores.
+    Raises KeelError if there is no sandbox.
     """
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ Started by `keel.data.tasks.gym` in the sandbox, without the rest of Keel. Reque
     {"op": "score", … as item, "text", "cpu", "patience"}               -> number from 0 to 1
 
 A reply is {"ok": value} or {"error": one line, "known": names of options}. An answer is scored in a
-process that is forked for it alone (`keel.sandbox.confined`), unless its scorer is known to do
-nothing but compare strings.
+process that is forked for it alone (`keel.platform.sandbox.confined`), unless its scorer is known
+to do nothing but compare strings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from keel.sandbox.confined import Confined, Request, serve
+from keel.platform.sandbox.confined import Confined, Request, serve
 
 from .gym_verdict import bounded, prepare
 

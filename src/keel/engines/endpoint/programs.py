@@ -28,8 +28,8 @@ from keel.engines.endpoint.session import Session
 from keel.engines.multi_turn import cut
 from keel.engines.sampler import occurrences
 from keel.models.chat import ChatEncoder
-from keel.runs.loop_thread import LoopThread, Served
-from keel.runs.watchdog import (
+from keel.platform.loop_thread import LoopThread, Served
+from keel.platform.time_limit import (
     TICK,
     Hung,
     heartbeat,

@@ -17,7 +17,7 @@ from keel.engines.endpoint.protocol import (
     response,
 )
 from keel.models.chat import ChatEncoder
-from keel.runs.watchdog import Hung
+from keel.platform.time_limit import Hung
 from keel.types import Completion, KeelError, Message, Prompt, text_of
 
 

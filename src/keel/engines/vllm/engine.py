@@ -48,7 +48,7 @@ from keel.models.families import context_length
 from keel.models.lora import plain_weights
 from keel.models.policy import token_count
 from keel.models.tokenizer_round_trip import quiet
-from keel.runs.watchdog import heartbeat, raise_if_cancelled
+from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import (
     Capabilities,
     Completion,

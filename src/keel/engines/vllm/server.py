@@ -16,8 +16,8 @@ from pathlib import Path
 
 from keel.config.sampling import VllmServer
 from keel.engines.vllm.client import VllmClient, connections_to
-from keel.runs.watchdog import heartbeat, raise_if_cancelled
-from keel.sandbox.lifeline import Lifeline
+from keel.platform.lifeline import Lifeline
+from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import KeelError
 
 WORKER = "keel_vllm_worker"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from keel.data.messages import prompt_columns
+from keel.platform.files import write_bytes
 from keel.preferences.store.records import JudgedPair, LabelRecord, Source
 from keel.preferences.store.store import PreferenceStore
-from keel.runs.files import write_bytes
 from keel.runs.values import record_line
 from keel.types import KeelError, one_line
 

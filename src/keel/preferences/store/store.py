@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from keel.data.database import Database, is_database
+from keel.platform.sqlite import Database, is_database
 from keel.preferences.store.records import (
     CompletionRecord,
     CostKind,

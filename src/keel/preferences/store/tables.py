@@ -8,7 +8,7 @@ from dataclasses import fields
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from keel.data.database import Format
+from keel.platform.sqlite import Format
 from keel.preferences.store.records import (
     CompletionRecord,
     CostRecord,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.data.database import Database, Format
+from keel.platform.sqlite import Database, Format
 from keel.types import KeelError
 
 ROUNDING = 1e-9

@@ -1,6 +1,6 @@
 """The boundary between code under test and its tests: two processes that exchange plain data.
 
-Both sides run inside sandboxes of their own, by `keel.sandbox.inside`: `serve` runs the code and
+Both sides run inside sandboxes of their own, by `inside`: `serve` runs the code and
 answers calls, `judge` runs the tests, which see stand-ins for the code's functions. A request or
 reply is one frame of bytes in a format of this module; what it says is built from nothing but
 exact types of the standard library, so that no object of the code's ever reaches its tests.

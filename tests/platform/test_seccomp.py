@@ -10,7 +10,7 @@ import uuid
 
 import pytest
 
-from keel.sandbox.seccomp import (
+from keel.platform.sandbox.seccomp import (
     ARCHITECTURES,
     BUFFER_SIZES,
     CLONE,
@@ -27,7 +27,7 @@ from keel.sandbox.seccomp import (
     computing_filter,
     seccomp_filter,
 )
-from tests.sandbox.test_sandbox import python
+from tests.platform.test_sandbox import python
 from tests.shared import needs_bubblewrap
 
 ALLOWED, KILLED = 0x7FFF0000, 0x80000000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs import files
+from keel.platform import files
 
 OURS, THEIRS = b"ours " * 1_000, b"theirs " * 1_000
 

@@ -27,8 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.sandbox.seccomp import seccomp_filter
-from keel.sandbox.subprocesses import START_SECONDS, Pipes, Watched, close_all, watch
+from keel.platform.sandbox.seccomp import seccomp_filter
+from keel.platform.sandbox.subprocesses import START_SECONDS, Pipes, Watched, close_all, watch
 from keel.types import KeelError
 
 Status = Literal["ended", "timeout", "output", "died"]
@@ -148,7 +148,7 @@ class Sandbox:
         ends: Sequence[int] = (),
         stop: threading.Event | None = None,
     ) -> Ran:
-        """Run what `keel.sandbox.inside` makes of the orders.
+        """Run what `keel.platform.sandbox.inside` makes of the orders.
 
         `ends` are file descriptors that what runs is given, and that are closed here. Once `stop`
         is set, the run is killed, and ends as if its time were up. A bubblewrap that something

@@ -1,6 +1,6 @@
 """A process that lives in the sandbox: JSON lines in, JSON lines out, until it is ended.
 
-Its limits are those of `keel.sandbox.bubblewrap`. It has more than the code under test: memory,
+Its limits are those of `bubblewrap`. It has more than the code under test: memory,
 time, and a filter of system calls, with which it confines the processes that it forks for what a
 model wrote.
 """
@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from keel.sandbox.bubblewrap import bubblewrap, environment, no_sandbox, passing_uid, walls
-from keel.sandbox.lifeline import Lifeline
-from keel.sandbox.seccomp import computing_filter, seccomp_filter
-from keel.sandbox.subprocesses import Pipes, kill
+from keel.platform.lifeline import Lifeline
+from keel.platform.sandbox.bubblewrap import bubblewrap, environment, no_sandbox, passing_uid, walls
+from keel.platform.sandbox.seccomp import computing_filter, seccomp_filter
+from keel.platform.sandbox.subprocesses import Pipes, kill
 from keel.types import KeelError
 
 PROCESSES = 4
@@ -36,11 +36,12 @@ HERE = Path(__file__).parent
 COMMON = {
     # In place of the package's own, which is the front of what is not in the sandbox.
     "keel/__init__.py": HERE / "__init__.py",
-    "keel/sandbox/__init__.py": HERE / "__init__.py",
-    "keel/sandbox/confined.py": HERE / "confined.py",
-    "keel/sandbox/inside.py": HERE / "inside.py",
+    "keel/platform/__init__.py": HERE / "__init__.py",
+    "keel/platform/sandbox/__init__.py": HERE / "__init__.py",
+    "keel/platform/sandbox/confined.py": HERE / "confined.py",
+    "keel/platform/sandbox/inside.py": HERE / "inside.py",
 }
-"""Files of each such process; it runs `keel.sandbox.confined.serve`."""
+"""Files of each such process; it runs `keel.platform.sandbox.confined.serve`."""
 
 
 class Resident:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from keel.runs.watchdog import Hung, heartbeat, limited, place, stack_of, watching
+from keel.platform.time_limit import Hung, heartbeat, limited, place, stack_of, watching
 
 
 def deaf() -> None:
@@ -45,7 +45,7 @@ def test_hung_call_is_named_with_its_place(hangs: object) -> None:
     message = str(caught.value)
     assert message.startswith("the engine gives no answer within 0.2 s (it is in " + name)
     assert message.endswith("raise rollout.timeout")
-    assert "test_watchdog.py" in caught.value.stack
+    assert "test_time_limit.py" in caught.value.stack
 
 
 def test_hung_call_in_another_thread_is_ended() -> None:
@@ -89,10 +89,10 @@ def test_call_that_ends_at_its_limit_lets_no_signal_through() -> None:
 
 HELD = """
 import re
-from keel.runs import watchdog
-watchdog.GRACE = 0.2
-watchdog.KillTimer.EVERY = 0.0
-watchdog.TICK = 0.05
+from keel.platform import time_limit
+time_limit.GRACE = 0.2
+time_limit.KillTimer.EVERY = 0.0
+time_limit.TICK = 0.05
 {block}
 """
 MATCH = 're.match(r"(a+)+$", "a" * 60 + "b")'
@@ -102,13 +102,13 @@ MATCH = 're.match(r"(a+)+$", "a" * 60 + "b")'
 @pytest.mark.parametrize(
     "block",
     [
-        f'with watchdog.watching("the engine", 0.2, "k"):\n    {MATCH}',
-        f"from keel.rewards.executor import call\ncall(lambda: {MATCH}, 0.2)",
-        "from keel.rewards.executor import AsyncCalls, LoopThread\n"
+        f'with time_limit.watching("the engine", 0.2, "k"):\n    {MATCH}',
+        f"from keel.platform.calls import call\ncall(lambda: {MATCH}, 0.2)",
+        "from keel.platform.calls import AsyncCalls, LoopThread\n"
         f"async def slow(): {MATCH}\n"
         "AsyncCalls({'slow': slow}, 0.2, LoopThread()).outcomes()",
-        "from keel.rewards.executor import call\n"  # which leaves the outer clock set
-        'with watchdog.watching("the engine", 0.2, "k"):\n'
+        "from keel.platform.calls import call\n"  # which leaves the outer clock set
+        'with time_limit.watching("the engine", 0.2, "k"):\n'
         f"    call(lambda: 1, 0.1)\n    {MATCH}",
     ],
 )
@@ -127,7 +127,7 @@ def test_call_that_holds_the_interpreter_ends_the_process_with_its_stack(block: 
 
 def test_place_is_the_innermost_line() -> None:
     stack = stack_of(threading.get_ident())
-    assert place(stack).startswith("in stack_of (watchdog.py:")
+    assert place(stack).startswith("in stack_of (time_limit.py:")
     assert place("") == "nowhere to be seen"
     assert stack_of(None) == ""
 
@@ -142,9 +142,9 @@ def test_heartbeat_extends_the_limit() -> None:
 
 PAUSED = """
 import sys, time
-from keel.rewards.executor import call
-from keel.runs import watchdog
-watchdog.TICK = 0.05
+from keel.platform.calls import call
+from keel.platform import time_limit
+time_limit.TICK = 0.05
 print("begun", flush=True)
 outcome = call(lambda: time.sleep(0.6) or "answer", 1.0)
 print(outcome.value, flush=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.sandbox.worker import READY
+from keel.platform.worker import READY
 from keel.types import KeelError
 
 START_SECONDS = 120.0
@@ -113,7 +113,7 @@ class Worker:
 class WorkerPool:
     """Up to `workers` processes `python -m module`, started when first needed.
 
-    The module calls `keel.sandbox.worker.serve`. A worker whose item takes too long, or that dies,
+    The module calls `keel.platform.worker.serve`. A worker whose item takes too long, or that dies,
     is replaced; the item is not tried again. Safe to use from any thread; calls wait for each
     other. No process outlives `close`, the pool, or this process, however it ends.
     """

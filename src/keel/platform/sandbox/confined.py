@@ -1,6 +1,6 @@
 """One verdict, one process: it can compute, and say one number; nothing of it is left.
 
-The side of `keel.sandbox.resident` that runs in the sandbox, without the rest of Keel. Parsers of
+The side of `resident` that runs in the sandbox, without the rest of Keel. Parsers of
 what a model wrote may evaluate it, crash or not end. Therefore a process is forked for each
 verdict; it is confined further by a filter of system calls (no file to write, no process, no
 thread, no signal), and the parent, which no such text is parsed in, takes eight bytes from it and
@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from keel.sandbox.inside import confine, limit, stand_first
+from keel.platform.sandbox.inside import confine, limit, stand_first
 
 MEMORY = 8 * 2**30
 """Address space, in bytes, of the parent."""

@@ -15,7 +15,7 @@ import sys
 
 import numpy
 
-from keel.runs.process import keep_freed
+from keel.platform.signals import keep_freed
 
 
 class Info(ctypes.Structure):  # glibc's struct mallinfo2

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from keel.sandbox.bubblewrap import DYNAMIC_UIDS, Limits, Ran, Sandbox, passing_uid
+from keel.platform.sandbox.bubblewrap import DYNAMIC_UIDS, Limits, Ran, Sandbox, passing_uid
 from keel.types import KeelError
-from tests.sandbox.processes import children, eventually, processes_with, resident_mb
+from tests.platform.processes import children, eventually, processes_with, resident_mb
 from tests.shared import needs_bubblewrap
 from tests.source_tree import ROOT
 
@@ -186,7 +186,7 @@ def test_an_interpreter_behind_links(tmp_path: Path) -> None:
     (tmp_path / "twice").symlink_to("a/b")
     code = (
         "import sys\n"
-        "from keel.sandbox.bubblewrap import Sandbox\n"
+        "from keel.platform.sandbox.bubblewrap import Sandbox\n"
         "print(Sandbox().run([sys.executable, '-c', 'import sys, numpy; print(sys.executable)']))"
     )
     for name in ("a/venv", "a/b/once", "twice/once"):
@@ -219,7 +219,7 @@ def test_no_two_runs_share_a_user() -> None:
     code = "import os, time; print(os.getuid(), flush=True); time.sleep(0.5)"
     parent = (
         "import os, sys, threading\n"
-        "from keel.sandbox.bubblewrap import Sandbox\n"
+        "from keel.platform.sandbox.bubblewrap import Sandbox\n"
         "sandbox, seen = Sandbox(), []\n"
         "child = os.fork()\n"
         f"run = lambda: seen.append(sandbox.run([sys.executable, '-c', {code!r}]).stdout)\n"
@@ -253,7 +253,7 @@ def test_no_sandbox_outlives_a_parent_that_is_killed() -> None:
     mark = uuid.uuid4().hex
     code = (
         "import sys\n"
-        "from keel.sandbox.bubblewrap import Limits, Sandbox\n"
+        "from keel.platform.sandbox.bubblewrap import Limits, Sandbox\n"
         "sandbox = Sandbox(Limits(timeout=600))\n"
         "mark = sys.stdin.readline().strip()\n"
         "sandbox.run([sys.executable, '-c', f'import time; time.sleep(600)  # {mark}'])\n"
@@ -279,7 +279,7 @@ def test_nor_one_that_is_killed_while_the_sandbox_is_made() -> None:
     mark = uuid.uuid4().hex
     code = (
         "import os, subprocess, sys\n"
-        "from keel.sandbox.bubblewrap import Sandbox\n"
+        "from keel.platform.sandbox.bubblewrap import Sandbox\n"
         "sandbox = Sandbox()\n"
         "start = subprocess.Popen\n"
         "def end(command, **more):\n"
@@ -302,8 +302,8 @@ def test_it_buries_its_dead() -> None:
     """No process is left for the host's init, which in a container may bury none."""
     code = (
         "import ctypes, sys\n"
-        "from keel.sandbox.bubblewrap import Limits, Sandbox\n"
-        "from tests.sandbox.processes import children\n"
+        "from keel.platform.sandbox.bubblewrap import Limits, Sandbox\n"
+        "from tests.platform.processes import children\n"
         "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans come to this process\n"
         "for limits, inside in ((Limits(), ''), (Limits(timeout=0.5), 'while True: pass')):\n"
         "    Sandbox(limits).run([sys.executable, '-c', inside])\n"

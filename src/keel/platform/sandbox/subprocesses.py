@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from keel.sandbox.lifeline import Lifeline
+from keel.platform.lifeline import Lifeline
 
 START_SECONDS = 120.0
 """A process that has not reported its start by then is given up; a busy machine takes a while."""

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from keel.sandbox.worker_pool import WorkerPool, WorkerResult
+from keel.platform.worker_pool import WorkerPool, WorkerResult
 from keel.types import KeelError
-from tests.sandbox.processes import children, eventually, processes_with
+from tests.platform.processes import children, eventually, processes_with
 from tests.source_tree import ROOT
 
-MODULE = "tests.sandbox.odd_worker"
+MODULE = "tests.platform.odd_worker"
 LONG = 600.0
 """Seconds that no test waits for."""
 
@@ -157,7 +157,7 @@ def test_no_worker_outlives_a_parent_that_is_killed() -> None:
     """Not even one that is deep in C code, with Python's lock held."""
     code = (
         "import json, threading, time\n"
-        "from keel.sandbox.worker_pool import WorkerPool\n"
+        "from keel.platform.worker_pool import WorkerPool\n"
         f"pool = WorkerPool({MODULE!r}, workers=2)\n"
         "results = pool.map([['print', '']] * 2, 600)\n"
         "items = [['hold', 10**9], ['sleep', 600]]\n"

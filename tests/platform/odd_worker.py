@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from keel.sandbox.worker import serve
+from keel.platform.worker import serve
 
 
 def answer(item: Any) -> Any:

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.sandbox.boundary import DEPTH, NotPlainData, _exception, dump, load, receive, send
+from keel.platform.sandbox.boundary import (
+    DEPTH,
+    NotPlainData,
+    _exception,
+    dump,
+    load,
+    receive,
+    send,
+)
 
 Pair = collections.namedtuple("Pair", "a b")
 

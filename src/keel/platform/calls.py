@@ -17,8 +17,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from keel.runs.loop_thread import LoopThread, Served
-from keel.runs.watchdog import (
+from keel.platform.loop_thread import LoopThread, Served
+from keel.platform.time_limit import (
     Cancelled,
     Deadline,
     GivesUp,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs.files import locked
+from keel.platform.files import locked
 from keel.runs.layout import RunFolder
 from keel.types import KeelError
 from tests.runs.example import one_stage
@@ -16,7 +16,7 @@ from tests.runs.example import one_stage
 HOLD = """
 import sys, time
 from pathlib import Path
-from keel.runs.files import locked
+from keel.platform.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
