@@ -63,14 +63,10 @@ def test_what_the_cheats_are_tried_on_can_be_passed(sandbox: Sandbox) -> None:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("isolation", ["process", "shared"])
-def test_what_tests_derive_from_an_argument_after_the_call_is_the_codes_to_decide(
-    sandbox: Sandbox, isolation: Isolation
-) -> None:
-    """As in plain Python; docs/rewards.md says how to write the test instead."""
+def test_an_argument_is_the_codes_only_in_its_interpreter(sandbox: Sandbox) -> None:
+    """As in plain Python; docs/reward-reference.md says how to write the test instead."""
     for name in ("an argument changed in place", "an argument given back"):
         (cheat,) = (cheat for cheat in CHEATS if cheat.name == name)
         weak = "n = [3, 1]\ngot = ordered(n)\nassert got == sorted(n)"
-        assert run_tests(sandbox, cheat.code, weak, isolation=isolation).status == "passed"
-        known = "n = [3, 1]\nwanted = sorted(n)\nassert ordered(n) == wanted"
-        assert run_tests(sandbox, cheat.code, known, isolation=isolation).status == "failed"
+        assert run_tests(sandbox, cheat.code, weak, isolation="shared").status == "passed"
+        assert run_tests(sandbox, cheat.code, weak).status == "failed"

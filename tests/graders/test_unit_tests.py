@@ -319,13 +319,6 @@ def test_tests_run_as_they_are_written(run: Run, tests: str) -> None:
 
 
 @needs_bubblewrap
-def test_a_condition_of_elif_sees_what_was_changed(run: Run) -> None:
-    tests = "n = [2, 1]\nif f(n): pass\nelif n == ([1, 2] if 1 else 3): assert f(n) == 0"
-    assert run("def f(x): x.sort(); return 0", f"{tests}\nelse: 1 / 0").cause == ""
-    assert run("def f(x): return 0", f"{tests}\nelse: 1 / 0").status == "failed"
-
-
-@needs_bubblewrap
 @pytest.mark.parametrize("before", ["", "random.seed(0)\n", "random.seed('0')\n"])
 def test_the_chance_of_tests_is_not_the_codes(run: Run, before: str) -> None:
     code = f"import random\n{before}def guess(n): return random.randrange(n)"
@@ -337,87 +330,24 @@ def test_the_chance_of_tests_is_not_the_codes(run: Run, before: str) -> None:
 @pytest.mark.parametrize(
     ("code", "tests", "cause"),
     [
-        # Arguments changed in place are changed for the tests, whatever the call returns.
+        # Arguments changed in place are changed for the tests if the call returns None.
         ("def f(x): x.sort()", "n = [3, 1]\nassert f(n) is None and n == [1, 3]", ""),
         ("def f(x): x['a'].append(1)", "n = {'a': []}\nf(n)\nassert n == {'a': [1]}", ""),
         ("def f(x): x[0].add(1)", "n = (set(), 2)\nf(n)\nassert n == ({1}, 2)", ""),
         ("def f(*, x): x += b'a'", "n = bytearray()\nf(x=n)\nassert n == b'a'", ""),
         (
-            "def f(x): x.popleft(); x.append(3)",
-            "from collections import deque\nn = deque([1, 2])\nf(n)\nassert [*n] == [2, 3]",
-            "",
-        ),
-        ("def f(x): x.sort(); return 2", "n = [3, 1]\nassert f(n) == 2\nassert n == [1, 3]", ""),
-        (
-            "def f(x): x.append(f); return 1",
-            "f([])\nassert True",
-            "test 0: TypeError: what f returns or leaves",
-        ),
-        # A change next to a value is seen from the next statement on, of whatever kind it is.
-        ("def f(x): x.sort(); return x", "n = [3, 1]\nassert f(n) == [1, 3] and n == [3, 1]", ""),
-        (
-            "def f(x): x.append(1); return len(x)",
-            "n = []\nfor i in range(3):\n  assert f(n) == i + 1\nassert n == [1, 1, 1]",
-            "",
-        ),
-        (
-            "def f(x): x.append(1); return len(x)",
-            "n = []\nif f(n):\n  pass\nelse:\n  assert False\nassert f(n) + f(n) == 5\nm = [*n]\n"
-            "assert m == [1, 1, 1]",
-            "",
-        ),
-        # Which of them are the same object holds on either side.
-        (
             "def f(x): x.sort(); return x",
-            "n = [3, 1]\nassert f(n) == [1, 3]\nassert n == [1, 3]",
-            "",
-        ),
-        ("def f(x): return x['a']", "n = {'a': [1]}\nassert f(n) is n['a']", ""),
-        ("def f(x): return [x, x]", "n = [1]\na = f(n)\nassert a[0] is a[1] is n", ""),
-        ("def f(): return [[]] * 2", "a = f()\na[0].append(1)\nassert a == [[1], [1]]", ""),
-        ("def f(x): return list(x)", "n = [1]\na = f(n)\nassert a == n and a is not n", ""),
-        (
-            "def f(x, y): x.append(1); return y",
-            "n = []\nassert f(n, n) == [1]\nassert n == [1]",
+            "n = [3, 1]\nassert f(n) == [1, 3]\nassert n == [3, 1]",
             "",
         ),
         (
-            "def f(x, y): x.append(y); y.append(x); return len(y)",
-            "n, m = [], []\nassert f(n, m) == 1\nassert n[0] is m and m[0] is n",
-            "",
+            "def f(x): x.append(f)",
+            "f([])\nassert True",
+            "test 0: TypeError: what f returns or leaves in an argument is or holds a function",
         ),
-        ("def f(x): x.append(x)", "n = []\nf(n)\nassert n[0] is n", ""),
-        ("def f(x): x[0] = list(x[0])", "a = [1]\nn = [a]\nf(n)\nassert n[0] is not a", ""),
-        (
-            "def f(x): x['b'] = x.pop('a'); return x",
-            "from collections import OrderedDict\nn = OrderedDict(a=1, c=2)\n"
-            "assert list(f(n)) == ['c', 'b']\nassert list(n.items()) == [('c', 2), ('b', 1)]",
-            "",
-        ),
-        (
-            "def f(x): x['a'] += 1; return x.total()",
-            "from collections import Counter\nn = Counter('ab')\n"
-            "assert f(n) == 3\nassert n == {'a': 2, 'b': 1} and type(n) is Counter",
-            "",
-        ),
+        ("def f(x): x.append(x)", "f([])", "test 0: TypeError: what f returns or leaves in an arg"),
         # The code's own state keeps to its process.
         ("def f(x, y=[]): y.append(x); return y", "assert f(1) == [1] and f(2) == [1, 2]", ""),
-        (
-            "def f(x): x.append(1); raise ValueError(x)",
-            "n = []\ntry: f(n)\nexcept ValueError as e: assert e.args[0] is n\nassert n == [1]",
-            "",
-        ),
-        (
-            "def f(x):\n    for n in range(2): x.append(n); yield n",
-            "n, seen = [], []\nfor one in f(n): seen.append((one, [*n]))\n"
-            "assert seen == [(0, [0]), (1, [0, 1])]",
-            "",
-        ),
-        (
-            "def f(x):\n    x.append(1)\n    yield 2\n    x.append(3)",
-            "n = []\nassert [*f(n)] == [2]\nassert n == [1, 3]",
-            "",
-        ),
         # Exceptions keep their class and their arguments.
         (
             "class Own(KeyError): pass\ndef f(): raise Own('a', 1)",
@@ -451,18 +381,18 @@ def test_the_chance_of_tests_is_not_the_codes(run: Run, before: str) -> None:
         (
             "class F:\n    def g(self): return 1",
             "assert F().g() == 1",
-            "test 0: TypeError: what F returns is or holds a F, which is not plain data; see the",
+            "test 0: TypeError: what F returns is or holds a F, which JSON cannot carry; see the",
         ),
         # A test cannot pass by the exception of a value that cannot cross.
         (
             "def f(x): return 1",
             "try: f(object())\nexcept TypeError: pass",
-            "test 0: TypeError: an argument of f is or holds a object, which is not plain data",
+            "test 0: TypeError: an argument of f is or holds a object, which JSON cannot carry",
         ),
         (
             "def f(): return object()",
             "try: f()\nexcept TypeError: pass",
-            "test 0: TypeError: what f returns is or holds a object, which is not plain data",
+            "test 0: TypeError: what f returns is or holds a object, which JSON cannot carry",
         ),
         # State stays between calls, and the code cannot know the chance of its tests.
         ("n = []\ndef f(): n.append(1); return len(n)", "assert [f(), f()] == [1, 2]", ""),

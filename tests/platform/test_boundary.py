@@ -1,27 +1,16 @@
 from __future__ import annotations
 
 import collections
-import datetime
 import decimal
 import enum
-import fractions
+import json
 import math
-import os
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from keel.platform.sandbox.boundary import (
-    DEPTH,
-    NotPlainData,
-    _exception,
-    dump,
-    load,
-    receive,
-    send,
-)
+from keel.platform.sandbox.boundary import DEPTH, NotPlainData, _exception, decode, encode, refill
 
 Pair = collections.namedtuple("Pair", "a b")
 
@@ -44,12 +33,16 @@ def nested(depth: int) -> list[Any]:
     return value
 
 
+def crossed(value: Any) -> Any:
+    return decode(json.loads(json.dumps(encode(value))))
+
+
 PLAIN = [
     None,
     True,
     False,
     0,
-    -(3**900),
+    -(3**90000),
     1.5,
     math.inf,
     -0.0,
@@ -60,36 +53,23 @@ PLAIN = [
     bytearray(b"a"),
     [1, [2, "x"], ()],
     (None, {"a": [1.0], 2: {3}}),
-    {"b": 1, "a": 2},
+    {"b": 1, (1, 2): 2, "tuple": []},
     frozenset({1, 2}),
-    range(1, 9, 2),
-    collections.deque([1, 2], maxlen=3),
-    collections.Counter("aab"),
-    collections.OrderedDict(b=1, a=2),
-    decimal.Decimal("1.10"),
-    fractions.Fraction(1, 3),
-    datetime.date(2024, 2, 29),
-    datetime.datetime(2024, 2, 29, 1, 2, 3, 4),
-    datetime.time(1, 2, 3, 4),
-    datetime.timedelta(-1, 2, 3),
     nested(DEPTH),
 ]
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{value!r:.30}")
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{type(value).__name__}")
 def test_plain_data_is_the_same_on_the_other_side(value: Any) -> None:
-    again = load(dump(value))
+    again = crossed(value)
     assert type(again) is type(value)
     assert again == value
-    assert repr(again) == repr(value)
+    assert abs(value) > 2**64 if type(value) is int and value < 0 else repr(again) == repr(value)
 
 
-def test_what_is_written_of_further_values() -> None:
-    assert math.isnan(load(dump(float("nan"))))
-    factory = load(dump(collections.defaultdict(list, a=[1])))
-    assert (type(factory), factory) == (collections.defaultdict, {"a": [1]})
-    assert factory.default_factory is None
-    assert list(load(dump({"b": 1, "a": 2}))) == ["b", "a"]
+def test_nan_and_the_order_of_keys_cross() -> None:
+    assert math.isnan(crossed(float("nan")))
+    assert list(crossed({"b": 1, "a": 2})) == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -102,74 +82,70 @@ def test_what_is_written_of_further_values() -> None:
         (np.int64(3), 3),
         (np.bool_(True), True),
         ([Pair(1, [Sly(2)])], [(1, [2])]),
+        (collections.OrderedDict(b=1, a=2), {"b": 1, "a": 2}),
         (type("Text", (str,), {})("a"), "a"),
-        (type("Mapping", (dict,), {})(a=1), {"a": 1}),
     ],
 )
-def test_a_subclass_is_written_as_its_base_or_not_at_all(value: Any, plain: Any) -> None:
-    again = load(dump(value, lenient=True))
+def test_a_subclass_crosses_as_its_base(value: Any, plain: Any) -> None:
+    again = crossed(value)
     assert type(again) is type(plain)
     assert repr(again) == repr(plain)
-    with pytest.raises(NotPlainData, match="which is not plain data"):
-        dump(value)
 
 
 @pytest.mark.parametrize(
     "value",
-    [object(), int, len, lambda: 0, iter([]), {}.keys(), ..., NotImplemented, ValueError("a")],
+    [object(), int, len, iter([]), {}.keys(), ..., range(3), decimal.Decimal(1), ValueError("a")],
 )
-def test_what_is_not_plain(value: Any) -> None:
+def test_other_values_do_not_cross(value: Any) -> None:
     for held in (value, [value], {1: (value,)}):
         with pytest.raises(NotPlainData, match=f"holds a {type(value).__qualname__}"):
-            dump(held, lenient=True)
-    with pytest.raises(NotPlainData, match="nested more than 200 deep"):
-        dump(nested(DEPTH + 1))
+            encode(held)
+
+
+def test_deep_values_do_not_cross() -> None:
+    with pytest.raises(NotPlainData, match="nested more than 100 deep"):
+        encode(nested(DEPTH + 1))
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"?",
-        b"i",
-        b"i12",
-        b"iz;",
-        b"NN",
-        b"s5;abc",
-        b"s-1;",
-        b"s1;\xff",
-        b"l2;N",
-        b"l7fffffff;",
-        b"l-5;",
-        b"d1;l0;N",
-        b"S1;l0;",
-        b"l1;" * (DEPTH + 4) + b"N",
-        b"xs2;ost0;",
-        b"xs9;os.systemt1;s2;ls",
-        b"xs0e;builtins.ranget1;s1;a",
-        b"xNt0;",
+        {},
+        {"tuple": [], "set": []},
+        {"tuple": 5},
+        {"print": ["a"]},
+        {"__class__": []},
+        {"dict": [[1]]},
+        {"dict": [[[], 1]]},
+        {"set": [[]]},
+        {"bytes": "x"},
+        {"int": 5},
+        {"complex": [1, 2, 3]},
+        {"complex": ["a", 2]},
     ],
 )
-def test_what_is_not_data(data: bytes) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        load(data)
+def test_objects_that_name_no_type_are_refused(data: Any) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        decode(data)
 
 
-def test_frames() -> None:
-    reading, writing = os.pipe()
-    sender = threading.Thread(target=lambda: [send(writing, x) for x in (b"", b"a" * 200_000)])
-    sender.start()
-    assert receive(reading, 10) == b""
-    assert receive(reading, 200_000) == b"a" * 200_000
-    sender.join()
-    send(writing, b"abc")
-    with pytest.raises(ValueError, match="too long"):
-        receive(reading, 2)
-    os.write(writing, b"0" * 10)
-    os.close(writing)
-    assert os.read(reading, 3) == b"abc"
-    assert receive(reading, 10) is None
-    os.close(reading)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ([3, 1], [1, 3]),
+        ([1], [1, 2]),
+        ({"a": 1}, {"b": 2}),
+        ({1}, {2, 3}),
+        (bytearray(b"a"), bytearray(b"bc")),
+        (([1], 2), ([3, 4], 2)),
+        ([[1], {2}], [[5], {6}]),
+    ],
+)
+def test_arguments_get_the_new_contents(old: Any, new: Any) -> None:
+    inner = old[0] if type(old) in (list, tuple) and type(old[0]) is list else None
+    refill(old, new)
+    assert old == new
+    assert inner is None or old[0] is inner
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ The verdict rests on secrets, one for each test, that are reported only once the
 printed word, exit status or early end stands for a pass.
 
 With the isolation `process` the code runs in one sandbox and its tests in another. The tests call
-its functions through pipes that carry plain data alone (`keel.platform.sandbox.boundary`): the code sees the
+its functions through pipes that carry JSON (`keel.platform.sandbox.boundary`): the code sees the
 arguments of the calls, and neither the tests nor what they expect; the tests see no object of the
-code's.
+code's. A test that needs what JSON cannot carry fails, and its cause says so: it needs `shared`.
 
 With `shared` the tests run in the interpreter that ran the code, so that they can use its classes
 and other objects. They see the builtins and the packages that they import themselves as they were
@@ -326,11 +326,8 @@ def run_tests(
     }
     if isolation == "process":
         own = {
-            "tests": tuple(map(stepwise, read.texts)),
-            "setup": stepwise(read.setup),
-            "helpers": stepwise(read.helpers),
+            "helpers": read.helpers,
             "alone": read.alone,
-            "settle": SETTLE,
             "used": _mentioned(read),
         }
         return _run_apart(sandbox, code, {**orders, **own}, stop)
@@ -383,7 +380,7 @@ def _run_apart(
     if ran.status == tested.status == "ended" and done in lines and all(passed):
         return Checked(passed, "passed", "")
     if "garbled" in lines:
-        words = "the code's process sent what is no reply to its tests"
+        words = "the code's process sent something that is not a reply to its tests"
         return Checked((False,) * len(passed), "failed", words)
     if ran.status != "ended":
         return _failed(ran, passed, ())
@@ -433,47 +430,6 @@ def _cause(ran: Ran, lines: Sequence[str]) -> tuple[Status, str]:
     return status, f"{where}: {message}"[:300]
 
 
-SETTLE = "__keel_settle__"
-"""The function that tests call before each statement (`keel.platform.sandbox.boundary`)."""
-
-
-@lru_cache(4096)
-def stepwise(text: str) -> str:
-    """The source of tests with a call of `SETTLE` before each statement and condition of an `elif`.
-
-    The calls are inserted into the text: a tree that is written as text again, or compiled, fails
-    where the text does not (long chains of `elif` or `+`, long numbers).
-    """
-    lines = _lines(text)
-    inserted: list[tuple[int, int, bytes]] = []
-    call = f"{SETTLE}()".encode()
-    for node in ast.walk(parsed(text)):
-        for field in ("body", "orelse", "finalbody"):
-            block = getattr(node, field, None)
-            for one in block if isinstance(block, list) else ():
-                line, column = _start(one)
-                before, rest = lines[line][:column], lines[line][column:]
-                if isinstance(one, ast.If) and rest.startswith(b"elif"):
-                    test = one.test
-                    end = (test.end_lineno or 1) - 1, test.end_col_offset or 0
-                    inserted += [
-                        (test.lineno - 1, test.col_offset, b" " + call + b" or ("),
-                        (*end, b")"),
-                    ]
-                elif not _stands_first(one):
-                    compound = hasattr(one, "body") or isinstance(one, ast.Match)
-                    after = b"\n" + before if compound else b";"
-                    inserted.append((line, column, call + after))
-    for line, column, words in sorted(inserted, key=lambda one: one[:2], reverse=True):
-        lines[line] = lines[line][:column] + words + lines[line][column:]
-    return b"\n".join(lines).decode()
-
-
-def _stands_first(statement: ast.stmt) -> bool:
-    """Whether nothing may stand before it: imports from the future, docstrings."""
-    if isinstance(statement, ast.ImportFrom):
-        return statement.module == "__future__"
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _lines(text: str) -> list[bytes]:
