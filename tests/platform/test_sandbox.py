@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.platform.sandbox.bubblewrap import DYNAMIC_UIDS, Limits, Ran, Sandbox, passing_uid
+from keel.platform.sandbox.bubblewrap import DYNAMIC_UIDS, Limits, Sandbox, SandboxResult, pick_uid
 from keel.types import KeelError
 from tests.platform.processes import children, eventually, processes_with, resident_mb
 from tests.shared import needs_bubblewrap
@@ -23,20 +23,20 @@ LONG = 300.0
 """Seconds that no test waits for."""
 
 
-def python(code: str, sandbox: Sandbox | None = None, **limits: float) -> Ran:
+def python(code: str, sandbox: Sandbox | None = None, **limits: float) -> SandboxResult:
     """What Python makes of code inside."""
     sandbox = sandbox or Sandbox(Limits(**{"timeout": LONG, **limits}))  # type: ignore[arg-type]
     return sandbox.run([sys.executable, "-c", code])
 
 
-def last(ran: Ran) -> str:
+def last(ran: SandboxResult) -> str:
     return ran.stderr.strip().rpartition("\n")[2]
 
 
 @needs_bubblewrap
 def test_a_command_runs_and_its_word_is_kept() -> None:
     ran = python("import sys, numpy; print(1 + 1); sys.stderr.write('e'); sys.exit(3)")
-    assert ran == Ran("ended", 3, "2\n", "e")
+    assert ran == SandboxResult("ended", 3, "2\n", "e")
     assert ran.cause == "exit status 3"
     assert python("import sys; print(repr(sys.stdin.read()))").stdout == "''\n"
 
@@ -202,7 +202,7 @@ def test_an_interpreter_behind_links(tmp_path: Path) -> None:
 def test_a_run_can_be_stopped() -> None:
     mark, stop = uuid.uuid4().hex, threading.Event()
     sandbox = Sandbox(Limits(timeout=LONG))
-    ran: list[Ran] = []
+    ran: list[SandboxResult] = []
     orders = {"argv": [sys.executable, "-c", f"while True: pass  # {mark}"]}
     run = threading.Thread(target=lambda: ran.append(sandbox.carry_out(orders, stop=stop)))
     run.start()
@@ -233,7 +233,7 @@ def test_no_two_runs_share_a_user() -> None:
     )
     assert len(set(done.stdout.split())) == len(done.stdout.split()) == 6
     with contextlib.ExitStack() as held:
-        uids = [held.enter_context(passing_uid()) for _ in range(200)]
+        uids = [held.enter_context(pick_uid()) for _ in range(200)]
     assert len(set(uids)) == 200
     assert set(uids) <= set(DYNAMIC_UIDS)
 

@@ -153,8 +153,8 @@ def test_no_answer_reaches_anything_or_earns(
     task = tasks[name]
     gold = task.gold(prompt(task))
     wrong = score(task, "")
-    assert task.process.process.resident is not None
-    pid, before = task.process.process.resident.pid, descendants(task.process.process.resident.pid)
+    assert task.process.process.child is not None
+    pid, before = task.process.process.child.pid, descendants(task.process.process.child.pid)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         known = {"marker": str(tmp_path / "marker"), "port": server.getsockname()[1]}
@@ -167,7 +167,7 @@ def test_no_answer_reaches_anything_or_earns(
     assert score(task, "") == wrong
     if gold is not None:
         assert score(task, gold) == 1.0
-    assert task.process.process.resident.pid == pid  # no answer ended what scores the others
+    assert task.process.process.child.pid == pid  # no answer ended what scores the others
     assert gone(descendants(pid) - before) == set()
 
 
@@ -275,7 +275,7 @@ def test_math_verify_reaches_nothing_and_judges_on(tmp_path: Path) -> None:
     judge = Mathematics(timeout=1.0)
     gold = "2x + 1"
     assert judge.compare([(gold, "$1 + 2x$")] * 2) == ["same"] * 2
-    pids = [p.resident.pid for p in judge.processes if p.resident is not None]
+    pids = [p.child.pid for p in judge.processes if p.child is not None]
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         known = {"marker": str(tmp_path / "marker"), "port": server.getsockname()[1]}
@@ -293,7 +293,7 @@ def test_math_verify_reaches_nothing_and_judges_on(tmp_path: Path) -> None:
             server.accept()
     assert not list(tmp_path.iterdir())
     assert len(pids) == 1  # of one distinct pair
-    assert [p.resident.pid for p in judge.processes[:1] if p.resident is not None] == pids
+    assert [p.child.pid for p in judge.processes[:1] if p.child is not None] == pids
 
 
 @needs_bubblewrap
@@ -318,8 +318,8 @@ def test_a_process_killed_from_outside_scores_nothing_by_itself(
     assert score(task, answer) == 1.0
 
     def kill() -> None:
-        assert process.process.resident is not None
-        inside = descendants(process.process.resident.pid)
+        assert process.process.child is not None
+        inside = descendants(process.process.child.pid)
         for one in inside:
             os.kill(one.pid, signal.SIGKILL)
         assert gone(inside) == set()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.platform.lifeline import Lifeline
+from keel.platform.process import Lifeline
 from tests.platform.processes import eventually
 from tests.rewards.learned import save_model
 from tests.safety.parents import KINDS, LOOP

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from keel.cluster.worker import LONGEST_WAIT, join, leave, lost_another
 from keel.learn.finite import NotFinite
 from keel.learn.ranks import Ranks
-from keel.platform.lifeline import Lifeline
+from keel.platform.process import Lifeline
 from keel.platform.signals import ProcessLost
 from keel.types import KeelError
 

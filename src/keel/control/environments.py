@@ -24,7 +24,7 @@ from keel.config.control import Environment
 from keel.config.entry import load_module
 from keel.config.fields import derive
 from keel.control import spaces
-from keel.platform.lifeline import Lifeline
+from keel.platform.process import Lifeline
 from keel.types import KeelError, one_line
 
 Floats = npt.NDArray[np.float32]

@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 from keel.graders.code_blocks import DEFINING, NOT_PYTHON, names_in, parsed
 from keel.platform.sandbox import inside
-from keel.platform.sandbox.bubblewrap import Ran, Sandbox
+from keel.platform.sandbox.bubblewrap import Sandbox, SandboxResult
 from keel.platform.sandbox.inside import CODE
 from keel.types import KeelError
 
@@ -356,7 +356,7 @@ def _run_apart(
     common = {"program": _boundary(), "module": CODE}
     done = secrets.token_hex(16)
     (asked, asking), (replies, replying) = os.pipe(), os.pipe()
-    served: list[Ran | BaseException] = []
+    served: list[SandboxResult | BaseException] = []
 
     def serve() -> None:
         try:
@@ -397,12 +397,12 @@ def _boundary() -> CodeType:
     return compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
 
 
-def _passed(ran: Ran, secret: Sequence[str]) -> tuple[bool, ...]:
+def _passed(ran: SandboxResult, secret: Sequence[str]) -> tuple[bool, ...]:
     lines = set(ran.reported)
     return tuple(one in lines for one in secret)
 
 
-def _failed(ran: Ran, passed: tuple[bool, ...], lines: Sequence[str]) -> Checked:
+def _failed(ran: SandboxResult, passed: tuple[bool, ...], lines: Sequence[str]) -> Checked:
     """What became of code that did not pass; `lines` are those that report what went wrong."""
     status, cause = _cause(ran, lines)
     # What counts is that the whole ended well: with too much output, say, no test counts.
@@ -411,7 +411,7 @@ def _failed(ran: Ran, passed: tuple[bool, ...], lines: Sequence[str]) -> Checked
     return Checked(passed, status, cause)
 
 
-def _cause(ran: Ran, lines: Sequence[str]) -> tuple[Status, str]:
+def _cause(ran: SandboxResult, lines: Sequence[str]) -> tuple[Status, str]:
     """What went wrong, by how the run ended and then by the first thing reported."""
     if ran.status != "ended":
         return ran.status, ran.cause
@@ -428,8 +428,6 @@ def _cause(ran: Ran, lines: Sequence[str]) -> tuple[Status, str]:
     elif "can't start new thread" in message:
         status = "processes"
     return status, f"{where}: {message}"[:300]
-
-
 
 
 def _lines(text: str) -> list[bytes]:

@@ -19,7 +19,8 @@ from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_and_in
 from keel.data.tasks.generated import ATTEMPTS, no_draw
 from keel.graders.formats import tag_content
 from keel.graders.stated import answer_part
-from keel.platform.sandbox.resident import Resident, Restarting
+from keel.platform.process import Restarting
+from keel.platform.sandbox.resident import Resident
 from keel.types import Completion, KeelError, Prompt, Split
 
 PREFIX = "reasoning_gym:"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from keel.config.sampling import VllmServer
 from keel.engines.vllm.client import VllmClient, connections_to
-from keel.platform.lifeline import Lifeline
+from keel.platform.process import Lifeline
 from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import KeelError
 

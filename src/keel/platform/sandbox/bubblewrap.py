@@ -27,8 +27,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from keel.platform.process import close_all
 from keel.platform.sandbox.seccomp import seccomp_filter
-from keel.platform.sandbox.subprocesses import START_SECONDS, Pipes, Watched, close_all, watch
+from keel.platform.sandbox.subprocesses import START_SECONDS, Enclosure, Watched, watch
 from keel.types import KeelError
 
 Status = Literal["ended", "timeout", "output", "died"]
@@ -92,7 +93,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class SandboxResult:
     """A run: how it ended, its exit status, the end of what it printed, and what it reported.
 
     `reported` are the lines of the report that orders other than a command write.
@@ -137,7 +138,7 @@ class Sandbox:
             message = trial.stderr.strip().rpartition("\n")[2] or trial.cause
             raise KeelError(f"nothing runs in the sandbox under these limits: {message}")
 
-    def run(self, argv: Sequence[str]) -> Ran:
+    def run(self, argv: Sequence[str]) -> SandboxResult:
         """Run a command; its standard input is empty."""
         return self.carry_out({"argv": list(argv)})
 
@@ -147,7 +148,7 @@ class Sandbox:
         *,
         ends: Sequence[int] = (),
         stop: threading.Event | None = None,
-    ) -> Ran:
+    ) -> SandboxResult:
         """Run what `keel.platform.sandbox.inside` makes of the orders.
 
         `ends` are file descriptors that what runs is given, and that are closed here. Once `stop`
@@ -157,7 +158,7 @@ class Sandbox:
         for _ in range(1 if ends else ATTEMPTS):
             watched = self._watched(orders, ends, stop)
             if stop is not None and stop.is_set() and not watched.started:
-                return Ran("timeout", watched.exit_status, "", "")
+                return SandboxResult("timeout", watched.exit_status, "", "")
             killed = watched.ended == "ended" and _signal(watched.exit_status)
             if watched.started or self.trusted or not killed:
                 break
@@ -166,45 +167,41 @@ class Sandbox:
     def _watched(
         self, orders: Mapping[str, Any], ends: Sequence[int], stop: threading.Event | None
     ) -> Watched:
-        started = secrets.token_hex(16)
-        left = list(ends)
+        command = [sys.executable, "-P", "-s", "-S", "-c", _inside()]
+        given = {**orders, "ends": tuple(ends), "path": _path(), "uid": None}
+        folder, kill = None, None
         with contextlib.ExitStack() as held:
-            held.callback(close_all, left)
-            uid, folder = None, None
-            if self.trusted:
-                folder = held.enter_context(tempfile.TemporaryDirectory(prefix="keel-code-"))
-            elif os.geteuid() == 0:
-                uid = held.enter_context(passing_uid())
-            # In a user namespace the first process counts too.
-            processes = self.limits.processes + (uid is None)
-            pipes = Pipes.open(sandboxed=not self.trusted, filter=self._filter)
-            pipes.further = left
-            given = {
-                **orders,
-                "ends": tuple(ends),
-                "started": started,
-                "report": pipes.report,
-                "lifeline": -1 if pipes.lifeline is None else pipes.lifeline.inner,
-                "uid": uid,
-                "limits": self.limits.resources(None if self.trusted else processes),
-            }
-            given |= {"path": _path()}
-            command = [sys.executable, "-P", "-s", "-S", "-c", _inside()]
+            try:
+                if self.trusted:
+                    folder = held.enter_context(tempfile.TemporaryDirectory(prefix="keel-code-"))
+                    given["limits"] = self.limits.resources(None)
+                else:
+                    if os.geteuid() == 0:
+                        given["uid"] = held.enter_context(pick_uid())
+                    # In a user namespace the first process counts too.
+                    processes = self.limits.processes + (given["uid"] is None)
+                    given |= {"limits": self.limits.resources(processes), "lifeline": -1}
+                    enclosure = held.enter_context(contextlib.closing(Enclosure(self._filter)))
+                    kill, own = enclosure.kill, ["--die-with-parent", "--new-session"]
+                    own += isolation_arguments(given["uid"], enclosure, self.limits.disk_mb)
+                    command = [self._bubblewrap, *own, *command, "first"]
+                    ends = (*ends, *enclosure.ends)
+            except BaseException:
+                close_all(ends)
+                raise
             return watch(
-                command
-                if self.trusted
-                else [*self._walls(uid is not None, pipes), *command, "first"],
-                marshal.dumps(given),
-                pipes,
-                started.encode(),
+                command,
+                given,
                 timeout=self.limits.timeout,
                 output=self.limits.output_kb * 1024,
                 environment=environment(folder or "/tmp"),
                 folder=folder,
+                ends=ends,
                 stop=stop,
+                kill=kill,
             )
 
-    def _read(self, watched: Watched) -> Ran:
+    def _read(self, watched: Watched) -> SandboxResult:
         words = watched.stderr.decode(errors="replace")
         if not watched.started:
             message = " ".join(words.split())[-200:] or f"exit status {watched.exit_status}"
@@ -220,7 +217,7 @@ class Sandbox:
             status, code = "died", code if code < 0 else 128 - code
             if code == -signal.SIGXCPU:
                 status = "timeout"
-        return Ran(
+        return SandboxResult(
             status,
             code,
             watched.stdout.decode(errors="replace")[-2000:],
@@ -228,46 +225,45 @@ class Sandbox:
             tuple(watched.report.decode(errors="replace").split("\n")[:-1]),
         )
 
-    def _walls(self, as_root: bool, pipes: Pipes) -> list[str]:
-        ends = ["--die-with-parent", "--new-session"]
-        return [self._bubblewrap, *ends, *walls(as_root, pipes, self.limits.disk_mb)]
 
-
-def walls(
-    as_root: bool, pipes: Pipes, disk_mb: int, files: Mapping[str, Path] | None = None
+def isolation_arguments(
+    uid: int | None, enclosure: Enclosure, disk_mb: int, files: Mapping[str, Path] | None = None
 ) -> list[str]:
-    """bubblewrap's options, up to the command; `files` are shown too, by their path inside."""
+    """bubblewrap's options, up to the command; `files` are shown too, by their path inside.
+
+    `uid` is the user that root's sandbox becomes.
+    """
     # The process space's first process is ours: bubblewrap leaves its own to the host's init
-    # to bury, and where that is no init (in containers), they would pile up.
-    walls = ["--as-pid-1", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    walls += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(pipes.info)]
-    if pipes.filter >= 0:
-        walls += ["--seccomp", str(pipes.filter)]
-    if as_root:
+    # to reap, and if that is not an init (in containers), they would pile up.
+    options = ["--as-pid-1", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    options += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(enclosure.info)]
+    if enclosure.filter >= 0:
+        options += ["--seccomp", str(enclosure.filter)]
+    if uid is not None:
         # The limit on processes does not bind root, nor a user namespace of root's. So root's
         # sandbox has no user namespace; its first process becomes a passing user instead.
-        walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        walls += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+        options += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
     # These come first: an interpreter may lie in a folder under /tmp.
-    walls += ["--proc", "/proc", "--dev", "/dev"]
+    options += ["--proc", "/proc", "--dev", "/dev"]
     size = str(disk_mb * 2**20)
     for folder in ("/tmp", "/dev/shm"):
-        walls += ["--perms", "1777", "--size", size, "--tmpfs", folder]
+        options += ["--perms", "1777", "--size", size, "--tmpfs", folder]
     made = {Path("/tmp"), Path("/dev")}
     for path in _shown():
         for parent in reversed(path.parents):
             if parent not in made and parent != parent.parent:
-                walls += ["--perms", "0755", "--dir", str(parent)]
+                options += ["--perms", "0755", "--dir", str(parent)]
                 made.add(parent)
         if path.is_symlink():
-            walls += ["--symlink", os.readlink(path), str(path)]
+            options += ["--symlink", os.readlink(path), str(path)]
         else:
-            walls += ["--ro-bind", str(path), str(path)]
+            options += ["--ro-bind", str(path), str(path)]
         made.add(path)
     for inside, path in (files or {}).items():
-        walls += ["--ro-bind", str(path), inside]
-    return [*walls, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+        options += ["--ro-bind", str(path), inside]
+    return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
 def bubblewrap() -> str:
@@ -343,7 +339,7 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def passing_uid() -> Iterator[int]:
+def pick_uid() -> Iterator[int]:
     """A user id of no one's, for one run: processes of one user share the limit on their number.
 
     It is held by an address that only one process of the system can have, as long as it is open.

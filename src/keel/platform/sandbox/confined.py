@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from keel.platform.sandbox.inside import confine, limit, stand_first
+from keel.platform.sandbox.inside import confine, limit, run_as_init
 
 MEMORY = 8 * 2**30
 """Address space, in bytes, of the parent."""
@@ -51,7 +51,7 @@ class Confined:
         )
         if self.value(_cannot_fork, 10.0, 60.0) != 1.0:
             raise OSError("the filter of system calls does not take hold")
-        self.bury()
+        self.reap()
 
     def value(
         self, compute: Callable[[], float], cpu: float, patience: float
@@ -60,7 +60,7 @@ class Confined:
 
         `cpu` is in whole seconds, at least 1. Deterministic but for the limits, if `compute` is.
         """
-        self.bury()
+        self.reap()
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -79,10 +79,10 @@ class Confined:
             os.close(reading)
         if len(data) == 8:
             return float(struct.unpack("<d", data)[0])
-        seconds = self.bury()
+        seconds = self.reap()
         return "timed out" if not ready or seconds >= whole(cpu) - 0.1 else "died"
 
-    def bury(self) -> float:
+    def reap(self) -> float:
         """Wait for the end of the last process: the kernel takes it apart while others compute.
 
         Returns the seconds that it computed.
@@ -136,11 +136,11 @@ def serve(
     `start` is given the filter of system calls, and returns what answers a request; `known` are
     the options to name where a request is refused.
     """
-    stand_first()
+    run_as_init()
     # Libraries may print and read; the channel is kept out of their reach.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     settings = json.loads(requests.readline())
-    replies = os.fdopen(settings["replies"], "w", encoding="utf-8")
     limits = {"AS": MEMORY, "CORE": 0, "FSIZE": 2**23, "NOFILE": 64, "NPROC": settings["processes"]}
     confine(settings["uid"], {f"RLIMIT_{name}": value for name, value in limits.items()})
     hide()

@@ -25,7 +25,7 @@ CODE = "completion"
 def main() -> None:
     """Read the orders to their end, and carry them out."""
     if "first" in sys.argv:
-        stand_first()
+        run_as_init()
     orders = marshal.loads(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -50,7 +50,7 @@ def main() -> None:
         _test(orders)
 
 
-def stand_first() -> None:
+def run_as_init() -> None:
     """Fork; the child goes on, and this process waits for it, as a process space's first must.
 
     The first one keeps its user, so that bubblewrap's end is its end, and with it that of all.
@@ -110,7 +110,7 @@ def _test(orders: dict[str, Any]) -> None:
     try:
         run(read(orders["code"], f"{CODE}.py", "exec"), vars(module))
     except BaseException as error:
-        say(f"code {_told(error)}")
+        say(f"code {_line(error)}")
         leave(1)
     trace(None)
     profile(None)
@@ -127,7 +127,7 @@ def _test(orders: dict[str, Any]) -> None:
     try:
         run(read(orders["setup"], "setup", "exec"), space)
     except BaseException as error:
-        say(f"setup {_told(error)}")
+        say(f"setup {_line(error)}")
         leave(1)
     for at, test in numbered:
         try:
@@ -135,7 +135,7 @@ def _test(orders: dict[str, Any]) -> None:
             if checks[at]:
                 space["check"](names[entry])
         except BaseException as error:
-            say(f"test {at}: {_told(error)}")
+            say(f"test {at}: {_line(error)}")
         else:
             say(secrets[at])
     try:
@@ -192,7 +192,7 @@ def _keep(imports: Sequence[str]) -> Callable[[], None]:
     return put_back
 
 
-def _told(error: BaseException) -> str:
+def _line(error: BaseException) -> str:
     """An error in a line; its own words are those of the code under test, and may fail."""
     try:
         return f"{type(error).__name__}: {error}".rstrip(": ")

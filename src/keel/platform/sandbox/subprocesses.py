@@ -1,20 +1,22 @@
-"""One process under watch: its input fed, its output read up to a limit, its time kept."""
+"""One process of a sandbox: its orders sent, its output read up to a limit, its time kept."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import marshal
 import os
+import secrets
 import selectors
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from keel.platform.lifeline import Lifeline
+from keel.platform.process import Child, kill_group
 
 START_SECONDS = 120.0
 """A process that has not reported its start by then is given up; a busy machine takes a while."""
@@ -33,138 +35,69 @@ class Watched:
     report: bytes
 
 
-@dataclass(slots=True)
-class Pipes:
-    """The pipes other than the standard ones: what the command reports, and bubblewrap's own word.
-
-    `info` is where bubblewrap says which process it watches over (−1 without bubblewrap), and
-    `filter` where it reads its filter of system calls (−1 without one). `further` are the ends of
-    pipes that the caller made; they too are the process's alone once it has started. Without
-    bubblewrap, which ends with its parent and ends what it watches over, there is a lifeline. The
-    process is given the ends `report`, `info`, `filter`, `further` and the lifeline's inner one.
-    """
-
-    reading: int
-    report: int
-    listening: int = -1
-    info: int = -1
-    filter: int = -1
-    lifeline: Lifeline | None = None
-    further: list[int] = field(default_factory=list)
-
-    @classmethod
-    def open(cls, *, sandboxed: bool, filter: bytes | None = None) -> Pipes:
-        """New pipes; that of the filter is full already, being far smaller than a pipe."""
-        pipes = cls(*os.pipe(), *(os.pipe() if sandboxed else ()))
-        if not sandboxed:
-            pipes.lifeline = Lifeline()
-        if filter is not None:
-            pipes.filter, filling = os.pipe()
-            os.write(filling, filter)
-            os.close(filling)
-        return pipes
-
-    def given(self) -> tuple[int, ...]:
-        """The ends that the process is given.
-
-        bubblewrap has the other end of its own pipe too: should this process end before it has
-        signalled, it would end of that, and leave behind a process that waits for it for good.
-        """
-        inner = -1 if self.lifeline is None else self.lifeline.inner
-        ends = (self.report, self.info, self.listening, self.filter, inner, *self.further)
-        return tuple(end for end in ends if end >= 0)
-
-    def tie(self, group: int) -> None:
-        """Let the process group end with this process, unless bubblewrap sees to that."""
-        if self.lifeline is not None:
-            self.lifeline.tie(group)
-
-    def give(self) -> None:
-        """Close the ends that the process was given."""
-        if self.lifeline is not None:
-            self.lifeline.give()
-        for end in (self.report, self.info, self.filter):
-            if end >= 0:
-                os.close(end)
-        close_all(self.further)
-
-    def close(self) -> None:
-        """Close the ends that were kept."""
-        os.close(self.reading)
-        if self.lifeline is not None:
-            self.lifeline.cut()
-        if self.listening >= 0:
-            os.close(self.listening)
-
-
-def close_all(ends: list[int]) -> None:
-    """Close file descriptors, and forget each, so that none is closed twice."""
-    while ends:
-        os.close(ends.pop())
-
-
 def watch(
     command: Sequence[str],
-    given: bytes,
-    pipes: Pipes,
-    started: bytes,
+    orders: Mapping[str, Any],
     *,
     timeout: float,
     output: int,
     environment: Mapping[str, str],
     folder: str | None,
+    ends: Sequence[int] = (),
     stop: threading.Event | None = None,
+    kill: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> Watched:
-    """Run a command, feed it `given`, and wait for its end; kill all of it at a limit.
+    """Run a command, give it orders, and wait for its end; kill all of it at a limit.
 
-    The line `started` on the pipe of the report begins its time of `timeout` seconds; more than
-    `output` bytes on standard output and error together end it, and so does `stop`, once it is
-    set, as if the time were up. The pipes are closed here.
+    The orders are marshalled to its standard input, with three more: `report`, the file descriptor
+    that it reports to; `started`, the first line of its report, which begins its `timeout` seconds;
+    and its `lifeline`. More than `output` bytes on standard output and error together end it, and
+    so does `stop`, once it is set, as if the time were up. It is given `ends`, which are closed
+    here, and killed by `kill`.
     """
+    started = secrets.token_hex(16)
+    reading, report = os.pipe()
+    pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(
+        child = Child(
             command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=pipes.given(),
-            env=dict(environment),
-            cwd=folder,
-            start_new_session=True,
-            bufsize=0,
+            environment=environment,
+            folder=folder,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            ends=(report, *ends),
+            kill=kill,
         )
-        # Before it has its orders, so that it does nothing of which this process's end is no end.
-        pipes.tie(process.pid)
-    except BaseException:
-        pipes.close()
-        raise
+        try:
+            own = {"report": report, "started": started, "lifeline": child.lifeline}
+            given = marshal.dumps({**own, **orders})
+            return _Watcher(child, given, reading, started, timeout, output, stop).wait()
+        finally:
+            child.end()
     finally:
-        pipes.give()
-    watcher = _Watcher(process, given, pipes, started, timeout, output, stop)
-    try:
-        return watcher.wait()
-    finally:
-        watcher.end()
+        os.close(reading)
 
 
 class _Watcher:
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        child: Child,
         given: bytes,
-        pipes: Pipes,
-        started: bytes,
+        reading: int,
+        started: str,
         timeout: float,
         output: int,
         stop: threading.Event | None,
     ) -> None:
+        process = child.process
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        self.process, self.given, self.stop = process, memoryview(given), stop
-        self.started, self.timeout, self.output = started + b"\n", timeout, output
+        self.child, self.process, self.given, self.stop = child, process, memoryview(given), stop
+        self.started, self.timeout, self.output = f"{started}\n".encode(), timeout, output
         self.out, self.err = process.stdout.fileno(), process.stderr.fileno()
-        self.into, self.inner, self.pipes = process.stdin.fileno(), pipes.reading, pipes
+        self.into, self.inner = process.stdin.fileno(), reading
         self.read = {self.out: b"", self.err: b"", self.inner: b""}
 
     def wait(self) -> Watched:
@@ -192,26 +125,17 @@ class _Watcher:
                 if len(self.read[self.out]) + len(self.read[self.err]) > self.output:
                     ended = "output"
                     break
-                if not ready and self._has_ended():
+                if not ready and has_ended(self.process):
                     break  # what it left behind holds the pipes
-        self._kill()
+        self.child.end()
         return Watched(
             ended,
             has_started,
-            self.process.wait(),
+            self.process.returncode,
             self.read[self.out],
             self.read[self.err],
             self.read[self.inner][len(self.started) :],
         )
-
-    def end(self) -> None:
-        """Kill what is left, and close the pipes."""
-        self._kill()
-        self.process.wait()
-        self.pipes.close()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
 
     def _serve(self, pipe: int) -> bool:
         """Read or write what can be; false where the pipe is done with."""
@@ -227,39 +151,46 @@ class _Watcher:
         self.read[pipe] += some
         return bool(some) and len(self.read[self.inner]) <= REPORT_BYTES
 
-    def _has_ended(self) -> bool:
-        return has_ended(self.process)
 
-    def _kill(self) -> None:
-        kill(self.process, self.pipes)
+class Enclosure:
+    """What bubblewrap reads and says on pipes of its own, until `close`.
+
+    It reads its `filter` of system calls there (-1 without one), and says on `info` which process
+    it watches over. `ends` are what it is given.
+    """
+
+    def __init__(self, filter: bytes | None) -> None:
+        self.listening, self.info = os.pipe()
+        # Should this process end before bubblewrap has signalled, bubblewrap would end of that, and
+        # leave behind a process that waits for it for good; so it has the other end too.
+        self.ends = [self.info, os.dup(self.listening)]
+        self.filter = -1
+        if filter is not None:
+            self.filter, filling = os.pipe()
+            os.write(filling, filter)  # far smaller than a pipe
+            os.close(filling)
+            self.ends.append(self.filter)
+
+    def kill(self, process: subprocess.Popen[bytes]) -> None:
+        """End all by the sandbox's first process: bubblewrap ends with it, and reaps it."""
+        os.set_blocking(self.listening, False)
+        try:
+            info = json.loads(os.read(self.listening, 4096))
+        except (BlockingIOError, ValueError):  # there is none yet
+            return kill_group(process)
+        if not has_ended(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(info["child-pid"], signal.SIGKILL)
+        try:
+            process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            kill_group(process)
+
+    def close(self) -> None:
+        os.close(self.listening)
 
 
 def has_ended(process: subprocess.Popen[Any]) -> bool:
     """Whether a process has; it is left unreaped, so that its group keeps its id."""
     flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
     return os.waitid(os.P_PID, process.pid, flags) is not None
-
-
-def kill(process: subprocess.Popen[Any], pipes: Pipes) -> None:
-    """End a process and what it started."""
-    if process.returncode is not None:
-        return
-    if pipes.listening >= 0 and _kill_inside(process, pipes.listening):
-        # bubblewrap ends with what it watches over, and buries it.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5.0)
-            return
-    os.killpg(process.pid, signal.SIGKILL)
-
-
-def _kill_inside(process: subprocess.Popen[Any], listening: int) -> bool:
-    """End the sandbox's first process, and so all of them; false where there is none yet."""
-    os.set_blocking(listening, False)
-    try:
-        info = json.loads(os.read(listening, 4096))
-    except (BlockingIOError, ValueError):
-        return False
-    if not has_ended(process):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(info["child-pid"], signal.SIGKILL)
-    return True
