@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -25,7 +26,8 @@ def children() -> set[int]:
     """The processes that this one started and that were not buried."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
+        with suppress(OSError):  # a thread that has ended
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
 
 

@@ -32,7 +32,11 @@ CALLS = {
 }
 NAMES = {"ProcessPoolExecutor", "read_pickle", "to_pickle", "_load_from_state"}
 ORDERS_ONLY = {
-    *("platform/sandbox/inside.py", "platform/sandbox/bubblewrap.py"),
+    *(
+        "platform/sandbox/inside.py",
+        "platform/sandbox/bubblewrap.py",
+        "platform/sandbox/subprocesses.py",
+    ),
     *("workflows/processes.py", "cluster/group.py", "cluster/worker.py"),
     "engines/vllm/transfer.py",  # handles of this GPU's memory, in the form that vLLM reads
 }
