@@ -437,14 +437,14 @@ def test_a_fork_of_this_process_ends_nothing() -> None:
     mathematics_ = Mathematics(workers=1)
     assert mathematics_.compare([("2x", "$x + x$")]) == ["same"]
     (process,) = mathematics_.processes
-    before = process.resident
+    before = process.child
     child = os.fork()
     if child == 0:
         process.close()
         os._exit(0)
     os.waitpid(child, 0)
     assert mathematics_.compare([("3x", "$x + 2x$")]) == ["same"]
-    assert process.resident is before
+    assert process.child is before
     mathematics_.close()
 
 

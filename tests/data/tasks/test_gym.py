@@ -134,11 +134,11 @@ def test_an_answer_that_hangs_its_scorer_is_wrong(
     task = make("rubiks_cube", process)
     prompt = task.prompt("train", 0)
     process.ask(60.0, op="names")
-    before = process.process.resident
+    before = process.process.child
     # Twenty million moves, which the scorer makes one by one.
     assert task.score(prompt, completion("F20000000")) == 0.0
     assert task.score(prompt, completion("F1")) > 0.0
-    assert process.process.resident is before  # only the fork that scored it was ended
+    assert process.process.child is before  # only the fork that scored it was ended
     assert task.prompt("train", 0) == prompt
 
 
@@ -146,8 +146,8 @@ def test_the_process_sees_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     process = GymProcess()
     process.ask(60.0, op="names")
-    assert process.process.resident is not None
-    pid = process.process.resident.pid
+    assert process.process.child is not None
+    pid = process.process.child.pid
     inside = descendants(pid)
     assert len(inside) == 2  # the first of the process space, and the worker
     for number in (pid, *(one.pid for one in inside)):
