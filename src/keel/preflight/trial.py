@@ -8,9 +8,7 @@ process can start, and import what a run needs, before torch is imported here.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from keel.config.optimisation import Checkpoints, Trackers
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import LEARNED, PreferenceData, Rewards, RewardSource, TaskSource
 from keel.data.tasks.base import BaseTask
-from keel.platform.lifeline import Lifeline
+from keel.platform.process import Child, python_environment, python_module
 from keel.types import Prompt, Split
 
 STEPS = 2
@@ -48,30 +46,20 @@ class TrialProcess:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="keel-check-")
         self.folder = Path(self._folder.name)
-        self._lifeline = Lifeline()
-        path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         with (self.folder / "log").open("w") as log:
-            self._process = subprocess.Popen(
-                # -P: no file of the working folder replaces a module.
-                [sys.executable, "-P", "-m", "keel.preflight.trial_child"],
+            self._child = Child(
+                python_module("keel.preflight.trial_child"),
+                environment=python_environment(),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                pass_fds=(self._lifeline.inner,),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-                start_new_session=True,
-                text=True,
             )
-        self._lifeline.tie(self._process.pid)
-        self._lifeline.give()
 
     def __enter__(self) -> TrialProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._lifeline.cut()
+        self._child.end()
         self._folder.cleanup()
 
     def run(
@@ -85,9 +73,10 @@ class TrialProcess:
         (self.folder / "examples.json").write_text(json.dumps(data), "utf-8")
         (self.folder / "recipe.toml").write_text(to_toml(recipe), "utf-8")
         job = json.dumps({"folder": str(self.folder), "device": device, "limit": room})
+        process = self._child.process
         try:
-            self._process.communicate(job + "\n", timeout=LIMIT)
-            status: int | None = self._process.returncode
+            process.communicate(f"{job}\n".encode(), timeout=LIMIT)
+            status: int | None = process.returncode
         except subprocess.TimeoutExpired:
             status = None
         events = self.folder / "events.jsonl"
