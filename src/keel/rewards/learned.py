@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -15,13 +16,21 @@ from keel.algorithms.spec import FrozenModel
 from keel.config.fields import Index, Tokens
 from keel.config.sources import Seconds
 from keel.graders.steps import aggregate
-from keel.platform.worker import serve
-from keel.platform.worker_pool import WorkerPool
+from keel.platform.process import (
+    JsonChild,
+    Restarting,
+    python_environment,
+    python_module,
+    serve,
+)
 from keel.rewards.registry import RewardContext, with_options
 from keel.rewards.rules import texts
 from keel.rewards.steps import needs_tokenizer, on_tokens
 from keel.runs.checkpoint import check_model
 from keel.types import Content, KeelError, Tools
+
+START_SECONDS = 120.0
+"""A process that has not started by then never will; imports on a busy machine take a while."""
 
 
 class OutcomeOptions(FrozenModel):
@@ -127,7 +136,13 @@ class RemoteModel:
 
     def __init__(self, options: OutcomeOptions) -> None:
         self.options = options
-        self.pool = WorkerPool("keel.rewards.learned", workers=1, memory_mb=options.memory_mb)
+        self.child = Restarting(self._started)
+
+    def _started(self) -> JsonChild:
+        command = python_module("keel.rewards.learned", str(self.options.memory_mb))
+        child = JsonChild(command, environment=python_environment(PYTHONHASHSEED="0"))
+        child.first(START_SECONDS, None)
+        return child
 
     def score(
         self, prompts: Sequence[Content], completions: Sequence[str], tools: Sequence[Any] = ()
@@ -136,20 +151,21 @@ class RemoteModel:
         rows = {"prompts": list(prompts), "completions": list(completions), "tools": list(tools)}
         kind = "process" if isinstance(self.options, ProcessOptions) else "outcome"
         item = {"kind": kind, "options": self.options.model_dump(), "rows": rows}
-        reply = self.pool.map([item], self.options.timeout)[0]
-        if reply.wrong is not None:
+        try:
+            reply = self.child.ask(self.options.timeout, item)
+        except TimeoutError:
             raise KeelError(
-                f"the process of reward model {self.options.model!r}: {reply.wrong}: "
-                f"{reply.message}"
-            )
-        if "error" in reply.value:
-            raise KeelError(reply.value["error"])
-        scores: list[list[float]] = reply.value["scores"]
+                f"the process of reward model {self.options.model!r} gives no scores within "
+                f"{self.options.timeout:g} s: raise its option timeout"
+            ) from None
+        if "error" in reply:
+            raise KeelError(reply["error"])
+        scores: list[list[float]] = reply["ok"]
         return scores
 
     def close(self) -> None:
         """End the process."""
-        self.pool.close()
+        self.child.close()
 
 
 class OutcomeReward:
@@ -264,21 +280,20 @@ def _sigmoid(z: float) -> float:
 
 
 class _ModelServer:
-    """Loads the model with the first item and keeps it."""
+    """Loads the model with the first scores that are asked for, and keeps it."""
 
     def __init__(self) -> None:
         self.model: LocalModel | None = None
 
-    def __call__(self, item: Any) -> dict[str, Any]:
-        """The scores of an item's answers, or the message of what is wrong."""
-        try:
-            if self.model is None:
-                kind = {"outcome": OutcomeOptions, "process": ProcessOptions}[item["kind"]]
-                self.model = LocalModel(kind(**item["options"]))
-            return {"scores": self.model.score(**item["rows"])}
-        except KeelError as error:
-            return {"error": str(error)}
+    def __call__(self, item: Any) -> list[list[float]] | None:
+        """The scores of an item's answers; None for the first item, which waits for the start."""
+        if item is None:
+            return None
+        if self.model is None:
+            kind = {"outcome": OutcomeOptions, "process": ProcessOptions}[item["kind"]]
+            self.model = LocalModel(kind(**item["options"]))
+        return self.model.score(**item["rows"])
 
 
 if __name__ == "__main__":
-    serve(_ModelServer())
+    serve(_ModelServer(), memory_mb=int(sys.argv[1]))
