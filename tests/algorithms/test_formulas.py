@@ -15,9 +15,8 @@ from torch import Tensor
 from keel.algorithms import symbols
 from keel.algorithms.explain import Explanation, explain_algorithm, explain_preset
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import Algorithm
 from keel.algorithms.terms import Setting
-from tests.algorithms import samples
+from tests.algorithms import expressions, samples
 from tests.algorithms.test_explain import FULL
 
 # ---------------------------------------------------------------- from LaTeX to Unicode
@@ -157,12 +156,6 @@ def evaluate(expression: str, **signals: Any) -> Any:
     return eval(expression, {"__builtins__": {}}, {**known, **signals})
 
 
-def expression(algorithm: Algorithm, key: str) -> str:
-    [term] = [t for t in explain_algorithm(algorithm).terms if t.key == key]
-    assert term.expression is not None
-    return term.expression
-
-
 def draws(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     count = int(LENGTHS.sum())
@@ -191,7 +184,7 @@ def test_surrogate_formula_equals_the_loss(name: str) -> None:
     log_ratio = x["new"] if algorithm.ratio == "none" else x["new"] - x["old"]
     wanted = algorithm.surrogate.value(log_ratio, x["advantage"], LENGTHS, x["new"])
     found = evaluate(
-        expression(algorithm, "surrogate"),
+        expressions.surrogate(algorithm),
         rho=np.exp(log_ratio.numpy()),
         A=x["advantage"].numpy(),
         log_prob=x["new"].numpy(),
@@ -211,7 +204,7 @@ def test_divergence_formula_equals_the_loss(name: str) -> None:
     else:
         wanted = d.value(x["new"], x["old"], x["ref"], None)
     found = evaluate(
-        expression(algorithm, "divergence"),
+        expressions.divergence(algorithm),
         d=(x["new"] - other).numpy(),
         rho=np.exp((x["new"] - x["old"]).numpy()),
     )
@@ -222,7 +215,7 @@ def test_divergence_formula_equals_the_loss(name: str) -> None:
 @pytest.mark.parametrize("kind", samples.WEIGHTS)
 def test_weights_formula_equals_the_loss(kind: str) -> None:
     wanted = samples.WEIGHTS[kind].weights.value(LENGTHS, 99)
-    text = expression(samples.WEIGHTS[kind], "weights")
+    text = expressions.WEIGHTS[kind]
     lengths = LENGTHS.numpy()[INDEX]
     found = evaluate(text, S=3, N=13, L=lengths) * np.ones(13)
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-15)
@@ -237,7 +230,7 @@ def test_value_formula_equals_the_loss(clip: float | None) -> None:
     assert algorithm.value is not None
     wanted, _ = algorithm.value.value(x["new"], x["old"], x["ref"])
     found = evaluate(
-        expression(algorithm, "value"),
+        expressions.value_loss(algorithm),
         V=x["new"].numpy(),
         V_old=x["old"].numpy(),
         R=x["ref"].numpy(),
@@ -252,7 +245,7 @@ def test_correction_formula_equals_the_loss(kind: str) -> None:
     assert algorithm.correction is not None
     wanted = algorithm.correction.value(x["engine"], x["old"], LENGTHS)
     found = evaluate(
-        expression(algorithm, "correction"), omega=np.exp((x["old"] - x["engine"]).numpy())
+        expressions.correction(algorithm), omega=np.exp((x["old"] - x["engine"]).numpy())
     )
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-13)
 
@@ -276,7 +269,7 @@ def enumerated(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     sampler = (old if sampled_by_old else new.detach()).exp()
     other = old if d.to == "old" else ref
     difference, rho = new - other, (new - old).exp()
-    text = expression(samples.DIVERGENCES[name], "divergence")
+    text = expressions.divergence(samples.DIVERGENCES[name])
     known = {"exp": torch.exp, "abs": torch.abs, "d": difference, "rho": rho}
     estimate = eval(text, {"__builtins__": {}}, known)
     if d.where == "reward":

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.analysis.proportions import (
-    clustered_interval,
     clustered_mean,
     codes,
     share_interval,
@@ -90,21 +89,6 @@ def test_clustered_intervals_cover_and_plain_ones_do_not() -> None:
     assert covered["plain"] / runs < 0.85
 
 
-def test_degrees_of_the_callers_own() -> None:
-    u = np.array([0.1, -0.02, -0.05, -0.03])
-    # Σ u², as it stands, and t of 2 degrees.
-    size = 0.24 / float(u @ u)
-    found = clustered_interval(0.6, u, range(4), 3, degrees=2)
-    assert size > 4
-    low, high = wilson_ends(0.6, 4, 4.302652729911275)
-    assert (found.low, found.high, found.n) == (pytest.approx(low), pytest.approx(high), 4)
-    found = clustered_interval(0.6, 3 * u, range(4), 3, degrees=2)
-    assert (found.low, found.high) == pytest.approx(wilson_ends(0.6, size / 9, 4.302652729911275))
-    # No variance: no more than the least.
-    found = clustered_interval(0.6, 0 * u, range(4), 3, degrees=2)
-    assert (found.low, found.high) == pytest.approx(wilson_ends(0.6, 3, 4.302652729911275))
-
-
 # ---------------------------------------------------------------- means
 
 
@@ -132,17 +116,3 @@ def test_a_mean_of_one_cluster_is_not_known() -> None:
     found = clustered_mean([1, 2, 3], ["a"] * 3)
     assert (found.mean, found.low, found.high, found.n) == (2, -math.inf, math.inf, 3)
     assert math.isnan(clustered_mean([], []).mean)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: share_interval([2.0]), r"in \[0, 1\]"),
-        (lambda: share_interval([1.0, 0.0], [1]), "1 clusters for 2 items"),
-        (lambda: clustered_interval(0.5, np.zeros(2), [1], 2), "1 clusters for 2 items"),
-        (lambda: clustered_mean([1.0, 0.0], [1, 2, 3]), "3 clusters for 2 items"),
-    ],
-)
-def test_clusters_that_do_not_fit_are_refused(call: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()  # type: ignore[operator]

@@ -248,36 +248,6 @@ def test_targets_are_those_of_the_objective(double: bool, n_step: int) -> None:
         assert float(found[b]) == pytest.approx(total, abs=1e-5)  # float32 of numbers up to 10
 
 
-@pytest.mark.parametrize("loss", ["squared", "huber"])
-@pytest.mark.parametrize("variant", [("double=false", "n_step=1"), ("double=true", "n_step=3")])
-def test_an_update_is_one_step_on_the_mean_loss(loss: str, variant: tuple[str, ...]) -> None:
-    with learner(f"loss={loss}", "optimizer.max_grad_norm=none", *variant, *SHORT_EPISODES) as q:
-        played(q)
-        batch, horizon = q.stage.replay.batch_size, q.stage.n_step
-        drawn = q.replay.sample(batch, horizon, np.random.default_rng(5))
-        taken_B = q.online(drawn.observation_BO)[torch.arange(batch), drawn.action_B]
-        error_B = taken_B - q.targets(drawn)
-        assert (error_B.abs() > 1).any()
-        assert (error_B.abs() < 1).any()  # both branches of huber
-        function = {"squared": background.squared_loss, "huber": background.huber}[loss]
-        mean = function(error_B).mean()
-        gradient = torch.cat(
-            [g.reshape(-1) for g in torch.autograd.grad(mean, list(q.online.parameters()))]
-        )
-        before, target = weights(q.online), weights(q.target)
-        found = q._update(np.random.default_rng(5))
-        wanted = [mean.item(), taken_B.mean().item(), gradient.norm().item()]
-        assert found.tolist() == pytest.approx(wanted, rel=1e-5)  # float32 sums of 32
-        # Adam's first step is the learning rate times the gradient's sign.
-        moved = weights(q.online) - before
-        big = gradient.abs() > 1e-3
-        assert big.sum() > 10
-        rate = q.stage.optimizer.learning_rate
-        torch.testing.assert_close(moved[big], -rate * gradient[big].sign(), rtol=1e-2, atol=0)
-        assert torch.equal(weights(q.target), target)
-    assert set(LOSSES) == {"squared", "huber"}
-
-
 # ---------------------------------------------------------------- against stable-baselines3
 
 

@@ -37,13 +37,13 @@ _FIXED = (
     "fixed, not about the KL of whole completions."
 )
 _PLAIN: Final = {
-    "k1": ("d_n", "d"),
-    "k2": (r"\frac{1}{2} d_n^2", "0.5*d**2"),
-    "k3": ("e^{-d_n} + d_n - 1", "exp(-d) + d - 1"),
-    "abs": (r"\mathrm{abs}(d_n)", "abs(d)"),
+    "k1": "d_n",
+    "k2": r"\frac{1}{2} d_n^2",
+    "k3": "e^{-d_n} + d_n - 1",
+    "abs": r"\mathrm{abs}(d_n)",
 }
-"""Each estimator of KL(π‖other) from samples of π, in LaTeX and in Python."""
-_FROM_OLD: Final = _PLAIN | {"k1": ("-d_n", "-d"), "k3": ("e^{d_n} - d_n - 1", "exp(d) - d - 1")}
+"""Each estimator of KL(π‖other) from samples of π."""
+_FROM_OLD: Final = _PLAIN | {"k1": "-d_n", "k3": "e^{d_n} - d_n - 1"}
 """Each estimator of KL(old‖π) from samples of the old policy."""
 _IN_LOSS: Final = {
     "k1": f"k1: on policy, ${_VALUE} = {_PI_REF}$, but ${_GRADIENT} = 0$.",
@@ -166,7 +166,7 @@ class Divergence(FrozenModel):
         if not self.active:
             text = r"$\beta = 0$: the term is gone, and with it the reference policy."
             return Description((), text)
-        formula, python, text = self._estimator()
+        formula, text = self._estimator()
         equations = [equation("D_n", formula)]
         if self.estimator != "full":
             other = "ref" if self.to == "reference" else "old"
@@ -185,25 +185,24 @@ class Divergence(FrozenModel):
                 else "summed over the completion and taken from its reward"
             )
             where = f"{how}, without a gradient of its own."
-        return Description(tuple(equations), f"{figure}, {where} {text}", python)
+        return Description(tuple(equations), f"{figure}, {where} {text}")
 
-    def _estimator(self) -> tuple[str, str | None, str]:
-        """The estimator in LaTeX and in Python, and what it estimates."""
+    def _estimator(self) -> tuple[str, str]:
+        """The estimator in LaTeX, and what it estimates."""
         if self.estimator == "full":
             return (
                 r"\sum_v \pi(v) \log(\frac{\pi(v)}{\pi_\mathrm{ref}(v)})",
-                None,
                 "The whole vocabulary, no estimate: value "
                 f"${_PI_REF}$ and its gradient, exactly. {_FIXED}",
             )
-        formula, python = _PLAIN[self.estimator]
+        formula = _PLAIN[self.estimator]
         if self.where == "reward":
             text = f"{_IN_REWARD[self.estimator]} $\\ell_n$ is that of the sampling policy here."
-            return formula, python, text
+            return formula, text
         if self.to == "old":
             return self._to_old()
         if not self.unbiased:
-            return formula, python, f"{_IN_LOSS[self.estimator]} {_FIXED}"
+            return formula, f"{_IN_LOSS[self.estimator]} {_FIXED}"
         formula = f"({formula})" if self.estimator == "k3" else formula
         text = (
             f"${_VALUE} = {_PI_REF}$ and ${_GRADIENT} = \\nabla{_PI_REF}$."
@@ -214,17 +213,17 @@ class Divergence(FrozenModel):
             r"Weighed by the token ratio to the sampling policy, $\rho_n = "
             r"\exp(\ell_n - \ell_{\mathrm{old},n})$: "
         )
-        return rf"\rho_n \, {formula}", f"rho*({python})", f"{sampling}{text} {_FIXED}"
+        return rf"\rho_n \, {formula}", f"{sampling}{text} {_FIXED}"
 
-    def _to_old(self) -> tuple[str, str, str]:
-        formula, python = _FROM_OLD[self.estimator]
+    def _to_old(self) -> tuple[str, str]:
+        formula = _FROM_OLD[self.estimator]
         side, extra = _OLD_PI, ""
         if self.unbiased:
-            formula, python = {
-                "k1": (r"\rho_n d_n", "rho*d"),
-                "k2": (r"\rho_n \frac{1}{2} d_n^2", "rho*0.5*d**2"),
-                "k3": (r"\rho_n d_n - (\rho_n - 1)", "rho*d - (rho - 1)"),
-                "abs": (r"\rho_n \, \mathrm{abs}(d_n)", "rho*abs(d)"),
+            formula = {
+                "k1": r"\rho_n d_n",
+                "k2": r"\rho_n \frac{1}{2} d_n^2",
+                "k3": r"\rho_n d_n - (\rho_n - 1)",
+                "abs": r"\rho_n \, \mathrm{abs}(d_n)",
             }[self.estimator]
             side, extra = _PI_OLD, r" $\rho_n = e^{d_n}$."
         exact = (
@@ -237,7 +236,7 @@ class Divergence(FrozenModel):
             "abs": "The samples are the old policy's; the value is a distance of its own, not a "
             "KL.",
         }.get(self.estimator, exact)
-        return formula, python, f"{text}{extra} {_FIXED}"
+        return formula, f"{text}{extra} {_FIXED}"
 
     def refusals(self, algorithm: Choices) -> Iterator[str]:
         """Why its parameters do not go together, or not with the advantage."""

@@ -194,7 +194,7 @@ def _terms(algorithm: Algorithm, setting: Setting, sources: Mapping[str, str]) -
         if source == RECIPE and paper:
             source = f"{RECIPE}; the equation: {paper}"
         return Term(
-            description.equations, description.text, description.expression,
+            description.equations, description.text,
             key=key, symbol=symbol, title=title, kind=kind, source=source,
         )  # fmt: skip
 

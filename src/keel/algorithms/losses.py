@@ -48,15 +48,13 @@ class ValueLoss(FrozenModel):
             if setting.value == "head"
             else " A critic with weights of its own."
         )
-        formula, python = r"(V_n - \hat{R}_n)^2", "(V - R)**2"
+        formula = r"(V_n - \hat{R}_n)^2"
         if self.clip is not None:
-            c = repr(self.clip)
             near = rf"V_n, V_{{\mathrm{{old}},n}} \pm {number(self.clip)}"
             formula = rf"\max({formula}, \, (\mathrm{{clip}}({near}) - \hat{{R}}_n)^2)"
-            python = f"max((V - R)**2, (clip(V, V_old - {c}, V_old + {c}) - R)**2)"
         mean = r"\cdot \frac{1}{N} \cdot \sum_n \frac{1}{2}"
         loss = equation(r"L_V(\phi)", f"{number(self.coefficient)} {mean} {formula}")
-        return Description((loss, returns), text, f"{self.coefficient!r}*0.5*{python}")
+        return Description((loss, returns), text)
 
 
 class Correction(FrozenModel):
@@ -87,18 +85,15 @@ class Correction(FrozenModel):
         cap, floor = number(self.cap), number(self.floor)
         if self.kind == "truncate":
             right = rf"\mathrm{{sg}}[\min(\omega_n, {cap})]"
-            python = f"min(omega, {self.cap!r})"
             text = "truncated importance sampling"
         else:
             right = rf"\mathrm{{sg}}[\omega_n \cdot [{floor} \leq \omega_n \leq {cap}]]"
-            python = f"where((omega >= {self.floor!r}) & (omega <= {self.cap!r}), omega, 0)"
             text = "outside the band it is 0, and the token keeps its place in the weights"
         each = "token" if self.level == "token" else "completion, an unnormalised product"
         return Description(
             (equation("c_n", right), equation(r"\omega_n", rf"\exp({difference})")),
             f"One weight a {each}: {text}. It corrects for a sampling engine whose "
             "log-probabilities differ from the trainer's, and multiplies the surrogate alone.",
-            python,
         )
 
     def refusals(self) -> Iterator[str]:

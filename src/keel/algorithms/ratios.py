@@ -144,11 +144,9 @@ class Weights(FrozenModel):
                 if size is None
                 else f" C = {size}, {where}."
             )
-        divisor = below.replace(r" \cdot ", "*").replace("L_i", "L")
         return Description(
             (equation("w_n", rf"\frac{{1}}{{{below}}}"),),
             f"{text} Set once for the whole optimizer batch, before it is cut.",
-            f"1/({divisor})",
         )
 
 

@@ -79,7 +79,7 @@ class Unclipped(SurrogateTerm):
             "The importance-weighted advantage, unclipped: where the ratio moves, a divergence "
             "must hold it."
         )
-        return Description((equation("s", r"\rho_n A_n"),), text, "rho*A")
+        return Description((equation("s", r"\rho_n A_n"),), text)
 
 
 class Clip(SurrogateTerm):
@@ -106,7 +106,6 @@ class Clip(SurrogateTerm):
     def describe(self) -> Description:
         low, high = offset(-self.low, 1.0), offset(self.high, 1.0)
         formula = rf"\min(\rho_n A_n, \, \mathrm{{clip}}(\rho_n, {low}, {high}) \, A_n)"
-        python = f"min(rho*A, clip(rho, {self.edges[0]!r}, {self.edges[1]!r})*A)"
         text = (
             rf"$\epsilon_\mathrm{{low}} = {number(self.low)}$, $\epsilon_\mathrm{{high}} = "
             rf"{number(self.high)}$. The gradient stops where $\rho_n$ has passed the edge towards "
@@ -115,9 +114,8 @@ class Clip(SurrogateTerm):
         if self.dual is not None:
             dual = number(self.dual)
             formula = rf"\max({formula}, \, {dual} \min(A_n, 0))"
-            python = f"max({python}, {self.dual!r}*min(A, 0))"
             text += rf" Where $A_n < 0$, $s$ is at least ${dual} A_n$ (dual clip)."
-        return Description((equation("s", formula),), text, python)
+        return Description((equation("s", formula),), text)
 
 
 class Cispo(SurrogateTerm):
@@ -152,8 +150,7 @@ class Cispo(SurrogateTerm):
             rf"The ratio only weighs the gradient of $\ell_n$, cut to [{floor}, {cap}] as an "
             r"absolute ratio ($\mathrm{sg}$: no gradient through it). No token loses its gradient."
         )
-        python = f"clip(rho, {self.floor!r}, {self.cap!r})*A*log_prob"
-        return Description((equation("s", formula),), text, python)
+        return Description((equation("s", formula),), text)
 
     def refusals(self, algorithm: Choices) -> Iterator[str]:
         if algorithm.ratio_per_sequence:
@@ -189,7 +186,6 @@ class Sapo(SurrogateTerm):
 
     def describe(self) -> Description:
         positive, negative = self.temperature_positive, self.temperature_negative
-        tau = f"where(A > 0, {positive!r}, {negative!r})"
         equations = (
             equation("s", r"\frac{4}{\tau_n} \cdot \sigma(\tau_n (\rho_n - 1)) \, A_n"),
             equation(
@@ -202,7 +198,7 @@ class Sapo(SurrogateTerm):
             r"A soft gate in place of the clip ($\sigma$ the logistic function): slope 1 at "
             r"$\rho_n = 1$, fading on both sides, faster where $\tau_n$ is larger."
         )
-        return Description(equations, text, f"4/{tau}*sigmoid({tau}*(rho - 1))*A")
+        return Description(equations, text)
 
 
 class Geometric(SurrogateTerm):
@@ -239,11 +235,7 @@ class Geometric(SurrogateTerm):
             rf"The token log-ratios are clipped to [−{low}, {high}] before the mean, only in the "
             "direction in which $A_n$ pushes; every token of the completion holds the same $s$."
         )
-        python = (
-            "A*exp(mean(sign(A)*min(sign(A)*log(rho), "
-            f"sign(A)*clip(log(rho), {-self.low!r}, {self.high!r}))))"
-        )
-        return Description(equations, text, python)
+        return Description(equations, text)
 
     def refusals(self, algorithm: Choices) -> Iterator[str]:
         if algorithm.ratio != "token":
@@ -270,7 +262,7 @@ class LogProb(SurrogateTerm):
 
     def describe(self) -> Description:
         text = r"REINFORCE: the gradient of $\ell_n$, times the advantage. Exact on policy only."
-        return Description((equation("s", r"A_n \ell_n"),), text, "A*log_prob")
+        return Description((equation("s", r"A_n \ell_n"),), text)
 
     def refusals(self, algorithm: Choices) -> Iterator[str]:
         if algorithm.ratio != "none":

@@ -229,14 +229,10 @@ def equation(left: str, *parts: str, relation: str = "=") -> Equation:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A term's equations with their figures, what they mean, and the first one in Python.
-
-    `expression` is over the names that `docs/algorithms` lists; None where no one line states it.
-    """
+    """A term's equations with their figures, and what they mean."""
 
     equations: tuple[Equation, ...]
     text: str
-    expression: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +260,6 @@ class Term(Description):
             "text": prose_to_unicode(self.text),
             "source": self.source,
             "keels_choice": self.keels_choice,
-            "expression": self.expression,
         }
 
 

@@ -41,13 +41,8 @@ def share_interval(
 
     Without `clusters` Wilson's interval with p̂ n successes, of which halves are allowed; with them
     `clustered_interval` of the influences u. Of no value nothing is known: NaN in [0, 1].
-
-    Raises:
-        ValueError: a value outside [0, 1], or not as many clusters as values.
     """
     x = np.asarray(values_S, dtype=np.float64).reshape(-1)
-    if not ((x >= 0) & (x <= 1)).all():
-        raise ValueError("shares are of values in [0, 1]")
     if x.size == 0:
         return Interval(math.nan, 0.0, 1.0, 0)
     rate = float(x.mean())
@@ -77,12 +72,10 @@ def clustered_interval(
     With `degrees` t has these, and v̂ no G/(G−1): the caller has put into u_i what stands for it.
     Source: Liang and Zeger 1986, Biometrika 73:13 (variance); Korn and Graubard 1998, Survey
     Methodology 24:193 (effective size), here inside Wilson 1927's interval.
-
-    Raises:
-        ValueError: not as many clusters as items.
     """
     n = influence_S.size
-    index, count = _indexed(clusters, n)
+    index = codes(clusters)
+    count = int(index.max(initial=-1)) + 1
     if count < 2:
         return Interval(estimate, 0.0, 1.0, n)
     variance = float((np.bincount(index, weights=influence_S) ** 2).sum())
@@ -106,14 +99,12 @@ def clustered_mean(
 
     `mean_interval` where every item is its own cluster, or no clusters are given; one cluster tells
     nothing: it has an infinite interval. Source: Liang and Zeger 1986, Biometrika 73:13.
-
-    Raises:
-        ValueError: not as many clusters as values.
     """
     x = np.asarray(values_S, dtype=np.float64).reshape(-1)
     if clusters is None or x.size == 0:
         return mean_interval(x, confidence)
-    index, count = _indexed(clusters, x.size)
+    index = codes(clusters)
+    count = int(index.max(initial=-1)) + 1
     mean = float(x.mean())
     if count < 2:
         return Interval(mean, -math.inf, math.inf, x.size)
@@ -121,11 +112,3 @@ def clustered_mean(
     error = math.sqrt(count / (count - 1) * float((sums**2).sum()))
     half = student_quantile((1 + confidence) / 2, count - 1) * error
     return Interval(mean, mean - half, mean + half, x.size)
-
-
-def _indexed(clusters: Iterable[Hashable], n: int) -> tuple[Codes, int]:
-    """Each item's cluster, from 0, and how many clusters there are."""
-    index = codes(clusters)
-    if index.size != n:
-        raise ValueError(f"{index.size} clusters for {n} items")
-    return index, int(index.max(initial=-1)) + 1

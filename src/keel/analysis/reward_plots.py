@@ -20,13 +20,11 @@ if TYPE_CHECKING:
 PERCENT = ([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
 
 
-def reliability_picture(
-    report: PairReport | LabelReport, path: Path, title: str, subtitle: str = ""
-) -> None:
+def reliability_picture(report: PairReport | LabelReport, path: Path, title: str) -> None:
     """How often predictions of each confidence come true, and below it how many there are.
 
     Points lie at a bin's mean prediction with Wilson's 95 % interval; on the diagonal the model
-    means what it says. Without a `subtitle` there is one with the figures.
+    means what it says.
     Raises KeelError as `drawing` does.
     """
     pairs = isinstance(report, PairReport)
@@ -77,10 +75,10 @@ def reliability_picture(
             if pairs
             else "probability the model gives that the answer is right"
         )
-        set_titles(figure, title, subtitle or _figures(report))
+        set_titles(figure, title, _figures(report))
 
 
-def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "") -> None:
+def margin_picture(report: PairReport, path: Path, title: str) -> None:
     """How far apart the model scores the two answers of a pair; below 0 it is wrong.
     Raises KeelError as `drawing` does.
     """
@@ -118,12 +116,10 @@ def margin_picture(report: PairReport, path: Path, title: str, subtitle: str = "
         axes.set_xlabel("score of the better answer minus that of the other" + beyond)
         axes.set_ylabel("pairs")
         axes.figure.legend(loc="outside lower center", ncols=4)  # bars leave no corner free
-        set_titles(figure, title, subtitle or _figures(report))
+        set_titles(figure, title, _figures(report))
 
 
-def length_picture(
-    report: PairReport | LabelReport, path: Path, title: str, subtitle: str = ""
-) -> None:
+def length_picture(report: PairReport | LabelReport, path: Path, title: str) -> None:
     """How often the model is right by length, with 95 % intervals.
 
     A model that goes by length is right where the better answer is longer and wrong elsewhere.
@@ -160,7 +156,7 @@ def length_picture(
             "tokens by which the better answer is longer" if pairs else "tokens of the answer"
         )
         axes.figure.legend(loc="outside lower center", ncols=2)
-        set_titles(figure, title, subtitle or _figures(report))
+        set_titles(figure, title, _figures(report))
 
 
 def _range(low: float, high: float, *, signed: bool) -> str:
@@ -171,45 +167,47 @@ def _range(low: float, high: float, *, signed: bool) -> str:
 
 
 def over_optimisation_picture(
-    curves: Sequence[Optimisation],
-    path: Path,
-    title: str,
-    subtitle: str = "",
-    *,
-    same_unit: bool = False,
-    fit: bool = True,
+    curves: Sequence[Optimisation], path: Path, title: str, subtitle: str = ""
 ) -> None:
     """Proxy (dashed) and gold (solid) reward against the distance √KL from the reference.
 
     One colour a run; from 20 points on the means of ten bins of the distance, over the points
-    themselves. The proxy has its own axis on the right unless the two are of the `same_unit`. With
-    `fit` a thin dotted line is the law of `fit_law`, where the points determine it,
-    drawn no further than they reach.
+    themselves. The proxy has its own axis on the right. A thin dotted line is the law of `fit_law`,
+    if the points determine it, drawn no further than they reach.
     Source: Gao et al. 2022 [2210.10760] figure 1.
     Raises KeelError as `drawing` does.
     """
+    from matplotlib.lines import Line2D
+
+    handles = []
     with drawing(path, 5.0) as figure:
         axes = figure.subplots()
-        right = axes if same_unit else axes.twinx()
-        if right is not axes:
-            right.grid(False)
-            right.spines["right"].set_visible(True)
-            right.set_ylabel("proxy reward (dashed)")
-        fitted = False
+        right = axes.twinx()
+        right.grid(False)
+        right.spines["right"].set_visible(True)
+        right.set_ylabel("proxy reward (dashed)")
+        laws = 0
         for index, curve in enumerate(curves):
             colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+            handles.append(Line2D([], [], color=colour, marker=marker, label=curve.label))
             at = distance(curve.divergence_P)
             _plot_binned(right, at, curve.proxy_P, colour, "", "--")
             _plot_binned(axes, at, curve.gold_P, colour, marker, "-")
-            fit_SAB = fit_law(at, curve.gold_P) if fit else None
-            if fit_SAB is not None:
+            found = fit_law(at, curve.gold_P)
+            if found is not None:
                 along = np.linspace(np.nanmin(at), np.nanmax(at), 200)
-                axes.plot(along, law(along, fit_SAB), color=colour, linewidth=1.0, linestyle=":")
-                fitted = True
+                axes.plot(along, law(along, found), color=colour, linewidth=1.0, linestyle=":")
+                laws += 1
         axes.set_xlim(left=0)
         axes.set_xlabel("distance from the reference, √KL (√nats per completion)")
-        axes.set_ylabel("reward" if same_unit else "gold reward (solid)")
-        _over_optimisation_legend(axes, [curve.label for curve in curves], fitted)
+        axes.set_ylabel("gold reward (solid)")
+        words = "gold, fitted: $R_0 + d\\,(\\alpha - \\beta\\,\\log d)$"
+        for label, style in (("gold reward", "-"), ("proxy reward", "--"), (words, ":")):
+            if style != ":" or laws:
+                handles.append(Line2D([], [], color=INK, linestyle=style, label=label))
+        # Below the axes: curves that rise, fall and cross leave no corner free.
+        columns = 4 if len(handles) <= 4 else 3
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
         set_titles(figure, title, subtitle)
 
 
@@ -255,28 +253,6 @@ def forgetting_picture(
         axes.set_ylabel("model after")
         figure.colorbar(image, ax=axes, label="accuracy")
         set_titles(figure, title, "95 % intervals below")
-
-
-def _over_optimisation_legend(axes: Axes, labels: Sequence[str], fitted: bool) -> None:
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D(
-            [], [], color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], label=name
-        )
-        for i, name in enumerate(labels)
-    ]
-    handles += [
-        Line2D([], [], color=INK, label="gold reward"),
-        Line2D([], [], color=INK, linestyle="--", label="proxy reward"),
-    ]
-    if fitted:
-        law = "gold, fitted: $R_0 + d\\,(\\alpha - \\beta\\,\\log d)$"
-        handles.append(Line2D([], [], color=INK, linewidth=1.0, linestyle=":", label=law))
-    # Below the axes: curves that rise, fall and cross leave no corner free.
-    axes.figure.legend(
-        handles=handles, loc="outside lower center", ncols=4 if len(handles) <= 4 else 3
-    )
 
 
 def _figures(report: PairReport | LabelReport) -> str:

@@ -36,57 +36,33 @@ def sparkline(values: npt.ArrayLike, width: int | None = None) -> str:
     return "".join(out)
 
 
-def curve(
-    values: npt.ArrayLike,
-    steps: npt.ArrayLike | None = None,
-    *,
-    title: str = "",
-    width: int = 60,
-    height: int = 9,
-    limits: tuple[float, float] | None = None,
-) -> str:
-    """A line plot: `height` rows of braille, `width` cells wide, with labelled axes.
+def curve(values: npt.ArrayLike, *, width: int = 60, height: int = 9) -> str:
+    """A line plot of values over their numbers from 1, in braille of `width` × `height` cells.
 
-    Points are joined over their steps (their numbers from 1 where none are given); values that are
-    not finite are left out. Lines end without trailing blanks, the last without a newline.
-
-    Raises:
-        ValueError: as many steps as values are needed, and room to draw.
+    Values that are not finite are left out. Lines end without trailing blanks, the last without a
+    newline.
     """
     y = np.asarray(values, dtype=np.float64).reshape(-1)
-    x = np.arange(1, y.size + 1.0) if steps is None else np.asarray(steps, np.float64).reshape(-1)
-    if x.shape != y.shape:
-        raise ValueError(f"{x.size} steps for {y.size} values")
-    if width < 2 or height < 2:
-        raise ValueError(f"{width} × {height} cells are too few to draw in")
-    kept = np.isfinite(y) & np.isfinite(x)
-    x, y = x[kept], y[kept]
-    head = [title] if title else []
+    kept = np.isfinite(y)
+    x, y = np.asarray(np.flatnonzero(kept) + 1, np.float64), y[kept]
     if y.size == 0:
-        return "\n".join([*head, "(nothing to draw yet)"])
-    low, high = _limits(y, limits)
-    cells = _cells(x, np.clip(y, low, high), low, high, width, height)
+        return "(nothing to draw yet)"
+    low, high = float(y.min()), float(y.max())
+    if low == high:
+        margin = abs(low) / 2 or 0.5
+        low, high = low - margin, low + margin
+    cells = _cells(x, y, low, high, width, height)
     labels = {0: f"{high:.3g}", height - 1: f"{low:.3g}"}
     if height % 2 and height > 3:  # only then is there a row in the middle
         labels[height // 2] = f"{(low + high) / 2:.3g}"
-    margin = max(len(label) for label in labels.values())
+    indent = max(len(label) for label in labels.values())
     rows = []
     for row in range(height):
-        label = labels.get(row, "")
         line = "".join(chr(_BLANK + int(cell)) if cell else " " for cell in cells[row])
-        rows.append(f"{label:>{margin}} ┤{line}".rstrip())
-    first, last = f"{x.min():g}", f"{x.max():g}"
+        rows.append(f"{labels.get(row, ''):>{indent}} ┤{line}".rstrip())
+    first, last = f"{x[0]:g}", f"{x[-1]:g}"
     under = first if first == last else f"{first}{last:>{width - len(first)}}"
-    axis = [" " * margin + " └" + "─" * width, " " * (margin + 2) + under]
-    return "\n".join([*head, *rows, *axis])
-
-
-def _limits(y: npt.NDArray[np.float64], limits: tuple[float, float] | None) -> tuple[float, float]:
-    low, high = limits if limits is not None else (float(y.min()), float(y.max()))
-    if high > low:
-        return low, high
-    room = abs(low) / 2 or 0.5
-    return low - room, low + room
+    return "\n".join([*rows, " " * indent + " └" + "─" * width, " " * (indent + 2) + under])
 
 
 def _cells(
@@ -99,8 +75,6 @@ def _cells(
 ) -> npt.NDArray[np.uint8]:
     """The braille bits of each cell (height, width)."""
     across, down = 2 * width, 4 * height
-    order = np.argsort(x, kind="stable")
-    x, y = x[order], y[order]
     span = float(x[-1] - x[0])
     columns = (x - x[0]) / span * (across - 1) if span > 0 else np.full(x.shape, (across - 1) / 2)
     at = np.arange(round(columns[0]), round(columns[-1]) + 1)
