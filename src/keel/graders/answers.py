@@ -74,7 +74,7 @@ _SAYS = re.compile(
     r"|^[ \t*_]*A:[ \t*_]*"
     r"|\b(?:antwort|ergebnis|lösung|réponse|respuesta|risposta|resposta)\b[^\n.?!:=]{0,40}?"
     r"(?:\s*[:=]\s*|\s(?:ist|lautet|est|es|è|é)\b\s*:?\s*)"
-    r"|(?:答案?|答え|正解|정답|답|คำตอบ)[^\n.?!:=]{0,4}?(?:[:=】\]是为為は은는]|คือ)\s*,?\s*",
+    r"|(?:答案?|答え|正解|정답|답|ตอบ(?:ที่ถูกต้อง)?)[^\n.?!:=]{0,4}?(?:[:=】\]是为為は은는]|คือ)\s*,?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
 _END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s|\Z)|\n")
@@ -95,7 +95,8 @@ _VAGUE = re.compile(
 _START = re.compile(r"[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?-?(?:\.?\d|\\[dt]?frac)")
 _DISPLAY = re.compile(r"(?:[*_\s]|\$(?=\$))*+(?:\\\[.*?\\\]|\$\$.*?\$\$)", re.DOTALL)
 _EXPLAINS = re.compile(
-    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|,? because\b.*|\s\((?!or\b)[^()]*\)\W*\Z",
+    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|, (?:and )?not\b[^,]*\Z"
+    r"|,? because\b.*|\s\((?!or\b)[^()]*\)\W*\Z",
     re.DOTALL | re.IGNORECASE,
 )
 _CLAUSE = re.compile(
@@ -104,7 +105,9 @@ _CLAUSE = re.compile(
 )
 _LISTED = re.compile(r"[,;](?: +\d| *(?![A-Za-z]{2})[^\s\d]| *\w+\W*\Z)(?!\d{3}\b)")
 _RELATIVE = re.compile(r"\b(?:who|that|which)(?: \w+)? ?(?:not\b|n['’]t)", re.IGNORECASE)
-_CONTRAST = re.compile(r"\b(?:is|are|was|were)(?:n['’]t| not) [^,;.]{1,30} but (?:rather )?")
+_CONTRAST = re.compile(
+    r"(?:\b(?:is|are|was|were)|['’]s)(?:n['’]t| not) [^,;.]{1,30} but (?:rather )?"
+)
 _POLITE = re.compile(
     r"\b(?:let me know|feel free|would you like|do you (?:want|need)|hope (?:this|that|it)"
     r"|if you (?:have|need|want)|happy to help)\b|^note\b(?!.*\d)",
@@ -264,7 +267,7 @@ def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
     sentence = _CALCULATION.sub("", answer.text)
     if answer.how == "stated" or WORD.search(sentence):
         sentence = sentence.rstrip("*_ ").removesuffix("!")
-    if answer.how == "stated" and _LISTED.search(sentence):
+    if answer.how == "stated" and _LISTED.search(shortened(sentence)):
         return None  # a list: `Evelyn, 5`
     return _concluded(sentence, evaluated)
 
@@ -469,7 +472,7 @@ def _last(text: str, words: bool) -> str | None:
         if sentence and (words or _SYMBOL.search(sentence) or not WORD.search(sentence)):
             above = text[:start].rstrip()
             listed = _bare_symbols(sentence) and _bare_symbols(above[above.rfind("\n") + 1 :])
-            return None if listed or WITHDRAWN.search(text, end) else sentence
+            return None if listed or WITHDRAWN.search(text, max(end - 1, 0)) else sentence
     return None
 
 

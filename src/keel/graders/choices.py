@@ -24,11 +24,11 @@ _LABEL = re.compile(
 )
 _NOUN = (
     r"(?:answer|option|choice|letter|solution|statement|antwort|lösung|réponse|respuesta|opción|opcion"
-    r"|risposta|resposta|答案?|选项|選項|选择|答え|正解|解答|選択肢|정답|답은?|คำตอบ|ตอบ|ข้อ)"
+    r"|risposta|resposta|答案?|选项|選項|选择|答え|正解|解答|選択肢|정답|답은?|ตอบ(?:ที่ถูกต้อง)?|ข้อ)"
 )
 _LEADS = re.compile(
     rf"(?:{_NOUN}(?: (?:correcte|correcta|richtige|here|to this question))?\s*"
-    r"(?:(?:is|(?:would|must|should|will|has to) be|lautet|ist|est|es|sería|è|คือ"
+    r"(?:(?:is|(?:would|must|should|will|has to) be|lautet|ist|est|es|sería|[èé]|คือ"
     r"|[是为為は은는=:–—-])\s*)*"
     rf"(?:(?:(?:the|la|el|die|correct|right|best) |l['’])*(?:{_NOUN}\s*)?:?\s*)?"
     r"|\b(?:choose|pick|select|go with|chose|elijo|wähle|choisis)\s+(?:the )?"
@@ -52,7 +52,7 @@ _REASON = re.compile(
 _RIGHT = re.compile(
     r"(?:is|are|ist|est|es|can be|must be)? ?(?:the |la |le |die |only |one |best |single )*"
     r"(?:correcta?|right|true|only|best|richtige?|correcte|answer|option|choice|one|here|bonne|works"
-    r"|fits)\b|です|でした|だ|である|が正解|입|이다|选项|正确|是正确|是对的|是正確|ครับ|ค่ะ",
+    r"|fits)\b|です|でした|だ|である|が正解|が正しい|입|이다|选项|正确|是正确|是对的|是正確|ครับ|ค่ะ",
     re.IGNORECASE,
 )
 _VERB = re.compile(
@@ -101,7 +101,7 @@ def chosen(text: str, question: str = "") -> str | None:
             several = before not in (None, "", letter) and not turned
             deny, label = r"(?:\bnot\b|n['’]t|wrong|false)", rf"\b{letter}\b"
             denied = rf"{label}[^.\n]*{deny}|{deny}[^.\n]*{label}"
-            back = WITHDRAWN.search(text, end) or re.search(denied, text[end:])
+            back = WITHDRAWN.search(text, max(end - 1, 0)) or re.search(denied, text[end:])
             return None if not letter or several or back else letter
     return None
 

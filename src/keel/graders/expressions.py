@@ -150,6 +150,8 @@ def same_to_math_verify(gold: str, stated: str) -> bool:
 
 def _read(wanted: ParsedExpression, text: str, evaluated: bool, plain: bool) -> ParsedExpression:
     """An answer taken apart; of a chain of equations that hold, the last side: `2(x+1) = 2x+2`."""
+    if wanted.kind != "time" and _TIME.fullmatch(bare(text)):
+        text = bare(text).replace(":", " : ")  # a ratio
     *sides, last = _split(bare(text), "=")
     if wanted.kind != "expression" or not sides or _SIDE.fullmatch(bare(sides[0])):
         return parse(text, evaluated=evaluated, plain=plain)
@@ -205,6 +207,9 @@ def parse(
     if _TIME.fullmatch(text):
         return ParsedExpression("time", text.lstrip("0"), text)
     number = read_number(text, evaluated=evaluated and not gold, letters=not gold)
+    if number is None and gold and re.match(r"[\d.,]+ ", text):
+        rate = read_number(text, evaluated=False)  # 5 m/s
+        number = rate if rate is not None and " " in rate.unit else None
     if number is not None:
         return ParsedExpression("number", number, text, number.name)
     if not text or len(text) > LONGEST or depth > 4:

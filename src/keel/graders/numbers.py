@@ -82,13 +82,18 @@ _ATTACHED = word_set(
     "secs ms cc sq cu am pm st nd rd th deg degrees Hz kHz MHz GHz kW MW kWh MB GB KB kB USD EUR "
     "cents feet inches Pa kPa MPa kJ kN mA mV kV eV kΩ MΩ mol rad bar atm cal kcal ohm ohms"
 )
-_CHANGES = word_set(
-    "plus minus divided over mod modulo pi sqrt sin cos tan log ln exp choose factorial squared "
-    "cubed point half quarter zero one two three four five six seven eight nine ten eleven twelve "
-    "twenty thirty forty fifty hundred thousand million billion trillion k dozen dozens score "
-    "gross pair pairs couple halves third thirds quarters fourth fourths fifth fifths sixth "
-    "sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths "
-    "thousandth thousandths millionth millionths"
+_AMOUNTS = word_set(
+    "ten hundred thousand million billion trillion dozen score pair third quarter fourth fifth "
+    "sixth seventh eighth ninth tenth hundredth thousandth millionth"
+)
+_CHANGES = (
+    _AMOUNTS
+    | {f"{word}s" for word in _AMOUNTS}
+    | word_set(
+        "plus minus divided over mod modulo pi sqrt sin cos tan log ln exp choose factorial "
+        "squared cubed point half halves couple gross k zero one two three four five six seven "
+        "eight nine eleven twelve twenty thirty forty fifty"
+    )
 )
 """Words that make the number before them another number."""
 _NO_UNITS = _CHANGES | word_set(

@@ -34,7 +34,8 @@ _MEASURED = re.compile(
     r"|(?:an?|une?|una|eine?r?)(?: [\w-]+)?? (?!half|third|quarter|fourth|fifth|tenth|part|fraction"
     r"|multiple|factor|divisor|power|percentage|share|portion|square|cube|root|function|mitad|moiti)"
     r"[a-z]+ (?:of|de|von|di)"
-    r"|(?:increas|decreas|reduc|chang|grew|fell|rose|dropp|risen|fallen|rais|los|w[io]n)\w* by)\Z",
+    r"|(?:increas|decreas|reduc|chang|grew|fell|rose|dropp|risen|fallen|rais|los|w[io]n)\w* by"
+    r"|\b(?:up|down) by)\Z",
     re.IGNORECASE,
 )
 """What `of` and `by` follow where they lead to an answer: a total of 5, decreased by 5."""
