@@ -13,11 +13,11 @@ import pytest
 
 from keel.config.entry import load_entry
 from keel.config.load import load_recipe
-from keel.config.schema import RLStage
 from keel.graders.unit_tests import Status
 from keel.models.reward import reward_model_from
 from keel.rewards.registry import BUILT_IN, MADE, RESERVED, TASK, RewardContext, load_reward
 from keel.rewards.scorer import Scorer
+from keel.training.stages.rl import RLStage
 from keel.types import Prompt
 from tests.rewards.learned import policy
 from tests.shared import ROOT, needs_bubblewrap

@@ -1,7 +1,8 @@
 """Keel trains language models by reinforcement learning.
 
 The parts are in its packages (`keel.objective`, `keel.algorithms`, …); what most users want is
-here: `train`, `check`, `evaluate`, `export`, `load`, `load_recipe`, `explain`, callbacks.
+here: `train`, `check`, `evaluate`, `export`, `load`, `load_recipe`, `explain`, callbacks; and the
+parts of a loop of your own (`keel.parts`).
 """
 
 from __future__ import annotations
@@ -15,38 +16,63 @@ if TYPE_CHECKING:
     from keel.algorithms.explain import explain
     from keel.config.load import load_recipe
     from keel.config.objective import explain_recipe
+    from keel.learn.advantages import estimate
+    from keel.learn.batch import from_groups
+    from keel.learn.loss import prepare
+    from keel.parts import encode_prompts, load_algorithm, load_policy, make_engine, make_learner
     from keel.python import check, evaluate, load, train
     from keel.runs.callbacks import Callback, RunState, StopRun
     from keel.training.export import export
+    from keel.types import Prompt, Sampling
 
 __version__ = VERSION
 
 __all__ = [
     "Callback",
+    "Prompt",
     "RunState",
+    "Sampling",
     "StopRun",
     "__version__",
     "check",
+    "encode_prompts",
+    "estimate",
     "evaluate",
     "explain",
     "explain_recipe",
     "export",
+    "from_groups",
     "load",
+    "load_algorithm",
+    "load_policy",
     "load_recipe",
+    "make_engine",
+    "make_learner",
+    "prepare",
     "train",
 ]
 
 _HOMES = {
     "Callback": "keel.runs.callbacks",
+    "Prompt": "keel.types",
     "RunState": "keel.runs.callbacks",
+    "Sampling": "keel.types",
     "StopRun": "keel.runs.callbacks",
     "check": "keel.python",
+    "encode_prompts": "keel.parts",
+    "estimate": "keel.learn.advantages",
     "evaluate": "keel.python",
     "explain": "keel.algorithms.explain",
-    "export": "keel.training.export",
-    "load": "keel.python",
     "explain_recipe": "keel.config.objective",
+    "export": "keel.training.export",
+    "from_groups": "keel.learn.batch",
+    "load": "keel.python",
+    "load_algorithm": "keel.parts",
+    "load_policy": "keel.parts",
     "load_recipe": "keel.config.load",
+    "make_engine": "keel.parts",
+    "make_learner": "keel.parts",
+    "prepare": "keel.learn.loss",
     "train": "keel.python",
 }
 

@@ -17,7 +17,7 @@ from keel.analysis.diagnosis import monitor
 from keel.analysis.diagnosis.monitor import DiagnosisMonitor
 from keel.analysis.progress import Bar, Lines
 from keel.cli.main import main
-from keel.cli.train import carry, show
+from keel.cli.train import run_and_report, show
 from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
@@ -163,12 +163,12 @@ def test_train_prints_the_diagnoses_as_json(
         return folder
 
     asked = argparse.Namespace(json=True, quiet=True)
-    assert carry(asked, "train", ended, show) == 0
+    assert run_and_report(asked, "train", ended, show) == 0
     printed = json.loads(capsys.readouterr().out)
     assert main(["diagnose", str(folder.path), "--json"]) == 0
     assert printed["diagnoses"] == json.loads(capsys.readouterr().out)
     assert [one["condition"] for one in printed["diagnoses"]] == ["saturated-reward"]
 
     folder.rollouts(0, STEPS).write_bytes(b"damaged")
-    assert carry(asked, "train", ended, show) == 0
+    assert run_and_report(asked, "train", ended, show) == 0
     assert json.loads(capsys.readouterr().out)["diagnoses"] is None

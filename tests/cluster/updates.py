@@ -18,7 +18,7 @@ from keel.config.model import Autocast, BuildModel, Lora, Model
 from keel.config.optimisation import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
-from keel.learn.learner import Learner, update
+from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.ranks import ONE, Ranks
 from keel.learn.token_budget import TokenBudget
@@ -96,7 +96,7 @@ def step(learner: Learner, name: str, number: int) -> list[dict[str, float]]:
     """The updates on one batch of random completions; their metrics."""
     algorithm = PRESETS[name].algorithm
     return [
-        dict(update(learner, algorithm, part.batch, 0.05, (1e-3, 1e-3)).metrics)
+        dict(learner.update(algorithm, part.batch, 0.05, (1e-3, 1e-3)).metrics)
         for part in parts_of(learner, name, number)
     ]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.durability.mounts import own_namespace
 
-HEAVY = ("keel.cli.train", "keel.training.run", "keel.training.stage_kinds", "keel.analysis.plots")
+HEAVY = ("keel.cli.train", "keel.training.run", "keel.training.rl_stage", "keel.analysis.plots")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([*HEAVY, "torch", "transformers", __name__])
 

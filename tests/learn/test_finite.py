@@ -17,7 +17,7 @@ from keel.learn.finite import (
     find_offending_sequence,
     stop_unless_finite,
 )
-from keel.learn.learner import Learner, cause_of, update
+from keel.learn.learner import Learner, cause_of
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, bad_weight, step_all, trainable
 from keel.learn.token_budget import TokenBudget
@@ -103,7 +103,7 @@ def test_update_takes_no_step_and_leaves_no_gradient() -> None:
     advantage_N[3] = math.nan
     batch = prepared(batch_of(2, 3), advantage_N=advantage_N)
     with pytest.raises(NotFinite):
-        update(learner, ALGORITHM, batch, 0.0, (1e-2, 1e-2))
+        learner.update(ALGORITHM, batch, 0.0, (1e-2, 1e-2))
     assert same(learner, before)
     assert all(p.grad is None for _, p in learner.optimizer.parameters)
     assert not learner.optimizer.state()
@@ -138,7 +138,7 @@ def test_cause_names_a_gradient_where_the_loss_is_finite() -> None:
     handle = embedding.register_forward_hook(spoil)
     before = weights(learner)
     with pytest.raises(NotFinite) as caught:
-        update(learner, ALGORITHM, batch, 0.0, (1e-2, 1e-2))
+        learner.update(ALGORITHM, batch, 0.0, (1e-2, 1e-2))
     assert caught.value.names == ("grad_norm",)
     assert same(learner, before)
     cause = cause_of(learner, ALGORITHM, batch, 0.0)

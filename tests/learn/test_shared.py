@@ -15,7 +15,7 @@ from keel.algorithms.spec import Algorithm
 from keel.config.optimisation import Optimizer
 from keel.learn import learner as learner_module
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
-from keel.learn.learner import Learner, backward, update
+from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget
@@ -184,7 +184,7 @@ def test_sequences_without_gradient_are_in_the_metrics(
         return [1.0]
 
     monkeypatch.setattr(learner_module, "step_all", stop)
-    made = update(found, algorithm, prepared, beta, (0.0, 0.0))
+    made = found.update(algorithm, prepared, beta, (0.0, 0.0))
     alike(seen, wanted)
     assert list(made.metrics) == [*whole.metrics, "grad_norm"]
     for name, value in whole.metrics.items():

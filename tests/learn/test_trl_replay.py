@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
 from keel.config.optimisation import Optimizer
 from keel.learn.batch import Batch, Estimates, from_groups
-from keel.learn.learner import Learner, update
+from keel.learn.learner import Learner
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget
@@ -80,7 +80,7 @@ def test_replay_of_a_trl_run_gives_its_weights(token_budget: int) -> None:
         batch, estimates = batch_of(step)
         assert batch.target_N.numel() == step["num_items_in_batch"]
         prepared = prepare(algorithm, batch, estimates, 9)
-        metrics = update(learner, algorithm, prepared, 0.0, (lr, lr)).metrics
+        metrics = learner.update(algorithm, prepared, 0.0, (lr, lr)).metrics
         assert metrics["loss"] == pytest.approx(logged["loss"], abs=1e-6)
         assert metrics["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-5)
     end = load_file(folder / "end.safetensors")

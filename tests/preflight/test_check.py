@@ -15,7 +15,6 @@ import torch
 
 from keel.config.fields import derive
 from keel.config.load import load_recipe, shipped
-from keel.config.schema import RLStage
 from keel.config.sources import Rewards, RewardSource
 from keel.data.tasks import PromptStream, build_task
 from keel.engines.native import NativeEngine
@@ -33,6 +32,7 @@ from keel.rewards.scorer import Scorer
 from keel.training.evaluation import evaluate
 from keel.training.rollout import Sampler, collect
 from keel.training.run import train
+from keel.training.stages.rl import RLStage
 from keel.types import KeelError
 from studies.preflight import Case, cases, half_trained, look
 from tests.data.tasks.made import source

@@ -13,7 +13,6 @@ from keel.algorithms.presets import PRESETS
 from keel.config.load import load_recipe, shipped
 from keel.config.model import Lora, Model
 from keel.config.optimisation import Optimizer
-from keel.config.schema import RLStage
 from keel.config.sources import Rewards, RewardSource
 from keel.preflight import gold_answers as g
 from keel.preflight import prompts as p
@@ -22,6 +21,7 @@ from keel.preflight import settings as c
 from keel.preflight.finding import BudgetShare, Finding, holding, key_in, percent, quantile
 from keel.preflight.trial_batch import truncated
 from keel.runs.quarantine import LeftOut
+from keel.training.stages.rl import RLStage
 from tests.source_tree import ROOT
 
 HELD, MORE = BudgetShare(40, True), BudgetShare(40, False)

@@ -9,10 +9,10 @@ import pytest
 
 import keel
 from keel.config.load import load_recipe
-from keel.config.schema import RLStage
 from keel.config.sources import RewardSource
 from keel.preflight.check import check
 from keel.preflight.judge_cost import Forecast, forecast_judge, over_budget
+from keel.training.stages.rl import RLStage
 from keel.types import Group, Prompt
 from tests.rewards.judge_made import completion
 from tests.rewards.judge_server import JudgeServer

@@ -14,13 +14,14 @@ import torch
 
 from keel.cli.main import main
 from keel.config.load import load_recipe, to_toml
-from keel.config.schema import Recipe, RLStage
+from keel.config.schema import Recipe
 from keel.engines.native import NativeEngine
 from keel.models.policy import load_policy
 from keel.preflight import trial, trial_child
 from keel.preflight.check import Report, check
 from keel.preflight.memory import available_memory, read_result, resident_memory
 from keel.preflight.trial import LongestExample, trial_recipe
+from keel.training.stages.rl import RLStage
 from keel.types import Prompt, Sampling
 
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")

@@ -18,10 +18,10 @@ import keel
 from keel.algorithms.presets import PRESETS
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel
-from keel.config.schema import RLStage
 from keel.models.build import build_tokenizer
 from keel.platform.signals import Interrupt
 from keel.training.live import objects
+from keel.training.stages.rl import RLStage
 from keel.types import KeelError
 from tests.soak.killing import differences
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from keel.config.load import load_recipe
-from keel.config.schema import RLStage
 from keel.learn.learner import Learner
+from keel.training.stages.rl import RLStage
 from tests.training.small import metrics, notes, run
 
 DENSE = "rewards.functions=[{function='place_match'}]"

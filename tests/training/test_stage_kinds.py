@@ -1,28 +1,121 @@
-"""The table of stage kinds."""
+"""The kinds of stages: one file each, and few frames from the command to the gradient."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import traceback
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
 import pytest
+import torch
 
-from keel.config.schema import Stage
+from keel.cli.main import main
+from keel.config.kinds import stage_kinds
 from keel.config.stage import StageConfig
 from keel.training.run import train
-from keel.training.stage_kinds import STAGE_KINDS
+from tests.shared import ROOT
 from tests.training.small import Notes, small
 
-CONFIGS: tuple[type[StageConfig], ...] = get_args(get_args(Stage)[0])
+FRAMES = 12
+OWN_KIND = """
+from typing import Literal
+
+from keel.config.fields import StageName
+from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
+from keel.config.stage import StageConfig
 
 
-def test_each_configuration_has_a_function_that_runs_it() -> None:
-    assert {config.model_fields["stage"].default for config in CONFIGS} == set(STAGE_KINDS)
+class OwnStage(StageConfig):
+    stage: Literal["own"] = "own"
+    name: StageName = "own"
+    steps: int = 2
+    token_budget: int = 64
+    optimizer: Optimizer = Optimizer()
+    on_nonfinite: OnNonfinite = "stop"
+    checkpoints: Checkpoints = Checkpoints()
+    trackers: Trackers = Trackers()
+
+    def train(self, run, progress):
+        from keel.learn.token_budget import TokenBudget
+        from keel.training.loop import Loop, StepResult
+        from keel.training import loop
+        from keel.training.state import State
+
+        def take_step(progress, number):
+            return StepResult({"loss": 1.0 / number}, tokens=3)
+
+        made = Loop(
+            self.steps, self.checkpoints, self.on_nonfinite, TokenBudget(64), run.writer,
+            take_step, lambda progress: State(progress, run.policy, lambda folder: None),
+        )
+        return loop.run(made, progress)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+STAGE = OwnStage
+"""
+RUN_OWN_KIND = """
+import sys
+from pathlib import Path
+
+from keel.training import stages
+
+stages.__path__.append(sys.argv[1])
+from keel.cli.main import main
+
+sys.exit(main(["train", sys.argv[2], "--run", sys.argv[3], "--quiet"]))
+"""
+
+
+def test_new_kind_of_stage_is_one_file(tmp_path: Path) -> None:
+    kinds = tmp_path / "kinds"
+    kinds.mkdir()
+    (kinds / "own.py").write_text(OWN_KIND)
+    recipe = tmp_path / "own.toml"
+    recipe.write_text('[model.build]\nhidden_size = 16\nheads = 2\n[[stages]]\nstage = "own"\n')
+    words = [str(kinds), str(recipe), str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", RUN_OWN_KIND, *words], check=False)
+    assert done.returncode == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [line.split(", ")[:2] for line in lines] == [
+        ['{"stage": "own"', f'"step": {step}'] for step in (1, 2)
+    ]
+
+
+def test_no_other_code_asks_for_the_kind() -> None:
+    asks = re.compile(r"isinstance\([\w.]+, \(?\w+Stage\b|stage\.stage\b *[!=]=")
+    found = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted((ROOT / "src" / "keel").rglob("*.py"))
+        for line in path.read_text("utf-8").splitlines()
+        if asks.search(line) and "control" not in path.parts
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("config", stage_kinds())
 def test_a_stage_trains_the_policy_or_a_reward_model(config: type[StageConfig]) -> None:
     assert config.trains_policy == (config.reward_model is None)
+
+
+def test_gradient_is_few_frames_from_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stacks: list[list[str]] = []
+    backward = torch.Tensor.backward
+
+    def counted(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        stacks.append([frame.name for frame in traceback.extract_stack()[:-1]])
+        backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "backward", counted)
+    words = ["steps=1", "threads=1", "evaluation.prompts=0", "--run", str(tmp_path / "run")]
+    assert main(["train", "tiny", *words, "--quiet"]) == 0
+    stack = stacks[0]
+    passed = stack[len(stack) - stack[::-1].index("main") - 1 :]
+    assert len(passed) <= FRAMES, passed
 
 
 @pytest.mark.parametrize("preset", ["grpo", "ppo"])

@@ -37,7 +37,7 @@ from keel.runs import checkpoint
 from keel.runs.callbacks import Callbacks
 from keel.runs.writer import Clock, Reached, Recorder
 from keel.training import judged_data as rows_judged
-from keel.training import rl
+from keel.training import loop as loops
 from keel.training import supervised as fit
 from keel.training.run import train
 from keel.training.state import State
@@ -145,21 +145,20 @@ def looking(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
 def look(monkeypatch: pytest.MonkeyPatch, process: bool = False) -> list[Seen]:
     seen: list[Seen] = []
 
-    def around(run: Callable[[Any, Any], Any], state_of: Callable[[Any, Any], State]) -> Any:
-        def watched(loop: Any, progress: Any) -> Any:
-            before = reached(loop, process)
-            progress = run(loop, progress)
-            after = reached(loop, process)
-            opaque = {**before.opaque, **after.opaque}
-            with tempfile.TemporaryDirectory() as folder:
-                found = saved(state_of(loop, progress), Path(folder))
-            seen.append(Seen(before.found, after.found, found, opaque))
-            return progress
+    run = loops.run
 
-        return watched
+    def watched(loop: Any, progress: Any) -> Any:
+        (parts,) = loop.take_step.args
+        before = reached(parts, process)
+        progress = run(loop, progress)
+        after = reached(parts, process)
+        opaque = {**before.opaque, **after.opaque}
+        with tempfile.TemporaryDirectory() as folder:
+            found = saved(loop.state(progress), Path(folder))
+        seen.append(Seen(before.found, after.found, found, opaque))
+        return progress
 
-    monkeypatch.setattr(rl, "run", around(rl.run, rl.state_of))
-    monkeypatch.setattr(fit, "run", around(fit.run, fit.state_of))
+    monkeypatch.setattr(loops, "run", watched)
     return seen
 
 

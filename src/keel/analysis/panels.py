@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from keel.analysis.glossary import look_up, unknown
+from keel.config.kinds import stage_kind
 from keel.runs.follow import Array, Column
 
 
@@ -70,16 +71,6 @@ class Series:
     raw: tuple[Array, Array] | None = None
 
 
-KINDS = {
-    "rl": "rl",
-    "sft": "sft",
-    "reward_model": "preferences",
-    "process_reward_model": "preferences",
-    "dpo": "preferences",
-}
-"""The table of panels.toml for each kind of stage; games are of any other kind."""
-
-
 @cache
 def tables() -> dict[str, tuple[Panel, ...]]:
     """The panels of each table of panels.toml, by its name."""
@@ -101,8 +92,9 @@ def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[P
     `alone`: a group is one completion. The value model, or else the spread over all prompts, then
     has the place of the variance in groups.
     """
-    panels = tables()[KINDS.get(kind, "control")]
-    if alone and kind == "rl":
+    config = stage_kind(kind)
+    panels = tables()["control"] if config is None else config.panels()
+    if alone and _has_rollouts(kind):
         reward, _, *rest, value = panels
         learned = any(name.startswith("value/") for name in names)
         panels = (reward, value if learned else tables()["spread"][0], *rest)
@@ -111,8 +103,15 @@ def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[P
 
 def picture_panels(kind: str, columns: Mapping[str, Column]) -> list[Panel]:
     """The panels of the picture curve.png: what a stage gains, and how surely."""
-    found = _present(tables()["picture" if kind == "rl" else "picture_of_games"], list(columns))
+    found = _present(
+        tables()["picture" if _has_rollouts(kind) else "picture_of_games"], list(columns)
+    )
     return [panel for panel in found if panel.key != "spread" or columns["reward_std"].values.any()]
+
+
+def _has_rollouts(kind: str) -> bool:
+    config = stage_kind(kind)
+    return config is not None and bool(config.learns_from_rollouts)
 
 
 def _present(panels: Sequence[Panel], names: Sequence[str]) -> list[Panel]:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from keel.analysis.terminal import curve
-from keel.cli.train import carry
+from keel.cli.train import run_and_report
 from keel.config.control import ControlRecipe
 from keel.config.control_load import load_control
 from keel.runs.layout import RunFolder
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise KeelError("keel control needs gymnasium: pip install 'keel-rl[control]'") from error
 
     start = partial(control, recipe, arguments.run, resume=arguments.resume)
-    return carry(arguments, "control", start, show)
+    return run_and_report(arguments, "control", start, show)
 
 
 def show(console: Console, folder: RunFolder) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,24 +34,22 @@ class Start(Protocol):
 
 def run(arguments: argparse.Namespace) -> int:
     """Run, or resume a run; prints its results. With torchrun on each rank, of which 0 drives."""
+    driving: AbstractContextManager[None] = nullcontext()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return _run(arguments, _recipe(arguments))
-    from keel.cluster import launched
+        recipe = _recipe(arguments)
+    else:
+        from keel.cluster import launched
 
-    ranks = launched.ranks_of(os.environ)
-    if ranks.number > 0:
-        return launched.serve(ranks)
-    recipe = _recipe(arguments)
-    if recipe is not None and "processes" not in recipe.cluster.model_fields_set:
-        count = f"cluster.processes={ranks.count}"
-        recipe = load_recipe(arguments.recipe, [*arguments.overrides, count])
-    resumed = recipe or load_recipe(RunFolder.open(arguments.run).recipe)
-    launched.check(resumed.cluster.processes, resumed.cluster.ray, ranks)
-    with launched.driving(ranks):
-        return _run(arguments, recipe)
-
-
-def _run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
+        ranks = launched.ranks_of(os.environ)
+        if ranks.number > 0:
+            return launched.serve(ranks)
+        recipe = _recipe(arguments)
+        if recipe is not None and "processes" not in recipe.cluster.model_fields_set:
+            count = f"cluster.processes={ranks.count}"
+            recipe = load_recipe(arguments.recipe, [*arguments.overrides, count])
+        resumed = recipe or load_recipe(RunFolder.open(arguments.run).recipe)
+        launched.check(resumed.cluster.processes, resumed.cluster.ray, ranks)
+        driving = launched.driving(ranks)
     if recipe is not None and recipe.description:
         console = Console(stderr=arguments.json, quiet=arguments.quiet)
         console.print(f"{recipe.name}: {recipe.description}", highlight=False, soft_wrap=True)
@@ -60,10 +58,11 @@ def _run(arguments: argparse.Namespace, recipe: Recipe | None) -> int:
 
     people = PeopleLabeller()
     start = partial(train, recipe, arguments.run, resume=arguments.resume, labeller=people)
-    return carry(arguments, "train", start, show)
+    with driving:
+        return run_and_report(arguments, "train", start, show)
 
 
-def carry(
+def run_and_report(
     arguments: argparse.Namespace,
     command: str,
     start: Start,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from keel.config.schema import Cluster
+from keel.config.cluster import Cluster
 from keel.types import Capabilities
 
 

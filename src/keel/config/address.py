@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from keel.config.kinds import DEFAULT_KIND
 from keel.config.presets import merge, without_loop_defaults
 from keel.types import KeelError
 
@@ -20,7 +21,7 @@ SHARED = frozenset(
 
 def stage_name(stage: Mapping[str, Any]) -> str:
     """A stage's name: its own, else what kind of stage it is."""
-    return str(stage.get("name", stage.get("stage", "rl")))
+    return str(stage.get("name", stage.get("stage", DEFAULT_KIND)))
 
 
 def gather(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def gather(data: Mapping[str, Any]) -> dict[str, Any]:
     shared = {k: v for k, v in data.items() if k in SHARED}
     rest = {k: v for k, v in data.items() if k not in SHARED}
     if "stages" not in data:
-        return {**shared, "stages": [{"stage": "rl", **rest}]}
+        return {**shared, "stages": [{"stage": DEFAULT_KIND, **rest}]}
     if isinstance(data["stages"], tuple):  # of a validated recipe
         shared["stages"] = list(data["stages"])
     return layer(shared, rest) if rest else shared

@@ -13,8 +13,8 @@ from keel.algorithms.spec import FrozenModel, Positive, Unit
 from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Width
 from keel.config.optimisation import Checkpoints, Optimizer
 from keel.config.presets import resolve_algorithm
+from keel.config.rl import ReferenceConfig
 from keel.config.sampling import NamedAlgorithm
-from keel.config.schema import ReferenceConfig
 
 
 class Environment(FrozenModel):

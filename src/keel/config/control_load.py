@@ -18,6 +18,7 @@ from keel.config.address import gather, layer
 from keel.config.control import ControlRecipe
 from keel.config.errors import explain_validation
 from keel.config.fields import unknown
+from keel.config.kinds import DEFAULT_KIND, stage_kind
 from keel.config.load import parse_override, parse_toml, read_toml, refuse_secrets
 from keel.config.presets import DEFAULT_PRESET, merge
 from keel.types import KeelError
@@ -90,7 +91,7 @@ def _read_file(source: str) -> dict[str, Any]:
     first = stages[0] if isinstance(stages, list) and stages else {}
     if not isinstance(first, dict):
         return data
-    if first.get("stage", "rl") in ("rl", "sft"):
+    if stage_kind(first.get("stage", DEFAULT_KIND)) is not None:
         raise KeelError(f"{source} is a recipe of keel train, not of keel control")
     if first["stage"] != "policy_gradient":
         return data

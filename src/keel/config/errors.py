@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 from keel.config.address import SHARED, stage_name
 from keel.config.fields import nearest
 from keel.config.foreign import EXPLAINED, FOREIGN
-from keel.config.schema import Recipe, RLStage
+from keel.config.rl import RolloutStage
+from keel.config.schema import Recipe
 
 Location = tuple[int | str, ...]
 SHOWN = 200
@@ -66,7 +67,7 @@ def _unknown_key(
         hint = f"did you mean {meant!r}?"
     elif foreign is not None:
         hint = foreign
-    elif where.startswith("model.") and leaf in RLStage.model_fields:
+    elif where.startswith("model.") and leaf in RolloutStage.model_fields:
         hint = f"{leaf!r} is a key of the stage: in TOML it stands above the first [table]"
     elif (guess := nearest(leaf, known)) is not None:
         hint = f"did you mean {guess!r}?"

@@ -124,11 +124,7 @@ _EXPLANATIONS: Final[dict[str, str]] = {
 }
 EXPLAINED: Final = {name: text for names, text in _EXPLANATIONS.items() for name in names.split()}
 """Foreign keys that no single key of Keel's stands for: what to do instead."""
-STAGES: Final[dict[str, str]] = {
-    "dpo": 'DPO is a stage: set stage = "dpo"',
-    "sft": 'supervised fine-tuning is a stage: set stage = "sft"',
-    "reward_model": 'a reward model is a stage: set stage = "reward_model"',
-    "process_reward_model": 'a process reward model is a stage: set stage = "process_reward_model"',
+ELSEWHERE: Final[dict[str, str]] = {
     "dqn": "Q-learning runs on environments: use keel control dqn --env ID",
     "q_learning": "Q-learning runs on environments: use keel control dqn --env ID",
 }

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Coefficient, FrozenModel, Positive, Unit, UnusedIf
+from keel.algorithms.spec import Coefficient, FrozenModel, Unit, UnusedIf
 from keel.config.fields import Answers, AsTuple, Count, Index, StageName, Temperature, Tokens
-from keel.config.model import BaseModelChoice
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.sampling import PAST_THE_END, Rollout, SamplingSource
-from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource, TemplateKeywords
-from keel.config.stage import StageConfig
+from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource
+from keel.config.stage import JudgedSource, StageConfig
 
 PROMPTS_AT_ONCE = 128
 """Of a `SampledData` table: how many are answered in one call of the engine."""
-_NEVER_EVALUATED = UnusedIf(
+NEVER_EVALUATED = UnusedIf(
     lambda key: key.stage.evaluation.rows == 0, "evaluation.rows = 0 disables evaluation"
 )
 _NO_PEOPLE = UnusedIf(
@@ -56,7 +55,7 @@ class SampledData(FrozenModel):
     """The rewards of the answers; without one, the score of the task."""
     train: Count = 512
     """Number of train prompts."""
-    validation: Annotated[Count, _NEVER_EVALUATED] = 128
+    validation: Annotated[Count, NEVER_EVALUATED] = 128
     """Number of validation prompts."""
     group_size: Answers = 4
     """Answers to each prompt."""
@@ -97,7 +96,7 @@ class SampledData(FrozenModel):
 class JudgedEvaluation(FrozenModel):
     """Evaluation on the validation examples."""
 
-    every: Annotated[Index, _NEVER_EVALUATED, PAST_THE_END] = 0
+    every: Annotated[Index, NEVER_EVALUATED, PAST_THE_END] = 0
     """Steps between evaluations; 0: only before and after the stage."""
     rows: Index = 1000
     """Most validation examples; 0: no evaluation."""
@@ -178,6 +177,20 @@ class JudgingStage(StageConfig):
         return {}
 
     @property
+    def judged(self) -> JudgedSource:
+        records = self.records
+        assert records is not None
+        return JudgedSource(
+            records,
+            self.data,
+            self.batch_size,
+            self.max_tokens,
+            self.raw,
+            self.template_keywords,
+            self.evaluation.rows,
+        )
+
+    @property
     def raw(self) -> bool:
         """Whether plain prompts of the rows go without the chat template.
 
@@ -186,92 +199,3 @@ class JudgingStage(StageConfig):
         if self.sampled is not None:
             return any(source.raw for source in self.sampled.tasks)
         return self.data is not None and self.data.raw
-
-
-class RewardModelStage(JudgingStage):
-    """An outcome reward model: one score for a whole answer."""
-
-    reward_model: ClassVar[Literal["outcome"]] = "outcome"
-    trains_policy: ClassVar[bool] = False
-    stage: Literal["reward_model"] = "reward_model"
-    name: StageName = "reward_model"
-    objective: Literal["pairs", "labels"] = "pairs"
-    """Bradley–Terry on prompt/chosen/rejected, or cross-entropy on prompt/completion/label."""
-    centering: Coefficient = 0.0
-    """Factor of the squared sum of the scores of a pair, which keeps scores around 0."""
-    base: BaseModelChoice = BaseModelChoice()
-
-    @property
-    def records(self) -> Literal["pairs", "labels"]:
-        return self.objective
-
-    @property
-    def base_model(self) -> BaseModelChoice:
-        return self.base
-
-    @model_validator(mode="after")
-    def _comparisons(self) -> RewardModelStage:
-        if self.objective == "labels" and self.centering:
-            raise ValueError(
-                f"centering = {self.centering:g} is of pairs, and labels fix the score's zero: "
-                "drop it"
-            )
-        return self
-
-
-class ProcessRewardModelStage(JudgingStage):
-    """A process reward model: a judgement at the last token of each step."""
-
-    reward_model: ClassVar[Literal["process"]] = "process"
-    trains_policy: ClassVar[bool] = False
-    stage: Literal["process_reward_model"] = "process_reward_model"
-    name: StageName = "process_reward_model"
-    separator: str = "\n"
-    """Text between two steps of an answer."""
-    threshold: Annotated[Unit, _NEVER_EVALUATED] = 0.5
-    """The first step whose probability of being right is below this is the predicted mistake."""
-    base: BaseModelChoice = BaseModelChoice()
-
-    @property
-    def records(self) -> Literal["steps"]:
-        return "steps"
-
-    @property
-    def base_model(self) -> BaseModelChoice:
-        return self.base
-
-
-class DPOStage(JudgingStage):
-    """Direct preference optimisation: the policy learns from pairs without a reward model."""
-
-    stage: Literal["dpo"] = "dpo"
-    name: StageName = "dpo"
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
-    """The DPO loss, or that of IPO."""
-    beta: Positive = 0.1
-    """Strength of the divergence from the reference, which is the policy before the stage."""
-    smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of inverted labels (`sigmoid` only)."""
-    chat_template: TemplateKeywords = Field(default_factory=dict)
-    """Keyword arguments of the chat template for the prompts of `data`."""
-    optimizer: Optimizer = Optimizer(learning_rate=1e-6)
-
-    @property
-    def keeps_reference(self) -> bool:
-        return True
-
-    @property
-    def records(self) -> Literal["pairs"]:
-        return "pairs"
-
-    @property
-    def template_keywords(self) -> dict[str, Any]:
-        return self.chat_template
-
-    @model_validator(mode="after")
-    def _smooths(self) -> DPOStage:
-        if self.sampled is not None and self.chat_template:
-            raise ValueError("chat_template is of data: set sampled.prompts.chat_template instead")
-        if self.loss == "ipo" and self.smoothing:
-            raise ValueError(f'smoothing = {self.smoothing:g} is of loss = "sigmoid": drop it')
-        return self

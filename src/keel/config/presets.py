@@ -7,7 +7,8 @@ from typing import Any
 
 from keel.algorithms.presets import PRESETS, Preset
 from keel.config.fields import unknown
-from keel.config.foreign import STAGES
+from keel.config.foreign import ELSEWHERE
+from keel.config.kinds import stage_kind
 from keel.types import KeelError
 
 DEFAULT_PRESET = "grpo"
@@ -23,7 +24,10 @@ def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
         return dict(stage)
     name = given.get("preset", DEFAULT_PRESET)
     if not isinstance(name, str) or name not in PRESETS:
-        where = STAGES.get(str(name).lower())
+        kind = str(name).lower()
+        where = ELSEWHERE.get(kind)
+        if stage_kind(kind) is not None:
+            where = f'{kind} is a kind of stage: set stage = "{kind}"'
         raise ValueError(
             f"algorithm = {name!r}: {where}" if where else unknown("algorithm", str(name), PRESETS)
         )

@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 
 from keel.config.control import ControlRecipe, PolicyGradientStage, QLearningStage
 from keel.config.errors import models_in
-from keel.config.judging import DPOStage, ProcessRewardModelStage, RewardModelStage
-from keel.config.schema import Recipe, RLStage, SFTStage
+from keel.config.kinds import DEFAULT_KIND, stage_kinds
+from keel.config.schema import Recipe
 
 HEAD = """# Every key of a recipe
 
@@ -35,20 +35,24 @@ algorithm and environment, replace the defaults below ([control](algorithms/cont
 def markdown() -> str:
     """The whole page."""
     lines = [HEAD]
-    for title, model in (
+    tables: tuple[tuple[str, type[BaseModel]], ...] = (
         ("The recipe", Recipe),
-        ('`stage = "rl"`', RLStage),
-        ('`stage = "sft"`', SFTStage),
-        ('`stage = "reward_model"`', RewardModelStage),
-        ('`stage = "process_reward_model"`', ProcessRewardModelStage),
-        ('`stage = "dpo"`', DPOStage),
+        *_stages(),
         ("The recipe of `keel control`", ControlRecipe),
         ('`stage = "policy_gradient"`', PolicyGradientStage),
         ('`stage = "q_learning"`', QLearningStage),
-    ):
+    )
+    for title, model in tables:
         lines.append(f"\n## {title}\n\n| key | default | description |\n|---|---|---|")
         lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _keys(model, "")]
     return "\n".join(lines) + "\n"
+
+
+def _stages() -> list[tuple[str, type[BaseModel]]]:
+    """The kinds of stages, the one of a flat recipe first."""
+    named = [(str(kind.model_fields["stage"].default), kind) for kind in stage_kinds()]
+    ordered = sorted(named, key=lambda one: (one[0] != DEFAULT_KIND, one[0]))
+    return [(f'`stage = "{name}"`', kind) for name, kind in ordered]
 
 
 def _keys(

@@ -1,24 +1,58 @@
-"""What every kind of stage says of itself. Torch-free.
+"""What every kind of stage offers. Torch-free.
 
-Other code reads these properties; it does not ask which kind a stage is. A new kind is a subclass
-in the union `keel.config.schema.Stage`, and an entry of `keel.training.stage_kinds`.
+Other code reads these properties and calls these methods; it does not ask which kind a stage is. A
+kind is one module of `keel.training.stages` (see `keel.config.kinds`) with a subclass of
+`StageConfig`: its keys in a recipe, how it is set up and run, and how it is shown.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from keel.algorithms.spec import FrozenModel
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from keel.config.model import BaseModelChoice
+    from keel.algorithms.explain import Explanation
+    from keel.config.cluster import Cluster
+    from keel.config.model import BaseModelChoice, Model
     from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
     from keel.config.sampling import SamplingSource
-    from keel.config.sources import PreferenceData, Rewards, TaskSource
+    from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource
 
 Records = Literal["pairs", "labels", "steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedSource:
+    """The rows of pairs or labels that a stage learns from, and how they are read.
+
+    `data` is None if the stage samples them. Steps are those between `separator`; the first whose
+    probability of being right is below `threshold` is the predicted mistake.
+    """
+
+    records: Records
+    data: PreferenceData | None
+    batch_size: int
+    max_tokens: int | None
+    raw: bool
+    template_keywords: Mapping[str, Any]
+    validation_rows: int
+    separator: str = "\n"
+    threshold: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationSource:
+    """What a stage imitates: demonstrations that the function `entry` makes of its prompts."""
+
+    tasks: tuple[TaskSource, ...]
+    prompts: Prompts
+    entry: str
+    batch_size: int
 
 
 class StageConfig(FrozenModel):
@@ -27,6 +61,8 @@ class StageConfig(FrozenModel):
     trains_policy: ClassVar[bool] = True
     shared_by_processes: ClassVar[bool] = False
     """Whether `cluster.processes` share the stage; others run on the first of them."""
+    learns_from_rollouts: ClassVar[bool] = False
+    """Whether the policy samples, is rewarded and learns, step by step, by an algorithm."""
     reward_model: ClassVar[Literal["outcome", "process"] | None] = None
     """The kind of reward model that the stage trains."""
 
@@ -40,6 +76,24 @@ class StageConfig(FrozenModel):
         checkpoints: Checkpoints
         trackers: Trackers
 
+    def train(self, run: Any, progress: Any) -> Any:
+        """Set the stage up, or restore it, and run it from `progress` to its last step, or until
+        the run is to stop; returns the progress. `run` is a `keel.training.setup.RunContext`."""
+        raise NotImplementedError
+
+    @classmethod
+    def panels(cls) -> Sequence[Any]:
+        """The plots that show the stage (`keel.analysis.panels.Panel`)."""
+        return ()
+
+    def explain(self, lora: bool) -> Explanation | None:
+        """What the stage optimises, its choices compared with the preset that they came from; None
+        if no algorithm says it."""
+        return None
+
+    def check_processes(self, model: Model, cluster: Cluster) -> None:
+        """Raise ValueError if the stage cannot run on the recipe's processes."""
+
     @property
     def sampling(self) -> SamplingSource | None:
         """What the stage samples; None where it samples nothing."""
@@ -51,9 +105,14 @@ class StageConfig(FrozenModel):
         return () if self.sampling is None else self.sampling.tasks
 
     @property
-    def demonstrated(self) -> bool:
-        """Whether the policy imitates demonstrations of answers to the prompts of its tasks."""
-        return False
+    def demonstrations(self) -> DemonstrationSource | None:
+        """The demonstrations that the policy imitates, if the stage has any."""
+        return None
+
+    @property
+    def judged(self) -> JudgedSource | None:
+        """The rows of pairs or labels that the stage learns from, if it does."""
+        return None
 
     @property
     def compares(self) -> bool:

@@ -101,13 +101,20 @@ def check_steps(algorithm: Algorithm, there: bool) -> None:
 
 
 def estimate(
-    algorithm: Algorithm, actions: Actions, judged: RolloutRewards, beta: float
+    algorithm: Algorithm,
+    actions: Actions,
+    judged: RolloutRewards | Sequence[float],
+    beta: float = 0.0,
 ) -> Estimates:
     """Advantages and returns of actions that the models have scored; `beta` weighs a KL reward.
+
+    `judged` are the rewards of the sequences, in order; NaN for one without.
 
     Raises KeelError where there are rewards of steps that the advantage cannot use.
     """
     device, lengths_S = actions.groups_S.device, actions.lengths_S
+    if not isinstance(judged, RolloutRewards):
+        judged = RolloutRewards(torch.tensor(list(judged), dtype=torch.float64))
     judged = _on(judged, device)
     if algorithm.needs_steps and judged.step_reward_K is None:
         judged = _as_steps(judged, lengths_S)

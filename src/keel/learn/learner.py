@@ -24,7 +24,7 @@ from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import AdamW, bad_weight, step_all
 from keel.learn.ranks import ONE, Ranks, spans
 from keel.learn.shards import save_learned
-from keel.learn.token_budget import LESS, TokenBudget, oom_context
+from keel.learn.token_budget import TokenBudget
 from keel.models.head import Scores
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
@@ -140,20 +140,7 @@ class Learner:
         """The batch with the log-probabilities of the policy (`old`) and of the reference, and
         (`others`) with those of the teacher and with values, where there are such models."""
         attempt = partial(self._score, batch, old, reference, others)
-        return self.fitting(attempt, batch.sizes)
-
-    def fitting(
-        self,
-        attempt: Callable[[int], T],
-        sizes: PackedSizes,
-        undo: Callable[[], None] | None = None,
-    ) -> T:
-        """`TokenBudget.fitting`; with several ranks there is one attempt, since a rank alone cannot
-        begin again."""
-        if self.ranks.count == 1:
-            return self.budget.fitting(attempt, sizes, undo or (lambda: None))
-        with oom_context("models computed a batch", f"lower token_budget, {LESS}"):
-            return attempt(self.budget.tokens)
+        return self.budget.fitting(attempt, batch.sizes, retry=self.ranks.count == 1)
 
     def passes(
         self, batch: P, sizes: PackedSizes, cut: Callable[[P], list[P]]
@@ -181,8 +168,41 @@ class Learner:
         beta: float,
         rates: tuple[float | None, float],
     ) -> Losses:
-        """`update` of these models."""
-        return update(self, algorithm, batch, beta, rates)
+        """One optimizer step on a batch, and its losses.
+
+        `rates` are the learning rates of the policy and of the value model; with None the policy
+        and its optimizer's state stay as they are.
+
+        Raises:
+            NotFinite: the loss or a gradient is not finite; no optimizer took a step.
+        """
+        chosen, others = _by_gradient(algorithm, batch, beta)
+        with_gradient = batch.select(chosen) if others else batch
+        alone = self.ranks.count == 1
+        made = self.budget.fitting(
+            partial(backward, self, algorithm, with_gradient, beta),
+            with_gradient.actions.sizes,
+            undo=self.clear,
+            retry=alone,
+        )
+        metrics, tokens = dict(made.metrics), made.tokens
+        if others:
+            without = batch.select(others)
+            attempt = partial(_losses, self, algorithm, without, beta)
+            more = self.budget.fitting(attempt, without.actions.sizes, retry=alone)
+            metrics = {name: value + more.metrics[name] for name, value in metrics.items()}
+            places = batch.actions.action_index([*chosen, *others]).argsort()
+            tokens = {name: torch.cat([v, more.tokens[name]])[places] for name, v in tokens.items()}
+        try:
+            stop_unless_finite(metrics)
+        except KeelError:
+            self.clear()
+            raise
+        names = ("grad_norm", "value/grad_norm")
+        norms = step_all(list(self.optimizers.values()), rates[: len(self.optimizers)])
+        metrics |= dict(zip(names, norms, strict=False))
+        stop_unless_finite(metrics)
+        return Losses(metrics, tokens)
 
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
         """`cause_of` with these models."""
@@ -245,48 +265,6 @@ class Losses:
 
     metrics: Mapping[str, float]
     tokens: Mapping[str, Tensor]
-
-
-def update(
-    learner: Learner,
-    algorithm: Algorithm,
-    batch: TrainBatch[Batch],
-    beta: float,
-    rates: tuple[float | None, float],
-) -> Losses:
-    """One optimizer step on a batch, and its losses.
-
-    `rates` are the learning rates of the policy and of the value model; with None the policy and
-    its optimizer's state stay as they are.
-
-    Raises:
-        NotFinite: the loss or a gradient is not finite; no optimizer took a step.
-    """
-    chosen, others = _by_gradient(algorithm, batch, beta)
-    with_gradient = batch.select(chosen) if others else batch
-    made = learner.fitting(
-        partial(backward, learner, algorithm, with_gradient, beta),
-        with_gradient.actions.sizes,
-        undo=learner.clear,
-    )
-    metrics, tokens = dict(made.metrics), made.tokens
-    if others:
-        without = batch.select(others)
-        attempt = partial(_losses, learner, algorithm, without, beta)
-        more = learner.fitting(attempt, without.actions.sizes)
-        metrics = {name: value + more.metrics[name] for name, value in metrics.items()}
-        places = batch.actions.action_index([*chosen, *others]).argsort()
-        tokens = {name: torch.cat([v, more.tokens[name]])[places] for name, v in tokens.items()}
-    try:
-        stop_unless_finite(metrics)
-    except KeelError:
-        learner.clear()
-        raise
-    names = ("grad_norm", "value/grad_norm")
-    norms = step_all(list(learner.optimizers.values()), rates[: len(learner.optimizers)])
-    metrics |= dict(zip(names, norms, strict=False))
-    stop_unless_finite(metrics)
-    return Losses(metrics, tokens)
 
 
 def backward(

@@ -51,13 +51,15 @@ class TokenBudget:
         attempt: Callable[[int], T],
         sizes: PackedSizes,
         undo: Callable[[], None] = lambda: None,
+        retry: bool = True,
     ) -> T:
         """The result of `attempt(tokens)`, tried with fewer tokens until there is memory for it.
 
         `sizes` say how it cuts its batch into micro-batches; `undo` reverts a failed attempt.
+        Without `retry` there is one attempt: of several ranks, none alone can begin again.
 
         Raises:
-            KeelError: the largest micro-batch is a single sequence, and there is no memory for it.
+            KeelError: there is no memory for a single sequence, or for the one attempt.
         """
         while True:
             try:
@@ -65,6 +67,10 @@ class TokenBudget:
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
+                if not retry:
+                    raise KeelError(
+                        f"out of memory while models computed a batch: lower token_budget, {LESS}"
+                    ) from error
             # Not in the handler: the error holds the frames, and they the tensors, of the pass.
             undo()
             gc.collect()

@@ -14,7 +14,7 @@ import torch
 from keel.config.model import Model
 from keel.data.preferences.schema import Preference
 from keel.models.reward import RewardModel, load_reward_model, pack_answers
-from keel.training.evaluation import judging_stage
+from keel.training.evaluation import judged_source
 from keel.training.export import reward_model_of
 from keel.training.judged_data import EncodedPair, pair_encoder, sizes_of
 
@@ -61,7 +61,7 @@ def text_features(
     stage that made it. Raises KeelError where it is none.
     """
     name, made_by = reward_model_of(model, stage)
-    made = judging_stage(model, made_by)
+    made = judged_source(model, made_by)
     loaded = load_reward_model(Model(name=name), "outcome")
     encode = pair_encoder(loaded.reader(made is not None and made.raw))
     found = [np.zeros((0, loaded.head.in_features), dtype=np.float32)]

@@ -18,7 +18,7 @@ import torch
 
 from keel.config.fields import derive
 from keel.config.load import Source, load_recipe
-from keel.config.schema import Recipe, RLStage
+from keel.config.schema import Recipe
 from keel.data.tasks.base import places
 from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries
@@ -42,6 +42,7 @@ from keel.preflight.trial import TrialProcess
 from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
 from keel.training.recipe_checks import longest_sequence
+from keel.training.stages.rl import RLStage
 
 WEIGHTS_READ = 4_000_000
 """Weights that are read, of each tensor, to see how many a step would move."""
@@ -191,7 +192,7 @@ def _inspect(context: StageContext) -> None:
         check_trackers(stage.trackers)
     sampling = stage.sampling
     for applies, inspect in (
-        (stage.demonstrated, inspect_demonstrations),
+        (stage.demonstrations is not None, inspect_demonstrations),
         (stage.records is not None, inspect_preference_data),
         (sampling is not None and sampling.algorithm is not None, _check_objective),
         (sampling is not None, inspect_sampling_stage),

@@ -10,8 +10,7 @@ import numpy as np
 
 from keel.config.entry import load_entry
 from keel.config.fields import derive
-from keel.config.judging import JudgingStage, ProcessRewardModelStage
-from keel.config.schema import SFTStage
+from keel.config.judging import JudgingStage
 from keel.config.stage import Records
 from keel.data.messages import prompt_columns
 from keel.data.preferences import dataset as preferences
@@ -37,6 +36,8 @@ from keel.preflight.trial import LongestExample
 from keel.training.judged_data import encoder
 from keel.training.preference_stages import base_policy
 from keel.training.sft import encode_demonstration
+from keel.training.stages.process_reward_model import ProcessRewardModelStage
+from keel.training.stages.sft import SFTStage
 from keel.types import KeelError, Prompt, one_line
 
 ENCODED = 2_000

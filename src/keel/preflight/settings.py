@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from keel.algorithms.presets import PRESETS
 from keel.config.model import Model
 from keel.config.optimisation import Optimizer
-from keel.config.schema import RLStage
 from keel.config.sources import Rewards
 from keel.engines.registry import capabilities_of
 from keel.preflight.finding import Finding, percent
+from keel.training.stages.rl import RLStage
 
 FROZEN_SHARE = 0.5
 """More than half of the weights not moving is more than rounding: in float32 at the same rate it

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from keel.config.judging import JudgingStage, ProcessRewardModelStage
 from keel.config.load import load_recipe, parse_override
 from keel.config.model import Model
 from keel.config.presets import merge
-from keel.config.schema import Recipe, RLStage
+from keel.config.sampling import SamplingSource
+from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
-from keel.config.stage import Records
+from keel.config.stage import JudgedSource, Records
 from keel.data.preferences.dataset import READERS
 from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
 from keel.models.chat import Encoder
@@ -97,17 +98,18 @@ def evaluate(
     before = [] if recipe is None else [stage.model_dump() for stage in recipe.stages[:-1]]
     made = {"model": {"name": str(model)}, "stages": [*before, data]}
     overrides = [f"{data['name']}.{word}" if before else word for word in overrides]
-    stage = cast(RLStage, load_recipe(made, overrides).stages[-1])
+    stage = load_recipe(made, overrides).stages[-1].sampling
+    assert stage is not None
     own_seed = recipe.seed if recipe else 0
     if recipe is None or folder is None:
         policy = load_policy(Model(name=str(model)), own_seed)
     else:
         policy = checkpoint_policy(recipe.model, recipe.seed, pick_checkpoint(folder, checkpoint))
-    if stage.name == ALONE and max_tokens is None and policy.context is not None:
+    if data["name"] == ALONE and max_tokens is None and policy.context is not None:
         # No limit was given: at most half of the context.
         budget = min(stage.rollout.max_tokens, policy.context // 2)
         rollout = stage.rollout.model_copy(update={"max_tokens": budget})
-        stage = stage.model_copy(update={"rollout": rollout})
+        stage = replace(stage, rollout=rollout)
     around = reward_context(recipe, folder, policy)
     seed = own_seed if seed is None else seed
     tasks = {one.name: one for one in build_tasks(stage.tasks, seed)}
@@ -119,7 +121,9 @@ def evaluate(
     return {**result, "selected": True} if own and checkpoint == "best" else result
 
 
-def _scored_whole(stage: RLStage, tasks: Mapping[str, Task], bounded: bool) -> RLStage:
+def _scored_whole(
+    stage: SamplingSource, tasks: Mapping[str, Task], bounded: bool
+) -> SamplingSource:
     """The stage, evaluated on all rows of its stored tasks; `bounded`: on so many as it says."""
     rows = [data for task in tasks.values() if (data := stored(task)) is not None]
     for data in rows:
@@ -127,7 +131,8 @@ def _scored_whole(stage: RLStage, tasks: Mapping[str, Task], bounded: bool) -> R
     if bounded or len(rows) < len(tasks):
         return stage
     every = {"prompts": sum(data.size("validation") for data in rows)}
-    return stage.model_copy(update={"evaluation": stage.evaluation.model_copy(update=every)})
+    assert stage.evaluation is not None
+    return replace(stage, evaluation=stage.evaluation.model_copy(update=every))
 
 
 def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
@@ -171,9 +176,14 @@ def _stage_data(
 
 
 def _run(
-    stage: RLStage, tasks: dict[str, Task], policy: Policy, seed: int, around: RewardContext
+    stage: SamplingSource,
+    tasks: dict[str, Task],
+    policy: Policy,
+    seed: int,
+    around: RewardContext,
 ) -> dict[str, Any]:
     rollout, choice, prompts = stage.rollout, stage.evaluation, stage.prompts
+    assert choice is not None
     weights = [source.weight for source in stage.tasks]
     encoder = Encoder(
         policy.tokenizer,
@@ -205,7 +215,7 @@ def _run(
     sampler = build_sampler(policy, source, judge, rollout, seed, less=less)
     with closing(judge):
         evaluator = Evaluator(sampler, judge, chosen, choice)
-        result = evaluator(0).report
+        result = dict(evaluator(0).report)
     read_by = [evaluator.judging] if evaluator.judging else judge.functions
     result["reward"] = " + ".join(function.name for function in read_by)
     if (warning := _whole_answers(read_by, [(tasks[p.task], p) for p in chosen])) is not None:
@@ -265,7 +275,7 @@ def evaluate_reward_model(
     Raises KeelError where the model, the file or the folder for the pictures will not do.
     """
     name, made_by = reward_model_of(model, stage)
-    made = judging_stage(model, made_by)
+    made = judged_source(model, made_by)
     if pictures is not None:
         _make(pictures)
     kind: Literal["outcome", "process"] = "process" if rows == "steps" else "outcome"
@@ -275,8 +285,7 @@ def evaluate_reward_model(
     )
     own = SEPARATOR, THRESHOLD
     if rows == "steps" and made is not None and made.records == "steps":
-        process = cast(ProcessRewardModelStage, made)
-        own = process.separator, process.threshold
+        own = made.separator, made.threshold
     encode = encoder(
         rows,
         loaded.reader(made is not None and made.raw),
@@ -299,12 +308,12 @@ def evaluate_reward_model(
     return measured
 
 
-def judging_stage(run: Path | str, stage: str | None) -> JudgingStage | None:
+def judged_source(run: Path | str, stage: str | None) -> JudgedSource | None:
     """The stage of a run that made a reward model; None of a model that is not of a run."""
     if stage is None:
         return None
     recipe = load_recipe(RunFolder.open(run).recipe)
-    return cast(JudgingStage, next(one for one in recipe.stages if one.name == stage))
+    return next(one for one in recipe.stages if one.name == stage).judged
 
 
 def _make(pictures: Path) -> None:

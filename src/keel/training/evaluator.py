@@ -15,19 +15,12 @@ from keel.rewards.judge.reward import spending
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.rollouts import RolloutRow
+from keel.training.loop import EvaluationResult
 from keel.training.rollout import Sampler, completion_rows
 from keel.types import Group, KeelError, Prompt, RewardResult, Sampling
 
 EXAMPLES = 4
 """How many completions an evaluation shows."""
-
-
-@dataclass(frozen=True, eq=False)
-class Evaluated:
-    """The figures of an evaluation, as `Evaluator` describes them, and the completions."""
-
-    report: dict[str, Any]
-    rows: Sequence[RolloutRow]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +42,7 @@ class Evaluator:
         """The reward that is declared as correctness, if any."""
         return self.scorer.judging(self.config.component)
 
-    def __call__(self, step: int) -> Evaluated:
+    def __call__(self, step: int) -> EvaluationResult:
         """The report: `mean`, `low`, `high` (95 %), `n` of greedy pass@1; with k > 0 also `sampled`
         and `pass@k`.
 
@@ -83,7 +76,9 @@ class Evaluator:
             {**_example(group, judged), "passed": row.passed}
             for group, judged, row in zip(groups, results, rows, strict=False)
         ][:EXAMPLES]
-        return Evaluated(report, rows)
+        return EvaluationResult(
+            report, metrics(report), score=report["mean"], rows=rows, before=report
+        )
 
     def _sampled(
         self, greedy: Sampling, step: int, spent: dict[str, float]

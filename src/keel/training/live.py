@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 from torch import nn
@@ -22,8 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from keel.algorithms.presets import Preset
 from keel.config.address import layer, overlay
 from keel.config.entry import PYTHON
+from keel.config.kinds import DEFAULT_KIND, stage_kind
 from keel.config.load import RUN_FOLDER, Source, read_recipe
-from keel.config.schema import Recipe, Stage
+from keel.config.schema import Recipe
 from keel.config.sources import ENDINGS
 from keel.models.tokenizer_round_trip import quiet
 from keel.platform import files
@@ -33,7 +34,6 @@ INPUTS = f"{RUN_FOLDER}inputs/"
 MODEL = "model"
 PLACE = ("name", "path", "validation_path", "options")
 """Keys of a table of data that say where it is; the others, how it is read, stay for other data."""
-_STAGES = {kind.model_fields["stage"].default: kind for kind in get_args(get_args(Stage)[0])}
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def objects(
     source: dict[str, Any] = {}
     if data is not None:
         stage = whole["stages"][-1]
-        kind = keys.get("stage") or stage.get("stage", "rl")
-        table = "data" if kind in _STAGES and "data" in _STAGES[kind].model_fields else "tasks"
+        kind = stage_kind(keys.get("stage") or stage.get("stage", DEFAULT_KIND))
+        table = "data" if kind is not None and "data" in kind.model_fields else "tasks"
         reading = {k: v for k, v in _only(stage.get(table)).items() if k not in PLACE and v}
         source = {**reading, **_data(data, eval_data, tables)}
         if rewards is None and table == "tasks" and "answer" in _columns(data):

@@ -1,4 +1,4 @@
-"""Builds and runs the stages that learn from preference data: reward models and DPO."""
+"""What the stages share that learn from preference data: rows, loop, and reward models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import torch
 from keel.analysis.statistics import Interval
 from keel.config.fields import derive
 from keel.config.judging import (
-    DPOStage,
     JudgingStage,
-    ProcessRewardModelStage,
-    RewardModelStage,
     SampledData,
 )
 from keel.config.model import BaseModelChoice, Model
@@ -25,28 +22,22 @@ from keel.config.stage import Records
 from keel.data.preferences.dataset import READERS, Sieve
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.policy import Policy, load_policy
-from keel.models.reference import reference_for
 from keel.models.reward import (
     Kind,
-    Reader,
     RewardModel,
     continued_reward_model,
     load_reward_model,
     reward_model_from,
 )
-from keel.models.text import decode
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
-from keel.training import sampled_data, supervised
-from keel.training.dpo import DPO
+from keel.training import loop, sampled_data, supervised
 from keel.training.judged_data import Ready, encoder, ready
 from keel.training.reward_metrics import (
     Measured,
-    measure_pairs,
     plot_calibration,
     reward_model_metrics,
 )
-from keel.training.reward_model import labels_backward, pairs_backward
 from keel.training.reward_versions import (
     is_newest,
     measure_forgetting,
@@ -62,58 +53,15 @@ from keel.training.setup import (
     reward_context,
     scorer,
     supervised_loop,
-    token_budget,
 )
-from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
+from keel.training.state import Progress, restore_modules, restore_optimizers
 from keel.training.supervised import GradientStep, judged_examples
 from keel.types import KeelError
 
 Backward = Callable[[Sequence[Any], int], GradientStep]
 
 
-def train_reward_model(run: RunContext, stage: RewardModelStage, progress: Progress) -> Progress:
-    """An outcome reward model, left in the run folder; the policy stays as it was."""
-    model = _new_model(run, stage.base, "outcome", stage.name)
-    if stage.records == "pairs":
-        backward = partial(pairs_backward, model, stage.centering)
-        return _train(run, stage, model, sampled_data.pairs, backward, progress)
-    backward = partial(labels_backward, model)
-    return _train(run, stage, model, sampled_data.labels, backward, progress)
-
-
-def train_process_reward_model(
-    run: RunContext, stage: ProcessRewardModelStage, progress: Progress
-) -> Progress:
-    """A process reward model, left in the run folder; the policy stays as it was."""
-    model = _new_model(run, stage.base, "process", stage.name)
-    tokenizer, separator = run.policy.tokenizer, stage.separator
-    make = sampled_data.steps(separator, lambda ids: decode(tokenizer, [ids])[0])
-    backward = partial(labels_backward, model)
-    return _train(run, stage, model, make, backward, progress, separator, stage.threshold)
-
-
-def train_dpo(run: RunContext, stage: DPOStage, progress: Progress) -> Progress:
-    """DPO of the policy."""
-    policy, start = run.policy, run.resume_from
-    sampled = stage.sampled
-    template = stage.chat_template if sampled is None else sampled.prompts.chat_template
-    reader = Reader(policy.tokenizer, policy.context, template, raw=stage.raw)
-    rows = _examples(run, stage, sampled_data.pairs, encoder("pairs", reader), policy.context)
-    optimizer = AdamW(trainable(policy), stage.optimizer)
-    reference = reference_for(policy, None if start is None else read_reference(start))
-    if start is not None:
-        restore_optimizers(start, {"optimizer": optimizer})
-    budget = token_budget(stage, progress, run.writer)
-    trainer = DPO(policy, reference, budget, stage.loss, stage.beta, stage.smoothing)
-    loop = _loop(
-        run, stage, progress, rows, policy.device, trainer.backward,
-        partial(measure_pairs, judge=trainer.implied_rewards),
-        budget=budget, optimizer=optimizer, reference=reference,
-    )  # fmt: skip
-    return supervised.run(loop, progress)
-
-
-def _train(
+def train_reward_model(
     run: RunContext,
     stage: JudgingStage,
     model: RewardModel,
@@ -126,18 +74,18 @@ def _train(
     """Train a reward model, and save it in the run folder."""
     records = cast(Records, stage.records)
     encode = encoder(records, model.reader(stage.raw), separator)
-    rows = _examples(run, stage, make, encode, model.context, model)
+    rows = examples(run, stage, make, encode, model.context, model)
     judge = partial(model.judge, token_budget=stage.token_budget)
     optimizer, modules = AdamW(trainable(model), stage.optimizer), {"reward_model": model}
     if run.resume_from is not None:
         restore_modules(run.resume_from, modules)
         restore_optimizers(run.resume_from, {"optimizer": optimizer})
-    loop = _loop(
+    made = preference_loop(
         run, stage, progress, rows, model.device, backward,
         partial(reward_model_metrics, records, judge=judge, threshold=threshold),
         optimizer=optimizer, modules=modules,
     )  # fmt: skip
-    progress = supervised.run(loop, progress)
+    progress = loop.run(made, progress)
     if progress.step == stage.steps:
         _keep(run, stage, model, encode, threshold)
     return progress
@@ -177,7 +125,7 @@ def _keep(
         measure_forgetting(folder, recipe, stage, accuracies)
 
 
-def _loop(
+def preference_loop(
     run: RunContext,
     stage: JudgingStage,
     progress: Progress,
@@ -186,25 +134,29 @@ def _loop(
     backward: Backward,
     measure: Callable[[Sequence[Any]], Measured],
     **parts: Any,
-) -> supervised.SupervisedLoop[Any]:
+) -> loop.Loop:
     """The loop over preference data."""
     seed = derive(run.recipe.seed, stage.name, "rows")
-    title = f"{run.recipe.name}: {stage.name}"
+    plot = partial(
+        plot_calibration,
+        folder=run.writer.folder.pictures,
+        name=stage.name,
+        title=f"{run.recipe.name}: {stage.name}",
+    )
     return supervised_loop(
         run,
         stage,
         progress,
         examples=judged_examples(rows.train, stage.batch_size, seed, device, backward),
-        evaluate=partial(measure, rows.validation) if rows.validation else None,
-        evaluate_every=stage.evaluation.every,
-        plot=partial(
-            plot_calibration, folder=run.writer.folder.pictures, name=stage.name, title=title
-        ),
+        evaluate=partial(supervised.evaluate, partial(measure, rows.validation), plot)
+        if rows.validation
+        else None,
         **parts,
     )
 
 
-def _new_model(run: RunContext, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
+def new_model(run: RunContext, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
+    """The reward model that a stage starts from."""
     seed = derive(run.recipe.seed, stage, "model")
     with _keys_of(f"{stage}.base"):
         if base.stage is None:
@@ -279,7 +231,7 @@ def _sampled_files(
     return made
 
 
-def _examples(
+def examples(
     run: RunContext,
     stage: JudgingStage,
     make: sampled_data.Make,

@@ -35,7 +35,8 @@ from keel.cluster.ray_workers import (
 from keel.cluster.worker import join
 from keel.config.entry import PYTHON
 from keel.config.load import to_toml
-from keel.config.schema import Recipe, RLStage
+from keel.config.rl import RolloutStage
+from keel.config.schema import Recipe
 from keel.config.sources import RewardSource
 from keel.engines.registry import capabilities_of
 from keel.learn.learner import Learner
@@ -163,7 +164,7 @@ class RemoteStage:
 @contextmanager
 def remote_stage(
     recipe: Recipe,
-    stage: RLStage,
+    stage: RolloutStage,
     policy: Policy,
     seed: int,
     budget: TokenBudget,
@@ -308,7 +309,7 @@ def _load(recipe: Recipe, whole: list[SentTensors]) -> Policy:
 
 def _trainer(
     recipe: Recipe,
-    stage: RLStage,
+    stage: RolloutStage,
     seed: int,
     tokens: int,
     resume_from: Path | None,
@@ -326,7 +327,7 @@ def _trainer(
 
 
 def _rollout_worker(
-    recipe: Recipe, stage: RLStage, whole: list[SentTensors], logs: Path
+    recipe: Recipe, stage: RolloutStage, whole: list[SentTensors], logs: Path
 ) -> _RolloutWorker:
     policy = _load(recipe, whole)
     notes: list[str] = []

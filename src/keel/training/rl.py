@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning, readable in one sitting.
+"""A step of reinforcement learning, readable in one sitting.
 
 task.prompts → engine.sample → rewards.score → score (old policy, reference, values) → estimate
   (advantages) → update (epochs, mini-batches, micro-batches) → engine.sync → record
@@ -7,8 +7,7 @@ task.prompts → engine.sample → rewards.score → score (old policy, referenc
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
-from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
+from keel.config.optimisation import OnNonfinite, Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import Cause, NotFinite
@@ -29,11 +28,11 @@ from keel.learn.optimizer import learning_rate
 from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
 from keel.objective.value import explained_variance
-from keel.runs.rollouts import LOSS
-from keel.runs.writer import RunWriter, due
+from keel.runs.rollouts import LOSS, RolloutRow
+from keel.runs.writer import RunWriter
 from keel.training import non_finite
 from keel.training.evaluator import Evaluator
-from keel.training.evaluator import metrics as evaluation_metrics
+from keel.training.loop import StepResult
 from keel.training.prefetch import RolloutPrefetcher
 from keel.training.rollout import Rollouts, Sampler, rollout_records
 from keel.training.state import Progress, State
@@ -80,15 +79,12 @@ class Schedule:
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class RLParts:
     """The parts of a stage; none of them is replaced while it runs."""
 
     algorithm: Algorithm
     loss: LossConfig
     schedule: Schedule
-    evaluate_every: int
-    rollouts_every: int
-    checkpoints: Checkpoints
     on_nonfinite: OnNonfinite
     learner: Trainer
     sampler: Sampler
@@ -96,19 +92,6 @@ class Loop:
     evaluator: Evaluator | None
     writer: RunWriter
     seed: int
-
-
-@dataclass(frozen=True, eq=False)
-class StepResult:
-    """A step's rollouts, the batch it was trained on with the values of its tokens, and its
-    metrics."""
-
-    rollouts: Rollouts
-    batch: Batch | None
-    tokens: Mapping[str, Tensor]
-    metrics: dict[str, float]
-    beta: float
-    skipped: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,91 +113,59 @@ class UpdateResult:
     skipped: int = 0
 
 
-def run(loop: Loop, progress: Progress) -> Progress:
-    """Train from `progress` to the last step of the stage, or until the run is to stop."""
-    steps, writer = loop.schedule.steps, loop.writer
-    if progress.before is None and loop.evaluator is not None and not writer.interrupted:
-        result = loop.evaluator(progress.step)
-        rows = result.rows if loop.rollouts_every else ()
-        writer.evaluated(progress, result.report, when="before", rows=rows)
-        progress = replace(progress, before=result.report)
-    while progress.step < steps and not writer.interrupted:
-        start = time.perf_counter()
-        number = progress.step + 1
-        made = take_step(loop, progress, number)
-        progress = replace(
-            progress,
-            step=number,
-            beta=made.beta,
-            stream=loop.sampler.stream.state(),
-            tokens=progress.tokens + int(made.metrics["step/tokens"]),
-            token_budget=loop.learner.budget.found,
-            skipped=progress.skipped + made.skipped,
-        )
-        if loop.on_nonfinite == "skip":
-            made.metrics["steps_skipped"] = float(progress.skipped)
-        made.metrics["num_tokens"] = float(progress.tokens)
-        progress = _evaluate(loop, progress, made)
-        seconds = time.perf_counter() - start
-        with writer.clock("record"):
-            wanted = due(loop.rollouts_every, number)
-            records = []
-            if wanted and made.batch is not None:
-                tokenizer = loop.sampler.chat.tokenizer
-                records = rollout_records(made.rollouts, made.batch, made.tokens, tokenizer)
-        writer.recorded(progress, made.metrics, records, seconds)
-        if writer.checkpoint_due(progress, steps, loop.checkpoints):
-            save(loop, progress)
-    if writer.interrupted and progress.step == 0:
-        save(loop, progress)
-    return progress
-
-
-def take_step(loop: Loop, progress: Progress, number: int) -> StepResult:
+def take_step(parts: RLParts, progress: Progress, number: int) -> StepResult:
     """One step: rollouts with their rewards, the updates on them, and the engines' new weights."""
-    algorithm, schedule, beta = loop.algorithm, loop.schedule, progress.beta
-    clock = loop.writer.clock
+    algorithm, schedule, beta = parts.algorithm, parts.schedule, progress.beta
+    clock, skipped = parts.writer.clock, 0
+    records: Callable[[], Sequence[RolloutRow]] = tuple
     with clock("rollout"):
-        rollouts = loop.prefetcher(number, schedule.steps)
-    metrics = {**rollouts.metrics, **_staleness(loop, rollouts, number), "step/tokens": 0.0}
-    with loop.prefetcher.prefetch(number, schedule.steps):
-        if not rollouts.groups:
-            loop.writer.note(f"step {number}: no group had anything to learn from")
-            _reset_reference(loop, number)
-            sync(loop, number)  # its version is the number of steps
-            return StepResult(rollouts, None, {}, metrics, beta)
-        with clock("score"):
-            batch = score(loop, rollouts)
-            rewards = outcome(rollouts.groups, rollouts.results, rollouts.greedy)
-            estimates = estimate(algorithm, batch, rewards, beta)
-        with clock("update"):
-            updated = update_models(loop, batch, estimates, rollouts, progress, number)
-        metrics |= updated.metrics
-        metrics["step/tokens"] = float(sum(batch.input_lengths))
-        if number > schedule.value_warmup_steps:  # before, the policy did not move
-            beta = adapted(loop, updated.minibatches, metrics, beta)
-        _reset_reference(loop, number)
+        rollouts = parts.prefetcher(number, schedule.steps)
+    metrics = {**rollouts.metrics, **_staleness(parts, rollouts, number), "step/tokens": 0.0}
+    with parts.prefetcher.prefetch(number, schedule.steps):
+        if rollouts.groups:
+            with clock("score"):
+                batch = score(parts, rollouts)
+                rewards = outcome(rollouts.groups, rollouts.results, rollouts.greedy)
+                estimates = estimate(algorithm, batch, rewards, beta)
+            with clock("update"):
+                updated = update_models(parts, batch, estimates, rollouts, progress, number)
+            metrics |= updated.metrics
+            metrics["step/tokens"] = float(sum(batch.input_lengths))
+            skipped = updated.skipped
+            values, tokenizer = _token_values(batch, updated), parts.sampler.chat.tokenizer
+            records = partial(rollout_records, rollouts, batch, values, tokenizer)
+            if number > schedule.value_warmup_steps:  # before, the policy did not move
+                beta = adapted(parts, updated.minibatches, metrics, beta)
+        else:
+            parts.writer.note(f"step {number}: no group had anything to learn from")
+        _reset_reference(parts, number)
     with clock("sync"):
-        sync(loop, number)
-    tokens = _token_values(batch, updated)
-    return StepResult(rollouts, batch, tokens, metrics, beta, updated.skipped)
+        sync(parts, number)
+    return StepResult(
+        metrics,
+        int(metrics["step/tokens"]),
+        skipped,
+        beta,
+        parts.sampler.stream.state(),
+        records,
+    )
 
 
 @oom_context("the engine took the weights over", LESS)
-def sync(loop: Loop, number: int) -> None:
+def sync(parts: RLParts, number: int) -> None:
     """Copy the weights after step `number` into the engines of rollouts and of evaluation."""
-    weights = loop.learner.weights()
-    engines = [loop.sampler.engine]
-    if loop.evaluator is not None and loop.evaluator.sampler.engine is not engines[0]:
-        engines.append(loop.evaluator.sampler.engine)
+    weights = parts.learner.weights()
+    engines = [parts.sampler.engine]
+    if parts.evaluator is not None and parts.evaluator.sampler.engine is not engines[0]:
+        engines.append(parts.evaluator.sampler.engine)
     for engine in engines:
         engine.sync(weights)
         engine.weight_version = number
 
 
-def score(loop: Loop, rollouts: Rollouts) -> Batch:
+def score(parts: RLParts, rollouts: Rollouts) -> Batch:
     """The rollouts as a batch, with the scores that the algorithm needs before the first update."""
-    learner, config = loop.learner, loop.loss
+    learner, config = parts.learner, parts.loss
     batch = from_groups(rollouts.groups, learner.device)
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
@@ -222,7 +173,7 @@ def score(loop: Loop, rollouts: Rollouts) -> Batch:
 
 
 def update_models(
-    loop: Loop,
+    parts: RLParts,
     batch: Batch,
     estimates: Estimates,
     rollouts: Rollouts,
@@ -230,38 +181,38 @@ def update_models(
     number: int,
 ) -> UpdateResult:
     """The optimizer steps on a batch: its mini-batches, once in every epoch."""
-    keep = _learnable(loop, rollouts)
+    keep = _learnable(parts, rollouts)
     if not keep:
         return UpdateResult([], {})
-    schedule, algorithm = loop.schedule, loop.algorithm
-    seed = derive(loop.seed, "minibatches", number)
-    parts = minibatches(
+    schedule, algorithm = parts.schedule, parts.algorithm
+    seed = derive(parts.seed, "minibatches", number)
+    batches = minibatches(
         algorithm,
         batch,
         estimates,
         keep,
         count=schedule.minibatches,
-        max_tokens=loop.loss.max_tokens,
+        max_tokens=parts.loss.max_tokens,
         seed=seed,
     )
     rates = schedule.rates(number)
     taken: list[tuple[Minibatch, Losses]] = []
     skipped = 0
-    for at, part in enumerate([*parts] * schedule.epochs):
+    for at, part in enumerate([*batches] * schedule.epochs):
         try:
-            made = loop.learner.update(algorithm, part.batch, progress.beta, rates)
+            made = parts.learner.update(algorithm, part.batch, progress.beta, rates)
             taken.append((part, made))
         except NotFinite as error:
-            stage = loop.writer.folder.stages[progress.stage]
+            stage = parts.writer.folder.stages[progress.stage]
             non_finite.report(
-                loop.writer,
+                parts.writer,
                 non_finite.NonFiniteStep(stage, number, at, error.names),
                 error,
-                action=loop.on_nonfinite,
+                action=parts.on_nonfinite,
                 skipped=progress.skipped + skipped,
-                began=loop.learner.began,
-                weight=loop.learner.bad_weight,
-                diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
+                began=parts.learner.began,
+                weight=parts.learner.bad_weight,
+                diagnose=partial(_diagnose, parts, rollouts, part, progress.beta),
                 keep=partial(non_finite.write_batch, batch=part.batch),
             )
             skipped += 1
@@ -270,14 +221,14 @@ def update_models(
     kept = estimates.select(batch.action_index(keep))
     watched = {
         **_before_update(batch.select(keep), kept),
-        **_engine_difference(loop.loss, batch.select(keep), taken),
+        **_engine_difference(parts.loss, batch.select(keep), taken),
         **metrics,
         "learning_rate": rates[0] or 0.0,
-        **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
+        **({"value/learning_rate": rates[1]} if parts.learner.learns_values else {}),
         "beta": progress.beta,
     }
     tokens = [(part, losses.tokens) for part, losses in taken]
-    return UpdateResult(parts, watched, tokens, skipped)
+    return UpdateResult(batches, watched, tokens, skipped)
 
 
 def minibatches(
@@ -315,18 +266,18 @@ def minibatches(
 
 
 def adapted(
-    loop: Loop,
-    parts: Sequence[Minibatch],
+    parts: RLParts,
+    batches: Sequence[Minibatch],
     metrics: dict[str, float],
     beta: float,
 ) -> float:
     """β for the next step: fixed, or by PPO's or Ziegler's rule."""
-    divergence = loop.algorithm.divergence
-    if divergence is None or divergence.adaptive is None or not parts:
+    divergence = parts.algorithm.divergence
+    if divergence is None or divergence.adaptive is None or not batches:
         return beta
     rule = divergence.adaptive
     if rule.rule == "ziegler":
-        sequences = sum(part.batch.sequences for part in parts)
+        sequences = sum(part.batch.sequences for part in batches)
         if not math.isfinite(metrics["kl/sequence"]):
             return beta
         return divergences.adapt_ziegler(
@@ -336,31 +287,24 @@ def adapted(
             horizon=rule.horizon,
             sequences=sequences,
         )
-    kl = metrics["kl/after"] = _divergence_now(loop, [part.batch.actions for part in parts])
+    kl = metrics["kl/after"] = _divergence_now(parts, [part.batch.actions for part in batches])
     if not math.isfinite(kl):
         return beta
     return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
 
 
-@oom_context("a checkpoint was written", LESS)
-def save(loop: Loop, progress: Progress) -> None:
-    """Write a checkpoint."""
-    state = state_of(loop, progress)
-    loop.writer.checkpoint(progress, state.save, loop.checkpoints, loop.schedule.steps)
-
-
-def state_of(loop: Loop, progress: Progress) -> State:
+def state_of(parts: RLParts, progress: Progress) -> State:
     """Everything that later steps depend on."""
-    learner = loop.learner
-    return State(progress, learner.policy, learner.save, loop.prefetcher.pending)
+    learner = parts.learner
+    return State(progress, learner.policy, learner.save, parts.prefetcher.pending)
 
 
 # ---------------------------------------------------------------- details
 
 
-def _staleness(loop: Loop, rollouts: Rollouts, number: int) -> dict[str, float]:
+def _staleness(parts: RLParts, rollouts: Rollouts, number: int) -> dict[str, float]:
     """How many updates the weights that completions were begun with are behind the policy's."""
-    if loop.prefetcher.level == 0:
+    if parts.prefetcher.level == 0:
         return {}
     versions = [c.weight_version for group in rollouts.groups for c in group.completions]
     if not versions:
@@ -372,16 +316,18 @@ def _staleness(loop: Loop, rollouts: Rollouts, number: int) -> dict[str, float]:
     }
 
 
-def _reset_reference(loop: Loop, number: int) -> None:
+def _reset_reference(parts: RLParts, number: int) -> None:
     """Copy the policy to the reference where the schedule does after this step."""
-    every = loop.schedule.reference_reset_every
-    if loop.learner.has_reference and every is not None and number % every == 0:
-        loop.learner.refresh_reference()
+    every = parts.schedule.reference_reset_every
+    if parts.learner.has_reference and every is not None and number % every == 0:
+        parts.learner.refresh_reference()
 
 
-def _diagnose(loop: Loop, rollouts: Rollouts, part: Minibatch, beta: float) -> tuple[Cause, str]:
+def _diagnose(
+    parts: RLParts, rollouts: Rollouts, part: Minibatch, beta: float
+) -> tuple[Cause, str]:
     """The cause of a loss or gradient that is not finite, and the sequence that it comes from."""
-    cause = loop.learner.cause_of(loop.algorithm, part.batch, beta)
+    cause = parts.learner.cause_of(parts.algorithm, part.batch, beta)
     if cause.sequence is None:
         return cause, ""
     prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]
@@ -389,19 +335,19 @@ def _diagnose(loop: Loop, rollouts: Rollouts, part: Minibatch, beta: float) -> t
     return cause, f"sequence {place} (prompt {prompts[place]!r})"
 
 
-def _learnable(loop: Loop, rollouts: Rollouts) -> list[int]:
+def _learnable(parts: RLParts, rollouts: Rollouts) -> list[int]:
     """The sequences that are in the loss.
 
     Truncated ones are left out if the recipe masks them; those without a reward are left out unless
     the advantage compares a group, which gives them 0, or reads no reward.
     """
-    algorithm = loop.algorithm
+    algorithm = parts.algorithm
     needed = algorithm.needs_reward and not algorithm.needs_groups
     results = [v for judged in rollouts.results for v in judged]
     completions = [c for group in rollouts.groups for c in group.completions]
     keep = []
     for i, (completion, result) in enumerate(zip(completions, results, strict=True)):
-        cut = loop.loss.mask_truncated and completion.finish == "length"
+        cut = parts.loss.mask_truncated and completion.finish == "length"
         unrewarded = needed and result.reward is None
         if not cut and not unrewarded and completion.written.any():
             keep.append(i)
@@ -451,11 +397,11 @@ def _engine_difference(
     }
 
 
-def _divergence_now(loop: Loop, parts: Sequence[Batch]) -> float:
+def _divergence_now(parts: RLParts, batches: Sequence[Batch]) -> float:
     """KL(old‖π), token mean, of the updated policy (arXiv:1707.06347 §4)."""
     total, count = 0.0, 0
-    for part in parts:
-        now = loop.learner.score(part, old=True, reference=False, others=False)
+    for part in batches:
+        now = parts.learner.score(part, old=True, reference=False, others=False)
         assert part.old_log_prob_N is not None
         assert now.old_log_prob_N is not None
         total += float(divergences.k3(part.old_log_prob_N, now.old_log_prob_N).sum())
@@ -496,19 +442,3 @@ def _token_values(batch: Batch, updated: UpdateResult) -> dict[str, Tensor]:
     }
     present = {name: value_N for name, value_N in scored.items() if value_N is not None}
     return {**present, "advantages": advantage_N, **means}
-
-
-def _evaluate(loop: Loop, progress: Progress, made: StepResult) -> Progress:
-    last = progress.step == loop.schedule.steps
-    if loop.evaluator is None or not (last or due(loop.evaluate_every, progress.step)):
-        return progress
-    evaluated = loop.evaluator(progress.step)
-    result = evaluated.report
-    made.metrics.update(evaluation_metrics(result))
-    when: Literal["after", "during"] = "after" if last else "during"
-    rows = evaluated.rows if loop.rollouts_every else ()
-    loop.writer.evaluated(progress, result, when=when, rows=rows)
-    mean = result["mean"]  # None where no reward scored
-    if mean is not None and (progress.best is None or mean >= progress.best):
-        progress = replace(progress, best=result["mean"], best_step=progress.step)
-    return progress

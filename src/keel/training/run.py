@@ -29,7 +29,6 @@ from keel.training.labelling import PairLabeller
 from keel.training.non_finite import keeping_stacks
 from keel.training.recipe_checks import leaks, validate_later_stages
 from keel.training.setup import RunContext
-from keel.training.stage_kinds import STAGE_KINDS
 from keel.training.state import Progress, check_base, read_progress, restore_policy
 from keel.training.template_time import templates_at
 from keel.types import KeelError
@@ -149,7 +148,7 @@ def run_stages(
         context = RunContext(recipe, replace(writer, trackers=trackers), policy, start, labeller)
         writer.callbacks.stage(stage.name, stage.stage, stage.steps, progress.step)
         try:
-            progress = STAGE_KINDS[stage.stage](context, stage, progress)
+            progress = stage.train(context, progress)
         finally:
             for tracker in trackers:
                 tracker.close()

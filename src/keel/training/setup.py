@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from keel.config.fields import derive
 from keel.config.model import Autocast, Model
+from keel.config.rl import RolloutStage
 from keel.config.sampling import Rollout
-from keel.config.schema import Recipe, RLStage
+from keel.config.schema import Recipe
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
@@ -42,7 +43,9 @@ from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
 from keel.runs.writer import RunWriter
+from keel.training import supervised
 from keel.training.labelling import PairLabeller
+from keel.training.loop import EvaluationResult, Loop
 from keel.training.recipe_checks import longest_sequence
 from keel.training.rl import LossConfig, Schedule
 from keel.training.rollout import Sampler
@@ -52,7 +55,6 @@ from keel.training.state import (
     restore_modules,
     restore_optimizers,
 )
-from keel.training.supervised import SupervisedLoop
 from keel.training.template_time import time_read_by
 from keel.types import Engine, KeelError, Prompt, Task
 
@@ -155,7 +157,7 @@ def _quarantine_prompts(
         run.writer.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
 
 
-def loss_config(stage: RLStage) -> LossConfig:
+def loss_config(stage: RolloutStage) -> LossConfig:
     """What the loss of a stage reads of its recipe."""
     algorithm, trainer = stage.algorithm, stage.rollout.old_log_probs == "trainer"
     several_updates = stage.epochs * stage.minibatches > 1
@@ -177,7 +179,7 @@ def loss_config(stage: RLStage) -> LossConfig:
     )
 
 
-def schedule(stage: RLStage) -> Schedule:
+def schedule(stage: RolloutStage) -> Schedule:
     """The updates of a stage."""
     return Schedule(
         steps=stage.steps,
@@ -191,17 +193,31 @@ def schedule(stage: RLStage) -> Schedule:
 
 
 def supervised_loop(
-    run: RunContext, stage: StageConfig, progress: Progress, **parts: Any
-) -> SupervisedLoop[Any]:
-    """The loop of a stage that learns from examples; `parts` are those of its kind."""
-    return SupervisedLoop(
+    run: RunContext,
+    stage: StageConfig,
+    progress: Progress,
+    evaluate: Callable[[int], EvaluationResult] | None = None,
+    **own: Any,
+) -> Loop:
+    """The loop of a stage that learns from examples; `own` are the parts of its kind."""
+    parts = supervised.ExampleParts(
         steps=stage.steps,
         policy=run.policy,
         schedule=stage.optimizer,
         on_nonfinite=stage.on_nonfinite,
-        checkpoints=stage.checkpoints,
         writer=run.writer,
-        **{"budget": token_budget(stage, progress, run.writer), **parts},
+        **{"budget": token_budget(stage, progress, run.writer), **own},
+    )
+    return Loop(
+        steps=stage.steps,
+        checkpoints=stage.checkpoints,
+        on_nonfinite=stage.on_nonfinite,
+        budget=parts.budget,
+        writer=run.writer,
+        take_step=partial(supervised.take_step, parts),
+        state=partial(supervised.state_of, parts),
+        evaluate=evaluate,
+        evaluate_every=stage.evaluation_interval or 0,
     )
 
 
@@ -361,7 +377,7 @@ def build_sampler(
 
 
 def build_learner(
-    stage: RLStage,
+    stage: RolloutStage,
     model: Model,
     policy: Policy,
     seed: int,

@@ -24,7 +24,8 @@ from keel.cluster import group as started
 from keel.cluster import launched
 from keel.cluster.group import RankGroup
 from keel.cluster.placement import offers
-from keel.config.schema import Recipe, RLStage
+from keel.config.rl import RolloutStage
+from keel.config.schema import Recipe
 from keel.engines.registry import capabilities_of
 from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, prompt_units
@@ -95,7 +96,7 @@ class SharedEngine(Engine):
 @contextmanager
 def shared_learner(
     recipe: Recipe,
-    stage: RLStage,
+    stage: RolloutStage,
     policy: Policy,
     seed: int,
     budget: TokenBudget,
@@ -132,7 +133,7 @@ def shared_learner(
 
 def _other_member(
     recipe: Recipe,
-    stage: RLStage,
+    stage: RolloutStage,
     seed: int,
     tokens: int,
     resume_from: Path | None,
@@ -144,7 +145,7 @@ def _other_member(
 
 def _member(
     recipe: Recipe,
-    stage: RLStage,
+    stage: RolloutStage,
     seed: int,
     tokens: int,
     resume_from: Path | None,

@@ -1,17 +1,17 @@
-"""The loop of every stage that learns from stored examples: SFT, DPO and reward models."""
+"""A step of a stage that learns from stored examples: SFT, DPO and reward models."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
-from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer
+from keel.config.optimisation import OnNonfinite, Optimizer
 from keel.learn.finite import (
     Cause,
     NotFinite,
@@ -25,9 +25,10 @@ from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import Reference
-from keel.runs.writer import RunWriter, due
+from keel.runs.writer import RunWriter
 from keel.training import non_finite
 from keel.training.judged_data import E, of_step, sizes_of
+from keel.training.loop import EvaluationResult, StepResult
 from keel.training.reward_metrics import Measured
 from keel.training.state import Progress, State
 
@@ -44,7 +45,7 @@ class GradientStep:
 
 @dataclass(frozen=True, eq=False)
 class Examples(Generic[B]):
-    """How the loop reads the batches of its steps.
+    """How a step reads its batch.
 
     `batch` gives that of a step (counted from 1); `backward` adds the gradient of a batch to the
     parameters', so many tokens at a time; `sizes` are the batch's tokens, `split` its examples as
@@ -77,12 +78,9 @@ def judged_examples(
 
 
 @dataclass(frozen=True, eq=False)
-class SupervisedLoop(Generic[B]):
-    """The parts of a stage that learns from examples.
-
-    `modules` are trained with the policy, or instead of it. `evaluate` runs on the validation
-    split before and after, and every `evaluate_every` steps; `plot` gets the last result.
-    """
+class ExampleParts(Generic[B]):
+    """The parts of a stage that learns from examples; `modules` are trained with the policy, or
+    instead of it."""
 
     steps: int
     examples: Examples[B]
@@ -91,121 +89,82 @@ class SupervisedLoop(Generic[B]):
     schedule: Optimizer
     budget: TokenBudget
     on_nonfinite: OnNonfinite
-    checkpoints: Checkpoints
     writer: RunWriter
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     reference: Reference | None = None
-    evaluate: Callable[[], Measured] | None = None
-    evaluate_every: int = 0
-    plot: Callable[[Measured], None] | None = None
 
 
-def run(loop: SupervisedLoop[Any], progress: Progress) -> Progress:
-    """Train from `progress` to the last step of the stage, or until the run is to stop."""
-    writer = loop.writer
-    if progress.before is None and loop.evaluate is not None and not writer.interrupted:
-        before = evaluated(loop.evaluate)
-        writer.evaluated(progress, before.as_dict(), "before", "measured")
-        progress = replace(progress, before=before.headline())
-    while progress.step < loop.steps and not writer.interrupted:
-        start = time.perf_counter()
-        number = progress.step + 1
-        step = take_step(loop, progress, number)
-        progress = replace(
-            progress,
-            step=number,
-            stream=loop.examples.state(),
-            tokens=progress.tokens + step.tokens,
-            token_budget=loop.budget.found,
-            skipped=progress.skipped + ("grad_norm" not in step.metrics),
-        )
-        metrics = {**step.metrics, "num_tokens": float(progress.tokens)}
-        if loop.on_nonfinite == "skip":
-            metrics["steps_skipped"] = float(progress.skipped)
-        last = number == loop.steps
-        result: Measured | None = None
-        if loop.evaluate is not None and (last or due(loop.evaluate_every, number)):
-            with writer.clock("evaluate"):
-                result = evaluated(loop.evaluate)
-            metrics |= {f"eval/{name}": value for name, value in result.headline().items()}
-            writer.evaluated(progress, result.as_dict(), "after" if last else "during", "measured")
-        writer.recorded(progress, metrics, [], time.perf_counter() - start)
-        if last and result is not None and loop.plot is not None:
-            # Before the checkpoint: a run that is killed after it does not come here again.
-            loop.plot(result)
-        if writer.checkpoint_due(progress, loop.steps, loop.checkpoints):
-            save(loop, progress)
-    if writer.interrupted and progress.step == 0:
-        save(loop, progress)
-    return progress
+def take_step(parts: ExampleParts[Any], progress: Progress, number: int) -> StepResult:
+    """One optimizer step on the batch of a step, or none if it would not be finite."""
+    with parts.writer.clock("data"):
+        batch = parts.examples.batch(number)
+    rate = learning_rate(parts.schedule, number - 1, parts.steps)
+    with parts.writer.clock("update"):
+        try:
+            step = update(parts, batch, rate)
+        except NotFinite as error:
+            parts.optimizer.clear()
+            stage = parts.writer.folder.stages[progress.stage]
+            non_finite.report(
+                parts.writer,
+                non_finite.NonFiniteStep(stage, number, 0, error.names),
+                error,
+                action=parts.on_nonfinite,
+                skipped=progress.skipped,
+                began=parts.optimizer.began,
+                weight=lambda: bad_weight(parts.optimizer.parameters),
+                diagnose=lambda: _diagnose(parts, batch),
+                keep=lambda folder: parts.examples.write(folder, batch),
+            )
+            step = GradientStep({}, sum(parts.examples.sizes(batch).lengths))
+    metrics = {**step.metrics, "learning_rate": rate}
+    skipped = int("grad_norm" not in step.metrics)
+    return StepResult(metrics, step.tokens, skipped, stream=parts.examples.state())
 
 
 @oom_context("the validation rows were measured", f"lower token_budget, {LESS}")
-def evaluated(evaluate: Callable[[], Measured]) -> Measured:
-    """The result of an evaluation."""
-    return evaluate()
+def evaluate(
+    measure: Callable[[], Measured], plot: Callable[[Measured], None], step: int
+) -> EvaluationResult:
+    """The evaluation of a model on the validation rows."""
+    found = measure()
+    headline = found.headline()
+    return EvaluationResult(
+        found.as_dict(),
+        {f"eval/{name}": value for name, value in headline.items()},
+        kind="measured",
+        before=headline,
+        plot=partial(plot, found),
+    )
 
 
-def take_step(loop: SupervisedLoop[Any], progress: Progress, number: int) -> GradientStep:
-    """One optimizer step on the batch of a step, or none where it would not be finite."""
-    with loop.writer.clock("data"):
-        batch = loop.examples.batch(number)
-    rate = learning_rate(loop.schedule, number - 1, loop.steps)
-    with loop.writer.clock("update"):
-        try:
-            step = update(loop, batch, rate)
-        except NotFinite as error:
-            loop.optimizer.clear()
-            stage = loop.writer.folder.stages[progress.stage]
-            non_finite.report(
-                loop.writer,
-                non_finite.NonFiniteStep(stage, number, 0, error.names),
-                error,
-                action=loop.on_nonfinite,
-                skipped=progress.skipped,
-                began=loop.optimizer.began,
-                weight=lambda: bad_weight(loop.optimizer.parameters),
-                diagnose=lambda: _diagnose(loop, batch),
-                keep=lambda folder: loop.examples.write(folder, batch),
-            )
-            step = GradientStep({}, sum(loop.examples.sizes(batch).lengths))
-    return replace(step, metrics={**step.metrics, "learning_rate": rate})
-
-
-def update(loop: SupervisedLoop[Any], batch: Any, rate: float) -> GradientStep:
+def update(parts: ExampleParts[Any], batch: Any, rate: float) -> GradientStep:
     """One optimizer step. Raises NotFinite where none was taken."""
-    step = loop.budget.fitting(
-        lambda tokens: loop.examples.backward(batch, tokens),
-        loop.examples.sizes(batch),
-        loop.optimizer.clear,
+    step = parts.budget.fitting(
+        lambda tokens: parts.examples.backward(batch, tokens),
+        parts.examples.sizes(batch),
+        parts.optimizer.clear,
     )
     stop_unless_finite(step.metrics)
-    norm = {"grad_norm": loop.optimizer.step(rate)}
+    norm = {"grad_norm": parts.optimizer.step(rate)}
     stop_unless_finite(norm)
     return replace(step, metrics={**step.metrics, **norm})
 
 
-@oom_context("a checkpoint was written", LESS)
-def save(loop: SupervisedLoop[Any], progress: Progress) -> None:
-    """Write a checkpoint."""
-    state = state_of(loop, progress)
-    loop.writer.checkpoint(progress, state.save, loop.checkpoints, loop.steps)
-
-
-def state_of(loop: SupervisedLoop[Any], progress: Progress) -> State:
+def state_of(parts: ExampleParts[Any], progress: Progress) -> State:
     """All that changes from step to step."""
-    learned = ({"optimizer": loop.optimizer}, loop.modules, loop.reference)
-    return State(progress, loop.policy, lambda folder: save_learned(folder, *learned))
+    learned = ({"optimizer": parts.optimizer}, parts.modules, parts.reference)
+    return State(progress, parts.policy, lambda folder: save_learned(folder, *learned))
 
 
-def _diagnose(loop: SupervisedLoop[Any], batch: Any) -> tuple[Cause, str]:
+def _diagnose(parts: ExampleParts[Any], batch: Any) -> tuple[Cause, str]:
     """The cause of a loss or gradient that is not finite, and the example that it comes from."""
-    parameters = loop.optimizer.parameters
-    ones = loop.examples.split(batch)
+    parameters = parts.optimizer.parameters
+    ones = parts.examples.split(batch)
     cause = in_weights(parameters) or find_offending_sequence(
-        lambda i: loop.examples.backward(ones[i], loop.budget.tokens).metrics,
+        lambda i: parts.examples.backward(ones[i], parts.budget.tokens).metrics,
         range(len(ones)),
         parameters,
-        loop.optimizer.clear,
+        parts.optimizer.clear,
     )
     return cause, "" if cause.sequence is None else f"row {cause.sequence} of the step"

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from keel.analysis.panels import Panel, panels_of
-from keel.config.objective import explain_stage
-from keel.config.schema import RLStage
 from keel.view.formula import mathml
 from keel.view.library import OpenRun, recipe_of
 
@@ -80,8 +78,7 @@ def formula_of(run: OpenRun, stage: str) -> list[str]:
     """The objective of a stage with its figures, as lines of MathML; none for other stages."""
     recipe = recipe_of(run)
     found = None if recipe is None else next((s for s in recipe.stages if s.name == stage), None)
-    if not isinstance(found, RLStage):
+    if recipe is None or found is None:
         return []
-    lora = recipe is not None and recipe.model.lora is not None
-    lines = [line.latex for line in explain_stage(found, lora=lora).objective]
-    return [mathml(line) for line in lines]
+    objective = found.explain(lora=recipe.model.lora is not None)
+    return [] if objective is None else [mathml(line.latex) for line in objective.objective]

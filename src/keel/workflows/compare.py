@@ -24,8 +24,7 @@ import tomli_w
 from keel.analysis.comparison import Comparison, RunScore, compare, score_of
 from keel.config.fields import unknown
 from keel.config.load import load_recipe, to_toml
-from keel.config.objective import explain_stage
-from keel.config.schema import Recipe, RLStage
+from keel.config.schema import Recipe, Stage
 from keel.platform import files
 from keel.runs.layout import RECIPE
 from keel.runs.reader import load
@@ -44,14 +43,15 @@ class Arm:
     recipe: Recipe
 
     @property
-    def stage(self) -> RLStage:
+    def stage(self) -> Stage:
         """The last stage of reinforcement learning, whose evaluation is the score."""
-        return [stage for stage in self.recipe.stages if isinstance(stage, RLStage)][-1]
+        return [stage for stage in self.recipe.stages if stage.learns_from_rollouts][-1]
 
     @property
     def models(self) -> tuple[str, ...]:
         """The roles that take weights of their own."""
-        return explain_stage(self.stage, lora=self.recipe.model.lora is not None).loaded
+        objective = self.stage.explain(lora=self.recipe.model.lora is not None)
+        return () if objective is None else objective.loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def plan(
     """
     arms: list[Arm] = []
     for name in recipes:
-        stages = [s.name for s in load_recipe(name, overrides).stages if isinstance(s, RLStage)]
+        stages = [s.name for s in load_recipe(name, overrides).stages if s.learns_from_rollouts]
         if not stages:
             raise KeelError(f"recipe {name} has no stage of reinforcement learning to compare")
         choices = [[f"{stages[-1]}.algorithm={value}"] for value in algorithms] or [[]]
@@ -123,7 +123,7 @@ def plan(
             arms.append(Arm(label, load_recipe(name, [*overrides, *choice])))
     names = [arm.name for arm in arms]
     for arm in arms:
-        if arm.stage.evaluation.prompts == 0:
+        if arm.stage.sampling is None or not arm.stage.sampling.validation_prompts:
             raise KeelError(
                 f"{arm.stage.name}.evaluation.prompts = 0 leaves {arm.name} without a score to "
                 "compare: set it to 1 or more"
@@ -145,7 +145,7 @@ def _shared(arms: Sequence[Arm]) -> Recipe | None:
     """The stages before the first of reinforcement learning, where all arms have the same."""
     starts = []
     for arm in arms:
-        kinds = [isinstance(stage, RLStage) for stage in arm.recipe.stages]
+        kinds = [stage.learns_from_rollouts for stage in arm.recipe.stages]
         first = kinds.index(True)
         plain = arm.recipe.model.lora is None and not any(
             stage.reward_model for stage in arm.recipe.stages[:first]

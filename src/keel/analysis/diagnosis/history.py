@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.analysis.diagnosis.rollout_summary import StepRollouts, read_step, spread
+from keel.config.kinds import stage_kind
 from keel.runs.reader import Run
 from keel.types import KeelError
 
 Array = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
-KIND = "rl"
 GROUP_ADVANTAGES = ("group_relative", "leave_one_out", "process_group_relative", "optimal")
 """Advantages that are 0 where all rewards of a group are equal."""
 UNREWARDED_ADVANTAGES = ("teacher_log_ratio",)
@@ -112,8 +112,13 @@ def histories(run: Run, damaged: list[str] | None = None) -> Iterator[StageHisto
     """
     recipe = run.recipe()
     for name, table in zip(run.stages, recipe.get("stages", [recipe.get("stage")]), strict=False):
-        if isinstance(table, Mapping) and table.get("stage") == KIND:
+        if isinstance(table, Mapping) and _has_rollouts(table):
             yield stage_history(run, name, table, recipe.get("model", {}), damaged)
+
+
+def _has_rollouts(table: Mapping[str, Any]) -> bool:
+    kind = stage_kind(str(table.get("stage")))
+    return kind is not None and bool(kind.learns_from_rollouts)
 
 
 def stage_history(

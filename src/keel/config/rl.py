@@ -1,0 +1,344 @@
+"""What a stage of reinforcement learning is configured with. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from keel.algorithms.presets import PRESETS
+from keel.algorithms.spec import FrozenModel, UnusedIf
+from keel.config.fields import AsTuple, Count, Index, StageName, Tokens
+from keel.config.model import TeacherModel
+from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
+from keel.config.presets import resolve_algorithm
+from keel.config.sampling import (
+    PAST_THE_END,
+    Evaluation,
+    NamedAlgorithm,
+    Rollout,
+    SamplingSource,
+)
+from keel.config.sources import LEARNED, Prompts, Rewards, TaskSource
+from keel.config.stage import StageConfig
+
+if TYPE_CHECKING:
+    from keel.algorithms.explain import Explanation
+    from keel.config.cluster import Cluster
+    from keel.config.model import Model
+
+VALUE_LEARNING_RATE = 1e-5
+MAX_COMPLETIONS = 2**24
+"""Of one step: beyond, the step's records alone fill a machine's memory."""
+
+_NO_VALUE = UnusedIf(
+    lambda key: key.stage.algorithm.value is None,
+    'advantage "{key.stage.algorithm.advantage.kind}" has no value model',
+)
+_NO_REFERENCE = UnusedIf(lambda key: not key.stage.keeps_reference, "no reference policy is kept")
+_NEVER_RESET = UnusedIf(
+    lambda key: (key.value or 0) >= key.stage.steps, "the stage ends after {key.stage.steps} steps"
+)
+_MEASURED_ANYWAY = UnusedIf(
+    lambda key: key.stage.measures_reference, "the objective itself needs the divergence"
+)
+
+
+class Value(FrozenModel):
+    """The value model: a head on the policy's backbone, or a critic with its own.
+
+    Its output layer starts at 0 in either case.
+    """
+
+    kind: Literal["head", "critic"] = "critic"
+    """A head on the policy, or a critic with a backbone of its own."""
+    name: str | None = None
+    """Folder or hub name of the backbone of a critic; None: a copy of the policy."""
+    optimizer: Optimizer | None = Optimizer(learning_rate=VALUE_LEARNING_RATE)
+    """Of the critic, or of the head's own weights. The default rate is 1e-5, as in verl and
+    OpenRLHF, since the output layer starts at 0, or the policy's if that is higher. None: the
+    policy's optimizer."""
+    warmup_steps: Index = 0
+    """Steps at the start of the stage in which only the value model learns. The policy's schedule
+    begins after them."""
+
+
+class ReferenceConfig(FrozenModel):
+    """The frozen reference policy of the divergence."""
+
+    reset_every: Annotated[Count | None, _NO_REFERENCE, _NEVER_RESET] = None
+    """Copy the policy to the reference every n steps; None: never."""
+
+
+class MeasuredReferenceConfig(ReferenceConfig):
+    """The frozen reference policy of the divergence."""
+
+    measured: Annotated[bool, _MEASURED_ANYWAY] = False
+    """Log the divergence to the reference even if it is not in the objective (β = 0)."""
+
+
+class RolloutStage(StageConfig):
+    """What a stage has that learns from its own rollouts by an algorithm."""
+
+    shared_by_processes: ClassVar[bool] = True
+    learns_from_rollouts: ClassVar[bool] = True
+
+    stage: str = "rl"
+    name: StageName = "rl"
+    tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
+    prompts: Prompts = Prompts()
+    rewards: Rewards = Rewards()
+    algorithm: NamedAlgorithm
+    rollout: Rollout = Rollout()
+    steps: Count = 100
+    """Steps, each of rollouts and the updates on them."""
+    epochs: Count = 1
+    """Passes over each step's batch (μ); the preset's unless set."""
+    minibatches: Count = 1
+    """Optimizer steps per epoch, each on a part of the step's completions; the preset's unless set.
+    Parts differ by one completion at most."""
+    token_budget: Tokens = 16_384
+    """Largest number of model-input tokens in a micro-batch; a longer sequence is computed alone.
+    On a CPU at most 640, unless more share a prompt."""
+    optimizer: Optimizer = Optimizer()
+    on_nonfinite: OnNonfinite = "stop"
+    """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
+    skipped."""
+    value: Annotated[Value, _NO_VALUE] = Value()
+    reference: MeasuredReferenceConfig = MeasuredReferenceConfig()
+    teacher: TeacherModel | None = None
+    """The teacher of on-policy distillation."""
+    evaluation: Evaluation = Evaluation()
+    checkpoints: Checkpoints = Checkpoints()
+    trackers: Trackers = Trackers()
+    rollouts_every: Annotated[Index, PAST_THE_END] = 1
+    """Write the rollouts of every n-th step; 0 writes none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        return _with_value_rate(resolve_algorithm(data)) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _sizes(self) -> RolloutStage:
+        r = self.rollout
+        if r.prompts_per_step * r.group_size > MAX_COMPLETIONS:
+            raise ValueError(
+                f"rollout.prompts_per_step = {r.prompts_per_step} times rollout.group_size = "
+                f"{r.group_size} is more than {MAX_COMPLETIONS:,} completions in a step: lower one"
+            )
+        if self.algorithm.needs_groups and r.group_size < 2:
+            raise ValueError(
+                f'advantage "{self.algorithm.advantage.kind}" compares the completions of one '
+                f"prompt: rollout.group_size = {r.group_size} leaves nothing to compare"
+            )
+        if r.dynamic_sampling and r.group_size < 2:
+            raise ValueError(
+                "rollout.dynamic_sampling drops groups without variance, and a group of one never "
+                "has any: set rollout.dynamic_sampling = false, or rollout.group_size = 2 or more"
+            )
+        if r.dynamic_sampling and not self.algorithm.needs_reward:
+            raise ValueError(
+                f'advantage "{self.algorithm.advantage.kind}" reads no reward, and '
+                "rollout.dynamic_sampling drops groups by their rewards: set "
+                "rollout.dynamic_sampling = false"
+            )
+        if r.async_level and (self.algorithm.correction is None or r.old_log_probs == "engine"):
+            raise ValueError(
+                f"rollout.async_level = {r.async_level} trains on rollouts of older weights: set "
+                'algorithm.correction.kind = "truncate" or "mask" and rollout.old_log_probs = '
+                '"trainer", which weigh them, or rollout.async_level = 0'
+            )
+        if self.algorithm.correction is not None and r.old_log_probs == "engine":
+            raise ValueError(
+                "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
+                'rollout.old_log_probs = "engine" makes them the same: set it to "trainer"'
+            )
+        if r.dtype != "model" and self.algorithm.correction is None:
+            both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
+            raise ValueError(
+                f'rollout.dtype = "{r.dtype}" samples with log-probs that are not the trainer\'s, '
+                'and nothing corrects for that: set algorithm.correction.kind = "truncate"'
+                f'{both}, or rollout.dtype = "model"'
+            )
+        if self.value.kind == "head" and self.value.name:
+            raise ValueError(
+                "value.name is the backbone of a critic, and a head is on the policy's: set "
+                'value.kind = "critic", or leave it out'
+            )
+        if self.algorithm.value is not None and self.value.warmup_steps >= self.steps:
+            raise ValueError(
+                f"value.warmup_steps = {self.value.warmup_steps} leaves the policy none of the "
+                f"stage's {self.steps} steps: set it lower, or steps higher"
+            )
+        if self.minibatches > r.prompts_per_step * r.group_size:
+            raise ValueError(
+                f"minibatches = {self.minibatches} is more than the "
+                f"{r.prompts_per_step * r.group_size} completions of a step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_read(self) -> RolloutStage:
+        kind = self.algorithm.advantage.kind
+        if self.algorithm.needs_teacher and self.teacher is None:
+            raise ValueError(
+                f'advantage "{kind}" reads a teacher: set teacher.name to the folder or hub name '
+                "of a model with the policy's tokenizer"
+            )
+        if self.teacher is not None and not self.algorithm.needs_teacher:
+            raise ValueError(
+                f'teacher.name = "{self.teacher.name}" is set, but advantage "{kind}" reads no '
+                'teacher: set algorithm = "opd", or teacher = "none"'
+            )
+        return self
+
+    @property
+    def sampling(self) -> SamplingSource:
+        return SamplingSource(
+            key="",
+            tasks=self.tasks,
+            prompts=self.prompts,
+            rewards=self.rewards,
+            rollout=self.rollout,
+            train_prompts=self.steps * self.rollout.prompts_per_step,
+            validation_prompts=self.evaluation.prompts,
+            seed_name=(),
+            first_draw=("rollout", 1, 0),
+            algorithm=self.algorithm,
+            evaluation=self.evaluation,
+            teacher=self.teacher,
+        )
+
+    @property
+    def prompts_in_step(self) -> int:
+        return self.rollout.prompts_per_step
+
+    def on_examples(
+        self, *, tasks: tuple[TaskSource, ...], rewards: Rewards, prompts: int | None, **_: Any
+    ) -> Self:
+        taken = min(self.rollout.prompts_per_step, prompts or self.rollout.prompts_per_step)
+        sampled = {"prompts_per_step": taken, "ignore_eos": True, "stop": (), "stop_ids": ()}
+        sampled |= {"mask_truncated": False, "program": None}
+        return self.model_copy(
+            update={
+                "tasks": tasks,
+                "rewards": rewards,
+                "rollout": self.rollout.model_copy(update=sampled),
+                "minibatches": min(self.minibatches, taken * self.rollout.group_size),
+                "value": self.value.model_copy(update={"warmup_steps": 0}),
+                "evaluation": Evaluation(prompts=0),
+            }
+        )
+
+    @property
+    def passes(self) -> int:
+        return self.epochs
+
+    @property
+    def evaluation_interval(self) -> int:
+        return self.evaluation.every
+
+    @property
+    def compares(self) -> bool:
+        return self.algorithm.needs_groups
+
+    @property
+    def keeps_reference(self) -> bool:
+        return self.algorithm.needs_reference or self.reference.measured
+
+    @property
+    def keeps_critic(self) -> bool:
+        return self.algorithm.value is not None and self.value.kind == "critic"
+
+    def explain(self, lora: bool) -> Explanation:
+        from keel.algorithms.explain import explain_algorithm
+        from keel.algorithms.terms import Setting
+
+        rollout = self.rollout
+        learned = any(one.function in LEARNED for one in self.rewards.functions)
+        setting = Setting(
+            group_size=rollout.group_size,
+            prompts_per_step=rollout.prompts_per_step,
+            max_tokens=rollout.max_tokens,
+            epochs=self.epochs,
+            minibatches=self.minibatches,
+            reward="model" if learned else "rule",
+            value=self.value.kind,
+            lora=lora,
+            temperature=rollout.temperature,
+            dynamic_sampling=rollout.dynamic_sampling,
+            overlong_buffer=rollout.overlong_buffer,
+            mask_truncated=rollout.mask_truncated,
+            old_log_probs=rollout.old_log_probs,
+            reference_reset_every=self.reference.reset_every,
+            reference_measured=self.reference.measured,
+        )
+        return explain_algorithm(self.algorithm, preset=self.algorithm.preset, context=setting)
+
+    def check_processes(self, model: Model, cluster: Cluster) -> None:
+        """What several processes, and more than one step ahead, cannot do."""
+        if cluster.processes > 1 and model.lora is not None and self.reference.reset_every:
+            raise ValueError(
+                f"{self.name}.reference.reset_every with model.lora does not go with "
+                f"cluster.processes = {cluster.processes}: leave one of them out"
+            )
+        if self.rollout.async_level > 1 and self.rollout.dynamic_sampling:
+            raise ValueError(
+                f"{self.name}.rollout.async_level = {self.rollout.async_level} does not go with "
+                "rollout.dynamic_sampling, by which a step decides which prompts are left for "
+                "the next: set rollout.async_level = 1"
+            )
+
+    @property
+    def single_update(self) -> bool:
+        """Whether each batch takes one optimizer step from the weights that its old log-probs are
+        computed with, so that every importance ratio is 1."""
+        return self.epochs * self.minibatches == 1 and self.rollout.old_log_probs == "trainer"
+
+    @property
+    def measures_reference(self) -> bool:
+        """Whether the objective itself needs the divergence to the reference before an update."""
+        divergence = self.algorithm.divergence
+        return (
+            divergence is not None
+            and self.algorithm.needs_reference
+            and self.rollout.old_log_probs == "trainer"
+            and (
+                self.epochs * self.minibatches > 1
+                or divergence.where == "reward"
+                or divergence.adaptive is not None
+            )
+        )
+
+    @property
+    def ratio_stays_one(self) -> bool:
+        """Whether the loop gives the ratio no chance to move, in an objective made for one that
+        moves. Presets that their papers run on policy (GRPO) are not meant."""
+        algorithm = self.algorithm
+        if algorithm.ratio == "none" or not self.single_update:
+            return False
+        preset = PRESETS[algorithm.preset]
+        on_policy = preset.epochs * preset.minibatches == 1
+        own = (
+            algorithm.ratio == preset.algorithm.ratio
+            and algorithm.surrogate.kind == preset.algorithm.surrogate.kind
+        )
+        to_old = algorithm.divergence is not None and algorithm.divergence.to == "old"
+        return (algorithm.bounds_ratio and not (on_policy and own)) or to_old
+
+
+def _with_value_rate(stage: dict[str, Any]) -> dict[str, Any]:
+    """The stage, its value model's learning rate not below the policy's. Idempotent."""
+    algorithm = stage.get("algorithm")
+    if not isinstance(algorithm, dict) or not algorithm.get("value"):
+        return stage
+    policy, value = stage.get("optimizer", {}), stage.get("value", {})
+    if not isinstance(policy, dict) or not isinstance(value, dict):
+        return stage
+    own = value.get("optimizer", {})
+    rate = policy.get("learning_rate", 0.0)
+    if not isinstance(own, dict) or "learning_rate" in own or not isinstance(rate, float):
+        return stage
+    rate = max(VALUE_LEARNING_RATE, rate)
+    return {**stage, "value": {**value, "optimizer": {**own, "learning_rate": rate}}}

@@ -1,0 +1,136 @@
+"""The loop of every stage: take a step, evaluate, record, write a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from keel.config.optimisation import Checkpoints, OnNonfinite
+from keel.learn.token_budget import LESS, TokenBudget, oom_context
+from keel.runs.rollouts import RolloutRow
+from keel.runs.writer import RunWriter, due
+from keel.training.state import Progress, State
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """A step that was taken: its metrics, and what of the progress it changes.
+
+    `records` makes the rollouts that the step's file shows.
+    """
+
+    metrics: dict[str, float]
+    tokens: int
+    """Tokens that the step trained on."""
+    skipped: int = 0
+    """Optimizer steps that were not taken because they were not finite."""
+    beta: float = 0.0
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    records: Callable[[], Sequence[RolloutRow]] = tuple
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationResult:
+    """An evaluation on the validation split, as it is kept, and `metrics` for its step's record.
+
+    `score` selects the best step, None if it cannot be compared; `rows` are the completions.
+    """
+
+    report: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    kind: Literal["evaluation", "measured"] = "evaluation"
+    score: float | None = None
+    rows: Sequence[RolloutRow] = ()
+    before: Mapping[str, Any] = field(default_factory=dict)
+    """The figures of it that checkpoints keep if it is the one before the first step."""
+    plot: Callable[[], object] | None = None
+    """Plots it, if it is the one after the last step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A stage as the loop runs it; nothing of it is replaced while it runs.
+
+    `take_step` gets the progress and the number of the step (from 1), `evaluate` the number of
+    steps taken.
+    """
+
+    steps: int
+    checkpoints: Checkpoints
+    on_nonfinite: OnNonfinite
+    budget: TokenBudget
+    writer: RunWriter
+    take_step: Callable[[Progress, int], StepResult]
+    state: Callable[[Progress], State]
+    evaluate: Callable[[int], EvaluationResult] | None = None
+    evaluate_every: int = 0
+    rollouts_every: int = 0
+
+
+def run(loop: Loop, progress: Progress) -> Progress:
+    """Train from `progress` to the last step of the stage, or until the run is to stop."""
+    steps, writer = loop.steps, loop.writer
+    if progress.before is None and loop.evaluate is not None and not writer.interrupted:
+        found = loop.evaluate(progress.step)
+        _report(loop, progress, found, "before")
+        progress = replace(progress, before=found.before)
+    while progress.step < steps and not writer.interrupted:
+        start = time.perf_counter()
+        number = progress.step + 1
+        step = loop.take_step(progress, number)
+        progress = replace(
+            progress,
+            step=number,
+            beta=step.beta,
+            stream=step.stream,
+            tokens=progress.tokens + step.tokens,
+            token_budget=loop.budget.found,
+            skipped=progress.skipped + step.skipped,
+        )
+        metrics = {**step.metrics, "num_tokens": float(progress.tokens)}
+        if loop.on_nonfinite == "skip":
+            metrics["steps_skipped"] = float(progress.skipped)
+        evaluation: EvaluationResult | None = None
+        if loop.evaluate is not None and (number == steps or due(loop.evaluate_every, number)):
+            with writer.clock("evaluate"):
+                evaluation = loop.evaluate(number)
+            metrics |= evaluation.metrics
+            _report(loop, progress, evaluation, "after" if number == steps else "during")
+            progress = _with_best(progress, evaluation.score)
+        seconds = time.perf_counter() - start
+        with writer.clock("record"):
+            records = step.records() if due(loop.rollouts_every, number) else ()
+        writer.recorded(progress, metrics, records, seconds)
+        if number == steps and evaluation is not None and evaluation.plot is not None:
+            # Before the checkpoint: a run that is killed after it does not come here again.
+            evaluation.plot()
+        if writer.checkpoint_due(progress, steps, loop.checkpoints):
+            save(loop, progress)
+    if writer.interrupted and progress.step == 0:
+        save(loop, progress)
+    return progress
+
+
+@oom_context("a checkpoint was written", LESS)
+def save(loop: Loop, progress: Progress) -> None:
+    """Write a checkpoint."""
+    loop.writer.checkpoint(progress, loop.state(progress).save, loop.checkpoints, loop.steps)
+
+
+def _report(
+    loop: Loop,
+    progress: Progress,
+    found: EvaluationResult,
+    when: Literal["before", "during", "after"],
+) -> None:
+    rows = found.rows if loop.rollouts_every else ()
+    loop.writer.evaluated(progress, found.report, when, found.kind, rows)
+
+
+def _with_best(progress: Progress, score: float | None) -> Progress:
+    """The progress with this step as the best, unless an earlier one was better."""
+    if score is None or (progress.best is not None and score < progress.best):
+        return progress
+    return replace(progress, best=score, best_step=progress.step)

@@ -1,0 +1,104 @@
+"""Direct preference optimisation of the policy on pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from keel.algorithms.spec import Positive
+from keel.config.fields import StageName
+from keel.config.judging import JudgingStage
+from keel.config.optimisation import Optimizer
+from keel.config.sources import TemplateKeywords
+
+if TYPE_CHECKING:
+    from keel.analysis.panels import Panel
+    from keel.training.setup import RunContext
+    from keel.training.state import Progress
+
+
+class DPOStage(JudgingStage):
+    """Direct preference optimisation: the policy learns from pairs without a reward model."""
+
+    stage: Literal["dpo"] = "dpo"
+    name: StageName = "dpo"
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """The DPO loss, or that of IPO."""
+    beta: Positive = 0.1
+    """Strength of the divergence from the reference, which is the policy before the stage."""
+    smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Assumed share of inverted labels (`sigmoid` only)."""
+    chat_template: TemplateKeywords = Field(default_factory=dict)
+    """Keyword arguments of the chat template for the prompts of `data`."""
+    optimizer: Optimizer = Optimizer(learning_rate=1e-6)
+
+    @property
+    def keeps_reference(self) -> bool:
+        return True
+
+    @property
+    def records(self) -> Literal["pairs"]:
+        return "pairs"
+
+    @property
+    def template_keywords(self) -> dict[str, Any]:
+        return self.chat_template
+
+    @model_validator(mode="after")
+    def _smooths(self) -> DPOStage:
+        if self.sampled is not None and self.chat_template:
+            raise ValueError("chat_template is of data: set sampled.prompts.chat_template instead")
+        if self.loss == "ipo" and self.smoothing:
+            raise ValueError(f'smoothing = {self.smoothing:g} is of loss = "sigmoid": drop it')
+        return self
+
+    def train(self, run: RunContext, progress: Progress) -> Progress:
+        from functools import partial
+
+        from keel.learn.optimizer import AdamW, trainable
+        from keel.models.reference import reference_for
+        from keel.models.reward import Reader
+        from keel.training import loop, preference_stages, sampled_data
+        from keel.training.dpo import DPO
+        from keel.training.judged_data import encoder
+        from keel.training.reward_metrics import measure_pairs
+        from keel.training.setup import token_budget
+        from keel.training.state import read_reference, restore_optimizers
+
+        policy, start = run.policy, run.resume_from
+        sampled = self.sampled
+        template = self.chat_template if sampled is None else sampled.prompts.chat_template
+        reader = Reader(policy.tokenizer, policy.context, template, raw=self.raw)
+        rows = preference_stages.examples(
+            run, self, sampled_data.pairs, encoder("pairs", reader), policy.context
+        )
+        optimizer = AdamW(trainable(policy), self.optimizer)
+        reference = reference_for(policy, None if start is None else read_reference(start))
+        if start is not None:
+            restore_optimizers(start, {"optimizer": optimizer})
+        budget = token_budget(self, progress, run.writer)
+        trainer = DPO(policy, reference, budget, self.loss, self.beta, self.smoothing)
+        made = preference_stages.preference_loop(
+            run,
+            self,
+            progress,
+            rows,
+            policy.device,
+            trainer.backward,
+            partial(measure_pairs, judge=trainer.implied_rewards),
+            budget=budget,
+            optimizer=optimizer,
+            reference=reference,
+        )
+        return loop.run(made, progress)
+
+    @classmethod
+    def panels(cls) -> Sequence[Panel]:
+        from keel.analysis.panels import tables
+
+        return tables()["preferences"]
+
+
+STAGE = DPOStage

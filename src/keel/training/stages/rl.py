@@ -1,0 +1,42 @@
+"""Reinforcement learning of the policy on its own rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from keel.config.rl import RolloutStage
+
+if TYPE_CHECKING:
+    from keel.analysis.panels import Panel
+    from keel.training.setup import RunContext
+    from keel.training.state import Progress
+
+
+class RLStage(RolloutStage):
+    """Reinforcement learning."""
+
+    stage: Literal["rl"] = "rl"
+
+    def train(self, run: RunContext, progress: Progress) -> Progress:
+        from contextlib import closing
+
+        from keel.training import loop, rl_stage
+
+        with rl_stage.placed(run, self, progress) as models:
+            progress = rl_stage.begin(run, self, progress)
+            parts = rl_stage.build_parts(run, self, models, progress)
+            with closing(parts.sampler.scorer), closing(parts.prefetcher):
+                progress = loop.run(rl_stage.loop_of(self, parts), progress)
+                rl_stage.note_costs(self, parts)
+            rl_stage.show(run, self, parts, progress)
+        return progress
+
+    @classmethod
+    def panels(cls) -> Sequence[Panel]:
+        from keel.analysis.panels import tables
+
+        return tables()["rl"]
+
+
+STAGE = RLStage

@@ -1,0 +1,105 @@
+"""Supervised fine-tuning on the demonstrations of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from keel.algorithms.spec import EntryPoint
+from keel.config.fields import AsTuple, Count, StageName, Tokens
+from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
+from keel.config.sources import Prompts, TaskSource
+from keel.config.stage import DemonstrationSource, StageConfig
+
+if TYPE_CHECKING:
+    from keel.analysis.panels import Panel
+    from keel.training.setup import RunContext
+    from keel.training.state import Progress
+
+
+class SFTStage(StageConfig):
+    """Supervised fine-tuning on the task's demonstrations."""
+
+    stage: Literal["sft"] = "sft"
+    name: StageName = "sft"
+    tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
+    prompts: Prompts = Prompts()
+    demonstration: EntryPoint = "keel.data.tasks.generated:gold"
+    """`module:function` of (prompt, gold answer, random generator) that returns the text to
+    imitate."""
+    steps: Count = 100
+    """Optimizer steps."""
+    batch_size: Count = 32
+    """Demonstrations in a step."""
+    token_budget: Tokens = 16_384
+    """Largest number of model-input tokens in a micro-batch; a longer sequence is computed alone.
+    """
+    optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    on_nonfinite: OnNonfinite = "stop"
+    checkpoints: Checkpoints = Checkpoints()
+    trackers: Trackers = Trackers()
+
+    @property
+    def trained_tasks(self) -> tuple[TaskSource, ...]:
+        return self.tasks
+
+    @property
+    def demonstrations(self) -> DemonstrationSource:
+        return DemonstrationSource(self.tasks, self.prompts, self.demonstration, self.batch_size)
+
+    @property
+    def prompts_in_step(self) -> int:
+        return self.batch_size
+
+    def on_examples(self, *, tasks: tuple[TaskSource, ...], **_: Any) -> Self:
+        gold = SFTStage.model_fields["demonstration"].default
+        return self.model_copy(update={"tasks": tasks, "demonstration": gold})
+
+    def train(self, run: RunContext, progress: Progress) -> Progress:
+        from keel.config.entry import load_entry
+        from keel.config.fields import derive
+        from keel.learn.optimizer import AdamW, trainable
+        from keel.training import loop
+        from keel.training.setup import open_prompts, supervised_loop
+        from keel.training.sft import Demonstrations
+        from keel.training.state import restore_optimizers
+
+        seed = derive(run.recipe.seed, self.name)
+        optimizer = AdamW(trainable(run.policy), self.optimizer)
+        if run.resume_from is not None:
+            restore_optimizers(run.resume_from, {"optimizer": optimizer})
+        source = open_prompts(
+            run,
+            self.name,
+            self.tasks,
+            self.prompts,
+            seed,
+            max_tokens=1,
+            key="the shortest demonstration",
+            state=progress.stream,
+        )
+        demonstrations = Demonstrations(
+            stage=self.name,
+            entry=self.demonstration,
+            demonstrate=load_entry(self.demonstration, "demonstration"),
+            tasks=source.tasks,
+            stream=source.stream,
+            batch_size=self.batch_size,
+            policy=run.policy,
+            seed=seed,
+            encoder=source.encoder,
+        )
+        examples = demonstrations.examples()
+        made = supervised_loop(run, self, progress, examples=examples, optimizer=optimizer)
+        return loop.run(made, progress)
+
+    @classmethod
+    def panels(cls) -> Sequence[Panel]:
+        from keel.analysis.panels import tables
+
+        return tables()["sft"]
+
+
+STAGE = SFTStage
