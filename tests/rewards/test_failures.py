@@ -181,3 +181,26 @@ def test_call_that_times_out_is_abandoned() -> None:
         failed = scorer(two_groups(), step).failures
         assert failed == ({"Starts": 4} if step == 1 else {})
         assert starts.abandoned.is_set() == (step > 0)
+
+
+def test_completion_whose_program_failed_is_shown_to_no_function() -> None:
+    seen: list[str] = []
+
+    def own(completions: list[str], log_extra: Any) -> list[float]:
+        seen.extend(completions)
+        log_extra("upper", [text.upper() for text in completions])
+        return [float(len(text)) for text in completions]
+
+    first, second = two_groups()
+    failed = dataclasses.replace(first.completions[1], failed="ValueError: no")
+    first = dataclasses.replace(first, completions=(first.completions[0], failed))
+    gone = dataclasses.replace(second, completions=(failed,))
+    gate = dataclasses.replace(named_reward(own), gate_below=0.5)
+    scored = Scorer([gate], overlong_buffer=1, max_tokens=9)([first, gone], 0)
+    assert seen == ["aa"]
+    assert values(scored) == [[2.0, None], [None]]
+    assert scored.results[1][0].components == {"own": None, "overlong": None}
+    assert scored.extras["upper"] == ["AA", None, None]
+    assert scored.extras["program_error"] == [None, "ValueError: no", "ValueError: no"]
+    assert scored.failures == {"program": 2}
+    assert scored.metrics["rewards/own/gated"] == 0.0

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from keel.rewards.judge.prompts import parse, score_question
+from keel.rewards.judge.store import Cost, StoredAnswer
 from keel.types import KeelError
 from tests.rewards.judge_made import account_of, call, group, made, rewards, scored
 from tests.rewards.judge_server import Asked, Fault, JudgeServer
@@ -29,21 +31,27 @@ REPEATED = {
     "overloaded": Fault(status=529),
 }
 SILENT = {
-    "prose": Fault(text="I like it."),
-    "a word": Fault(text='"7"'),
-    "another type": Fault(text='{"score": "7"}'),
-    "a truth value": Fault(text='{"score": true}'),
-    "off the scale": Fault(text='{"score": 11}'),
-    "between": Fault(text='{"score": 7.5}'),
-    "none": Fault(text='{"score": null}'),
-    "another key": Fault(text='{"verdict": 7}'),
-    "two at once": Fault(text='{"score": 7, "score": 3}'),
-    "two objects": Fault(text='{"score": 7} {"score": 3}'),
-    "not a number": Fault(text='{"score": NaN}'),
-    "cut off by the limit": Fault(text='{"score": 7}', choice={"finish_reason": "length"}),
-    "nothing": Fault(message={"content": None}),
-    "parts": Fault(message={"content": [{"type": "text", "text": '{"score": 7}'}]}),
-    "deep": Fault(text="[" * 100_000),
+    "prose": "I like it.",
+    "a word": '"7"',
+    "another type": '{"score": "7"}',
+    "a truth value": '{"score": true}',
+    "off the scale": '{"score": 11}',
+    "between": '{"score": 7.5}',
+    "none": '{"score": null}',
+    "another key": '{"verdict": 7}',
+    "two at once": '{"score": 7, "score": 3}',
+    "two objects": '{"score": 7} {"score": 3}',
+    "not a number": '{"score": NaN}',
+    "nothing": "",
+    "deep": "[" * 100_000,
+}
+"""Replies without a verdict."""
+VERDICTS = {
+    "a fence": '```json\n{"score": 7.0}\n```',
+    "after a thought": '<think>{"score": 1}</think>\n{"score": 7}',
+    "a reason with the mark of thoughts": '{"reason": "it ends on </think>", "score": 7}',
+    "the same in a fence": '```json\n{"reason": "on </think>", "score": 7}\n```',
+    "braces in a thought": '<think>hm {{</think>\n{"score": 7}',
 }
 
 
@@ -114,13 +122,6 @@ def test_on_error_skip_leaves_the_completions_without_a_reward(server: JudgeServ
     assert found.failures == {"judge": 2}
 
 
-def test_a_server_that_wants_rest_for_an_hour_ends_the_run(server: JudgeServer) -> None:
-    server.faults = [Fault(status=429, headers={"Retry-After": "3600"})]
-    with pytest.raises(KeelError, match="Error code: 429"):
-        scored(server.url, None, [group(["a"])])
-    assert len(server.log) == 1
-
-
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
@@ -140,9 +141,30 @@ def test_errors_that_repeating_cannot_fix_end_at_once(
     assert len(server.log) == 1
 
 
-@pytest.mark.quick("off the scale", "prose", "nothing")
-@pytest.mark.parametrize("fault", SILENT.values(), ids=SILENT)
-def test_reply_without_a_verdict_is_none_and_is_not_paid_twice(
+@pytest.mark.parametrize("text", SILENT.values(), ids=SILENT)
+def test_reply_without_a_verdict_says_why(text: str) -> None:
+    parsed = parse(StoredAnswer(text, "stop", "", Cost()), score_question("q", "a", low=0))
+    assert parsed.value is None
+    assert parsed.wrong
+
+
+@pytest.mark.parametrize("text", VERDICTS.values(), ids=VERDICTS)
+def test_verdict_is_read_whatever_is_around_it(text: str) -> None:
+    parsed = parse(StoredAnswer(text, "stop", "", Cost()), score_question("q", "a", low=0))
+    assert (parsed.value, parsed.wrong) == (7, "")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(text="prose"),
+        Fault(text='{"score": 7}', choice={"finish_reason": "length"}),
+        Fault(message={"content": None}),
+        Fault(message={"content": [{"type": "text", "text": '{"score": 7}'}]}),
+    ],
+    ids=["prose", "cut off", "nothing", "parts"],
+)
+def test_reply_without_a_verdict_is_not_paid_twice(
     server: JudgeServer, fault: Fault, tmp_path: Path
 ) -> None:
     server.fault_of = lambda asked: fault if asked.material["answer"] == "bb" else None
@@ -151,11 +173,10 @@ def test_reply_without_a_verdict_is_none_and_is_not_paid_twice(
     assert found.metrics["judge/unparsed"] == 0.5
     assert found.extras["judge_unparsed"][0] == ""
     assert found.extras["judge_unparsed"][1] != ""
-    assert found.metrics["judge/asked"] == 3  # the second draw of bb is counted
+    assert found.metrics["judge/asked"] == 3  # the second sample of bb is counted
     assert found.metrics["judge/tokens"] == sum(server.billed)
-    again = scored(server.url, tmp_path, [group(["a", "bb"])], **FIVE)
-    assert rewards(again) == [0.1, None]
-    assert len(server.log) == 3  # nothing is paid for twice
+    assert rewards(scored(server.url, tmp_path, [group(["a", "bb"])], **FIVE)) == [0.1, None]
+    assert len(server.log) == 3
 
 
 def test_second_sample_may_hold_a_verdict(server: JudgeServer) -> None:
@@ -164,21 +185,6 @@ def test_second_sample_may_hold_a_verdict(server: JudgeServer) -> None:
     assert rewards(found) == [0.7]
     assert [asked.body["seed"] for asked in server.log] == [5, 6]
     assert found.metrics["judge/unparsed"] == 0.0
-
-
-def test_thoughts_before_the_answer_are_passed_over(server: JudgeServer) -> None:
-    server.faults = [Fault(text='<think>{"score": 1}</think>\n{"score": 9}')]
-    assert rewards(scored(server.url, None, [group(["a"])], **FIVE)) == [0.9]
-
-
-@pytest.mark.parametrize("frame", ["{}", "```json\n{}\n```", "<think>hm {{</think>\n{}"])
-def test_a_reason_may_hold_the_mark_of_thoughts(server: JudgeServer, frame: str) -> None:
-    reason = "no mark here" if "think" in frame else "it ends on </think>, badly"
-    reported = json.dumps({"reason": reason, "score": 3})
-    server.faults = [Fault(text=frame.format(reported))]
-    found = scored(server.url, None, [group(["a"])], attempts=1, **FIVE)
-    assert rewards(found) == [0.3]
-    assert found.extras["judge_reason"] == [reason]
 
 
 def test_halves_of_characters_are_kept_as_question_marks(
@@ -316,30 +322,6 @@ def test_a_call_that_runs_out_of_time_keeps_what_was_on_its_way(tmp_path: Path) 
         assert reward.account().answers == 2
         assert call(reward, ["a", "bb", "ccc", "dddd", "eeeee"]) == [0.1, 0.2, 0.3, 0.4, 0.5]
         assert len(server.log) == 5
-        reward.close()
-
-
-def test_request_of_a_cancelled_call_keeps_its_slot(tmp_path: Path) -> None:
-    """The limit is on what the server sees, whoever asked."""
-    with JudgeServer() as server:
-        server.holds = lambda number: number == 0
-        reward = made(server.url, tmp_path, concurrency=1, **FIVE)
-
-        async def run() -> list[float | None]:
-            first = asyncio.create_task(reward(prompts=["q"], completions=["a"]))
-            await asyncio.to_thread(server.wait_for, lambda: server.active == 1)
-            first.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await first
-            second = asyncio.create_task(reward(prompts=["q"], completions=["bb"]))
-            # Long enough to be sent, were it let; where it is not, time does not matter.
-            await asyncio.wait([second], timeout=0.5)
-            server.let_go.set()
-            return await second
-
-        assert asyncio.run(run()) == [0.2]
-        assert server.peak == 1
-        assert reward.account().answers == 2
         reward.close()
 
 

@@ -81,7 +81,7 @@ def test_signature_decides_the_arguments() -> None:
         ("length", {"target": 0}, "target = 0"),
         ("length", {"target": "many"}, "reward 'length': "),
         ("format_match", {}, "exactly one of the options regex and tags"),
-        ("format_match", {"regex": "("}, "is no regular expression"),
+        ("format_match", {"regex": "("}, "is not a valid regular expression"),
         ("format_match", {"tags": "answer"}, 'tags = "answer": give a list, ["answer"]'),
         ("numeric_match", {"tolerance": float("nan")}, "'numeric_match': tolerance = nan: give"),
         ("exact_match", {"normalized": True}, "did you mean 'normalised'?"),

@@ -265,24 +265,6 @@ def test_failure_ends_the_sampling_and_is_raised() -> None:
     assert threads() == []
 
 
-def test_of_several_failures_that_of_the_first_part_is_raised() -> None:
-    """The second part fails while the first still waits."""
-    second = threading.Event()
-
-    async def falls(number: list[int]) -> list[float]:
-        if number[0] == 0:
-            while not second.is_set():
-                await asyncio.sleep(0.002)
-            await asyncio.sleep(0.5)  # longer than it takes to give a part up
-            raise RuntimeError("first")
-        second.set()
-        raise RuntimeError("second")
-
-    with pytest.raises(KeelError, match="raised RuntimeError: first"):
-        overlapped(Scorer([named_reward(falls)]), groups(2), [0, 1])
-    assert threads() == []
-
-
 @pytest.mark.parametrize("kind", ["function", "coroutine"])
 def test_error_of_the_sampling_gives_up_running_calls(kind: str) -> None:
     """Far within the reward's own time: nothing of it is left but the thread that hangs."""

@@ -104,7 +104,7 @@ def test_an_unknown_aggregate_and_a_missing_policy(folder: Path, around: RewardC
     says = "reward 'process': aggregate = 'max': input should be 'steps', 'min', 'last'"
     with pytest.raises(KeelError, match=says):
         process(folder, around, aggregate="max")
-    with pytest.raises(KeelError, match="no policy whose tokens these would be"):
+    with pytest.raises(KeelError, match="tokens of a policy, and there is none"):
         process(folder, RewardContext())
     with pytest.raises(KeelError, match='separator = "" divides nothing'):
         Scorer([process(folder, around, separator="")])([group(around.tokenizer, "1+1=", ["2"])], 0)
@@ -128,14 +128,6 @@ def test_an_outcome_model_is_no_process_model(tmp_path: Path, around: RewardCont
 
 
 # ---------------------------------------------------------------- places
-
-
-def test_steps_on_tokens() -> None:
-    letters = policy().tokenizer
-    ids = letters("a\n\nb\n")["input_ids"]
-    assert on_tokens(letters, [*ids, 1], "a\n\nb\n", "\n", [0.25, 0.75]) == [(2, 0.25), (5, 0.75)]
-    assert on_tokens(letters, ids, "a\n\nb\n", "\n", [0.25, 0.75]) == [(2, 0.25), (4, 0.75)]
-    assert on_tokens(letters, [1], "", "\n", []) == [(0, 0.0)]
 
 
 def test_two_steps_in_one_token_are_refused() -> None:

@@ -92,7 +92,7 @@ def test_format_match(wrap: Any) -> None:
     for options in ({}, {"regex": "a", "tags": ["a"]}):
         with pytest.raises(KeelError, match="exactly one"):
             format_match(completions=texts, **options)  # type: ignore[arg-type]
-    with pytest.raises(KeelError, match="is no regular expression"):
+    with pytest.raises(KeelError, match="is not a valid regular expression"):
         format_match(completions=texts, regex="(")
     with pytest.raises(KeelError, match=r'tags = "answer": give a list, \["answer"\]'):
         format_match(completions=texts, tags="answer")

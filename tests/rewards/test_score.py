@@ -19,7 +19,7 @@ from keel.models.chat import encode
 from keel.rewards import Scorer, load_reward
 from keel.rewards.registry import NamedReward, named_reward
 from keel.types import Completion, Group, KeelError, Message, Prompt, Step
-from tests.data.tasks.made import Calculator, Listed, completion, source
+from tests.data.tasks.made import Listed, completion, source
 from tests.models.published_templates import tokenizer_of
 from tests.rewards import functions
 
@@ -290,16 +290,6 @@ def test_without_functions_the_task_judges() -> None:
     assert values(scored) == [[1.0, 0.0]]
     assert scored.results[0][0].components == {"task": 1.0}
     assert scored.metrics["rewards/task/mean"] == 0.5
-
-
-def test_the_verdict_may_be_one_of_several() -> None:
-    task = Calculator()
-    prompt = task.prompt("train", 0)
-    own = load_reward(source_of("task", weight=3.0))
-    scored = Scorer([own, reward("by_length")], {task.name: task})(
-        [group([task.gold(prompt), "x"], prompt)], 0
-    )
-    assert values(scored) == [[3.0 + len(task.gold(prompt)), 1.0]]
 
 
 def source_of(function: str, **keys: Any) -> Any:
@@ -630,21 +620,6 @@ def test_rewards_know_what_the_template_opened() -> None:
         {"own": 0.0, "format_match": 0.0, "numeric_match": 0.0},
     ]
     assert seen == texts  # as generated
-
-
-@pytest.mark.parametrize("name", ["deepseek-r1", "opened"])
-def test_thoughts_of_published_templates_are_known(name: str) -> None:
-    ask = (Message(role="user", content="17 + 19?"),)
-    asked = encode(Prompt("p", ask, {"answer": "36"}, "t"), tokenizer_of(name), {})
-    tag = asked.opening.strip(" \n<>")
-    texts = [f"35?</{tag}><answer>36</answer>", "<answer>36</answer>", f"36</{tag}>"]
-    options = {"tags": [tag, "answer"]}
-    functions = [
-        load_reward(RewardSource(function="format_match", options=options)),
-        load_reward(RewardSource(function="numeric_match")),
-    ]
-    scored = Scorer(functions)([group(texts, asked)], 1)
-    assert [list(one.components.values()) for one in scored.results[0]] == [[1, 1], [0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize(("tag", "ending"), [("think", ""), ("think", "\n"), ("Thought", " ")])

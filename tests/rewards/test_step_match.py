@@ -95,7 +95,7 @@ def test_it_needs_a_column_and_a_policy() -> None:
     named = reward("step_match", RewardContext(tokenizer=LETTERS))
     with pytest.raises(KeelError, match="reward 'step_match' needs the column 'answer'"):
         Scorer([named])([group(LETTERS, "a:", ["1"])], 0)
-    with pytest.raises(KeelError, match="no policy whose tokens these would be"):
+    with pytest.raises(KeelError, match="tokens of a policy, and there is none"):
         reward("step_match", RewardContext())
     with pytest.raises(KeelError, match=r"reward 'step_match': separator = \"\" divides nothing"):
         reward("step_match", RewardContext(tokenizer=LETTERS), options={"separator": ""})

@@ -80,7 +80,7 @@ class Metrics:
         self.summary: Summary | None = None
 
     def __call__(self, name: str, value: float) -> None:
-        """A number for the step; the mean where it comes several times."""
+        """A number for the step; the mean if it comes several times."""
         self.numbers.setdefault(name, []).append(float(value))
 
 
@@ -170,7 +170,7 @@ def column_names(prompts: Iterable[Prompt | Completion]) -> tuple[str, ...]:
 def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, Any]:
     """The keyword arguments of a call: the bound options, and what the function wants.
 
-    Of each column a value for each completion, None where its prompt has none.
+    Of each column a value for each completion, None if its prompt has none.
     """
     any_tools = any(p.tools for p in batch.prompts)
     given: dict[str, Any] = {
@@ -182,7 +182,7 @@ def arguments(function: NamedReward, batch: RewardBatch, log: Log) -> dict[str, 
             ]
             for name in (*batch.names, *column_names(batch.completions))
         },
-        # As the chat template gets them, also where the data have JSON text.
+        # As the chat template gets them, also if the data have JSON text.
         **({"tools": [list(p.tools) for p in batch.prompts]} if any_tools else {}),
         "prompts": [
             p.content if isinstance(p.content, str) else _turns(p.content) for p in batch.prompts

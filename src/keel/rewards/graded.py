@@ -1,4 +1,4 @@
-"""Rewards by graders that need a process or a library: mathematics and language."""
+"""Rewards that are made: of mathematics, of a language, and what a program returned."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def language(
 
     `wanted` is an ISO 639-1 code such as "en", `column` a column of them. With `share` the reward
     is the share of the text's letters in sentences of that language. Raises KeelError unless
-    exactly one of the first two is given, and where lingua is missing.
+    exactly one of the first two is given, and if lingua is missing.
     """
     if (wanted is None) == (column is None):
         raise KeelError("set exactly one of the options wanted and column")
@@ -137,3 +137,24 @@ class LanguageReward:
             return language_share(text, code)
         found = language_of(text)
         return None if found is None else float(found == code)
+
+
+def returned(context: RewardContext, *, column: str = "reward") -> ReturnedReward:
+    """What `rollout.program` returned with the completion: a number, or this column of a mapping.
+
+    Raises KeelError for a column that no argument can be.
+    """
+    check_column("column", column)
+    return ReturnedReward(column)
+
+
+class ReturnedReward:
+    """The column as it is; None if the program returned none, as one that the budget ended."""
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self.__signature__ = keywords(["completions"], [column])
+
+    def __call__(self, *, completions: Sequence[Any], **columns: Sequence[Any] | None) -> list[Any]:
+        values = columns.get(self._column)
+        return [None] * len(completions) if values is None else list(values)

@@ -35,7 +35,7 @@ MADE: Mapping[str, str] = {
     "judge": "keel.rewards.judge.reward:judge",
     "outcome": "keel.rewards.learned:outcome",
     "process": "keel.rewards.learned:process",
-    "returned": "keel.rewards.returned:returned",
+    "returned": "keel.rewards.graded:returned",
     "step_match": "keel.rewards.steps:step_match",
 }
 """Built-ins with state (a model, processes, a connection), by the function that makes them.

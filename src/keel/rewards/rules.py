@@ -202,7 +202,7 @@ def format_match(
 
     `^` and `$` are the ends of the text (blanks around it aside), `.` matches newlines too.
     `tags = ["think", "answer"]` asks for `<think>…</think> <answer>…</answer>` and nothing else.
-    `Wrong` where the search of a text takes more than 5 seconds of computing.
+    `Wrong` if the search of a text takes more than 5 seconds of computing.
     Raises KeelError unless exactly one of the two is given, and can be used.
     """
     if (regex is None) == (tags is None):
@@ -217,7 +217,7 @@ def format_match(
     try:
         found = matches(regex, texts(completions, openings))
     except re.error as error:
-        raise KeelError(f"regex = {regex!r} is no regular expression: {error}") from None
+        raise KeelError(f"regex = {regex!r} is not a valid regular expression: {error}") from None
     slow = Wrong(
         f"regex = {regex!r:.80} takes more than {SECONDS} s on the text: avoid repetition "
         "inside repetition, such as (a+)+"

@@ -25,7 +25,7 @@ class Scored:
     """The scores of a step.
 
     `results` by group; `metrics` are each component's mean and std (`rewards/NAME/mean`, unbiased
-    `rewards/NAME/std`; absent where too few have a value) and what functions logged; `extras` what
+    `rewards/NAME/std`; absent if too few have a value) and what functions logged; `extras` what
     they logged a completion, in order; `failures` how many completions each left out by `on_error`.
     """
 
@@ -41,7 +41,7 @@ class Scorer:
     With no functions, the task's own score is the reward. `timeout` is in seconds, for one call
     of one function (a score of a task is a call). With `on_error = "skip"` a completion that a
     function fails on goes without that component; with "stop" the failure is a KeelError that
-    names the function, the step and, where it is known, the sample. Over the last
+    names the function, the step and, if it is known, the sample. Over the last
     `overlong_buffer` tokens of `max_tokens`, a length penalty applies. Unless they are `needed`,
     completions may go without a reward, and all weights may be 0. `loop` runs async functions;
     scorers of the same functions share it. Of a completion that one of the strings `stop` ended,
@@ -140,7 +140,7 @@ class Scorer:
 
     def judging(self, component: str | None = None) -> NamedReward | None:
         """The reward that says right or wrong: this component, or else the first declared as
-        correctness; None where none is. A task's score is where its `correctness` is true."""
+        correctness; None if none is. A task's score is if its `correctness` is true."""
         tasks = all(getattr(task, "correctness", False) for task in self.tasks.values())
         for function in self.functions:
             declared = function.correctness

@@ -39,9 +39,9 @@ def on_tokens(
 
 
 def needs_tokenizer(tokenizer: Any) -> Any:
-    """The policy's tokenizer. Raises KeelError where there is none to place steps with."""
+    """The policy's tokenizer. Raises KeelError if there is none to place steps with."""
     if tokenizer is None:
-        raise KeelError("steps end at tokens, and here is no policy whose tokens these would be")
+        raise KeelError("steps end at tokens of a policy, and there is none here")
     return tokenizer
 
 
@@ -51,8 +51,8 @@ def step_match(
     """A rule that judges an answer step by step against the gold one.
 
     1 for each step that is the `answer` column's, in its place, and 0 for the others. With `strict`
-    a step counts only where all before it were right, so that the labels are those of a first wrong
-    step. Steps stand between `separator`s. None where the column is empty.
+    a step counts only if all before it were right, so that the labels are those of a first wrong
+    step. Steps stand between `separator`s. None if the column is empty.
     """
     tokenizer = needs_tokenizer(context.tokenizer)
     split_steps("", separator)  # refuses a separator that divides nothing, before the run

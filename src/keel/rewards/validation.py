@@ -13,7 +13,7 @@ from keel.types import Step
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """What a reward returns in the place of a number where one completion cannot be judged.
+    """What a reward returns in the place of a number if one completion cannot be judged.
 
     Such as for a row of data that it cannot read: the others of the step keep their rewards.
     """
@@ -29,7 +29,7 @@ class BadReturn(Exception):
 class RewardOutput:
     """What a reward says of one completion; `wrong` says why it cannot be used.
 
-    `steps` is None where it gave a number; with an empty list there are no steps to reward, and
+    `steps` is None if it gave a number; with an empty list there are no steps to reward, and
     `value`, their sum, is 0.
     """
 
@@ -51,7 +51,7 @@ def read_rewards(returned: Any, places: Sequence[Sequence[int]]) -> list[RewardO
     if len(returned) != len(places):
         raise BadReturn(
             f"returned {len(returned)} rewards for {len(places)} completions: return one for "
-            "each, None where it does not apply"
+            "each, None if it does not apply"
         )
     return [_read(value, own) for value, own in zip(returned, places, strict=True)]
 
@@ -70,7 +70,7 @@ def _read(value: Any, places: Sequence[int]) -> RewardOutput:
         )
     if not math.isfinite(number):
         return RewardOutput(
-            wrong=f"{number} is not finite: return None where the reward does not apply"
+            wrong=f"{number} is not finite: return None if the reward does not apply"
         )
     return RewardOutput(number)
 

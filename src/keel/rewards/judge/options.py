@@ -102,7 +102,7 @@ class JudgeOptions(FrozenModel):
 
 
 def _check_json(key: str, value: Any) -> None:
-    """Raise ValueError where a request cannot carry a value."""
+    """Raise ValueError if a request cannot carry a value."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

@@ -31,8 +31,8 @@ class PairVerdict:
     """A judge's verdict on a pair.
 
     `choices` holds "first", "second" or "tie" for the order with `a` first, then with `b` first;
-    None where that order was not asked, or gave no verdict (`wrong` holds the reason). `value` is
-    the worth of `a` against `b`: 1, 0, or ½ for a tie and for orders that differ; None where an
+    None if that order was not asked, or gave no verdict (`wrong` holds the reason). `value` is
+    the worth of `a` against `b`: 1, 0, or ½ for a tie and for orders that differ; None if an
     order is missing. `reasons` are the judge's words in the two orders.
     """
 
@@ -130,7 +130,7 @@ def position_bias(verdicts: Sequence[PairVerdict]) -> float | None:
 def choose_pairs(n: int, rivals: int) -> list[tuple[int, int]]:
     """Which of `n` answers are compared: each with about `rivals` others, its nearest in a circle.
 
-    Where the numbers do not divide evenly, one is compared once more.
+    If the numbers do not divide evenly, one is compared once more.
     """
     count = [0] * n
     pairs: list[tuple[int, int]] = []

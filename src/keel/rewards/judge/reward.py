@@ -51,7 +51,7 @@ class Judge:
     ) -> list[float | None]:
         """A reward in [0, 1] a completion; None without a verdict. The judge sees no thoughts.
 
-        Raises KeelError where the server gives no answers or the spend limit is reached.
+        Raises KeelError if the server gives no answers or the spend limit is reached.
         """
         stated = stated_texts(completions, None, openings)
         answers, label = [text or "" for text in stated], self.options.label

@@ -16,7 +16,7 @@ ROUNDING = 1e-9
 FRAME = 64
 """Most tokens that a chat template adds to a message, and to the whole; usual are 3 to 12."""
 FORMAT = Format(
-    application=0,
+    application=0x4B4C4A47,  # "KLJG"
     version=3,
     tables=frozenset(("answers",)),
     statements=(
