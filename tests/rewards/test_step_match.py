@@ -72,12 +72,9 @@ def test_an_answer_without_a_token_has_no_step() -> None:
     assert on_tokens(LETTERS, [], "", "\n", []) == []
 
 
-def test_no_gold_answer_no_reward() -> None:
-    assert marks("1", None) is None
-
-
-def test_an_empty_gold_answer_has_no_right_step() -> None:
-    assert marks("1\n2", "") == [(1, 0.0), (3, 0.0)]
+@pytest.mark.parametrize("gold", [None, ""])
+def test_no_gold_answer_no_reward(gold: str | None) -> None:
+    assert marks("1\n2", gold) is None
 
 
 def test_answers_of_several_prompts_keep_their_order() -> None:
