@@ -7,7 +7,7 @@ Imports rows of prompt/chosen/rejected from JSONL into a new store, exports them
 annotators take turns: `lease_next` and `submit`, timed together, each on the disk when it returns.
 A selection round reads the store, learns from the labels of people (or of the judge too), checks
 itself, chooses 1,000 pairs by d_optimal and sets their priorities, on random features of a width:
-computing the features is not in it. "On words" is the whole round with hashed words.
+computing the features is not in it.
 Processor time is given next to wall time: a busy machine changes it less.
 """
 
@@ -18,7 +18,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,20 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from keel.preferences.acquisition import select_pairs
-from keel.preferences.selection import (
-    UncertaintyPlan,
-    held_out_check,
-    near_copies,
-    pool_beliefs,
-)
+from keel.analysis.statistics import Array
+from keel.data.preferences.schema import Preference
+from keel.preferences.pool import SelectionPlan, select_batch
 from keel.preferences.store.exports import preference_rows, write_rows
 from keel.preferences.store.formats import Attribution
 from keel.preferences.store.imports import import_file
-from keel.preferences.store.pool import prefer_pairs, read_pool, read_texts
 from keel.preferences.store.records import LabelRecord, Source
 from keel.preferences.store.store import PreferenceStore
-from keel.preferences.word_features import principal_features, word_differences
 
 WORDS = "the answer is that a model learns from what people prefer and no more"
 
@@ -82,20 +76,12 @@ def annotate(store: PreferenceStore, labels: int, overlap: int) -> list[Took]:
 
 
 def select(store: PreferenceStore, width: int, sources: Sequence[Source], count: int) -> None:
-    """A selection round; features of words where the width is 0."""
-    pool = read_pool(store, sources)
-    if width:
-        feature = np.random.default_rng(0).normal(size=(len(pool.ids), width))
-    else:
-        texts = read_texts(store, pool.ids)
-        feature = principal_features(word_differences((t.chosen, t.rejected) for t in texts))
-    known, rest = np.flatnonzero(~np.isnan(pool.label_C)), np.flatnonzero(~pool.people_C)
-    labelled, plan = (feature[known], pool.label_C[known]), UncertaintyPlan()
-    held_out_check(*labelled, [pool.prompts[n] for n in known], plan)
-    near_copies(feature[rest])
-    beliefs = pool_beliefs(*labelled, feature[rest], plan)
-    chosen = select_pairs("d_optimal", count, beliefs).index
-    prefer_pairs(store, [pool.ids[n] for n in rest[chosen]], pool.priority)
+    """A selection round."""
+
+    def features(texts: Iterable[Preference]) -> Array:
+        return np.random.default_rng(0).normal(size=(sum(1 for _ in texts), width))
+
+    select_batch(store, SelectionPlan("d_optimal", count, sources=sources), features)
 
 
 def selection_rows(store: PreferenceStore, pairs: int) -> list[dict[str, Any]]:
@@ -106,7 +92,6 @@ def selection_rows(store: PreferenceStore, pairs: int) -> list[dict[str, Any]]:
         "H = 64, labels of people": (64, people),
         "H = 256, labels of people": (256, people),
         "H = 256, labels of all": (256, [*people, "judge"]),
-        "on words, labels of people": (0, people),
     }
     return [
         summed(f"selection, {what}", [timed(partial(select, store, width, sources, count))])

@@ -1,4 +1,4 @@
-"""Labels chosen by uncertainty against labels chosen at random: accuracy, labels saved, dollars.
+"""Labels chosen by uncertainty against labels chosen at random: accuracy, and labels saved.
 
     python -m studies.active_selection --data ../shared/data --seeds 10
 
@@ -13,8 +13,10 @@ prompt. Intervals are over seeds, with Bonferroni's correction for the arms of a
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,20 +30,17 @@ from keel.analysis.calibration import predictive_report  # noqa: E402
 from keel.analysis.comparison import RESAMPLES, around, difference_interval  # noqa: E402
 from keel.analysis.proportions import clustered_mean, share_interval  # noqa: E402
 from keel.analysis.statistics import Array, Interval  # noqa: E402
-from keel.preferences.acquisition import (  # noqa: E402
+from keel.preferences.posterior import HeadPosterior, likeliest_posterior  # noqa: E402
+from keel.preferences.selection import (  # noqa: E402
     METHODS,
     Method,
     laplace_beliefs,
     select_pairs,
 )
-from keel.preferences.posterior import (  # noqa: E402
-    HeadPosterior,
-    likeliest_posterior,
-    probit_logit,
-)
-from keel.preferences.published import read_pandalm  # noqa: E402
-from keel.preferences.routing import Labeller, label_gains, route_labels  # noqa: E402
-from keel.preferences.word_features import BUCKETS, COMPONENTS, hashed_words  # noqa: E402
+from keel.preferences.store.exports import mean_label  # noqa: E402
+from keel.preferences.store.formats import Attribution  # noqa: E402
+from keel.preferences.store.imports import import_file  # noqa: E402
+from keel.preferences.store.store import PreferenceStore  # noqa: E402
 from studies.gsm8k_pairs import real_pairs, share_of  # noqa: E402
 
 START, BATCH, MOST, POOL, HELD = 20, 20, 300, 600, 400
@@ -49,8 +48,8 @@ REACHED = 200
 """The labels whose accuracy, chosen at random, the other arms are to reach."""
 WIDTH = 20
 PRECISIONS = (0.01, 0.1, 1.0, 10.0, 100.0)
-LABELLERS = (Labeller("judge", 0.02, 0.75), Labeller("people", 0.5, 0.95))
-ROUNDS, ROUND_DOLLARS = 16, 2.0
+BUCKETS, COMPONENTS = 2048, 48
+_WORD = re.compile(r"[a-z']+|\d+|[^\sa-z\d]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,9 +133,9 @@ def nonlinear(seed: int) -> Problem:
 def hashed(text: str) -> Array:
     """log(1 + count) of the words in each bucket."""
     counts = np.zeros(BUCKETS)
-    found = hashed_words(text)
-    counts[list(found)] = list(found.values())
-    return counts
+    for word in _WORD.findall(text.lower()):
+        counts[zlib.crc32(word.encode("utf-8", "replace")) % BUCKETS] += 1
+    return np.asarray(np.log1p(counts))
 
 
 def real(seed: int, name: str, rows: Sequence[tuple[str, Array, float]]) -> Problem:
@@ -170,10 +169,13 @@ def problems(data: Path) -> dict[str, Callable[[int], Problem]]:
         (pair.problem, hashed(pair.right) - hashed(pair.wrong), 1.0)
         for pair in real_pairs(data / "gsm8k")
     ]
-    panda = [
-        (row.prompt, hashed(row.answers[0]) - hashed(row.answers[1]), row.share)
-        for row in read_pandalm(data / "pandalm").rows
-    ]
+    with PreferenceStore(None) as store:
+        import_file(store, "pandalm", data / "pandalm", Attribution())
+        panda = [
+            (pair.prompt.id, hashed(pair.first.text) - hashed(pair.second.text), label[0])
+            for pair in store.judged_pairs()
+            if (label := mean_label(pair.labels)) is not None
+        ]
     return {
         "even": lambda seed: linear(seed, 0),
         "half redundant": lambda seed: linear(seed, 0.5),
@@ -268,7 +270,8 @@ def calibration(made: Sequence[tuple[Problem, HeadPosterior]], name: str) -> str
             errors += (difference - problem.difference_C).tolist()
             deviations += np.sqrt(variance).tolist()
         plain += difference.tolist()
-        predictive += probit_logit(difference, variance).tolist()
+        # MacKay 1992, Neural Computation 4:720.
+        predictive += (difference / np.sqrt(1 + np.pi * variance / 8)).tolist()
         labels += problem.held_label_C.tolist()
         names += problem.name_C
     report = predictive_report(plain, predictive, labels, names)
@@ -283,64 +286,6 @@ def calibration(made: Sequence[tuple[Problem, HeadPosterior]], name: str) -> str
     else:
         cells += ["", ""]
     return "| " + " | ".join(cells) + " |"
-
-
-# ---------------------------------------------------------------- judge or people
-
-
-def spend(problem: Problem, labellers: Sequence[Labeller], seed: int) -> list[float]:
-    """Accuracy after each round of dollars; a labeller labels a pair at most once.
-
-    A label of accuracy a has the weight (2a − 1)², its share of information at p = ½.
-    """
-    generator = np.random.default_rng([seed, 5])
-    flips = {one.name: generator.random(POOL) > one.accuracy for one in LABELLERS}
-    prices, curve = [one.price for one in labellers], []
-    used = np.zeros((len(labellers), POOL), dtype=bool)
-    pairs: list[int] = []
-    labels: list[float] = []
-    weights: list[float] = []
-    money = 0.0
-    for _ in range(ROUNDS):
-        known = problem.feature_CH[pairs], labels
-        posterior = likeliest_posterior(*known, precisions=PRECISIONS, weight_C=weights)
-        gains = label_gains(laplace_beliefs(posterior, problem.feature_CH), labellers)
-        money += ROUND_DOLLARS
-        routing = route_labels(np.where(used, 0.0, gains), prices, money)
-        money -= routing.spent
-        for pair, who in zip(routing.index.tolist(), routing.labeller.tolist(), strict=True):
-            used[who, pair] = True
-            flip = flips[labellers[who].name][pair]
-            pairs.append(pair)
-            labels.append(float(abs(problem.label_C[pair] - flip)))
-            weights.append((2 * labellers[who].accuracy - 1) ** 2)
-        known = problem.feature_CH[pairs], labels
-        posterior = likeliest_posterior(*known, precisions=PRECISIONS, weight_C=weights)
-        curve.append(accuracy(problem, posterior))
-    return curve
-
-
-def routing_table(seeds: Sequence[int]) -> list[str]:
-    """Accuracy at dollars: the judge alone, people alone, either by information a dollar."""
-    arms = {"judge": LABELLERS[:1], "people": LABELLERS[1:], "routed": LABELLERS}
-    curves = {
-        name: np.array([spend(linear(seed, 0), arm, seed) for seed in seeds])
-        for name, arm in arms.items()
-    }
-    lines = []
-    for name, curve in curves.items():
-        cells = [name]
-        cells += [f"{100 * curve[:, at].mean():.1f}" for at in (0, 3, 7, ROUNDS - 1)]
-        if name != "routed":
-            gaps = [
-                difference_interval(curves["routed"][:, at], curve[:, at], 1 - 0.05 / 4)
-                for at in (3, ROUNDS - 1)
-            ]
-            cells += [shown(gap, 100) for gap in gaps]
-        else:
-            cells += ["", ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
 
 
 def main() -> None:
@@ -368,8 +313,6 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|", *table, sep="\n")
     print("\n| problem | ECE of σ(d) | predictive | gain, nats | ratio | within |")
     print("|---|---|---|---|---|---|", *right, sep="\n")
-    print("\n| labels by | $2, % | $8 | $16 | $32 | routed less it at $8 | at $32 |")
-    print("|---|---|---|---|---|---|---|", *routing_table(seeds), sep="\n")
 
 
 if __name__ == "__main__":

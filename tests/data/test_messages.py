@@ -19,10 +19,10 @@ from keel.data.tasks import build_task, stored
 from keel.data.tasks.stored import DataTask
 from keel.models.chat import ChatEncoder, encode_prompt
 from keel.models.reward import Reader
+from keel.preferences.pool import read_texts
 from keel.preferences.store.exports import preference_rows, steps_rows
 from keel.preferences.store.formats import Attribution
 from keel.preferences.store.imports import import_file
-from keel.preferences.store.pool import read_texts
 from keel.preferences.store.store import PreferenceStore
 from keel.training.judged_data import pair_encoder
 from keel.types import KeelError, Prompt, Split

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tracemalloc
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from keel.preferences.agreement import (
     pairwise_agreement,
     percent_agreement,
 )
+from tests.shared import shared_path
 
 EXACT = 1e-12
 """Sums of a few dozen whole numbers and one division."""
@@ -277,3 +279,21 @@ def test_what_is_refused() -> None:
         percent_agreement([1, 2], [1, 2], Bootstrap(groups=["a"]))
     with pytest.raises(ValueError, match=r"a confidence of 1\.0 is not between 0 and 1"):
         percent_agreement([1, 2], [1, 2], Bootstrap(confidence=1.0))
+
+
+def test_pandalms_people_agree_as_published() -> None:
+    """As its authors print κ, of the 999 rows of raw votes; and a model against the majority."""
+    folder = shared_path("data/pandalm")
+    rows = json.loads((folder / "testset-v1.json").read_text(encoding="utf-8"))
+    votes = [[row[f"annotator{n}"] for n in (1, 2, 3)] for row in rows]
+    found = fleiss_kappa(count_votes(votes))
+    assert found.n == len(rows) == 999
+    assert found.value == pytest.approx(0.864, abs=5e-4)
+    for (one, other), printed in {(0, 1): 0.85, (0, 2): 0.88, (1, 2): 0.86}.items():
+        kappa = cohen_kappa([vote[one] for vote in votes], [vote[other] for vote in votes])
+        assert kappa.value == pytest.approx(printed, abs=5e-3)
+    model = json.loads((folder / "pandalm-7b-testset-v1.json").read_text(encoding="utf-8"))
+    said = [{"0": 0, "tie": 0}.get(v := str(r["pandalm_result"]).lower(), v) for r in model]
+    majority = [max(set(vote), key=vote.count) for vote in votes]
+    assert percent_agreement(majority, list(map(int, said))).value == pytest.approx(0.668, abs=5e-4)
+    assert cohen_kappa(majority, list(map(int, said))).value == pytest.approx(0.435, abs=5e-4)

@@ -13,9 +13,9 @@ from keel.data.preferences.schema import Preference
 from keel.models.loading import quiet
 from keel.models.reward import reward_model_from
 from keel.preferences import features as module
-from keel.preferences.acquisition import laplace_beliefs, select_pairs
 from keel.preferences.features import head_weights, pair_features, text_features
 from keel.preferences.posterior import laplace_posterior
+from keel.preferences.selection import laplace_beliefs, select_pairs
 from keel.training.judged_data import pair_encoder
 from tests.models import tiny
 

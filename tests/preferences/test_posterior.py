@@ -12,10 +12,9 @@ from scipy.optimize import minimize
 
 from keel.preferences.posterior import (
     fit_head,
-    head_ensemble,
     laplace_posterior,
     likeliest_posterior,
-    probit_logit,
+    scaled_features,
 )
 
 EXACT = 1e-10
@@ -34,27 +33,26 @@ def pairs(count: int = 30, width: int = 4, seed: int = 0) -> tuple[Array, Array]
     return feature, generator.choice([0.0, 0.2, 0.5, 1.0], size=count)
 
 
-def loss(head: Array, feature: Array, label: Array, weight: Array, prior: float) -> float:
+def loss(head: Array, feature: Array, label: Array, prior: float) -> float:
     total = prior / 2 * sum(w * w for w in head)
-    for φ, v, n in zip(feature, label, weight, strict=True):
+    for φ, v in zip(feature, label, strict=True):
         d = sum(w * x for w, x in zip(head, φ, strict=True))
-        total -= n * (v * math.log(sigma(d)) + (1 - v) * math.log(sigma(-d)))
+        total -= v * math.log(sigma(d)) + (1 - v) * math.log(sigma(-d))
     return float(total)
 
 
 def test_head_minimises_the_loss() -> None:
     feature, label = pairs()
-    weight = np.random.default_rng(1).uniform(0, 3, size=len(label))
-    found = fit_head(feature, label, 0.7, weight)
-    other = minimize(loss, np.zeros(4), (feature, label, weight, 0.7), tol=1e-12)
+    found = fit_head(feature, label, 0.7)
+    other = minimize(loss, np.zeros(4), (feature, label, 0.7), tol=1e-12)
     # BFGS by finite differences ends within 1e-5 of the minimum.
     np.testing.assert_allclose(found, other.x, atol=1e-5)
     for i in range(4):
         up, down = found.copy(), found.copy()
         up[i] += 1e-3
         down[i] -= 1e-3
-        here = loss(found, feature, label, weight, 0.7)
-        assert min(loss(x, feature, label, weight, 0.7) for x in (up, down)) > here
+        here = loss(found, feature, label, 0.7)
+        assert min(loss(x, feature, label, 0.7) for x in (up, down)) > here
 
 
 def test_head_of_labels_that_separate_needs_more_than_full_steps() -> None:
@@ -67,20 +65,6 @@ def test_head_of_labels_that_separate_needs_more_than_full_steps() -> None:
         + 1e-6 * head
     )
     np.testing.assert_allclose(slope, 0, atol=1e-8)
-
-
-def test_soft_label_is_two_weighted_labels_and_a_weight_is_a_repetition() -> None:
-    feature, label = pairs()
-    twice = np.concatenate([feature, feature])
-    both = np.concatenate([np.ones(30), np.zeros(30)])
-    soft = laplace_posterior(feature, label, 0.5)
-    split = laplace_posterior(twice, both, 0.5, np.concatenate([label, 1 - label]))
-    np.testing.assert_allclose(soft.mean_H, split.mean_H, atol=1e-8)
-    np.testing.assert_allclose(soft.factor_HH, split.factor_HH, atol=1e-8)
-    assert soft.log_evidence == pytest.approx(split.log_evidence, abs=1e-8)
-    repeated = laplace_posterior(np.concatenate([feature, feature[:1]]), [*label, label[0]], 0.5)
-    weighted = laplace_posterior(feature, label, 0.5, [2.0] + [1.0] * 29)
-    np.testing.assert_allclose(repeated.mean_H, weighted.mean_H, atol=1e-8)
 
 
 def test_exchanging_the_answers_changes_nothing() -> None:
@@ -101,14 +85,13 @@ def test_skipped_pairs_say_nothing() -> None:
 
 def test_precision_variance_and_evidence_against_loops() -> None:
     feature, label = pairs()
-    weight = np.random.default_rng(1).uniform(0, 3, size=len(label))
-    found = laplace_posterior(feature, label, 0.7, weight)
+    found = laplace_posterior(feature, label, 0.7)
     precision = np.zeros((4, 4))
     for a in range(4):
         for b in range(4):
-            for φ, n in zip(feature, weight, strict=True):
+            for φ in feature:
                 p = sigma(float(φ @ found.mean_H))
-                precision[a, b] += n * p * (1 - p) * φ[a] * φ[b]
+                precision[a, b] += p * (1 - p) * φ[a] * φ[b]
             precision[a, b] += 0.7 * (a == b)
     np.testing.assert_allclose(found.factor_HH @ found.factor_HH.T, precision, atol=EXACT)
     inverse = np.linalg.inv(precision)
@@ -119,7 +102,7 @@ def test_precision_variance_and_evidence_against_loops() -> None:
         assert found.variances(other)[i] == pytest.approx(covariance[i, i], abs=EXACT)
         for j in range(5):
             assert covariance[i, j] == pytest.approx(other[i] @ inverse @ other[j], abs=EXACT)
-    evidence = -loss(found.mean_H, feature, label, weight, 0.7)
+    evidence = -loss(found.mean_H, feature, label, 0.7)
     evidence += 4 / 2 * math.log(0.7) - math.log(np.linalg.det(precision)) / 2
     assert found.log_evidence == pytest.approx(evidence, abs=EXACT)
 
@@ -131,7 +114,7 @@ def test_evidence_is_near_the_integral() -> None:
 
     def density(w: float) -> float:
         prior = math.sqrt(2.0 / (2 * math.pi))
-        return prior * math.exp(-loss(np.array([w]), feature, label, np.ones(40), 2.0))
+        return prior * math.exp(-loss(np.array([w]), feature, label, 2.0))
 
     exact = math.log(quad(density, -6, 6, points=[float(found.mean_H[0])])[0])
     assert found.log_evidence == pytest.approx(exact, abs=0.01)
@@ -158,46 +141,19 @@ def test_a_trained_head_is_the_mean() -> None:
         laplace_posterior(feature, label, 0.7, mean_H=head[:3])
 
 
-def test_ensemble_spreads_as_the_posterior_does() -> None:
-    """Of 300 members: the variance in each direction within 30 % of Laplace's, also where no pair
-    points; without random priors it would be 0 there."""
-    generator = np.random.default_rng(0)
-    feature = np.zeros((200, 3))
-    feature[:, :2] = generator.normal(size=(200, 2)) * [1.0, 0.1]
-    label = (generator.random(200) < 0.5).astype(np.float64)
-    heads = head_ensemble(feature, label, 2.0, 300, seed=1)
-    expected = laplace_posterior(feature, label, 2.0).variances(np.eye(3))
-    np.testing.assert_allclose(heads.var(axis=0, ddof=1), expected, rtol=0.3)
-    np.testing.assert_array_equal(heads, head_ensemble(feature, label, 2.0, 300, seed=1))
-
-
-def test_probit_is_within_its_error() -> None:
-    worst = 0.0
-    for s in (0.0, 0.5, 1.0, 2.0, 5.0, 8.0):
-        for m in (-3.0, 0.0, 0.5, 2.0, 6.0):
-            exact = sigma(m)
-            if s:
-                exact = quad(
-                    lambda z, m=m, s=s: sigma(m + s * z) * math.exp(-z * z / 2),
-                    -9,
-                    9,
-                    points=[-m / s],
-                )[0] / math.sqrt(2 * math.pi)
-            worst = max(worst, abs(sigma(float(probit_logit(m, s * s))) - exact))
-    assert 0.005 < worst < 0.016
+def test_features_are_scaled_to_one_mean_square() -> None:
+    assert np.mean(scaled_features([[3.0, 0.0], [1.0, 2.0]]) ** 2) == pytest.approx(1)
+    np.testing.assert_array_equal(scaled_features(np.zeros((2, 3))), np.zeros((2, 3)))
 
 
 @pytest.mark.parametrize(
-    ("label", "weight", "prior", "message"),
+    ("label", "prior", "message"),
     [
-        ([1.0], [1.0, 1.0], 1.0, "1 labels"),
-        ([1.0, 1.5], [1.0, 1.0], 1.0, "probabilities"),
-        ([1.0, 0.0], [1.0, -1.0], 1.0, "at least 0"),
-        ([1.0, 0.0], [1.0, 1.0], 0.0, "not above 0"),
+        ([1.0], 1.0, "1 labels"),
+        ([1.0, 1.5], 1.0, "probabilities"),
+        ([1.0, 0.0], 0.0, "not above 0"),
     ],
 )
-def test_bad_input_is_refused(
-    label: list[float], weight: list[float], prior: float, message: str
-) -> None:
+def test_bad_input_is_refused(label: list[float], prior: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        laplace_posterior(np.ones((2, 3)), label, prior, weight)
+        laplace_posterior(np.ones((2, 3)), label, prior)

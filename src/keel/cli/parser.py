@@ -222,17 +222,14 @@ def _prefs(commands: Verbs) -> None:
     actions = command.add_subparsers(
         dest="action", metavar="ACTION", required=True, parser_class=Parser
     )
-    help = "Add preference data to a store, or write a published set as rows of JSONL."
+    help = "Add preference data to a store."
     importing = actions.add_parser("import", help=help, description=help)
     importing.add_argument(
         "kind", choices=PREFERENCE_KINDS, metavar="KIND", help=", ".join(PREFERENCE_KINDS)
     )
     importing.add_argument("path", metavar="FILE", help="its file (JSONL, Parquet) or folder")
-    target = importing.add_mutually_exclusive_group(required=True)
-    target.add_argument("--store", metavar="FILE", help="the store; made if there is none")
-    target.add_argument(
-        "--out", metavar="FILE", help="rows of prompt/chosen/rejected (pandalm, llmbar)"
-    )
+    help = "the store; made if there is none"
+    importing.add_argument("--store", metavar="FILE", required=True, help=help)
     importing.add_argument(
         "--keep-empty", action="store_true", help="keep the rows in which an answer is empty"
     )
@@ -262,7 +259,7 @@ def _prefs(commands: Verbs) -> None:
         "files",
         nargs="+",
         metavar="FILE",
-        help="stores, rows (JSONL, Parquet), or a data set's folder",
+        help="stores, or rows (JSONL, Parquet)",
     )
     _json(stats)
     _synthesize(actions)
@@ -299,7 +296,7 @@ def _synthesize(actions: Verbs) -> None:
     command.add_argument("--temperature", type=_price, metavar="T", help="default 1")
     command.add_argument("--top-p", type=_probability, metavar="P", help="default 1")
     command.add_argument("--max-tokens", type=_positive, metavar="N", help="default 512")
-    command.add_argument("--max-rows", type=_positive, metavar="N", help="of a folder, at once")
+    command.add_argument("--max-num-seqs", type=_positive, metavar="N", help="of a folder, at once")
     command.add_argument("--device", choices=("auto", "cpu", "cuda"), help="of a model folder")
     command.add_argument("--round", type=_index, metavar="N", help="the round (default 0)")
     command.add_argument("--seed", type=_index, metavar="N", help="default 0")
@@ -316,12 +313,8 @@ def _synthesize(actions: Verbs) -> None:
     command.add_argument(
         "--forecast-prompts", type=_positive, metavar="N", help="that it is made from (default 4)"
     )
-    end = command.add_mutually_exclusive_group()
-    end.add_argument("--dry-run", action="store_true", help="forecast without any request")
-    end.add_argument("--only-forecast", action="store_true", help="pay for its prompts, then stop")
-    command.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer.json that counts tokens in a dry run"
-    )
+    help = "pay for its prompts, then stop"
+    command.add_argument("--only-forecast", action="store_true", help=help)
     _json(command)
     help = "How a judge compared pairs: order, position, length, its own completions, people."
     audit = actions.add_parser("audit", help=help, description=help)
@@ -360,30 +353,24 @@ def _annotate(actions: Verbs) -> None:
 
 
 def _prefs_select(actions: Verbs) -> None:
-    help = "Choose which pairs of a store to label next, and who labels them."
+    help = "Choose which pairs of a store people label next."
     select = actions.add_parser("select", help=help, description=help)
     select.set_defaults(module="keel.cli.prefs_select")
     select.add_argument("store", metavar="STORE", help="a preference store")
     select.add_argument(
         "--model",
         metavar="RUN|FOLDER",
-        help="an outcome reward model, whose hidden states are the features (default: words)",
+        help="an outcome reward model, whose hidden states are the features",
     )
     select.add_argument("--stage", metavar="NAME", help="the run's stage that made the model")
     select.add_argument(
         "--by",
         choices=("d_optimal", "bald", "margin", "random"),
-        help="default: d_optimal where half of the pairs or more have near-copies, else random",
+        help="default: d_optimal if half of the pairs or more have near-copies, else random; "
+        "without a model random",
     )
-    select.add_argument(
-        "--ensemble", type=_positive, metavar="M", help="heads, instead of Laplace's posterior"
-    )
-    select.add_argument(
-        "--count",
-        type=_positive,
-        metavar="N",
-        help="how many pairs (default 100; with a budget, all)",
-    )
+    help = "how many pairs (default 100)"
+    select.add_argument("--count", type=_positive, default=100, metavar="N", help=help)
     help = "choose among the pairs of this round"
     select.add_argument("--round", type=_index, metavar="N", help=help)
     help = "only these labels teach; may be given several times"
@@ -393,25 +380,16 @@ def _prefs_select(actions: Verbs) -> None:
     select.add_argument("--seed", type=_index, default=0, metavar="N", help="default 0")
     select.add_argument("--out", metavar="FILE", help="the chosen pairs as JSONL; must not exist")
     _json(select)
-    who = select.add_argument_group("who labels: a judge or people, by the gain per dollar")
-    who.add_argument("--budget", type=_price, metavar="DOLLARS", help="to spend on this round")
-    who.add_argument("--judge-price", type=_price, metavar="DOLLARS", help="of a judge's label")
-    who.add_argument("--human-price", type=_price, metavar="DOLLARS", help="of a person's label")
-    help = "how often its label is right (default: its agreement with people in the store)"
-    who.add_argument("--judge-accuracy", type=_probability, metavar="P", help=help)
-    who.add_argument("--human-accuracy", type=_probability, metavar="P", help="default 1")
 
 
 def _prefs_costs(actions: Verbs) -> None:
-    help = "What labels and completions cost, by round; or what a plan would cost."
+    help = "What labels and completions cost, by round."
     costs = actions.add_parser("costs", help=help, description=help)
     costs.set_defaults(module="keel.cli.prefs_costs")
     help = "a preference store, or a run folder: its store and its steps"
-    costs.add_argument("store", nargs="?", metavar="STORE", help=help)
-    help = "an hour of a run's steps costs so much"
+    costs.add_argument("store", metavar="STORE", help=help)
+    help = "of an hour of a run's steps"
     costs.add_argument("--gpu-price", type=_price, metavar="DOLLARS", help=help)
-    help = "compute a plan's costs line by line (default: the shipped plan)"
-    costs.add_argument("--scenario", nargs="?", const="", metavar="FILE", help=help)
     _json(costs)
     entry = costs.add_argument_group("add an entry to the ledger")
     help = "its id, so that it is counted once"

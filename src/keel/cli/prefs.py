@@ -4,207 +4,122 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from keel.cli import prefs_store
-from keel.data.preferences import fields as judged
-from keel.data.preferences.fields import Fields
-from keel.data.preferences.schema import Preference
-from keel.data.tables import read_file
-from keel.platform.files import write_bytes
 from keel.platform.sqlite import is_database
-from keel.preferences.published import (
-    TEST_SET,
-    Annotated,
-    Imported,
-    compare,
-    is_llmbar,
-    read_judges,
-    read_llmbar,
-    read_pandalm,
-)
-from keel.preferences.store.formats import ANNOTATORS
-from keel.preferences.summary import agreement, summarise
-from keel.runs.values import plain, record_line
+from keel.preferences.store.exports import Selection, preference_rows, steps_rows, write_rows
+from keel.preferences.store.formats import Attribution
+from keel.preferences.store.imports import DEFAULTS, TABLES, import_file, write_left_out
+from keel.preferences.store.statistics import describe, statistics_lines
+from keel.preferences.store.store import PreferenceStore
+from keel.runs.quarantine import counted
+from keel.runs.values import plain
 from keel.types import KeelError
-
-COUNTS = (
-    *("rows", "prompts", "ties", "soft", "margins", "empty_answers", "read_as_text"),
-    *("duplicates", "contradictions"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What the statistics are of: pairs, each one's votes where every row has them."""
-
-    pairs: Sequence[Preference]
-    votes: Sequence[Sequence[Any]] | None = None
-    judges: dict[str, Any] | None = None
-    read_as_text: int = 0
 
 
 def run(arguments: argparse.Namespace) -> None:
     """The action that the command line names."""
-    if arguments.action == "import":
-        (_import if arguments.store is None else prefs_store.import_file)(arguments)
-    elif arguments.action == "export":
-        prefs_store.export_file(arguments)
-    else:
-        _stats(arguments)
-
-
-# ---------------------------------------------------------------- import
+    {"import": _import, "export": _export, "stats": _stats}[arguments.action](arguments)
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    """Write a published data set as rows of prompt/chosen/rejected."""
-    out = prefs_store.new_file(arguments.out)
-    if arguments.kind not in ANNOTATORS:
-        raise KeelError(f"{arguments.kind}: give --store FILE, then keel prefs export writes rows")
-    for option in ("source", "annotator", "round"):
-        if getattr(arguments, option) is not None:
-            raise KeelError(f"--{option}: rows have none: give --store FILE")
-    found = _reader(arguments.kind)(Path(arguments.path))
-    kept = [row for row in found.rows if arguments.keep_empty or not row.is_empty]
-    with prefs_store.write_errors(out):
-        write_bytes(out, b"".join(record_line(row.row(), {}) for row in kept))
-    shares = [row.preference().probability for row in kept]
+    """Add a file to the store, and list what was left out."""
+    kind, path = arguments.kind, Path(arguments.path)
+    if arguments.annotator is not None and kind in TABLES:
+        raise KeelError(f"--annotator: {kind} names its own: leave it out")
+    source, annotator = DEFAULTS.get(kind, ("human", ""))
+    by = Attribution(
+        arguments.source or source,
+        annotator if arguments.annotator is None else arguments.annotator,
+        arguments.round or 0,
+        arguments.keep_empty,
+    )
+    if not path.exists():
+        raise KeelError(f"{path}: there is no such file: fix the path")
+    with PreferenceStore(Path(arguments.store), create=True) as store:
+        report = import_file(store, kind, path, by)
+    listed = write_left_out(Path(arguments.store), path, report)
     result = {
-        "out": str(out),
-        "rows": len(kept),
-        "ties": shares.count(0.5),
-        "soft": sum(0.5 < share < 1 for share in shares),
-        "left_out_empty": len(found.rows) - len(kept),
-        "read_as_text": found.read_as_text,
+        "store": arguments.store,
+        "rows": report.rows,
+        "left_out": len(report.left_out),
+        "quarantine": None if listed is None else str(listed),
+        "added": report.added,
+        "repeated": report.repeated,
     }
-    if arguments.json:
-        print(json.dumps(result, ensure_ascii=False))
-        return
-    print(f"{out}: {len(kept)} rows, {result['ties']} ties, {result['soft']} soft labels")
-    if result["left_out_empty"]:
-        print(f"left out: {result['left_out_empty']} rows with an empty answer (--keep-empty)")
-    if found.read_as_text:
-        print(f"read as text: {found.read_as_text} answers that were a JSON true or false")
+    new = ", ".join(f"{count} {table}" for table, count in report.added.items())
+    lines = [f"{arguments.store}: {report.rows} rows read; new: {new}"]
+    if report.repeated:
+        lines.append(f"there already, or twice in the file: {report.repeated} labels")
+    if listed is not None:
+        lines.append(f"left out: {counted(report.left_out)}, listed in {listed}")
+    show(arguments, result, lines)
 
 
-def _reader(kind: str) -> Any:
-    return {"pandalm": read_pandalm, "llmbar": read_llmbar}[kind]
-
-
-# ---------------------------------------------------------------- stats
+def _export(arguments: argparse.Namespace) -> None:
+    """Write the labels that the options select."""
+    out = new_file(arguments.out)
+    selection = Selection(arguments.source, arguments.round, arguments.annotator)
+    rows = steps_rows if arguments.steps else preference_rows
+    with PreferenceStore(Path(arguments.store)) as store, write_errors(out):
+        count = write_rows(out, rows(store, selection))
+    show(arguments, {"out": str(out), "rows": count}, [f"{out}: {count} rows"])
 
 
 def _stats(arguments: argparse.Namespace) -> None:
-    """What each file or folder holds."""
-    results = [_described(path) for path in arguments.files]
-    if arguments.json:
-        print(json.dumps(plain(results), ensure_ascii=False))
-        return
-    for number, result in enumerate(results):
-        lines = prefs_store.table(result) if "labels_by" in result else _table(result)
-        print("\n" * bool(number) + "\n".join(lines))
+    """What each store, or file of rows, holds."""
+    results = [_described(Path(path)) for path in arguments.files]
+    lines: list[str] = []
+    for result in results:
+        lines += [""] * bool(lines) + [result["file"]]
+        if "rows" in result:
+            lines.append(f"  {'rows':<18}{result['rows']:>8}   {result['repeated']} repeated")
+        lines += statistics_lines(result)
+    show(arguments, results, lines)
 
 
-def _described(path: str) -> dict[str, Any]:
-    if is_database(Path(path)):
-        return prefs_store.described(path)
-    source = _published(Path(path)) if Path(path).is_dir() else _rows(path)
-    result: dict[str, Any] = {"file": path, **summarise(source.pairs)}
-    if source.read_as_text:
-        result["read_as_text"] = source.read_as_text
-    if source.votes is not None:
-        try:
-            people = agreement(source.votes, [json.dumps(p.prompt) for p in source.pairs])
-        except ValueError as error:
-            raise KeelError(f"{path}: column 'votes': {error}: give every row as many") from None
-        result |= {"people": people} if people else {}
-    return result | ({"judges": source.judges} if source.judges else {})
+def _described(path: Path) -> dict[str, Any]:
+    """The statistics of a store; of a file of rows, those of a store that it alone is in."""
+    if is_database(path):
+        with PreferenceStore(path) as store:
+            return {"file": str(path), **describe(store)}
+    if path.is_dir() or path.suffix == ".json":
+        raise KeelError(f"{path}: not rows, one a line: run keel prefs import into a store first")
+    with PreferenceStore(None) as store:
+        report = import_file(store, "trl", path, Attribution(keep_empty=True))
+        if report.left_out:
+            raise KeelError(report.left_out[0].reason)
+        counts = {"rows": report.rows, "repeated": report.repeated}
+        return {"file": str(path), **counts, **describe(store)}
 
 
-def _published(folder: Path) -> Source:
-    """PandaLM's folder with the models' verdicts, or LLMBar's."""
-    if (folder / TEST_SET).is_file():
-        found = read_pandalm(folder)
-        judges = {j.name: _against(j, found.rows) for j in read_judges(folder, found.rows)}
-        return _annotated(found, judges)
-    if is_llmbar(folder):
-        return _annotated(read_llmbar(folder), {})
-    raise KeelError(f"{folder}: holds neither PandaLM's {TEST_SET} nor LLMBar: give a file of rows")
+def show(arguments: argparse.Namespace, result: Any, lines: list[str]) -> None:
+    """Print a result as JSON if that is asked for, else its lines."""
+    print(json.dumps(plain(result), ensure_ascii=False) if arguments.json else "\n".join(lines))
 
 
-def _annotated(found: Imported, judges: dict[str, Any]) -> Source:
-    pairs = [row.preference() for row in found.rows]
-    return Source(pairs, [row.votes for row in found.rows], judges, found.read_as_text)
+def new_file(name: str) -> Path:
+    """A file to write. Raises KeelError if it is there, or its folder is not."""
+    out = Path(name)
+    if out.exists():
+        raise KeelError(f"{out}: is there already: give another --out, or move it away")
+    if not out.parent.is_dir():
+        raise KeelError(f"{out}: there is no folder {str(out.parent)!r}: make it, or fix --out")
+    return out
 
 
-def _against(judge: Any, rows: Sequence[Annotated]) -> dict[str, Any]:
-    found = compare(judge, rows)
-    return {
-        "accuracy": found.accuracy.as_dict(),
-        "cohen_kappa": found.kappa.as_dict(),
-        "accuracy_of_all": found.accuracy_of_all.as_dict(),
-        "unusable": found.unusable,
-        "no_majority": found.split,
-    }
-
-
-def _rows(path: str) -> Source:
-    """Rows of prompt/chosen/rejected, with their votes where every row has a list of them."""
-    if path.endswith(".json"):
-        raise KeelError(f"{path}: not rows, one a line: run keel prefs import first")
-    table = read_file(path)
-    places = [
-        (row, table.where.place(line)) for row, line in zip(table.rows, table.lines, strict=True)
-    ]
-    pairs = [judged.pair(Fields(row, place), place) for row, place in places]
-    if not any("votes" in row for row in table.rows):
-        return Source(pairs)
-    return Source(pairs, [_votes(Fields(row, place)) for row, place in places])
-
-
-def _votes(fields: Fields) -> Sequence[Any]:
-    if not fields.has("votes"):
-        raise fields.wrong("votes", "other rows have votes: give every row a list of them, or none")
-    votes = fields.value("votes")
-    fine = isinstance(votes, list) and all(isinstance(vote, int | str) for vote in votes)
-    if not fine or not votes:
-        raise fields.wrong("votes", "give a list with each judge's verdict, a number or a text")
-    return list(votes)
-
-
-def _table(result: dict[str, Any]) -> list[str]:
-    """The statistics for people, a line each."""
-    lines = [result["file"]]
-    for name in COUNTS:
-        lines += [f"  {name:<18}{result[name]:>8}"] if name in result else []
-    for side, length in result["characters"].items():
-        median, mean = length["median"], length["mean"]
-        lines.append(f"  {side + ' length':<18}{median:>8.0f}   median characters, mean {mean:.0f}")
-    lines.append(_share("longer preferred", result["longer_preferred"], "mean"))
-    people = result.get("people")
-    if people:
-        lines.append(f"  {'judges a row':<18}{people['judges']:>8}")
-        lines.append(f"  {'unanimous':<18}{people['unanimous']:>8}")
-        lines.append(_share("judges agree", people["pairwise"]))
-        lines.append(_share("Fleiss' κ", people["fleiss_kappa"]))
-    for name, judge in result.get("judges", {}).items():
-        lines.append(f"  {name}, compared with the majority; {judge['unusable']} verdicts unusable")
-        lines.append(_share("  accuracy", judge["accuracy"]))
-        lines.append(_share("  Cohen's κ", judge["cohen_kappa"]))
-        if judge["unusable"]:
-            lines.append(_share("  these as wrong", judge["accuracy_of_all"]))
-    return lines
-
-
-def _share(name: str, value: dict[str, Any], key: str = "value") -> str:
-    if math.isnan(value[key]):
-        return f"  {name:<18}undefined   n = {value['n']}"
-    low, high = value["low"], value["high"]
-    # Of rows that tell no interval, such as those of one prompt, the ends are NaN.
-    interval = "–" if math.isnan(low) or math.isnan(high) else f"[{low:.3f}, {high:.3f}]"
-    return f"  {name:<18}{value[key]:>8.3f}   {interval}   n = {value['n']}"
+@contextmanager
+def write_errors(out: Path) -> Iterator[None]:
+    """Names the command's fix if a file cannot be written, not a run's."""
+    try:
+        yield
+    except KeelError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        raise KeelError(
+            f"cannot write {out}: {cause.strerror or cause}: give another --out"
+        ) from error

@@ -7,19 +7,16 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from keel.config.fields import unknown
 from keel.config.load import parse_override
 from keel.config.presets import merge
 from keel.preferences.store.audit import audit_judges
-from keel.preferences.store.records import PromptRecord
 from keel.preferences.store.store import PreferenceStore
-from keel.preferences.synthesis.forecast import forecast_lines
+from keel.preferences.synthesis.forecast import Unit
 from keel.preferences.synthesis.options import (
     SAMPLING,
     CompletionModel,
@@ -28,9 +25,9 @@ from keel.preferences.synthesis.options import (
     SynthesisOptions,
     parse_model,
 )
-from keel.preferences.synthesis.run import SynthesisReport, estimate, read_prompts, synthesize
+from keel.preferences.synthesis.run import SynthesisReport, read_prompts, synthesize
 from keel.runs.values import plain
-from keel.types import KeelError, Sampling, text_of
+from keel.types import KeelError, Sampling
 
 STOPPED = 3
 """The exit code where the budget ended it."""
@@ -55,11 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     options = _options(arguments)
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts)
     path = Path(arguments.store)
-    if arguments.dry_run:
-        _dry_run(arguments, options, prompts, path)
-        return 0
-    if arguments.tokenizer is not None:
-        raise KeelError("--tokenizer: it counts tokens in a dry run alone: add --dry-run")
     with PreferenceStore(path, create=prompts is not None) as store:
         report = synthesize(
             store,
@@ -110,7 +102,7 @@ def _options(arguments: argparse.Namespace) -> SynthesisOptions:
 
     def whole(model: CompletionModel, changes: Sequence[str]) -> CompletionModel:
         if isinstance(model, ModelFolder):
-            own = {"device": arguments.device, "max_rows": arguments.max_rows}
+            own = {"device": arguments.device, "max_num_seqs": arguments.max_num_seqs}
             return replace(model, **{name: v for name, v in own.items() if v is not None})
         options: dict[str, Any] = {}
         for change in changes:
@@ -168,48 +160,6 @@ def _read_text(path: str) -> str:
     return text
 
 
-# ---------------------------------------------------------------- a dry run
-
-
-def _dry_run(
-    arguments: argparse.Namespace,
-    options: SynthesisOptions,
-    prompts: list[PromptRecord] | None,
-    path: Path,
-) -> None:
-    """The forecast from texts alone. Nothing is sent, and nothing is written."""
-    with ExitStack() as stack:
-        if prompts is not None and not path.exists():
-            folder = stack.enter_context(TemporaryDirectory())
-            path = Path(folder) / "empty.db"
-        store = stack.enter_context(PreferenceStore(path, create=prompts is not None))
-        chosen = list(store.prompts()) if prompts is None else prompts
-        ratio = None if arguments.tokenizer is None else _ratio(arguments.tokenizer, chosen)
-        found = estimate(store, options, chosen, ratio)
-    if arguments.json:
-        _print_json({"store": arguments.store, "forecast": found.as_dict()})
-    else:
-        print("\n".join(forecast_lines(found, options.budget)))
-
-
-def _ratio(name: str, prompts: Sequence[PromptRecord]) -> float | None:
-    """Tokens a byte of (at most a thousand of) the prompts, by a tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    path = Path(name)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # of its own kinds, for a file that is none
-        raise KeelError(f"--tokenizer {name}: no tokenizer.json that loads: {error}") from None
-    contents = [prompt.content for prompt in prompts[:1000]]
-    turns = [[one] if isinstance(one, str) else list(map(text_of, one)) for one in contents]
-    texts = ["\n".join(one) for one in turns]
-    tokens = sum(len(one.ids) for one in tokenizer.encode_batch(texts, add_special_tokens=False))
-    size = sum(len(text.encode()) for text in texts)
-    return tokens / size if tokens else None
-
-
 # ---------------------------------------------------------------- what is printed
 
 
@@ -225,10 +175,17 @@ def _lines(store: str, report: SynthesisReport) -> list[str]:
         lines.append(f"left: {left}")
     if report.too_long:
         lines.append(f"left out: {report.too_long} prompts too long for a model folder")
-    for unit, amount in report.ledger["actual"].items():
-        forecast = report.ledger["forecast"].get(unit)
-        of = "" if forecast is None else f", forecast {forecast:.6g}"
-        lines.append(f"  {unit:<20}{amount:>12.6g}{of}")
+    if (account := report.account) is not None:
+        totals = {} if report.forecast is None else report.forecast.totals
+        spent = account.spent
+        amounts: dict[Unit, float] = {
+            "dollars": spent.dollars,
+            "input_tokens": spent.tokens_in,
+            "output_tokens": spent.tokens_out,
+        }
+        for unit, amount in amounts.items():
+            forecast = f", forecast {totals[unit].mean:.6g}" if unit in totals else ""
+            lines.append(f"  {unit.replace('_', ' '):<20}{amount:>12.6g}{forecast}")
     return [*lines, *audit_lines(report.audit)]
 
 

@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from keel.config.fields import derive
-from keel.config.judging import JudgingStage, People, SampledData
+from keel.config.judging import JudgingStage, People
 from keel.config.repeat import round_of
 from keel.data.preferences import fields
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Preference
 from keel.models.reward import RewardModel
-from keel.preferences.acquisition import laplace_beliefs, select_pairs
 from keel.preferences.features import pair_features
-from keel.preferences.posterior import likeliest_posterior
-from keel.preferences.store.pool import prefer_pairs
-from keel.preferences.store.records import (
-    CompletionRecord,
-    CostKind,
-    CostRecord,
-    LabelRecord,
-    PairRecord,
-    PromptRecord,
-    Record,
-)
+from keel.preferences.pool import prefer_pairs
+from keel.preferences.posterior import likeliest_posterior, scaled_features
+from keel.preferences.selection import laplace_beliefs, select_pairs
+from keel.preferences.store.formats import Attribution, answer_records, compared
+from keel.preferences.store.records import CostKind, CostRecord, LabelRecord, Record
 from keel.preferences.store.store import PreferenceStore
-from keel.preferences.word_features import scaled_features
 from keel.runs.layout import RunFolder
 from keel.training.judged_data import EncodedPair
 from keel.training.sampled_data import read_jsonl, write_jsonl
@@ -41,27 +31,23 @@ from keel.types import KeelError
 SIMULATED = "simulated"
 """The annotator of labels that no person gave."""
 Row = dict[str, Any]
-Choose = Callable[[Sequence[Row]], list[int]]
-"""The pairs of a pool that people label, by their place in it, the first one first."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPair:
-    """A pair of the pool in the store: its records, and whether `chosen` is its first completion.
+    """A pair of the pool: its records, and the rewards' label, by which `chosen` is better."""
 
-    Completions are ordered by id, so that the order says nothing of who is preferred.
-    """
-
-    records: tuple[PromptRecord, CompletionRecord, CompletionRecord, PairRecord]
-    chosen_first: bool
+    row: Row
+    records: tuple[Record, ...]
+    label: LabelRecord
 
     @property
     def id(self) -> str:
-        return self.records[-1].id
+        return self.label.pair
 
     def judged(self, value: float) -> float:
         """P(the first completion is better), of P(`chosen` is better) or the reverse."""
-        return value if self.chosen_first else 1 - value
+        return value if self.label.value == 1 else 1 - value
 
 
 class PeopleLabeller:
@@ -81,131 +67,62 @@ class PeopleLabeller:
         limit: int | None,
         seed: int,
     ) -> str:
-        choice = stage.sampled
-        assert choice is not None
-        assert choice.people is not None
-        choose = partial(
-            choose_pairs, people=choice.people, model=model, encode=encode, limit=limit,
-            token_budget=stage.token_budget, seed=seed,
-        )  # fmt: skip
-        return _label_pairs(folder, stage.name, choice, choice.people, choose, seed)
-
-    def check(self, folder: RunFolder) -> None:
-        """Later rounds would choose and pay for other pairs. Labels that were added since are no
-        difference."""
-        _check_labels(folder)
-
-
-def _label_pairs(
-    folder: RunFolder,
-    stage: str,
-    choice: SampledData,
-    people: People,
-    choose: Choose,
-    seed: int,
-) -> str:
-    """Write the train rows; a line on what was labelled."""
-    round = round_of(stage)
-    pool = read_jsonl(folder.pool(stage))
-    pairs = [_in_store(row, round) for row in pool]
-    with PreferenceStore(folder.preferences, create=True) as store:
-        known = _labels(store)
-        chosen = _chosen(folder.chosen(stage), pool, pairs, known, choose)[: people.labels]
-        _forecast(store, stage, round, len(pool) * choice.price, len(chosen) * people.price)
-        if people.noise is None:
-            _ask(store, folder, stage, [pairs[at] for at in chosen], round, choice.price)
-        _add(store, pairs, round, choice.price)
-        if people.noise is not None:
-            rng = np.random.default_rng(derive(seed, "people"))
-            values = [pairs[at].judged(_simulated(pool[at], people.noise, rng)) for at in chosen]
-            store.add(
-                LabelRecord(pairs[at].id, value, "human", SIMULATED, round=round, cost=people.price)
-                for at, value in zip(chosen, values, strict=True)
-            )
-        labels = _labels(store)
-        own = {pairs[at].id for at in chosen}
-        given = list(store.labels(source="human"))
-        costs = [label.cost for label in given if label.pair in own]
-    write_jsonl(folder.labels(stage), map(_stated, given))
-    rows = [_row(row, pair, labels.get(pair.id)) for row, pair in zip(pool, pairs, strict=True)]
-    write_jsonl(folder.rows(stage, "train"), rows)
-    labelled = sum(row["source"] == "people" for row in rows)
-    spent = math.fsum(cost for cost in costs if cost is not None)
-    return (
-        f"{len(pool)} pairs labelled by the rewards (${len(pool) * choice.price:,.2f}), "
-        f"{labelled} of them by people (${spent:,.2f})"
-    )
-
-
-def _check_labels(folder: RunFolder) -> None:
-    """Raise KeelError if the store lacks labels of people that a stage began with."""
-    for stage in folder.stages:
-        path = folder.labels(stage)
-        before = read_jsonl(path) if path.exists() else []
-        if not before:
-            continue
-        found: set[Any] = set()
-        if folder.preferences.exists():
-            with PreferenceStore(folder.preferences) as store:
-                found = {tuple(_stated(label).values()) for label in store.labels(source="human")}
-        lost = sum(tuple(label.values()) not in found for label in before)
-        if lost:
-            raise KeelError(
-                f"{folder.preferences}: {lost} of {len(before)} labels that people had given when "
-                f"stage {stage!r} began are missing or changed: restore it from a copy"
-            )
-
-
-def _stated(label: LabelRecord) -> Row:
-    return {name: getattr(label, name) for name in ("pair", "annotator", "value")}
-
-
-def _ask(
-    store: PreferenceStore,
-    folder: RunFolder,
-    stage: str,
-    chosen: Sequence[PoolPair],
-    round: int,
-    price: float,
-) -> None:
-    """Have people label the chosen pairs. Raises KeelError until all are labelled or skipped."""
-    _add(store, chosen, round, price)
-    labels = _labels(store)
-    missing = [pair.id for pair in chosen if pair.id not in labels]
-    if missing:
-        highest = max((pair.priority for pair in store.pairs()), default=0.0)
-        prefer_pairs(store, missing, highest)
-        raise KeelError(
-            f"stage {stage!r} waits for people: {len(missing)} of {len(chosen)} pairs have no "
-            f"label: label them with keel prefs annotate {folder.preferences}"
+        """`PairLabeller.label`."""
+        assert stage.sampled is not None
+        assert stage.sampled.people is not None
+        name, price, people = stage.name, stage.sampled.price, stage.sampled.people
+        round = round_of(name)
+        pairs = [_pool_pair(row, round, price) for row in read_jsonl(folder.pool(name))]
+        with PreferenceStore(folder.preferences, create=True) as store:
+            path = folder.chosen(name)
+            if not path.exists():
+                # Kept in a file, since another machine may choose others. Fewer may be wanted
+                # later; more are chosen in the next round.
+                fresh = _unlabelled(pairs, _people_labels(store))
+                rows = [pairs[at].row for at in fresh]
+                found = choose_pairs(
+                    rows, people=people, model=model, encode=encode, limit=limit,
+                    token_budget=stage.token_budget, seed=seed,
+                )  # fmt: skip
+                write_jsonl(path, [{"row": fresh[at]} for at in found])
+            chosen = [pairs[row["row"]] for row in read_jsonl(path)][: people.labels]
+            _forecast(store, name, round, api=len(pairs) * price, human=len(chosen) * people.price)
+            if people.noise is None:
+                _ask(store, folder, name, chosen)
+            store.add(record for pair in pairs for record in (*pair.records, pair.label))
+            if people.noise is not None:
+                store.add(_simulated(chosen, people, round, derive(seed, "people")))
+            labels, given = _people_labels(store), list(store.labels(source="human"))
+        own = {pair.id for pair in chosen}
+        spent = math.fsum(label.cost or 0.0 for label in given if label.pair in own)
+        write_jsonl(folder.labels(name), map(_stated, given))
+        rows = [_train_row(pair, labels.get(pair.id)) for pair in pairs]
+        write_jsonl(folder.rows(name, "train"), rows)
+        labelled = sum(row["source"] == "people" for row in rows)
+        return (
+            f"{len(pairs)} pairs labelled by the rewards (${len(pairs) * price:,.2f}), "
+            f"{labelled} of them by people (${spent:,.2f})"
         )
 
+    def check(self, folder: RunFolder) -> None:
+        """`PairLabeller.check`: later rounds would choose and pay for other pairs.
 
-def _chosen(
-    path: Path,
-    pool: Sequence[Row],
-    pairs: Sequence[PoolPair],
-    labelled: Collection[str],
-    choose: Choose,
-) -> list[int]:
-    """The pairs that people label, by their place in the pool; kept in a file, since another
-    machine may choose others. Fewer may be wanted later; more are chosen in the next round."""
-    if not path.exists():
-        first = {pair.id: at for at, pair in reversed(list(enumerate(pairs)))}
-        fresh = sorted(at for id, at in first.items() if id not in labelled)
-        write_jsonl(path, [{"row": fresh[at]} for at in choose([pool[at] for at in fresh])])
-    return [row["row"] for row in read_jsonl(path)]
-
-
-def _forecast(store: PreferenceStore, stage: str, round: int, api: float, human: float) -> None:
-    """What the labels of a round are expected to cost, unless it is there."""
-    known = {cost.id for cost in store.costs(forecast=True)}
-    amounts: dict[CostKind, float] = {"api": api, "human": human}
-    store.add(
-        CostRecord(f"{stage}/{kind}", kind, amount, "dollars", "labels", round, forecast=True)
-        for kind, amount in amounts.items()
-        if f"{stage}/{kind}" not in known
-    )
+        Labels that were added since are no difference.
+        """
+        for stage in folder.stages:
+            path = folder.labels(stage)
+            before = read_jsonl(path) if path.exists() else []
+            found: set[Any] = set()
+            if before and folder.preferences.exists():
+                with PreferenceStore(folder.preferences) as store:
+                    labels = store.labels(source="human")
+                    found = {tuple(_stated(label).values()) for label in labels}
+            lost = sum(tuple(label.values()) not in found for label in before)
+            if lost:
+                raise KeelError(
+                    f"{folder.preferences}: {lost} of {len(before)} labels that people had given "
+                    f"when stage {stage!r} began are missing or changed: restore it from a copy"
+                )
 
 
 def choose_pairs(
@@ -234,43 +151,73 @@ def choose_pairs(
     return [kept[at] for at in selected.index.tolist()]
 
 
-def _in_store(row: Row, round: int) -> PoolPair:
-    prompt = PromptRecord(row["prompt"], {k: row[k] for k in ("tools",) if k in row})
-    two = [
-        CompletionRecord(prompt.id, row[side], model="policy", round=round)
-        for side in ("chosen", "rejected")
-    ]
-    first, second = sorted(two, key=lambda one: one.id)
-    pair = PairRecord(prompt.id, first.id, second.id, round)
-    return PoolPair((prompt, first, second, pair), first is two[0])
+def _pool_pair(row: Row, round: int, price: float) -> PoolPair:
+    by = Attribution("judge", "rewards", round, keep_empty=True)
+    texts, names = (row["chosen"], row["rejected"]), ("policy", "policy")
+    answers = answer_records(Fields(row, "pool"), by, row["prompt"], texts, names)
+    *records, label = compared(*answers, 1.0, by)
+    assert isinstance(label, LabelRecord)
+    return PoolPair(row, tuple(records), replace(label, cost=price))
 
 
-def _add(store: PreferenceStore, pairs: Sequence[PoolPair], round: int, price: float) -> None:
-    """Add pairs with the rewards' labels."""
-    records: list[Record] = []
-    for pair in pairs:
-        value = pair.judged(1.0)
-        label = LabelRecord(pair.id, value, "judge", "rewards", round=round, cost=price)
-        records += [*pair.records, label]
-    store.add(records)
+def _unlabelled(pairs: Sequence[PoolPair], labelled: Collection[str]) -> list[int]:
+    """The places of the pairs that people have not seen, of equal ones the first."""
+    first = {pair.id: at for at, pair in reversed(list(enumerate(pairs)))}
+    return sorted(at for id, at in first.items() if id not in labelled)
 
 
-def _simulated(row: Row, noise: float, rng: np.random.Generator) -> float:
-    """The label of a person who judges as the rewards do without noise, but for a share."""
-    right = not row["inverted"]
-    return float(right if rng.random() >= noise else not right)
+def _forecast(store: PreferenceStore, stage: str, round: int, **dollars: float) -> None:
+    """What the labels of a round are expected to cost, by kind, unless it is there."""
+    known = {cost.id for cost in store.costs(forecast=True)}
+    kinds: tuple[CostKind, ...] = ("api", "human")
+    store.add(
+        CostRecord(f"{stage}/{kind}", kind, dollars[kind], "dollars", "labels", round, True)
+        for kind in kinds
+        if f"{stage}/{kind}" not in known
+    )
 
 
-def _labels(store: PreferenceStore) -> dict[str, float | None]:
-    """The mean label of people for each pair that they saw; None where all skipped it."""
-    found: dict[str, list[float]] = {}
-    for label in store.labels(source="human"):
-        found.setdefault(label.pair, []).extend([] if label.value is None else [label.value])
-    return {pair: float(np.mean(values)) if values else None for pair, values in found.items()}
+def _ask(store: PreferenceStore, folder: RunFolder, stage: str, chosen: Sequence[PoolPair]) -> None:
+    """Have people label the chosen pairs. Raises KeelError until all are labelled or skipped."""
+    store.add(record for pair in chosen for record in (*pair.records, pair.label))
+    labels = _people_labels(store)
+    missing = [pair.id for pair in chosen if pair.id not in labels]
+    if missing:
+        prefer_pairs(store, missing, max(pair.priority for pair in store.pairs()))
+        raise KeelError(
+            f"stage {stage!r} waits for people: {len(missing)} of {len(chosen)} pairs have no "
+            f"label: label them with keel prefs annotate {folder.preferences}"
+        )
 
 
-def _row(row: Row, pair: PoolPair, label: float | None) -> Row:
+def _simulated(
+    chosen: Sequence[PoolPair], people: People, round: int, seed: int
+) -> list[LabelRecord]:
+    """Labels of a person who judges as the rewards do without noise, but for a share."""
+    rng = np.random.default_rng(seed)
+    assert people.noise is not None
+    found = []
+    for pair in chosen:
+        right = not pair.row["inverted"]
+        value = pair.judged(float(right if rng.random() >= people.noise else not right))
+        label = LabelRecord(pair.id, value, "human", SIMULATED, round=round, cost=people.price)
+        found.append(label)
+    return found
+
+
+def _people_labels(store: PreferenceStore) -> dict[str, float | None]:
+    """The mean label of people for each pair that they saw; None if all skipped it."""
+    sql = "SELECT pair, AVG(value) FROM labels WHERE source = 'human' GROUP BY pair"
+    return dict(store.database.rows(sql))
+
+
+def _stated(label: LabelRecord) -> Row:
+    return {name: getattr(label, name) for name in ("pair", "annotator", "value")}
+
+
+def _train_row(pair: PoolPair, label: float | None) -> Row:
     """A row of the pool as one to learn from; without a person's label the rewards' one holds."""
+    row = pair.row
     plain: Row = {
         name: row[name] for name in ("prompt", "tools", "chosen", "rejected") if name in row
     }

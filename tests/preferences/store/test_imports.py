@@ -13,7 +13,6 @@ import pytest
 from keel.cli.parser import LABEL_SOURCES, PREFERENCE_KINDS
 from keel.config.sources import PreferenceData
 from keel.data.preferences.dataset import read_pairs, read_steps
-from keel.preferences.published import read_pandalm
 from keel.preferences.store.exports import (
     Selection,
     mean_label,
@@ -24,7 +23,7 @@ from keel.preferences.store.exports import (
 from keel.preferences.store.formats import Attribution
 from keel.preferences.store.imports import (
     BATCH,
-    KINDS,
+    READERS,
     ImportReport,
     import_file,
     write_left_out,
@@ -70,7 +69,7 @@ def contents(store: PreferenceStore) -> list[Any]:
 
 
 def test_the_command_line_knows_every_kind() -> None:
-    assert sorted(PREFERENCE_KINDS) == sorted(KINDS)
+    assert sorted(PREFERENCE_KINDS) == sorted(READERS)
     assert LABEL_SOURCES == SOURCES
 
 
@@ -341,39 +340,6 @@ def test_helpsteer_preferences_are_soft(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- real files
-
-
-def test_pandalm_as_published(tmp_path: Path) -> None:
-    folder = shared_path("data/pandalm")
-    store, report = imported(tmp_path, "pandalm", folder)
-    rows = [row for row in read_pandalm(folder).rows if not row.is_empty]
-    assert report.rows == len(rows)
-    assert [left.why for left in report.left_out] == ["empty"] * (999 - len(rows))
-    assert report.added["labels"] + report.repeated == 3 * len(rows)
-    # The mean of the votes is the share that the reader gives, but for pairs that are there twice.
-    expected = {row.id: row.preference() for row in rows}
-    found = {row["id"]: row for row in preference_rows(store)}
-    same = [
-        (found[id]["chosen"], found[id]["probability"])
-        == (pair.chosen, pytest.approx(pair.probability, abs=1e-12))
-        for id, pair in expected.items()
-        if id in found and pair.probability != 0.5
-    ]
-    different = {(row.prompt, frozenset(row.answers)) for row in rows}
-    assert len(found) == report.added["pairs"] == len(different)
-    assert sum(same) >= len(same) - (len(rows) - len(found))
-    out = tmp_path / "out.jsonl"
-    write_rows(out, preference_rows(store))
-    two, again = imported(tmp_path, "trl", out, "b")
-    assert again.left_out == ()
-    assert list(preference_rows(two)) == list(preference_rows(store))
-
-
-def test_llmbar_as_published(tmp_path: Path) -> None:
-    store, report = imported(tmp_path, "llmbar", shared_path("data/llmbar"))
-    assert (report.rows, report.left_out) == (419, ())
-    assert {row["probability"] for row in preference_rows(store)} == {1.0}
-    assert {label.annotator for label in store.labels()} == {"llmbar"}
 
 
 def test_mistakes_as_published(tmp_path: Path) -> None:

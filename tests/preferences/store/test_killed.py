@@ -30,7 +30,7 @@ from pathlib import Path
 from keel.preferences.store.records import PromptRecord
 from keel.preferences.store.store import PreferenceStore
 with PreferenceStore(Path(sys.argv[1]), create=True) as store:
-    store.add_prompts([PromptRecord("shared"), PromptRecord(sys.argv[2])])
+    store.add([PromptRecord("shared"), PromptRecord(sys.argv[2])])
 """
 
 

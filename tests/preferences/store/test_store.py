@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sqlite3
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,7 +121,7 @@ def test_what_a_record_refers_to_must_be_there(tmp_path: Path) -> None:
             store.add([human("p0", 1.0), human("p7", 1.0)])
         assert store.counts()["labels"] == 0
         with pytest.raises(KeelError, match="lone surrogate"):
-            store.add_prompts([PromptRecord("\ud800")])
+            store.add([PromptRecord("\ud800")])
         with pytest.raises(KeelError, match="1 pairs are not there"):
             store.set_priorities([("p0", 1.0), ("p7", 1.0)])
 
@@ -152,7 +151,7 @@ def test_queries_select(tmp_path: Path) -> None:
 def test_iterators_cross_pages(tmp_path: Path) -> None:
     count = PAGE + 1
     with made(tmp_path / "a.db") as store:
-        store.add_prompts([PromptRecord(str(n)) for n in range(count)])
+        store.add([PromptRecord(str(n)) for n in range(count)])
         assert [p.content for p in store.prompts()] == [str(n) for n in range(count)]
 
 
@@ -272,7 +271,7 @@ def test_turns_with_their_keys_in_any_order_are_one_prompt(tmp_path: Path) -> No
     one, other = (PromptRecord(turn) for turn in turns)
     assert one.id == other.id
     with made(tmp_path / "a.db") as store:
-        assert [store.add_prompts([prompt]) for prompt in (one, other)] == [1, 0]
+        assert [store.add([prompt])["prompts"] for prompt in (one, other)] == [1, 0]
 
 
 def test_a_pair_of_another_round_is_shown_again_after_undo(tmp_path: Path) -> None:
@@ -344,16 +343,6 @@ def test_files_that_are_no_store_are_refused(tmp_path: Path) -> None:
             PreferenceStore(path, create=create)
         assert "\n" not in str(caught.value)
         assert (path.read_bytes() if path.is_file() else None) == before
-
-
-def test_a_store_that_another_process_makes_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.db"
-    path.touch()  # as SQLite leaves it until the first page is written
-    monkeypatch.setattr(time, "sleep", lambda _: made(path, 1).close())
-    with PreferenceStore(path) as store:
-        assert len(list(store.pairs())) == 1
 
 
 def test_a_locked_store_is_one_line(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from keel.preferences.costs import describe_costs
 from keel.preferences.store.exports import preference_rows
-from keel.preferences.store.ledger import describe_costs
 from keel.preferences.store.records import CompletionRecord, PromptRecord
 from keel.preferences.store.store import PreferenceStore
 from keel.preferences.synthesis.completions import ProgressNotes
+from keel.preferences.synthesis.forecast import ModelUsage, forecast_costs
 from keel.preferences.synthesis.options import (
     CompletionModel,
     ModelFolder,
@@ -24,7 +25,7 @@ from keel.preferences.synthesis.options import (
     parse_model,
     requests_path,
 )
-from keel.preferences.synthesis.run import SynthesisReport, estimate, synthesize
+from keel.preferences.synthesis.run import SynthesisReport, synthesize
 from keel.types import KeelError, Sampling
 from tests.preferences.synthesis.made import (
     JUDGE,
@@ -91,7 +92,7 @@ def test_every_prompt_gets_completions_pairs_and_labels(tmp_path: Path) -> None:
             assert first.note == "length"
             assert first.seconds is not None
             assert first.at is not None
-            assert first.cost is None  # it is in the ledger
+            assert first.cost is not None
 
 
 def test_both_orders_are_asked_and_a_judge_of_places_ties_everywhere(tmp_path: Path) -> None:
@@ -225,9 +226,8 @@ def test_a_refused_prompt_is_stored_blank_and_not_asked_again(tmp_path: Path) ->
 # ---------------------------------------------------------------- forecast, ledger, budget
 
 
-def test_the_forecast_is_near_what_it_took_and_comes_before_the_bulk(tmp_path: Path) -> None:
-    """Within 15 % with 10 of 40 prompts: texts vary by a third of their mean, so that the mean of
-    30 is within 12 % with 95 % probability, and the prompts' lengths are known."""
+def test_the_forecast_comes_first_and_holds_what_it_takes(tmp_path: Path) -> None:
+    """10 of 40 prompts are the sample; what is spent lies in the forecast's interval."""
     lines: list[tuple[str, int]] = []
     with server() as found:
         report = done(
@@ -240,47 +240,53 @@ def test_the_forecast_is_near_what_it_took_and_comes_before_the_bulk(tmp_path: P
         assert at == 10 * (3 + 6)
         assert len(found.log) == 40 * 9
         assert len(set(found.names)) == len(found.names)
-        actual = owed(found.log)
+        actual = {"dollars": owed(found.log)}
+        actual |= dict(zip(("input_tokens", "output_tokens"), found.billed, strict=True))
     forecast = report.forecast
     assert forecast is not None
-    assert forecast.total("dollars") == pytest.approx(actual, rel=0.15)
-    assert forecast.total("input_tokens") == pytest.approx(found.billed[0], rel=0.15)
-    assert forecast.total("output_tokens") == pytest.approx(found.billed[1], rel=0.15)
-    assert [row.count for row in forecast.rows] == [120, pytest.approx(240, rel=0.02)]
-    assert forecast.margin is not None
-    assert 0 < forecast.margin < 0.5
-    hours = forecast.total("hours")
-    assert hours is not None
-    assert hours > 0
+    assert (forecast.sample, forecast.prompts) == (10, 40)
+    for unit, amount in actual.items():
+        total = forecast.totals[unit]  # type: ignore[index]
+        assert total.low < amount < total.high
+        assert total.low < total.mean < total.high < 1.5 * amount
+        of_models = sum(amounts[unit] for _, _, amounts in forecast.models)  # type: ignore[index]
+        assert of_models == pytest.approx(total.mean)
+    assert forecast.totals["hours"].mean > 0
 
 
-def test_ledger_holds_every_request_and_forecast_once(tmp_path: Path) -> None:
+def test_a_mean_is_scaled_and_its_interval_is_of_the_rest() -> None:
+    usage = ModelUsage()
+    for prompt, dollars in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
+        usage.add(prompt, {"dollars": dollars})
+    found = forecast_costs({("labels", "m"): usage}, True, dict.fromkeys("abc"), 12)
+    total = found.totals["dollars"]
+    # Student's t of two degrees, 4.303, times a standard error of 1/√3, for each of nine prompts.
+    half = 9 * 4.302653 / 3**0.5
+    assert (total.mean, total.high) == (24, pytest.approx(24 + half, rel=1e-6))
+    assert total.low == 6  # what is spent already is the least
+    alone = forecast_costs({("labels", "m"): usage}, False, {"a": None}, 4)
+    assert alone.totals == {}
+
+
+def test_every_request_is_counted_once_as_dollars(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     with server() as found:
         first = done(path, options(found.url, round=2))
         again = done(path, options(found.url, round=2))
-        assert again.ledger == first.ledger
-        assert again.forecast is not None
-        assert first.forecast is not None
-        assert again.forecast.total("dollars") == pytest.approx(first.forecast.total("dollars"))
+        assert again.forecast is None
         spent = owed(found.log)
-        assert first.ledger["actual"]["dollars"] == pytest.approx(spent, rel=1e-9)
-        assert first.ledger["actual"]["input tokens"] == found.billed[0]
-        assert first.ledger["actual"]["output tokens"] == found.billed[1]
+        for report in (first, again):
+            assert report.account is not None
+            assert report.account.spent.dollars == pytest.approx(spent, rel=1e-9)
         assert first.account is not None
-        assert first.account.spent.dollars == pytest.approx(spent, rel=1e-9)
+        used = first.account.spent
+        assert (used.tokens_in, used.tokens_out) == found.billed
     with PreferenceStore(path) as store:
-        costs = list(store.costs(round=2))
         counted = describe_costs(store)["table"]
+        forecasts = [(cost.kind, cost.unit, cost.round) for cost in store.costs(forecast=True)]
     every = [row["actual_dollars"] for row in counted if row["kind"] == "api"]
     assert every == [pytest.approx(spent, rel=1e-9)] * 2  # of the round, and of all
-    assert {(cost.kind, cost.purpose, cost.forecast) for cost in costs} == {
-        ("api", f"{role} of {model}", forecast)
-        for role, model in (("completions", WRITER), ("labels", JUDGE))
-        for forecast in (False, True)
-    }
-    # Four entries a request, and of each model four of the forecast.
-    assert len(costs) == 4 * len(found.log) + 8
+    assert forecasts == [("api", "dollars", 2), ("api", "hours", 2)]
 
 
 def test_only_the_forecast_pays_for_the_sample_which_the_rest_does_not_repeat(
@@ -296,7 +302,10 @@ def test_only_the_forecast_pays_for_the_sample_which_the_rest_does_not_repeat(
         assert len(found.log) == len(set(found.names)) == 8 * 9
         assert whole.forecast is not None
         assert report.forecast is not None
-        assert whole.forecast.total("dollars") == pytest.approx(report.forecast.total("dollars"))
+        assert (report.forecast.prompts, whole.forecast.prompts) == (8, 6)
+    with PreferenceStore(tmp_path / "a.db") as store:  # the first one
+        (entered, _) = store.costs(forecast=True)
+    assert entered.amount == pytest.approx(report.forecast.totals["dollars"].mean)
 
 
 def test_a_budget_is_hard_and_a_larger_one_goes_on(tmp_path: Path) -> None:
@@ -307,7 +316,8 @@ def test_a_budget_is_hard_and_a_larger_one_goes_on(tmp_path: Path) -> None:
         assert report.stopped is not None
         assert "budget = 0.01 dollars is used up" in report.stopped
         assert 0.008 < owed(found.log) <= 0.01
-        assert report.ledger["actual"]["dollars"] == pytest.approx(owed(found.log), rel=1e-9)
+        assert report.account is not None
+        assert report.account.spent.dollars == pytest.approx(owed(found.log), rel=1e-9)
         assert sum(report.left.values()) > 0
         assert done(path, options(found.url, budget=0.01), 12).stopped is not None
         assert owed(found.log) <= 0.01
@@ -323,46 +333,13 @@ def test_without_prices_dollars_are_unknown(tmp_path: Path) -> None:
         judge = ModelServer(JUDGE, found.url, options=QUICK)
         report = done(tmp_path / "a.db", replace(chosen, judge=judge), note=lines.append)
     assert report.forecast is not None
-    assert report.forecast.total("dollars") is None
+    assert "dollars" not in report.forecast.totals
     assert any("total: dollars unknown (no price)" in line for line in lines)
     with PreferenceStore(tmp_path / "a.db") as store:
         assert {label.cost for label in store.labels()} == {None}
-        assert not any(cost.unit == "dollars" and JUDGE in cost.purpose for cost in store.costs())
+        assert not any(cost.unit == "dollars" for cost in store.costs())
     with pytest.raises(KeelError, match=f"budget = 1: the price of '{JUDGE}' is unknown"):
         replace(chosen, judge=judge, budget=1.0)
-
-
-def test_an_estimate_sends_nothing_and_bounds_what_it_takes(tmp_path: Path) -> None:
-    with server() as found:
-        chosen = options(found.url)
-        with PreferenceStore(tmp_path / "a.db", create=True) as store:
-            forecast = estimate(store, chosen, prompts(8))
-            assert found.log == []
-            assert not any(store.counts().values())
-        assert not requests_path(tmp_path / "a.db").exists()
-    rows = {row.role: row for row in forecast.rows}
-    assert rows["completions"].count == 24
-    assert rows["completions"].output_tokens == 24 * 60
-    size = sum(
-        len(p.content if isinstance(p.content, str) else p.content[0]["content"])
-        for p in prompts(8)
-    )
-    assert rows["completions"].input_tokens == pytest.approx(3 * size / 4)
-    assert rows["labels"].count == 48
-    assert forecast.total("hours") is None
-
-
-def test_an_estimate_goes_by_what_the_store_holds(tmp_path: Path) -> None:
-    with server() as found:
-        chosen = options(found.url)
-        done(tmp_path / "a.db", chosen, 4)
-        with PreferenceStore(tmp_path / "a.db") as store:
-            forecast = estimate(store, chosen, prompts(8))
-            mean = sum(len(one.text) for one in store.completions()) / 12
-    rows = {row.role: row for row in forecast.rows}
-    assert (rows["completions"].count, rows["labels"].count) == (12, 24)
-    assert rows["completions"].output_tokens == pytest.approx(12 * mean)
-    assert forecast.total("hours") is not None
 
 
 # ---------------------------------------------------------------- models, failures
@@ -469,7 +446,7 @@ def test_half_a_character_in_a_reason_is_no_error(tmp_path: Path) -> None:
 
 def test_prompts_of_the_store_are_those_without_a_file(tmp_path: Path) -> None:
     with server() as found, PreferenceStore(tmp_path / "a.db", create=True) as store:
-        store.add_prompts([PromptRecord("one"), PromptRecord("two")])
+        store.add([PromptRecord("one"), PromptRecord("two")])
         report = synthesize(store, options(found.url))
         assert report.added["completions"] == 6
 

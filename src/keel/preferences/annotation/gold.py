@@ -47,8 +47,3 @@ def gold_labels(store: PreferenceStore) -> dict[str, float]:
 def gold_order(gold: Mapping[str, float], seed: int, annotator: str) -> list[str]:
     """The gold pairs in the order in which a person gets them."""
     return sorted(gold, key=lambda pair: digest("gold", seed, annotator, pair))
-
-
-def verdict(value: float) -> int:
-    """1 where the first is better, -1 where the second is, 0 for a tie."""
-    return (value > 0.5) - (value < 0.5)

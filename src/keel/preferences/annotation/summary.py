@@ -9,9 +9,8 @@ from typing import Any
 
 from keel.analysis.proportions import share_interval
 from keel.analysis.statistics import Interval
-from keel.preferences.annotation.gold import verdict
 from keel.preferences.annotation.settings import AnnotationSettings
-from keel.preferences.store.statistics import label_agreement
+from keel.preferences.store.statistics import label_agreement, verdict
 from keel.preferences.store.store import PreferenceStore
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields, finite, last_turn
-from keel.preferences.published import FIRST, PEOPLE, TIE, Annotated
 from keel.preferences.store.records import (
     CompletionRecord,
     LabelRecord,
@@ -20,7 +19,6 @@ from keel.preferences.store.records import (
     Source,
     StepsRecord,
 )
-from keel.runs.values import clean_text
 from keel.types import Content, KeelError, Message
 
 
@@ -38,17 +36,14 @@ class EmptyAnswer(KeelError):
     """A row with a blank answer, which is left out."""
 
 
-Read = Callable[[Fields, Attribution], Iterator[Record]]
-
-
 def read_trl(fields: Fields, by: Attribution) -> Iterator[Record]:
     """`prompt`, `chosen`, `rejected`, `probability`, `margin`; other columns stay with the pair."""
     found = judged.pair(fields, "")
     # 1 − (1 − p), as the rejected answer's share rounds: a row that is exported reads back equal.
     value = found.probability if found.probability >= 0.5 else 1 - (1 - found.probability)
-    answers = _answers(fields, by, found.prompt, (found.chosen, found.rejected))
+    answers = answer_records(fields, by, found.prompt, (found.chosen, found.rejected))
     columns = _others(fields, judged.PAIR)
-    yield from _compared(*answers, value, by, margin=found.margin, columns=columns)
+    yield from compared(*answers, value, by, margin=found.margin, columns=columns)
 
 
 def read_steps(fields: Fields, by: Attribution) -> Iterator[Record]:
@@ -93,7 +88,7 @@ def read_hh(fields: Fields, by: Attribution) -> Iterator[Record]:
         Message(role=roles[mark], content=text.strip())
         for mark, text in zip(parts[::2], parts[1::2], strict=True)
     )
-    yield from _compared(*_answers(fields, by, turns, answers), 1.0, by)
+    yield from compared(*answer_records(fields, by, turns, answers), 1.0, by)
 
 
 def read_ultrafeedback(fields: Fields, by: Attribution) -> Iterator[Record]:
@@ -109,8 +104,8 @@ def read_ultrafeedback(fields: Fields, by: Attribution) -> Iterator[Record]:
         )
         scores = [_score(fields, f"score_{name}") for name in names]
         columns = [{"score": score} for score in scores]
-        answers = _answers(fields, by, prompt, texts, columns=columns)
-        yield from _compared(*answers, _better(*scores), by)
+        answers = answer_records(fields, by, prompt, texts, columns=columns)
+        yield from compared(*answers, _better(*scores), by)
         return
     prompt, rows = fields.prompt("instruction"), fields.value("completions")
     if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
@@ -121,13 +116,13 @@ def read_ultrafeedback(fields: Fields, by: Attribution) -> Iterator[Record]:
     scores = [_score(part, part.first("fine-grained_score", "overall_score")) for part in parts]
     models = [str(part.row.get("model") or "") for part in parts]
     columns = [{"score": score} for score in scores]
-    texts = [_text(part, "response") for part in parts]
-    head, found = _answers(fields, by, prompt, texts, models, columns)
+    texts = [read_text(part, "response") for part in parts]
+    head, found = answer_records(fields, by, prompt, texts, models, columns)
     for at, first in enumerate(found):
         for other in range(at + 1, len(found)):
             if first.text != found[other].text:
                 value = _better(scores[at], scores[other])
-                yield from _compared(head, (first, found[other]), value, by)
+                yield from compared(head, (first, found[other]), value, by)
 
 
 ASPECTS = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")
@@ -145,14 +140,14 @@ class HelpSteerReader:
     def __call__(self, fields: Fields, by: Attribution) -> Iterator[Record]:
         scores = {name: _score(fields, name) for name in ASPECTS}
         prompt = _turns(fields.prompt("prompt"))
-        texts = [_text(fields, "response")]
-        head, (found,) = _answers(fields, by, prompt, texts, columns=[scores])
+        texts = [read_text(fields, "response")]
+        head, (found,) = answer_records(fields, by, prompt, texts, columns=[scores])
         yield from (head, found)
         earlier = self._earlier.setdefault(head.id, [])
         for other, score in earlier:
             if other.text == found.text:
                 continue
-            yield from _compared(head, (other, found), _better(score, scores["helpfulness"]), by)
+            yield from compared(head, (other, found), _better(score, scores["helpfulness"]), by)
         earlier.append((found, scores["helpfulness"]))
 
 
@@ -171,43 +166,16 @@ def read_helpsteer_preference(fields: Fields, by: Attribution) -> Iterator[Recor
         raise fields.wrong(column, f"give a number from -{STRENGTH} to {STRENGTH}")
     prompt = _turns(fields.prompt(fields.first("prompt", "context")))
     names = (fields.first("response_1", "response1"), fields.first("response_2", "response2"))
-    answers = _answers(fields, by, prompt, [_text(fields, name) for name in names])
+    answers = answer_records(fields, by, prompt, [read_text(fields, name) for name in names])
     columns = {"preference_strength": strength}
     value = 0.5 - strength / (2 * STRENGTH)
-    yield from _compared(*answers, value, by, columns=columns, shown=True)
-
-
-def read_annotated(row: Annotated, by: Attribution, people: Sequence[str]) -> Iterator[Record]:
-    """A row of PandaLM or LLMBar: a label for each vote."""
-    assert row.origin is not None
-    fields = Fields(row.origin.row, row.origin.place)
-    # These files may hold lone surrogates, which no store can.
-    texts = [clean_text(text) for text in row.answers]
-    answers = _answers(fields, by, clean_text(row.prompt), texts)
-    for person, vote in zip(people, row.votes, strict=True):
-        value = 0.5 if vote == TIE else float(vote == FIRST)
-        who = Attribution(by.source, person, by.round)
-        yield from _compared(*answers, value, who, columns={"id": row.id}, shown=True)
-
-
-READERS: Mapping[str, Callable[[], Read]] = {
-    "trl": lambda: read_trl,
-    "steps": lambda: read_steps,
-    "hh": lambda: read_hh,
-    "ultrafeedback": lambda: read_ultrafeedback,
-    "helpsteer": HelpSteerReader,
-    "helpsteer-preference": lambda: read_helpsteer_preference,
-}
-"""What makes the reader of each kind; a new one for each file."""
-DEFAULTS: Mapping[str, tuple[Source, str]] = {"ultrafeedback": ("judge", "gpt-4")}
-"""Source and annotator of the kinds that no person labelled."""
-ANNOTATORS: Mapping[str, Sequence[str]] = {"pandalm": PEOPLE, "llmbar": ("llmbar",)}
+    yield from compared(*answers, value, by, columns=columns, shown=True)
 
 
 # ---------------------------------------------------------------- parts of a row
 
 
-def _answers(
+def answer_records(
     fields: Fields,
     by: Attribution,
     prompt: Content,
@@ -231,7 +199,7 @@ def _answers(
     ]
 
 
-def _compared(
+def compared(
     prompt: PromptRecord,
     answers: Sequence[CompletionRecord],
     value: float,
@@ -281,7 +249,8 @@ def _others(fields: Fields, known: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _text(fields: Fields, name: str) -> str:
+def read_text(fields: Fields, name: str) -> str:
+    """A column's text."""
     found = fields.answer(name)
     if not isinstance(found, str):
         raise fields.wrong(name, "give a text")

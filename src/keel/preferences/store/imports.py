@@ -4,27 +4,50 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Origin
-from keel.data.tables import all_bad, read_file
-from keel.preferences.published import read_llmbar, read_pandalm
+from keel.data.tables import Table, all_bad, read_file
 from keel.preferences.store.formats import (
-    ANNOTATORS,
-    READERS,
     Attribution,
     EmptyAnswer,
-    read_annotated,
+    HelpSteerReader,
+    read_helpsteer_preference,
+    read_hh,
+    read_steps,
+    read_trl,
+    read_ultrafeedback,
 )
-from keel.preferences.store.records import LabelRecord, Record, StepsRecord
+from keel.preferences.store.published import (
+    llmbar_table,
+    pandalm_table,
+    read_llmbar,
+    read_pandalm,
+)
+from keel.preferences.store.records import LabelRecord, Record, Source, StepsRecord
 from keel.preferences.store.store import PreferenceStore
 from keel.runs.quarantine import LeftOut, write_quarantine
 from keel.types import KeelError
 
-KINDS = (*ANNOTATORS, *READERS)
+Read = Callable[[Fields, Attribution], Iterator[Record]]
+READERS: Mapping[str, Callable[[], Read]] = {
+    "trl": lambda: read_trl,
+    "steps": lambda: read_steps,
+    "pandalm": lambda: read_pandalm,
+    "llmbar": lambda: read_llmbar,
+    "hh": lambda: read_hh,
+    "ultrafeedback": lambda: read_ultrafeedback,
+    "helpsteer": HelpSteerReader,
+    "helpsteer-preference": lambda: read_helpsteer_preference,
+}
+"""What makes the reader of each kind; a new one for each file."""
+TABLES: Mapping[str, Callable[[Path], Table]] = {"pandalm": pandalm_table, "llmbar": llmbar_table}
+"""The kinds that are neither JSONL nor Parquet. Their rows name their annotators."""
+DEFAULTS: Mapping[str, tuple[Source, str]] = {"ultrafeedback": ("judge", "gpt-4")}
+"""Source and annotator of the kinds that no person labelled."""
 BATCH = 500
 """Rows of a transaction: annotators wait for it at most."""
 
@@ -48,7 +71,7 @@ Parsed = list[Record] | LeftOut
 
 
 def import_file(store: PreferenceStore, kind: str, path: Path, by: Attribution) -> ImportReport:
-    """Add a file (JSONL, Parquet, or the folder of a published set) of one of `KINDS`.
+    """Add a file (JSONL, Parquet, or the folder of a published set) of one of `READERS`.
 
     An import that was interrupted is completed by another: what is there is not added twice.
     Raises KeelError where the file cannot be read, or none of its rows.
@@ -93,15 +116,7 @@ def write_left_out(store: Path, source: Path, report: ImportReport) -> Path | No
 
 
 def _parsed(kind: str, path: Path, by: Attribution) -> Iterator[Parsed]:
-    if kind in ANNOTATORS:
-        read = {"pandalm": read_pandalm, "llmbar": read_llmbar}[kind]
-        found = read(path, "quarantine")
-        yield from found.bad
-        for row in found.rows:
-            assert row.origin is not None
-            yield _row(row.origin, read_annotated(row, by, ANNOTATORS[kind]))
-        return
-    table = read_file(path, "quarantine")
+    table = TABLES[kind](path) if kind in TABLES else read_file(path, "quarantine")
     yield from table.bad
     make = READERS[kind]()
     for values, line in zip(table.rows, table.lines, strict=True):

@@ -24,6 +24,7 @@ Side = Literal["first", "second"]
 """One of a pair's completions."""
 CostKind = Literal["api", "human", "gpu"]
 """What money or time goes to."""
+CostUnit = Literal["dollars", "hours"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ class StepsRecord:
 
 @dataclass(frozen=True, slots=True)
 class CostRecord:
-    """An entry of the ledger: `amount` of a `unit` (such as "dollars" or "hours") for `purpose`.
+    """An entry of the ledger: `amount` of a `unit` for `purpose`, of what is on no other record.
 
     Equal amounts may be spent twice, so that the caller gives each entry its `id`. A forecast is
     what a round is expected to take.
@@ -163,7 +164,7 @@ class CostRecord:
     id: str
     kind: CostKind
     amount: float
-    unit: str
+    unit: CostUnit
     purpose: str = ""
     round: int = 0
     forecast: bool = False
@@ -172,6 +173,7 @@ class CostRecord:
         if not self.id:
             raise KeelError("cost: id is empty: name the entry, so that it is counted once")
         _among("kind", self.kind, get_args(CostKind))
+        _among("unit", self.unit, get_args(CostUnit))
         _finite(self, "amount")
         _set(self, "forecast", bool(self.forecast))  # SQLite has no booleans
 

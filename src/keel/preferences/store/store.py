@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,8 +38,6 @@ from keel.types import KeelError
 R = TypeVar("R")
 PAGE = 1000
 """Rows that are read at a time; none is held while the caller works on them."""
-TRIES, BETWEEN = 50, 0.02
-"""Looks at an empty file, and seconds between them: another process may be making it a store."""
 LEASE = 1800.0
 """Seconds for which an annotator has a pair."""
 
@@ -49,21 +46,26 @@ class PreferenceStore:
     """Preferences in one SQLite file; several threads and processes may read and write at once.
 
     What a method wrote survives a kill; all but leases survives a power failure too.
-    `create` makes the file where there is none. `timeout` is how many seconds a write waits for
-    another process. Raises KeelError for a file that is no store, or of another version, and where
-    it cannot be written.
+    `path` None keeps all in memory. `create` makes the file if there is none. `timeout` is how many
+    seconds a write waits for another process. Raises KeelError for a file that is no store, or of
+    another version, and if it cannot be written.
     """
 
-    def __init__(self, path: Path, *, create: bool = False, timeout: float = 30.0) -> None:
-        self.path = path
-        if not create and not _is_there(path):
+    def __init__(self, path: Path | None, *, create: bool = False, timeout: float = 30.0) -> None:
+        self._path = path
+        name = f"preference store {path}"
+        if path is not None and not create and not is_database(path):
             what = "it is no store" if path.exists() else "there is no such file"
-            raise KeelError(f"preference store {path}: {what}: name a store's file")
-        if create and not path.parent.is_dir():
-            raise KeelError(f"preference store {path}: there is no folder {str(path.parent)!r}")
-        self.database = Database(
-            path, FORMAT, f"preference store {path}", synchronous="FULL", timeout=timeout
-        )
+            raise KeelError(f"{name}: {what}: name a store's file")
+        if path is not None and create and not path.parent.is_dir():
+            raise KeelError(f"{name}: there is no folder {str(path.parent)!r}")
+        self.database = Database(path, FORMAT, name, synchronous="FULL", timeout=timeout)
+
+    @property
+    def path(self) -> Path:
+        """The store's file."""
+        assert self._path is not None
+        return self._path
 
     def __enter__(self) -> PreferenceStore:
         return self
@@ -93,18 +95,6 @@ class PreferenceStore:
                 for layout in LAYOUTS
                 if rows[layout.record]
             }
-
-    def add_prompts(self, records: Iterable[PromptRecord]) -> int:
-        """Add prompts, as `add` does; how many of them are new."""
-        return self.add(records).get("prompts", 0)
-
-    def add_pairs(self, records: Iterable[PairRecord]) -> int:
-        """Add pairs, as `add` does; how many of them are new."""
-        return self.add(records).get("pairs", 0)
-
-    def add_costs(self, records: Iterable[CostRecord]) -> int:
-        """Add entries of the ledger, as `add` does; how many of them are new."""
-        return self.add(records).get("costs", 0)
 
     def set_priorities(self, priorities: Iterable[tuple[str, float]]) -> None:
         """Set the priority of pairs (by id), which `lease_next` goes by."""
@@ -419,17 +409,3 @@ def _where(prefix: str = "", **columns: Any) -> tuple[str, list[Any]]:
     """The conditions of the columns that are not None, each after an AND, and their values."""
     given = {name: value for name, value in columns.items() if value is not None}
     return "".join(f" AND {prefix}{name} = ?" for name in given), list(given.values())
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a file is a database, at once or when who makes it has written its first page."""
-    for _ in range(TRIES):
-        if is_database(path):
-            return True
-        try:
-            if not path.is_file() or path.stat().st_size > 0:
-                return False
-        except OSError:
-            return False
-        time.sleep(BETWEEN)
-    return False

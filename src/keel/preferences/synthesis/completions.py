@@ -16,10 +16,11 @@ from keel.preferences.store.records import (
     CompletionRecord,
     CostRecord,
     PromptRecord,
+    Record,
     content_id,
 )
 from keel.preferences.store.store import PreferenceStore
-from keel.preferences.synthesis.ledger import CallUsage, paid_calls
+from keel.preferences.synthesis.forecast import ModelUsage, Unit
 from keel.preferences.synthesis.options import (
     CompletionModel,
     ModelFolder,
@@ -29,7 +30,8 @@ from keel.preferences.synthesis.options import (
 )
 from keel.rewards.judge.prompts import chat
 from keel.rewards.judge.requests import Asker
-from keel.types import Content, Group, KeelError, Prompt, shown_text
+from keel.rewards.judge.store import Cost
+from keel.types import Group, KeelError, Prompt
 
 T = TypeVar("T")
 Missing = Sequence[tuple[PromptRecord, tuple[int, ...]]]
@@ -116,7 +118,7 @@ def sample_server(
     options: SynthesisOptions,
     server: ModelServer,
     missing: Missing,
-    usage: CallUsage,
+    usage: ModelUsage,
     notes: ProgressNotes,
 ) -> None:
     """Ask a server for the missing samples. Raises KeelError where it gives no answers, and
@@ -138,11 +140,10 @@ async def _ask(
     asker: Asker,
     prompt: PromptRecord,
     sample: int,
-    usage: CallUsage,
+    usage: ModelUsage,
 ) -> None:
-    """One completion and its costs into the store, in one transaction."""
+    """One completion with what it took."""
     key, answer = await asker.complete(chat(prompt.content), sample)
-    calls = paid_calls(asker, prompt.id, {key: answer.cost}, content_bytes(prompt.content))
     columns = {"finish": answer.finish or None, "refusal": answer.refusal or None}
     record = _record(
         options,
@@ -151,15 +152,24 @@ async def _ask(
         sample,
         answer.text,
         tokens=answer.cost.tokens_out,
-        seconds=calls[0].seconds,
+        seconds=asker.seconds.get(key),
+        cost=None if server.price is None else answer.cost.dollars,
         columns={name: value for name, value in columns.items() if value is not None},
     )
-    concurrency = asker.options.concurrency
-    entries = calls[0].entries(server, "completions", options.round, concurrency)
-    store.add([record, *entries])
-    usage.asked += 1
-    usage.bytes_out += len(answer.text.encode())
-    usage.add(calls[0])
+    store.add([record])
+    usage.add(prompt.id, request_amounts(answer.cost, record.seconds, asker))
+
+
+def request_amounts(cost: Cost, seconds: float | None, asker: Asker) -> dict[Unit, float]:
+    """What a request took, for the forecast; `seconds` is None if another process sent it."""
+    found: dict[Unit, float] = {
+        "dollars": cost.dollars,
+        "input_tokens": cost.tokens_in,
+        "output_tokens": cost.tokens_out,
+    }
+    if seconds is not None:
+        found["hours"] = seconds / 3600 / asker.options.concurrency
+    return found
 
 
 def check_folder(model: ModelFolder) -> None:
@@ -187,13 +197,16 @@ class FolderSampler:
         spec = Model.model_validate({"name": model.model, "device": model.device})
         policy = load_policy(spec, options.seed)
         self.engine = NativeEngine(
-            policy.model, policy.tokenizer, max_num_seqs=model.max_rows, autocast=policy.autocast
+            policy.model,
+            policy.tokenizer,
+            max_num_seqs=model.max_num_seqs,
+            autocast=policy.autocast,
         )
         longest = longest_prompt(None, policy.context, options.sampling.max_tokens, "max_tokens")
         self.encode = Encoder(policy.tokenizer, longest, served=policy.served)
 
     def sample(
-        self, store: PreferenceStore, missing: Missing, usage: CallUsage, notes: ProgressNotes
+        self, store: PreferenceStore, missing: Missing, usage: ModelUsage, notes: ProgressNotes
     ) -> int:
         """Sample what is missing, into the store; how many prompts are too long for the model.
 
@@ -208,7 +221,7 @@ class FolderSampler:
             for p, wanted in missing
         ]
         ready = [(prompt, record, wanted) for prompt, record, wanted in encoded if prompt]
-        size = max(1, self.model.max_rows // options.samples)
+        size = max(1, self.model.max_num_seqs // options.samples)
         for start in range(0, len(ready), size):
             part = ready[start : start + size]
             begin = [time.monotonic()]
@@ -219,7 +232,9 @@ class FolderSampler:
                 _write_group(store, options, self.model, group, part[place], seconds, usage)
                 notes.add(len(part[place][2]))
 
-            with oom_context(f"{len(part)} prompts were answered", "lower max_rows or max_tokens"):
+            with oom_context(
+                f"{len(part)} prompts were answered", "lower max_num_seqs or max_tokens"
+            ):
                 prompts = [prompt for prompt, *_ in part]
                 self.engine.sample(
                     prompts, options.samples, options.sampling, options.seed, on_group=write
@@ -234,7 +249,7 @@ def _write_group(
     group: Group,
     wanted: tuple[Prompt, PromptRecord, set[int]],
     seconds: float,
-    usage: CallUsage,
+    usage: ModelUsage,
 ) -> None:
     """The completions of a prompt that are missing, in one transaction; `seconds` is of them all.
 
@@ -243,27 +258,23 @@ def _write_group(
     _, prompt, samples = wanted
     each = seconds / len(samples)
     purpose = f"completions of {model.model}"
-    for sample, completion in enumerate(group.completions):
-        if sample in samples:
-            record = _record(
-                options,
-                model,
-                prompt,
-                sample,
-                completion.text.encode("utf-8", "replace").decode("utf-8"),
-                tokens=len(completion),
-                seconds=each,
-                columns={"finish": completion.finish},
-            )
-            hours = CostRecord(
-                f"{record.id}/hours", "gpu", each / 3600, "hours", purpose, options.round
-            )
-            store.add([record, hours])
-            usage.asked += 1
-            usage.timed += 1
-            usage.seconds += each
-            usage.bytes_out += len(record.text.encode())
-            usage.tokens_out += len(completion)
+    records: list[Record] = []
+    for sample in sorted(samples):
+        completion = group.completions[sample]
+        record = _record(
+            options,
+            model,
+            prompt,
+            sample,
+            completion.text.encode("utf-8", "replace").decode("utf-8"),
+            tokens=len(completion),
+            seconds=each,
+            columns={"finish": completion.finish},
+        )
+        id = f"{record.id}/hours"
+        records += [record, CostRecord(id, "gpu", each / 3600, "hours", purpose, options.round)]
+    store.add(records)
+    usage.add(prompt.id, {"machine_hours": seconds / 3600})
 
 
 def _record(
@@ -276,6 +287,7 @@ def _record(
     tokens: int,
     seconds: float | None,
     columns: Mapping[str, Any],
+    cost: float | None = None,
 ) -> CompletionRecord:
     """The record of a sample; equal texts of two samples are two records."""
     sampling = options.sampling_of(model)
@@ -287,13 +299,7 @@ def _record(
         options.round,
         tokens,
         seconds,
+        cost,
         columns={"sample": sample, **columns},
         id=content_id("sample", prompt.id, model.model, sampling, sample, text),
     )
-
-
-def content_bytes(content: Content) -> int:
-    """The length of a prompt."""
-    if isinstance(content, str):
-        return len(content.encode())
-    return sum(len(shown_text(turn).encode()) for turn in content)

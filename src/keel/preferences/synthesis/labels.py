@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -10,8 +11,8 @@ from keel.data.gold import shown_gold
 from keel.graders.stated import answer_part
 from keel.preferences.store.records import JudgedPair, LabelRecord, PairRecord, Side
 from keel.preferences.store.store import PreferenceStore
-from keel.preferences.synthesis.completions import ProgressNotes, in_parallel
-from keel.preferences.synthesis.ledger import CallUsage, paid_calls
+from keel.preferences.synthesis.completions import ProgressNotes, in_parallel, request_amounts
+from keel.preferences.synthesis.forecast import ModelUsage
 from keel.preferences.synthesis.options import ModelServer, SynthesisOptions, build_asker
 from keel.rewards.judge.pairs import SWAPPED, WORTH
 from keel.rewards.judge.prompts import Question, pair_question
@@ -37,7 +38,7 @@ def judge_pairs_of(
     options: SynthesisOptions,
     judge: ModelServer,
     pairs: Sequence[PairRecord],
-    usage: CallUsage,
+    usage: ModelUsage,
     notes: ProgressNotes,
 ) -> None:
     """Label pairs. Raises KeelError where the judge gives no answers, and SpendLimitReached."""
@@ -58,26 +59,16 @@ async def _judge(
     judge: ModelServer,
     asker: Asker,
     pair: JudgedPair,
-    usage: CallUsage,
+    usage: ModelUsage,
 ) -> None:
-    """The labels of a pair and their costs into the store, in one transaction."""
+    """The labels of a pair with what they took, in one transaction."""
     asked = questions(pair, options.rubric, options.reference)
     judgements = await asker.judge(asked)
-    records = list(pair_labels(pair.pair.id, judgements, asker, options, judge))
-    calls = [
-        call
-        for question, judgement in zip(asked, judgements, strict=True)
-        for call in paid_calls(asker, pair.prompt.id, judgement.costs, question_bytes(question))
-    ]
-    entries = [
-        entry
-        for call in calls
-        for entry in call.entries(judge, "labels", options.round, asker.options.concurrency)
-    ]
-    store.add([*records, *entries])
-    usage.asked += len(asked)
-    for call in calls:
-        usage.add(call)
+    store.add(pair_labels(pair.pair.id, judgements, asker, options, judge))
+    for judgement in judgements:
+        for key, cost in judgement.costs.items():
+            amounts = request_amounts(cost, asker.seconds.get(key), asker)
+            usage.add(pair.prompt.id, amounts)
 
 
 def questions(pair: JudgedPair, rubric: str, reference: str | None) -> list[Question]:
@@ -128,14 +119,12 @@ def pair_labels(
             round=options.round,
             shown_first=shown,
             seconds=None if None in seconds else sum(s for s in seconds if s is not None),
+            cost=None
+            if judge.price is None
+            else math.fsum(cost.dollars for cost in judgement.costs.values()),
             note=clean_text(note),
             at=time.time(),
         )
-
-
-def question_bytes(question: Question) -> int:
-    """The length of a question's messages."""
-    return sum(len(message["content"].encode()) for message in question.messages)
 
 
 def check_reference(store: PreferenceStore, reference: str | None, prompts: Sequence[str]) -> None:

@@ -55,12 +55,12 @@ class ModelServer:
 class ModelFolder:
     """A model that the native engine samples from, a folder or a hub name; it costs no dollars.
 
-    At most `max_rows` completions are sampled at once.
+    At most `max_num_seqs` completions are sampled at once.
     """
 
     model: str
     device: str = "auto"
-    max_rows: int = 64
+    max_num_seqs: int = 64
 
 
 CompletionModel = ModelServer | ModelFolder

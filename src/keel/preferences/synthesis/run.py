@@ -1,12 +1,13 @@
 """`keel prefs synthesize`: completions, pairs and a judge's labels into a preference store.
 
 STORE           the preference store; every answer is written to it as it arrives
-STORE.requests  every paid answer, by a hash of its request, and reservations of what is under way
+STORE.requests  every paid answer, by a hash of its request
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,19 +26,19 @@ from keel.preferences.synthesis.completions import (
 )
 from keel.preferences.synthesis.forecast import (
     CostForecast,
-    add_costs,
-    forecast_lines,
-    forecast_rest,
-    recorded_forecast,
-    relative_margin,
-    roles_of,
-    spent_so_far,
+    ModelUsage,
+    Role,
+    forecast_costs,
 )
 from keel.preferences.synthesis.labels import check_reference, judge_pairs_of, unjudged
-from keel.preferences.synthesis.ledger import CallUsage, Role, settle, spent
-from keel.preferences.synthesis.options import ModelFolder, SynthesisOptions, build_asker
-from keel.preferences.synthesis.pairing import different_texts, new_pairs
-from keel.rewards.judge.store import Account, SpendLimitReached
+from keel.preferences.synthesis.options import (
+    ModelFolder,
+    SynthesisOptions,
+    build_asker,
+    requests_path,
+)
+from keel.preferences.synthesis.pairing import new_pairs
+from keel.rewards.judge.store import Account, JudgeStore, SpendLimitReached
 from keel.types import KeelError
 
 
@@ -46,15 +47,14 @@ class SynthesisReport:
     """What a synthesis did.
 
     `left` counts the completions and labels that are still missing, `too_long` prompts that a
-    model folder cannot read. `ledger` has the sums of the round, `stopped` the reason where the
-    budget ended it, `account` what all requests of the store took.
+    model folder cannot read. `stopped` is the reason if the budget ended it, `account` what all
+    requests of the store took.
     """
 
     forecast: CostForecast | None
     added: Mapping[str, int]
     left: Mapping[str, int]
     too_long: int
-    ledger: Mapping[str, Mapping[str, float]]
     account: Account | None
     stopped: str | None
     audit: Sequence[Mapping[str, Any]]
@@ -65,7 +65,6 @@ class SynthesisReport:
             "added": dict(self.added),
             "left": dict(self.left),
             "too_long": self.too_long,
-            "ledger": {name: dict(sums) for name, sums in self.ledger.items()},
             "requests": None if self.account is None else asdict(self.account),
             "stopped": self.stopped,
             "audit": list(self.audit),
@@ -111,12 +110,11 @@ def synthesize(
     the report's `stopped` has the reason.
     """
     if prompts is not None:
-        store.add_prompts(prompts)
+        store.add(prompts)
     chosen = list(store.prompts()) if prompts is None else list(prompts)
     if not chosen:
         raise KeelError(f"{store.path}: it has no prompts: give a file of prompts")
     check_reference(store, options.reference, [prompt.id for prompt in chosen])
-    settle(store, options.round)
     _check_models(store, options)
     return _Synthesis(store, options, chosen, note).run(only_forecast)
 
@@ -130,20 +128,6 @@ def _check_models(store: PreferenceStore, options: SynthesisOptions) -> None:
         build_asker(store.path, options, server, judges=server is options.judge).close()
 
 
-def estimate(
-    store: PreferenceStore,
-    options: SynthesisOptions,
-    prompts: Sequence[PromptRecord] | None = None,
-    tokens_a_byte: float | None = None,
-) -> CostForecast:
-    """The forecast without any request, from the lengths of texts; nothing is written."""
-    chosen = list(store.prompts()) if prompts is None else list(prompts)
-    rows = forecast_rest(store, options, chosen, {}, 1.0, tokens_a_byte)
-    size = "the tokenizer's tokens" if tokens_a_byte else "four bytes a token"
-    basis = f"no request: {size}, completions as long as in the store, else as they may be"
-    return CostForecast(rows, basis)
-
-
 class _Synthesis:
     """The steps of one synthesis, and what each model took."""
 
@@ -155,9 +139,11 @@ class _Synthesis:
         note: Note,
     ) -> None:
         self.store, self.options, self.prompts, self.note = store, options, prompts, note
-        self.usages: dict[tuple[Role, str], CallUsage] = {
-            (role, model.model): CallUsage() for role, model in roles_of(options)
+        self.usages: dict[tuple[Role, str], ModelUsage] = {
+            ("completions", model.model): ModelUsage() for model in options.models
         }
+        if options.judge is not None:
+            self.usages["labels", options.judge.model] = ModelUsage()
         self.too_long = 0
         self.loaded: FolderSampler | None = None
         ids = sorted(prompt.id for prompt in prompts)
@@ -171,82 +157,59 @@ class _Synthesis:
                 self.process(self.prompts)
         except SpendLimitReached as limit:
             stopped = str(limit)
-        except KeelError:
-            settle(self.store, self.options.round)
-            raise
-        account = settle(self.store, self.options.round)
         after = self.store.counts()
         return SynthesisReport(
             forecast=forecast,
             added={name: after[name] - before[name] for name in ("completions", "pairs", "labels")},
             left=self.left(self.prompts),
             too_long=self.too_long,
-            ledger=spent(self.store, self.options.round),
-            account=account,
+            account=self.account(),
             stopped=stopped,
             audit=audit_judges(self.store),
         )
 
+    def account(self) -> Account | None:
+        """What all requests of the store took; None if there was none."""
+        path = requests_path(self.store.path)
+        if not path.exists():
+            return None
+        with closing(JudgeStore(path)) as requests:
+            return requests.account()
+
     def forecast(self) -> CostForecast | None:
-        """The forecast of this plan, in the ledger and noted; from a sample unless it is there."""
-        found = recorded_forecast(self.store, self.plan)
-        if found is None:
-            sample = self.sample()
-            if not sample:
-                return None
-            self.note(f"sample: {len(sample)} of {len(self.prompts)} prompts")
-            self.process(sample)
-            done = {prompt.id for prompt in sample}
-            rest = [prompt for prompt in self.prompts if prompt.id not in done]
-            found = CostForecast(
-                add_costs(
-                    spent_so_far(self.options, self.usages),
-                    forecast_rest(
-                        self.store, self.options, rest, self.usages, self.different(sample)
-                    ),
-                ),
-                f"a sample of {len(sample)} of {len(self.prompts)} prompts, which it includes",
-                relative_margin(self.usages),
-            )
-            found = self.record(found)
-        for line in forecast_lines(found, self.options.budget):
+        """Do a few of the prompts and forecast what all take that have work to do.
+
+        It is noted, and entered in the ledger unless one of the same plan is there.
+        """
+        work = self.work()
+        if not work:
+            return None
+        sample = work[: max(1, min(self.options.forecast_prompts, len(work) // 4))]
+        self.note(f"sample: {len(sample)} of {len(work)} prompts")
+        self.process(sample)
+        priced = all(server.price is not None for server in self.options.servers)
+        ids = dict.fromkeys(prompt.id for prompt in sample)
+        found = forecast_costs(self.usages, priced, ids, len(work))
+        known = {cost.id for cost in self.store.costs(forecast=True)}
+        entries = found.entries(self.plan, self.options.round)
+        self.store.add(entry for entry in entries if entry.id not in known)
+        for line in found.lines(self.options.budget):
             self.note(line)
         return found
 
-    def record(self, found: CostForecast) -> CostForecast:
-        """Enter a forecast in the ledger; the one that another process entered first, if any."""
-        try:
-            self.store.add_costs(found.entries(self.plan, self.options.round))
-        except KeelError:
-            if (other := recorded_forecast(self.store, self.plan)) is None:
-                raise
-            return other
-        return found
-
-    def sample(self) -> list[PromptRecord]:
-        """The prompts that a forecast is made from, at most a quarter of those with work to do.
-
-        Those with completions to write come first, then by a hash.
-        """
-        writing: set[str] = set()
+    def work(self) -> list[PromptRecord]:
+        """The prompts with work to do, in a random order."""
+        ids = {pair.prompt for pair in self.unpaired(self.prompts)}
         for model in self.options.models:
             missing = missing_samples(self.store, self.options, model, self.prompts)
-            writing.update(prompt.id for prompt, _ in missing)
-        work = writing | {pair.prompt for pair in self.unpaired(self.prompts)}
+            ids.update(prompt.id for prompt, _ in missing)
         if (judge := self.options.judge) is not None:
             waiting = unjudged(self.store, self.options, judge, (p.id for p in self.prompts))
-            work |= {pair.prompt for pair in waiting}
-        ordered = sorted(
-            (prompt for prompt in self.prompts if prompt.id in work),
-            key=lambda p: (p.id not in writing, content_id(self.options.seed, p.id)),
+            ids.update(pair.prompt for pair in waiting)
+        return sorted(
+            (prompt for prompt in self.prompts if prompt.id in ids),
+            key=lambda prompt: content_id(self.options.seed, prompt.id),
         )
-        return ordered[: max(1, min(self.options.forecast_prompts, len(ordered) // 4))]
-
-    def different(self, sample: Sequence[PromptRecord]) -> float:
-        """The share of a prompt's completions that have a text of their own."""
-        found = [list(self.store.completions(prompt.id)) for prompt in sample]
-        total = sum(map(len, found))
-        return sum(len(different_texts(one)) for one in found) / total if total else 1.0
 
     def process(self, prompts: Sequence[PromptRecord]) -> None:
         """Completions, pairs and labels of prompts, as far as they are missing."""
@@ -262,7 +225,7 @@ class _Synthesis:
                 self.too_long = max(self.too_long, long)
             else:
                 sample_server(self.store, self.options, model, missing, usage, notes)
-        self.store.add_pairs(self.unpaired(prompts))
+        self.store.add(self.unpaired(prompts))
         if (judge := self.options.judge) is not None:
             pairs = unjudged(self.store, self.options, judge, (p.id for p in prompts))
             if pairs:

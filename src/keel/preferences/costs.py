@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from keel.config.repeat import round_of
 from keel.preferences.store.records import CostKind
 from keel.preferences.store.store import PreferenceStore
+from keel.runs.reader import Run
 
 KINDS: dict[str, CostKind] = {
     **{"human": "human", "judge": "api", "rule": "gpu", "reward_model": "gpu"},
@@ -22,10 +24,9 @@ HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class CostItem:
-    """Where an amount is recorded: `of` is "labels by judge", "completions", "entry", ...
+    """An amount and where it is recorded: `of` is "labels by judge", "completions", …
 
-    `items` is their number, `priced` and `timed` of how many cost or seconds are known. None: of
-    none. `unit` names an entry's that is neither dollars nor hours, with the amount in `other`.
+    `items` is their number. Dollars and hours are None if none of them has any.
     """
 
     round: int
@@ -33,12 +34,8 @@ class CostItem:
     of: str
     forecast: bool
     items: int
-    priced: int
-    timed: int
     dollars: float | None = None
     hours: float | None = None
-    other: float | None = None
-    unit: str | None = None
 
 
 def cost_items(store: PreferenceStore) -> Iterator[CostItem]:
@@ -49,30 +46,35 @@ def cost_items(store: PreferenceStore) -> Iterator[CostItem]:
     """
     for table in ("labels", "steps", "completions"):
         by = "'completion'" if table == "completions" else "source"
-        for round, source, items, priced, dollars, timed, seconds in store.database.rows(
-            f"SELECT round, {by}, COUNT(*), COUNT(cost), SUM(cost), COUNT(seconds), SUM(seconds)"
+        for round, source, items, dollars, seconds in store.database.rows(
+            f"SELECT round, {by}, COUNT(*), SUM(cost), SUM(seconds)"
             f" FROM {table} GROUP BY 1, 2 ORDER BY 1, 2"
         ):
             kind = KINDS[source]
             hours = None if seconds is None or kind not in TIMED else seconds / HOUR
             of = table if table == "completions" else f"{table} by {source}"
-            yield CostItem(round, kind, of, False, items, priced, timed, dollars, hours)
-    for round, kind, forecast, unit, purpose, items, amount in store.database.rows(
-        "SELECT round, kind, forecast, unit, purpose, COUNT(*), SUM(amount) FROM costs"
-        " GROUP BY 1, 2, 3, 4, 5 ORDER BY 1, 2, 3, 4, 5"
+            yield CostItem(round, kind, of, False, items, dollars, hours)
+    for round, kind, forecast, purpose, items, dollars, hours in store.database.rows(
+        "SELECT round, kind, forecast, purpose, COUNT(*), SUM(IIF(unit = 'dollars', amount, NULL)),"
+        " SUM(IIF(unit = 'hours', amount, NULL)) FROM costs GROUP BY 1, 2, 3, 4 ORDER BY 1, 2, 3, 4"
     ):
-        named = unit if unit in ("dollars", "hours") else "other"
-        yield CostItem(
-            **{"round": round, "kind": kind, "forecast": bool(forecast), "items": items},
-            of=f"entries for {purpose or 'no stated purpose'}",
-            priced=items if unit == "dollars" else 0,
-            timed=items if unit == "hours" else 0,
-            unit=unit if named == "other" else None,
-            **{named: amount},
-        )
+        of = f"entries for {purpose or 'no stated purpose'}"
+        yield CostItem(round, kind, of, bool(forecast), items, dollars, hours)
 
 
-def cost_table(items: list[CostItem]) -> list[dict[str, Any]]:
+def step_costs(run: Run, price: float | None) -> Iterator[CostItem]:
+    """The hours of each stage's steps; its round is the number that `repeat` has added to its name.
+
+    At a price (dollars an hour) they are dollars too.
+    """
+    for stage in run.stages:
+        hours = run.seconds(stage) / HOUR
+        dollars = None if price is None else price * hours
+        steps = len(run.timings(stage))
+        yield CostItem(round_of(stage), "gpu", f"steps of {stage}", False, steps, dollars, hours)
+
+
+def cost_table(items: Sequence[CostItem]) -> list[dict[str, Any]]:
     """Of each round and kind, and of all rounds (round None): dollars and hours, forecast and
     actual; None where nothing is recorded.
 
@@ -99,40 +101,40 @@ def cost_table(items: list[CostItem]) -> list[dict[str, Any]]:
     return rows
 
 
-def twice_counted(items: list[CostItem]) -> list[str]:
-    """Rounds in which actual entries of the ledger may repeat what labels or completions hold."""
-    notes = []
-    for unit in ("dollars", "hours"):
-        spent = [item for item in items if not item.forecast and getattr(item, unit)]
-        own = {(item.round, item.kind) for item in spent if not item.of.startswith("entries")}
-        notes += [
-            f"round {item.round}: {getattr(item, unit):,.2f} {unit} of {item.of} are added to what "
-            f"labels or completions ({item.kind}) hold themselves: check that they are not the same"
-            for item in spent
-            if item.of.startswith("entries") and (item.round, item.kind) in own
-        ]
-    return notes
-
-
-def label_times(store: PreferenceStore) -> list[dict[str, Any]]:
-    """Of each source of labels: how many, and mean seconds and dollars of those that have them."""
-    rows = store.database.rows(
-        "SELECT source, COUNT(*), COUNT(seconds), AVG(seconds), COUNT(cost), AVG(cost) FROM labels"
-        " GROUP BY source ORDER BY source"
-    )
-    names = ("source", "labels", "timed", "seconds_per_label", "priced", "dollars_per_label")
-    return [dict(zip(names, row, strict=True)) for row in rows]
-
-
 def describe_costs(store: PreferenceStore, training: Sequence[CostItem] = ()) -> dict[str, Any]:
-    """The table, what it is the sum of, and labels' times, ready for JSON.
+    """The table and the items it sums, ready for JSON.
 
     `training` is what the steps of a run took, which its store does not hold.
     """
     items = [*cost_items(store), *training]
-    return {
-        "table": cost_table(items),
-        "counted": [asdict(item) for item in items],
-        "labels": label_times(store),
-        "notes": twice_counted(items),
-    }
+    return {"table": cost_table(items), "counted": [asdict(item) for item in items]}
+
+
+def cost_lines(result: dict[str, Any]) -> list[str]:
+    """`describe_costs` for people, a line each."""
+    titles = ("forecast $", "actual $", "forecast h", "actual h")
+    lines = [f"{'round':>5}  {'kind':<6}" + "".join(f"{title:>13}" for title in titles)]
+    for row in result["table"]:
+        cells = [
+            _cell(row[f"{when}_{unit}"], 2 if unit == "dollars" else 3)
+            for unit in ("dollars", "hours")
+            for when in ("forecast", "actual")
+        ]
+        round = "all" if row["round"] is None else row["round"]
+        lines.append(f"{round:>5}  {row['kind'] or 'all':<6}" + "".join(f"{c:>13}" for c in cells))
+    lines.append("counted:")
+    for item in result["counted"]:
+        dollars, hours = item["dollars"], item["hours"]
+        amounts = [] if dollars is None else [f"${dollars:,.2f}"]
+        amounts += [] if hours is None else [f"{hours:,.3f} h"]
+        when = "forecast" if item["forecast"] else "actual"
+        known = ", ".join(amounts) or "no cost recorded"
+        lines.append(
+            f"  round {item['round']}, {item['kind']}, {when}: {known}, "
+            f"{item['items']:,} {item['of']}"
+        )
+    return lines
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
