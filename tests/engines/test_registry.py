@@ -73,7 +73,7 @@ def test_an_unknown_engine_of_a_later_stage_stops_the_run_before_its_first(tmp_p
     ("key", "value", "why"),
     [
         ("python", "/no/python", "is no program"),
-        ("url", "localhost:8000", "is no address"),
+        ("url", "localhost:8000", "is not an address"),
     ],
 )
 def test_a_vllm_server_of_a_later_stage_is_checked_before_the_first(

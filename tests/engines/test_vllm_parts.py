@@ -143,9 +143,9 @@ BAD = ["127.0.0.1:8000", "https://host", "http://host/v1", "", "unix:", "http://
 
 @pytest.mark.parametrize("bad", [*BAD, "http://[::1", "http://127.0.0.1:a", "http://a b"])
 def test_a_wrong_address_is_refused(bad: str) -> None:
-    with pytest.raises(KeelError, match=r"rollout\.vllm\.url = .* is no address"):
+    with pytest.raises(KeelError, match=r"rollout\.vllm\.url = .* is not an address"):
         VllmClient(bad, 1.0)
-    with pytest.raises(KeelError, match=r"is no address: write http://HOST:PORT or unix:PATH"):
+    with pytest.raises(KeelError, match=r"is not an address: write http://HOST:PORT or unix:PATH"):
         _engine(url=bad)
 
 

@@ -11,7 +11,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from typing import Any, Generic, TypeVar
 from keel.cluster.worker import LONGEST_WAIT, join, leave, lost_another
 from keel.learn.finite import NotFinite
 from keel.learn.ranks import Ranks
-from keel.platform.process import Lifeline
+from keel.platform.process import Child, python_environment, python_module
 from keel.platform.signals import ProcessLost
 from keel.types import KeelError
 
@@ -46,13 +45,16 @@ class RankProcess:
     """Another rank's process, and the pipe to it; it ends with this process, however that ends."""
 
     number: int
-    process: subprocess.Popen[bytes]
+    child: Child
     pipe: Connection
-    lifeline: Lifeline
 
     @property
     def name(self) -> str:
-        return f"rank {self.number} (process {self.process.pid})"
+        return f"rank {self.number} (process {self.child.pid})"
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self.child.process
 
     def send(self, value: object) -> None:
         # Not `pipe.send`: torch would move tensors into shared memory, a descriptor for each.
@@ -65,23 +67,16 @@ class RankProcess:
 
 def _started(number: int) -> RankProcess:
     ours, theirs = Pipe()
-    lifeline = Lifeline()
-    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    with theirs:
+        end = os.dup(theirs.fileno())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)  # a process starts with this mask
-    process = subprocess.Popen(
-        # -P: no file of the working folder replaces a module.
-        [sys.executable, "-P", "-m", WORKER, str(theirs.fileno())],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        pass_fds=(theirs.fileno(), lifeline.inner),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        start_new_session=True,
-    )
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    lifeline.tie(process.pid)
-    lifeline.give()
-    return RankProcess(number, process, ours, lifeline)
+    try:
+        child = Child(
+            python_module(WORKER, str(end)), environment=python_environment(), ends=(end,)
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return RankProcess(number, child, ours)
 
 
 class RankGroup(Generic[M]):
@@ -189,8 +184,7 @@ def _end(workers: list[RankProcess]) -> None:
     for worker in workers:
         with suppress(subprocess.TimeoutExpired):
             worker.process.wait(PATIENCE)
-        worker.lifeline.cut()
-        worker.process.wait()
+        worker.child.end()
 
 
 def _lost(workers: list[RankProcess], known: Mapping[int, str] | None = None) -> str | None:

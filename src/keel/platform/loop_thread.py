@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for the coroutines of users."""
+"""An event loop in a thread of its own, for the coroutines of users and for HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class LoopThread:
@@ -20,19 +23,26 @@ class LoopThread:
         self._served: Served | None = None
         self._lock = threading.Lock()
 
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Let the loop run a coroutine; its outcome."""
+        with self._lock:
+            return asyncio.run_coroutine_threadsafe(work, self._started()[0])
+
     def submit(self, work: Coroutine[Any, Any, None]) -> Served:
         """Let the loop run a coroutine; returns the loop with its thread."""
         with self._lock:
-            if self._served is None:
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(
-                    target=_serve, args=(loop,), name="keel-async", daemon=True
-                )
-                thread.start()
-                weakref.finalize(self, _stop, loop)
-                self._served = loop, thread
-            asyncio.run_coroutine_threadsafe(work, self._served[0])
-            return self._served
+            served = self._started()
+            asyncio.run_coroutine_threadsafe(work, served[0])
+            return served
+
+    def _started(self) -> Served:
+        if self._served is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=_serve, args=(loop,), name="keel-async", daemon=True)
+            thread.start()
+            weakref.finalize(self, _stop, loop)
+            self._served = loop, thread
+        return self._served
 
     def abandon(self, blocked: Served) -> None:
         """Leave a blocked loop; it stops when, and if, what blocks it returns."""

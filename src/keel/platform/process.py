@@ -158,6 +158,12 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def has_ended(process: subprocess.Popen[Any]) -> bool:
+    """Whether a process has; it is left unreaped, so that its group keeps its id."""
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, flags) is not None
+
+
 def _end(
     owner: int,
     process: subprocess.Popen[bytes],

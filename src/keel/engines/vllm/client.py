@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
+from keel.platform.http import HttpClient, HttpFailure, transport_to
 from keel.types import KeelError
 
 SHOWN = 300
@@ -31,50 +28,26 @@ class Sampled:
     finish: str
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    """A connection to a Unix socket."""
-
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def connections_to(url: str) -> Callable[[float], http.client.HTTPConnection]:
-    """What opens a connection to http://HOST:PORT or unix:PATH, with a timeout in seconds.
-
-    Raises KeelError where `url` is neither.
-    """
-    kind, _, path = url.partition(":")
-    if kind == "unix" and path and "\0" not in path:
-        return lambda timeout: _UnixConnection(path, timeout)
-    with suppress(ValueError, http.client.InvalidURL):
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or 80
-        if parts.scheme == "http" and host and parts.path in ("", "/"):
-            http.client.HTTPConnection(host, port)  # checks the name
-            return lambda timeout: http.client.HTTPConnection(host, port, timeout=timeout)
-    raise KeelError(
-        f"rollout.vllm.url = {url!r} is no address: write http://HOST:PORT or unix:PATH"
-    )
+def check_address(url: str) -> None:
+    """Raise KeelError unless `url` is http://HOST:PORT or unix:PATH."""
+    try:
+        transport_to(url)
+    except ValueError:
+        raise KeelError(
+            f"rollout.vllm.url = {url!r} is not an address: write http://HOST:PORT or unix:PATH"
+        ) from None
 
 
 class VllmClient:
-    """Sends requests, each on a connection of its own; `timeout` seconds limit each.
-
-    Methods may be called from several threads. `close` ends all requests that are under way.
-    """
+    """Sends requests, from any thread; `timeout` seconds limit each."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        self._connection = connections_to(url)
+        check_address(url)
+        self._http = HttpClient(url)
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self._lock = threading.Lock()
-        self._open: set[http.client.HTTPConnection] = set()
+        self.busy, self.close = self._http.busy, self._http.cancel
+        """Whether a request is under way; end all that are: vLLM aborts what no client awaits."""
 
     def complete(self, model: str, prompt: list[int], settings: Mapping[str, Any]) -> Sampled:
         """Sample one completion of a prompt in token ids."""
@@ -151,51 +124,27 @@ class VllmClient:
         an error of its own, KeelError where it refuses the request.
         """
         limit = timeout or self.timeout
-        connection = self._connection(limit)
-        with self._lock:
-            self._open.add(connection)
         try:
-            text = None if body is None else json.dumps(body)
-            connection.request(method, path, text, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            content = response.read()
+            status, content = self._http.request(method, path, body, limit)
         except TimeoutError:
             raise ServerFailure(
                 f"{path} of {self.url} gives no answer within {limit:g} s (rollout.timeout)"
             ) from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except HttpFailure as error:
             raise ServerFailure(
-                f"the connection to {self.url} failed in {path} ({type(error).__name__})"
+                f"the connection to {self.url} failed in {path} ({error})"
             ) from None
-        finally:
-            with self._lock:
-                self._open.discard(connection)
-            connection.close()
-        if response.status >= 500:
-            raise ServerFailure(f"{path} of {self.url}: HTTP {response.status}: {_shown(content)}")
-        if response.status >= 300:
+        if status >= 500:
+            raise ServerFailure(f"{path} of {self.url}: HTTP {status}: {_shown(content)}")
+        if status >= 300:
             raise KeelError(
-                f"the server at {self.url} refuses {path} (HTTP {response.status}: "
+                f"the server at {self.url} refuses {path} (HTTP {status}: "
                 f"{_shown(content)}): see docs/howto/vllm.md for how it has to be started"
             )
         try:
             return json.loads(content) if content.strip() else None
         except ValueError:
-            raise ServerFailure(f"{path} of {self.url}: a reply that is no JSON") from None
-
-    def busy(self) -> bool:
-        """Whether a request is under way."""
-        with self._lock:
-            return bool(self._open)
-
-    def close(self) -> None:
-        """End all requests that are under way; vLLM aborts what no client waits for."""
-        with self._lock:
-            connections = list(self._open)
-        for connection in connections:
-            if connection.sock is not None:
-                with suppress(OSError):
-                    connection.sock.shutdown(socket.SHUT_RDWR)
+            raise ServerFailure(f"{path} of {self.url}: a reply that is not JSON") from None
 
 
 def _shown(content: bytes) -> str:

@@ -9,14 +9,13 @@ import shutil
 import signal
 import subprocess
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from keel.config.sampling import VllmServer
-from keel.engines.vllm.client import VllmClient, connections_to
-from keel.platform.process import Lifeline
+from keel.engines.vllm.client import VllmClient, check_address
+from keel.platform.process import Child, has_ended, kill_group
 from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import KeelError
 
@@ -82,29 +81,22 @@ class ServerProcess:
         around = DEFAULTS | passed(os.environ) | dict(variables or {})
         around |= {"PYTHONPATH": str(folder), "VLLM_SERVER_DEV_MODE": "1"}
         around |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        lifeline = Lifeline()
         try:
             with log.open("ab") as output:
-                self.process = subprocess.Popen(
+                self._child = Child(
                     command,
-                    env=around,
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
+                    environment=around,
+                    folder=folder,
                     stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=[lifeline.inner],
+                    stderr=output,
+                    kill=_terminate,
                 )
         except OSError as error:
-            lifeline.give()
-            lifeline.cut()
             raise KeelError(
                 f"rollout.vllm.python = {python!r} does not start ({error.strerror}): name the "
                 "Python of an environment that has vLLM (docs/howto/vllm.md)"
             ) from None
-        lifeline.tie(self.process.pid)
-        lifeline.give()
-        self._stop = weakref.finalize(self, _end, self.process, lifeline)
+        self.process = self._child.process
 
     def wait(self, client: VllmClient, seconds: float) -> None:
         """Wait until the server answers. Raises KeelError where it ends or takes longer."""
@@ -126,11 +118,11 @@ class ServerProcess:
 
     def alive(self) -> bool:
         """Whether the process runs."""
-        return self.process.poll() is None
+        return not self._child.ended()
 
     def stop(self) -> None:
         """End the server with all its processes."""
-        self._stop()
+        self._child.end()
 
 
 def check_server(server: VllmServer, here: bool = True) -> None:
@@ -139,7 +131,7 @@ def check_server(server: VllmServer, here: bool = True) -> None:
     `here`: it will run on this machine, so that its Python has to exist.
     """
     if server.url is not None:
-        connections_to(server.url)
+        check_address(server.url)
         return
     python = server.interpreter
     if python is None:
@@ -171,14 +163,12 @@ def last_error(log: Path) -> str:
     return " ".join(found[-1].split())[-200:]
 
 
-def _end(process: subprocess.Popen[bytes], lifeline: Lifeline) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """Let the server end its own processes, and kill what is left."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     end = time.monotonic() + GRACE
-    while process.poll() is None and time.monotonic() < end:
+    while not has_ended(process) and time.monotonic() < end:
         heartbeat()
         time.sleep(0.05)
-    lifeline.cut()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_group(process)

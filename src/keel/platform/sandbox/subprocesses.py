@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from keel.platform.process import Child, kill_group
+from keel.platform.process import Child, has_ended, kill_group
 
 START_SECONDS = 120.0
 """A process that has not reported its start by then is given up; a busy machine takes a while."""
@@ -188,9 +188,3 @@ class Enclosure:
 
     def close(self) -> None:
         os.close(self.listening)
-
-
-def has_ended(process: subprocess.Popen[Any]) -> bool:
-    """Whether a process has; it is left unreaped, so that its group keeps its id."""
-    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, flags) is not None
