@@ -62,17 +62,15 @@ def test_forecast_counts_the_questions_of_every_evaluation() -> None:
     assert paired.evaluation == 5 * 7 * 8
 
 
-def test_forecast_interval_holds_the_estimate_and_the_bound_all() -> None:
+def test_forecast_interval_holds_the_estimate() -> None:
     found = forecast(5, **PRICES)
-    dollars = [c.dollars for c in (found.low, found.estimate, found.high, found.bound)]
+    dollars = [cost.dollars for cost in (found.low, found.estimate, found.high)]
     assert dollars == sorted(dollars)
     assert dollars[0] > 0
     assert found.high.tokens_out == found.questions * 512
-    assert found.bound.tokens_out == found.questions * 512 * 2  # a second attempt each
     refilled = forecast(5, "rollout.dynamic_sampling=true", "rollout.max_refills=3", **PRICES)
     train = found.questions - found.evaluation
     assert refilled.high.tokens_out == 512 * (4 * train + found.evaluation)
-    assert refilled.bound.tokens_out == 512 * 2 * (4 * train + found.evaluation)
     assert refilled.estimate == found.estimate
 
 

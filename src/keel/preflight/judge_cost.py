@@ -30,10 +30,9 @@ REPLY_TOKENS = (16, 64)
 class Forecast:
     """A stage's questions to one judge, `evaluation` of them from validation, and their cost.
 
-    `low`, `estimate` and `high` hold for answers as long as those sampled and one attempt a
-    question: 95 % of the mean length, the ends of `BYTES_PER_TOKEN` and of a reply's length,
-    evaluations that all ask the same or never, and no refill or all (dynamic sampling). `bound`
-    holds for every tokenizer (no token shorter than a byte), all attempts and all refills.
+    `low` and `high` are the interval of the estimate: 95 % of the mean length of the sampled
+    answers, the ends of `BYTES_PER_TOKEN` and of a reply's length, evaluations that all ask the
+    same or never, and no refill or all (dynamic sampling).
     """
 
     name: str
@@ -43,17 +42,16 @@ class Forecast:
     low: Cost
     estimate: Cost
     high: Cost
-    bound: Cost
     options: JudgeOptions
 
     def __str__(self) -> str:
         asked = f"{self.questions} questions, {self.evaluation} of them in evaluation: about "
-        costs = (self.estimate, self.low, self.high, self.bound)
+        costs = (self.estimate, self.low, self.high)
         if self.estimate.dollars:
-            estimate, low, high, bound = (f"${cost.dollars:.2f}" for cost in costs)
-            return f"{asked}{estimate} ({low} to {high}), at most {bound}"
-        estimate, low, high, bound = (str(cost.tokens) for cost in costs)
-        return f"{asked}{estimate} tokens ({low} to {high}), at most {bound}"
+            estimate, low, high = (f"${cost.dollars:.2f}" for cost in costs)
+            return f"{asked}{estimate} ({low} to {high})"
+        estimate, low, high = (str(cost.tokens) for cost in costs)
+        return f"{asked}{estimate} tokens ({low} to {high})"
 
 
 def forecast_judge(
@@ -76,28 +74,23 @@ def forecast_judge(
     train, evaluation = _counts(sampling, options, validation, times)
     # A question that was paid for is not asked again: not of equal answers to a prompt, and not at
     # a later evaluation if the answer has not changed.
-    distinct = len({str(body) for body in bodies}) / len(bodies)
+    distinct = len({str(body) for body in bodies}) / len(bodies) * train
     rollout = sampling.rollout
     fills = 1 + rollout.max_refills if rollout.dynamic_sampling else 1
-    most = train * fills + evaluation
-    asked = (distinct * train + evaluation / times, distinct * train + evaluation, most)
-    sizes = [prices.worst(body, 0).tokens_in for body in bodies]
-    mean = mean_interval(sizes)
-    lengths = (max(mean.low, 0.0), mean.mean, mean.high if len(sizes) > 1 else mean.mean)
-
-    def cost(tokens_in: float, tokens_out: int, questions: float) -> Cost:
-        out = min(tokens_out, options.max_tokens)
-        return prices.cost(math.ceil(tokens_in * questions), math.ceil(out * questions))
-
-    replies = (*REPLY_TOKENS, options.max_tokens)
+    asked = (distinct + evaluation / times, distinct + evaluation, train * fills + evaluation)
+    mean = mean_interval([prices.worst(body, 0).tokens_in for body in bodies])
+    sizes = (max(mean.low, 0.0), mean.mean, mean.high if len(bodies) > 1 else mean.mean)
     low, estimate, high = (
-        cost(lengths[i] / BYTES_PER_TOKEN[i], replies[i], asked[i]) for i in range(3)
+        prices.cost(
+            math.ceil(size / width * questions),
+            math.ceil(min(reply, options.max_tokens) * questions),
+        )
+        for size, width, reply, questions in zip(
+            sizes, BYTES_PER_TOKEN, (*REPLY_TOKENS, options.max_tokens), asked, strict=True
+        )
     )
-    bound = cost(max(sizes), options.max_tokens, options.attempts * most)
-    return Forecast(
-        source.name or source.function, key, train + evaluation, evaluation,
-        low, estimate, high, bound, options,
-    )  # fmt: skip
+    name = source.name or source.function
+    return Forecast(name, key, train + evaluation, evaluation, low, estimate, high, options)
 
 
 def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
@@ -132,11 +125,11 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
 
 def dollars(forecasts: Sequence[Forecast]) -> dict[str, float]:
     """The dollars of several judges, in JSON types; empty if none has a price."""
-    if not any(one.bound.dollars for one in forecasts):
+    if not any(one.high.dollars for one in forecasts):
         return {}
     return {
         name: round(sum(getattr(one, name).dollars for one in forecasts), 4)
-        for name in ("low", "estimate", "high", "bound")
+        for name in ("low", "estimate", "high")
     }
 
 
