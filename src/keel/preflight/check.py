@@ -19,7 +19,6 @@ import torch
 from keel.config.fields import derive
 from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe
-from keel.data.tasks.base import places
 from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries
 from keel.learn.optimizer import trainable
@@ -41,7 +40,7 @@ from keel.preflight.tokens import eos_pair
 from keel.preflight.trial import TrialProcess
 from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
-from keel.training.recipe_checks import longest_sequence
+from keel.training.recipe_checks import leaks, longest_sequence
 from keel.training.stages.rl import RLStage
 
 WEIGHTS_READ = 4_000_000
@@ -129,7 +128,7 @@ def check(
     findings = [
         *of_keys,
         *of_model,
-        *_leaks(contexts),
+        *_leaks(recipe),
         *over_budget([forecast for context in contexts for forecast in context.work.forecasts]),
         *(one for context in contexts for one in context.findings),
     ]
@@ -271,24 +270,10 @@ def unmoved_share(policy: Policy, rate: float) -> float:
     return unmoved / count if count else 0.0
 
 
-def _leaks(contexts: Sequence[StageContext]) -> Iterator[Finding]:
-    """Validation prompts that an earlier stage, or another task of the stage, learns from."""
-    for at, context in enumerate(contexts):
-        held = () if context.prompts is None else context.prompts.validation
-        for earlier in contexts[: at + 1]:
-            of_tasks = frozenset() if earlier.prompts is None else earlier.prompts.trained
-            if not of_tasks:
-                key = f"{earlier.prefix}data.validation_path"
-            elif earlier is context:
-                key = f"{earlier.prefix}tasks.0.validation_fraction"
-            else:
-                key = f"{earlier.prefix}tasks.0.validation_path"
-            trained = of_tasks | earlier.trained_positions
-            shared = sum(not trained.isdisjoint(places(prompt.content)) for prompt in held)
-            names = earlier.stage.name, context.stage.name
-            finding = trained_on_validation(shared, len(held), *names, key)
-            if finding is not None:
-                yield finding
+def _leaks(recipe: Recipe) -> list[Finding]:
+    """A finding for each two stages of which one evaluates on what the other learns from."""
+    found = {(leak.trained, leak.stage): leak for leak in leaks(recipe)}
+    return [trained_on_validation(leak, len(recipe.stages) > 1) for leak in found.values()]
 
 
 def _facts(recipe: Recipe, policy: Policy, contexts: Sequence[StageContext]) -> Facts:

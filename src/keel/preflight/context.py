@@ -33,9 +33,8 @@ class PromptStats:
     """A stage's tasks and prompts.
 
     `first` are the first step's prompts, `validation` those of an evaluation, and `longest` is the
-    longest that fits. `rows` counts the train rows, None if a task has no end; `trained`
-    are their positions (`data.tasks.base.position`). `raw` are the tasks whose plain prompts are
-    not put through the chat template.
+    longest that fits. `rows` counts the train rows, None if a task has no end. `raw` are the
+    tasks whose plain prompts are not put through the chat template.
     """
 
     tasks: Mapping[str, Task]
@@ -44,7 +43,6 @@ class PromptStats:
     validation: Sequence[Prompt]
     longest: Prompt | None
     rows: int | None
-    trained: frozenset[float]
     raw: Collection[str]
 
     @property
@@ -72,8 +70,7 @@ class StageWork:
 class StageContext:
     """A stage and what its inspection found: figures in order, findings, and what it left out.
 
-    `trained_positions` are the positions (`data.tasks.base.position`) of the prompts of judged
-    rows, `unread` the keywords that the chat template does not read.
+    `unread` are the keywords that the chat template does not read.
     """
 
     recipe: Recipe
@@ -84,7 +81,6 @@ class StageContext:
     skipped_checks: list[str] = field(default_factory=list)
     prompts: PromptStats | None = None
     work: StageWork = field(default_factory=StageWork)
-    trained_positions: frozenset[float] = frozenset()
     unread: frozenset[str] = frozenset()
 
     @property

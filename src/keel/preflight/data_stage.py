@@ -16,7 +16,6 @@ from keel.data.messages import prompt_columns
 from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS, Sieve
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.tasks.base import places
 from keel.models.policy import Policy
 from keel.models.reward import Reader, check_classifier
 from keel.preflight import tokens
@@ -127,9 +126,6 @@ def inspect_preference_data(context: StageContext) -> None:
         )
         context.add_stop("as its rows are read", error, f"{prefix}max_tokens")
     _check_row_tokens(context, base, stage, chosen, key)
-    context.trained_positions = frozenset(
-        place for row in splits.train for place in places(row.prompt)
-    )
     rows = len(splits.train)
     report_left_out(context, splits.left_out)
     context.figures |= {

@@ -20,6 +20,7 @@ from keel.models.chat import Encoder
 from keel.preflight.context import PromptStats, StageContext, StageStops
 from keel.preflight.finding import Finding, percent, quantile
 from keel.runs.quarantine import WORDS, LeftOut
+from keel.training.recipe_checks import Leak
 from keel.training.setup import longest_prompt, raw_tasks
 from keel.types import KeelError, Prompt, Task, text_of
 
@@ -137,12 +138,12 @@ def read_prompts(
         )
     if stopped is not None and fits:
         context.add_stop("as its prompts are read", stopped, key)
-    trained = _check_rows(context, every, rows, key)
+    _check_rows(context, every, rows, key)
     if not first:
         raise StageStops
     within = [p for own in prompts.values() for p in own if limit is None or len(p.tokens) <= limit]
     longest = max(within, key=lambda p: len(p.tokens), default=None)
-    context.prompts = PromptStats(tasks, encoder, first, held, longest, rows, trained, raw)
+    context.prompts = PromptStats(tasks, encoder, first, held, longest, rows, raw)
     return context.prompts
 
 
@@ -179,10 +180,8 @@ def _check_lengths(
     return not any(one and one.severity == "error" for one in found)
 
 
-def _check_rows(
-    context: StageContext, tasks: Sequence[Task], rows: int | None, key: str
-) -> frozenset[float]:
-    """Findings of stored rows that are left out or repeated; the positions of the train rows."""
+def _check_rows(context: StageContext, tasks: Sequence[Task], rows: int | None, key: str) -> None:
+    """Findings of stored rows that are left out or repeated."""
     kept = [(at, data) for at, task in enumerate(tasks) if (data := stored(task)) is not None]
     left = [row for _, data in kept for row in data.left_out]
     report_left_out(context, left)
@@ -193,7 +192,6 @@ def _check_rows(
         unreadable(left, entries, f"{key}.{first}.bad_rows"),
         repeated(len(trained) - len(set(trained)), rows or 0, f"{key}.0.path"),
     )
-    return frozenset(trained)
 
 
 def encoded_prompts(task: Task, encoder: Encoder) -> list[Prompt]:
@@ -304,25 +302,23 @@ def repeated(count: int, rows: int, key: str) -> Finding | None:
     )
 
 
-def trained_on_validation(
-    shared: int, held: int, trained: str, stage: str, key: str
-) -> Finding | None:
-    """Validation prompts of a stage that the stage `trained`, it or an earlier one, learns from:
-    any is one too many."""
-    if shared == 0:
-        return None
-    same = trained == stage
+def trained_on_validation(leak: Leak, several: bool) -> Finding:
+    """Validation prompts that are learned from: any is one too many. `several`: the recipe has
+    several stages."""
+    same = leak.trained == leak.stage
+    table = "data" if leak.judged else "tasks.0"
+    key = f"{table}.{'validation_fraction' if same else 'validation_path'}"
     return Finding(
         "trained-on-validation",
-        f"stage {stage!r} learns from prompts that it evaluates on"
+        f"stage {leak.stage!r} learns from prompts that it evaluates on"
         if same
-        else f"stage {trained!r} learns from prompts that {stage!r} evaluates on",
-        f"{shared} of the {held} validation prompts are train prompts "
+        else f"stage {leak.trained!r} learns from prompts that {leak.stage!r} evaluates on",
+        f"{leak.shared} of the {leak.held} validation prompts are train prompts "
         + ("of another task of it" if same else "there"),
-        key,
+        f"{leak.trained}.{key}" if several else key,
         "give tasks of one file the same validation_fraction, or the same validation_path"
         if same
-        else f"give both stages the same files, or the validation_path of {stage!r}",
+        else f"give both stages the same files, or the validation_path of {leak.stage!r}",
     )
 
 

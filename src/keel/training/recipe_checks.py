@@ -150,8 +150,29 @@ class _File:
         return frozenset(place for prompt in self.prompts for place in prompt)
 
 
-def leaks(recipe: Recipe) -> Iterator[str]:
-    """A line for each stage and file whose validation prompts an earlier stage or it trains on.
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Validation prompts of a stage (`shared` of `held`, of the file `source`) that the stage
+    `trained` learns from, from the file `learned`; `judged`: as preference data."""
+
+    stage: str
+    trained: str
+    shared: int
+    held: int
+    source: str
+    learned: str
+    judged: bool
+
+    def __str__(self) -> str:
+        return (
+            f"WARNING: {self.shared} of the {self.held} validation prompts of stage {self.stage!r} "
+            f"({self.source}) are train prompts of stage {self.trained!r} ({self.learned}): its "
+            "figures are too high. Give both the same validation_path, or leave these rows out"
+        )
+
+
+def leaks(recipe: Recipe) -> Iterator[Leak]:
+    """Each stage and file whose validation prompts an earlier stage or it trains on.
 
     Of files and `datasets` names; rows that a Python function returns are not read for this. What
     cannot be read is passed over: its own stage stops at it.
@@ -169,12 +190,9 @@ def leaks(recipe: Recipe) -> Iterator[str]:
                     places = learned.places
                     shared = sum(not prompt.isdisjoint(places) for prompt in held.prompts)
                     if shared:
-                        yield (
-                            f"WARNING: {shared} of the {len(held.prompts)} validation prompts of "
-                            f"stage {stage.name!r} ({held.name}) are train prompts of stage "
-                            f"{before.name!r} ({learned.name}): its figures are too high. "
-                            "Give both the same validation_path, or leave these rows out"
-                        )
+                        judged = before.preference_data is not None
+                        count, files_ = len(held.prompts), (held.name, learned.name)
+                        yield Leak(stage.name, before.name, shared, count, *files_, judged)
 
 
 def _alike(recipe: Recipe) -> bool:

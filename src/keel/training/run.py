@@ -132,8 +132,8 @@ def run_stages(
     if recipe.cluster.ray is None or not recipe.cluster.gpus:  # else it computes on other devices
         recipe = settle_autocast(recipe, policy, writer)
     validate_later_stages(recipe, policy, progress.stage)
-    for line in leaks(recipe):
-        writer.note(line)
+    for leak in leaks(recipe):
+        writer.note(str(leak))
     for number in range(progress.stage, len(recipe.stages)):
         stage = recipe.stages[number]
         if number > progress.stage:
