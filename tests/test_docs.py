@@ -44,6 +44,14 @@ def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tmp_path / "runs/tiny-python/metrics.jsonl").is_file()
 
 
+def test_own_loop_page_runs() -> None:
+    page = ROOT / "docs" / "howto" / "own-loop.md"
+    space: dict[str, object] = {}
+    for block in fences(page, "python"):
+        exec(compile(block, str(page), "exec"), space)
+    assert 0.0 <= min(space["recent"]) <= 1.0  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.name)
 def test_toml_snippets_are_recipes(page: Path) -> None:
     """A fragment is completed with a model and a task; what it says itself counts."""
