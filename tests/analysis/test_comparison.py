@@ -148,7 +148,7 @@ def test_baseline_is_compared_with_every_other_arm() -> None:
     arms = {name: runs(name, s) for name, s in zip("abcd", scores, strict=True)}
     found = compare(arms, baseline="b")
     assert [(pair.a, pair.b) for pair in found.pairs] == [("a", "b"), ("c", "b"), ("d", "b")]
-    assert found.confidence == 1 - 0.05 / 3
+    assert found.pair_confidence == 1 - 0.05 / 3
 
 
 def test_band_is_the_interval_of_each_step() -> None:
@@ -166,7 +166,7 @@ def test_clear_difference_is_stated_and_noise_is_not() -> None:
     found = compare({"a": runs("a", better, 40), "b": runs("b", worse, 40)})
     (pair,) = found.pairs
     assert pair.statement == "a scores higher than b"
-    assert pair.probability.mean == 1
+    assert pair.probability_of_improvement.mean == 1
     assert pair.by_prompt is not None
     assert pair.by_prompt.low > 0
     (same,) = compare({"a": runs("a", worse), "b": runs("b", worse[::-1])}).pairs
@@ -190,7 +190,7 @@ def test_more_pairs_have_wider_intervals_and_few_seeds_a_note() -> None:
     scores = np.random.default_rng(3).random((4, 5)).tolist()
     two = compare({name: runs(name, s) for name, s in zip("ab", scores[:2], strict=True)})
     four = compare({name: runs(name, s) for name, s in zip("abcd", scores, strict=True)})
-    assert (two.confidence, four.confidence) == (0.95, 1 - 0.05 / 6)
+    assert (two.pair_confidence, four.pair_confidence) == (0.95, 1 - 0.05 / 6)
     assert four.pairs[0].difference.low < two.pairs[0].difference.low
     assert "5 seeds: intervals are wide" in two.notes[0]
     assert compare({name: runs(name, [0.5] * 10) for name in "ab"}).notes == ()

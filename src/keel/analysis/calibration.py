@@ -131,7 +131,7 @@ class LabelReport(CalibrationReport):
 
 @dataclass(frozen=True, slots=True)
 class LengthCorrelation(CalibrationReport):
-    """Of scores with lengths; None where either is constant."""
+    """Of scores with lengths; None if either is constant."""
 
     n: int
     pearson: float | None
@@ -311,7 +311,7 @@ def first_error_report(
         F1 = 2 a_wrong a_right / (a_wrong + a_right)
 
     with a_wrong the accuracy (the very step) on traces that have a wrong step, a_right on those
-    that have none; 0 where both are 0, NaN where there are no traces of one sort.
+    that have none; 0 if both are 0, NaN if there are no traces of one sort.
     `constant_answer` is the most frequent of `true`, so the best constant that there is with the
     answers known (of equals None, then the earliest step). `gain` is Student's interval of the
     difference trace by trace, the accuracies' are Wilson's; with `clusters` they are those of

@@ -36,7 +36,7 @@ class RunScore:
     """The outcome of one run: its last evaluation, its curves, and what it cost.
 
     `passed` is the result of each validation prompt's greedy completion by prompt id (its reward
-    where nothing is declared as correctness); `curves` are (steps, values) by metric.
+    if nothing is declared as correctness); `curves` are (steps, values) by metric.
     """
 
     arm: str
@@ -71,8 +71,8 @@ class PairSummary:
     """Arm `a` against arm `b` on the seeds that both have, with simultaneous intervals.
 
     `difference` is of the interquartile means, `by_seed` each seed's, `by_prompt` the mean
-    difference on the same prompts (None where evaluations were not recorded), `probability` that a
-    run of `a` scores above one of `b`, ties ½.
+    difference on the same prompts (None if evaluations were not recorded), the last the
+    probability that a run of `a` scores above one of `b`, ties ½.
     """
 
     a: str
@@ -80,7 +80,7 @@ class PairSummary:
     difference: Interval
     by_seed: tuple[float, ...]
     by_prompt: Interval | None
-    probability: Interval
+    probability_of_improvement: Interval
 
     @property
     def statement(self) -> str:
@@ -98,31 +98,16 @@ class Comparison:
     measure: str
     arms: tuple[ArmSummary, ...]
     pairs: tuple[PairSummary, ...]
-    confidence: float
+    pair_confidence: float
     seeds: int
     notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        return {
-            "measure": self.measure,
-            "seeds": self.seeds,
-            "pair_confidence": self.confidence,
-            "notes": list(self.notes),
-            "arms": [{**asdict(one), "score": one.score.as_dict()} for one in self.arms],
-            "pairs": [
-                {
-                    "a": one.a,
-                    "b": one.b,
-                    "difference": one.difference.as_dict(),
-                    "by_seed": list(one.by_seed),
-                    "by_prompt": None if one.by_prompt is None else one.by_prompt.as_dict(),
-                    "probability_of_improvement": one.probability.as_dict(),
-                    "statement": one.statement,
-                }
-                for one in self.pairs
-            ],
-        }
+        found = asdict(self)
+        for pair, one in zip(found["pairs"], self.pairs, strict=True):
+            pair["statement"] = one.statement
+        return found
 
 
 def compare(
@@ -152,7 +137,7 @@ def compare(
         measure=", ".join(measures),
         arms=tuple(arms),
         pairs=tuple(_pair(a, b, runs[a], runs[b], confidence) for a, b in pairs),
-        confidence=confidence,
+        pair_confidence=confidence,
         seeds=seeds,
         notes=tuple(notes),
     )

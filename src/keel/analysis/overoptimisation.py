@@ -41,7 +41,7 @@ def optimisation_of(
     """A stage of reinforcement learning (its metrics.jsonl rows) as points of the picture.
 
     `proxies` are the rewards that were learned from, with their weights; `gold` is the one that
-    watched. None where no row has all of them and the divergence to the reference.
+    watched. None if no row has all of them and the divergence to the reference.
     """
     names = ("kl/sequence", f"rewards/{gold}/mean", *(f"rewards/{name}/mean" for name in proxies))
     kept = [row for row in rows if all(row.get(name) is not None for name in names)]
@@ -68,7 +68,7 @@ def fit_law(distance_P: npt.ArrayLike, gold_P: npt.ArrayLike) -> Array | None:
 
     The unknowns enter linearly, so there is one answer and no starting point. The paper measures
     gold from the start of training (start = 0); fitted too, it lets no noise of the first point
-    into all others. Points that are not finite are left out. None where the rest does not determine
+    into all others. Points that are not finite are left out. None if the rest does not determine
     three unknowns and an error: fewer than four different distances.
     Source: Gao et al. 2022 [2210.10760] §3.1, the form for RL.
     """

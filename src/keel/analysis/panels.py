@@ -244,7 +244,7 @@ def smooth(values: Array, window: int) -> Array:
 
 
 def _on(column: Column | None, steps: Array) -> Array | None:
-    """The values of a column at these steps, NaN where it has none; None without the column."""
+    """The values of a column at these steps, NaN if it has none; None without the column."""
     if column is None or not len(column.steps):
         return None
     at = np.searchsorted(column.steps, steps).clip(max=len(column.steps) - 1)

@@ -67,7 +67,7 @@ def _with_window(one: Series, window: int) -> Series:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    """The metrics of records by name, where they are numbers."""
+    """The metrics of records by name, if they are numbers."""
     names = sorted({name for row in rows for name in row} - {"stage", "step"})
     kept = {name: [row for row in rows if row.get(name) is not None] for name in names}
     return {

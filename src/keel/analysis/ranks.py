@@ -13,7 +13,7 @@ from keel.analysis.statistics import Interval
 
 
 def pearson(x_S: npt.ArrayLike, y_S: npt.ArrayLike) -> float | None:
-    """Σ (x − x̄)(y − ȳ) / √(Σ (x − x̄)² Σ (y − ȳ)²); None where one of the two is constant."""
+    """Σ (x − x̄)(y − ȳ) / √(Σ (x − x̄)² Σ (y − ȳ)²); None if one of the two is constant."""
     x, y = (np.asarray(values, dtype=np.float64).reshape(-1) for values in (x_S, y_S))
     # The mean of equal values need not be that value to the last place: ask for the range.
     if x.size < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
@@ -22,7 +22,7 @@ def pearson(x_S: npt.ArrayLike, y_S: npt.ArrayLike) -> float | None:
 
 
 def spearman(x_S: npt.ArrayLike, y_S: npt.ArrayLike) -> float | None:
-    """Pearson's correlation of the ranks; None where one of the two is constant.
+    """Pearson's correlation of the ranks; None if one of the two is constant.
 
     Source: Spearman 1904, Am. J. Psychol. 15:72. Ties have the mean of their ranks.
     """
@@ -43,7 +43,7 @@ def auc_interval(
     with ranks over all m positives and n negatives, G⁺ and G⁻ the clusters that hold a positive
     and a negative, and 95 % of `clustered_interval` from the influences u, with t of
     min(G⁺, G⁻) − 1 degrees: the rarer side bounds what is known. Without `clusters` each item
-    stands for itself. [0, 1] where one side has no more than one cluster, of NaN where it has no
+    stands for itself. [0, 1] if one side has no more than one cluster, of NaN if it has no
     item. Near 1, with ten or twenty of the rarer side, it covers about 90 %. Source: Mann and
     Whitney 1947, Ann. Math. Stat. 18:50; influences as DeLong et al. 1988, Biometrics 44:837,
     summed over a cluster as Obuchowski 1997, Biometrics 53:567.

@@ -44,7 +44,7 @@ MEASURES = (
 
 
 def values_of(row: Mapping[str, Any], key: str) -> Array | None:
-    """A value (N,) of each token of a recorded completion; None where it was not recorded.
+    """A value (N,) of each token of a recorded completion; None if it was not recorded.
 
     `kl` is k3 = r − 1 − log r with log r = log π_ref − log π_old [Schulman 2020, joschu.net], and
     `loss` the sum of the terms of the loss. Tokens that the policy did not write have NaN.

@@ -35,7 +35,7 @@ PATIENCE = 5.0
 
 
 def make(choice: Environment, render: str | None = None) -> gym.Env:
-    """One environment, its observations flat. Raises KeelError where Gymnasium cannot make it."""
+    """One environment, its observations flat. Raises KeelError if Gymnasium cannot make it."""
     # An environment that cannot be rendered may not accept render_mode.
     mode = {} if render is None else {"render_mode": render}
     module, _, name = choice.id.rpartition(":")
@@ -59,7 +59,7 @@ class EnvironmentShape:
 
 
 def describe(choice: Environment) -> EnvironmentShape:
-    """The shape of an environment. Raises KeelError where there is no policy for it."""
+    """The shape of an environment. Raises KeelError if there is no policy for it."""
     sample = make(choice)
     try:
         limit = None if sample.spec is None else sample.spec.max_episode_steps

@@ -296,7 +296,7 @@ def _moments(tensors: Mapping[str, Tensor], name: str, count: float) -> Moments:
 
 
 def _of_episodes(collected: Collected) -> dict[str, float]:
-    """Means over the episodes that ended; nothing where none did."""
+    """Means over the episodes that ended; nothing if none did."""
     returns = collected.finished.returns
     out = {"episode/finished": float(len(returns))}
     if len(returns):

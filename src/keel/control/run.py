@@ -77,7 +77,7 @@ def control(
 def trained(folder: Path | str) -> ControlLearner:
     """The learner of a run's newest whole checkpoint; `greedy()` gives its policy.
 
-    Raises KeelError where there is none.
+    Raises KeelError if there is none.
     """
     place = RunFolder.open(folder)
     newest = checkpoint.newest_whole(place)

@@ -132,5 +132,5 @@ def _colour(number: int, dark: bool) -> str:
 
 
 def _short(value: float) -> float | None:
-    """Five figures are enough for a plot; None where there is no number."""
+    """Five figures are enough for a plot; None if there is no number."""
     return float(f"{value:.5g}") if math.isfinite(value) else None

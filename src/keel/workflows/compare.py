@@ -102,7 +102,7 @@ def plan(
 ) -> Plan:
     """The arms: every recipe with every algorithm and every value of the keys in `vary`.
 
-    Raises KeelError where a recipe is not valid, has no stage of reinforcement learning, only one
+    Raises KeelError if a recipe is not valid, has no stage of reinforcement learning, only one
     arm is left, or none has the name of the baseline.
     """
     arms: list[Arm] = []
@@ -175,7 +175,7 @@ def run(
 ) -> Outcome:
     """Run what is not finished yet, `jobs` runs at a time, and compare.
 
-    Raises KeelError where the folder holds another comparison, or another process compares in it;
+    Raises KeelError if the folder holds another comparison, or another process compares in it;
     KeyboardInterrupt after Ctrl-C or SIGTERM, with every run stopped at a checkpoint: the same
     call goes on from there.
     """
@@ -317,7 +317,7 @@ def _document(chosen: Plan) -> str:
 
 
 def _refuse_other(chosen: Plan, folder: Path) -> None:
-    """KeelError where the folder is of something else than this comparison."""
+    """KeelError if the folder is of something else than this comparison."""
     path = folder / PLAN
     if path.is_file():
         if path.read_text(encoding="utf-8") != _document(chosen):

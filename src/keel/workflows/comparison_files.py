@@ -81,10 +81,10 @@ def lines(found: Comparison) -> list[str]:
             f"{NO_DIFFERENCE} in {len(found.pairs) - len(listed)} of {len(found.pairs)} pairs: "
             "comparison.json has them all"
         )
-    if len(found.pairs) > 1:
+    if len(found.pairs) > 1 and found.seeds >= LEAST:
         out.append(
             f"Intervals of scores are of 95 %, those of the {len(found.pairs)} pairs of "
-            f"{100 * found.confidence:.4g} % each, so that all of them hold together in 95 %."
+            f"{100 * found.pair_confidence:.4g} % each, so that all of them hold together in 95 %."
         )
     return [*out, *found.notes]
 
@@ -94,7 +94,7 @@ def _line(pair: PairSummary) -> str:
     difference = f"{pair.a} less {pair.b} {shown(pair.difference, pair.by_seed)}"
     if len(pair.by_seed) < LEAST:
         return f"{pair.statement}: {difference}"
-    chance = f"P({pair.a} > {pair.b}) = {shown(pair.probability)}"
+    chance = f"P({pair.a} > {pair.b}) = {shown(pair.probability_of_improvement)}"
     prompts = "" if pair.by_prompt is None else f"; on the same prompts {shown(pair.by_prompt)}"
     return f"{pair.statement}: {difference}; {chance}{prompts}"
 

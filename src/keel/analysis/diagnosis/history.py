@@ -18,7 +18,7 @@ from keel.types import KeelError
 Array = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 GROUP_ADVANTAGES = ("group_relative", "leave_one_out", "process_group_relative", "optimal")
-"""Advantages that are 0 where all rewards of a group are equal."""
+"""Advantages that are 0 if all rewards of a group are equal."""
 UNREWARDED_ADVANTAGES = ("teacher_log_ratio",)
 """Advantages that read no reward: what rewards show says nothing of the signal."""
 
@@ -27,7 +27,7 @@ UNREWARDED_ADVANTAGES = ("teacher_log_ratio",)
 class StageHistory:
     """A stage of reinforcement learning: `recipe` is its table, `model` the recipe's of the model.
 
-    `columns` holds each metric by name, a value for each of `steps` (NaN where a record has none).
+    `columns` holds each metric by name, a value for each of `steps` (NaN if a record has none).
     `rollouts` are of some steps only, in order. `before` is the evaluation before the stage.
     """
 
@@ -40,7 +40,7 @@ class StageHistory:
     before: Mapping[str, Any] | None = None
 
     def column(self, name: str) -> tuple[Steps, Array]:
-        """Steps and values of a metric, where it is a finite number; empty if it was not logged."""
+        """Steps and values of a metric, if it is a finite number; empty if it was not logged."""
         values = self.columns.get(name)
         if values is None:
             return np.empty(0, dtype=np.int64), np.empty(0)
@@ -108,7 +108,7 @@ def histories(run: Run, damaged: list[str] | None = None) -> Iterator[StageHisto
     """Each stage of reinforcement learning, in order.
 
     Rollout files that cannot be read are left out and named in the list `damaged`. Raises KeelError
-    where recipe or metrics, or without the list rollouts, cannot be read.
+    if recipe or metrics, or without the list rollouts, cannot be read.
     """
     recipe = run.recipe()
     for name, table in zip(run.stages, recipe.get("stages", [recipe.get("stage")]), strict=False):

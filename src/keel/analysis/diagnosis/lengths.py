@@ -193,7 +193,7 @@ def _weighed(history: StageHistory) -> bool:
 def _long_ones(history: StageHistory, sign: float) -> LongCompletions | None:
     """What the long completions have, of those with advantages of a sign.
 
-    Medians are of each step, sums over all steps. None where lengths do not differ.
+    Medians are of each step, sums over all steps. None if lengths do not differ.
     """
     sums = np.zeros((2, 2))
     for r in history.rollouts:

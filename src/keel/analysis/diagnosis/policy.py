@@ -31,7 +31,7 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
     of that of the first five and at most 0.3 nats, at least half of the groups have no variance,
     the reward is below 90 % of the range of rewards, and it has not risen to a new high in the last
     third of the run (20 steps at least). A policy that is right has little entropy too, so the fall
-    alone says nothing. Not where advantages read no reward: a teacher may have little entropy."""
+    alone says nothing. Not if advantages read no reward: a teacher may have little entropy."""
     if not history.rewarded:
         return None
     steps, entropy = history.column("entropy")

@@ -32,7 +32,7 @@ _WANTED = ("group", "completion", "tokens", "written", "advantages", _POLICY, "f
 
 @dataclass(frozen=True, eq=False)
 class StepRollouts:
-    """The completions of one step, arrays with an entry for each; NaN where there is no number.
+    """The completions of one step, arrays with an entry for each; NaN if there is no number.
 
     `written` counts the tokens of the policy, `context` those of the environment. `repetition` is
     the share of 4-grams of tokens that occurred before in the same completion (NaN for short ones),
@@ -69,7 +69,7 @@ class StepRollouts:
 
 
 def read_step(folder: RunFolder, stage: int, step: int) -> StepRollouts | None:
-    """The rollouts of a step; None where none were written. Raises KeelError for a damaged file."""
+    """The rollouts of a step; None if none were written. Raises KeelError for a damaged file."""
     path = folder.rollouts(stage, step)
     if not path.is_file():
         return None

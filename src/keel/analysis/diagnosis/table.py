@@ -35,8 +35,8 @@ RULES = (
 class Advice:
     """A key to change: by a factor of its value, to another value, or else in a direction.
 
-    It is left out where the key has that value already, or its table is not in the recipe. With
-    `where`, a key and a value, only where that key has that value ("none": it is absent).
+    It is left out if the key has that value already, or its table is not in the recipe. With
+    `where`, a key and a value, only if that key has that value ("none": it is absent).
     """
 
     key: str
@@ -47,7 +47,7 @@ class Advice:
     where: Sequence[Any] | None = None
 
     def apply(self, history: StageHistory) -> RecipeChange | None:
-        """The change to the stage's recipe; None where there is nothing to change."""
+        """The change to the stage's recipe; None if there is nothing to change."""
         if self.where is not None and history.setting(self.where[0], "none") != self.where[1]:
             return None
         now = history.setting(self.key)
@@ -117,7 +117,7 @@ def _condition(
 
 def diagnose(run: Run, damaged: list[str] | None = None) -> tuple[Diagnosis, ...]:
     """What is wrong with the stages of reinforcement learning of a run: errors, then warnings, each
-    by their first step. Empty where nothing is found, or the run is too short to tell.
+    by their first step. Empty if nothing is found, or the run is too short to tell.
 
     With the list `damaged`, rollout files that cannot be read are left out and named in it.
 

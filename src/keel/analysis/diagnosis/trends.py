@@ -87,7 +87,7 @@ def trend(values: Array) -> Trend:
 def holds_since(values: Array, least: float) -> int | None:
     """The index since which the median of each value and the four before is at least so high.
 
-    None where it is not at the end. A stretch from the start on counts from the first value.
+    None if it is not at the end. A stretch from the start on counts from the first value.
     """
     low = np.flatnonzero(rolling_medians(values) < least)
     if len(values) < WINDOW or (len(low) and low[-1] == len(values) - WINDOW):

@@ -36,7 +36,7 @@ class RecipeChange:
     """A key of the recipe, its present value, what to set it to and why.
 
     `to` is a value, or "higher", "lower" or "other" where none can be computed. `now` is None
-    where the key is absent or a table.
+    if the key is absent or a table.
     """
 
     key: str
@@ -85,7 +85,7 @@ class Symptom:
     figures: Mapping[str, float]
     samples: tuple[RolloutSample, ...] = ()
     severe: bool = False
-    """The condition is an error here, even where it is a warning in general."""
+    """The condition is an error here, even if it is a warning in general."""
 
 
 def _shown(value: Any) -> str:
