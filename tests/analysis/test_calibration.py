@@ -129,7 +129,7 @@ def close(one: object, two: object) -> None:
         assert one == two
 
 
-def test_a_calibrated_model_has_a_small_error_and_an_overconfident_one_a_large() -> None:
+def test_calibration_error_is_small_if_calibrated_large_if_overconfident() -> None:
     d, p = sample(20_000)
     # In each of 10 bins of about 2,000 the standard error is under √(¼ / 1,000) = .016; the mean of
     # their sizes lies below that.
@@ -381,7 +381,7 @@ def test_accuracy_by_length_by_hand() -> None:
     assert pair_report(d * sign, p, longer * sign).by_length == found
 
 
-def test_equal_lengths_are_in_one_bin_and_ties_in_none() -> None:
+def test_equal_lengths_share_a_bin_and_ties_have_none() -> None:
     labels, lengths = [1, 1, 1, 1, 0.5, 0], [3, 3, 3, 3, 3, 9]
     found = label_report([1, 1, -1, 1, 1, 1], labels, length_S=lengths).by_length
     assert [(one.low, one.high, one.accuracy.n) for one in found] == [(3, 3, 4), (9, 9, 1)]

@@ -186,7 +186,7 @@ def test_no_difference_is_claimed_where_the_interval_holds_zero(
     assert holds_zero == (pair.statement == "no difference shown")
 
 
-def test_more_pairs_have_wider_intervals_and_few_seeds_a_note() -> None:
+def test_more_pairs_widen_intervals_few_seeds_give_a_note() -> None:
     scores = np.random.default_rng(3).random((4, 5)).tolist()
     two = compare({name: runs(name, s) for name, s in zip("ab", scores[:2], strict=True)})
     four = compare({name: runs(name, s) for name, s in zip("abcd", scores, strict=True)})

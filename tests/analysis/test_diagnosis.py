@@ -380,7 +380,7 @@ def test_condition_is_found_and_its_near_miss_is_not(twin: Twin, tmp_path: Path)
     assert twin.condition not in ids(diagnose(near))
 
 
-def test_length_bias_states_the_weight_in_the_gradient_of_right_and_wrong_apart(
+def test_length_bias_states_gradient_weights_by_correctness(
     tmp_path: Path,
 ) -> None:
     def rows(step: int) -> list[RolloutRow]:
@@ -462,7 +462,7 @@ def test_any_history_is_judged_without_an_error(seed: int) -> None:
         assert one.first_step <= one.last_step
 
 
-def test_an_evaluation_below_the_one_before_the_stage_is_a_fall(tmp_path: Path) -> None:
+def test_evaluation_below_that_before_the_stage_falls(tmp_path: Path) -> None:
     columns = usual(
         **{
             name: [None] * (STEPS - 1) + [value]
@@ -515,7 +515,7 @@ def test_accuracy_that_stands_still_under_a_proxy_is_named(
         assert f"eval/pass@1 went from {before:.3g} (step 0)" in found[0].evidence[1]
 
 
-def test_a_reward_that_recovers_from_a_collapse_is_not_over_optimised(tmp_path: Path) -> None:
+def test_recovery_from_a_collapse_is_not_over_optimisation(tmp_path: Path) -> None:
     """The evaluation is below that before the stage, and the reward rises, but from 0."""
     columns = usual(
         reward=np.r_[0.6, ramp(0.02, 0.4)[1:]],
@@ -534,9 +534,7 @@ def test_a_reward_that_recovers_from_a_collapse_is_not_over_optimised(tmp_path: 
 
 
 @pytest.mark.parametrize(("last", "fell"), [(0.05, True), (0.4, False)])
-def test_a_reward_that_falls_at_once_is_found_in_five_steps(
-    tmp_path: Path, last: float, fell: bool
-) -> None:
+def test_immediate_fall_is_found_in_five_steps(tmp_path: Path, last: float, fell: bool) -> None:
     columns = {"reward": np.array([0.6, 0.5, last, last + 0.02, last])}
     found = ids(diagnose(written_run(tmp_path / "run", columns)))
     assert found == (["learning-rate-high"] if fell else [])

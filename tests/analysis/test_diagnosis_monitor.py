@@ -64,7 +64,7 @@ class Notes:
         self.texts.append(text)
 
 
-def test_a_condition_is_shown_and_recorded_once_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_condition_is_shown_and_recorded_once_during_the_run(tmp_path: Path) -> None:
     notes = Notes()
     run = train(tmp_path / "run", callbacks=[notes])
     (event,) = diagnoses(run)
@@ -90,7 +90,7 @@ def test_a_run_is_byte_for_byte_that_without_diagnosis(
     assert a == b
 
 
-def test_an_error_in_a_condition_is_noted_once_and_the_run_goes_on(
+def test_error_in_a_condition_is_noted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> list[Any]:
@@ -103,7 +103,7 @@ def test_an_error_in_a_condition_is_noted_once_and_the_run_goes_on(
     assert "ZeroDivisionError: in a condition" in event["text"]
 
 
-def test_a_resumed_run_keeps_its_history_and_repeats_no_diagnosis(tmp_path: Path) -> None:
+def test_resumed_run_keeps_history_and_repeats_no_diagnosis(tmp_path: Path) -> None:
     class StopEarly:
         def __init__(self, step: int) -> None:
             self.at = step

@@ -48,7 +48,7 @@ def test_slope_is_theils_and_sens_and_ignores_outliers() -> None:
     assert not trend(x).falls()
 
 
-def test_p_is_small_for_a_trend_and_seldom_for_noise() -> None:
+def test_p_is_small_for_trends_seldom_for_noise() -> None:
     rng = np.random.default_rng(0)
     alarms = [trend(rng.normal(size=40)).p < 0.01 for _ in range(200)]
     assert sum(alarms) <= 8  # 2 expected

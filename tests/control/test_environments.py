@@ -89,16 +89,6 @@ def test_an_episodes_seed_depends_on_its_number_only() -> None:
     assert not set(marks(5, 12, seed=SEED + 1)) & set(wanted)
 
 
-def test_steps_number_episodes_as_they_begin() -> None:
-    with opened(count=4) as environments:
-        for _ in range(3):
-            collected = collect_steps(environments, worlds.choose_all, 9)
-            shown = collected.observation_NO[np.cumsum(collected.lengths) - 1, 0]
-            assert [int(m) for m in shown] == [
-                worlds.mark_of(SEED, int(number)) for number in collected.episode_S
-            ]
-
-
 def test_groups_share_the_start_state() -> None:
     shown = marks(5, 12, group=4)
     assert shown == [worlds.mark_of(SEED, n, 4) for n in range(12)]
@@ -146,19 +136,6 @@ def test_restore_leads_to_the_same_place() -> None:
     assert any(0 in lengths and max(lengths) > 4 for lengths in ragged)
 
 
-@pytest.mark.parametrize("name", ["CartPole-v1", "Pendulum-v1"])
-def test_restore_of_real_environments(name: str) -> None:
-    def choose(observation_EO: Rows) -> npt.NDArray[Any]:
-        if name == "CartPole-v1":
-            return worlds.choose_all(observation_EO)
-        return np.sin(7 * observation_EO[:, :1]) * 3  # beyond the bounds at times
-
-    with opened(name) as first, opened(name) as second:
-        collect_steps(first, choose, 45)
-        assert second.restore(there_and_back(first.state()))
-        assert_same(first, second, choose, 30)
-
-
 def test_restore_of_copies_at_rest_and_before_the_start() -> None:
     with opened(count=4) as first, opened(count=4) as second, opened(count=4) as third:
         assert third.restore(there_and_back(second.state()))
@@ -179,9 +156,6 @@ def test_restore_says_when_it_led_elsewhere() -> None:
     with opened(worlds.DRIFTER) as first, opened(worlds.DRIFTER) as second:
         collect_steps(first, worlds.choose_all, 7)
         assert not second.restore(there_and_back(first.state()))
-
-
-# ---------------------------------------------------------------- vectorization
 
 
 # ---------------------------------------------------------------- spaces

@@ -41,7 +41,7 @@ def test_the_mean_and_its_interval_are_of_every_episode() -> None:
     assert result["kind"] == "return"
 
 
-def test_an_episode_without_an_end_is_counted_as_it_is() -> None:
+def test_endless_episode_is_cut_and_counted() -> None:
     """CliffWalking has no time limit, and always going up leads nowhere: −1 a step."""
     choice = ReturnEvaluation(episodes=3, longest=50)
 

@@ -475,35 +475,7 @@ def test_it_learns_which_arm_pays(algorithm: str, settings: tuple[str, ...], pay
             assert probability() < 0.1
 
 
-# ---------------------------------------------------------------- to the disk and back
-
-STATEFUL = {
-    "ppo": ("ppo", "normalisation.observations=true", "normalisation.rewards=true"),
-    # A target so high that β is halved each time.
-    "beta": ("ppo_kl_penalty", "minibatches=2", "algorithm.divergence.adaptive.target=1.0"),
-    "reference": (
-        "grpo",
-        "reference.reset_every=2",
-        "algorithm.divergence={to='reference',where='loss',estimator='k3',beta=0.1}",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_what_is_restored_goes_on_bit_for_bit(kind: str) -> None:
-    algorithm, *settings = STATEFUL[kind]
-    with learner(algorithm, *settings) as pg, learner(algorithm, *settings, seed=3) as other:
-        for number in (1, 2, 3):
-            pg.iterate(number)
-        other.restore({name: t.clone() for name, t in pg.tensors().items()}, pg.facts())
-        assert other.environments.restore(pg.environments.state())
-        for number in (4, 5):
-            assert pg.iterate(number) == other.iterate(number)
-        theirs = other.tensors()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in pg.tensors().items())
-
-
-def test_the_greedy_draw_is_the_likeliest_action_of_what_it_was_taught_to_see() -> None:
+def test_greedy_action_is_the_likeliest_of_normalised_observations() -> None:
     with learner("ppo", "normalisation.observations=true") as pg:
         shake(pg)
         pg.iterate(1)

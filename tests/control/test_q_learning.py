@@ -99,7 +99,7 @@ def test_actions_have_the_frequencies_of_epsilon_greedy(epsilon: float) -> None:
 # ---------------------------------------------------------------- the memory
 
 
-def test_every_transition_in_memory_is_one_that_an_environment_made() -> None:
+def test_every_stored_transition_is_of_an_environment() -> None:
     with learner(
         "replay.warmup=599", "replay.capacity=600", "environment.count=3", name=worlds.COUNTER
     ) as q:
@@ -162,7 +162,7 @@ def test_the_last_row_takes_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(("count", "every"), [(1, 5), (3, 5), (1, 1)])
-def test_a_hard_copy_is_bitwise_and_comes_every_so_often(count: int, every: int) -> None:
+def test_hard_copy_is_bitwise_and_periodic(count: int, every: int) -> None:
     settings = (f"environment.count={count}", f"target.every={every}", "row_every=1")
     with learner(*settings, "replay.warmup=10", "update_every=1", "target.rate=1.0") as q:
         assert torch.equal(weights(q.target), weights(q.online))
@@ -334,31 +334,6 @@ def test_targets_loss_and_gradient_are_stable_baselines(monkeypatch: pytest.Monk
 
 
 # ---------------------------------------------------------------- the rest
-
-
-def test_the_greedy_draw_is_the_best_of_the_online_network() -> None:
-    with learner() as q:
-        played(q)
-        x = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-        with torch.no_grad():
-            wanted = q.online(torch.from_numpy(x)).argmax(-1).tolist()
-        assert q.greedy()(x).tolist() == wanted
-        assert len(set(wanted)) == 2
-
-
-@pytest.mark.parametrize("variant", [(), ("environment.count=3", "n_step=3", "double=true")])
-def test_what_is_restored_goes_on_bit_for_bit(variant: tuple[str, ...]) -> None:
-    with learner(*variant, "target.rate=0.1") as q, learner(*variant, "target.rate=0.1") as other:
-        for number in (1, 2, 3):
-            q.iterate(number)
-        tensors = {name: tensor.clone() for name, tensor in q.tensors().items()}
-        facts, state = q.facts(), q.environments.state()
-        other.restore(tensors, facts)
-        assert other.environments.restore(state)
-        for number in (4, 5, 6):
-            assert q.iterate(number) == other.iterate(number)
-        for name, tensor in q.tensors().items():
-            assert torch.equal(tensor, other.tensors()[name])
 
 
 def test_continuous_actions_are_refused_in_one_line() -> None:

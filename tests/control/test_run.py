@@ -89,7 +89,7 @@ def tear(folder: RunFolder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_twice_and_after_a_stop_it_is_the_same_run(case: str, tmp_path: Path) -> None:
+def test_repeated_and_resumed_runs_are_the_same(case: str, tmp_path: Path) -> None:
     recipe = small(case)
     whole = control(recipe, tmp_path / "whole")
     again = control(recipe, tmp_path / "again")
@@ -102,7 +102,7 @@ def test_twice_and_after_a_stop_it_is_the_same_run(case: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_killed_at_any_instant_it_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL, again and again, wherever the run happens to be; then to the end."""
     recipe = small("ppo", "steps=8000", "checkpoints.every=1", "checkpoints.keep=2")
     whole = control(recipe, tmp_path / "whole")
@@ -191,7 +191,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert {"online/0.weight", "target/0.weight"} <= load_file(state / "tensors.safetensors").keys()
 
 
-def test_an_environment_that_cannot_be_drawn_is_a_note_and_no_failure(tmp_path: Path) -> None:
+def test_environment_without_rendering_is_noted(tmp_path: Path) -> None:
     folder = control(
         load_control("dqn", "tests.control.blind:Blind-v0", (*SHORT, *Q, "watching.film=true")),
         tmp_path / "run",
@@ -258,7 +258,7 @@ def test_what_was_learned_acts(tmp_path: Path) -> None:
     assert result["returns"] == message["returns"]
 
 
-def test_a_recipe_of_ones_own_starts_from_what_its_algorithm_starts_from(tmp_path: Path) -> None:
+def test_own_recipe_starts_from_its_algorithms_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(
         "stage = 'policy_gradient'\nalgorithm = 'ppo'\nsteps = 7\n"

@@ -111,7 +111,7 @@ def test_two_comparisons_in_one_folder_are_refused(
     assert "holds another comparison" in other
 
 
-def test_a_folder_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+def test_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("kept")
     with pytest.raises(KeelError, match="not empty and holds no comparison"):
         run(small(), tmp_path)
