@@ -81,16 +81,16 @@ def may_precede(text: str) -> bool:
         return True
     if re.search(r"\\[A-Za-z]+\Z", rest):
         return False
-    if _symbol(rest[-1]):
-        return True
     if rest[-1] == ":":
         return re.search(r"\b(?:not|never|cannot)\W*\Z|n['’]t\W*\Z", rest) is None
     if rest[-1].isalpha():
         return leads(rest, marked=True)
-    line = "\n" in skipped
-    if rest[-1] in ",;|)]":
-        return line or "$" in skipped or (rest[-1] in ",;|" and skipped != "")
-    return line if rest[-1] == "}" or rest[-1].isdigit() else rest[-1] in ".!?" and skipped != ""
+    apart = "$" if rest[-1] in ")]" else ""
+    return (
+        "\n" in skipped
+        or _symbol(rest[-1])
+        or (rest[-1] in ",;|)].!?" and skipped != "" and apart in skipped)
+    )
 
 
 def may_follow(text: str, end: int, answer: str | None) -> bool:
@@ -105,19 +105,12 @@ def may_follow(text: str, end: int, answer: str | None) -> bool:
         or re.match(r"[.,;:?|](?!\d)|\\\\ldots|[-–—]+ ?[A-Za-z]{2}", rest)
     ):
         return True
-    if rest[0] == "!":
-        return skipped != "" or bool(WORD.search(text[max(0, end - 100) : end]))
-    if rest[0] == "(":
-        return skipped != ""
-    if rest[0] == "=":
-        return re.match(r"= ?[A-Za-z](?![A-Za-z])", rest) is not None
-    word = re.match(r"[^\W\d_]+", rest)
-    if word is None and answer and _LETTER.fullmatch(answer):
-        return True  # an option, whose formula follows
-    if word is None or (len(word[0]) == 1 and not only_units(word[0])):
+    if rest[0] in "=!(" or rest[0].isdigit() or rest[0] in "+-*/^<>\\_.,:":
+        allowed = {"(": skipped != "", "!": skipped != "" or bool(WORD.search(text[:end]))}
+        return allowed.get(rest[0], re.match(r"= ?[A-Za-z](?![A-Za-z])", rest) is not None)
+    if skipped == "" and not only_units(re.match(r"[^\W\d_]*", rest)[0]):
         return False
-    part = "%" in skipped and re.match(r"of \d", rest)
-    return (skipped != "" or only_units(word[0])) and not part and not continues(rest)
+    return not continues(rest) and not ("%" in skipped and re.match(r"of \d", rest))
 
 
 def leads(before: str, *, marked: bool = False) -> bool:
