@@ -136,6 +136,7 @@ def test_a_name_or_unit_may_be_left_out_but_not_be_another(
         ("The answer is 129, -2.", None),
         ("The answer is 4, and 3.", None),
         ("The answer is 9, Evelyn.", None),
+        ("The answer is 4, (-1,6).", None),
         ("The answer is 1,440.", 1440),
         ("How many are 3 and 4?", None),
         ("Find the sum of 3 + 4 = 7.", None),
@@ -483,7 +484,8 @@ CHANGED = [
     r"between 3 and $\boxed{25}$", r"$\pi\boxed{25}$", r"$e^{\boxed{25}}$", r"$x_{\boxed{25}}$",
     r"$\boxed{25}\%$ of 80", r"$|\boxed{25}|-1$", r"$\boxed{25}-\boxed{3}$",
     r"If the answer were \boxed{25}, it would be odd.", r"more than \boxed{25}",
-    r"\boxed{25} or more", r"\boxed{25} or \boxed{26}", r"Suppose the answer is \boxed{25}",
+    r"$\boxed{25} x$", r"\boxed{25} x", r"\boxed{25} or more", r"\boxed{25} or \boxed{26}",
+    r"Suppose the answer is \boxed{25}",
 ]
 SAID = [
     "25", "25.", "The answer is 25.", "Answer: 25 eggs", "So she has 25 eggs left.",

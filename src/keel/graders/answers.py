@@ -95,10 +95,10 @@ _VAGUE = re.compile(
 _START = re.compile(r"[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?-?(?:\.?\d|\\[dt]?frac)")
 _DISPLAY = re.compile(r"(?:[*_\s]|\$(?=\$))*+(?:\\\[.*?\\\]|\$\$.*?\$\$)", re.DOTALL)
 _EXPLAINS = re.compile(
-    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|, (?:and )?not\b[^,]*\Z"
-    r"|,? because\b.*|\s\((?!or\b)[^()]*\)\W*\Z",
+    r",? (?:because|since|given|as (?!of)|where)\b[^,]*\Z|,? because\b.*|\s\((?!or\b)[^()]*\)\W*\Z",
     re.DOTALL | re.IGNORECASE,
 )
+_NOT_ANOTHER = re.compile(r", (?:and )?not\b[^,]*\Z")
 _CLAUSE = re.compile(
     rf"[,;](?=[\s{UNBROKEN}])|\s(?=(?:so|thus|hence|therefore|which|making|giving|leaving|meaning)\b)",
     re.IGNORECASE,
@@ -267,7 +267,8 @@ def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
     sentence = _CALCULATION.sub("", answer.text)
     if answer.how == "stated" or WORD.search(sentence):
         sentence = sentence.rstrip("*_ ").removesuffix("!")
-    if answer.how == "stated" and _LISTED.search(shortened(sentence)):
+    sentence = _NOT_ANOTHER.sub("", sentence)
+    if answer.how == "stated" and _LISTED.search(sentence):
         return None  # a list: `Evelyn, 5`
     return _concluded(sentence, evaluated)
 

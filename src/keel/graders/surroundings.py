@@ -105,10 +105,14 @@ def may_follow(text: str, end: int, answer: str | None) -> bool:
         or re.match(r"[.,;:?|](?!\d)|\\\\ldots|[-–—]+ ?[A-Za-z]{2}", rest)
     ):
         return True
-    if rest[0] in "=!(" or rest[0].isdigit() or rest[0] in "+-*/^<>\\_.,:":
-        allowed = {"(": skipped != "", "!": skipped != "" or bool(WORD.search(text[:end]))}
+    word = re.match(r"[^\W\d_]+", rest)
+    if word is None:
+        if answer and _LETTER.fullmatch(answer):
+            return True  # an option, whose formula follows
+        prose = skipped != "" or WORD.search(text[max(0, end - 100) : end]) is not None
+        allowed = {"(": skipped != "", "!": prose}
         return allowed.get(rest[0], re.match(r"= ?[A-Za-z](?![A-Za-z])", rest) is not None)
-    if skipped == "" and not only_units(re.match(r"[^\W\d_]*", rest)[0]):
+    if (skipped == "" or len(word[0]) == 1) and not only_units(word[0]):
         return False
     return not continues(rest) and not ("%" in skipped and re.match(r"of \d", rest))
 
