@@ -35,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["prefs", "annotate"], ["STORE"]),
         (["prefs", "annotate", "none.db"], ["none.db", "no such file"]),
-        (["prefs", "annotate", "text.db"], ["text.db", "it is no store"]),
+        (["prefs", "annotate", "text.db"], ["text.db", "it is not a store"]),
         (["prefs", "annotate", "empty.db"], ["there is no pair", "keel prefs import"]),
         ([*WORDS, "--round", "3"], ["no pair in round 3"]),
         ([*WORDS, "--round", "-1"], ["--round", "-1"]),

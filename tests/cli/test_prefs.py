@@ -161,7 +161,7 @@ def test_what_the_commands_refuse(here: Path, capsys: Capture) -> None:
         (["prefs", "import", "trl", "none.jsonl", "--store", "a.db"], "there is no such file"),
         (["prefs", "import", "pandalm", ".", "--store", "a.db", "--annotator", "me"], "its own"),
         (["prefs", "export", "none.db", "--out", "x"], "there is no such file"),
-        (["prefs", "export", "rows.jsonl", "--out", "x"], "it is no store"),
+        (["prefs", "export", "rows.jsonl", "--out", "x"], "it is not a store"),
         (["prefs", "stats", "x.jsonl"], "there is no such file"),
         (["prefs", "stats", "a.json"], "run keel prefs import into a store first"),
         (["prefs", "stats", "."], "run keel prefs import into a store first"),

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from keel.cli.prefs import show
 from keel.config.fields import unknown
 from keel.config.load import parse_override
 from keel.config.presets import merge
-from keel.preferences.store.audit import audit_judges
+from keel.preferences.store.audit import audit_judges, audit_lines
 from keel.preferences.store.store import PreferenceStore
 from keel.preferences.synthesis.forecast import Unit
 from keel.preferences.synthesis.options import (
@@ -26,17 +26,11 @@ from keel.preferences.synthesis.options import (
     parse_model,
 )
 from keel.preferences.synthesis.run import SynthesisReport, read_prompts, synthesize
-from keel.runs.values import plain
 from keel.types import KeelError, Sampling
 
 STOPPED = 3
-"""The exit code where the budget ended it."""
+"""The exit code if the budget ended it."""
 OPTIONS = ("samples", "pairs", "rubric", "reference", "round", "seed", "budget", "forecast_prompts")
-FIGURES = {
-    "order_consistency": "same in both orders",
-    "position_bias": "position bias",
-    "longer_preferred": "longer preferred",
-}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,10 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "audit":
         with PreferenceStore(Path(arguments.store)) as store:
             found = audit_judges(store)
-        if arguments.json:
-            _print_json({"store": arguments.store, "judges": found})
-        else:
-            print("\n".join([arguments.store, *audit_lines(found)]))
+        result = {"store": arguments.store, "judges": found}
+        show(arguments, result, [arguments.store, *audit_lines(found)])
         return 0
     options = _options(arguments)
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts)
@@ -60,10 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
             only_forecast=arguments.only_forecast,
             note=lambda line: print(line, file=sys.stderr, flush=True),
         )
-    if arguments.json:
-        _print_json({"store": arguments.store, **report.as_dict()})
-    else:
-        print("\n".join(_lines(arguments.store, report)))
+    result = {"store": arguments.store, **report.as_dict()}
+    show(arguments, result, _lines(arguments.store, report))
     if report.stopped is None:
         return 0
     print(
@@ -163,10 +153,6 @@ def _read_text(path: str) -> str:
 # ---------------------------------------------------------------- what is printed
 
 
-def _print_json(result: Mapping[str, Any]) -> None:
-    print(json.dumps(plain(result), ensure_ascii=False))
-
-
 def _lines(store: str, report: SynthesisReport) -> list[str]:
     new = ", ".join(f"{count} {name}" for name, count in report.added.items())
     lines = [f"{store}: new: {new}"]
@@ -187,34 +173,3 @@ def _lines(store: str, report: SynthesisReport) -> list[str]:
             forecast = f", forecast {totals[unit].mean:.6g}" if unit in totals else ""
             lines.append(f"  {unit.replace('_', ' '):<20}{amount:>12.6g}{forecast}")
     return [*lines, *audit_lines(report.audit)]
-
-
-def audit_lines(judges: Sequence[Mapping[str, Any]]) -> list[str]:
-    """An audit for people, a line each."""
-    lines = []
-    for judge in judges:
-        lines.append(
-            f"judge {judge['judge']}: {judge['pairs']} pairs in both orders, {judge['ties']} ties, "
-            f"{judge['no_verdict']} without a verdict"
-        )
-        rubric = " ".join(judge["rubric"].split())
-        lines.append(f"  rubric: {rubric if len(rubric) <= 70 else rubric[:69] + '…'}")
-        lines += [_figure(name, judge[key]) for key, name in FIGURES.items()]
-        lines += [_figure(f"wins of {row['model']}", row["win_rate"]) for row in judge["models"]]
-        if judge["own"] is not None:
-            lines.append(_figure("its own completions", judge["own"]))
-        if judge["own_by_people"] is not None:
-            lines.append(_figure("these, by people", judge["own_by_people"]))
-        if judge["people"] is not None:
-            lines.append(_figure("accuracy, of people", judge["people"]["accuracy"]))
-            lines.append(_figure("Cohen's κ, of people", judge["people"]["cohen_kappa"]))
-    return lines or ["no pair has a judge's labels in both orders"]
-
-
-def _figure(name: str, value: Mapping[str, Any]) -> str:
-    found = value.get("mean", value.get("value"))
-    if not value["n"] or found is None or math.isnan(found):
-        return f"  {name:<22}undefined   n = {value['n']}"
-    ends = value["low"], value["high"]
-    interval = f"[{ends[0]:.3f}, {ends[1]:.3f}]" if all(map(math.isfinite, ends)) else "–"
-    return f"  {name:<22}{found:>9.3f}   {interval}   n = {value['n']}"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 Statistic = Callable[[Array], Array]
-"""From weights (draws × patterns) to a value a draw; NaN where it is undefined."""
+"""From weights (draws × patterns) to a value a draw; NaN if it is undefined."""
 BLOCK = 64
 """Resamples that are held at a time; each has a count of every group."""
 NARROWEST = 1e-12
@@ -20,7 +20,7 @@ NARROWEST = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """A measure of agreement with its interval, over `n` items; NaN ends where it has none."""
+    """A measure of agreement with its interval, over `n` items; NaN ends if it has none."""
 
     value: float
     low: float
@@ -127,7 +127,7 @@ def fleiss_kappa(counts: npt.ArrayLike, bootstrap: Bootstrap = ITEMS) -> Agreeme
 def pairwise_agreement(counts: npt.ArrayLike, bootstrap: Bootstrap = ITEMS) -> Agreement:
     """The share of pairs of raters of one item that agree: P̄ of `fleiss_kappa`.
 
-    The interval as in `percent_agreement`, where all or no pairs agree.
+    The interval as in `percent_agreement`, if all or no pairs agree.
     """
     table, raters = _table(counts)
     patterns, codes = np.unique(table, axis=0, return_inverse=True)

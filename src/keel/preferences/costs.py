@@ -76,7 +76,7 @@ def step_costs(run: Run, price: float | None) -> Iterator[CostItem]:
 
 def cost_table(items: Sequence[CostItem]) -> list[dict[str, Any]]:
     """Of each round and kind, and of all rounds (round None): dollars and hours, forecast and
-    actual; None where nothing is recorded.
+    actual; None if nothing is recorded.
 
     The last row is of all kinds: dollars alone, since hours of people and of GPUs do not add up.
     """

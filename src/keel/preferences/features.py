@@ -55,10 +55,10 @@ def text_features(
     stage: str | None = None,
     token_budget: int = 16_384,
 ) -> Array:
-    """The features (C, H) of pairs of texts; NaN where an answer is longer than the context.
+    """The features (C, H) of pairs of texts; NaN if an answer is longer than the context.
 
     `model` is an outcome reward model's folder or hub name, or a run, of which `stage` names the
-    stage that made it. Raises KeelError where it is none.
+    stage that made it. Raises KeelError if it is not a valid one.
     """
     name, made_by = reward_model_of(model, stage)
     made = judged_source(model, made_by)

@@ -32,7 +32,7 @@ APART = 1e6
 PRECISION_PAIRS = 5_000
 """Labelled pairs, at most, by which the prior precision is chosen."""
 HELD_OUT, FEWEST = 5, 20
-"""One prompt of so many is held out; fewer labelled pairs than that tell nothing to either side."""
+"""One prompt in `HELD_OUT` is held out; fewer labelled pairs than `FEWEST` show nothing."""
 NEAR = 0.95
 """The |cosine| from which on two pairs are near-copies."""
 SAMPLED, AMONG = 500, 10_000
@@ -161,7 +161,7 @@ def held_out_check(
 ) -> HeldOutCheck | None:
     """Beliefs from four fifths of the prompts against the labels of the last fifth.
 
-    None where there are fewer than `FEWEST` labelled pairs, or too few prompts, for that.
+    None if there are fewer than `FEWEST` labelled pairs, or too few prompts, for that.
     """
     names = sorted(set(prompts))
     shuffled = np.random.default_rng([seed, 1]).permutation(len(names))
@@ -200,7 +200,7 @@ def choose_method(asked: Method | None, copies: float | None) -> MethodChoice:
         return MethodChoice("d_optimal", f"{found}, and d_optimal counts near-copies once")
     return MethodChoice(
         "random",
-        f"{found}, and only where half or more have one was a gain over random labels measured",
+        f"{found}, and a gain over random labels was measured only if half or more have one",
     )
 
 
@@ -254,7 +254,7 @@ def select_pairs(method: Method, size: int, beliefs: PairBeliefs, seed: int = 0)
 
 
 def top_batch(score_C: npt.ArrayLike, size: int, seed: int = 0) -> PairSelection:
-    """The pairs of the highest scores, in a random order where scores are equal."""
+    """The pairs of the highest scores, in a random order if scores are equal."""
     score = np.asarray(score_C, dtype=np.float64)
     shuffled = np.random.default_rng(seed).permutation(score.size)
     index = shuffled[np.argsort(-score[shuffled], kind="stable")][: max(size, 0)]
@@ -277,7 +277,7 @@ def d_optimal_batch(
     computed earlier bounds it from above, and only the pairs with the largest bounds are computed
     again (Minoux 1978). Memory C X; time C X, and at worst C X² a pair chosen.
     The greedy choice has at least 1 − 1/e of the best batch's log det. A pair that equals a chosen
-    one (ψ or −ψ) is only taken where no other is left.
+    one (ψ or −ψ) is only taken if no other is left.
     Source: MacKay 1992, Neural Computation 4:590; the bound: Nemhauser et al. 1978, Math.
     Programming 14:265, for the monotone submodular log det.
     """

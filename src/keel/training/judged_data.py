@@ -39,7 +39,7 @@ class EncodedPair:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """One answer in tokens, and a label (0 to 1) for each of its ends; None where there is none."""
+    """One answer in tokens, and a label (0 to 1) for each of its ends; None if there is none."""
 
     answer: Answered
     labels: tuple[float | None, ...]
@@ -77,7 +77,7 @@ def ready(
 ) -> Ready[E]:
     """The rows of at most `limit` tokens; of the validation split a random `validation_rows`.
 
-    Raises KeelError where no train row is left, or none of a validation split that had some.
+    Raises KeelError if no train row is left, or none of a validation split that had some.
     """
     train, long = _fitting(map(encode, splits.train), limit)
     held, long_validation = _fitting(

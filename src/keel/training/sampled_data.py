@@ -41,7 +41,7 @@ class SampledDataSource:
 def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: Make) -> str:
     """Write the examples of both splits to files of the run folder, unless they exist.
 
-    Returns a line with the number of examples and prompts. Raises KeelError where nothing can be
+    Returns a line with the number of examples and prompts. Raises KeelError if nothing can be
     learned from the answers.
     """
     choice = source.choice

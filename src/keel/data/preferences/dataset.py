@@ -29,7 +29,7 @@ class Splits(Generic[T]):
     """Rows in two splits; no prompt, and no value of the group column, is in both.
 
     `left_out` are the rows in neither: bad ones, train rows whose prompt or group is also in the
-    validation split (`overlap` counts these), and those with an empty answer, where the source says
+    validation split (`overlap` counts these), and those with an empty answer, if the source says
     to drop them (`dropped`).
     """
 
@@ -88,7 +88,7 @@ class Sieve(Generic[T, E]):
     def without_bad(self, splits: Splits[T]) -> Splits[T]:
         """The rows that can be encoded; the others go among the splits' left out.
 
-        Raises KeelError where no train row is left.
+        Raises KeelError if no train row is left.
         """
         bad: list[LeftOut] = []
         train = tuple(row for row in splits.train if self._takes(row, bad))
@@ -114,7 +114,7 @@ VALIDATION = "validation/"
 
 
 def read_pairs(source: PreferenceData, seed: int = 0) -> Splits[Preference]:
-    """Rows of `prompt/chosen/rejected`, with `probability` and `margin` where the file has them.
+    """Rows of `prompt/chosen/rejected`, with `probability` and `margin` if the file has them.
 
     The prompt is text or messages, an answer text or messages; without a `prompt` the answers are
     whole conversations. `seed` goes to a Python entry that has a parameter of that name. Raises
@@ -131,8 +131,8 @@ def read_labelled(source: PreferenceData, seed: int = 0) -> Splits[Labelled]:
 def read_steps(source: PreferenceData, seed: int = 0) -> Splits[Stepwise]:
     """Rows of `prompt/completions/labels`, or of `prompt/steps/first_error`.
 
-    A step's label is a boolean, a number from 0 to 1, or null where it was not judged; a first
-    error is the index (from 0) of the first wrong step, or null where all are right. BIG-Bench
+    A step's label is a boolean, a number from 0 to 1, or null if it was not judged; a first
+    error is the index (from 0) of the first wrong step, or null if all are right. BIG-Bench
     Mistake's `input` and `mistake_index` are taken for `prompt` and `first_error`. A step may be
     blank, an answer not.
     """
@@ -182,7 +182,7 @@ class _DatasetReader(Generic[T]):
     def _rows(
         self, table: Table, name: str, ids: set[str], prefix: str = ""
     ) -> tuple[list[_Placed[T]], list[LeftOut]]:
-        """The table's rows, and those left out: bad ones, and with an empty answer where these go.
+        """The table's rows, and those left out: bad ones, and with an empty answer if these go.
 
         `prefix` begins the rows' ids, which no row may share with another.
         """
@@ -214,7 +214,7 @@ class _DatasetReader(Generic[T]):
         return found, every
 
     def _row(self, fields: Fields, number: str, prefix: str, ids: set[str]) -> _Placed[T] | None:
-        """One row; None where it is dropped for an empty answer."""
+        """One row; None if it is dropped for an empty answer."""
         item = self.make(fields, _id(fields, number, prefix))
         if not self._is_kept(item, fields):
             return None
@@ -298,7 +298,7 @@ def _id(fields: Fields, number: str, prefix: str) -> str:
 
 
 def _tables(source: PreferenceData, seed: int) -> tuple[Table, Table | None]:
-    """The train table, and the validation one where it is given."""
+    """The train table, and the validation one if it is given."""
     if source.name not in KINDS:
         if ":" not in source.name:
             known = [*KINDS, "module:function"]

@@ -35,14 +35,14 @@ class Fields:
         return self.names.get(name, name) in self.row
 
     def value(self, name: str) -> Any:
-        """What the column holds; None where a Parquet file or a JSON null says so."""
+        """What the column holds; None if a Parquet file or a JSON null says so."""
         column = self.names.get(name, name)
         if column not in self.row:
             raise KeelError(f"{self.place}: {unknown('column', column, map(str, self.row))}")
         return self.row[column]
 
     def first(self, *names: str) -> str:
-        """The first of the names that the row has a column for; the first of all where none."""
+        """The first of the names that the row has a column for; the first of all if none."""
         return next((n for n in names if self.there(n)), names[0])
 
     def wrong(self, name: str, fix: str) -> KeelError:
@@ -90,7 +90,7 @@ class Fields:
         return tuple(self._whole(name, text) for text in value)
 
     def number(self, name: str, default: float) -> float:
-        """A finite number; the default where the column is absent or null."""
+        """A finite number; the default if the column is absent or null."""
         if not self.has(name):
             return default
         found = finite(self.value(name))
@@ -99,14 +99,14 @@ class Fields:
         return found
 
     def share(self, name: str, default: float) -> float:
-        """A number from 0 to 1; the default where the column is absent or null."""
+        """A number from 0 to 1; the default if the column is absent or null."""
         found = self.number(name, default)
         if not 0 <= found <= 1:
             raise self.wrong(name, "give a number from 0 to 1")
         return found
 
     def tools(self) -> Tools:
-        """The row's descriptions of tools; none where the column is absent or null."""
+        """The row's descriptions of tools; none if the column is absent or null."""
         try:
             return read_tools(self.value("tools")) if self.has("tools") else ()
         except ValueError as error:
@@ -274,7 +274,7 @@ def _until(
     index = finite(found)
     if found is not None and (index is None or index not in range(len(steps))):
         raise fields.wrong(
-            column, f"give the index of a step, 0 to {len(steps) - 1}, or null where all are right"
+            column, f"give the index of a step, 0 to {len(steps) - 1}, or null if all are right"
         )
     at = None if index is None else int(index)
     return Stepwise.until(id, prompt, steps, at, fields.origin, fields.tools())

@@ -2,7 +2,7 @@
 
 Named as TRL names its columns: `prompt/chosen/rejected`, `prompt/completion/label`,
 `prompt/completions/labels`. Rows with the same `group` hang together, by a column that the data
-names; where it names none (None), rows of one prompt do. `tools` are described to the model by the
+names; if it names none (None), rows of one prompt do. `tools` are described to the model by the
 chat template.
 """
 
@@ -71,7 +71,7 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Stepwise:
-    """An answer in steps, each right (1) or wrong (0); None where it was not judged.
+    """An answer in steps, each right (1) or wrong (0); None if it was not judged.
 
     The completion is the steps joined by a separator.
     """
@@ -86,7 +86,7 @@ class Stepwise:
 
     @property
     def first_error(self) -> int | None:
-        """The index (from 0) of the first wrong step; None where every judged step is right."""
+        """The index (from 0) of the first wrong step; None if every judged step is right."""
         return first_wrong(self.labels)
 
     @staticmethod
@@ -107,5 +107,5 @@ class Stepwise:
 
 
 def first_wrong(labels: Sequence[float | None]) -> int | None:
-    """The index of the first label that says wrong; None where none does."""
+    """The index of the first label that says wrong; None if none does."""
     return next((i for i, label in enumerate(labels) if label is not None and label < 0.5), None)

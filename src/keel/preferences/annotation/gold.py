@@ -23,7 +23,7 @@ ANNOTATOR = "gold"
 def add_gold(store: PreferenceStore, path: Path, round: int) -> int:
     """Add rows of prompt/chosen/rejected (JSONL or Parquet) as gold pairs; how many there are.
 
-    Raises KeelError, with nothing added, where the file or a row of it cannot be read.
+    Raises KeelError, with nothing added, if the file or a row of it cannot be read.
     """
     if not path.is_file():
         raise KeelError(f"--gold {path}: there is no such file: fix the path")

@@ -92,7 +92,7 @@ class AnnotationSession:
     # ------------------------------------------------------------ pairs
 
     def current(self) -> ShownPair | None:
-        """The pair that the person has, or the next one; None where there is none for them."""
+        """The pair that the person has, or the next one; None if there is none for them."""
         settings = self.settings
         with self._lock:
             lease = self.store.lease_next(
@@ -135,7 +135,7 @@ class AnnotationSession:
             return self._notes.get(shown.lease.id, "")
 
     def set_note(self, shown: ShownPair, note: str) -> None:
-        """Keep a note until its pair is labelled. Raises KeelError where it is too long."""
+        """Keep a note until its pair is labelled. Raises KeelError if it is too long."""
         note = note.strip()
         if len(note) > LONGEST_NOTE:
             raise KeelError(f"the note has {len(note):,} characters: use {LONGEST_NOTE:,} at most")
@@ -145,7 +145,7 @@ class AnnotationSession:
     def submit(self, shown: ShownPair, choice: Choice) -> LabelRecord:
         """Store a label; when this returns it is on disk.
 
-        Raises KeelError where the pair was withdrawn or has another label, or the store cannot be
+        Raises KeelError if the pair was withdrawn or has another label, or the store cannot be
         written.
         """
         if choice not in get_args(Choice):
@@ -178,7 +178,7 @@ class AnnotationSession:
         return label
 
     def undo(self) -> LabelRecord | None:
-        """Take back the person's last label, with its note and time; None where there is none."""
+        """Take back the person's last label, with its note and time; None if there is none."""
         with self._lock:
             self._count()
             label = self.store.undo(self.name, self._now(), overlap=self.settings.overlap)
@@ -202,7 +202,7 @@ class AnnotationProject:
         self._lock = threading.Lock()
 
     def session(self, name: str) -> AnnotationSession:
-        """The session of a name, in whichever window. Raises KeelError where it is no name."""
+        """The session of a name, in whichever window. Raises KeelError if it is not valid."""
         name = annotator_name(name)
         with self._lock:
             if name not in self._sessions:

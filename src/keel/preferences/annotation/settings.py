@@ -42,7 +42,7 @@ class AnnotationSettings:
 def read_rubric(path: Path) -> Rubric:
     """A rubric of Markdown or text; its id is its name and the first of its SHA-256.
 
-    Raises KeelError where it cannot be read, is empty, or is no text.
+    Raises KeelError if it cannot be read, is empty, or is not text.
     """
     try:
         data = path.read_bytes()
@@ -50,7 +50,7 @@ def read_rubric(path: Path) -> Rubric:
     except OSError as error:
         raise KeelError(f"--rubric {path}: {error.strerror}: name a text file") from error
     except UnicodeDecodeError:
-        raise KeelError(f"--rubric {path}: it is no UTF-8 text: name a text file") from None
+        raise KeelError(f"--rubric {path}: it is not UTF-8 text: name a text file") from None
     if not text:
         raise KeelError(f"--rubric {path}: it is empty: write what makes an answer better")
     if len(data) > LONGEST_RUBRIC:
@@ -62,7 +62,7 @@ def read_rubric(path: Path) -> Rubric:
 
 
 def annotator_name(text: str) -> str:
-    """A name that a person gave, blanks taken together. Raises KeelError where it is none."""
+    """A name that a person gave, blanks taken together. Raises KeelError if it is not valid."""
     name = " ".join(text.split())
     if not name:
         raise KeelError("the name is empty: enter yours")

@@ -22,7 +22,7 @@ def serve_annotation(
 ) -> None:
     """Serve the pages on which people label pairs, and their summary, until interrupted.
 
-    `host` and `port` as in `serve_pages`. Raises KeelError where NiceGUI is missing, or the address
+    `host` and `port` as in `serve_pages`. Raises KeelError if NiceGUI is missing, or the address
     is taken.
     """
     require_nicegui(COMMAND)

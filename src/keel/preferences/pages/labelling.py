@@ -154,7 +154,7 @@ class LabellingPage:
             "u": ("undo your last label", self._undo),
             "m": ("monospace font, for code, or back", self._toggle_font),
             "d": ("switch between dark and light", self._toggle_theme),
-            "Enter": ("look again for a pair, where there was none", self._look),
+            "Enter": ("look again for a pair, if there was none", self._look),
             "?": ("the rubric and the keys", self._toggle_help),
         }
 
@@ -203,7 +203,7 @@ class LabellingPage:
         await self._act(do)
 
     async def _look(self) -> None:
-        """Look for a pair where there was none; not by itself, since whoever left would get it."""
+        """Look for a pair if there was none; not by itself, since whoever left would get it."""
 
         async def do() -> None:
             self.status, self.failed = "", False

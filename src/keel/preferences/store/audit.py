@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,12 @@ from keel.preferences.agreement import Bootstrap, cohen_kappa, percent_agreement
 from keel.preferences.store.exports import mean_label
 from keel.preferences.store.records import JudgedPair, LabelRecord
 from keel.preferences.store.store import PreferenceStore
+
+FIGURES = {
+    "order_consistency": "same in both orders",
+    "position_bias": "position bias",
+    "longer_preferred": "longer preferred",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class TwoOrders:
 
     @property
     def place(self) -> int:
-        """1 where both orders prefer what is shown first, −1 what is shown second, else 0."""
+        """1 if both orders prefer the answer shown first, −1 if the one shown second, else 0."""
         sides = (self.first.value or 0.0) - 0.5, 0.5 - (self.second.value or 0.0)
         return (min(sides) > 0) - (max(sides) < 0)
 
@@ -50,8 +57,8 @@ def audit_judges(store: PreferenceStore) -> list[dict[str, Any]]:
       second, in [−1, 1];
     - `longer_preferred`: the share of pairs of different lengths with a winner that is the longer;
     - `models`: the mean label of each model's completions against other models' (½: a tie);
-    - `own`: that of the judge's own completions, None where there are none, and by people on the
-      same pairs where they labelled some;
+    - `own`: that of the judge's own completions, None if there are none, and by people on the
+      same pairs if they labelled some;
     - `people`: accuracy and Cohen's κ against people's mean label (first, second or tie).
     """
     found: dict[tuple[str, str], list[TwoOrders]] = {}
@@ -136,7 +143,7 @@ def _models(judge: str, pairs: Sequence[TwoOrders]) -> dict[str, Any]:
 
 
 def _people(pairs: Sequence[TwoOrders]) -> dict[str, Any] | None:
-    """Agreement with people on the pairs that they labelled; None where there are none."""
+    """Agreement with people on the pairs that they labelled; None if there are none."""
     known = [(pair, value) for pair in pairs if (value := _by_people(pair.pair)) is not None]
     if not known:
         return None
@@ -163,3 +170,34 @@ def _winner(value: float) -> str:
 def _mean(values: Sequence[tuple[float, str]]) -> dict[str, float | int]:
     shares, prompts = zip(*values, strict=True)
     return share_interval(shares, prompts).as_dict()
+
+
+def audit_lines(judges: Sequence[Mapping[str, Any]]) -> list[str]:
+    """An audit for people, a line each."""
+    lines = []
+    for judge in judges:
+        lines.append(
+            f"judge {judge['judge']}: {judge['pairs']} pairs in both orders, {judge['ties']} ties, "
+            f"{judge['no_verdict']} without a verdict"
+        )
+        rubric = " ".join(judge["rubric"].split())
+        lines.append(f"  rubric: {rubric if len(rubric) <= 70 else rubric[:69] + '…'}")
+        lines += [_figure(name, judge[key]) for key, name in FIGURES.items()]
+        lines += [_figure(f"wins of {row['model']}", row["win_rate"]) for row in judge["models"]]
+        if judge["own"] is not None:
+            lines.append(_figure("its own completions", judge["own"]))
+        if judge["own_by_people"] is not None:
+            lines.append(_figure("these, by people", judge["own_by_people"]))
+        if judge["people"] is not None:
+            lines.append(_figure("accuracy, of people", judge["people"]["accuracy"]))
+            lines.append(_figure("Cohen's κ, of people", judge["people"]["cohen_kappa"]))
+    return lines or ["no pair has a judge's labels in both orders"]
+
+
+def _figure(name: str, value: Mapping[str, Any]) -> str:
+    found = value.get("mean", value.get("value"))
+    if not value["n"] or found is None or math.isnan(found):
+        return f"  {name:<22}undefined   n = {value['n']}"
+    ends = value["low"], value["high"]
+    interval = f"[{ends[0]:.3f}, {ends[1]:.3f}]" if all(map(math.isfinite, ends)) else "–"
+    return f"  {name:<22}{found:>9.3f}   {interval}   n = {value['n']}"

@@ -18,7 +18,7 @@ from keel.types import KeelError, one_line
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which labels count: of these sources, rounds and annotators; of all where None."""
+    """Which labels count: of these sources, rounds and annotators; of all if None."""
 
     sources: Collection[Source] | None = None
     rounds: Collection[int] | None = None
@@ -34,7 +34,7 @@ class Selection:
 
 
 def mean_label(labels: Iterable[LabelRecord]) -> tuple[float, float] | None:
-    """The means of value and margin over the labels that are no skip; None where there is none."""
+    """The means of value and margin over the labels that are not skips; None if there is none."""
     found = [(label.value, label.margin) for label in labels if label.value is not None]
     if not found:
         return None
@@ -47,7 +47,7 @@ def preference_rows(
     """A row of `id/prompt/chosen/rejected/probability` for each pair with a label that counts.
 
     `probability` is the mean of the labels' values; `chosen` is the answer with ½ or more, the
-    first where both have ½. `margin` is there where it is not 0. Columns of the pair follow.
+    first if both have ½. `margin` is there if it is not 0. Columns of the pair follow.
     """
     for judged in store.judged_pairs():
         found = mean_label(label for label in judged.labels if selection.takes(label))
@@ -71,9 +71,9 @@ def steps_rows(
 
 
 def write_rows(out: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as Parquet where the name ends so, else as JSONL, whole or not at all.
+    """Write rows as Parquet if the name ends so, else as JSONL, whole or not at all.
 
-    Returns how many. Raises KeelError where there is none, or Parquet cannot hold them.
+    Returns how many. Raises KeelError if there is none, or Parquet cannot hold them.
     """
     every = list(rows)
     if not every:

@@ -111,7 +111,7 @@ def read_ultrafeedback(fields: Fields, by: Attribution) -> Iterator[Record]:
     if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
         raise fields.wrong("completions", "give a list of completions")
     if len(rows) < 2:
-        raise fields.wrong("completions", "one completion is no pair: leave the row out")
+        raise fields.wrong("completions", "one completion is not a pair: leave the row out")
     parts = [Fields(row, f"{fields.place}: completion {n}") for n, row in enumerate(rows, 1)]
     scores = [_score(part, part.first("fine-grained_score", "overall_score")) for part in parts]
     models = [str(part.row.get("model") or "") for part in parts]

@@ -74,7 +74,7 @@ def import_file(store: PreferenceStore, kind: str, path: Path, by: Attribution) 
     """Add a file (JSONL, Parquet, or the folder of a published set) of one of `READERS`.
 
     An import that was interrupted is completed by another: what is there is not added twice.
-    Raises KeelError where the file cannot be read, or none of its rows.
+    Raises KeelError if the file cannot be read, or none of its rows.
     """
     rows = judgements = 0
     left: list[LeftOut] = []
@@ -109,7 +109,7 @@ def quarantine_path(store: Path, source: Path) -> Path:
 
 
 def write_left_out(store: Path, source: Path, report: ImportReport) -> Path | None:
-    """Write the rows that were left out; the file, or None where there are none."""
+    """Write the rows that were left out; the file, or None if there are none."""
     target = quarantine_path(store, source)
     write_quarantine(target, report.left_out)
     return target if report.left_out else None

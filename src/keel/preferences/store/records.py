@@ -126,7 +126,7 @@ class LabelRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepsRecord:
-    """An answer in steps, each right (1) or wrong (0) or between; None where it was not judged."""
+    """An answer in steps, each right (1) or wrong (0) or between; None if it was not judged."""
 
     prompt: str
     steps: tuple[str, ...]

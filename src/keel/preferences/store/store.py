@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from keel.platform.sqlite import Database, is_database
 from keel.preferences.store.records import (
     CompletionRecord,
-    CostKind,
     CostRecord,
     JudgedPair,
     LabelRecord,
@@ -47,7 +46,7 @@ class PreferenceStore:
 
     What a method wrote survives a kill; all but leases survives a power failure too.
     `path` None keeps all in memory. `create` makes the file if there is none. `timeout` is how many
-    seconds a write waits for another process. Raises KeelError for a file that is no store, or of
+    seconds a write waits for another process. Raises KeelError for a file that is not a store or of
     another version, and if it cannot be written.
     """
 
@@ -55,7 +54,7 @@ class PreferenceStore:
         self._path = path
         name = f"preference store {path}"
         if path is not None and not create and not is_database(path):
-            what = "it is no store" if path.exists() else "there is no such file"
+            what = "it is not a store" if path.exists() else "there is no such file"
             raise KeelError(f"{name}: {what}: name a store's file")
         if path is not None and create and not path.parent.is_dir():
             raise KeelError(f"{name}: there is no folder {str(path.parent)!r}")
@@ -83,7 +82,7 @@ class PreferenceStore:
         """Add records of any kinds, all or none; how many of each table are new.
 
         What a record refers to is in the store, or among the records. Of two records with one id
-        the first stays. Raises KeelError where the second says something else.
+        the first stays. Raises KeelError if the second says something else.
         """
         rows: dict[type[Any], list[tuple[Any, ...]]] = {layout.record: [] for layout in LAYOUTS}
         layouts = {layout.record: layout for layout in LAYOUTS}
@@ -121,7 +120,7 @@ class PreferenceStore:
         return new
 
     def _refuse_other(self, layout: TableLayout[Any], rows: Sequence[tuple[Any, ...]]) -> None:
-        """Raises KeelError where a row is not what is there by its id."""
+        """Raises KeelError if a row is not what is there by its id."""
         at = layout.fields.index("id")
         sql = f"SELECT {layout.names()} FROM {layout.table} WHERE id = ?"
         for row in rows:
@@ -149,23 +148,15 @@ class PreferenceStore:
         return self._read(PAIRS, *_where(round=round))
 
     def unlabelled(
-        self,
-        source: Source,
-        *,
-        annotator: str | None = None,
-        rubric: str | None = None,
-        version: str | None = None,
-        round: int | None = None,
+        self, source: Source, *, annotator: str | None = None, rubric: str | None = None
     ) -> Iterator[PairRecord]:
-        """Pairs (of a round) without a label from a source; a skip is a label.
+        """Pairs without a label from a source (by an annotator and a rubric); a skip is a label.
 
-        `annotator`, `rubric` and `version` narrow which labels count. Labels that are added while
-        the iteration goes on may or may not be seen by it.
+        Labels that are added while the iteration goes on may or may not be seen by it.
         """
-        clause, values = _where(round=round)
-        has, more = _where(source=source, annotator=annotator, rubric=rubric, version=version)
-        clause += f" AND NOT EXISTS (SELECT 1 FROM labels WHERE pair = pairs.id{has})"
-        return self._read(PAIRS, clause, [*values, *more])
+        has, values = _where(source=source, annotator=annotator, rubric=rubric)
+        clause = f" AND NOT EXISTS (SELECT 1 FROM labels WHERE pair = pairs.id{has})"
+        return self._read(PAIRS, clause, values)
 
     def labels(
         self,
@@ -179,45 +170,29 @@ class PreferenceStore:
         where = _where(pair=pair, source=source, annotator=annotator, round=round)
         return self._read(LABELS, *where)
 
-    def steps(
-        self, *, source: Source | None = None, round: int | None = None
-    ) -> Iterator[StepsRecord]:
-        """Answers in labelled steps."""
-        return self._read(STEPS, *_where(source=source, round=round))
+    def steps(self) -> Iterator[StepsRecord]:
+        """Every answer in labelled steps."""
+        return self._read(STEPS, "", ())
 
-    def costs(
-        self,
-        *,
-        kind: CostKind | None = None,
-        round: int | None = None,
-        forecast: bool | None = None,
-    ) -> Iterator[CostRecord]:
+    def costs(self, forecast: bool | None = None) -> Iterator[CostRecord]:
         """Entries of the ledger."""
-        return self._read(COSTS, *_where(kind=kind, round=round, forecast=forecast))
+        return self._read(COSTS, *_where(forecast=forecast))
 
     def prompt(self, id: str) -> PromptRecord:
-        """The prompt of an id. Raises KeelError where there is none."""
+        """The prompt of an id. Raises KeelError if there is none."""
         return self._one(PROMPTS, id)
 
-    def completion(self, id: str) -> CompletionRecord:
-        """The completion of an id. Raises KeelError where there is none."""
-        return self._one(COMPLETIONS, id)
-
     def judged_pair(self, id: str) -> JudgedPair:
-        """A pair (by id) with its texts and labels. Raises KeelError where there is none."""
+        """A pair (by id) with its texts and labels. Raises KeelError if there is none."""
         for _, found in self._judged("AND p.id = ?", [id]):
             return found
         raise KeelError(f"{self.database.name}: there is no pair {id!r}")
 
-    def judged_pairs(self, round: int | None = None) -> Iterator[JudgedPair]:
-        """Every pair, or those of a round, with its texts and labels."""
-        clause, values = _where("p.", round=round)
+    def judged_pairs(self) -> Iterator[JudgedPair]:
+        """Every pair with its texts and labels."""
         after = 0
-        while True:
-            found = list(self._judged(f"{clause} AND p.seq > ?", [*values, after]))
+        while found := list(self._judged("AND p.seq > ?", [after])):
             yield from (pair for _, pair in found)
-            if not found:
-                return
             after = found[-1][0]
 
     def counts(self) -> dict[str, int]:
@@ -281,13 +256,13 @@ class PreferenceStore:
         gold: Sequence[str] = (),
         gold_next: bool = False,
     ) -> Lease | None:
-        """Lease the next pair (of a round) to a person; None where there is none for them.
+        """Lease the next pair (of a round) to a person; None if there is none for them.
 
         The pair with the highest priority, then the first added, that fewer than `overlap` people
         have or have labelled, and that this one has not. Whoever has a pair already gets it again,
         of any round.
         `gold` are pairs (by id) with a known label, which are for everyone: they are leased
-        only where `gold_next`, the first that the person has not labelled, whoever else has it.
+        only if `gold_next`, the first that the person has not labelled, whoever else has it.
         `now` is the time in seconds. A lease that is past its `expires` is withdrawn when someone
         else asks for a pair. A pair that was skipped goes to another person.
         """
@@ -320,7 +295,7 @@ class PreferenceStore:
     def _next(
         self, annotator: str, overlap: int, clause: str, values: Sequence[Any], gold: str
     ) -> str | None:
-        """The next pair for a person that is no gold. One query a count of the places taken: each
+        """The next pair for a person that is not gold. One query a count of the places taken: each
         walks an index in order and stops at its first row."""
         best = [
             found
@@ -347,10 +322,10 @@ class PreferenceStore:
         return None if found is None else str(found[0])
 
     def submit(self, lease: Lease, label: LabelRecord) -> bool:
-        """Store the label of a leased pair, once; False where this very label is there already.
+        """Store the label of a leased pair, once; False if this very label is there already.
 
         It is taken after the lease expired too, unless the pair was withdrawn. Raises KeelError
-        where it was, where the lease has another label, and for a label of another pair or person.
+        if it was, if the lease has another label, and for a label of another pair or person.
         """
         expected = (lease.pair, "human", lease.annotator)
         if (label.pair, label.source, label.annotator) != expected:
@@ -378,9 +353,9 @@ class PreferenceStore:
     def undo(
         self, annotator: str, now: float, *, seconds: float = LEASE, overlap: int = 1
     ) -> LabelRecord | None:
-        """Take back the person's last submitted label; None where there is none.
+        """Take back the person's last submitted label; None if there is none.
 
-        The pair is leased to them again, and `lease_next` returns it first; not where it was
+        The pair is leased to them again, and `lease_next` returns it first; not if it was
         skipped and `overlap` others have it by now.
         """
         with self.database.transaction():

@@ -84,7 +84,7 @@ COSTS = TableLayout("cost", "costs", CostRecord, (), ("kind", "amount", "unit"))
 LAYOUTS: tuple[TableLayout[Any], ...] = (PROMPTS, COMPLETIONS, PAIRS, LABELS, STEPS, COSTS)
 
 # `seq` is the order of adding. `taken` counts the places of a pair that humans fill: open leases
-# and labels that are no skip; triggers keep it, so that the next pair is found by an index alone.
+# and labels that are not skips; triggers keep it, so that the next pair is found by an index alone.
 _STATEMENTS = (
     """CREATE TABLE IF NOT EXISTS prompts (
         seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content TEXT NOT NULL,

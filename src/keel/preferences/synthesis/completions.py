@@ -1,6 +1,6 @@
 """Completions of the store's prompts: from servers, many requests at a time, or the native engine.
 
-Each is written to the store as it arrives. torch is imported only where a model folder samples.
+Each is written to the store as it arrives. torch is imported only if a model folder samples.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def sample_server(
     usage: ModelUsage,
     notes: ProgressNotes,
 ) -> None:
-    """Ask a server for the missing samples. Raises KeelError where it gives no answers, and
+    """Ask a server for the missing samples. Raises KeelError if it gives no answers, and
     SpendLimitReached."""
     with closing(build_asker(store.path, options, server, judges=False)) as asker:
         work = [(prompt, sample) for prompt, samples in missing for sample in samples]
@@ -173,7 +173,7 @@ def request_amounts(cost: Cost, seconds: float | None, asker: Asker) -> dict[Uni
 
 
 def check_folder(model: ModelFolder) -> None:
-    """Raise KeelError where there is no such model."""
+    """Raise KeelError if there is no such model."""
     from keel.config.model import Model
     from keel.models.loading import read_config
 
@@ -211,7 +211,7 @@ class FolderSampler:
         """Sample what is missing, into the store; how many prompts are too long for the model.
 
         A completion depends on model, prompt, number and seed alone, so that one that a kill lost
-        is sampled again. Raises KeelError where memory runs out.
+        is sampled again. Raises KeelError if memory runs out.
         """
         from keel.learn.token_budget import oom_context
 

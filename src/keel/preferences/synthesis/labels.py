@@ -41,7 +41,7 @@ def judge_pairs_of(
     usage: ModelUsage,
     notes: ProgressNotes,
 ) -> None:
-    """Label pairs. Raises KeelError where the judge gives no answers, and SpendLimitReached."""
+    """Label pairs. Raises KeelError if the judge gives no answers, and SpendLimitReached."""
     with closing(build_asker(store.path, options, judge, judges=True)) as asker:
 
         async def one(pair: PairRecord) -> None:
@@ -128,7 +128,7 @@ def pair_labels(
 
 
 def check_reference(store: PreferenceStore, reference: str | None, prompts: Sequence[str]) -> None:
-    """Raise KeelError where no prompt has the column of the reference."""
+    """Raise KeelError if no prompt has the column of the reference."""
     if reference is None:
         return
     if not any(reference in store.prompt(id).columns for id in prompts):

@@ -39,7 +39,7 @@ SAMPLING = Sampling(max_tokens=512)
 class ModelServer:
     """A model on an OpenAI-compatible server; `url` None is OpenAI's.
 
-    `price` is dollars for a million input and output tokens, None where they are unknown.
+    `price` is dollars for a million input and output tokens, None if they are unknown.
     `api_key_env` names the environment variable of the API key. `options` are those of a judge
     (`SERVER_KEYS`, see `keel.rewards.judge.options`), such as `timeout` or `extra`.
     """
@@ -105,7 +105,7 @@ class SynthesisOptions:
             if self.budget is not None and server.price is None:
                 raise KeelError(
                     f"budget = {self.budget:g}: the price of {server.model!r} is unknown: give its "
-                    "price (0,0 where it is free), or drop the budget"
+                    "price (0,0 if it is free), or drop the budget"
                 )
 
     @property
@@ -155,7 +155,7 @@ def parse_model(text: str) -> CompletionModel:
 
 
 def judge_options(options: SynthesisOptions, server: ModelServer, judges: bool) -> JudgeOptions:
-    """The options of the requests to a server. Raises KeelError where they do not fit."""
+    """The options of the requests to a server. Raises KeelError if they do not fit."""
     known = SERVER_KEYS if judges else SERVER_KEYS[:6]
     for key in server.options:
         if key not in known:
