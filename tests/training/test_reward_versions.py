@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from keel.config.judging import JudgingStage
 from keel.config.load import load_recipe
-from keel.data.preferences.dataset import Sieve, read_pairs
+from keel.data.preferences.dataset import read_pairs
 from keel.platform.signals import Interrupted
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
@@ -31,12 +30,6 @@ SAMPLED: dict[str, Any] = {
     "max_tokens": 5,
 }
 BRIEF: dict[str, Any] = {"steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
-
-
-@dataclass(frozen=True)
-class Encoded:
-    prompt: Any
-    longest: int = 1
 
 
 def chain(tmp_path: Path, replay: float) -> Any:
@@ -61,16 +54,6 @@ def replayed(tmp_path: Path, replay: float, held: Any = None) -> list[str]:
     if held is not None:
         splits = type(splits)(splits.train, held)
     return [row.prompt for row in with_replay(folder, made, stage, splits).train]
-
-
-def test_replayed_rows_take_no_place_of_rows_with_their_ids(tmp_path: Path) -> None:
-    """Files of one name number their rows alike; quarantine keeps encoded rows."""
-    made = chain(tmp_path, 1.0)
-    stage = made.stages[1]
-    whole = with_replay(RunFolder(tmp_path, ("old", "new")), made, stage, read_pairs(stage.data))
-    sieve = Sieve(lambda row: Encoded(row.prompt), None)
-    encoded = [sieve(row).prompt for row in sieve.without_bad(whole).train]
-    assert encoded == [row.prompt for row in whole.train]
 
 
 @pytest.mark.parametrize(("replay", "count"), [(0.0, 0), (0.1, 2), (0.5, 10), (1.0, 20)])

@@ -14,7 +14,7 @@ from keel.config.judging import JudgingStage
 from keel.config.stage import Records
 from keel.data.messages import prompt_columns
 from keel.data.preferences import dataset as preferences
-from keel.data.preferences.dataset import READERS, Sieve
+from keel.data.preferences.dataset import READERS, encode_row, without_bad
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.models.policy import Policy
 from keel.models.reward import Reader, check_classifier
@@ -98,15 +98,15 @@ def inspect_preference_data(context: StageContext) -> None:
     key = f"{prefix}data"
     with context.stops("as its rows are read", key):
         splits = READERS[stage.records or "pairs"](stage.data, context.recipe.seed)
-        sieve: Any = Sieve(_encoder(stage, base), None)
+        encode = _encoder(stage, base)
         if stage.data.bad_rows == "quarantine":
-            splits = sieve.without_bad(splits)
+            splits = without_bad(splits, encode)
         step = max(len(splits.train) / ENCODED, 1.0)
         chosen = [splits.train[int(at * step)] for at in range(min(len(splits.train), ENCODED))]
-        encoded = [sieve(row) for row in chosen]
+        encoded = [encode_row(row, encode) for row in chosen]
         lengths = [row.longest for row in encoded]
         held = (
-            [sieve(row).longest for row in splits.validation[:ENCODED]]
+            [encode_row(row, encode).longest for row in splits.validation[:ENCODED]]
             if stage.evaluation.rows
             else []
         )

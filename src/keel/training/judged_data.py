@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from keel.config.stage import Records
-from keel.data.preferences.dataset import Splits
+from keel.data.preferences.dataset import Splits, encode_row, without_bad
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.models.packed import PackedSizes, sizes_on
 from keel.models.reward import Answered, Reader, joined
+from keel.runs.quarantine import LeftOut
 from keel.types import KeelError
 
 
@@ -60,12 +61,16 @@ E = TypeVar("E", EncodedPair, Marked)
 
 @dataclass(frozen=True, slots=True)
 class Ready(Generic[E]):
-    """Both splits, encoded; how many examples of each were left out for being too long."""
+    """Both splits, encoded; of each the number of examples left out for being too long.
+
+    `left_out` are all the examples that are not used.
+    """
 
     train: tuple[E, ...]
     validation: tuple[E, ...]
     long: int
     long_validation: int
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def ready(
@@ -74,15 +79,19 @@ def ready(
     limit: int | None,
     validation_rows: int,
     stage: str,
+    *,
+    quarantine: bool = False,
 ) -> Ready[E]:
     """The rows of at most `limit` tokens; of the validation split a random `validation_rows`.
 
-    Raises KeelError if no train row is left, or none of a validation split that had some.
+    With `quarantine` rows that cannot be encoded are left out. Raises KeelError if no train row is
+    left, or none of a validation split that had some.
     """
-    train, long = _fitting(map(encode, splits.train), limit)
-    held, long_validation = _fitting(
-        map(encode, some_rows(splits.validation, validation_rows)), limit
-    )
+    splits = without_bad(splits, encode) if quarantine else splits
+    left = list(splits.left_out)
+    train, long = _fitting(splits.train, encode, limit, left)
+    some = some_rows(splits.validation, validation_rows)
+    held, long_validation = _fitting(some, encode, limit, left)
     if not train:
         raise KeelError(
             f"stage {stage!r}: each of the {len(splits.train)} train rows is longer than "
@@ -93,7 +102,7 @@ def ready(
             f"stage {stage!r}: each of the {long_validation} validation rows is longer than "
             f"{limit} tokens: raise {stage}.max_tokens, or set {stage}.evaluation.rows = 0"
         )
-    return Ready(train, held, long, long_validation)
+    return Ready(train, held, long, long_validation, tuple(left))
 
 
 def pair_encoder(reader: Reader) -> Callable[[Preference], EncodedPair]:
@@ -173,7 +182,18 @@ def some_rows(rows: Sequence[R], n: int) -> Sequence[R]:
     return [rows[at] for at in sorted(np.random.default_rng(0).permutation(len(rows))[:n].tolist())]
 
 
-def _fitting(rows: Iterable[E], limit: int | None) -> tuple[tuple[E, ...], int]:
-    every = list(rows)
-    kept = [row for row in every if limit is None or row.longest <= limit]
-    return tuple(kept), len(every) - len(kept)
+def _fitting(
+    rows: Iterable[R], encode: Callable[[R], E], limit: int | None, left: list[LeftOut]
+) -> tuple[tuple[E, ...], int]:
+    """The rows that fit, encoded, and the number of the others, which go to `left`."""
+    kept, long = [], 0
+    for row in rows:
+        found = encode_row(row, encode)
+        if limit is None or found.longest <= limit:
+            kept.append(found)
+            continue
+        long += 1
+        if row.origin is not None:
+            reason = f"{found.longest} tokens, more than {limit}"
+            left.append(row.origin.left_out(reason, "long"))
+    return tuple(kept), long

@@ -19,7 +19,7 @@ from keel.config.model import BaseModelChoice, Model
 from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
 from keel.config.stage import Records
-from keel.data.preferences.dataset import READERS, Sieve
+from keel.data.preferences.dataset import READERS, readable
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import (
@@ -109,14 +109,13 @@ def _keep(
     kind, records = cast(Kind, stage.reward_model), cast(Records, stage.records)
 
     limits = [limit for limit in (stage.max_tokens, model.context) if limit is not None]
-    sieve: Sieve[Any, Any] = Sieve(encode, None)
 
     def accuracies(version: str, held: Sequence[Sequence[Any]]) -> list[Interval]:
         loaded = load_reward_model(_other_model(recipe, str(folder.model(version))), kind)
         judge = partial(loaded.judge, token_budget=stage.token_budget)
         found = []
         for rows in held:
-            encoded = [one for row in rows if (one := sieve.readable(row)) is not None]
+            encoded = [one for row in rows if (one := readable(row, encode)) is not None]
             fitting = [row for row in encoded if all(row.longest <= limit for limit in limits)]
             found.append(reward_model_metrics(records, fitting, judge, threshold).report.accuracy)
         return found
@@ -253,17 +252,15 @@ def examples(
             _ask_people(run, stage, model, encode, limit)
     splits = READERS[cast(Records, stage.records)](data, run.recipe.seed)
     splits = with_replay(run.writer.folder, run.recipe, stage, splits)
-    sieve: Sieve[Any, Any] = Sieve(encode, limit)
-    if data.bad_rows == "quarantine":
-        splits = sieve.without_bad(splits)
-    rows = ready(splits, sieve, limit, stage.evaluation.rows, stage.name)
-    kept = _quarantined(run, stage, (*splits.left_out, *sieve.left_out))
+    quarantine = data.bad_rows == "quarantine"
+    rows = ready(splits, encode, limit, stage.evaluation.rows, stage.name, quarantine=quarantine)
+    kept = _quarantined(run, stage, rows.left_out)
     left = (
         (rows.long, f"longer than {limit} tokens"),
         (rows.long_validation, f"held out and longer than {limit} tokens"),
         (splits.overlap, "with a prompt or group that is also in the validation split"),
         (splits.dropped, "with an empty answer"),
-        (sum(row.why == "bad" for row in splits.left_out), "that cannot be read"),
+        (sum(row.why == "bad" for row in rows.left_out), "that cannot be read"),
     )
     reasons = [f"{n} {why}" for n, why in left if n]
     if reasons and run.resume_from is None:

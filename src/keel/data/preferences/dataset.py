@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from keel.config.fields import unknown
 from keel.config.sources import PreferenceData
@@ -21,7 +21,7 @@ from keel.runs.quarantine import LeftOut
 from keel.types import KeelError
 
 T = TypeVar("T", bound=Preference | Labelled | Stepwise)
-E = TypeVar("E", bound="Sized")
+E = TypeVar("E")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,66 +46,45 @@ class Splits(Generic[T]):
         return sum(row.why == "empty" for row in self.left_out)
 
 
-class Sized(Protocol):
-    """A row in tokens."""
+def encode_row(row: T, encode: Callable[[T], E]) -> E:
+    """A row in tokens. Raises KeelError that names the row's place."""
+    try:
+        return encode(row)
+    except KeelError as error:
+        place = "" if row.origin is None else f"{row.origin.place}: "
+        raise KeelError(f"{place}{error}") from error
 
-    @property
-    def longest(self) -> int: ...
+
+def readable(row: T, encode: Callable[[T], E]) -> E | None:
+    """A row in tokens; None if it cannot be encoded."""
+    try:
+        return encode(row)
+    except KeelError:
+        return None
 
 
-class Sieve(Generic[T, E]):
-    """Encodes rows, and says which will not do: those longer than `limit` are in `left_out`.
+def without_bad(splits: Splits[T], encode: Callable[[T], Any]) -> Splits[T]:
+    """The rows that can be encoded; the others go among the splits' left out.
 
-    What the encoder raises names the row's place.
+    Raises KeelError if no train row is left.
     """
+    bad: list[LeftOut] = []
 
-    def __init__(self, encode: Callable[[T], E], limit: int | None) -> None:
-        self.encode = encode
-        self.limit = limit
-        self.left_out: list[LeftOut] = []
-        self._encoded: dict[int, E] = {}
-        """By the row itself: rows of two files may have the same id."""
-
-    def __call__(self, row: T) -> E:
-        origin = row.origin
-        found = self._encoded.pop(id(row), None)
+    def takes(row: T) -> bool:
         try:
-            found = self.encode(row) if found is None else found
-        except KeelError as error:
-            raise KeelError(str(error) if origin is None else f"{origin.place}: {error}") from error
-        if origin is not None and self.limit is not None and found.longest > self.limit:
-            reason = f"{found.longest} tokens, more than {self.limit}"
-            self.left_out.append(origin.left_out(reason, "long"))
-        return found
-
-    def readable(self, row: T) -> E | None:
-        """A row in tokens; None for one that cannot be encoded."""
-        try:
-            return self.encode(row)
-        except KeelError:
-            return None
-
-    def without_bad(self, splits: Splits[T]) -> Splits[T]:
-        """The rows that can be encoded; the others go among the splits' left out.
-
-        Raises KeelError if no train row is left.
-        """
-        bad: list[LeftOut] = []
-        train = tuple(row for row in splits.train if self._takes(row, bad))
-        if not train:
-            raise all_bad(bad[0].source, bad)
-        held = tuple(row for row in splits.validation if self._takes(row, bad))
-        return Splits(train, held, (*splits.left_out, *bad))
-
-    def _takes(self, row: T, bad: list[LeftOut]) -> bool:
-        try:
-            self._encoded[id(row)] = self.encode(row)
+            encode(row)
         except KeelError as error:
             if row.origin is None:
                 raise
             bad.append(row.origin.left_out(str(error)))
             return False
         return True
+
+    train = tuple(filter(takes, splits.train))
+    if not train:
+        raise all_bad(bad[0].source, bad)
+    held = tuple(filter(takes, splits.validation))
+    return Splits(train, held, (*splits.left_out, *bad))
 
 
 KINDS = ("jsonl", "parquet", "datasets")
