@@ -7,7 +7,6 @@ which each side takes seconds to import, Keel's side runs alone.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,14 +20,12 @@ from benchmarks import (
     loop,
     loop_keel,
     memory,
-    preferences,
     real_model,
     rollout,
-    startup,
     update,
 )
 from benchmarks.update import SMALL, Case
-from studies import draw, growth, turns
+from studies import growth, turns
 
 pytestmark = pytest.mark.slow
 
@@ -160,43 +157,6 @@ def test_slope_is_the_exponent_of_growth(exponent: float) -> None:
 # ---------------------------------------------------------------- the others
 
 
-def test_startup_times_commands(smoke: Callable[..., Printed]) -> None:
-    found, printed = smoke(startup.main)
-    assert [row["row"] for row in found["rows"]] == ["help", "import", "explain"]
-    for row in found["rows"]:
-        assert found[f"{row['row']}_seconds"] == row["wall"]
-        assert positive([row["wall"], row["cpu"]])
-    assert "| `keel explain grpo` | " in printed
-
-
-def test_startup_ends_a_run_at_its_first_update() -> None:
-    found = startup.first("tiny", threads=1)
-    step, update_ = found["first_step"], found["first_update"]
-    assert step.cpu is None
-    assert update_.cpu is not None
-    assert 0 < step.wall < update_.wall
-
-
-def test_startup_reports_the_error_of_a_command() -> None:
-    command = (sys.executable, "-c", "raise SystemExit('out of paper')")
-    with pytest.raises(SystemExit, match="out of paper"):
-        startup.whole(command, 1)
-    with pytest.raises(SystemExit, match="no-such-recipe"):
-        startup.first("no-such-recipe", 1)
-
-
-def test_draw_writes_a_row_for_each_case(smoke: Callable[..., Printed]) -> None:
-    before = torch.get_num_threads()
-    found, printed = smoke(draw.main)
-    assert [row["case"] for row in found["rows"]] == list(draw.CASES)
-    for row in found["rows"]:
-        assert positive([row["torch"], row["compiled"]])
-        assert row["ratio"] == row["torch"] / row["compiled"]
-        assert draw.line(row) in printed
-    assert torch.get_num_threads() == before
-    assert draw.compiled.library()
-
-
 def test_memory_writes_the_share(smoke: Callable[..., Printed]) -> None:
     found, _ = smoke(memory.main)
     (row,) = found["rows"]
@@ -238,14 +198,6 @@ def test_rollout_times_keel(prepared: Path) -> None:
     assert 0 < row["mean_length"] <= loop.SMOKE.most
     assert all(len(one["lengths"]) == loop.SMOKE.completions for one in passes)
     assert "| ragged | keel |" in rollout.line(row)
-
-
-def test_preferences_writes_a_row_for_each_stage(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    preferences.main(["--smoke", "--folder", str(tmp_path), "--json", str(file)])
-    rows = json.loads(file.read_text("utf-8"))["rows"]
-    assert len(rows) == 10
-    assert all(0 < row["median"] <= row["p99"] <= row["worst"] for row in rows)
 
 
 # ---------------------------------------------------------------- turns
