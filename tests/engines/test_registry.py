@@ -72,7 +72,7 @@ def test_an_unknown_engine_of_a_later_stage_stops_the_run_before_its_first(tmp_p
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("python", "/no/python", "is no program"),
+        ("python", "/no/python", "is not a program"),
         ("url", "localhost:8000", "is not an address"),
     ],
 )

@@ -319,10 +319,10 @@ def test_a_python_that_is_no_program_is_refused_before_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeelError, match=r"rollout\.vllm\.python = '.*/venv/python' is no program"):
+    with pytest.raises(KeelError, match=r"vllm\.python = '.*/venv/python' is not a program"):
         _engine(python="venv/python")
     monkeypatch.setenv("KEEL_VLLM_PYTHON", "no-such-python")
-    with pytest.raises(KeelError, match=r"KEEL_VLLM_PYTHON = 'no-such-python' is no program"):
+    with pytest.raises(KeelError, match=r"KEEL_VLLM_PYTHON = 'no-such-python' is not a program"):
         _engine()
     check_server(VllmServer(), here=False)  # where it will run there may be one
 

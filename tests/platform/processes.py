@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def processes_with(word: str) -> list[int]:
-    """The processes whose command line holds a word; those that ended and wait for burial not."""
+    """The processes whose command line holds a word; those that ended and wait to be reaped not."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -23,7 +23,7 @@ def processes_with(word: str) -> list[int]:
 
 
 def children() -> set[int]:
-    """The processes that this one started and that were not buried."""
+    """The processes that this one started and that were not reaped."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # a thread that has ended

@@ -299,7 +299,7 @@ def test_nor_one_that_is_killed_while_the_sandbox_is_made() -> None:
 
 @needs_bubblewrap
 def test_it_buries_its_dead() -> None:
-    """No process is left for the host's init, which in a container may bury none."""
+    """No process is left for the host's init, which in a container may reap none."""
     code = (
         "import ctypes, sys\n"
         "from keel.platform.sandbox.bubblewrap import Limits, Sandbox\n"

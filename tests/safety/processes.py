@@ -23,7 +23,7 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        """Whether it runs; one that ended and waits for burial does not."""
+        """Whether it runs; one that ended and waits to be reaped does not."""
         found = look(self.pid)
         return found is not None and found[0] == self and found[1] != "Z"
 

@@ -61,7 +61,7 @@ class RankProcess:
         self.pipe.send_bytes(pickle.dumps(value))
 
     def receive(self) -> str:
-        """Why the worker stopped; empty where it did what it was called for."""
+        """Why the worker stopped; empty if it did what it was called for."""
         return self.pipe.recv_bytes().decode()
 
 
@@ -152,8 +152,8 @@ def start(
     """A group of `count` processes on this machine, for as long as the block runs.
 
     `build` makes this rank's member, `others` (a function of a module, or a partial one) that of
-    each worker, which has `threads` CPU threads, and a GPU of its own where `device` is "cuda".
-    Each has `deadline` seconds to do what is called, after its start. Raises KeelError where a
+    each worker, which has `threads` CPU threads, and a GPU of its own if `device` is "cuda".
+    Each has `deadline` seconds to do what is called, after its start. Raises KeelError if a
     worker fails to start.
     """
     with ExitStack() as stack:
@@ -188,7 +188,7 @@ def _end(workers: list[RankProcess]) -> None:
 
 
 def _lost(workers: list[RankProcess], known: Mapping[int, str] | None = None) -> str | None:
-    """Which worker has ended and why; None where all are alive. `known` are errors of some.
+    """Which worker has ended and why; None if all are alive. `known` are errors of some.
 
     One that was killed comes first: the others end because they lost it.
     """

@@ -56,7 +56,7 @@ _CAUSES: dict[str, Status] = {"MemoryError": "memory", "BlockingIOError": "proce
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Which tests passed, what became of all, and the cause in a line (empty where all passed)."""
+    """Which tests passed, what became of all, and the cause in a line (empty if all passed)."""
 
     passed: tuple[bool, ...]
     status: Status
@@ -74,7 +74,7 @@ class UnitTests:
 
     `checks` says of each whether it defines `check(candidate)` and leaves the call to us, `imports`
     what they import. `shadow` is whether a function of the code may stand in place of a builtin:
-    where the tests use no other name that only the code can define, as in `assert sum(3, 1) == 2`.
+    if the tests use no other name that only the code can define, as in `assert sum(3, 1) == 2`.
     `setup` runs before the tests; `helpers` are those definitions of the prompt that they use, and
     `alone` says that there was a prompt: of the code they then call `entry_point` alone. `binding`
     ends the code if the entry point is a method: `twoSum = Solution().twoSum`.
@@ -106,11 +106,11 @@ def read_tests(
     setup: str | Sequence[str] = "",
     prompt: str = "",
 ) -> UnitTests:
-    """Read tests: Python texts that raise where they fail.
+    """Read tests: Python texts that raise if they fail.
 
     `setup` is Python that runs before them, and what it defines is theirs. With an entry point,
     what the `prompt` defines and they use is theirs too, so that the code cannot replace it.
-    Raises KeelError for what are no tests: not Python, empty, nothing in them that runs, functions
+    Raises KeelError for what are not tests: not Python, empty, nothing in them that runs, functions
     for another program to call (pytest's, unittest's), or `check` with nothing to check.
     """
     if not isinstance(setup, str):
@@ -236,7 +236,7 @@ def _refuse_idle(where: str, node: _Definition, used: set[str], running: Sequenc
     if isinstance(node, ast.ClassDef) and any("TestCase" in _dotted(b) for b in node.bases):
         if not any(map(_raises, running)):
             raise KeelError(
-                f"{where} defines the TestCase {name}, but raises nothing where that fails: end it "
+                f"{where} defines the TestCase {name}, but raises nothing if that fails: end it "
                 "with `assert unittest.TextTestRunner().run(unittest.defaultTestLoader."
                 f"loadTestsFromTestCase({name})).wasSuccessful()`"
             )
@@ -306,10 +306,10 @@ def run_tests(
     isolation: Isolation = "process",
     stop: threading.Event | None = None,
 ) -> Checked:
-    """Run code, then its tests on what it defined; a test is Python that raises where it fails.
+    """Run code, then its tests on what it defined; a test is Python that raises if it fails.
 
     A test that defines `check(candidate)`, as HumanEval's do, has it called with the function
-    `entry_point`. Raises KeelError for what are no tests. Once `stop` is set, the run is killed.
+    `entry_point`. Raises KeelError for what are not tests. Once `stop` is set, the run is killed.
     """
     read = tests if isinstance(tests, UnitTests) else read_tests(tests, entry_point)
     code = f"{code}\n{read.binding}" if read.binding else code

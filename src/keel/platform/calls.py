@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,7 @@ def _wait(
     end: KillTimer,
     given_up: GivesUp | None,
 ) -> CallOutcome | None:
-    """The next outcome; None where there is none in time."""
+    """The next outcome; None if there is none in time."""
     patience = Deadline(timeout)
     for wait in patience:
         end.renew(patience.left)
@@ -127,141 +128,115 @@ def _run(
 
 def restart_time_limit() -> None:
     """Called by a coroutine that waits its turn: its time has not begun."""
-    if (calls := _CALLS.get()) is not None:
-        task = asyncio.current_task()
-        assert task is not None
-        calls.restart(task.get_name())
+    if (call := _CALL.get()) is not None:
+        call.restart()
+
+
+class _AsyncCall:
+    """A coroutine in the event loop, which ends it when its time is over."""
+
+    def __init__(self, timeout: float, timer: KillTimer, ended: Callable[[], None]) -> None:
+        self.timeout, self.outcome = timeout, CallOutcome(timed_out=True)
+        self.done = threading.Event()
+        self.until = time.monotonic() + timeout
+        self._timer, self._ended = timer, ended
+        self._task: asyncio.Task[Any] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def begun(self) -> bool:
+        return self._task is not None
+
+    async def run(self, function: Callable[[], Any]) -> None:
+        self._task = asyncio.current_task()
+        _CALL.set(self)
+        self.restart()  # from here on, however long the loop's thread took to begin
+        try:
+            outcome = CallOutcome(value=await function())
+        except BaseException as error:
+            outcome = CallOutcome(error=error)
+        self.end(outcome)
+
+    def restart(self) -> None:
+        """Restart its time limit."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self.until = time.monotonic() + self.timeout
+        self._timer.renew(self.timeout)
+        self._expiry = asyncio.get_running_loop().call_later(self.timeout, self._expire)
+
+    def _expire(self) -> None:
+        # Not awaited: it may not let itself be cancelled.
+        assert self._task is not None
+        self.end(CallOutcome(timed_out=True, stack=stack_of_task(self._task)))
+        self._task.cancel()
+
+    def end(self, outcome: CallOutcome) -> None:
+        """Keep its first outcome."""
+        if not self.done.is_set():
+            self.outcome = outcome
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self.done.set()
+            self._ended()
 
 
 class AsyncCalls:
-    """Coroutines of one step, gathered in the event loop of a thread of its own."""
+    """Coroutines of one step, in the event loop of a thread of its own."""
 
     def __init__(
         self, functions: Mapping[str, Callable[[], Any]], timeout: float, loop: LoopThread
     ) -> None:
-        self.timeout = timeout
-        self._loop = loop
-        self._functions = dict(functions)
-        self._outcomes: dict[str, CallOutcome] = {}
-        self._stacks: dict[str, str] = {}
-        self._ended = threading.Event()
-        self._gone = threading.Event()
-        self._over = False
-        self._task: asyncio.Task[None] | None = None
-        self._until = dict.fromkeys(functions, time.monotonic() + timeout)
-        self._ending = KillTimer()
+        self._loop, self._timer = loop, KillTimer()
+        self._calls: dict[str, _AsyncCall] = {}
+        self._futures: list[Future[None]] = []
         self._served: Served | None = None
-        if self._functions:
-            self._ending.__enter__()  # left in outcomes() or cancel()
-            self._ending.renew(timeout)
-            self._served = loop.submit(self._gather())
-        else:
-            self._ended.set()
+        if functions:
+            self._timer.__enter__()  # left when all have ended, or in outcomes() or cancel()
+            self._timer.renew(timeout)
+        for name in functions:
+            self._calls[name] = _AsyncCall(timeout, self._timer, self._one_ended)
+        for name, call in self._calls.items():
+            self._served, future = loop.run(call.run(functions[name]))
+            self._futures.append(future)
 
-    def restart(self, name: str) -> None:
-        """Restart the time limit of a call."""
-        self._until[name] = time.monotonic() + self.timeout
-        self._ending.renew(self.timeout)
+    def _one_ended(self) -> None:
+        if all(call.done.is_set() for call in self._calls.values()):
+            self._timer.__exit__()  # what else is called has a limit of its own
 
     def outcomes(self, given_up: GivesUp | None = None) -> dict[str, CallOutcome]:
         """Wait for the calls, each at most its timeout from the start; then how each ended.
 
         Raises Cancelled once `given_up` says so; `cancel` is then still to be called.
         """
-        blocked = ""
-        if not self._wait(given_up):
-            assert self._served is not None
-            blocked = stack_of(self._served[1].ident)
-            self._loop.abandon(self._served)
-            self._gone.set()
-        self._ending.__exit__()
-        ended = dict(self._outcomes)
-        return {
-            name: ended.get(
-                name, CallOutcome(timed_out=True, stack=self._stacks.get(name, "") or blocked)
-            )
-            for name in self._functions
-        }
+        for call in self._calls.values():
+            while not call.done.wait(POLL):
+                raise_if_cancelled()
+                if given_up is not None and given_up():
+                    raise Cancelled
+                # The loop keeps time itself, unless a coroutine blocks it.
+                if time.monotonic() >= max(one.until for one in self._calls.values()) + NOTICE:
+                    self._abandon()
+        self._timer.__exit__()
+        return {name: call.outcome for name, call in self._calls.items()}
 
-    def _wait(self, given_up: GivesUp | None) -> bool:
-        """Whether the loop reported in time how the calls ended."""
-        # It keeps time itself, unless a coroutine blocks it.
-        while True:
-            until = max(self._until.values(), default=0.0) + NOTICE
-            if self._ended.wait(min(max(0.0, until - time.monotonic()), POLL)):
-                return True
-            raise_if_cancelled()
-            if given_up is not None and given_up():
-                raise Cancelled
-            if time.monotonic() >= until:
-                return False
+    def _abandon(self) -> None:
+        assert self._served is not None
+        stack = stack_of(self._served[1].ident)
+        self._loop.abandon(self._served)
+        for call in self._calls.values():
+            call.end(CallOutcome(timed_out=True, stack=stack))
 
     def cancel(self) -> None:
         """Give the calls up, so that none goes on after an error of another."""
-        self._ending.__exit__()
-        if self._served is not None and not self._gone.is_set():
-            with contextlib.suppress(RuntimeError):  # abandoned by another, and closed since
-                self._served[0].call_soon_threadsafe(self._drop)
-            if not self._gone.wait(NOTICE):
-                self._loop.abandon(self._served)
-
-    def _drop(self) -> None:
-        self._over = True
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _gather(self) -> None:
-        if self._over:  # before it began
-            self._gone.set()
-            return
-        self._task = asyncio.current_task()
-        _CALLS.set(self)
-        # From here on, however long the loop's thread took to begin.
-        self._until = dict.fromkeys(self._functions, time.monotonic() + self.timeout)
-        tasks = {
-            asyncio.create_task(self._one(name, function), name=name)
-            for name, function in self._functions.items()
-        }
-        try:
-            # Not wait_for, which waits for a coroutine that will not be cancelled.
-            waiting: set[asyncio.Task[None]] = tasks
-            while waiting := waiting - self._stop_late(waiting):
-                left = min(self._until[task.get_name()] for task in waiting) - time.monotonic()
-                _, waiting = await asyncio.wait(waiting, timeout=left)
-        finally:
-            self._over = True
-            pending = [task for task in tasks if not task.done()]
-            for task in pending:
-                task.cancel()
-            self._ended.set()
-            self._ending.__exit__()  # what else is called has a limit of its own
-            try:
-                if pending:
-                    await asyncio.wait(pending, timeout=0.1)
-            finally:
-                self._gone.set()
-
-    def _stop_late(self, waiting: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """Cancel those whose time is over, and keep where they were."""
-        now = time.monotonic()
-        late = {task for task in waiting if self._until[task.get_name()] <= now}
-        for task in late:
-            self._stacks[task.get_name()] = stack_of_task(task)
-            task.cancel()
-        return late
-
-    async def _one(self, name: str, function: Callable[[], Any]) -> None:
-        try:
-            outcome = CallOutcome(value=await function())
-        except BaseException as error:
-            stopped = self._over or name in self._stacks
-            if stopped and isinstance(error, asyncio.CancelledError):
-                raise
-            # A CancelledError before that the function raised itself.
-            outcome = CallOutcome(error=error)
-        if name not in self._stacks:  # else too late
-            self._outcomes[name] = outcome
+        self._timer.__exit__()
+        for future in self._futures:
+            future.cancel()
+        # One that has not begun never will.
+        begun = [call for call in self._calls.values() if call.begun]
+        if not all(call.done.wait(NOTICE) for call in begun):
+            self._abandon()
 
 
-_CALLS: ContextVar[AsyncCalls | None] = ContextVar("_CALLS", default=None)
-"""Those that a coroutine is one of."""
+_CALL: ContextVar[_AsyncCall | None] = ContextVar("_CALL", default=None)
+"""The one that a coroutine is."""

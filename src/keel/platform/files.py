@@ -103,7 +103,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def refuse_if_taken(folder: Path) -> None:
-    """Raises KeelError where a process holds a run folder. Takes nothing."""
+    """Raises KeelError if a process holds a run folder. Takes nothing."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:
@@ -231,7 +231,7 @@ def sha256(path: Path) -> str:
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Number (from 1), bytes and JSON object of each line of a file; none where there is no file.
+    """Number (from 1), bytes and JSON object of each line of a file; none if there is no file.
 
     An incomplete last line, being written or left by a killed process, is left out.
     Raises KeelError for a damaged line.

@@ -48,7 +48,7 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
     ) -> tuple[int, bytes]:
         """The status and the content of a reply. Raises HttpFailure, or TimeoutError."""
-        future = self._loop.run(self._http.request(method, path, json=body))
+        _, future = self._loop.run(self._http.request(method, path, json=body))
         with self._lock:
             self._under_way.add(future)
         try:

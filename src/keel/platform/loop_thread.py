@@ -23,17 +23,15 @@ class LoopThread:
         self._served: Served | None = None
         self._lock = threading.Lock()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Let the loop run a coroutine; its outcome."""
+    def run(self, work: Coroutine[Any, Any, T]) -> tuple[Served, Future[T]]:
+        """Let the loop run a coroutine: the loop with its thread, and the outcome."""
         with self._lock:
-            return asyncio.run_coroutine_threadsafe(work, self._started()[0])
+            served = self._started()
+            return served, asyncio.run_coroutine_threadsafe(work, served[0])
 
     def submit(self, work: Coroutine[Any, Any, None]) -> Served:
         """Let the loop run a coroutine; returns the loop with its thread."""
-        with self._lock:
-            served = self._started()
-            asyncio.run_coroutine_threadsafe(work, served[0])
-            return served
+        return self.run(work)[0]
 
     def _started(self) -> Served:
         if self._served is None:

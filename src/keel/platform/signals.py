@@ -129,7 +129,7 @@ def keep_freed() -> bool:
 def sleep_soon() -> None:
     """Let OpenMP threads sleep after a short wait. Call it before torch is imported.
 
-    GNU OpenMP's default of 300,000 turns is several milliseconds: where another program uses one of
+    GNU OpenMP's default of 300,000 turns is several milliseconds: if another program uses one of
     the cores, a waiting thread takes the time that the thread it waits for needs. The user's own
     `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY` is kept.
     """

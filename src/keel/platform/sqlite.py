@@ -48,7 +48,7 @@ class Database:
 
     `name` begins each error. `synchronous` NORMAL: a commit survives a kill of the process, and a
     power failure may undo the last ones; FULL: it survives both. `timeout` is how many seconds a
-    write waits for another process. Raises KeelError where the file cannot be used.
+    write waits for another process. Raises KeelError if the file cannot be used.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ def limited(what: str, seconds: float, advice: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _raising(watch: _Watch, what: str, advice: str) -> Iterator[None]:
-    """Raise `Hung` where the watch has expired within the block."""
+    """Raise `Hung` if the watch has expired within the block."""
     ended = False
     try:
         yield
@@ -118,7 +118,7 @@ class Deadline:
 
 
 class KillTimer:
-    """Ends the process, with all stacks on stderr, where `renew` was called too long ago.
+    """Ends the process, with all stacks on stderr, if `renew` was called too long ago.
 
     The process has one clock, which is set to the earliest of all timers.
     """
@@ -130,7 +130,7 @@ class KillTimer:
         self._set = self.due = -math.inf  # by the monotonic clock
 
     def renew(self, seconds: float) -> None:
-        """Set it to so many seconds from now, and `GRACE` (at most one more)."""
+        """Set it to that many seconds from now, and `GRACE` (at most one more)."""
         now = time.monotonic()
         if now - self._set >= self.EVERY:
             self._set, self.due = now, now + seconds + GRACE + self.EVERY
@@ -164,7 +164,7 @@ def _arm() -> None:
 
 
 def stack_of(thread: int | None) -> str:
-    """Where a thread is now; empty where it has ended."""
+    """Where a thread is now; empty if it has ended."""
     frame = sys._current_frames().get(thread or 0)
     return "" if frame is None else "".join(traceback.format_stack(frame))
 
@@ -226,7 +226,7 @@ class _Watch:
                 _TICKER.remove(self)
 
     def passed(self, seconds: float) -> None:
-        """Count so many seconds without a heartbeat."""
+        """Count seconds without a heartbeat."""
         if self._left or self.stack is not None:
             return
         self.silent += seconds
@@ -261,7 +261,7 @@ class _Ticker:
         self._started = False
 
     def add(self, watch: _Watch) -> None:
-        """Raises RuntimeError where no thread can be started."""
+        """Raises RuntimeError if no thread can be started."""
         with self._lock:
             if not self._started:
                 thread = threading.Thread(target=self._run, name="keel-watch", daemon=True)

@@ -47,14 +47,14 @@ def code(
     """The reward of code that passes its unit tests, run in a sandbox.
 
     `tests`, `entry_point`, `prepend` and `setup` name data columns. `tests` holds Python that
-    raises where it fails, as one text or as a list (MBPP's `test_list`); HumanEval's `test`, which
+    raises if it fails, as one text or as a list (MBPP's `test_list`); HumanEval's `test`, which
     defines `check(candidate)`, needs the function's name from `entry_point`. `prepend` is put
     before the completion's code (HumanEval's `prompt`); `setup` is Python that runs before the
     tests, on their side (MBPP's `test_setup_code`), a text or a list.
     `isolation` gives the code a process of its own, or has it share that of the tests. With
     `partial` the reward is the share of a list's tests that pass. The limits are those of one
     process; `workers` completions run at a time. `trusted` runs them without a sandbox.
-    Raises KeelError where there is no bubblewrap, or it can make no sandbox.
+    Raises KeelError if there is no bubblewrap, or it can make no sandbox.
     """
     if not isinstance(workers, int) or workers < 1:
         raise KeelError(f"workers = {workers!r}: give a whole number of at least 1")
@@ -74,9 +74,9 @@ def code(
 
 
 class CodeReward:
-    """1 where the completion's code passes all its tests, else 0; None where the column is empty.
+    """1 where the completion's code passes all its tests, else 0; None if the column is empty.
 
-    The code is what stands in the last Python fence, or the whole text where there is none; a fence
+    The code is what stands in the last Python fence, or the whole text if there is none; a fence
     that defines nothing that the tests use counts only if none does. The
     cause of each failure goes into the rollouts as `code/cause`, and the share of completions that
     ended in each way into the metrics, `code/STATUS`. A call that is no longer waited for goes

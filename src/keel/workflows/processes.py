@@ -30,7 +30,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 @dataclass(frozen=True, slots=True)
 class CommandEnd:
     """How a command ended: its exit status (negative: the signal that killed it), the last line of
-    its errors, and its peak memory in bytes (0 where it was killed)."""
+    its errors, and its peak memory in bytes (0 if it was killed)."""
 
     code: int
     last_line: str = ""
@@ -38,7 +38,7 @@ class CommandEnd:
 
 
 class Children:
-    """Processes that end with the caller's work, of so many threads each."""
+    """Processes that end with the caller's work, each of some threads."""
 
     def __init__(self, threads: int = 1) -> None:
         self.stopped = threading.Event()
@@ -82,7 +82,7 @@ class Children:
 
 @contextmanager
 def _server_settings(threads: str) -> Iterator[None]:
-    """What the server inherits where the block starts it: the number of threads, which libraries
+    """What the server inherits if the block starts it: the number of threads, which libraries
     read as they are loaded, and a blocked SIGINT, since Ctrl-C ends a server that still loads."""
     before = {name: os.environ.get(name) for name in THREADS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -126,7 +126,7 @@ def keel(arguments: list[str], environment: dict[str, str], report: Connection) 
 
 
 def _end_with_parent() -> None:
-    """Stop at a checkpoint where the caller was killed."""
+    """Stop at a checkpoint if the caller was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

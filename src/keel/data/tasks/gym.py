@@ -48,7 +48,7 @@ class GymProcess:
         self.process = Restarting(_started)
 
     def ask(self, seconds: float, **request: Any) -> Any:
-        """The reply to a request. Raises TimeoutError where none comes, GymError for a refusal."""
+        """The reply to a request. Raises TimeoutError if none comes, GymError for a refusal."""
         reply = self.process.ask(seconds, request)
         if "error" in reply:
             raise GymError(reply["error"], reply["known"])
@@ -121,12 +121,12 @@ class GymTask(BaseTask):
         raise no_draw(self.name, split, ATTEMPTS)
 
     def gold(self, prompt: Prompt) -> str | None:
-        """The item's own answer, where it has one."""
+        """The item's own answer, if it has one."""
         answer = prompt.columns["answer"]
         return None if answer is None else str(answer)
 
     def score(self, prompt: Prompt, completion: Completion) -> float:
-        """What the data set's scorer says; 0 where it fails or takes too long."""
+        """What the data set's scorer says; 0 if it fails or takes too long."""
         where = split_and_index(prompt)
         if where not in self._addresses:
             self.prompt(*where)
@@ -179,7 +179,7 @@ def gym_installed() -> bool:
 
 
 def gym_names(process: GymProcess) -> dict[str, str]:
-    """Every data set with one line on it. Raises KeelError where reasoning-gym is absent."""
+    """Every data set with one line on it. Raises KeelError if reasoning-gym is absent."""
     if not gym_installed():
         raise KeelError("reasoning-gym is not installed: pip install 'keel-rl[tasks]'")
     names: dict[str, str] = process.ask(START_SECONDS, op="names")

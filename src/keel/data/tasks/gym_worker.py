@@ -66,7 +66,7 @@ class Desk:
         return self.score(request)
 
     def score(self, request: Request) -> float:
-        """What the data set's scorer says of an answer; 0 where it fails."""
+        """What the data set's scorer says of an answer; 0 if it fails."""
         dataset, item = self.dataset(request), self.item(request)
 
         def judge() -> float:

@@ -85,7 +85,7 @@ class VllmClient:
         return True
 
     def model(self) -> str:
-        """The name of the model that the server has. Raises KeelError where it lists none."""
+        """The name of the model that the server has. Raises KeelError if it lists none."""
         found = self.request("GET", "/v1/models")
         try:
             return str(found["data"][0]["id"])
@@ -96,7 +96,7 @@ class VllmClient:
             ) from None
 
     def prepare_updates(self, info: Mapping[str, Any]) -> None:
-        """Set the weight transfer up. Raises KeelError where the server was started without it."""
+        """Set the weight transfer up. Raises KeelError if the server was started without it."""
         self.request("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     @contextmanager
@@ -118,10 +118,10 @@ class VllmClient:
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = 0.0
     ) -> Any:
-        """The JSON of a reply, None where it has no content.
+        """The JSON of a reply, None if it has no content.
 
-        Raises ServerFailure where the connection fails, the deadline passes or the server reports
-        an error of its own, KeelError where it refuses the request.
+        Raises ServerFailure if the connection fails, the deadline passes or the server reports
+        an error of its own, KeelError if it refuses the request.
         """
         limit = timeout or self.timeout
         try:

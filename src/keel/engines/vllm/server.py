@@ -44,7 +44,7 @@ GRACE = 10.0
 class ServerProcess:
     """One server, on a Unix socket in `folder`.
 
-    The folder is this user's alone: who reaches the server may change its weights and, where it
+    The folder is this user's alone: who reaches the server may change its weights and, if it
     takes pickled handles, run code in it. The folder also holds the model and the copy of
     `worker.py`; the server's output is appended to `log`. `backend` is that of the weight transfer,
     `variables` are added to the server's environment.
@@ -99,7 +99,7 @@ class ServerProcess:
         self.process = self._child.process
 
     def wait(self, client: VllmClient, seconds: float) -> None:
-        """Wait until the server answers. Raises KeelError where it ends or takes longer."""
+        """Wait until the server answers. Raises KeelError if it ends or takes longer."""
         end = time.monotonic() + seconds
         while not client.healthy():
             heartbeat()
@@ -126,7 +126,7 @@ class ServerProcess:
 
 
 def check_server(server: VllmServer, here: bool = True) -> None:
-    """Raise KeelError where no server is named, or not in a way that can work.
+    """Raise KeelError if no server is named, or not in a way that can work.
 
     `here`: it will run on this machine, so that its Python has to exist.
     """
@@ -142,7 +142,7 @@ def check_server(server: VllmServer, here: bool = True) -> None:
     if here and shutil.which(python) is None:
         key = "rollout.vllm.python" if server.python else "KEEL_VLLM_PYTHON"
         raise KeelError(
-            f"{key} = {python!r} is no program: name the Python of an environment that has vLLM "
+            f"{key} = {python!r} is not a program: name the Python of an environment that has vLLM "
             "(docs/howto/vllm.md)"
         )
 

@@ -53,7 +53,7 @@ class Limits:
     together can have `processes · memory_mb` (threads count as processes), `disk_mb` in each of the
     private folders, `/tmp` and `/dev/shm`, which lie in memory too, and at most about 15 MB a
     process in pipes and sockets. That nothing else holds memory is due to the filter of system
-    calls; where there is none (see above), `memory_mb` bounds each process and not all together.
+    calls; without one (see above), `memory_mb` bounds each process and not all together.
     The kernel's own 1 KB or so for each file is bounded by `timeout` alone.
     `output_kb` is what may be printed, `file_mb` the size of a file. Raises KeelError for what is
     no such limit.
@@ -121,7 +121,7 @@ class Sandbox:
     """Runs commands, each in a sandbox of its own; from any thread, several at a time.
 
     With `trusted` there is no sandbox: a plain process group in a passing folder, with the limits
-    (but that on processes) and a time. Neither outlives this process. Raises KeelError where
+    (but that on processes) and a time. Neither outlives this process. Raises KeelError if
     bubblewrap is missing or can make no sandbox here, and says how to fix that.
     """
 
@@ -267,7 +267,7 @@ def isolation_arguments(
 
 
 def bubblewrap() -> str:
-    """The path of bubblewrap. Raises KeelError where there is none."""
+    """The path of bubblewrap. Raises KeelError if there is none."""
     if not sys.platform.startswith("linux"):
         raise KeelError("the sandbox needs Linux: use a Linux machine, or WSL2 on Windows")
     found = shutil.which("bwrap")

@@ -37,7 +37,7 @@ Request = Mapping[str, Any]
 class Confined:
     """Computes values in processes of their own, under a filter of system calls.
 
-    `prepare` is called in each of them first. Raises OSError where the filter does not take hold.
+    `prepare` is called in each of them first. Raises OSError if the filter does not take hold.
     """
 
     def __init__(self, program: bytes, prepare: Callable[[], None] = lambda: None) -> None:
@@ -108,7 +108,7 @@ class Confined:
         self.control(_FILTER_CALLS, 2, ctypes.addressof(self.filter))
 
     def control(self, *what: int) -> None:
-        """prctl. Raises OSError where it fails."""
+        """prctl. Raises OSError if it fails."""
         given = [ctypes.c_ulong(one) for one in (*what, 0, 0, 0, 0)][:5]
         if self.library.prctl(*given) != 0:
             raise OSError(ctypes.get_errno(), "prctl")
@@ -121,7 +121,7 @@ def hide() -> None:
 
 
 def allow(seconds: float) -> None:
-    """Let the system end this process after so many further seconds of computing."""
+    """Let the system end this process after some further seconds of computing."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     budget = int(used.ru_utime + used.ru_stime + seconds) + 1
     limit(resource.RLIMIT_CPU, budget, resource.getrlimit(resource.RLIMIT_CPU)[1])

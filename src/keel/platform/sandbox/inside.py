@@ -66,7 +66,7 @@ def run_as_init() -> None:
 
 
 def confine(uid: int | None, limits: dict[str, int]) -> None:
-    """Drop to an unprivileged user (where root's sandbox asks for it), and set the limits."""
+    """Drop to an unprivileged user (in root's sandbox), and set the limits."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)

@@ -215,7 +215,7 @@ def _beginning(machine: str) -> list[_Step]:
 
 
 def _refuse_where(number: int, argument: int, test: int, values: tuple[int, ...]) -> list[_Step]:
-    """Refuse a call where the low half of an argument passes a test with any of some values."""
+    """Refuse a call if the low half of an argument passes a test with any of some values."""
     steps = [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument)]
     for value in values:
         steps += [(test, 0, 1, value), (_RETURN, 0, 0, _REFUSE)]

@@ -25,7 +25,7 @@ REPORT_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """How a process ended, and what came of it; nothing else counts where it has not `started`."""
+    """How a process ended, and what came of it; nothing else counts if it has not `started`."""
 
     ended: Literal["ended", "timeout", "output"]
     started: bool
@@ -138,7 +138,7 @@ class _Watcher:
         )
 
     def _serve(self, pipe: int) -> bool:
-        """Read or write what can be; false where the pipe is done with."""
+        """Read or write what can be; false if the pipe is done with."""
         if pipe == self.into:
             with contextlib.suppress(BrokenPipeError):
                 self.given = self.given[os.write(pipe, self.given[:65536]) :]
