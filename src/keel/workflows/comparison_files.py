@@ -31,6 +31,7 @@ from keel.runs.values import plain
 
 Curves = Mapping[str, Mapping[str, tuple[Array, Array, Array, Array]]]
 """By metric and arm: steps, interquartile mean, and the ends of its interval."""
+TOO_FEW = "too few seeds for an interval"
 LISTED = 20
 """Pairs up to which each has its sentence."""
 TITLES = {
@@ -91,20 +92,25 @@ def lines(found: Comparison) -> list[str]:
 
 def _line(pair: PairSummary) -> str:
     """What is known of a pair of arms."""
-    difference = f"{pair.a} less {pair.b} {shown(pair.difference, pair.by_seed)}"
+    difference = f"{pair.a} less {pair.b} {shown(pair.difference, pair.by_seed, TOO_FEW)}"
     if len(pair.by_seed) < LEAST:
         return f"{pair.statement}: {difference}"
     chance = f"P({pair.a} > {pair.b}) = {shown(pair.probability_of_improvement)}"
-    prompts = "" if pair.by_prompt is None else f"; on the same prompts {shown(pair.by_prompt)}"
+    prompts = (
+        ""
+        if pair.by_prompt is None
+        else f"; on the same prompts {shown(pair.by_prompt, why=TOO_FEW)}"
+    )
     return f"{pair.statement}: {difference}; {chance}{prompts}"
 
 
-def shown(one: Interval, values: Sequence[float] = ()) -> str:
-    """A figure with its interval, or with the values that it is of if there is none."""
+def shown(one: Interval, values: Sequence[float] = (), why: str = "") -> str:
+    """A figure with its interval; without one the values that it is of, and why there is none."""
     if math.isfinite(one.low) and math.isfinite(one.high):
         return f"{one.mean:.3g} [{one.low:.3g}, {one.high:.3g}]"
-    each = ", ".join(f"{value:.3g}" for value in values)
-    return f"{one.mean:.3g} ({each + ': ' if len(values) > 1 else ''}too few seeds for an interval)"
+    each = ", ".join(f"{value:.3g}" for value in values) if len(values) > 1 else ""
+    words = ": ".join(filter(None, (each, why)))
+    return f"{one.mean:.3g} ({words})" if words else f"{one.mean:.3g}"
 
 
 def table(found: Comparison) -> list[list[str]]:
