@@ -55,8 +55,8 @@ def stage_curve(
             series = series_of(panel, columns, window=window)
             plot_panel(axes, panel, [_with_window(one, window) for one in series])
             axes.legend(loc="best")
-            if axes is not all_axes[-1]:
-                axes.set_xlabel("")
+            axes.set_xlabel("")
+        all_axes[-1].set_xlabel("environment steps" if "environment_steps" in columns else "step")
         figure.align_ylabels(all_axes)
         set_titles(figure, title, subtitle)
 
