@@ -51,7 +51,7 @@ class Bin(CalibrationReport):
 
 @dataclass(frozen=True, slots=True)
 class Margins(CalibrationReport):
-    """By how much the better answer's score lies above the other's, over pairs that are no tie.
+    """By how much the better answer's score lies above the other's, over pairs that are not ties.
 
     `below` is the share under 0 (the model is wrong), `at_zero` that of equal scores. The first and
     the last bin also hold the `beyond` pairs that lie beyond them; 0 is an edge.

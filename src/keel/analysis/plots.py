@@ -172,7 +172,7 @@ def drawing(path: Path, height: float) -> Iterator[Figure]:
 
 @contextmanager
 def styled(width: float, height: float) -> Iterator[Figure]:
-    """A figure of so many inches with our style, inside the block.
+    """A figure of a size in inches with our style, inside the block.
 
     Raises:
         KeelError: matplotlib is not installed.

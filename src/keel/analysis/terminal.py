@@ -14,7 +14,7 @@ _BLANK = 0x2800
 def sparkline(values: npt.ArrayLike, width: int | None = None) -> str:
     """The values as a line of blocks, lowest to highest; a gap if one is not finite.
 
-    With `width`, neighbours are averaged until no more than so many are left. A constant is drawn
+    With `width`, neighbours are averaged until no more than that are left. A constant is drawn
     in the middle.
     """
     y = np.asarray(values, dtype=np.float64).reshape(-1)

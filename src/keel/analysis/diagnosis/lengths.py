@@ -122,7 +122,7 @@ def truncation(history: StageHistory) -> Symptom | None:
     newest three steps with rollouts their reward is lower than that of the others (Mann-Whitney
     p < 0.01): by 5 % of the range of rewards among answers to one prompt, or by 25 % among all,
     since budgets often cut all answers to one prompt. A task whose answers fill the budget by
-    design is no fault."""
+    design is not a fault."""
     steps, cut = history.column("completions/clipped_ratio")
     if len(steps) < 10:
         return None

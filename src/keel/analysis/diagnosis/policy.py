@@ -93,7 +93,7 @@ def clip_idle(history: StageHistory) -> Symptom | None:
     """The clip never acts: several updates per batch and a surrogate with edges, but in 95 % of at
     least 10 steps with a gradient no token is clipped, and the policy does not move within a step:
     |ratio − 1| is below 1e-3 and KL(old‖policy) below 1e-5 nats per token (medians). A clip that
-    cuts nothing while the policy moves is no fault."""
+    cuts nothing while the policy moves is not a fault."""
     steps, region = history.column("clip_ratio/region_mean")
     if history.updates < 2 or len(steps) < 10 or _edgeless(history):
         return None
@@ -172,7 +172,7 @@ def _jump(history: StageHistory) -> Symptom | None:
     if len(norm) < RECENT + WINDOW:
         return None
     now = rolling_medians(norm)[RECENT:]
-    # A norm grows slowly with the differences between rewards: that is no jump.
+    # A norm grows slowly with the differences between rewards: that is not a jump.
     usual = np.maximum(rolling_medians(norm, RECENT)[: len(now)], np.median(norm))
     over = np.flatnonzero((usual > 0) & (now >= JUMP * usual))
     if not len(over):

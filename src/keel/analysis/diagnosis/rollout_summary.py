@@ -23,7 +23,7 @@ HASHES = 64
 _SALTS = np.arange(1, HASHES + 1, dtype=np.uint64) << np.uint64(40)
 NGRAM = 4
 MARKERS = re.compile(r"<[^<>]*>|\\boxed|[^\w\s]+")
-"""What frames an answer: tags, `\\boxed`, `####` and other signs that are no letters or digits."""
+"""What frames an answer: tags, `\\boxed`, `####` and signs other than letters and digits."""
 SHORTEST = 3 * NGRAM
 """Tokens below which a completion is too short for a share of repeated 4-grams."""
 _POLICY = TERMS[0]
