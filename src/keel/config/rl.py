@@ -80,7 +80,6 @@ class MeasuredReferenceConfig(ReferenceConfig):
 class RolloutStage(StageConfig):
     """What a stage has that learns from its own rollouts by an algorithm."""
 
-    shared_by_processes: ClassVar[bool] = True
     learns_from_rollouts: ClassVar[bool] = True
 
     stage: str = "rl"
@@ -232,10 +231,6 @@ class RolloutStage(StageConfig):
         )
 
     @property
-    def passes(self) -> int:
-        return self.epochs
-
-    @property
     def evaluation_interval(self) -> int:
         return self.evaluation.every
 
@@ -246,10 +241,6 @@ class RolloutStage(StageConfig):
     @property
     def keeps_reference(self) -> bool:
         return self.algorithm.needs_reference or self.reference.measured
-
-    @property
-    def keeps_critic(self) -> bool:
-        return self.algorithm.value is not None and self.value.kind == "critic"
 
     def explain(self, lora: bool) -> Explanation:
         from keel.algorithms.explain import explain_algorithm

@@ -59,8 +59,6 @@ class StageConfig(FrozenModel):
     """A stage of a recipe."""
 
     trains_policy: ClassVar[bool] = True
-    shared_by_processes: ClassVar[bool] = False
-    """Whether `cluster.processes` share the stage; others run on the first of them."""
     learns_from_rollouts: ClassVar[bool] = False
     """Whether the policy samples, is rewarded and learns, step by step, by an algorithm."""
     reward_model: ClassVar[Literal["outcome", "process"] | None] = None
@@ -125,18 +123,8 @@ class StageConfig(FrozenModel):
         return None
 
     @property
-    def passes(self) -> int:
-        """How often the stage learns from each step's batch."""
-        return 1
-
-    @property
     def keeps_reference(self) -> bool:
         """Whether a frozen reference policy is in memory."""
-        return False
-
-    @property
-    def keeps_critic(self) -> bool:
-        """Whether a value model with a backbone of its own is in memory."""
         return False
 
     @property

@@ -8,7 +8,7 @@ and no judge is paid: its price is estimated.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 
 from keel.config.fields import derive
 from keel.config.load import Source, load_recipe
+from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries
@@ -41,7 +42,6 @@ from keel.preflight.trial import TrialProcess
 from keel.preflight.unused_keys import Facts, unused_keys
 from keel.runs.trackers import check_trackers
 from keel.training.recipe_checks import leaks, longest_sequence
-from keel.training.stages.rl import RLStage
 
 WEIGHTS_READ = 4_000_000
 """Weights that are read, of each tensor, to see how many a step would move."""
@@ -189,16 +189,17 @@ def _inspect(context: StageContext) -> None:
     _check_settings(context)
     with suppress(StageStops), context.stops("before its first step", f"{context.prefix}trackers"):
         check_trackers(stage.trackers)
-    sampling = stage.sampling
-    for applies, inspect in (
-        (stage.demonstrations is not None, inspect_demonstrations),
-        (stage.records is not None, inspect_preference_data),
-        (sampling is not None and sampling.algorithm is not None, _check_objective),
-        (sampling is not None, inspect_sampling_stage),
-    ):
-        if applies:
+    rollouts = cast(RolloutStage, stage) if stage.learns_from_rollouts else None
+    parts: tuple[tuple[Any, Callable[[StageContext, Any], None]], ...] = (
+        (stage.demonstrations, inspect_demonstrations),
+        (stage.judged, inspect_preference_data),
+        (rollouts, _check_objective),
+        (sampling_plan(context.recipe, stage), inspect_sampling_stage),
+    )
+    for part, inspect in parts:
+        if part is not None:
             with suppress(StageStops):
-                inspect(context)
+                inspect(context, part)
     if stage.prompts_in_step is not None and context.prompts and context.prompts.rows:
         prompts = stage.steps * stage.prompts_in_step
         context.figures["epochs"] = round(prompts / context.prompts.rows, 2)
@@ -215,10 +216,10 @@ def _check_settings(context: StageContext) -> None:
         context.add(*settings.of_rewards(plan.rewards, f"{plan.key}rewards"))
 
 
-def _check_objective(context: StageContext) -> None:
-    """An RL stage's settings, and the other models and functions that its objective names."""
-    stage, prefix = cast(RLStage, context.stage), context.prefix
+def _check_objective(context: StageContext, stage: RolloutStage) -> None:
+    """A stage's loop, and the other models and functions that its objective names."""
     recipe, algorithm, value = context.recipe, stage.algorithm, stage.value
+    prefix = context.prefix
     context.add(*settings.of_objective(stage, prefix))
     if value.optimizer is not None and algorithm.value is not None:
         key = f"{prefix}value.optimizer"

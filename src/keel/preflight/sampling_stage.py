@@ -30,7 +30,6 @@ from keel.preflight.prompts import (
     SamplingPlan,
     read_prompts,
     reply_holds_answer,
-    sampling_plan,
 )
 from keel.preflight.rewards import ScoredBatch, check_gold, check_sampled_rewards
 from keel.preflight.trial import LongestExample
@@ -46,13 +45,11 @@ ROUNDED_TOKENS = 2048
 """Of the completions whose log-probabilities are computed in bfloat16 and in float32."""
 
 
-def inspect_sampling_stage(context: StageContext) -> None:
+def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
     """Prompts, batch, rewards and gold answers of what a stage samples.
 
     Raises StageStops if the stage would stop before it samples.
     """
-    plan = sampling_plan(context.recipe, context.stage)
-    assert plan is not None
     sampling, rollout = plan.sampling, plan.rollout
     stats = read_prompts(
         context, sampling.tasks, sampling.prompts, plan.seed,

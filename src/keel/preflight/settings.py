@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from keel.algorithms.presets import PRESETS
 from keel.config.model import Model
 from keel.config.optimisation import Optimizer
+from keel.config.rl import RolloutStage
 from keel.config.sources import Rewards
 from keel.engines.registry import capabilities_of
 from keel.preflight.finding import Finding, percent
-from keel.training.stages.rl import RLStage
 
 FROZEN_SHARE = 0.5
 """More than half of the weights not moving is more than rounding: in float32 at the same rate it
@@ -74,7 +74,7 @@ def of_rewards(rewards: Rewards, key: str) -> Iterator[Finding]:
             )
 
 
-def of_objective(stage: RLStage, prefix: str) -> Iterator[Finding]:
+def of_objective(stage: RolloutStage, prefix: str) -> Iterator[Finding]:
     """Length penalties, and reuse of a batch that the surrogate does not account for."""
     over, budget = stage.rollout.overlong_buffer, stage.rollout.max_tokens
     algorithm = stage.algorithm

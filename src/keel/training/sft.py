@@ -51,13 +51,7 @@ class Demonstrations:
         rng = np.random.default_rng(derive(self.seed, "demonstrations", number))
         groups = []
         for prompt in self.stream.take(self.batch_size):
-            gold = self.tasks[prompt.task].gold(prompt)
-            if gold is None:
-                raise KeelError(
-                    f"stage {self.stage!r}: task {prompt.task!r} has no gold answer to imitate: "
-                    "name the answer column (tasks.answer) or leave the sft stage out"
-                )
-            groups.append(self._group(prompt, gold, rng))
+            groups.append(self._group(prompt, rng))
         return from_groups(groups, self.policy.device)
 
     def backward(self, batch: Batch, token_budget: int) -> GradientStep:
@@ -78,16 +72,10 @@ class Demonstrations:
         }
         return GradientStep(metrics, sum(batch.input_lengths))
 
-    def _group(self, prompt: Prompt, gold: str, rng: np.random.Generator) -> Group:
+    def _group(self, prompt: Prompt, rng: np.random.Generator) -> Group:
         """The prompt and the text to imitate. Raises KeelError if it cannot be made or does not
         fit."""
-        try:
-            text = self.demonstrate(prompt, gold, rng)
-        except Exception as error:
-            message = one_line(error, named=True)
-            raise KeelError(
-                f"demonstration {self.entry!r} raised {message} at {prompt.id!r}"
-            ) from error
+        text = demonstration(prompt, self.tasks[prompt.task], self.entry, self.demonstrate, rng)
         found = encode_demonstration(
             prompt, text, self.encoder, self.policy.context, f"{self.stage}."
         )
@@ -100,6 +88,26 @@ class Demonstrations:
             text=text,
         )
         return Group(replace(prompt, tokens=tuple(found.prompt)), (completion,))
+
+
+def demonstration(
+    prompt: Prompt, task: Task, entry: str, demonstrate: Demonstrate, rng: np.random.Generator
+) -> str:
+    """The text that a function of the recipe (`entry`) gives for a prompt and its gold answer.
+
+    Raises KeelError if the task knows no gold answer, or the function raises.
+    """
+    gold = task.gold(prompt)
+    if gold is None:
+        raise KeelError(
+            f"task {prompt.task!r} has no gold answer to imitate: name the answer column in "
+            "tasks.answer, or leave the sft stage out"
+        )
+    try:
+        return demonstrate(prompt, gold, rng)
+    except Exception as error:
+        message = one_line(error, named=True)
+        raise KeelError(f"demonstration {entry!r} raised {message} at {prompt.id!r}") from error
 
 
 def encode_demonstration(
