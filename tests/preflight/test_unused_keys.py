@@ -94,7 +94,6 @@ CASES: list[tuple[Any, ...]] = [
     ("rollout.max_programs", rl(), ("rollout.max_programs=3",)),
     ("rollout.overlap_rewards", rl(),
      ("rollout.program=mine.py:run", "rollout.overlap_rewards=true")),
-    ("rollout.overlap_rewards", rl(cluster={"processes": 2}), ("rollout.overlap_rewards=true",)),
     ("tasks.0.weight", rl(), ("tasks.weight=2.0",)),
     ("tasks.0.bad_rows", rl(), ("tasks.0.bad_rows=quarantine",)),
     ("rollout.vllm.gpu_memory_utilization", rl(), ("rollout.vllm.gpu_memory_utilization=0.6",)),
