@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import threading
 import time
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from keel.config.secrets import without_secrets, wrong_key_name
+from keel.platform.loop_thread import LoopThread
 from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.judge.prompts import Chat, ParsedReply, Question, Structured, parse
 from keel.rewards.judge.store import Cost, JudgeStore, StoredAnswer
@@ -86,8 +86,7 @@ class Asker:
         self._sending: dict[str, asyncio.Task[None]] = {}
         self._worst: dict[str, Cost] = {}
         self._closing = False
-        self._starting = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = LoopThread()
 
     async def judge(self, questions: Sequence[Question]) -> list[Judgement]:
         """Ask each until an answer holds a verdict, at most `attempts` times.
@@ -107,26 +106,18 @@ class Asker:
     def close(self) -> None:
         """Cancel what waits, store the answers to what was sent (for at most the time that a
         request may take), and close the cache."""
+        if self._closing:
+            return
         self._closing = True
-        if (loop := self._loop) is not None and not loop.is_closed():
-            asyncio.run_coroutine_threadsafe(self._finish(), loop).result()
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join()
-            loop.close()
+        self._loop.run(self._finish()).result()
+        self._loop.close()
         self.store.close()
 
     async def _in_loop(self, asking: Coroutine[Any, Any, R]) -> R:
-        with self._starting:
-            if self._closing:
-                asking.close()
-                raise asyncio.CancelledError
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="keel-judge", daemon=True
-                )
-                self._thread.start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asking, self._loop))
+        if self._closing:
+            asking.close()
+            raise asyncio.CancelledError
+        return await asyncio.wrap_future(self._loop.run(asking))
 
     async def _judge_all(self, questions: Sequence[Question]) -> list[Judgement]:
         tasks = [asyncio.create_task(self._judge(question)) for question in questions]
