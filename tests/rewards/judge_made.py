@@ -70,7 +70,7 @@ def forty() -> list[Group]:
 
 
 def main(url: str, folder: str, options: str) -> None:
-    """Score forty answers and print what they get; from the last prompt on where asked."""
+    """Score forty answers and print what they get; from the last prompt on if asked."""
     keys = json.loads(options)
     groups = forty()[::-1] if keys.pop("backwards", False) else forty()
     found = scored(url, Path(folder), groups, **keys)

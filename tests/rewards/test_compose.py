@@ -44,7 +44,7 @@ def standard(values: Sequence[float]) -> list[float]:
 # ---------------------------------------------------------------- weights, clips, normalisation
 
 
-def test_reward_is_the_weighted_sum_of_the_components_with_a_value() -> None:
+def test_reward_is_the_weighted_sum_of_known_components() -> None:
     functions = [component("a", weight=2.0), component("b", weight=-1.0)]
     outputs = {"a": numbers(1, 2, None, None), "b": numbers(3, None, 5, None)}
     assert rewards(compose(functions, outputs, [0, 0, 0, 0])) == [-1.0, 4.0, -5.0, None]
@@ -98,7 +98,7 @@ def test_normalisation_of_one_component_leaves_the_others() -> None:
 # ---------------------------------------------------------------- steps
 
 
-def test_steps_are_clipped_singly_and_add_up_to_the_reward() -> None:
+def test_steps_are_clipped_singly_and_add_up() -> None:
     steps = RewardOutput(5.5, (Step(1, 4.0), Step(3, -0.5), Step(4, 2.0)))
     (found,) = compose([component(clip=(-0.25, 1.0), weight=2.0)], {"f": [steps]}, [0])
     assert found.steps == (Step(1, 2.0), Step(3, -0.5), Step(4, 2.0))
@@ -186,7 +186,7 @@ def starts_with_x(text: str) -> float:
     return float(text.startswith("x"))
 
 
-def test_gates_are_called_first_and_the_others_with_what_passes() -> None:
+def test_gates_are_called_before_the_others() -> None:
     recorder = Recorder()
     scorer = Scorer(
         [
@@ -229,7 +229,7 @@ def test_where_no_completion_passes_only_gates_are_called() -> None:
     assert "rewards/content/mean" not in scored.metrics
 
 
-def test_gate_without_a_value_or_with_a_failure_is_open() -> None:
+def test_gate_without_a_value_is_open() -> None:
     recorder = Recorder()
 
     def unsure(text: str) -> Any:

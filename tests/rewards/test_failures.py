@@ -1,4 +1,4 @@
-"""What is kept, ended and reported where a reward function fails."""
+"""What is kept, ended and reported if a reward function fails."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_function_that_cancels_itself_is_reported_as_an_error() -> None:
         Scorer([named_reward(cancels)], timeout=60)(two_groups(), 0)
 
 
-def test_one_completion_may_be_wrong_by_the_functions_own_word() -> None:
+def test_function_may_call_one_completion_wrong() -> None:
     def picky(completions: list[str]) -> list[Any]:
         return [Wrong("three is too many") if len(c) == 3 else 1.0 for c in completions]
 

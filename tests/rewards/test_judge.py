@@ -175,7 +175,7 @@ def test_one_order_costs_half_and_favours_neither_side() -> None:
         assert again == found
 
 
-def test_pair_without_a_verdict_in_one_order_is_left_out() -> None:
+def test_pair_with_one_verdict_is_left_out() -> None:
     def half(asked: Asked) -> str:
         return "?" if asked.material["first"] == "aaa" else longer(asked)
 
@@ -277,7 +277,7 @@ def test_without_openai_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         made("http://127.0.0.1:9/v1")
 
 
-def test_a_column_that_is_missing_is_known_before_the_first_step() -> None:
+def test_missing_column_is_known_before_the_first_step() -> None:
     keys = {"model": "m", "url": "http://127.0.0.1:9/v1", "reference": "gold"}
     keys |= {"mode": "pairwise", "against": "base"}
     reward = load_reward(RewardSource(function="judge", options=keys))
@@ -289,7 +289,7 @@ def test_a_column_that_is_missing_is_known_before_the_first_step() -> None:
     reward.function.close()  # type: ignore[union-attr]
 
 
-def test_two_judges_of_a_run_have_their_own_labels_and_files(tmp_path: Path) -> None:
+def test_two_judges_have_their_own_labels_and_files(tmp_path: Path) -> None:
     with JudgeServer() as server:
         one = scored(server.url, tmp_path, [group(["a"])], label="one", low=0)
         other = scored(server.url, tmp_path, [group(["a"])], label="other", low=0)

@@ -97,7 +97,7 @@ def test_a_malformed_answer_changes_the_name_of_the_request(server: JudgeServer)
     assert others == [f"{key}-0", f"{key}-1", f"{key}-1"]
 
 
-def test_a_server_that_is_not_there_ends_in_one_line(tmp_path: Path) -> None:
+def test_missing_server_ends_in_one_line(tmp_path: Path) -> None:
     with JudgeServer() as gone:
         url = gone.url
     with pytest.raises(KeelError, match=r"'judge-1' at http://.*Connection error: check the serv"):
@@ -247,7 +247,7 @@ def test_too_long_a_prompt_is_known_by_its_words(
     assert len(server.log) == 2
 
 
-def test_too_high_a_limit_is_no_matter_of_one_text(server: JudgeServer) -> None:
+def test_too_high_a_limit_ends_the_run(server: JudgeServer) -> None:
     words = "'max_tokens' is too large: 8000. This model's maximum context length is 4096 tokens"
     server.fault_of = lambda asked: Fault(status=400, error={"message": words})
     for name in ("max_tokens", "max_completion_tokens"):
@@ -299,7 +299,7 @@ def test_without_usage_the_worst_case_is_paid(server: JudgeServer, usage: Any) -
     assert found.metrics["judge/tokens"] > sent + 100
 
 
-def test_a_call_that_runs_out_of_time_keeps_what_was_on_its_way(tmp_path: Path) -> None:
+def test_cancelled_call_keeps_the_replies_in_progress(tmp_path: Path) -> None:
     """The reward is given up, its requests are not: their answers come and are kept."""
     with JudgeServer() as server:
         server.holds = lambda number: True
@@ -378,14 +378,14 @@ def test_a_key_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> N
         made(None)
 
 
-def test_key_in_place_of_its_variables_name_is_not_repeated() -> None:
+def test_key_in_place_of_its_name_is_not_repeated() -> None:
     for slip in ("sk-proj-SECRET123", "SECRET 123", "9SECRET"):
         with pytest.raises(KeelError, match="the NAME of a") as caught:
             made("http://127.0.0.1:9/v1", api_key_env=slip)
         assert "SECRET" not in str(caught.value)
 
 
-def test_a_key_of_openai_is_sent_to_no_other_server(
+def test_openai_key_is_sent_to_no_other_server(
     server: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_ADMIN_KEY"):

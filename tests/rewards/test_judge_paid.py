@@ -97,7 +97,7 @@ def test_kill_and_resume_pays_for_no_reply_twice(at: int, tmp_path: Path) -> Non
         assert len(server.log) == before
 
 
-def test_two_processes_that_share_a_file_repeat_only_requests_in_flight(tmp_path: Path) -> None:
+def test_two_processes_repeat_only_requests_in_flight(tmp_path: Path) -> None:
     with JudgeServer() as server:
         # From both ends, and held until both have started: they ask at the same time, and meet.
         server.holds = lambda number: number < 8
@@ -211,7 +211,7 @@ def test_request_body(tmp_path: Path) -> None:
         assert body == {"model": "judge-1", "top_p": 0.9, "max_tokens": 77, "seed": 3}
 
 
-def test_a_cache_may_be_anywhere_and_without_one_all_is_asked_again(tmp_path: Path) -> None:
+def test_cache_may_be_anywhere(tmp_path: Path) -> None:
     with JudgeServer() as server:
         for _ in range(2):
             scored(server.url, None, [group(["a"])], **SCALE)
@@ -293,7 +293,7 @@ def test_the_budget_is_hard(tmp_path: Path) -> None:
         assert None not in rewards(found)
 
 
-def test_a_budget_that_will_do_is_not_refused_for_what_is_on_its_way() -> None:
+def test_budget_waits_for_requests_in_progress() -> None:
     """Worst cases of requests under way are waited for, not refused."""
     with JudgeServer() as server:
         keys = {"max_tokens": 1000, "concurrency": 8, **SCALE}
@@ -336,7 +336,7 @@ def answer(text: str = "text") -> StoredAnswer:
     return StoredAnswer(text, "stop", "", Cost(7, 3, 0.25))
 
 
-def test_the_first_of_two_answers_stays_and_both_are_spent(tmp_path: Path) -> None:
+def test_first_of_two_answers_stays_and_both_count(tmp_path: Path) -> None:
     one, other = JudgeStore(tmp_path / "a.db"), JudgeStore(tmp_path / "a.db")
     one.add("k", "m", answer("one"))
     other.add("k", "m", answer("other"))

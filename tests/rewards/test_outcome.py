@@ -136,7 +136,7 @@ def test_the_model_reads_with_its_own_tokenizer(folder: Path, around: RewardCont
     assert found == pytest.approx(plain_scores(folder, [("1+1=", t) for t in TEXTS]), abs=SAME)
 
 
-def test_a_text_that_its_tokenizer_does_not_know_is_named(folder: Path) -> None:
+def test_text_unknown_to_the_tokenizer_is_named(folder: Path) -> None:
     bytewise = policy(tokenizer="bytes").tokenizer
     named = outcome(folder, RewardContext(tokenizer=bytewise))
     with pytest.raises(

@@ -98,7 +98,7 @@ def test_overlap_does_not_depend_on_the_order_of_groups(order: Sequence[int]) ->
 
 
 @pytest.mark.parametrize("many", [0, 1, 3, 8, 9, 17])
-def test_parts_are_of_equal_size_and_in_the_order_of_prompts(many: int) -> None:
+def test_parts_are_of_equal_size_and_in_order(many: int) -> None:
     seen: list[list[int]] = []
 
     def remembers(number: list[int]) -> list[float]:
@@ -120,7 +120,7 @@ def test_failures_are_counted_alike() -> None:
     same(overlapped(scorer, groups(), SHUFFLED), at_its_end)
 
 
-def test_a_wrong_value_is_named_by_its_place_in_the_step() -> None:
+def test_wrong_value_is_named_by_its_place() -> None:
     def wrong_at_seven(number: list[int]) -> list[float]:
         return [float("nan") if n == 7 else 1.0 for n in number]
 
@@ -212,7 +212,7 @@ def test_parts_are_asked_before_the_last_group_is_there() -> None:
     assert active == [0, 1, 2, 3]
 
 
-def test_functions_that_are_not_async_are_called_one_at_a_time() -> None:
+def test_sync_functions_are_called_one_at_a_time() -> None:
     inside: list[int] = []
     most: list[int] = []
 
@@ -306,7 +306,7 @@ def test_error_of_the_sampling_gives_up_running_calls(kind: str) -> None:
     scorer.close()
 
 
-def test_a_blocked_event_loop_is_named_though_other_parts_wait() -> None:
+def test_blocked_event_loop_is_named() -> None:
     """One coroutine blocks the loop that all of them share."""
     release = threading.Event()
 

@@ -204,9 +204,7 @@ def test_verdicts_become_the_advantages_of_process_supervision(
     assert max(abs(x) for x in expected) > 0.5
 
 
-def test_steps_of_a_text_and_steps_of_its_tokens_are_the_same_steps(
-    folder: Path, around: RewardContext
-) -> None:
+def test_steps_of_text_and_tokens_agree(folder: Path, around: RewardContext) -> None:
     made = [group(around.tokenizer, "1+1=", ["a\n\n\nb\n12\n", "\n\n", " \n1", "2\n \n"])]
     for result, one in zip(
         Scorer([process(folder, around)])(made, 0).results[0], made[0].completions, strict=True

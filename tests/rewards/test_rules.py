@@ -62,7 +62,7 @@ def test_premises_are_no_answer(wrap: Any) -> None:
     assert numeric_match(completions=texts, answer=gold) == [1, 1]
 
 
-def test_numeric_match_reads_gold_and_marked_answers_as_a_whole() -> None:
+def test_numeric_match_reads_marked_answers_as_a_whole() -> None:
     def reward(text: str, gold: str) -> float | Wrong | None:
         return numeric_match(completions=[text], answer=[gold])[0]
 
@@ -218,7 +218,7 @@ def test_any_entry_of_a_list_is_right() -> None:
 
 
 @pytest.mark.parametrize(("gold", "other"), [(True, "no"), (False, "Yes")])
-def test_a_true_or_false_answer_may_be_yes_or_no(gold: bool, other: str) -> None:
+def test_true_or_false_may_be_yes_or_no(gold: bool, other: str) -> None:
     written = ["True", "true", "yes", "Yes"] if gold else ["False", "false", "no", "No"]
     assert exact_match(completions=written, answer=[gold] * 4) == [1.0] * 4
     wrong = [other, str(not gold), "1", ""]

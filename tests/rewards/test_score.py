@@ -112,7 +112,7 @@ def test_conversations_come_as_message_lists() -> None:
     assert got["completions"] == [[{"role": "assistant", "content": "aa"}]]
 
 
-def test_what_one_function_does_to_its_arguments_no_other_sees() -> None:
+def test_arguments_of_a_function_are_copies() -> None:
     def spoils(completions: list[str], solution: list[str]) -> list[float]:
         n = len(completions)
         completions.clear()
@@ -441,7 +441,7 @@ def test_a_column_turns_is_not_mistaken_for_the_conversation() -> None:
     assert values(Scorer([named_reward(other)])(groups, 0)) == [[0.0]]
 
 
-def test_a_column_of_another_task_is_none_for_this_one() -> None:
+def test_column_of_another_task_is_none() -> None:
     def picky(completions: list[str], solution: list[Any]) -> list[float | None]:
         return [None if gold is None else 1.0 for gold in solution]
 
@@ -485,7 +485,7 @@ def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
     assert printed.stdout.startswith("reward 'hangs' at step 0")
 
 
-def test_an_async_reward_may_keep_what_belongs_to_its_event_loop() -> None:
+def test_async_reward_keeps_its_event_loop() -> None:
     """A semaphore at module level serves step after step, contended or not."""
     gate = asyncio.Semaphore(1)
 
@@ -506,7 +506,7 @@ def test_an_async_reward_may_keep_what_belongs_to_its_event_loop() -> None:
 # ---------------------------------------------------------------- conversations
 
 
-def test_rewards_are_handed_the_policy_s_words_and_the_environment_s_on_request() -> None:
+def test_rewards_see_the_policys_words_and_turns_on_request() -> None:
     got: dict[str, Any] = {}
 
     def plain(completions: Any, completion_ids: Any, **kwargs: Any) -> list[float]:
@@ -549,7 +549,7 @@ def test_an_environment_that_spells_the_answer_earns_nothing() -> None:
     ]
 
 
-def test_steps_that_end_at_written_tokens_stand_at_their_places_in_the_completion() -> None:
+def test_step_ends_count_written_tokens() -> None:
     def each(completion_ids: Any) -> list[Any]:
         return [[(at, 1.0) for at in range(len(ids))] for ids in completion_ids]
 

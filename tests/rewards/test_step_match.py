@@ -18,7 +18,7 @@ GOLD = "1+1\n=2\n2"
 
 
 def marks(text: str, gold: str | None = GOLD, **options: Any) -> Any:
-    """Each step's (index of its last token, reward); None where there is none."""
+    """Each step's (index of its last token, reward); None if there is none."""
     named = reward("step_match", RewardContext(tokenizer=LETTERS), options=options)
     (result,) = Scorer([named])([group(LETTERS, "a:", [text], answer=gold)], 0).results[0]
     if result.reward is None:
