@@ -109,7 +109,7 @@ class Asker:
         if self._closing:
             return
         self._closing = True
-        self._loop.run(self._finish()).result()
+        self._loop.run(self._finish())[1].result()
         self._loop.close()
         self.store.close()
 
@@ -117,7 +117,7 @@ class Asker:
         if self._closing:
             asking.close()
             raise asyncio.CancelledError
-        return await asyncio.wrap_future(self._loop.run(asking))
+        return await asyncio.wrap_future(self._loop.run(asking)[1])
 
     async def _judge_all(self, questions: Sequence[Question]) -> list[Judgement]:
         tasks = [asyncio.create_task(self._judge(question)) for question in questions]
