@@ -98,7 +98,7 @@ def test_log_probs_are_the_models_at_the_temperature(
             np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
 
 
-def test_a_completion_depends_on_its_seed_and_not_on_the_call(engine: VllmEngine) -> None:
+def test_completion_depends_on_its_seed_alone(engine: VllmEngine) -> None:
     asked = ragged_prompts(5)
     whole = engine.sample(asked, 4, SAMPLING, 7)
     part = engine.sample(asked[3:], 4, SAMPLING, 7)
@@ -128,7 +128,7 @@ def test_stops_end_completions_as_natively(engine: VllmEngine, native: NativeEng
         _same(engine.sample(asked, 1, sampling, 0), theirs)
 
 
-def test_the_end_of_sequence_token_is_part_of_the_completion(engine: VllmEngine) -> None:
+def test_end_of_sequence_is_part_of_the_completion(engine: VllmEngine) -> None:
     ended = [c for c in _all(engine.sample(ragged_prompts(8), 8, SAMPLING, 3)) if c.finish == "eos"]
     assert ended
     assert all(c.tokens[-1] == 1 and 1 not in c.tokens[:-1] for c in ended)
@@ -224,7 +224,7 @@ def test_a_server_by_address_gets_all_weights_first(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_server_that_fails_in_a_call_is_started_again(
+def test_server_that_fails_is_started_again(
     engine: VllmEngine, model: PreTrainedModel, how: signal.Signals
 ) -> None:
     """With the weights of the last sync; what was done is kept, the rest is redone, all once.

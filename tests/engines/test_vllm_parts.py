@@ -92,7 +92,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_a_refusal_is_the_users_and_a_failure_the_servers(url: str) -> None:
+def test_refusal_is_the_users_and_failure_the_servers(url: str) -> None:
     client = VllmClient(url, 10.0)
     assert client.healthy()
     with pytest.raises(KeelError, match=r"refuses /refuses \(HTTP 400: .*no such.*model"):
@@ -204,7 +204,7 @@ def test_the_gpus_of_a_server_are_those_of_torch(monkeypatch: pytest.MonkeyPatch
         server_variables(gpu, (3,))
 
 
-def test_what_vllm_may_fuse_with_an_adapted_layer_is_in_the_base() -> None:
+def test_layers_fused_with_adapted_ones_are_sent() -> None:
     """All of its block, and nothing of another; without adapters nothing."""
     model = tiny("qwen2", dtype=torch.float32)
     assert adapters_base(model) == {}
@@ -242,7 +242,7 @@ def test_weights_go_where_there_is_space(tmp_path: Path) -> None:
     assert new_folder(0, tmp_path / "none").parent == Path(tempfile.gettempdir())
 
 
-def test_weights_that_cannot_be_written_are_an_error_of_one_line() -> None:
+def test_unwritable_weights_are_a_one_line_error() -> None:
     """By a limit of the size of files, in a process of its own."""
     code = """
 import resource, torch
@@ -299,7 +299,7 @@ def test_a_python_without_vllm_names_the_log() -> None:
 
 @pytest.mark.parametrize("name", ["venv/bin/python", "~/venv/bin/python"])
 @pytest.mark.parametrize("by", ["key", "variable"])
-def test_a_python_is_found_from_this_folder_and_from_home(
+def test_python_is_found_from_this_folder_and_home(
     name: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server starts in another folder."""
@@ -315,7 +315,7 @@ def test_a_python_is_found_from_this_folder_and_from_home(
     assert engine.server.interpreter == str(tmp_path / "venv/bin/python")
 
 
-def test_a_python_that_is_no_program_is_refused_before_a_start(
+def test_missing_python_is_refused_before_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -66,7 +66,7 @@ def test_a_server_that_hangs_is_started_again(
     assert f"keel: {AGAIN}/v1/completions" in case.log.read_text()
 
 
-def test_an_engine_is_not_hung_while_its_requests_may_take_longer(
+def test_engine_is_not_hung_during_slow_requests(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(program, monkeypatch, 60.0, seconds=8.0)

@@ -75,7 +75,7 @@ def test_a_grpo_run_learns_to_sort_digits(undisturbed: Path) -> None:
         assert set(_rollouts(undisturbed, step)["weight_version"].to_pylist()) == {step - 1}
 
 
-def test_the_log_of_the_server_is_in_the_run_folder(undisturbed: Path) -> None:
+def test_server_log_is_in_the_run_folder(undisturbed: Path) -> None:
     log = (undisturbed / "logs" / "rl-vllm.log").read_text()
     assert "Application startup complete" in log
     assert "POST /v1/completions" not in log
@@ -83,9 +83,7 @@ def test_the_log_of_the_server_is_in_the_run_folder(undisturbed: Path) -> None:
 
 
 @pytest.mark.vllm_long
-def test_a_step_whose_server_is_killed_is_redone_and_counted_once(
-    undisturbed: Path, tmp_path: Path
-) -> None:
+def test_step_of_a_killed_server_counts_once(undisturbed: Path, tmp_path: Path) -> None:
     """The run has the records and prompts of one that was not disturbed, and but for near-ties,
     which fall either way in vLLM, its completions. A step counted twice adds 6 % of the tokens."""
     done = tmp_path / "killed"

@@ -27,7 +27,7 @@ def judged(sandbox: Sandbox, cheat: Cheat, isolation: Isolation) -> Checked:
 
 @pytest.mark.slow
 @needs_bubblewrap
-def test_no_cheat_is_paid_where_the_code_has_a_process_of_its_own(sandbox: Sandbox) -> None:
+def test_no_cheat_is_paid_with_separate_processes(sandbox: Sandbox) -> None:
     assert len(CHEATS) >= 60
     found = in_threads(lambda cheat: judged(sandbox, cheat, "process"), CHEATS, 2)
     assert [c.name for c, one in zip(CHEATS, found, strict=True) if any(one.passed)] == []
@@ -48,7 +48,7 @@ def test_no_cheat_is_paid_where_the_code_has_a_process_of_its_own(sandbox: Sandb
         "a helper of its own",
     ],
 )
-def test_cheats_are_real_where_it_shares_that_of_the_tests(sandbox: Sandbox, name: str) -> None:
+def test_cheats_are_real_in_the_tests_interpreter(sandbox: Sandbox, name: str) -> None:
     (cheat,) = (cheat for cheat in CHEATS if cheat.name == name)
     assert judged(sandbox, cheat, "shared").status == "passed"
 

@@ -199,7 +199,7 @@ def test_what_modules_are_made_of_is_put_back_too(sandbox: Sandbox) -> None:
 
 
 @needs_bubblewrap
-def test_a_builtin_is_the_codes_only_where_nothing_else_can_be(run: Run) -> None:
+def test_builtin_is_the_codes_only_if_nothing_else_is(run: Run) -> None:
     wrong = "set = lambda *a: 0\ndef double(x): return 0"
     assert run(wrong, "assert set([double(1)]) == set([2])").status == "failed"
     # Names that the tests make themselves are not the code's.
@@ -268,7 +268,7 @@ def test_a_list_may_hold_tests_of_both_kinds(run: Run) -> None:
 
 @needs_bubblewrap
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_tests_that_pass_with_too_much_said_do_not_count(isolation: Isolation) -> None:
+def test_tests_with_too_much_output_do_not_count(isolation: Isolation) -> None:
     # Little enough to lie in Python's own buffer until the tests are over.
     sandbox = Sandbox(Limits(timeout=60.0, output_kb=1))
     code = "def double(x):\n    print('x' * 1000)\n    return 2 * x"
@@ -489,7 +489,7 @@ def test_humaneval(sandbox: Sandbox) -> None:
 
 
 @needs_bubblewrap
-def test_mutants_of_solutions_fare_as_in_the_tests_own_process(sandbox: Sandbox) -> None:
+def test_mutants_fare_alike_in_both_isolations(sandbox: Sandbox) -> None:
     """A sample; `studies/code_isolation.py` tries several of each."""
     passed = []
     for problem in problems()[3::16]:

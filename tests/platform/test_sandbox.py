@@ -270,7 +270,7 @@ def test_no_sandbox_outlives_a_parent_that_is_killed() -> None:
 
 @pytest.mark.slow
 @needs_bubblewrap
-def test_nor_one_that_is_killed_while_the_sandbox_is_made() -> None:
+def test_no_sandbox_outlives_a_parent_killed_at_its_start() -> None:
     """A parent that is gone before bubblewrap has sent it anything.
 
     bubblewrap has a moment of its own, between its clone and its word to it, in which its end
@@ -323,7 +323,7 @@ def test_without_bubblewrap_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "trusted" not in str(raised.value)
 
 
-def test_where_bubblewrap_can_do_nothing_it_refuses_with_its_words(
+def test_refuses_with_bubblewraps_message_if_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What bubblewrap does in a container that forbids namespaces.

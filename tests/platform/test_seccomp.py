@@ -185,7 +185,7 @@ def test_no_memory_outside_the_address_spaces() -> None:
 
 @needs_bubblewrap
 @needs_filter
-def test_no_socket_but_of_this_machine_and_of_the_usual_size() -> None:
+def test_sockets_are_local_and_of_usual_size() -> None:
     code = (
         "import socket, fcntl, os\n"
         "def say(ask, *given):\n"

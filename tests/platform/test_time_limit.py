@@ -75,7 +75,7 @@ def test_call_in_time_restores_the_signal_handler() -> None:
         1 / 0  # noqa: B018
 
 
-def test_call_that_ends_at_its_limit_lets_no_signal_through() -> None:
+def test_call_ending_at_its_limit_leaks_no_signal() -> None:
     """Left to its default action, SIGALRM would end this process."""
     for _ in range(500):
         try:
@@ -112,7 +112,7 @@ MATCH = 're.match(r"(a+)+$", "a" * 60 + "b")'
         f"    call(lambda: 1, 0.1)\n    {MATCH}",
     ],
 )
-def test_call_that_holds_the_interpreter_ends_the_process_with_its_stack(block: str) -> None:
+def test_call_holding_the_interpreter_ends_the_process(block: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", HELD.format(block=block)],
         capture_output=True,
@@ -189,7 +189,7 @@ def test_heartbeat_is_of_its_own_thread() -> None:
     assert len(caught) == 1
 
 
-def test_outer_limit_that_expires_is_not_reported_as_the_inner_one() -> None:
+def test_expired_outer_limit_is_reported_as_such() -> None:
     reached = []
     with pytest.raises(Hung, match=r"the engine gives no answer within 0.3 s"):  # noqa: PT012
         with watching("the engine", 0.3, "a"), limited("a template", 30.0, "b"):

@@ -131,7 +131,7 @@ def test_a_helper_of_the_prompt_is_not_the_completions() -> None:
 
 
 @needs_bubblewrap
-def test_hostile_code_scores_0_with_its_cause_and_leaves_no_trace() -> None:
+def test_hostile_code_scores_0_and_leaves_no_trace() -> None:
     home = Path.home() / "keel-was-here"
     thrown = {
         "import os\nwhile True: os.fork()": "BlockingIOError",
@@ -182,7 +182,7 @@ def test_invalid_tests_and_options_stop_before_anything_runs() -> None:
 
 
 @needs_bubblewrap
-def test_a_call_that_is_abandoned_ends_with_all_it_runs() -> None:
+def test_abandoned_call_ends_all_that_it_runs() -> None:
     asked = Asked(timeout=600.0)
     before, ended = children(), []
 

@@ -147,7 +147,7 @@ def test_nothing_outlives_a_run(tmp_path: Path) -> None:
             end(processes)
 
 
-def test_a_child_that_somebody_forks_does_not_hold_the_line() -> None:
+def test_forked_child_does_not_hold_the_lifeline() -> None:
     lifeline = Lifeline()
     group = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"],

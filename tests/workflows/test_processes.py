@@ -48,7 +48,7 @@ def wait_for_a_step(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_command_that_fails_is_reported_with_its_last_line(capfd: pytest.CaptureFixture) -> None:
+def test_failed_command_is_reported_with_its_last_line(capfd: pytest.CaptureFixture) -> None:
     ended = Children().run(["train", "no-such-recipe", "--quiet"])
     assert ended.code == 2
     assert ended.last_line.startswith("keel: error: ")
@@ -57,7 +57,7 @@ def test_a_command_that_fails_is_reported_with_its_last_line(capfd: pytest.Captu
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_command_that_is_killed_is_reported_with_its_signal(tmp_path: Path) -> None:
+def test_killed_command_is_reported_with_its_signal(tmp_path: Path) -> None:
     children = Children()
     wait = a_long_run(children, tmp_path / "run")
     (process,) = children._running

@@ -171,7 +171,7 @@ def test_without_bubblewrap_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("words", ["No permissions to create new namespace", ""])
-def test_where_bubblewrap_can_do_nothing_it_refuses_with_its_words(
+def test_refuses_with_bubblewraps_message_if_it_fails(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in = tmp_path / "bwrap"
