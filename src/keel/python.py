@@ -40,7 +40,7 @@ class TrainedRun(reader.Run):
         """The trained policy as transformers loads it, LoRA merged, on the CPU.
 
         `checkpoint` is "last", "best" (selected on the validation split) or a name. Raises
-        KeelError where there is none.
+        KeelError if there is none.
         """
         from transformers import AutoModelForCausalLM
 
@@ -120,7 +120,7 @@ def train(
         keel.platform.signals.Interrupted: Ctrl-C or SIGTERM; there is a checkpoint.
     """
     from keel.preferences.labeller import PeopleLabeller
-    from keel.training.live import named, objects
+    from keel.training.live import collect_inputs, named
     from keel.training.run import train as run
 
     functions: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def train(
         rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
         if not any(isinstance(one, Mapping) for one in rewards):  # the recipe has their tables
             functions.update(named(arguments.pop("rewards", ()))[1])
-    given = objects(recipe, **arguments)
+    given = collect_inputs(recipe, **arguments)
     functions.update(given.functions)
     several = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
     console = Console(quiet=not progress)
@@ -160,12 +160,12 @@ def check(
     """Load all that a run would, sample and score one batch, and report what would go wrong.
 
     The arguments are those of `train`; `price` is per hour of this machine. Nothing is kept.
-    Raises KeelError where the recipe or its model cannot be read.
+    Raises KeelError if the recipe or its model cannot be read.
     """
     from keel.preflight.check import check as inspect
-    from keel.training.live import objects
+    from keel.training.live import collect_inputs
 
-    given = objects(recipe, **arguments)
+    given = collect_inputs(recipe, **arguments)
     with tempfile.TemporaryDirectory() as folder, passed(given.functions):
         given.write(Path(folder) / "inputs")
         return inspect(in_run_folder(given.recipe, Path(folder)), price=price)

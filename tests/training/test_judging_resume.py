@@ -140,21 +140,6 @@ def test_resume_of_an_interrupted_stage_ends_the_same(case: str, step: int, tmp_
     alike(whole, again)
 
 
-def test_resume_after_an_interrupt_in_the_first_evaluation(tmp_path: Path) -> None:
-    made = one_stage("reward-model", tmp_path)
-    whole = train(made, tmp_path / "whole")
-    with pytest.raises(Interrupted):
-        train(made, tmp_path / "again", callbacks=[Stop(evaluation=0)])
-    again = train(None, tmp_path / "again", resume=True)
-    steps = [event for event in load(again.path).events() if event["event"] == "evaluation"]
-    assert [event["step"] for event in steps if event["step"]] == [3, 4]
-    left = [entry.place.step for entry in load(again.path).checkpoints()]
-    assert left[-2:] == [2, 4]
-    if left[0] == 0:
-        shutil.rmtree(again.checkpoint(0, 0))
-    alike(whole, again)
-
-
 # ---------------------------------------------------------------- three stages
 
 
@@ -184,10 +169,6 @@ def test_rl_uses_the_reward_model_of_an_earlier_stage(whole: RunFolder) -> None:
     found = json.loads(whole.run_json.read_text())
     assert found["measured"].keys() == {"reward_model"}
     assert found["evaluation"]["rl"].keys() == {"before", "after"}
-
-
-def test_three_stages_are_reproducible(whole: RunFolder, tmp_path: Path) -> None:
-    alike(whole, train(three_stages(), tmp_path / "again"))
 
 
 RESUMED: dict[str, tuple[int, int, tuple[str, ...]]] = {

@@ -20,7 +20,7 @@ from keel.config.load import load_recipe
 from keel.config.model import BuildModel
 from keel.models.build import build_tokenizer
 from keel.platform.signals import Interrupt
-from keel.training.live import objects
+from keel.training.live import collect_inputs
 from keel.training.stages.rl import RLStage
 from keel.types import KeelError
 from tests.soak.killing import differences
@@ -362,23 +362,23 @@ def test_check_takes_the_arguments_of_train() -> None:
 
 
 def stage_of(**others: Any) -> Any:
-    given = objects(**{k: v for k, v in arguments(**others).items() if k != "progress"})
+    given = collect_inputs(**{k: v for k, v in arguments(**others).items() if k != "progress"})
     return load_recipe(given.recipe).stages[-1]
 
 
 def test_keywords_are_recipe_keys() -> None:
-    made = objects("quickstart", steps=7, **{"rollout.max_tokens": 3, "model.lora.rank": 8})
+    made = collect_inputs("quickstart", steps=7, **{"rollout.max_tokens": 3, "model.lora.rank": 8})
     recipe = load_recipe(made.recipe)
     rl, shipped = recipe.stages[-1], load_recipe("quickstart")
     assert isinstance(rl, RLStage)
     assert (rl.steps, rl.rollout.max_tokens) == (7, 3)
     assert recipe.model.lora is not None
     assert recipe.stages[0] == shipped.stages[0]
-    assert load_recipe(objects(shipped).recipe) == shipped
+    assert load_recipe(collect_inputs(shipped).recipe) == shipped
 
 
 def test_keywords_change_a_loaded_recipe() -> None:
-    rl = load_recipe(objects(load_recipe("quickstart"), steps=3).recipe).stages[-1]
+    rl = load_recipe(collect_inputs(load_recipe("quickstart"), steps=3).recipe).stages[-1]
     assert rl.steps == 3
 
 
@@ -400,7 +400,7 @@ def test_keywords_below_tasks_stay_with_data(prefix: str) -> None:
 
 def test_data_keeps_how_the_recipe_reads_rows() -> None:
     rows = [{"question": "1+1", "answer": "#### 2"}]
-    made = load_recipe(objects("gsm8k-grpo", data=rows).recipe).stages[-1].trained_tasks
+    made = load_recipe(collect_inputs("gsm8k-grpo", data=rows).recipe).stages[-1].trained_tasks
     (shipped,) = load_recipe("gsm8k-grpo").stages[-1].trained_tasks
     assert made == (
         shipped.model_copy(
@@ -410,7 +410,9 @@ def test_data_keeps_how_the_recipe_reads_rows() -> None:
     )
     pairs = [{"q": "1", "a": "2", "b": "3"}]
     columns = {"data.columns": {"prompt": "q", "chosen": "a", "rejected": "b"}}
-    stage = load_recipe(objects(model="m", stage="dpo", data=pairs, **columns).recipe).stages[-1]
+    stage = load_recipe(
+        collect_inputs(model="m", stage="dpo", data=pairs, **columns).recipe
+    ).stages[-1]
     assert stage.preference_data is not None
     assert stage.preference_data.columns["prompt"] == "q"
     assert stage.preference_data.path == "$RUN/inputs/data.jsonl"
@@ -418,7 +420,7 @@ def test_data_keeps_how_the_recipe_reads_rows() -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_a_file_is_known_by_its_ending(name: str) -> None:
-    made = objects(model="m", data=f"in/{name}")
+    made = collect_inputs(model="m", data=f"in/{name}")
     (task,) = load_recipe(made.recipe).stages[0].sampling.tasks
     assert task.name == name.split(".")[1]
     assert str(task.path).endswith(f"in/{name}")
@@ -426,12 +428,12 @@ def test_a_file_is_known_by_its_ending(name: str) -> None:
 
 def test_invalid_unicode_in_rows_is_named() -> None:
     with pytest.raises(KeelError, match=r"data\[1\]: .*surrogates not allowed"):
-        objects(model="m", data=[{"prompt": "1"}, {"prompt": "\ud800"}])
+        collect_inputs(model="m", data=[{"prompt": "1"}, {"prompt": "\ud800"}])
 
 
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     rows = [{"prompt": "1", "top": np.int64(3), "all": np.arange(2), "x": torch.tensor(0.5)}]
-    made = objects(model="m", data=rows, steps=np.int64(3), seed=torch.tensor(5))
+    made = collect_inputs(model="m", data=rows, steps=np.int64(3), seed=torch.tensor(5))
     assert json.loads(made.tables["data.jsonl"]) == {
         "prompt": "1",
         "top": 3,
@@ -440,7 +442,7 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     }
     recipe = load_recipe(made.recipe, ["optimizer.learning_rate=0.5"])
     assert (recipe.stages[0].steps, recipe.seed) == (3, 5)
-    rate = objects(model="m", data=rows, optimizer={"learning_rate": np.float32(0.25)})
+    rate = collect_inputs(model="m", data=rows, optimizer={"learning_rate": np.float32(0.25)})
     assert load_recipe(rate.recipe).stages[0].optimizer.learning_rate == 0.25
 
 
@@ -454,7 +456,7 @@ def test_algorithm_as_name_preset_or_object(preset: str) -> None:
 
 
 def test_data_is_written_to_a_file() -> None:
-    jsonl = objects(data=ROWS, eval_data=ROWS[:3])
+    jsonl = collect_inputs(data=ROWS, eval_data=ROWS[:3])
     assert sorted(jsonl.tables) == ["data.jsonl", "eval_data.jsonl"]
     (task,) = jsonl.recipe["stages"][-1]["tasks"]
     assert task == {
@@ -464,17 +466,20 @@ def test_data_is_written_to_a_file() -> None:
     }
     again = [json.loads(line) for line in jsonl.tables["data.jsonl"].splitlines()]
     assert again == ROWS
-    table = objects(data=Dataset.from_list(ROWS))
+    table = collect_inputs(data=Dataset.from_list(ROWS))
     assert sorted(table.tables) == ["data.parquet"]
-    assert objects(data=Dataset.from_list(ROWS)).tables == table.tables
+    assert collect_inputs(data=Dataset.from_list(ROWS)).tables == table.tables
     answers = [{"prompt": "1", "answer": "2"}]
     for data in (answers, Dataset.from_list(answers)):
-        assert objects(data=data).recipe["stages"][-1]["tasks"][0]["answer"] == "answer"
-        assert "answer" not in objects(data=data, rewards=first).recipe["stages"][-1]["tasks"][0]
+        assert collect_inputs(data=data).recipe["stages"][-1]["tasks"][0]["answer"] == "answer"
+        assert (
+            "answer"
+            not in collect_inputs(data=data, rewards=first).recipe["stages"][-1]["tasks"][0]
+        )
     pairs = [{"prompt": "1", "chosen": "2", "rejected": "3"}]
-    stage = objects(stage="dpo", data=pairs).recipe["stages"][-1]
+    stage = collect_inputs(stage="dpo", data=pairs).recipe["stages"][-1]
     assert stage["data"] == {"name": "jsonl", "path": "$RUN/inputs/data.jsonl"}
-    assert objects(data="rows.parquet").recipe["stages"][-1]["tasks"] == [
+    assert collect_inputs(data="rows.parquet").recipe["stages"][-1]["tasks"] == [
         {"name": "parquet", "path": "rows.parquet"}
     ]
 
@@ -482,7 +487,7 @@ def test_data_is_written_to_a_file() -> None:
 @pytest.mark.parametrize("kind", ["rl", "dpo"])
 def test_eval_data_is_the_validation_file(kind: str) -> None:
     rows = [{"prompt": "1", "chosen": "2", "rejected": "3"}]
-    given = objects(model="m", stage=kind, data=rows, eval_data=rows)
+    given = collect_inputs(model="m", stage=kind, data=rows, eval_data=rows)
     stage = load_recipe(given.recipe).stages[-1]
     source = stage.trained_tasks[0] if kind == "rl" else stage.preference_data
     assert source is not None
@@ -495,7 +500,7 @@ def test_functions_get_unique_names() -> None:
 
     other.__name__ = "first"
     rewards = [first, {"function": other, "weight": 0.5}, "exact_match", lambda completions: []]
-    made = objects(rewards=rewards, demonstration=length)
+    made = collect_inputs(rewards=rewards, demonstration=length)
     names = [one["function"] for one in made.recipe["stages"][-1]["rewards"]["functions"]]
     assert names == ["python:first", "python:first_2", "exact_match", "python:lambda"]
     assert made.functions["first"] is first
@@ -510,20 +515,20 @@ def test_functions_get_unique_names() -> None:
         ({"model": "x", "tokenizer": TOKENIZER}, "leave tokenizer out"),
         ({"tokenizer": TOKENIZER}, "pass model=, too"),
         ({"model": 3}, "a int cannot be trained"),
-        ({"data": 3}, "data: a int is no data"),
+        ({"data": 3}, "data: a int cannot be data"),
         ({"data": SPLITS}, 'the splits train, test: pass one, .*data=splits."train"'),
         ({"data": ROWS, "eval_data": SPLITS}, "eval_data: a DatasetDict has the splits"),
         ({"data": ["1"]}, r"data\[0\]: a str: give a dict of columns"),
         ({"data": [{"prompt": {1}}]}, r"data\[0\]: .*set.*: use texts"),
         ({"eval_data": ROWS}, "pass data=, too"),
         ({"data": "x.jsonl", "eval_data": Dataset.from_list(ROWS)}, "of the same type"),
-        ({"rewards": tiny()}, "LlamaForCausalLM is no function"),
+        ({"rewards": tiny()}, "LlamaForCausalLM is not a function"),
         ({"a..b": 1}, "'a..b' is not a valid key"),
     ],
 )
 def test_invalid_arguments_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(KeelError, match=message):
-        objects(**wrong)
+        collect_inputs(**wrong)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, called by peft
@@ -533,8 +538,8 @@ def test_models_with_peft_adapters_are_refused_with_a_fix() -> None:
     added.add_adapter(lora)
     for model in (wrapped, wrapped.base_model.model, added):
         with pytest.raises(KeelError, match=r"adapters of peft: pass what its merge_and_unload"):
-            objects(model=model, tokenizer=TOKENIZER, data=ROWS)
-    assert objects(model=wrapped.merge_and_unload(), tokenizer=TOKENIZER, data=ROWS).model
+            collect_inputs(model=model, tokenizer=TOKENIZER, data=ROWS)
+    assert collect_inputs(model=wrapped.merge_and_unload(), tokenizer=TOKENIZER, data=ROWS).model
 
 
 def test_failed_start_leaves_no_folder(tmp_path: Path) -> None:

@@ -77,16 +77,6 @@ def test_pairs_per_prompt_are_limited_by_the_key(tmp_path: Path) -> None:
     assert 5 <= max(counts.values()) <= 9
 
 
-def test_rows_depend_on_recipe_and_seed_only(tmp_path: Path) -> None:
-    def made(name: str, seed: int) -> bytes:
-        folder = train(recipe(stage(), seed=seed), tmp_path / name)
-        return folder.rows("reward_model", "train").read_bytes() + folder.metrics.read_bytes()
-
-    first = made("a", 0)
-    assert made("b", 0) == first
-    assert made("c", 1) != first
-
-
 def judged(row: dict[str, Any]) -> tuple[Any, list[float]]:
     """What was judged in a row, and its labels; of a pair, whether its first text is chosen."""
     if "chosen" in row:

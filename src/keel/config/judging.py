@@ -11,7 +11,7 @@ from keel.config.fields import Answers, AsTuple, Count, Index, StageName, Temper
 from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.sampling import PAST_THE_END, Rollout, SamplingSource
 from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource
-from keel.config.stage import JudgedSource, StageConfig
+from keel.config.stage import JudgedSource, Records, StageConfig
 
 PROMPTS_AT_ONCE = 128
 """Of a `SampledData` table: how many are answered in one call of the engine."""
@@ -177,11 +177,13 @@ class JudgingStage(StageConfig):
         return {}
 
     @property
+    def records(self) -> Records:
+        raise NotImplementedError
+
+    @property
     def judged(self) -> JudgedSource:
-        records = self.records
-        assert records is not None
         return JudgedSource(
-            records,
+            self.records,
             self.data,
             self.batch_size,
             self.max_tokens,

@@ -110,7 +110,7 @@ def estimate(
 
     `judged` are the rewards of the sequences, in order; NaN for one without.
 
-    Raises KeelError where there are rewards of steps that the advantage cannot use.
+    Raises KeelError if there are rewards of steps that the advantage cannot use.
     """
     device, lengths_S = actions.groups_S.device, actions.lengths_S
     if not isinstance(judged, RolloutRewards):

@@ -39,7 +39,7 @@ class NotFinite(KeelError):
 
 
 def stop_unless_finite(metrics: Mapping[str, float]) -> None:
-    """Raises NotFinite where a metric that decides on a step is NaN or infinite."""
+    """Raises NotFinite if a metric that decides on a step is NaN or infinite."""
     bad = _bad(metrics)
     if bad:
         raise NotFinite(bad)

@@ -148,7 +148,7 @@ def bad_weight(parameters: Named) -> str | None:
 
 @torch.no_grad()
 def _check(parameters: Named) -> None:
-    """Raises KeelError where a weight that was stepped is not finite, before anything reads it."""
+    """Raises KeelError if a weight that was stepped is not finite, before anything reads it."""
     # One pass of a norm, a share of what the step itself costs. The squares of weights that are
     # finite may not be: so the norm acquits, and only the search convicts.
     if math.isfinite(_norm([p for _, p in parameters])):

@@ -77,7 +77,7 @@ def save_parts(folder: Path, name: str, tensors: Mapping[str, Tensor], ranks: Ra
 def files_of(folder: Path, name: str) -> list[Path]:
     """The files that hold the tensors of this name: one of a process alone, or one of each rank.
 
-    Raises KeelError where there are some of the ranks' only.
+    Raises KeelError if there are some of the ranks' only.
     """
     alone = folder / f"{name}.safetensors"
     if alone.exists():
@@ -109,7 +109,7 @@ def described(folder: Path, name: str) -> dict[str, Tensor]:
 def load_parts(folder: Path, name: str, targets: Mapping[str, Tensor]) -> None:
     """Fill tensors, of which sharded ones take this rank's part.
 
-    Raises KeelError where the files do not hold all of them, or in other shapes.
+    Raises KeelError if the files do not hold all of them, or in other shapes.
     """
     there = described(folder, name)
     missing = {key: _own(target)[0].numel() for key, target in targets.items()}

@@ -272,7 +272,7 @@ def evaluate_reward_model(
     and `threshold` of that stage unless they are given; of another model by a newline and 0.5. With
     `pictures`, a folder, the reliability and the margins are drawn there.
 
-    Raises KeelError where the model, the file or the folder for the pictures will not do.
+    Raises KeelError if the model, the file or the folder for the pictures will not do.
     """
     name, made_by = reward_model_of(model, stage)
     made = judged_source(model, made_by)

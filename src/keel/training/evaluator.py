@@ -119,7 +119,9 @@ class Evaluator:
     ) -> tuple[list[Group], Sequence[Sequence[RewardResult]]]:
         """Groups of `n` and their results; what they cost is added to `spent`."""
         seed = derive(self.sampler.seed, "evaluation")
-        groups, scored = self.sampler.judged(self.prompts, n, sampling, seed, self.scorer, step)
+        groups, scored = self.sampler.sample_and_score(
+            self.prompts, n, sampling, seed, self.scorer, step
+        )
         for name in spending(self.scorer.functions):
             spent[name] = spent.get(name, 0.0) + float(scored.metrics.get(name, 0.0))
         return groups, scored.results

@@ -78,7 +78,7 @@ def export(
     """Write a checkpoint's policy, LoRA merged, to a new folder that plain transformers loads.
 
     With `stage`, the reward model that this stage made. With `adapter`, only the LoRA adapter, to
-    be put on its base by peft. Raises KeelError where plain AutoTokenizer would read texts of the
+    be put on its base by peft. Raises KeelError if plain AutoTokenizer would read texts of the
     run otherwise than the run did.
     """
     made = exported(run, folder, checkpoint=checkpoint, stage=stage, adapter=adapter)
@@ -146,7 +146,7 @@ def _copy(source: Path, aside: Path, adapter: bool) -> None:
 
 
 def _check_tokens(run: RunFolder, model: Path) -> None:
-    """Raise KeelError where AutoTokenizer does not read texts as the saved tokenizer.json does."""
+    """Raise KeelError if AutoTokenizer does not read texts as the saved tokenizer.json does."""
     own = written_in(model)
     if own is None:
         return
@@ -196,7 +196,9 @@ def reward_model_of(model: Path | str, stage: str | None) -> tuple[str, str | No
     """A reward model's folder or name and, of a run, the stage that made it."""
     if not (Path(model) / RECIPE).is_file():
         if stage is not None:
-            raise KeelError(f"{model} is no run folder, so it has no stage {stage!r}: drop --stage")
+            raise KeelError(
+                f"{model} is not a run folder, so it has no stage {stage!r}: drop --stage"
+            )
         return str(model), None
     folder = RunFolder.open(model)
     made = [name for name in folder.stages if folder.model(name).is_dir()]

@@ -37,7 +37,7 @@ PLACE = ("name", "path", "validation_path", "options")
 
 
 @dataclass(frozen=True)
-class Objects:
+class LiveInputs:
     """A recipe in which objects have become names, and the objects."""
 
     recipe: Mapping[str, Any]
@@ -61,14 +61,14 @@ class Objects:
                 raise KeelError(f"model: it cannot be saved: {one_line(error)}") from error
 
     def check_data(self, folder: Path) -> None:
-        """Raise KeelError where the data differ from those that a run began with."""
+        """Raise KeelError if the data differ from those that a run began with."""
         for name, content in self.tables.items():
             path = folder / name
             if not path.is_file() or path.read_bytes() != content:
                 raise KeelError(f"data: they differ from {path}, which the run began with")
 
 
-def objects(
+def collect_inputs(
     recipe: Source | Recipe | None = None,
     *,
     model: Any = None,
@@ -77,7 +77,7 @@ def objects(
     eval_data: Any = None,
     rewards: Any = None,
     **keys: Any,
-) -> Objects:
+) -> LiveInputs:
     """The recipe that the arguments of `keel.train` make.
 
     Raises:
@@ -117,7 +117,7 @@ def objects(
         if any(found.get(key) != source.get(key) for key in PLACE[:3]):
             raise KeelError(f"data: another keyword sets {table}, too: drop one of them")
     live = model if isinstance(model, PreTrainedModel) else None
-    return Objects(made, functions, tables, live, tokenizer)
+    return LiveInputs(made, functions, tables, live, tokenizer)
 
 
 def _only(table: Any) -> Mapping[str, Any]:
@@ -201,7 +201,7 @@ def _source(data: Any, name: str, tables: dict[str, bytes]) -> dict[str, Any]:
         kind, content = "jsonl", "".join(_lines(data, name)).encode()
     else:
         raise KeelError(
-            f"{name}: a {type(data).__name__} is no data: pass a datasets.Dataset, a list of "
+            f"{name}: a {type(data).__name__} cannot be data: pass a datasets.Dataset, a list of "
             "dicts, a file (.jsonl, .parquet) or the name of a task"
         )
     tables[f"{name}.{kind}"] = content
@@ -241,7 +241,7 @@ def _plain(value: Any, functions: dict[str, Any]) -> Any:
         return str(value)
     if isinstance(value, nn.Module):
         raise KeelError(
-            f"a {type(value).__name__} is no function: save a reward model and name its folder "
+            f"a {type(value).__name__} is not a function: save a reward model and name its folder "
             '({"function": "outcome", "options": {"model": FOLDER}})'
         )
     if hasattr(value, "tolist"):

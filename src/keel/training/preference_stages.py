@@ -18,7 +18,6 @@ from keel.config.judging import (
 from keel.config.model import BaseModelChoice, Model
 from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
-from keel.config.stage import Records
 from keel.data.preferences.dataset import READERS, readable
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.policy import Policy, load_policy
@@ -72,7 +71,7 @@ def train_reward_model(
     threshold: float = 0.5,
 ) -> Progress:
     """Train a reward model, and save it in the run folder."""
-    records = cast(Records, stage.records)
+    records = stage.records
     encode = encoder(records, model.reader(stage.raw), separator)
     rows = examples(run, stage, make, encode, model.context, model)
     judge = partial(model.judge, token_budget=stage.token_budget)
@@ -106,7 +105,7 @@ def _keep(
         model.save(aside)
     if len(versions(recipe, stage)) == 1 or not is_newest(recipe, stage):
         return
-    kind, records = cast(Kind, stage.reward_model), cast(Records, stage.records)
+    kind, records = cast(Kind, stage.reward_model), stage.records
 
     limits = [limit for limit in (stage.max_tokens, model.context) if limit is not None]
 
@@ -250,7 +249,7 @@ def examples(
         data = _sampled_files(run, stage, stage.sampled, make)
         if stage.sampled.people is not None and model is not None:
             _ask_people(run, stage, model, encode, limit)
-    splits = READERS[cast(Records, stage.records)](data, run.recipe.seed)
+    splits = READERS[stage.records](data, run.recipe.seed)
     splits = with_replay(run.writer.folder, run.recipe, stage, splits)
     quarantine = data.bad_rows == "quarantine"
     rows = ready(splits, encode, limit, stage.evaluation.rows, stage.name, quarantine=quarantine)

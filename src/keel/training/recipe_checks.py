@@ -62,7 +62,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
 
 
 def longest_sequence(sampling: SamplingSource, policy: Policy) -> int | None:
-    """The most tokens that a prompt and its completion may have; None where there is no limit."""
+    """The most tokens that a prompt and its completion may have; None if there is no limit."""
     prompt, answer = sampling.prompts.max_tokens, sampling.rollout.max_tokens
     return policy.context if prompt is None else prompt + answer
 
@@ -92,7 +92,7 @@ def check_evaluated(sampling: SamplingSource) -> None:
 
 
 def check_rewards_of_steps(sampling: SamplingSource) -> None:
-    """Raise KeelError where the rewards are known to be of steps and the advantage cannot use them,
+    """Raise KeelError if the rewards are known to be of steps and the advantage cannot use them,
     or the reverse. User functions show it when they are called."""
     if sampling.algorithm is None:
         return
@@ -113,7 +113,7 @@ def _of_steps(source: RewardSource) -> bool | None:
 
 
 def check_component(choice: Evaluation, names: list[str]) -> None:
-    """Raise KeelError where the reward that decides an evaluation is none of the stage's."""
+    """Raise KeelError if the reward that decides an evaluation is none of the stage's."""
     if choice.component is not None and choice.component not in names:
         guess = unknown("reward", choice.component, names)
         raise KeelError(f"evaluation.component: {guess}")

@@ -177,7 +177,7 @@ def remote_stage(
 
     Servers that rollout workers start write to files in the folder `logs`.
 
-    Raises KeelError where one fails to start, ProcessLost where a trainer ends.
+    Raises KeelError if one fails to start, ProcessLost where a trainer ends.
     """
     cluster = recipe.cluster
     assert cluster.ray is not None

@@ -19,7 +19,6 @@ from keel.config.fields import derive
 from keel.config.judging import JudgingStage
 from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
-from keel.config.stage import Records
 from keel.data.preferences.dataset import READERS, Splits
 from keel.platform.files import make_folder
 from keel.runs.layout import RunFolder
@@ -112,4 +111,4 @@ def measure_forgetting(
 
 
 def _read(folder: RunFolder, recipe: Recipe, stage: JudgingStage) -> Splits[Any]:
-    return READERS[cast(Records, stage.records)](rows_of(folder, stage), recipe.seed)
+    return READERS[stage.records](rows_of(folder, stage), recipe.seed)

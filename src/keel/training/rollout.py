@@ -79,7 +79,7 @@ class Sampler:
             ignore_eos=c.ignore_eos,
         )
 
-    def judged(
+    def sample_and_score(
         self,
         prompts: Sequence[Prompt],
         n: int,
@@ -170,21 +170,21 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenPrompts:
     """Prompts from the stream, and how many it had left out by then."""
 
     prompts: list[Prompt]
     left_out: int
 
 
-def take(stream: PromptStream, count: int) -> Taken:
+def take(stream: PromptStream, count: int) -> TakenPrompts:
     """The next prompts of a stream."""
     prompts = stream.take(count)
-    return Taken(prompts, sum(stream.left_out.values()))
+    return TakenPrompts(prompts, sum(stream.left_out.values()))
 
 
 def collect(
-    sampler: Sampler, algorithm: Algorithm, step: int, first: Taken | None = None
+    sampler: Sampler, algorithm: Algorithm, step: int, first: TakenPrompts | None = None
 ) -> Rollouts:
     """The rollouts of a step, without groups that hold nothing to learn from.
 
@@ -205,7 +205,7 @@ def collect(
         taken = first or take(sampler.stream, config.prompts_per_step - len(kept))
         prompts, first = taken.prompts, None
         seed = derive(sampler.seed, "rollout", step, refills)
-        groups, scored = sampler.judged(
+        groups, scored = sampler.sample_and_score(
             prompts, config.group_size, sampler.sampling, seed, sampler.scorer, step
         )
         pairs = list(zip(groups, scored.results, strict=True))
@@ -330,7 +330,7 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
     prompts = [group.prompt for group in rollouts.groups]
     greedy = replace(sampler.sampling, temperature=0.0)
     seed = derive(sampler.seed, "greedy", step)
-    groups, scored = sampler.judged(prompts, 1, greedy, seed, sampler.scorer, step)
+    groups, scored = sampler.sample_and_score(prompts, 1, greedy, seed, sampler.scorer, step)
     rewards = [judged[0].reward for judged in scored.results]
     known = [reward for reward in rewards if reward is not None]
     mean = {"reward/greedy": float(np.mean(known))} if known else {}

@@ -180,7 +180,7 @@ def settle_autocast(recipe: Recipe, policy: Policy, writer: RunWriter) -> Recipe
 
 
 def _progress_of(start: Path, recipe: Recipe) -> Progress:
-    """The progress of a checkpoint. Raises KeelError where its stage now has fewer steps."""
+    """The progress of a checkpoint. Raises KeelError if its stage now has fewer steps."""
     progress = read_progress(start)
     stage = recipe.stages[progress.stage]
     if progress.step > stage.steps:

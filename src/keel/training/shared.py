@@ -105,7 +105,7 @@ def shared_learner(
     """The learner and the engine of a stage on `cluster.processes` ranks, while the block runs.
 
     Another engine than the native one is none of theirs: it samples for rank 0 alone. Raises
-    KeelError where a rank fails to start.
+    KeelError if a rank fails to start.
     """
     parts = (recipe, stage, seed, budget.tokens, resume_from)
     own = partial(_member, *parts, policy)

@@ -84,7 +84,7 @@ def read_progress(folder: Path) -> Progress:
 
 
 def restore_policy(folder: Path, policy: Policy) -> None:
-    """Load the trainable parameters of a checkpoint into the policy. Raises KeelError where names
+    """Load the trainable parameters of a checkpoint into the policy. Raises KeelError if names
     or shapes differ."""
     tensors = checkpoint.load_tensors(folder / TRAINABLE)
     own = policy.trainable()
@@ -146,7 +146,7 @@ def holds_adapter(folder: Path) -> bool:
 def checkpoint_policy(model: Model, seed: int, folder: Path) -> Policy:
     """The policy of the checkpoint in `folder`; `model` and `seed` are those of its recipe.
 
-    Raises KeelError where it does not load; of an adapter also where its base is missing, or is
+    Raises KeelError if it does not load; of an adapter also where its base is missing, or is
     not the one that the adapter was trained on.
     """
     if not holds_adapter(folder):
@@ -165,7 +165,7 @@ def checkpoint_policy(model: Model, seed: int, folder: Path) -> Policy:
 
 
 def check_base(policy: Policy, model: Model, folder: Path) -> None:
-    """Raise KeelError where a checkpoint's adapter was trained on other weights than the policy's
+    """Raise KeelError if a checkpoint's adapter was trained on other weights than the policy's
     base has."""
     if not holds_adapter(folder):
         return

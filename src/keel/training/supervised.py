@@ -139,7 +139,7 @@ def evaluate(
 
 
 def update(parts: ExampleParts[Any], batch: Any, rate: float) -> GradientStep:
-    """One optimizer step. Raises NotFinite where none was taken."""
+    """One optimizer step. Raises NotFinite if none was taken."""
     step = parts.budget.fitting(
         lambda tokens: parts.examples.backward(batch, tokens),
         parts.examples.sizes(batch),
