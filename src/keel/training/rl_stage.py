@@ -77,9 +77,17 @@ def placed(run: RunContext, stage: RolloutStage, progress: Progress) -> Iterator
         # Ray is optional, and takes a second to import.
         from keel.training.remote import remote_stage
 
-        around = reward_context(recipe, run.folder, policy)
-        rest = (run.resume_from, around, run.writer.note, run.folder.logs)
-        with remote_stage(recipe, stage, policy, seed, budget, *rest) as remote:
+        with remote_stage(
+            recipe,
+            stage,
+            policy,
+            seed=seed,
+            budget=budget,
+            resume_from=run.resume_from,
+            around=reward_context(recipe, run.folder, policy),
+            note=run.writer.note,
+            logs=run.folder.logs,
+        ) as remote:
             yield PlacedModels(remote.learner, policy.model, remote.engine, remote.rewards)
         return
     # With prefetched rollouts the engine has weights of its own; copied before the learner adds
