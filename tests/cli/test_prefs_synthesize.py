@@ -88,9 +88,7 @@ def test_options_reach_the_requests(here: Path, found: JudgeServer) -> None:
     assert "is it long" in judging[0]["messages"][0]["content"]
 
 
-def test_a_budget_ends_with_3_and_says_how_to_go_on(
-    here: Path, found: JudgeServer, capsys: Capture
-) -> None:
+def test_a_used_up_budget_ends_with_3(here: Path, found: JudgeServer, capsys: Capture) -> None:
     assert main(words(found.url, *PRICES, "--budget", "0.003")) == 3
     out, err = capsys.readouterr()
     last = err.splitlines()[-1]

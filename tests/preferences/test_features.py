@@ -61,9 +61,7 @@ def test_a_trained_models_pairs_can_be_selected() -> None:
     assert sorted(select_pairs("d_optimal", 2, beliefs).index.tolist()) == [0, 1]
 
 
-def test_texts_are_read_in_chunks_and_long_ones_have_no_features(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_have_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 2)
     model = reward_model_from(tiny.policy(), "outcome", 0)
     with quiet():

@@ -92,7 +92,7 @@ def test_half_of_the_labels_of_careless_people_are_wrong(tmp_path: Path) -> None
     assert 0.25 < sum(right(row) for row in people) / len(people) < 0.75
 
 
-def test_run_waits_for_real_people_and_goes_on_with_their_labels(tmp_path: Path) -> None:
+def test_a_run_waits_for_real_people(tmp_path: Path) -> None:
     made = recipe(stage(labels=8, by="margin", price=0.5))
     message = r"waits for people: 8 of 8 pairs .* keel prefs annotate .*preferences\.db"
     with pytest.raises(KeelError, match=message):
@@ -125,7 +125,7 @@ def test_run_waits_for_real_people_and_goes_on_with_their_labels(tmp_path: Path)
             assert (row["chosen"], row["rejected"]) == chosen
 
 
-def test_a_waiting_run_takes_a_changed_number_and_price_of_labels(tmp_path: Path) -> None:
+def test_a_waiting_run_takes_changed_keys_of_people(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match="8 of 8 pairs"):
         train(recipe(stage(labels=8, price=0.5)), tmp_path / "run")
     folder = RunFolder.open(tmp_path / "run")
@@ -142,7 +142,7 @@ def test_a_waiting_run_takes_a_changed_number_and_price_of_labels(tmp_path: Path
         assert store.prompt(first.prompt).content == pool[chosen]["prompt"]
 
 
-def test_a_pool_that_people_have_labelled_gives_nothing_to_choose(tmp_path: Path) -> None:
+def test_a_labelled_pool_gives_nothing_to_choose(tmp_path: Path) -> None:
     made = recipe(stage(labels=10_000, noise=0.0, price=0.5))
     folder = train(made, tmp_path / "run")
     assert {row["source"] for row in rows(folder)} == {"people"}
@@ -177,7 +177,7 @@ def test_only_outcome_reward_models_have_people(kind: str) -> None:
         recipe(stage(kind, labels=4))
 
 
-def test_costs_of_a_run_are_its_labels_and_the_hours_of_its_steps(
+def test_costs_of_a_run_hold_labels_and_hours(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = train(recipe(stage(labels=20, noise=0.1, price=0.5)), tmp_path / "run")

@@ -55,7 +55,7 @@ def test_head_minimises_the_loss() -> None:
         assert min(loss(x, feature, label, 0.7) for x in (up, down)) > here
 
 
-def test_head_of_labels_that_separate_needs_more_than_full_steps() -> None:
+def test_head_of_separable_labels_is_found() -> None:
     """Large features and a weak prior: p is 0 or 1 after one full Newton step."""
     feature = np.array([[30.0, 1.0], [-20.0, 2.0], [25.0, -3.0]])
     label = np.array([1.0, 0.0, 1.0])
@@ -120,7 +120,7 @@ def test_evidence_is_near_the_integral() -> None:
     assert found.log_evidence == pytest.approx(exact, abs=0.01)
 
 
-def test_evidence_prefers_the_prior_that_the_head_was_drawn_from() -> None:
+def test_evidence_prefers_the_true_prior() -> None:
     generator = np.random.default_rng(0)
     feature = generator.normal(size=(400, 30))
     for precision in (0.1, 10.0):

@@ -126,7 +126,7 @@ def test_duplicates_count_with_what_is_left_of_their_variance() -> None:
     assert d_optimal_batch(factor, 2, [1e-3, 1e-3, 1e-3]).index.tolist() == [1, 0]
 
 
-def test_batches_of_no_pairs_and_of_more_than_there_are() -> None:
+def test_batches_of_none_and_of_all() -> None:
     assert d_optimal_batch(np.ones((3, 2)), 0).index.tolist() == []
     assert d_optimal_batch(np.zeros((0, 2)), 4).index.tolist() == []
     assert sorted(d_optimal_batch(np.eye(3), 9).index.tolist()) == [0, 1, 2]

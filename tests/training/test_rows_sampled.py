@@ -227,7 +227,7 @@ def test_prompts_of_conversations_stay_messages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("kind", ["dpo", "reward_model"])
-def test_rows_are_read_with_the_template_they_were_sampled_with(
+def test_rows_are_read_with_the_template_of_sampling(
     kind: str, marked: bool, tmp_path: Path
 ) -> None:
     """A step of all rows reads each prompt as the template makes it.
@@ -264,7 +264,7 @@ def test_resume_does_not_sample_existing_rows_again(tmp_path: Path) -> None:
     assert folder.rows("reward_model", "validation").read_bytes() == held
 
 
-def test_rows_are_sampled_from_the_policy_of_the_stage_before(tmp_path: Path) -> None:
+def test_rows_are_sampled_from_the_earlier_stages_policy(tmp_path: Path) -> None:
     """After imitation the answers are of digits alone, as the task's are; at random few are."""
     imitate = {
         "stage": "sft",

@@ -100,7 +100,7 @@ def test_keys_of_other_scripts_and_capitals_count(
     assert [label.value for label in store.labels(annotator="scripts")] == [0.5, 0.5]
 
 
-def test_keys_count_after_a_click_and_with_a_modifier_not(
+def test_keys_count_after_a_click_without_modifier(
     server: Server, store: PreferenceStore, annotator: Open
 ) -> None:
     ann = annotator(server, "clicks")
@@ -234,7 +234,7 @@ def test_a_kept_note_leaves_the_pair_as_it_was(
     ann.press("t")
 
 
-def test_a_note_that_cannot_be_kept_stays_in_its_field(server: Server, annotator: Open) -> None:
+def test_a_refused_note_stays_in_its_field(server: Server, annotator: Open) -> None:
     ann = annotator(server, "long")
     write_note(ann, "x")
     box = ann.part("note-box")

@@ -19,7 +19,7 @@ pytestmark = [needs_chromium]
 KEYS = ("1", "2", "t", "s", "1", "2")
 
 
-def test_people_label_the_pairs_of_a_run_on_the_pages(browser: Any, tmp_path: Path) -> None:
+def test_people_label_a_runs_pairs_on_the_pages(browser: Any, tmp_path: Path) -> None:
     with pytest.raises(KeelError, match="waits for people: 6 of 6 pairs"):
         train(recipe(stage(labels=6, price=0.5)), tmp_path / "run")
     folder = RunFolder.open(tmp_path / "run")

@@ -77,7 +77,7 @@ def test_no_prompt_is_on_both_splits(tmp_path: Path) -> None:
     assert 130 < len(half.validation) < 270
 
 
-def test_the_split_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> None:
+def test_the_split_of_a_row_is_its_own(tmp_path: Path) -> None:
     whole = read_pairs(of(jsonl(tmp_path / "a.jsonl", PAIRS)))
     part = read_pairs(of(jsonl(tmp_path / "b.jsonl", PAIRS[::-1][:240])))
     assert {p.prompt for p in part.validation} <= {p.prompt for p in whole.validation}
@@ -283,7 +283,7 @@ def test_a_long_value_is_cut_in_its_error(tmp_path: Path) -> None:
     assert "xxx…: give a finite number" in text
 
 
-def test_empty_answers_are_dropped_or_kept_where_one_says_so(tmp_path: Path) -> None:
+def test_empty_answers_are_dropped_or_kept_by_choice(tmp_path: Path) -> None:
     rows = [*PAIRS[:6], {**PAIRS[8], "rejected": ""}, {**PAIRS[10], "chosen": " "}]
     path = jsonl(tmp_path / "rows.jsonl", rows)
     dropped = read_pairs(of(path, empty="drop"))

@@ -53,7 +53,7 @@ def test_rows_become_prompts_with_stable_ids(tmp_path: Path) -> None:
     assert 3 <= task.size("validation") <= 37
 
 
-def test_the_split_of_a_row_does_not_depend_on_the_others(tmp_path: Path) -> None:
+def test_the_split_of_a_row_is_its_own(tmp_path: Path) -> None:
     whole = build("jsonl", path=jsonl(tmp_path / "a.jsonl", ROWS), **KEYS)
     part = build("jsonl", path=jsonl(tmp_path / "b.jsonl", ROWS[::-1][:120]), **KEYS)
     held = {whole.prompt("validation", i).content for i in range(whole.size("validation"))}

@@ -334,7 +334,7 @@ def test_bad_gold_adds_nothing(tmp_path: Path) -> None:
         assert store.counts() == before
 
 
-def test_label_that_cannot_be_written_is_kept_for_another_try(tmp_path: Path) -> None:
+def test_an_unwritten_label_can_be_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     made(path, 1).close()
     with PreferenceStore(path, timeout=0.05) as store, PreferenceStore(path) as other:

@@ -128,7 +128,7 @@ def test_a_bias_without_spread_has_an_interval_nevertheless(
     assert -1 <= found["low"] < found["high"] <= 1
 
 
-def test_consistency_of_one_pair_a_prompt_is_near_wilsons_interval(tmp_path: Path) -> None:
+def test_consistency_of_single_pairs_is_near_wilsons_interval(tmp_path: Path) -> None:
     labels = [(1.0, 1.0)] * 15 + [(1.0, 0.0)] * 5
     with place_store(tmp_path / "a.db", labels) as store:
         found = audit_judges(store)[0]

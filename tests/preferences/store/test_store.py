@@ -221,7 +221,7 @@ def test_the_order_is_priority_then_age(tmp_path: Path) -> None:
         assert store.lease_next("y", 0.0, round=1) is None
 
 
-def test_gold_is_leased_to_everyone_and_only_when_asked_for(tmp_path: Path) -> None:
+def test_gold_is_leased_only_when_asked_for(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 3) as store:
         store.set_priorities([("p0", 9.0)])
         gold = {"gold": ["p2", "p0"]}
@@ -264,7 +264,7 @@ def test_labels_of_others_fill_places_and_skips_do_not(tmp_path: Path) -> None:
         assert taken(store)
 
 
-def test_turns_with_their_keys_in_any_order_are_one_prompt(tmp_path: Path) -> None:
+def test_the_order_of_keys_makes_no_other_prompt(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "Hé"}], [{"content": "Hé", "role": "user"}]
     one, other = (PromptRecord(turn) for turn in turns)
     assert one.id == other.id
@@ -272,7 +272,7 @@ def test_turns_with_their_keys_in_any_order_are_one_prompt(tmp_path: Path) -> No
         assert [store.add([prompt])["prompts"] for prompt in (one, other)] == [1, 0]
 
 
-def test_a_pair_of_another_round_is_shown_again_after_undo(tmp_path: Path) -> None:
+def test_undo_shows_a_pair_of_another_round_again(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 1) as store:
         store.add(pair(1, round=2))
         lease = store.lease_next("ann", 0.0, round=0)
@@ -364,7 +364,7 @@ def test_a_store_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_file_that_cannot_grow_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_file_that_cannot_grow_loses_nothing(tmp_path: Path) -> None:
     store = made(tmp_path / "a.db", 1)
     big = LabelRecord("p0", 1.0, "human", note="x" * 300_000)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

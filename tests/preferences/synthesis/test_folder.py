@@ -83,7 +83,7 @@ def test_completions_of_a_folder(folder: str, stores: list[PreferenceStore]) -> 
     assert synthesize(store, chosen(folder), prompts(5)).added["completions"] == 0
 
 
-def test_a_run_that_ended_early_goes_on_to_the_same_completions(
+def test_a_resumed_run_samples_the_same_completions(
     folder: str, stores: list[PreferenceStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was in the same call: an engine that fails on its second call, then one that works;
@@ -127,7 +127,7 @@ def test_prompts_that_are_too_long_are_left_out(folder: str, stores: list[Prefer
     assert report.left["completions"] == 2
 
 
-def test_a_folder_that_is_no_model_is_found_before_anything_is_paid(
+def test_a_missing_model_is_found_before_anything_is_paid(
     tmp_path: Path, stores: list[PreferenceStore]
 ) -> None:
     with server() as found:

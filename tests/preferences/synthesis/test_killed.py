@@ -69,7 +69,7 @@ def kill_at(found: JudgeServer, folder: Path, number: int) -> int:
 
 @pytest.mark.quick("40")
 @pytest.mark.parametrize("at", [1, 7, 15, 22, 40])
-def test_killed_and_started_again_it_pays_for_no_answer_twice(at: int, tmp_path: Path) -> None:
+def test_no_answer_is_paid_twice_after_a_kill(at: int, tmp_path: Path) -> None:
     """In the sample's completions (1), its labels (7), the rest's completions (15, 22), labels."""
     with server() as found:
         waiting = kill_at(found, tmp_path, at)
@@ -121,7 +121,7 @@ def check_store(folder: Path, found: JudgeServer) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_on_one_store_repeat_only_what_both_had_in_progress(tmp_path: Path) -> None:
+def test_two_processes_repeat_only_requests_in_progress(tmp_path: Path) -> None:
     with server() as found:
         # Held until both have sent what they may: they ask for the same, and meet again and again.
         found.holds = lambda number: number < 6
@@ -136,7 +136,7 @@ def test_two_processes_on_one_store_repeat_only_what_both_had_in_progress(tmp_pa
 
 
 @pytest.mark.slow
-def test_answers_that_a_kill_kept_from_the_store_are_taken_from_the_paid_requests(
+def test_paid_answers_that_a_kill_lost_are_not_asked_again(
     tmp_path: Path,
 ) -> None:
     """One order of a pair is answered and the other not: no label yet, and no second payment."""

@@ -48,14 +48,14 @@ def test_pairs_of_any_completions(words: list[str], most: int, seed: int) -> Non
     )
 
 
-def test_order_of_completions_and_place_in_the_pair_do_not_matter() -> None:
+def test_order_of_completions_does_not_matter() -> None:
     every = completions("a", "b", "c", "d")
     assert new_pairs(every, [], 4) == new_pairs(every[::-1], [], 4)
     for pair in new_pairs(every, [], 6):
         assert pair.first < pair.second
 
 
-def test_texts_that_are_a_pair_already_are_no_pair_again() -> None:
+def test_texts_are_a_pair_once() -> None:
     one, other = completions("a", "b"), completions("a", "b", "c", model="n")
     there = [PairRecord("p", other[0].id, other[1].id)]
     found = new_pairs([*one, *other], there, 9)

@@ -95,7 +95,7 @@ def test_every_prompt_gets_completions_pairs_and_labels(tmp_path: Path) -> None:
             assert first.cost is not None
 
 
-def test_both_orders_are_asked_and_a_judge_of_places_ties_everywhere(tmp_path: Path) -> None:
+def test_a_judge_of_places_ties_everywhere(tmp_path: Path) -> None:
     with server(always("first")) as found:
         report = done(tmp_path / "a.db", options(found.url))
         shown = Counter((a.material["first"], a.material["second"]) for a in found.log if judges(a))
@@ -134,7 +134,7 @@ def test_a_pair_with_one_order_without_verdict_is_skipped(tmp_path: Path) -> Non
         assert list(preference_rows(store)) == []
 
 
-def test_what_is_in_the_store_is_used_and_a_longer_run_adds_to_it(tmp_path: Path) -> None:
+def test_a_longer_run_adds_to_the_store(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     prompt = prompts(1)[0]
     with PreferenceStore(path, create=True) as store:
@@ -154,7 +154,7 @@ def test_what_is_in_the_store_is_used_and_a_longer_run_adds_to_it(tmp_path: Path
         assert len(set(names)) == len(names)
 
 
-def test_without_the_file_of_requests_the_store_alone_keeps_from_paying_again(
+def test_the_store_alone_keeps_from_paying_again(
     tmp_path: Path,
 ) -> None:
     with server() as found:
@@ -206,7 +206,7 @@ def test_two_models_and_one_that_judges_its_own(tmp_path: Path) -> None:
     assert sum(rates.values()) == pytest.approx(1)
 
 
-def test_a_refused_prompt_is_stored_blank_and_not_asked_again(tmp_path: Path) -> None:
+def test_a_refused_prompt_is_stored_blank(tmp_path: Path) -> None:
     with server() as found:
         found.fault_of = lambda asked: (
             Fault(status=400, error={"message": "no", "code": "content_filter"})
@@ -254,7 +254,7 @@ def test_the_forecast_comes_first_and_holds_what_it_takes(tmp_path: Path) -> Non
     assert forecast.totals["hours"].mean > 0
 
 
-def test_a_mean_is_scaled_and_its_interval_is_of_the_rest() -> None:
+def test_a_forecast_is_a_scaled_mean_with_interval() -> None:
     usage = ModelUsage()
     for prompt, dollars in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
         usage.add(prompt, {"dollars": dollars})
@@ -289,7 +289,7 @@ def test_every_request_is_counted_once_as_dollars(tmp_path: Path) -> None:
     assert forecasts == [("api", "dollars", 2), ("api", "hours", 2)]
 
 
-def test_only_the_forecast_pays_for_the_sample_which_the_rest_does_not_repeat(
+def test_only_forecast_pays_for_the_sample_alone(
     tmp_path: Path,
 ) -> None:
     with server() as found:
@@ -308,7 +308,7 @@ def test_only_the_forecast_pays_for_the_sample_which_the_rest_does_not_repeat(
     assert entered.amount == pytest.approx(report.forecast.totals["dollars"].mean)
 
 
-def test_a_budget_is_hard_and_a_larger_one_goes_on(tmp_path: Path) -> None:
+def test_a_budget_is_hard(tmp_path: Path) -> None:
     """Below the server's bill at any time, with four requests at a time; and it is used up."""
     path = tmp_path / "a.db"
     with server() as found:
@@ -359,13 +359,13 @@ def test_how_a_model_is_named(text: str, model: CompletionModel) -> None:
     assert parse_model(text) == model
 
 
-def test_an_address_without_a_model_is_refused_and_not_repeated() -> None:
+def test_an_address_without_a_model_is_not_repeated() -> None:
     with pytest.raises(KeelError, match="write NAME@http://HOST:PORT/v1") as error:
         parse_model("@http://user:sesame@host/v1")
     assert "sesame" not in str(error.value)
 
 
-def test_a_server_that_gives_no_answers_ends_in_one_line_and_keeps_the_rest(
+def test_a_failing_server_ends_in_one_line(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.db"
@@ -397,9 +397,7 @@ def test_a_missing_key_is_found_before_anything_is_paid(
         assert found.log == []
 
 
-def test_a_key_goes_to_its_server_and_into_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_goes_to_its_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNTHESIS_KEY", "sesame-open-1234567890")
     lines: list[str] = []
 
