@@ -124,7 +124,7 @@ def test_stats_of_a_store(here: Path, capsys: Capture) -> None:
     assert [(row["round"], row["labels"]) for row in by["round"]] == [(0, 8), (1, 1)]
     # Three pairs of people agree, and a tie is not the first answer.
     (size,) = found["agreement"]["human"]
-    assert (size["pairs"], size["judges"], size["pairwise"]["value"]) == (4, 2, 0.75)
+    assert (size["pairs"], size["judges"], size["pairwise"]["mean"]) == (4, 2, 0.75)
     assert list(found["agreement"]) == ["human"]
     assert main(["prefs", "stats", "a.db"]) == 0
     text = capsys.readouterr().out

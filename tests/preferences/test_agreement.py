@@ -59,32 +59,32 @@ def fleiss_loop(votes: Sequence[Sequence[int]]) -> float:
 def test_fleiss_published_example() -> None:
     assert FLEISS.sum(axis=0).tolist() == [26, 26, 30, 55, 43]
     found = fleiss_kappa(FLEISS)
-    assert found.value == pytest.approx(0.430, abs=5e-4)  # as printed
-    assert found.value == pytest.approx(0.4302445, abs=5e-8)  # as R's irr prints it
-    assert pairwise_agreement(FLEISS).value == pytest.approx(0.5556, abs=5e-5)
+    assert found.mean == pytest.approx(0.430, abs=5e-4)  # as printed
+    assert found.mean == pytest.approx(0.4302445, abs=5e-8)  # as R's irr prints it
+    assert pairwise_agreement(FLEISS).mean == pytest.approx(0.5556, abs=5e-5)
     assert found.n == 30
-    assert found.low < found.value < found.high
+    assert found.low < found.mean < found.high
 
 
 def test_cohen_known_examples() -> None:
     # By hand: p_o = 35/50, p_e = ½ · 0.6 + ½ · 0.4 = ½, κ = 0.2 / 0.5.
-    assert cohen_kappa(*judges([[20, 5], [10, 15]])).value == pytest.approx(0.4, abs=EXACT)
+    assert cohen_kappa(*judges([[20, 5], [10, 15]])).mean == pytest.approx(0.4, abs=EXACT)
     # By hand, worse than chance: p_o = 0.29, p_e = 0.5 · 0.4 + 0.3 · 0.3 + 0.2 · 0.3 = 0.35.
     table = [[50, 26, 24], [24, 4, 32], [6, 30, 4]]
-    assert cohen_kappa(*judges(table)).value == pytest.approx(-0.06 / 0.65, abs=EXACT)
-    assert percent_agreement(*judges(table)).value == pytest.approx(0.29, abs=EXACT)
+    assert cohen_kappa(*judges(table)).mean == pytest.approx(-0.06 / 0.65, abs=EXACT)
+    assert percent_agreement(*judges(table)).mean == pytest.approx(0.29, abs=EXACT)
     # As SAS prints the kappa coefficient of this table.
     found = cohen_kappa(*judges([[0, 4, 1], [0, 8, 0], [0, 1, 5]]))
-    assert found.value == pytest.approx(0.4842, abs=5e-5)
+    assert found.mean == pytest.approx(0.4842, abs=5e-5)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
 def test_cohen_is_the_loop(verdicts: list[tuple[int, int]]) -> None:
     a, b = [x for x, _ in verdicts], [y for _, y in verdicts]
     found = cohen_kappa(a, b, Bootstrap(resamples=20))
-    assert found.value == pytest.approx(cohen_loop(a, b), abs=EXACT, nan_ok=True)
+    assert found.mean == pytest.approx(cohen_loop(a, b), abs=EXACT, nan_ok=True)
     swapped = cohen_kappa(b, a, Bootstrap(resamples=20))
-    assert swapped.value == pytest.approx(found.value, abs=EXACT, nan_ok=True)
+    assert swapped.mean == pytest.approx(found.mean, abs=EXACT, nan_ok=True)
 
 
 @given(
@@ -97,48 +97,48 @@ def test_cohen_is_the_loop(verdicts: list[tuple[int, int]]) -> None:
 def test_fleiss_is_the_loop(votes: list[list[int]]) -> None:
     counts, few = count_votes(votes), Bootstrap(resamples=20)
     found = fleiss_kappa(counts, few)
-    assert found.value == pytest.approx(fleiss_loop(votes), abs=EXACT, nan_ok=True)
+    assert found.mean == pytest.approx(fleiss_loop(votes), abs=EXACT, nan_ok=True)
     pairs = [x == y for item in votes for x, y in combinations(item, 2)]
-    assert pairwise_agreement(counts, few).value == pytest.approx(np.mean(pairs), abs=EXACT)
+    assert pairwise_agreement(counts, few).mean == pytest.approx(np.mean(pairs), abs=EXACT)
 
 
 def test_the_bounds() -> None:
     a, b = [0, 1, 0, 1], [1, 0, 1, 0]
-    assert cohen_kappa(a, a).value == 1.0
-    assert cohen_kappa(a, b).value == -1.0
-    assert fleiss_kappa([[3, 0], [0, 3]]).value == 1.0
-    assert fleiss_kappa([[1, 1], [1, 1]]).value == -1.0
-    assert percent_agreement(a, b).value == 0.0
+    assert cohen_kappa(a, a).mean == 1.0
+    assert cohen_kappa(a, b).mean == -1.0
+    assert fleiss_kappa([[3, 0], [0, 3]]).mean == 1.0
+    assert fleiss_kappa([[1, 1], [1, 1]]).mean == -1.0
+    assert percent_agreement(a, b).mean == 0.0
 
 
 def test_categories_may_be_anything_that_can_be_a_key() -> None:
     a, b = ["tie", 1, None, 2], ["tie", 1, 2, None]
     codes = {"tie": 0, 1: 1, 2: 2, None: 3}
     want = cohen_loop([codes[x] for x in a], [codes[x] for x in b])
-    assert cohen_kappa(a, b).value == pytest.approx(want, abs=EXACT)
+    assert cohen_kappa(a, b).mean == pytest.approx(want, abs=EXACT)
     assert count_votes([["b", "a"], ["b", "b"]]).tolist() == [[1, 1], [2, 0]]
 
 
 def test_one_category_leaves_kappa_undefined() -> None:
     for found in (cohen_kappa([1] * 9, [1] * 9), fleiss_kappa([[3, 0]] * 9)):
-        assert math.isnan(found.value)
+        assert math.isnan(found.mean)
         assert math.isnan(found.low)
         assert math.isnan(found.high)
         assert found.n == 9
-    assert percent_agreement([1] * 9, [1] * 9).value == 1.0
+    assert percent_agreement([1] * 9, [1] * 9).mean == 1.0
     # One item of nine differs: a third of the resamples are without it, and are left out.
     a, b = [1] * 7 + [2, 2], [1] * 8 + [2]
     found = cohen_kappa(a, b)
-    assert (found.value, found.high) == (pytest.approx(cohen_loop(a, b), abs=EXACT), 1.0)
-    assert found.low < found.value
+    assert (found.mean, found.high) == (pytest.approx(cohen_loop(a, b), abs=EXACT), 1.0)
+    assert found.low < found.mean
     # One judge with one category agrees as chance would: κ is 0, not undefined.
-    assert cohen_kappa([1, 1, 1], [1, 2, 1]).value == 0.0
+    assert cohen_kappa([1, 1, 1], [1, 2, 1]).mean == 0.0
 
 
 def test_of_nothing_nothing_is_known() -> None:
     for found in (cohen_kappa([], []), percent_agreement([], []), fleiss_kappa(np.zeros((0, 3)))):
         assert found.n == 0
-        assert math.isnan(found.value)
+        assert math.isnan(found.mean)
     assert pairwise_agreement(np.zeros((0, 2))).n == 0
     found = percent_agreement([], [])
     assert (found.low, found.high) == (0, 1)
@@ -177,25 +177,25 @@ def test_full_agreement_is_not_certain() -> None:
         cohen_kappa([1, 2] * 5, [1, 2] * 5),
         fleiss_kappa([[3, 0], [0, 3]] * 5),
     ):
-        assert found.value == 1
+        assert found.mean == 1
         assert math.isnan(found.low)
         assert math.isnan(found.high)
     all_of, none = percent_agreement([1] * 3, [1] * 3), percent_agreement([1] * 3, [2] * 3)
     # 0.025^(1/3): three of three come about so often where the truth is that.
-    assert (all_of.value, all_of.low, all_of.high, all_of.n) == (1, pytest.approx(0.292402), 1, 3)
-    assert (none.value, none.low, none.high, none.n) == (0, 0, pytest.approx(1 - 0.292402), 3)
+    assert (all_of.mean, all_of.low, all_of.high, all_of.n) == (1, pytest.approx(0.292402), 1, 3)
+    assert (none.mean, none.low, none.high, none.n) == (0, 0, pytest.approx(1 - 0.292402), 3)
     half = percent_agreement([1] * 3, [1] * 3, Bootstrap(confidence=0.5))
     assert half.low == pytest.approx(0.25 ** (1 / 3))
     groups = ["a", "a", "b", "b"]
     two = pairwise_agreement([[3, 0], [0, 3]] * 2, Bootstrap(groups=groups))
-    assert (two.value, two.low, two.high, two.n) == (1, pytest.approx(math.sqrt(0.025)), 1, 4)
+    assert (two.mean, two.low, two.high, two.n) == (1, pytest.approx(math.sqrt(0.025)), 1, 4)
 
 
 def test_one_group_tells_nothing() -> None:
     a, b = judges([[12, 5], [4, 9]])
     one = Bootstrap(groups=["p"] * len(a))
     found = cohen_kappa(a, b, one)
-    assert found.value == cohen_kappa(a, b).value
+    assert found.mean == cohen_kappa(a, b).mean
     assert math.isnan(found.low)
     assert math.isnan(found.high)
     found = fleiss_kappa(FLEISS, Bootstrap(groups=["p"] * 30))
@@ -240,8 +240,8 @@ def test_groups_are_drawn_whole() -> None:
     groups = [f"prompt {i}" for i in range(len(a)) for _ in range(10)]
     ten = [x for x in a for _ in range(10)], [y for y in b for _ in range(10)]
     whole = cohen_kappa(*ten, Bootstrap(groups=groups))
-    assert (whole.value, whole.low, whole.high) == pytest.approx(
-        (once.value, once.low, once.high), abs=EXACT
+    assert (whole.mean, whole.low, whole.high) == pytest.approx(
+        (once.mean, once.low, once.high), abs=EXACT
     )
     loose = cohen_kappa(*ten)
     # √10 times as narrow, give or take a fifth.
@@ -260,8 +260,8 @@ def test_the_interval_is_a_function_of_the_seed() -> None:
 @given(st.permutations(range(5)))
 def test_the_order_of_categories_does_not_matter(order: list[int]) -> None:
     few = Bootstrap(resamples=10)
-    assert fleiss_kappa(FLEISS[:, order], few).value == pytest.approx(
-        fleiss_kappa(FLEISS, few).value, abs=EXACT
+    assert fleiss_kappa(FLEISS[:, order], few).mean == pytest.approx(
+        fleiss_kappa(FLEISS, few).mean, abs=EXACT
     )
 
 
@@ -288,12 +288,12 @@ def test_pandalms_people_agree_as_published() -> None:
     votes = [[row[f"annotator{n}"] for n in (1, 2, 3)] for row in rows]
     found = fleiss_kappa(count_votes(votes))
     assert found.n == len(rows) == 999
-    assert found.value == pytest.approx(0.864, abs=5e-4)
+    assert found.mean == pytest.approx(0.864, abs=5e-4)
     for (one, other), printed in {(0, 1): 0.85, (0, 2): 0.88, (1, 2): 0.86}.items():
         kappa = cohen_kappa([vote[one] for vote in votes], [vote[other] for vote in votes])
-        assert kappa.value == pytest.approx(printed, abs=5e-3)
+        assert kappa.mean == pytest.approx(printed, abs=5e-3)
     model = json.loads((folder / "pandalm-7b-testset-v1.json").read_text(encoding="utf-8"))
     said = [{"0": 0, "tie": 0}.get(v := str(r["pandalm_result"]).lower(), v) for r in model]
     majority = [max(set(vote), key=vote.count) for vote in votes]
-    assert percent_agreement(majority, list(map(int, said))).value == pytest.approx(0.668, abs=5e-4)
-    assert cohen_kappa(majority, list(map(int, said))).value == pytest.approx(0.435, abs=5e-4)
+    assert percent_agreement(majority, list(map(int, said))).mean == pytest.approx(0.668, abs=5e-4)
+    assert cohen_kappa(majority, list(map(int, said))).mean == pytest.approx(0.435, abs=5e-4)

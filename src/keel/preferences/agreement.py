@@ -1,4 +1,7 @@
-"""How far judges agree, beyond what chance would give. numpy alone; every draw is seeded."""
+"""How far judges agree, beyond what chance would give; every draw is seeded.
+
+An interval has NaN ends if there is none.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from keel.analysis.statistics import Array, Interval
+
 Statistic = Callable[[Array], Array]
 """From weights (draws × patterns) to a value a draw; NaN if it is undefined."""
 BLOCK = 64
 """Resamples that are held at a time; each has a count of every group."""
 NARROWEST = 1e-12
 """Resamples that differ by less than this differ by rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """A measure of agreement with its interval, over `n` items; NaN ends if it has none."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-    def as_dict(self) -> dict[str, float | int]:
-        return {"value": self.value, "low": self.low, "high": self.high, "n": self.n}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,7 @@ ITEMS = Bootstrap()
 
 def percent_agreement(
     a: Sequence[Hashable], b: Sequence[Hashable], bootstrap: Bootstrap = ITEMS
-) -> Agreement:
+) -> Interval:
     """The share of items on which two judges agree.
 
         p_o = Σ_i [a_i = b_i] / N
@@ -72,7 +63,7 @@ def percent_agreement(
 
 def cohen_kappa(
     a: Sequence[Hashable], b: Sequence[Hashable], bootstrap: Bootstrap = ITEMS
-) -> Agreement:
+) -> Interval:
     """Cohen's κ of two judges who sort items into unordered categories.
 
         κ = (p_o − p_e) / (1 − p_e),   p_o = Σ_k p_kk,   p_e = Σ_k p_k· p_·k
@@ -97,7 +88,7 @@ def cohen_kappa(
     return _estimate(codes, categories**2, kappa, bootstrap)
 
 
-def fleiss_kappa(counts: npt.ArrayLike, bootstrap: Bootstrap = ITEMS) -> Agreement:
+def fleiss_kappa(counts: npt.ArrayLike, bootstrap: Bootstrap = ITEMS) -> Interval:
     """Fleiss' κ of n ratings an item; the raters need not be the same from item to item.
 
         κ = (P̄ − P̄_e) / (1 − P̄_e),   P̄_e = Σ_j p_j²,   p_j = Σ_i n_ij / (N n)
@@ -124,7 +115,7 @@ def fleiss_kappa(counts: npt.ArrayLike, bootstrap: Bootstrap = ITEMS) -> Agreeme
     return _estimate(codes.reshape(-1), len(patterns), kappa, bootstrap)
 
 
-def pairwise_agreement(counts: npt.ArrayLike, bootstrap: Bootstrap = ITEMS) -> Agreement:
+def pairwise_agreement(counts: npt.ArrayLike, bootstrap: Bootstrap = ITEMS) -> Interval:
     """The share of pairs of raters of one item that agree: P̄ of `fleiss_kappa`.
 
     The interval as in `percent_agreement`, if all or no pairs agree.
@@ -176,24 +167,24 @@ def _ratio(above: Array, below: Array) -> Array:
     return ratio
 
 
-def _share(codes: npt.NDArray[np.int64], shares: Array, bootstrap: Bootstrap) -> Agreement:
+def _share(codes: npt.NDArray[np.int64], shares: Array, bootstrap: Bootstrap) -> Interval:
     """The mean of what each item's pattern has of a share in [0, 1]."""
     found = _estimate(codes, len(shares), lambda w: _ratio(w @ shares, w.sum(axis=1)), bootstrap)
     if not math.isnan(found.low):
         return found
     count = found.n if bootstrap.groups is None else len(set(bootstrap.groups))
     edge = ((1 - bootstrap.confidence) / 2) ** (1 / count) if count > 1 else 0.0
-    return Agreement(
-        found.value,
-        edge if found.value == 1 else 0.0,
-        1 - edge if found.value == 0 else 1.0,
+    return Interval(
+        found.mean,
+        edge if found.mean == 1 else 0.0,
+        1 - edge if found.mean == 0 else 1.0,
         found.n,
     )
 
 
 def _estimate(
     codes: npt.NDArray[np.int64], patterns: int, statistic: Statistic, bootstrap: Bootstrap
-) -> Agreement:
+) -> Interval:
     """The statistic of the items' patterns, and of resamples of them.
 
     Items matter by how often each pattern occurs only, so a resample is a draw of these counts.
@@ -201,7 +192,7 @@ def _estimate(
     if not 0 < bootstrap.confidence < 1:
         raise ValueError(f"a confidence of {bootstrap.confidence} is not between 0 and 1")
     if len(codes) == 0:
-        return Agreement(math.nan, math.nan, math.nan, 0)
+        return Interval(math.nan, math.nan, math.nan, 0)
     groups = range(len(codes)) if bootstrap.groups is None else bootstrap.groups
     if len(groups) != len(codes):
         raise ValueError(f"{len(groups)} groups of {len(codes)} items")
@@ -210,13 +201,13 @@ def _estimate(
     np.add.at(weights, (np.array([index[group] for group in groups]), codes), 1.0)
     value = float(statistic(weights.sum(axis=0, keepdims=True))[0])
     if math.isnan(value):
-        return Agreement(value, math.nan, math.nan, len(codes))
+        return Interval(value, math.nan, math.nan, len(codes))
     found = _resampled(weights, statistic, bootstrap)
     if not len(found) or np.ptp(found) < NARROWEST:
-        return Agreement(value, math.nan, math.nan, len(codes))
+        return Interval(value, math.nan, math.nan, len(codes))
     tail = (1 - bootstrap.confidence) / 2
     low, high = np.quantile(found, [tail, 1 - tail])
-    return Agreement(value, float(low), float(high), len(codes))
+    return Interval(value, float(low), float(high), len(codes))
 
 
 def _resampled(weights: Array, statistic: Statistic, bootstrap: Bootstrap) -> Array:

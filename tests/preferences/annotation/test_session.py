@@ -275,7 +275,7 @@ def test_summary_counts_gold_agreement_and_progress(tmp_path: Path) -> None:
         (size,) = found_summary.agreement
         # 20 pairs and 4 gold ones, of which they disagree on p0 and two of gold.
         assert size["pairs"] == 24
-        assert size["pairwise"]["value"] == pytest.approx(21 / 24)
+        assert size["pairwise"]["mean"] == pytest.approx(21 / 24)
         at = progress(store, settings, project.gold, "ann")
         assert (at.made, at.wanted, at.own) == (44, 44, 24)
         one = project.session("ann")

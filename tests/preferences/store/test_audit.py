@@ -86,10 +86,10 @@ def test_agreement_with_people_by_hand(store: PreferenceStore) -> None:
     """People: first, second, tie, second; the judge: first, first, tie, second."""
     people = audit_judges(store)[0]["people"]
     assert people["pairs"] == 4
-    assert people["accuracy"]["value"] == pytest.approx(3 / 4)
+    assert people["accuracy"]["mean"] == pytest.approx(3 / 4)
     # p_e = ¼·½ (first) + ½·¼ (second) + ¼·¼ (tie)
     chance = 0.25 * 0.5 + 0.5 * 0.25 + 0.25 * 0.25
-    assert people["cohen_kappa"]["value"] == pytest.approx((0.75 - chance) / (1 - chance))
+    assert people["cohen_kappa"]["mean"] == pytest.approx((0.75 - chance) / (1 - chance))
     assert people["accuracy"]["low"] < 0.75 < people["accuracy"]["high"]
 
 

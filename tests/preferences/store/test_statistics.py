@@ -82,9 +82,9 @@ def test_votes_agree_with_intervals_over_prompts() -> None:
     votes = [[1, 1], [1, 2], [2, 2], [2, 2]]
     found = vote_agreement(votes, ["p", "p", "q", "r"])
     assert (found["judges"], found["unanimous"]) == (2, 3)
-    assert found["pairwise"]["value"] == 0.75
+    assert found["pairwise"]["mean"] == 0.75
     plain = fleiss_kappa(count_votes(votes))
-    assert found["fleiss_kappa"]["value"] == plain.value
+    assert found["fleiss_kappa"]["mean"] == plain.mean
     # Drawn over prompts: one prompt alone tells nothing.
     alone = vote_agreement(votes, ["p"] * 4)
     assert math.isnan(alone["fleiss_kappa"]["low"])

@@ -114,11 +114,11 @@ def _interval(share: Interval) -> tuple[str, str]:
 
 def _agreement(value: Mapping[str, Any]) -> tuple[str, str]:
     pairs = f"{value['n']:,} pairs"
-    if math.isnan(value["value"]):
+    if math.isnan(value["mean"]):
         return "undefined", pairs
     known = not math.isnan(value["low"])
     around = f"[{value['low']:.2f}, {value['high']:.2f}], " if known else ""
-    return f"{value['value']:.2f}".replace("-", "−"), around.replace("-", "−") + pairs
+    return f"{value['mean']:.2f}".replace("-", "−"), around.replace("-", "−") + pairs
 
 
 def _figure(name: str, value: str, more: str, testid: str = "figure") -> None:

@@ -195,7 +195,7 @@ def audit_lines(judges: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _figure(name: str, value: Mapping[str, Any]) -> str:
-    found = value.get("mean", value.get("value"))
+    found = value["mean"]
     if not value["n"] or found is None or math.isnan(found):
         return f"  {name:<22}undefined   n = {value['n']}"
     ends = value["low"], value["high"]

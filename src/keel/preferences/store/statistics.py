@@ -160,10 +160,9 @@ def statistics_lines(result: Mapping[str, Any]) -> list[str]:
 
 def shown(value: Mapping[str, Any], digits: int = 3) -> str:
     """A figure with its interval; without, if pairs of one prompt or full agreement give none."""
-    mean = value.get("mean", value.get("value"))
+    mean, *ends = (value[name] for name in ("mean", "low", "high"))
     if mean is None or math.isnan(mean):
         return "undefined"
-    ends = value["low"], value["high"]
     known = all(end is not None and math.isfinite(end) for end in ends)
     interval = f" [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]" if known else ""
     return f"{mean:.{digits}f}{interval}"
