@@ -1,4 +1,4 @@
-"""The table of docs/check.md: thirteen recipes with one fault each, and three without.
+"""The figures of docs/check.md: thirteen recipes with one fault each, and three without.
 
     python studies/preflight.py
 

@@ -103,7 +103,7 @@ def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) 
         (("gone.toml",), "no such file"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_line_and_ends_2(
+def test_load_error_is_one_line_and_ends_2(
     words: tuple[str, ...], message: str, keel: Keel
 ) -> None:
     done = keel(*words)

@@ -443,7 +443,7 @@ def test_gold_answer_that_the_tokenizer_cannot_write(tmp_path: Path) -> None:
     assert found.severity == "error"
 
 
-def test_unreadable_gold_answer_of_a_late_row_would_stop_unless_skipped(tmp_path: Path) -> None:
+def test_unreadable_gold_answer_of_a_late_row_would_stop(tmp_path: Path) -> None:
     task = questions(tmp_path / "rows.jsonl", 290, [{"prompt": "7 7>", "answer": "none"}])
     numeric = {"function": "numeric_match"}
     key, line = stops(check(recipe(rl(numeric, tasks=[task]))))
@@ -453,7 +453,7 @@ def test_unreadable_gold_answer_of_a_late_row_would_stop_unless_skipped(tmp_path
     assert errors(check(recipe(rl(tasks=[task], rewards=skip)))) == []
 
 
-def test_demonstration_of_a_late_row_that_is_too_long_would_stop(tmp_path: Path) -> None:
+def test_late_demonstration_that_is_too_long_would_stop(tmp_path: Path) -> None:
     task = questions(tmp_path / "rows.jsonl", 290, [{"prompt": "7 7>", "answer": "7" * 60}])
     sft = {"stage": "sft", "steps": 2, "batch_size": 4, "tasks": [task]}
     key, line = stops(check(recipe(sft)))

@@ -98,7 +98,7 @@ def test_key_in_finds_the_key_that_a_message_names(line: str, key: str, found: s
         (32, 32, MORE, "eos-never", "raise it, or name what ends an answer"),
     ],
 )
-def test_truncated_where_surely_more_than_one_in_twenty_is_cut(
+def test_truncated_if_surely_one_in_twenty_is_cut(
     cut: int, n: int, held: BudgetShare, kind: str | None, fix: str
 ) -> None:
     found = truncated(cut, n, 10, held, "rollout.max_tokens")
@@ -153,7 +153,7 @@ def test_gold_refused(
     assert found is None or "'#### 7'" in found.evidence
 
 
-def test_fix_of_a_users_reward_names_the_column_and_lists_in_conversations() -> None:
+def test_fix_of_a_users_reward_names_the_column() -> None:
     assert "(tasks.0.answer)" in g.own_reward_fix(False, "tasks.0")
     assert "lists of messages" in g.own_reward_fix(True, "tasks.0")
     assert "lists" not in g.own_reward_fix(False, "tasks.0")
@@ -339,7 +339,7 @@ def test_shipped_recipes_have_a_ratio_that_moves(name: str) -> None:
     assert not any(isinstance(one, RLStage) and one.ratio_stays_one for one in stages)
 
 
-def test_weights_and_adapters_that_do_not_move_and_a_missing_compiler() -> None:
+def test_weights_that_do_not_move_and_missing_compiler() -> None:
     assert c.frozen_weights(0.5, 1e-6, "k") is None
     frozen = c.frozen_weights(0.97, 1e-6, "optimizer.learning_rate")
     assert frozen is not None

@@ -116,7 +116,7 @@ def test_recipe_that_does_not_fit_is_a_finding(
 
 @linux
 @pytest.mark.slow
-def test_every_kind_of_stage_is_measured_with_the_models_of_earlier_ones(tmp_path: Path) -> None:
+def test_every_kind_of_stage_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     rows = [
         {"prompt": f"{at}>", "chosen": str(at), "rejected": "1" * (at % 7 + 1)}
@@ -189,7 +189,7 @@ def test_events_of_a_finished_trial_give_peaks_and_seconds() -> None:
     assert (whole.stages["sft"].phases, whole.stages["sft"].peak) == ({}, 201)
 
 
-def test_events_of_a_trial_that_ended_early_name_the_reason() -> None:
+def test_events_of_an_ended_trial_name_the_reason() -> None:
     killed = read_result(EVENTS, -9)
     assert (killed.stopped, killed.phase, killed.full) == ("rl", "rollout", True)
     assert "SIGKILL" in killed.why
@@ -250,7 +250,7 @@ def test_trial_has_two_steps_of_full_completions() -> None:
     assert short_stage("steps=1").steps == 1
 
 
-def test_trial_leaves_out_stages_without_example_and_those_that_need_them() -> None:
+def test_trial_leaves_out_stages_without_an_example() -> None:
     model = {"stage": "reward_model", "name": "first", "data": {"name": "own:rows"}}
     again = {**model, "name": "second", "base": {"stage": "first"}}
     recipe = load_recipe({"model": {"build": {}}, "stages": [model, again]})
@@ -303,7 +303,7 @@ def test_trial_on_a_gpu_measures_every_phase(
 KB, CPU = 1024, torch.device("cpu")
 
 
-def test_available_memory_is_what_is_free_and_what_this_process_has(tmp_path: Path) -> None:
+def test_available_memory_includes_that_of_this_process(tmp_path: Path) -> None:
     proc, group = tmp_path / "proc", tmp_path / "group"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 600 kB\nHugePages_Total: 0\n")

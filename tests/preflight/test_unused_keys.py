@@ -224,7 +224,7 @@ def test_shipped_recipes_set_no_unused_key(name: str, facts: Facts, tmp_path: Pa
     assert unused_keys(str(whole), (), recipe, facts) == []
 
 
-def test_only_written_keys_that_differ_from_their_default_are_reported(tmp_path: Path) -> None:
+def test_only_written_keys_that_change_something_are_reported(tmp_path: Path) -> None:
     base = tmp_path / "base.toml"
     base.write_text('extends = "tiny"\nrollout.max_refills = 3\nsteps = 7\n', encoding="utf-8")
     recipe = tmp_path / "recipe.toml"
