@@ -95,4 +95,4 @@ def test_choice_reward_compares_letters() -> None:
     assert choice(completions=["Which? A or B"], answer=["B"], prompts=["Which? A or B"]) == [0.0]
     (wrong,) = choice(completions=["B"], answer=["12"])
     assert isinstance(wrong, Wrong)
-    assert "'12', which is no option's letter" in wrong.why
+    assert "'12', which is not an option's letter" in wrong.why

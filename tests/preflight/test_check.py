@@ -529,4 +529,4 @@ def test_gsm8k_and_math500_with_their_rewards() -> None:
         found = report(task, reward)
         assert {one.kind for one in found.findings} <= {"reward-zero"}, found.findings
         assert found.stages[0].figures[f"gold answers, {reward}"] == 1.0
-    assert "which is no number" in stops(report(math500, "numeric_match"))[1]
+    assert "which is not a number" in stops(report(math500, "numeric_match"))[1]

@@ -46,7 +46,7 @@ def test_numeric_match(wrap: Any) -> None:
     assert numeric_match(completions=tagged, answer=["5", 5], tag="answer") == [1, 0]
     paris, five = numeric_match(completions=[wrap("5")] * 2, answer=["Paris", "5"])
     assert isinstance(paris, Wrong)
-    assert "holds 'Paris', which is no number: use math or exact_match" in paris.why
+    assert "holds 'Paris', which is not a number: use math or exact_match" in paris.why
     assert five == 1
     for tolerance in (-0.5, float("nan"), float("inf")):
         with pytest.raises(KeelError, match=f"tolerance = {tolerance:g}: give a number of at le"):

@@ -172,7 +172,7 @@ class Answer:
 
 
 def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> Answer | None:
-    """The answer that a text ends on; None where it ends on none, or names several in turn.
+    """The answer that a text ends on; None if it ends on none, or names several in turn.
 
     A last sentence without numbers or formulas is passed over, unless the answer is `words`. Where
     the text is `trusted`, as a worked solution is, what stands around a mark is not looked at.
@@ -250,7 +250,7 @@ def _taken_back(text: str, end: int) -> bool:
 
 
 def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
-    """The number that a text ends on; None where its answer, as a whole, is no number.
+    """The number that a text ends on; None if its answer, as a whole, is not a number.
 
     What is marked is read as a whole; of a sentence, the one number that it comes to.
     """
@@ -283,7 +283,7 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
     """The number that a sentence comes to.
 
     It is in the last clause with a number, after its last `=` or else verb of being. Candidates in
-    turn (`4 or 3`; `4, 3`) are no answer.
+    turn (`4 or 3`; `4, 3`) are not an answer.
     """
     sentence = _CONTRAST.sub("is ", sentence)
     sentence = shortened(_DELIMITERS.sub("", spaced(sentence).replace("\\approx ", "= ")))
@@ -306,7 +306,7 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
 def _comes_to(arithmetic: str, number: Number) -> bool:
     """Whether a calculation comes to a number, or to one that it is rounded from to some decimals.
 
-    True of what is no calculation that can be read.
+    True of what cannot be read as a calculation.
     """
     try:
         value, stated = calculated(arithmetic), number.value
@@ -451,7 +451,7 @@ def _stated(text: str, words: bool) -> tuple[int, int, str] | None:
 def _last(text: str, words: bool) -> str | None:
     """The last sentence that holds more than words, unless something is asked in it or after it.
 
-    Repeating the question is no answer, whatever numbers are in it.
+    A question that is repeated is not an answer, whatever numbers are in it.
     """
     text = _ABOVE.sub(" ", text.strip())
     if len(text) > LONGEST:
@@ -484,7 +484,7 @@ def sentences(text: str) -> list[tuple[str, int]]:
 
 
 def formula_of(sentence: str, *, words: bool) -> str | None:
-    """The formula, or with `words` the words, that a sentence that is no number comes to."""
+    """The formula, or with `words` the words, that a sentence without a number comes to."""
     sentence = sentence.strip()
     if label := _LABEL.fullmatch(sentence):
         sentence = label[2].strip(" *_")

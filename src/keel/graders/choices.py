@@ -1,7 +1,7 @@
 """The option of a multiple-choice question that a text settles on.
 
-A label (`D`, `(D)`, `D) 14`) counts where a statement leads to it and nothing but the option's
-text, a reason or `is correct` follows. All else is no choice: two labels, a denied one, a list.
+A label (`D`, `(D)`, `D) 14`) counts if a statement leads to it and nothing but the option's
+text, a reason or `is correct` follows. All else is not a choice: two labels, a denied one, a list.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def chosen(text: str, question: str = "") -> str | None:
     text = re.sub(r"^([^\w\n]{0,16}[A-Z])\. ", r"\1) ", _DRESS.sub("", text), flags=re.MULTILINE)
     said = [(sentence, end) for sentence, end in sentences(text) if sentence.strip()]
     listed = [_LISTED.match(sentence) is not None for sentence, _ in said]
-    for some in ((False,), (False, True)):  # options that are repeated choose where all else fails
+    for some in ((False,), (False, True)):  # options that are repeated choose if all else fails
         for at, (sentence, end) in reversed(list(enumerate(said))):
             letter = _in(sentence, question) if listed[at] in some else None
             if letter is None:

@@ -142,7 +142,7 @@ def parsed(text: str) -> ast.Module:
     """The syntax tree of a text, in one thread at a time.
 
     CPython counts the depth of the tree that it converts for all threads together, and raises
-    SystemError where they mix (seen with 3.11.7).
+    SystemError if they mix (seen with 3.11.7).
     """
     with _PARSING:
         return ast.parse(text)

@@ -23,7 +23,7 @@ from keel.graders.forms import formulas, left_to_do, squeezed, stands_in
 from keel.graders.numbers import Number, bare, name_of, only_units, read_number, same_name, word_set
 
 LONGEST = 600
-"""Characters of an answer that is no number: longer ones are not read."""
+"""Characters of an answer that is not a number: longer ones are not read."""
 PARTS = 24
 """Parts of a list, at the most."""
 
@@ -77,7 +77,7 @@ _TAIL = re.compile(
 
 
 class Unreadable(Exception):
-    """A text that is no answer that can be compared."""
+    """A text that cannot be compared as an answer."""
 
 
 class NotPlainExpression(Exception):
@@ -104,11 +104,11 @@ def same_answer(
 ) -> bool | None:
     """Whether the answer that a text ends on is mathematically the gold answer.
 
-    None where gold cannot be read. Gold is an answer, or a solution that marks one by `#### …` or
+    None if gold cannot be read. Gold is an answer, or a solution that marks one by `#### …` or
     `\\boxed{…}`; of an option, the letter decides. With `evaluated`, an answer that leaves an
     operation to do of which gold has none, or that stands in the `question` and is not written as
-    gold is, is no answer. With `plain`, only numbers, words and options are read; raises NotPlain
-    where there is more to read.
+    gold is, is wrong. With `plain`, only numbers, words and options are read; raises
+    NotPlainExpression if there is more to read.
     """
     try:
         wanted = gold_answer(gold, plain=plain)
@@ -199,7 +199,7 @@ def can_be_read(gold: str) -> bool:
 def parse(
     text: str, *, evaluated: bool = True, gold: bool = False, depth: int = 0, plain: bool = False
 ) -> ParsedExpression:
-    """Take an answer apart. Raises Unreadable, and with `plain` NotPlain (see `same_answer`)."""
+    """Take an answer apart. Raises as `same_answer` does, and Unreadable."""
     text = _DOTTED.sub(r"\\overline{\1\2\3}", bare(text)).replace("\\varnothing", "\\emptyset")
     text = _REPEATING.sub(_as_repeating, _FOR_ALL.sub("", text))
     if _REALS.fullmatch(text):
@@ -268,7 +268,7 @@ def parse(
 def gold_answer(gold: str, *, plain: bool = False) -> ParsedExpression:
     """The gold answer, or that of the solution; what is not understood is of the kind "text".
 
-    Raises Unreadable, and NotPlain as `parse`.
+    Raises Unreadable, and NotPlainExpression as `parse`.
     """
     marked = "\\boxed" in gold or "####" in gold
     answer = final_answer(gold, words=marked, trusted=True)

@@ -16,7 +16,7 @@ def matches(pattern: str, texts: Sequence[str]) -> list[bool | None]:
     """Whether a regular expression is found in each text, less the blanks around it.
 
     `^` and `$` are the ends of the text, and `.` matches newlines too. None of a text for which the
-    search takes more than SECONDS. Raises re.error for a pattern that is none.
+    search takes more than SECONDS. Raises re.error for a pattern that is not valid.
     """
     re.compile(pattern, re.DOTALL)
     try:
@@ -83,7 +83,7 @@ def same_text(a: str, b: str, *, normalised: bool = False) -> bool:
     return normalise(a) == normalise(b) if normalised else a.strip() == b.strip()
 
 
-# Scripts that put no blanks between words: each character of theirs is a unit of its own.
+# Scripts that put no blanks between words: each character of theirs is a unit.
 _UNBROKEN = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _UNIT = re.compile(f"[{_UNBROKEN}\U00020000-\U0003ffff]|[^\\s{_UNBROKEN}\U00020000-\U0003ffff]+")
 
@@ -108,7 +108,7 @@ def _spread(run: re.Match[str]) -> str:
 
 
 def repeated_share(text: str, n: int) -> float:
-    """1 − (distinct n-grams) / (n-grams) of a text's words, in [0, 1); 0 where it has none.
+    """1 − (distinct n-grams) / (n-grams) of a text's words, in [0, 1); 0 if it has none.
 
     The measure of the repetition penalty in arXiv 2502.03373, as a share.
     """

@@ -49,7 +49,7 @@ def formulas(question: str) -> Iterator[str]:
 def stands_in(question: str, gold: Any, stated: Any, text: str, read: Callable[[str], Any]) -> bool:
     """Whether an expression stands in the question, and is not written as gold is.
 
-    Neither is one of fewer brackets than gold, where the question asks for factors. `read` makes a
+    Neither is one of fewer brackets than gold, if the question asks for factors. `read` makes a
     formula a tree, or None.
     """
     given = form(stated)

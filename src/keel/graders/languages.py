@@ -42,7 +42,7 @@ _SENTENCE = re.compile(rf"[^{_DENSE}.!?;。！？；।]+[.!?;।]*|[{_DENSE}][{
 
 
 def check_language(code: str) -> None:
-    """Raise KeelError where lingua is not installed, or knows no language of this code."""
+    """Raise KeelError if lingua is not installed, or knows no language of this code."""
     if code not in _codes():
         raise KeelError(
             f"no language {code!r}: give a two-letter code of ISO 639-1, of {' '.join(_codes())}"
@@ -50,7 +50,7 @@ def check_language(code: str) -> None:
 
 
 def language_of(text: str) -> str | None:
-    """The ISO 639-1 code of the language that a text is most likely in; None where none shows.
+    """The ISO 639-1 code of the language that a text is most likely in; None if none shows.
 
     Code, mathematics and tags do not count; fewer than 20 letters show nothing.
     """
@@ -58,7 +58,7 @@ def language_of(text: str) -> str | None:
 
 
 def language_share(text: str, code: str) -> float | None:
-    """The share of a text's letters that stand in passages of a language; None where none shows.
+    """The share of a text's letters that stand in passages of a language; None if none shows.
 
     A passage is a sentence, or several short ones that follow each other in one kind of script.
     Code, mathematics, tags, and passages of no language do not count.
@@ -104,7 +104,7 @@ def prose(text: str) -> str:
 
 
 def _word(token: re.Match[str]) -> str:
-    """A token that is no formula or number; of one that is, what ends the sentence after it."""
+    """A token that is not a formula or number; of one that is, what ends the sentence after it."""
     if not _FORMULA.search(token[0]):
         return token[0]
     return " " + token[0][len(token[0].rstrip(".!?;:")) :]

@@ -32,7 +32,7 @@ MODULES = (
     *("formats", "stated", "surroundings"),
 )
 Pair = tuple[str, str] | tuple[str, str, str]
-"""A gold answer, what was stated and, where it is known, the question."""
+"""A gold answer, what was stated and, if it is known, the question."""
 
 
 class Mathematics:
@@ -70,8 +70,8 @@ class Mathematics:
     def compare(self, pairs: Sequence[Pair]) -> list[Finding]:
         """What is found of each pair of a gold answer and what was stated.
 
-        The order within a pair matters: where gold is 1, x = 1 is right; where gold is the
-        equation 2x + z = 1, 1 is not. Each distinct pair is compared once. Raises KeelError where
+        The order within a pair matters: if gold is 1, x = 1 is right; if gold is the
+        equation 2x + z = 1, 1 is not. Each distinct pair is compared once. Raises KeelError if
         the processes are closed, or killed from outside.
         """
         found = {pair: self._plain(pair) for pair in dict.fromkeys(pairs)}
@@ -97,7 +97,7 @@ class Mathematics:
             process.close()
 
     def _plain(self, pair: Pair) -> Finding | None:
-        """What is found by comparing numbers or words; None where there is more to read."""
+        """What is found by comparing numbers or words; None if there is more to read."""
         if not self.strict:
             return None
         gold, stated, question = (*pair, "")[:3]
@@ -131,7 +131,7 @@ class Mathematics:
 
 
 def started() -> Resident:
-    """A process in the sandbox that compares answers. Raises KeelError where it does not start."""
+    """A process in the sandbox that compares answers. Raises KeelError if it does not start."""
     files = {f"keel/graders/{name}.py": Path(__file__).with_name(f"{name}.py") for name in MODULES}
     found = importlib.util.find_spec("math_verify")
     assert found is not None
@@ -148,7 +148,7 @@ def started() -> Resident:
 
 
 def check_sandbox() -> None:
-    """Raise KeelError where there is no sandbox to parse an answer in."""
+    """Raise KeelError if there is no sandbox to parse an answer in."""
     try:
         bubblewrap()
     except KeelError as error:

@@ -155,7 +155,7 @@ _FUNCTION = word_set(
     "could would will should may might must that who which with from than as more if so because "
     "since and or not cannot can't isn't aren't wasn't won't doesn't"
 )
-"""English words that are no unit and no noun."""
+"""English words that are neither units nor nouns."""
 _DENIED = re.compile(
     r"(?:is|are|was|were|do|does|did|has|have|can|could|would|will|should|may|might|must)"
     r"(?:n['’]t| not| never| (?:wrong|incorrect|false|impossible|too))\b"
@@ -211,7 +211,7 @@ def spaced(text: str) -> str:
 def bare(text: str) -> str:
     """An answer less what stands around it: blanks, emphasis, dollars, braces, a full stop."""
     text = " ".join(spaced(plain(text)).split())
-    for _ in range(8):  # layers; more of them are no answer
+    for _ in range(8):  # layers; more of them are not an answer
         before = text
         text = text.strip().rstrip(" ,;:").removesuffix(".")
         found = _EMPHASIS.fullmatch(text)
@@ -227,7 +227,7 @@ def bare(text: str) -> str:
 
 
 def closing(text: str, start: int) -> int:
-    """Where braces that are open before `start` are closed; −1 where they are not."""
+    """Where braces that are open before `start` are closed; −1 if they are not."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += (brace[0] == "{") - (brace[0] == "}")
@@ -240,9 +240,9 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
     r"""The number that the whole text is, or None: `1,234`, `-3.5`, `\$7`, `2/3`, `1 1/2`, `x = 5`.
 
     Units after it are passed over, `%` and degrees among them: `8\%` is 8. `18 million` is
-    18,000,000. An operation that is left to do (`17 \times 24`, `816/2`) is no number; with
+    18,000,000. An operation that is left to do (`17 \times 24`, `816/2`) is not a number; with
     `evaluated` False, powers and such fractions are. Scientific notation is a number. Single
-    letters are units (`5 m`) unless `letters` is False, where they may be variables.
+    letters are units (`5 m`) unless `letters` is False: they may be variables.
     """
     if len(text) > MAX_CHARACTERS:
         return None
@@ -276,8 +276,8 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
 def number_in_prose(text: str, start: int, *, evaluated: bool = True) -> tuple[int, Number | None]:
     """The number that begins at `start`, with the unit after it, and where it ends.
 
-    Any word may follow it but one that makes it another number (`3 dozen`). None where something
-    that is no unit is joined to it, or an operation follows.
+    Any word may follow it but one that makes it another number (`3 dozen`). None if something
+    other than a unit is joined to it, or an operation follows.
     """
     found = _IN_PROSE.match(text, start)
     if found is None:
@@ -353,7 +353,7 @@ def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:
 
 
 def calculated(text: str) -> Fraction | None:
-    """What a calculation of `+ - * /`, brackets and decimals comes to; None where it is none.
+    """What a calculation of `+ - * /`, brackets and decimals comes to; None if it is not one.
 
     Raises ZeroDivisionError.
     """
@@ -382,14 +382,14 @@ def _value_of(node: ast.expr) -> Fraction:
 
 
 def name_of(side: str) -> str:
-    """A symbol, as `x` or `\\theta`, that an equation's side is; "" where it is words."""
+    """A symbol, as `x` or `\\theta`, that an equation's side is; "" if it is words."""
     name = bare(side).replace(" ", "").replace("{", "").replace("}", "")
     letters = re.sub(r"[_(|'].*", "", name)
     return name if len(letters) == 1 or letters.startswith("\\") else ""
 
 
 def _unit(money: str, rest: str) -> str:
-    """The known units that stand around a number, as `W m^-2`; "" where one is not known."""
+    """The known units that stand around a number, as `W m^-2`; "" if one is not known."""
     text = re.sub(r"\\(?:text|mbox|mathrm|operatorname)(?![a-z])", " ", money + rest)
     text = re.sub(rf"\\frac ?\{{({_INNER})\}} ?\{{({_INNER})\}}", r"\1/\2", text)
     units: list[tuple[str, int]] = []
@@ -419,7 +419,7 @@ def same_name(gold: str, stated: str) -> bool:
 
 
 def _value(found: re.Match[str], evaluated: bool) -> Fraction | None:
-    """What a numeral is worth; None where it is no value yet, or out of bounds."""
+    """What a numeral is worth; None if it is not a value yet, or out of bounds."""
     if found["base"]:
         power = found["power"] or found["digit"]
         if evaluated or len(power) > 4 or len(found["base"]) * int(power) > MAX_CHARACTERS:

@@ -38,7 +38,7 @@ _MEASURED = re.compile(
     r"|\b(?:up|down) by)\Z",
     re.IGNORECASE,
 )
-"""What `of` and `by` follow where they lead to an answer: a total of 5, decreased by 5."""
+"""What `of` and `by` follow if they lead to an answer: a total of 5, decreased by 5."""
 _DOUBTED = re.compile(
     r"^\W*(?:if|unless|suppose|assum\w+|whether)\b|\b(?:no(?:body| one)|none of)\b"
     r"|\b(?:between|either)\b[^,;]*\b(?:and|or)\Z|(?<!round )(?<!rounds )\bup to\W*\Z"

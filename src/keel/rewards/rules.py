@@ -48,7 +48,7 @@ def samples(
 ) -> list[Sample]:
     """What the rules compare. A text that only repeats its prompt states nothing.
 
-    A value of `answer` may be a list, any entry of which is right, and blanks are no answer.
+    A value of `answer` may be a list, any entry of which is right, and blanks are not an answer.
     Raises KeelError for a table.
     """
     asked = prompts or [""] * len(completions)
@@ -127,7 +127,7 @@ def numeric_match(
         wanted = read_number(gold, evaluated=False) or stated_number(gold, evaluated=False)
         if wanted is None:
             return Wrong(
-                f"the answer column holds {gold[:60]!r}, which is no number: use math or "
+                f"the answer column holds {gold[:60]!r}, which is not a number: use math or "
                 "exact_match, or name another column in task.answer"
             )
         if number is None or not number.fits(wanted):
@@ -161,7 +161,7 @@ def choice(
     def score(one: Sample, gold: str) -> float | Wrong:
         letter = label_of(gold)
         if not letter:
-            wrong = f"the answer column holds {gold[:60]!r}, which is no option's letter"
+            wrong = f"the answer column holds {gold[:60]!r}, which is not an option's letter"
             return Wrong(f"{wrong}: use exact_match, or name another column")
         return float(one.text is not None and chosen(one.text, one.question) == letter)
 
@@ -198,7 +198,7 @@ def format_match(
     tags: Sequence[str] | None = None,
     openings: Sequence[str] | None = None,
 ) -> list[float | Wrong]:
-    """1 where `regex` is found in the text, or the text is made of `tags`; else 0.
+    """1 if `regex` is found in the text, or the text is made of `tags`; else 0.
 
     `^` and `$` are the ends of the text (blanks around it aside), `.` matches newlines too.
     `tags = ["think", "answer"]` asks for `<think>…</think> <answer>…</answer>` and nothing else.
