@@ -153,15 +153,6 @@ def test_equal_answers_are_a_tie_that_costs_nothing() -> None:
         assert "judge/position_bias" not in found.metrics
 
 
-def test_an_answer_alone_has_no_rival() -> None:
-    with JudgeServer(longer) as server:
-        found = scored(server.url, None, [group(["a"])], mode="pairwise")
-        assert rewards(found) == [None]
-        assert server.log == []
-        assert found.metrics["judge/tokens"] == 0.0
-        assert "judge/unparsed" not in found.metrics
-
-
 def test_one_order_costs_half_and_favours_neither_side() -> None:
     with JudgeServer(always("first")) as server:
         answers = [f"answer {n}" for n in range(64)]
@@ -305,5 +296,6 @@ def test_nothing_to_judge(tmp_path: Path) -> None:
         for mode in ("rubric", "pairwise"):
             reward = made(server.url, mode=mode)
             assert call(reward, []) == []
+            assert mode == "rubric" or call(reward, ["alone"]) == [None]
             reward.close()
         assert server.log == []
