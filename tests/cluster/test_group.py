@@ -317,6 +317,6 @@ def test_prompt_twice_in_a_step_is_sampled_as_by_one_process() -> None:
     texts = [[c.text for c in found.completions] for found in shared]
     assert texts == [[c.text for c in found.completions] for found in alone]
     assert all(found.prompt is prompt for found, prompt in zip(shared, prompts, strict=True))
-    assert [taken[at].completions for at in range(6)] == [found.completions for found in shared]
+    assert [[c.text for c in taken[at].completions] for at in range(6)] == texts
     assert list(taken) != sorted(taken) or list(taken)[:2] == [0, 1]
     assert texts[0] != texts[2] != texts[5]
