@@ -65,7 +65,7 @@ Capture = pytest.CaptureFixture[str]
         (["train", "tiny", "tasks.heldout_path=x"], "it is 'tasks.validation_path'"),
         (["train", "tiny", "tasks.promt=x"], "key 'tasks.0.promt': did you mean 'prompt'?"),
         (["control", "ppo", "--env", "CartPole-v1", "checkpoint.every=5"], "'checkpoints.every'"),
-        (["train", "tiny", "stage=grpo"], "stage = 'grpo': choose one of 'sft'"),
+        (["train", "tiny", "stage=grpo"], "stage = 'grpo': choose one of 'dpo'"),
         (["train", "tiny", "algorithm.surrogate.kind=foo"], "algorithm.surrogate.kind = 'foo'"),
     ],
 )

@@ -121,7 +121,7 @@ def test_rollouts_ahead_are_off_policy_by_one_step(tmp_path: Path) -> None:
 def test_sampling_overlaps_with_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each update but the last waits until the next sampling has begun, and vice versa."""
     sampling, learning = threading.Semaphore(0), threading.Semaphore(0)
-    real, stream = rl.update_models, NativeEngine.stream
+    real, sample = rl.update_models, NativeEngine.sample
 
     def update(*given: Any) -> Any:
         loop, number = given[0], given[-1]
@@ -130,14 +130,14 @@ def test_sampling_overlaps_with_the_update(tmp_path: Path, monkeypatch: pytest.M
             assert sampling.acquire(timeout=WAIT)
         return real(*given)
 
-    def streamed(self: Any, *given: Any, **keys: Any) -> Any:
+    def sampled(self: Any, *given: Any, **keys: Any) -> Any:
         if threading.current_thread().name == "keel-ahead":
             sampling.release()
             assert learning.acquire(timeout=WAIT)
-        return stream(self, *given, **keys)
+        return sample(self, *given, **keys)
 
     monkeypatch.setattr(rl, "update_models", update)
-    monkeypatch.setattr(NativeEngine, "stream", streamed)
+    monkeypatch.setattr(NativeEngine, "sample", sampled)
     assert len(load(train(small(*KEYS, "steps=3"), tmp_path / "run").path).metrics()) == 3
 
 
