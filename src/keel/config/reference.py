@@ -20,7 +20,8 @@ all of it, the other keys to a stage. With one stage, its keys are at the top le
 each stage is a `[[stages]]` table. On the command line a key applies to the stage that it names
 (`sft.steps=10`), else to the last, and to the entry of a list that it numbers (`tasks.0.path=x`),
 or to its only one (`tasks.path=x`). `extends = "NAME"` starts from another recipe. `"none"` unsets
-a key.
+a key. The kind of a stage is its key `stage`. Keys that several kinds have are described once; the
+tables of the other kinds hold only what differs.
 
 The paths of data, models and functions (`file.py:name`) in a recipe's file are relative to its
 folder; those in keys of the command line, and in recipes that Python passes, to the working folder.
@@ -33,26 +34,49 @@ algorithm and environment, replace the defaults below ([control](algorithms/cont
 
 
 def markdown() -> str:
-    """The whole page."""
+    """The whole page. A key of several kinds of stages is described for the first of them; the
+    others list it by name, and only what differs as rows."""
     lines = [HEAD]
     tables: tuple[tuple[str, type[BaseModel]], ...] = (
         ("The recipe", Recipe),
         *_stages(),
         ("The recipe of `keel control`", ControlRecipe),
-        ('`stage = "policy_gradient"`', PolicyGradientStage),
-        ('`stage = "q_learning"`', QLearningStage),
+        ("Stage `policy_gradient`", PolicyGradientStage),
+        ("Stage `q_learning`", QLearningStage),
     )
+    described: dict[tuple[str, str, str], str] = {}
     for title, model in tables:
-        lines.append(f"\n## {title}\n\n| key | default | description |\n|---|---|---|")
-        lines += [f"| `{key}` | {default} | {what} |" for key, default, what in _keys(model, "")]
+        rows = [*_keys(model, "")]
+        lines.append(f"\n## {title}\n")
+        for other in dict.fromkeys(described.values()):
+            same = [row[0] for row in rows if described.get(row) == other and "." not in row[0]]
+            if same:
+                listed = ", ".join(f"`{key.strip('[]')}`" for key in same)
+                lines.append(f"As in [{other}](#{_anchor(other)}): {listed}.\n")
+        lines.append("| key | default | description |\n|---|---|---|")
+        for row in rows:
+            key, default, what = row
+            if row in described:
+                continue
+            described[row] = title
+            # `[[sampled.tasks]]` is a table `[[tasks]]`, whose keys are described before.
+            inner = key.strip("[]").partition(".")[2]
+            if {(name, default, what) for name in (inner, f"[[{inner}]]")}.isdisjoint(described):
+                lines.append(f"| `{key}` | {default} | {what} |")
+            elif "." not in inner:
+                lines.append(f"| `{key}` | {default} | {what} With the keys of `{inner}`. |")
     return "\n".join(lines) + "\n"
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace("`", "").replace(" ", "-")
 
 
 def _stages() -> list[tuple[str, type[BaseModel]]]:
     """The kinds of stages, the one of a flat recipe first."""
     named = [(str(kind.model_fields["stage"].default), kind) for kind in stage_kinds()]
     ordered = sorted(named, key=lambda one: (one[0] != DEFAULT_KIND, one[0]))
-    return [(f'`stage = "{name}"`', kind) for name, kind in ordered]
+    return [(f"Stage `{name}`", kind) for name, kind in ordered]
 
 
 def _keys(

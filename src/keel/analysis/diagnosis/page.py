@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 
 from keel.analysis.diagnosis.table import Advice, conditions
 
 INTRO = """# What is wrong with a run?
 
-    keel diagnose runs/quickstart-1
-    keel diagnose runs/quickstart-1 --json
+    keel diagnose RUN [--json]
 
 reads a run folder, also of a run that goes on, and reports each problem of its stages of
-reinforcement learning: the evidence with its figures and steps, completions that show it, likely
-causes, and the recipe keys to change, with a value computed from the present one where possible. A
-problem is an *error* (the run learns nothing more, or the wrong thing) or a *warning* (it wastes
-time, or may mislead). The exit code is 0 either way.
+reinforcement learning: the evidence, completions that show it, likely causes, and the recipe keys
+to change, each with its reason and, if it follows from the present value, the new one. An *error*
+means that the run learns nothing more, or the wrong thing; a *warning*, that it wastes time or may
+mislead. The exit code is 0 either way.
 
-`keel train` and `keel.train` look for the same problems while the run goes on: each is shown once,
-in a line that begins with `WARNING`, and recorded as an event `diagnosis` in `events.jsonl`. A
-condition must be found by two checks in a row, five steps apart or a fiftieth of the steps so far.
-The run itself is not changed by it. At its end `keel train` prints what it was diagnosed with, and
-with `--json` the same objects as `keel diagnose --json`, as `diagnoses`.
+`keel train` and `keel.train` look for the same problems during the run. Each is shown once, in a
+line that begins with `WARNING`, and recorded as an event `diagnosis` in `events.jsonl`, if two
+checks in a row find it (five steps apart, or a fiftieth of the steps so far). The run goes on
+unchanged. `keel train --json` returns the problems of the whole run as `diagnoses`.
 
-The rules use medians of five steps or more and tests by rank, since metrics are noisy; a run that
-is too short for a rule is not diagnosed by it. Rewards of single completions, lengths and texts are
-those of the first 256 completions of up to 24 steps, if the run wrote rollouts
-([`rollouts_every`](../recipe.md)). A diagnosis is a sign, not a proof: read the completions that it
-names ([`keel rollouts`](rollouts.md)). What the metrics mean is in [metrics](../metrics.md).
+The rules use medians of five steps or more and rank tests; a run that is too short for a rule is
+not diagnosed by it. Rules on single completions read the first 256 of up to 24 steps, if the run
+wrote rollouts ([`rollouts_every`](../recipe.md)). A diagnosis is a sign, not a proof: read the
+completions that it names ([`keel rollouts`](rollouts.md)). [Metrics](../metrics.md) explains the
+metrics.
 
 From Python:
 
@@ -43,25 +40,24 @@ of `keel/analysis/diagnosis/table.py`, and an entry of its name in `conditions.t
 
 def markdown() -> str:
     """The page."""
-    lines = [INTRO, "| condition | problem | severity |", "|---|---|---|"]
-    lines += [f"| [`{c.id}`](#{c.id}) | {c.title} | {c.severity} |" for c in conditions()]
+    lines = [INTRO]
     for condition in conditions():
         rule = " ".join((inspect.getdoc(condition.rule) or "").split())
-        lines += ["", f"## {condition.id}", "", f"{condition.title}.", "", f"**Rule.** {rule}", ""]
-        lines += ["**Likely causes**", "", *(f"- {cause}" for cause in condition.causes), ""]
-        lines += ["**What to change**", "", *(f"- {line}" for line in _advice(condition.advice))]
-    return "\n".join(lines) + "\n"
+        changes = dict.fromkeys(_change(one) for one in condition.advice)
+        lines += [f"## {condition.id}", "", f"**{condition.severity.capitalize()}.** {rule}", ""]
+        lines += [f"- Likely causes: {'; '.join(condition.causes)}."]
+        lines += [f"- Change: {', '.join(changes)}.", ""]
+    return "\n".join(lines[:-1]) + "\n"
 
 
-def _advice(advice: tuple[Advice, ...]) -> Iterator[str]:
-    for one in advice:
-        how = "" if one.direction == "other" else f" {one.direction}"
-        if one.factor is not None:
-            how = f" × {one.factor:g}"
-        elif one.value is not None:
-            value = str(one.value).lower() if isinstance(one.value, bool) else one.value
-            how = f" = {value}"
-        yield f"`{one.key}`{how}: {one.why}"
+def _change(advice: Advice) -> str:
+    """A key, and what to do with it."""
+    if advice.factor is not None:
+        return f"`{advice.key}` × {advice.factor:g}"
+    if advice.value is not None:
+        value = str(advice.value).lower() if isinstance(advice.value, bool) else advice.value
+        return f"`{advice.key}` = {value}"
+    return f"`{advice.key}`" + ("" if advice.direction == "other" else f" {advice.direction}")
 
 
 if __name__ == "__main__":

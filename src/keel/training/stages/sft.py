@@ -38,6 +38,8 @@ class SFTStage(StageConfig):
     """
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     on_nonfinite: OnNonfinite = "stop"
+    """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
+    skipped."""
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
 
