@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.cluster.launched import check, ranks_of
-from keel.cluster.worker import _on_loopback
+from keel.cluster.ranks import _on_loopback, check, ranks_of
 from keel.learn.ranks import Ranks
 from keel.types import KeelError
 from tests.cluster.test_processes import EVERY_TWO, metrics, train, until_step

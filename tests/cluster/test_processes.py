@@ -133,7 +133,7 @@ def children(process: int) -> list[int]:
             words = (place / "cmdline").read_bytes()
         except (OSError, IndexError):
             continue
-        if parent == process and b"keel.cluster.worker" in words:
+        if parent == process and b"keel.cluster.ranks" in words:
             found.append(int(place.name))
     return found
 

@@ -6,14 +6,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from keel.cluster.ranks import join, leave
 from keel.cluster.ray_token import before_import
-from keel.cluster.worker import join, leave
 from keel.config.sources import RewardSource
 from keel.learn.ranks import Ranks
 from keel.platform.calls import AsyncCalls
@@ -59,10 +60,10 @@ def test_a_unit_that_cannot_be_sent_fails_alone(ray: ModuleType) -> None:
 
 def test_a_reward_has_its_time_from_when_its_worker_begins(ray: ModuleType) -> None:
     """One worker calls them in turn: all three take longer together than one may."""
-    from keel.training.remote import RemoteReward, _RewardWorker
+    from keel.cluster.ray_stage import RemoteReward, _RewardWorker
 
     sources = dict(enumerate([RewardSource(function=f"{__name__}:slept")] * 3))
-    pool = pool_of(ray, "reward worker", _RewardWorker, sources, RewardContext())
+    pool = pool_of(ray, "reward worker", _RewardWorker, sources, RewardContext(), nullcontext)
     rewards = [RemoteReward(pool, place) for place in sources]
     assert rewards[0].named().is_async
     loop = LoopThread()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.cluster.placement import offers
+from keel.cluster.placement import placement_of
 from keel.config.load import load_recipe
 from keel.engines.registry import capabilities_of
 from keel.engines.requests import unmet_requests
@@ -39,13 +39,13 @@ def test_requests_that_engine_and_processes_cannot_serve(
     recipe = load_recipe("tiny", keys)
     sampling = recipe.stages[0].sampling
     assert sampling is not None
-    offered = offers(recipe.cluster, capabilities_of(sampling.rollout.engine))
+    offered = placement_of(recipe.cluster).offers(capabilities_of(sampling.rollout.engine))
     assert tuple(one.key for one in unmet_requests(sampling, offered)) == unmet
 
 
 def test_unmet_request_is_a_finding_and_stops_the_run(tmp_path: Path) -> None:
     keys = ["rollout.async_level=2", CORRECTED]
-    found = [one for one in check("tiny", keys, predicts=False).findings if one.severity == "error"]
+    found = [one for one in check("tiny", keys, runs=False).findings if one.severity == "error"]
     assert [(one.kind, one.key) for one in found] == [("engine-cannot", "rollout.async_level")]
     with pytest.raises(KeelError, match=r"stage 'rl': rollout\.async_level = 2 needs an engine"):
         train(load_recipe("tiny", keys), tmp_path / "run")

@@ -38,18 +38,18 @@ def run(arguments: argparse.Namespace) -> int:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         recipe = _recipe(arguments)
     else:
-        from keel.cluster import launched
+        from keel.cluster import ranks as torchrun
 
-        ranks = launched.ranks_of(os.environ)
+        ranks = torchrun.ranks_of(os.environ)
         if ranks.number > 0:
-            return launched.serve(ranks)
+            return torchrun.serve_launched(ranks)
         recipe = _recipe(arguments)
         if recipe is not None and "processes" not in recipe.cluster.model_fields_set:
             count = f"cluster.processes={ranks.count}"
             recipe = load_recipe(arguments.recipe, [*arguments.overrides, count])
         resumed = recipe or load_recipe(RunFolder.open(arguments.run).recipe)
-        launched.check(resumed.cluster.processes, resumed.cluster.ray, ranks)
-        driving = launched.driving(ranks)
+        torchrun.check(resumed.cluster.processes, resumed.cluster.ray, ranks)
+        driving = torchrun.driving(ranks)
     if recipe is not None and recipe.description:
         console = Console(stderr=arguments.json, quiet=arguments.quiet)
         console.print(f"{recipe.name}: {recipe.description}", highlight=False, soft_wrap=True)

@@ -2,16 +2,95 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
 
+import torch
+
+from keel.cluster.parts import PlacedStage, StageParts
+from keel.cluster.rank_stage import rank_stage
+from keel.cluster.ray_token import before_import
 from keel.config.cluster import Cluster
+from keel.learn.ranks import ONE
 from keel.types import Capabilities
 
 
-def offers(cluster: Cluster, engine: Capabilities) -> Capabilities:
-    """What the processes of a stage can do together, each with an engine of these capabilities."""
-    if cluster.ray is not None:
+class Placement(Protocol):
+    """Where a stage computes."""
+
+    def offers(self, engine: Capabilities) -> Capabilities:
+        """What all processes can do together, each with an engine of these capabilities."""
+        ...
+
+    def place(self, parts: StageParts) -> AbstractContextManager[PlacedStage]:
+        """Make the parts of a stage, for as long as the block runs. Raises KeelError if a process
+        fails to start, ProcessLost if one that cannot be replaced ends."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlacement:
+    """In this process."""
+
+    def offers(self, engine: Capabilities) -> Capabilities:
+        return engine
+
+    @contextmanager
+    def place(self, parts: StageParts) -> Iterator[PlacedStage]:
+        engine = parts.own_engine()
+        yield PlacedStage(parts.learner(parts.policy, parts.budget, ONE), engine)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlacement:
+    """In ranks on this machine, torchrun's or our own, which sample and train in turn. An engine
+    that is not `in_process` samples for rank 0 alone."""
+
+    cluster: Cluster
+    threads: int | None = None
+
+    def offers(self, engine: Capabilities) -> Capabilities:
+        return replace(engine, pins=False, concurrent=False) if engine.in_process else engine
+
+    @contextmanager
+    def place(self, parts: StageParts) -> Iterator[PlacedStage]:
+        before = torch.get_num_threads()
+        each = self.threads or max(before // self.cluster.processes, 1)
+        torch.set_num_threads(each)
+        try:
+            offered = self.offers(parts.engine_kind)
+            with rank_stage(parts, self.cluster, each, offered) as placed:
+                yield placed
+        finally:
+            torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class RayPlacement:
+    """Where Ray puts it: trainers, workers that sample, and workers for rewards."""
+
+    cluster: Cluster
+    address: str
+
+    def offers(self, engine: Capabilities) -> Capabilities:
         return replace(engine, streams=True, pins=True, concurrent=True)
-    if cluster.processes > 1 and engine.in_process:
-        return replace(engine, pins=False, concurrent=False)
-    return engine
+
+    @contextmanager
+    def place(self, parts: StageParts) -> Iterator[PlacedStage]:
+        before_import(self.address)
+        # Ray is optional, and takes a second to import.
+        from keel.cluster.ray_stage import ray_stage
+
+        context = parts.policy.context
+        offered = self.offers(replace(parts.engine_kind, context=context))
+        with ray_stage(parts, self.cluster, self.address, offered) as placed:
+            yield placed
+
+
+def placement_of(cluster: Cluster, threads: int | None = None) -> Placement:
+    """Where a recipe's stages of kind rl compute; `threads` is the recipe's number for each."""
+    if cluster.ray is not None:
+        return RayPlacement(cluster, cluster.ray)
+    return LocalPlacement() if cluster.processes == 1 else RankPlacement(cluster, threads)

@@ -30,7 +30,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from keel.cluster.worker import lost_another
+from keel.cluster.ranks import lost_another
 from keel.platform.signals import ProcessLost, keep_freed
 from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import KeelError

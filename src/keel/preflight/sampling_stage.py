@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from keel.cluster.placement import offers
+from keel.cluster.placement import placement_of
 from keel.config.sources import RewardSource
 from keel.data.messages import prompt_columns
 from keel.engines.requests import unmet_requests
@@ -109,7 +109,7 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
 
 def _check_requests(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> None:
     """What the stage asks for and its engine, on the recipe's processes, cannot give."""
-    offered = offers(context.recipe.cluster, batch.engine)
+    offered = placement_of(context.recipe.cluster).offers(batch.engine)
     for one in unmet_requests(plan.sampling, offered):
         key = f"{context.prefix}{one.key}"
         what = f"the stage does not start: {one.key} = {one.value}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from keel.cluster.placement import offers
+from keel.cluster.placement import placement_of
 from keel.config.fields import unknown
 from keel.config.sampling import Evaluation, SamplingSource
 from keel.config.schema import Recipe, Stage
@@ -44,7 +44,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
             rollout = stage.sampling.rollout
             _named_stage(stage.name, check_rewards_of_steps, stage.sampling)
             _named_stage(stage.name, partial(check_engine, here=here), rollout)
-            offered = offers(recipe.cluster, capabilities_of(rollout.engine))
+            offered = placement_of(recipe.cluster).offers(capabilities_of(rollout.engine))
             _named_stage(stage.name, partial(check_requests, engine=offered), stage.sampling)
             if rollout.program is not None:
                 _named_stage(stage.name, load_program, rollout.program)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,15 +13,13 @@ from transformers import PreTrainedModel
 from keel.analysis.overoptimisation import optimisation_of
 from keel.analysis.plots import stage_curve
 from keel.analysis.reward_plots import over_optimisation_picture
-from keel.cluster.ray_token import before_import
+from keel.cluster.parts import PlacedStage
 from keel.config.fields import derive
 from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.config.sources import LEARNED
 from keel.engines.requests import check_requests
-from keel.learn.learner import Trainer
 from keel.models.loading import describe_model
-from keel.models.policy import frozen_copy
 from keel.platform.files import make_folder
 from keel.rewards.judge.reward import Judge
 from keel.runs.reader import load
@@ -30,6 +28,7 @@ from keel.training import rl
 from keel.training.evaluator import Evaluator
 from keel.training.evaluator import metrics as evaluation_metrics
 from keel.training.loop import Loop
+from keel.training.placed import placement, stage_parts
 from keel.training.prefetch import (
     RolloutPrefetcher,
     begin_alone,
@@ -38,9 +37,7 @@ from keel.training.prefetch import (
 )
 from keel.training.rollout import Sampler
 from keel.training.setup import (
-    HasReward,
     RunContext,
-    build_learner,
     build_sampler,
     load_rewards,
     loss_config,
@@ -48,59 +45,15 @@ from keel.training.setup import (
     reward_context,
     schedule,
     scorer,
-    token_budget,
 )
-from keel.training.shared import shared_learner
 from keel.training.state import Progress
-from keel.types import Engine
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedModels:
-    """The learner of a stage, on one process or several; `model` has the weights that rollouts are
-    sampled with, unless there is an `engine` for them; `rewards` are those that run elsewhere, by
-    their place in the recipe."""
-
-    learner: Trainer
-    model: PreTrainedModel
-    engine: Engine | None = None
-    rewards: Mapping[int, HasReward] = field(default_factory=dict)
-
-
-@contextmanager
-def placed(run: RunContext, stage: RolloutStage, progress: Progress) -> Iterator[PlacedModels]:
-    """The models of a stage where `cluster` puts them, new or restored, while the block runs."""
-    recipe, policy = run.recipe, run.policy
-    seed, budget = derive(recipe.seed, stage.name), token_budget(stage, progress, run.writer)
-    if recipe.cluster.ray is not None:
-        before_import(recipe.cluster.ray)
-        # Ray is optional, and takes a second to import.
-        from keel.training.remote import remote_stage
-
-        with remote_stage(
-            recipe,
-            stage,
-            policy,
-            seed=seed,
-            budget=budget,
-            resume_from=run.resume_from,
-            around=reward_context(recipe, run.folder, policy),
-            note=run.writer.note,
-            logs=run.folder.logs,
-        ) as remote:
-            yield PlacedModels(remote.learner, policy.model, remote.engine, remote.rewards)
-        return
-    # With prefetched rollouts the engine has weights of its own; copied before the learner adds
-    # the reference's adapter to the policy.
-    model = frozen_copy(policy.model) if stage.rollout.async_level else policy.model
-    if recipe.cluster.processes > 1:
-        shared = shared_learner(recipe, stage, policy, seed, budget, run.resume_from)
-        with shared as (learner, engine):
-            yield PlacedModels(learner, model, engine)
-        return
-    yield PlacedModels(
-        build_learner(stage, recipe.model, policy, seed, budget, run.resume_from), model
-    )
+def placed(
+    run: RunContext, stage: RolloutStage, progress: Progress
+) -> AbstractContextManager[PlacedStage]:
+    """The parts of a stage where `cluster` puts them, new or restored, while the block runs."""
+    return placement(run.recipe).place(stage_parts(run, stage, progress))
 
 
 def begin(run: RunContext, stage: RolloutStage, progress: Progress) -> Progress:
@@ -160,7 +113,7 @@ def paid(judge: Judge) -> str:
 
 
 def build_parts(
-    run: RunContext, stage: RolloutStage, models: PlacedModels, progress: Progress
+    run: RunContext, stage: RolloutStage, models: PlacedStage, progress: Progress
 ) -> rl.RLParts:
     """The parts of a stage, with its tasks, rewards and engines."""
     seed = derive(run.recipe.seed, stage.name)
@@ -193,11 +146,8 @@ def build_parts(
         shaped,
         rollout,
         seed,
-        model=models.model,
         step=progress.step,
         engine=models.engine,
-        log=run.folder.logs / f"{stage.name}-vllm.log",
-        note=run.writer.note,
     )
     check_requests(stage.sampling, sampler.engine.capabilities)
     evaluated = scored(loop=shaped.loop)

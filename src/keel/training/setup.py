@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from keel.cluster.parts import PlacedReward
 from keel.config.fields import derive
 from keel.config.model import Autocast, Model
 from keel.config.rl import RolloutStage
@@ -266,16 +267,8 @@ def reward_context(
     )
 
 
-class HasReward(Protocol):
-    """A reward function that is elsewhere."""
-
-    def named(self) -> NamedReward:
-        """It, with the arguments that it wants."""
-        ...
-
-
 def load_rewards(
-    rewards: Rewards, around: RewardContext, remote: Mapping[int, HasReward] | None = None
+    rewards: Rewards, around: RewardContext, remote: Mapping[int, PlacedReward] | None = None
 ) -> list[NamedReward]:
     """The reward functions, in order; those of some places may be `remote`."""
     elsewhere = remote or {}

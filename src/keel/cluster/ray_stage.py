@@ -12,7 +12,7 @@ import asyncio
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,9 @@ from typing import Any
 
 from torch import Tensor
 
-from keel.cluster.placement import offers
+from keel.cluster.group_learner import GroupLearner
+from keel.cluster.parts import BuildEngine, BuildLearner, PlacedStage, StageParts
+from keel.cluster.ranks import join
 from keel.cluster.ray_workers import (
     RayGroup,
     RayPool,
@@ -32,26 +34,18 @@ from keel.cluster.ray_workers import (
     ended,
     started,
 )
-from keel.cluster.worker import join
-from keel.config.entry import PYTHON
-from keel.config.load import to_toml
-from keel.config.rl import RolloutStage
-from keel.config.schema import Recipe
+from keel.config.cluster import Cluster
 from keel.config.sources import RewardSource
-from keel.engines.registry import capabilities_of
 from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
-from keel.models.policy import Policy, load_policy
+from keel.models.policy import Policy
 from keel.platform.calls import POLL, restart_time_limit
 from keel.rewards.batch import Log, Metrics
 from keel.rewards.registry import TASK, NamedReward, RewardContext, load_reward
-from keel.training.group_learner import GroupLearner
-from keel.training.setup import build_learner, rollout_engine
-from keel.training.template_time import templates_at
-from keel.types import Capabilities, Engine, Group, KeelError, OnGroup, Prompt, Sampling
+from keel.types import Capabilities, Engine, Group, OnGroup, Prompt, Sampling
 
-HERE = ("judge", TASK)
+LOCAL = ("judge", TASK)
 """Rewards that stay in the process that runs the loop, with their cache and accounts, and the
 tasks."""
 SHARES = 2
@@ -151,51 +145,25 @@ class RemoteReward:
         self.pool.submit(_RewardWorker.close, self.place).result()
 
 
-@dataclass(frozen=True, eq=False)
-class RemoteStage:
-    """The processes of a stage; `rewards` are those that run in reward workers, by their place in
-    the recipe."""
-
-    learner: GroupLearner
-    engine: RemoteEngine
-    rewards: Mapping[int, RemoteReward]
-
-
 @contextmanager
-def remote_stage(
-    recipe: Recipe,
-    stage: RolloutStage,
-    policy: Policy,
-    seed: int,
-    budget: TokenBudget,
-    resume_from: Path | None,
-    around: RewardContext,
-    note: Callable[[str], None],
-    logs: Path,
-) -> Iterator[RemoteStage]:
-    """The processes of a stage, while the block runs.
-
-    Servers that rollout workers start write to files in the folder `logs`.
-
-    Raises KeelError if one fails to start, ProcessLost where a trainer ends.
-    """
-    cluster = recipe.cluster
-    assert cluster.ray is not None
-    _check_entries(recipe)
+def ray_stage(
+    parts: StageParts, cluster: Cluster, address: str, offered: Capabilities
+) -> Iterator[PlacedStage]:
+    """The parts of a stage in processes of Ray; see `RayPlacement`."""
+    policy = parts.policy
     processes = cluster.processes + cluster.rollout_workers + cluster.reward_workers
-    threads = max(int(cluster.cpus), 1)
     compute = Resources(cluster.cpus, cluster.gpus)
-    start = partial(started, threads=threads)
+    start = partial(started, threads=max(int(cluster.cpus), 1))
     notes: list[str] = []  # of other threads
 
     def tell() -> None:
         while notes:
-            note(notes.pop(0))
+            parts.note(notes.pop(0))
 
     with ExitStack() as stack:
         stack.callback(tell)
-        stack.enter_context(connected(cluster.ray, processes * cluster.cpus))
-        whole = SentTensors.of(policy.state_dict())
+        stack.enter_context(connected(address, processes * cluster.cpus))
+        load = partial(_load, parts.load, [SentTensors.of(policy.state_dict())])
         trainers: list[RayProcess] = []
         stack.callback(ended, trainers)
         for number in range(cluster.processes):
@@ -203,7 +171,7 @@ def remote_stage(
         group = RayGroup(trainers, cluster.deadline)
         pool = RayPool(
             [f"rollout worker {number}" for number in range(cluster.rollout_workers)],
-            (_rollout_worker, (recipe, stage, [whole], logs.resolve())),
+            (_rollout_worker, (load, parts.engine, parts.logs.resolve() / parts.name)),
             partial(start, resources=compute),
             cluster.deadline,
             notes.append,
@@ -211,17 +179,15 @@ def remote_stage(
         stack.callback(pool.close)
         rewards: dict[int, RemoteReward] = {}
         held = Resources(cluster.cpus, cluster.reward_gpus)
-        around = replace(around, device="cuda" if cluster.reward_gpus else "cpu")
+        device = "cuda" if cluster.reward_gpus else "cpu"
+        around = replace(parts.reward_context, device=device)
+        elsewhere = {p: one for p, one in parts.rewards.items() if one.function not in LOCAL}
         for number in range(cluster.reward_workers):
-            own = {
-                place: source
-                for place, source in enumerate(stage.rewards.functions)
-                if source.function not in HERE and place % cluster.reward_workers == number
-            }
+            own = {p: one for p, one in elsewhere.items() if p % cluster.reward_workers == number}
             if own:
                 one = RayPool(
                     [f"reward worker {number}"],
-                    (_RewardWorker, (own, around)),
+                    (_RewardWorker, (own, around, parts.reward_time)),
                     partial(start, resources=held),
                     cluster.deadline,
                     notes.append,
@@ -229,27 +195,17 @@ def remote_stage(
                 stack.callback(one.close)
                 rewards |= {place: RemoteReward(one, place) for place in own}
         group.meet()
-        parts = (recipe, stage, seed, budget.tokens, resume_from, [whole])
-        ranks = [Ranks(number, cluster.processes) for number in range(cluster.processes)]
         with TemporaryDirectory(prefix="keel-ranks-") as folder:
-            meeting = f"file://{Path(folder) / 'rendezvous'}"
-            if cluster.ray != "local":
-                meeting = f"tcp://{group.address()}"
-            group.build(_trainer, [(*parts, own, meeting) for own in ranks])
+            local = address == "local"
+            meeting = f"file://{folder}/rendezvous" if local else f"tcp://{group.address()}"
+            build = (load, parts.learner, parts.budget.tokens, meeting, cluster.deadline, local)
+            ranks = [Ranks(number, cluster.processes) for number in range(cluster.processes)]
+            group.build(_trainer, [(*build, own_rank) for own_rank in ranks])
         reference, values = group.call(_describe)
-        learner = GroupLearner(group, policy, budget, reference, values)
+        learner = GroupLearner(group, policy, parts.budget, reference, values)
         learned = {n: w for n, w in policy.model.named_parameters() if w.requires_grad}
-        each = replace(capabilities_of(stage.rollout.engine), context=policy.context)
-        engine = RemoteEngine(pool, SentTensors.of(learned), offers(cluster, each), tell)
-        yield RemoteStage(learner, engine, rewards)
-
-
-def _check_entries(recipe: Recipe) -> None:
-    if f'"{PYTHON}:' in to_toml(recipe):
-        raise KeelError(
-            "cluster.ray: other processes cannot call functions that were passed to keel.train: "
-            "name them by module:function"
-        )
+        engine = RemoteEngine(pool, SentTensors.of(learned), offered, tell)
+        yield PlacedStage(learner, engine, rewards)
 
 
 # ---------------------------------------------------------------- in the processes
@@ -274,9 +230,14 @@ class _RolloutWorker:
 class _RewardWorker:
     """Some of a stage's rewards."""
 
-    def __init__(self, sources: Mapping[int, RewardSource], around: RewardContext) -> None:
+    def __init__(
+        self,
+        sources: Mapping[int, RewardSource],
+        around: RewardContext,
+        time: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._rewards = {place: load_reward(source, around) for place, source in sources.items()}
-        self._time = around.template_time
+        self._time = time
         self._loop = asyncio.new_event_loop()  # what a function keeps between calls belongs to it
 
     def named(self, place: int) -> NamedReward:
@@ -289,7 +250,7 @@ class _RewardWorker:
         logs = {"log_extra": log.extra, "log_metric": log.metric}
         reward = self._rewards[place]
         assert reward.function is not None
-        with templates_at(self._time):
+        with self._time():
             value = reward.function(**arguments, **{name: logs[name] for name in wanted})
             if reward.is_async:
                 value = self._loop.run_until_complete(value)
@@ -301,39 +262,34 @@ class _RewardWorker:
             close()
 
 
-def _load(recipe: Recipe, whole: list[SentTensors]) -> Policy:
-    policy = load_policy(recipe.model, recipe.seed)
+def _load(load: Callable[[], Policy], whole: list[SentTensors]) -> Policy:
+    policy = load()
     policy.load_state_dict(whole[0].get())
     return policy
 
 
 def _trainer(
-    recipe: Recipe,
-    stage: RolloutStage,
-    seed: int,
+    load: Callable[[], Policy],
+    build: BuildLearner,
     tokens: int,
-    resume_from: Path | None,
-    whole: list[SentTensors],
-    ranks: Ranks,
     meeting: str,
+    deadline: float,
+    local: bool,
+    ranks: Ranks,
 ) -> _Trainer:
-    policy = _load(recipe, whole)
-    cluster = recipe.cluster
+    policy = load()
     if ranks.count > 1:
-        device, local = policy.device.type, cluster.ray == "local"
-        join(ranks, meeting, device, cluster.deadline, loopback=local)
-    parts = (stage, recipe.model, policy, seed, TokenBudget(tokens), resume_from, ranks)
-    return _Trainer(build_learner(*parts, cluster.offload == "cpu"))
+        join(ranks, meeting, policy.device.type, deadline, loopback=local)
+    return _Trainer(build(policy, TokenBudget(tokens), ranks))
 
 
-def _rollout_worker(
-    recipe: Recipe, stage: RolloutStage, whole: list[SentTensors], logs: Path
-) -> _RolloutWorker:
-    policy = _load(recipe, whole)
+def _rollout_worker(load: Callable[[], Policy], build: BuildEngine, log: Path) -> _RolloutWorker:
+    policy = load()
     notes: list[str] = []
-    log = logs / f"{stage.name}-vllm-{os.getpid()}.log"
-    engine = rollout_engine(policy, stage.rollout, model=policy.model, log=log, note=notes.append)
-    return _RolloutWorker(engine, [-1], notes)
+    log = log.with_name(f"{log.name}-vllm-{os.getpid()}.log")
+    return _RolloutWorker(
+        build(policy, model=policy.model, log=log, note=notes.append), [-1], notes
+    )
 
 
 def _sample(

@@ -1,46 +1,41 @@
-"""A stage's learner and engine on several processes (`cluster.processes`).
+"""A stage's learner and engine in ranks on this machine (`cluster.processes`).
 
 Rank 0 runs the loop. The models that learn are sharded over all ranks, and each rank trains on some
-of the sequences. With the native engine each samples some too, for which it has the policy whole as
-well; another engine samples for rank 0. Rank 0's whole policy is the run's, which checkpoints hold,
-so that a run resumes on any number of processes.
+of the sequences. An engine that samples with the trainer's model is in each rank, and samples some
+prompts, for which a rank has the policy whole as well; another engine samples for rank 0. Rank 0's
+whole policy is the run's, which checkpoints hold, so that a run resumes on any number of processes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keel.cluster import group as started
-from keel.cluster import launched
-from keel.cluster.group import RankGroup
-from keel.cluster.placement import offers
-from keel.config.rl import RolloutStage
-from keel.config.schema import Recipe
-from keel.engines.registry import capabilities_of
+from keel.cluster import ranks as rank_processes
+from keel.cluster.group_learner import GroupLearner
+from keel.cluster.parts import BuildEngine, BuildLearner, PlacedStage, StageParts
+from keel.cluster.ranks import RankGroup
+from keel.config.cluster import Cluster
 from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
-from keel.models.policy import Policy, load_policy
+from keel.models.policy import Policy
 from keel.models.sharded import wholes
-from keel.training.group_learner import GroupLearner
-from keel.training.setup import build_learner, rollout_engine
 from keel.types import Capabilities, Engine, Group, OnGroup, Prompt, Sampling
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """What a rank has: the sharded learner; the native engine where that is to sample, and the
-    policy whole, to sample with (rank 0 always, others only where they sample)."""
+    """What a rank has: the sharded learner; an engine if it is to sample, and the policy whole, to
+    sample with (rank 0 always, others only if they sample)."""
 
     policy: Policy | None
     learner: Learner
@@ -94,79 +89,44 @@ class SharedEngine(Engine):
 
 
 @contextmanager
-def shared_learner(
-    recipe: Recipe,
-    stage: RolloutStage,
-    policy: Policy,
-    seed: int,
-    budget: TokenBudget,
-    resume_from: Path | None,
-) -> Iterator[tuple[SharedLearner, SharedEngine | None]]:
-    """The learner and the engine of a stage on `cluster.processes` ranks, while the block runs.
-
-    Another engine than the native one is none of theirs: it samples for rank 0 alone. Raises
-    KeelError if a rank fails to start.
-    """
-    parts = (recipe, stage, seed, budget.tokens, resume_from)
-    own = partial(_member, *parts, policy)
-    others = partial(_other_member, *parts)
-    threads = torch.get_num_threads()
-    count = recipe.cluster.processes
-    each = threads if recipe.threads is not None else max(threads // count, 1)
-    torch.set_num_threads(each)
-    try:
-        ranks = launched if dist.is_initialized() else started  # torchrun's, or our own
-        more = (each, policy.device.type, recipe.cluster.deadline)
-        with ranks.start(count, own, others, *more) as group:
-            learner = group.member.learner
-            kinds = (learner.has_reference, learner.learns_values)
-            own = group.member.engine
-            offered = None if own is None else offers(recipe.cluster, own.capabilities)
-            engine = None if offered is None else SharedEngine(group, offered)
-            yield SharedLearner(group, policy, budget, *kinds), engine
-    finally:
-        torch.set_num_threads(threads)
+def rank_stage(
+    parts: StageParts, cluster: Cluster, threads: int, offered: Capabilities
+) -> Iterator[PlacedStage]:
+    """The parts of a stage on `cluster.processes` ranks; see `RankPlacement`."""
+    policy, each = parts.policy, parts.engine_kind.in_process
+    alone = None if each else parts.own_engine()
+    build = (parts.learner, parts.budget.tokens, parts.engine if each else None)
+    with rank_processes.start(
+        cluster.processes,
+        partial(_member, *build, lambda: policy),
+        partial(_member, *build, parts.load),
+        threads,
+        policy.device.type,
+        cluster.deadline,
+    ) as group:
+        learner = group.member.learner
+        kinds = (learner.has_reference, learner.learns_values)
+        engine = SharedEngine(group, offered) if alone is None else alone
+        yield PlacedStage(SharedLearner(group, policy, parts.budget, *kinds), engine)
 
 
 # ---------------------------------------------------------------- on every rank
 
 
-def _other_member(
-    recipe: Recipe,
-    stage: RolloutStage,
-    seed: int,
-    tokens: int,
-    resume_from: Path | None,
-    ranks: Ranks,
-) -> Member:
-    policy = load_policy(recipe.model, recipe.seed)
-    return _member(recipe, stage, seed, tokens, resume_from, policy, ranks)
-
-
 def _member(
-    recipe: Recipe,
-    stage: RolloutStage,
-    seed: int,
+    build_learner: BuildLearner,
     tokens: int,
-    resume_from: Path | None,
-    policy: Policy,
+    build_engine: BuildEngine | None,
+    load: Callable[[], Policy],
     ranks: Ranks,
 ) -> Member:
+    policy = load()
     for tensor in policy.state_dict().values():
         dist.broadcast(tensor.detach(), 0)  # the weights that the stage before has left
-    each = capabilities_of(stage.rollout.engine).in_process
-    whole = policy if each or ranks.number == 0 else None
-    learner = build_learner(
-        stage,
-        recipe.model,
-        policy if whole is None else copy.deepcopy(policy),
-        seed,
-        TokenBudget(tokens),
-        resume_from,
-        ranks,
-        recipe.cluster.offload == "cpu",
-    )
-    engine = rollout_engine(policy, stage.rollout, model=policy.model) if each else None
+    whole = policy if build_engine is not None or ranks.number == 0 else None
+    own = policy if whole is None else copy.deepcopy(policy)
+    learner = build_learner(own, TokenBudget(tokens), ranks)
+    engine = None if build_engine is None else build_engine(policy, model=policy.model)
     return Member(whole, learner, engine)
 
 
