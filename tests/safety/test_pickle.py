@@ -37,7 +37,7 @@ ORDERS_ONLY = {
         "platform/sandbox/bubblewrap.py",
         "platform/sandbox/subprocesses.py",
     ),
-    *("workflows/processes.py"),
+    "workflows/processes.py",
     "engines/vllm/transfer.py",  # handles of this GPU's memory, in the form that vLLM reads
 }
 """They serialize what this process tells a child to run; what comes back is text."""
