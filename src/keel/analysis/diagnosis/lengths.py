@@ -45,9 +45,9 @@ class LongCompletions:
 
 def length_explosion(history: StageHistory) -> Symptom | None:
     """Completions grow and nothing is gained by it: over 20 steps or more the mean length rises
-    (Mann-Kendall p < 0.01) to 1.5 times its start, and since then the reward has not risen by more
-    than 5 % of the range of rewards, or at least half of the completions are cut at
-    `rollout.max_tokens` where fewer than a fifth were. Growth that pays is none."""
+    (Mann-Kendall p < 0.01) to 1.5 times its start, and since then the reward has not risen by
+    more than 5 % of its range, or at least half of the completions are cut at
+    `rollout.max_tokens`, after fewer than a fifth."""
     steps, length = history.column("completions/mean_length")
     if len(steps) < 20:
         return None
@@ -78,15 +78,13 @@ def length_explosion(history: StageHistory) -> Symptom | None:
 
 
 def length_bias(history: StageHistory) -> Symptom | None:
-    """Wrong answers grow and right ones do not, where each completion's weight is shared among its
-    tokens (`weights.kind = "sequence_mean"`), so that a token of a long wrong answer is punished
-    less than one of a short wrong answer [2503.20783]. In at least 8 steps with rollouts, the mean
-    length of completions with a negative advantage rises (p < 0.05) by 25 % and 2 tokens at least,
-    that of completions with a positive one by less than a third as much; the difference of the two
-    rises too (p < 0.05), and in the end wrong ones are longer. Where the terms of the loss were
-    recorded, a token of a wrong completion above their median length of a step must also have at
-    most 0.8 times the weight |w_n s(ρ_n, A_n)| of one of the others (over all these steps): lengths
-    that do not differ within a step change no weight."""
+    """Wrong answers grow and right ones do not, with `weights.kind = "sequence_mean"`, which
+    punishes a token of a long wrong answer less than one of a short wrong answer [2503.20783].
+    In at least 8 steps with rollouts, the mean length of completions with a negative advantage
+    rises (p < 0.05) by 25 % and 2 tokens at least, that of completions with a positive one by
+    less than a third as much; the difference rises too (p < 0.05), and in the end wrong ones
+    are longer. If the terms of the loss were recorded, a token of a wrong completion above the
+    median length of its step must also have at most 0.8 times the weight of one of the others."""
     if history.setting("algorithm.weights.kind") != "sequence_mean":
         return None
     found = [(r.step, *_sides(r)) for r in history.rollouts]
@@ -117,12 +115,11 @@ def length_bias(history: StageHistory) -> Symptom | None:
 
 
 def truncation(history: StageHistory) -> Symptom | None:
-    """Cut completions cost the signal: at least a fifth of the completions (median of the last 10
-    steps) reach `rollout.max_tokens`, and they are masked (`rollout.mask_truncated`), or in the
-    newest three steps with rollouts their reward is lower than that of the others (Mann-Whitney
-    p < 0.01): by 5 % of the range of rewards among answers to one prompt, or by 25 % among all,
-    since budgets often cut all answers to one prompt. A task whose answers fill the budget by
-    design is not a fault."""
+    """Cut completions cost the signal: at least a fifth of the completions (median of the last
+    10 steps) reach `rollout.max_tokens`, and they are masked (`rollout.mask_truncated`), or in
+    the newest three steps with rollouts their reward is lower than that of the others
+    (Mann-Whitney p < 0.01): by 5 % of the range of rewards among answers to one prompt, or by
+    25 % among all."""
     steps, cut = history.column("completions/clipped_ratio")
     if len(steps) < 10:
         return None

@@ -16,10 +16,9 @@ STEPS = 20
 
 def value_model(history: StageHistory) -> Symptom | None:
     """The value model explains nothing: after its warm-up and 20 steps more, the median of
-    `value/explained_variance` over the last fifth of the run (5 steps at least) is at most 0.05,
-    and it is not rising: its change over the last half, at that rate, would not reach 0.05 in as
-    many steps again. Steps whose rewards were all equal are left out, since there is nothing to
-    explain in them."""
+    `value/explained_variance` over the last fifth of the run (5 steps at least) is at most
+    0.05, and at the rate of the last half it would not reach 0.05 in as many steps again. Steps
+    whose rewards were all equal are left out."""
     steps, explained = history.column("value/explained_variance")
     warm_up = int(history.setting("value.warmup_steps", 0))
     keep = steps > warm_up
@@ -47,11 +46,10 @@ def value_model(history: StageHistory) -> Symptom | None:
 
 
 def engine_mismatch(history: StageHistory) -> Symptom | None:
-    """Engine and trainer disagree about the log-probabilities of what was sampled: the mean of the
-    absolute difference (median of five steps) is at the end above 1e-3 nats for an engine in the
-    model's float32, or 0.05 where model or engine is in bfloat16, or works under autocast. Float32
-    gives under 1e-5 and bfloat16 about 1e-2, so either limit is five times or more what rounding
-    explains."""
+    """Engine and trainer disagree about the log-probabilities of the samples: the mean of the
+    absolute difference (median of five steps) is at the end above 1e-3 nats for an engine in
+    the model's float32, or 0.05 if model or engine is in bfloat16 or works under autocast.
+    Rounding explains under 1e-5 and about 1e-2."""
     steps, mean = history.column(MEAN)
     own = [history.model.get(key) for key in ("dtype", "autocast")]
     coarse = "auto" in own or "bfloat16" in (history.setting("rollout.dtype"), *own)

@@ -27,11 +27,10 @@ STAYS = 1e-4
 
 
 def entropy_collapse(history: StageHistory) -> Symptom | None:
-    """Entropy is gone before the task is learned: the median of the last five steps is at most 15 %
-    of that of the first five and at most 0.3 nats, at least half of the groups have no variance,
-    the reward is below 90 % of the range of rewards, and it has not risen to a new high in the last
-    third of the run (20 steps at least). A policy that is right has little entropy too, so the fall
-    alone says nothing. Not if advantages read no reward: a teacher may have little entropy."""
+    """Entropy is gone before the task is learned: the median of the last five steps is at most
+    15 % of that of the first five and at most 0.3 nats, at least half of the groups have no
+    variance, the reward is below 90 % of its range, and it has not risen to a new high in the
+    last third of the run (20 steps at least). Not if advantages read no reward."""
     if not history.rewarded:
         return None
     steps, entropy = history.column("entropy")
@@ -64,10 +63,10 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
 
 
 def kl_runaway(history: StageHistory) -> Symptom | None:
-    """The policy writes what the reference would not: the divergence to the reference (median of
-    five steps) is above the entropy of the first five steps by 0.5 nats per token or more, to the
-    end. A policy that only concentrates on what the reference samples anyway has KL = H(reference)
-    at the most, in expectation; usual runs stay below a third of it."""
+    """The policy writes what the reference would not: the divergence to the reference (median
+    of five steps) is above the entropy of the first five steps by 0.5 nats per token or more,
+    to the end. A policy that only concentrates on what the reference samples has a KL of that
+    entropy at most."""
     name = "kl/reference" if "kl/reference" in history.columns else "kl"
     steps, kl = history.column(name)
     entropy = history.values("entropy")
@@ -90,10 +89,9 @@ def kl_runaway(history: StageHistory) -> Symptom | None:
 
 
 def clip_idle(history: StageHistory) -> Symptom | None:
-    """The clip never acts: several updates per batch and a surrogate with edges, but in 95 % of at
-    least 10 steps with a gradient no token is clipped, and the policy does not move within a step:
-    |ratio − 1| is below 1e-3 and KL(old‖policy) below 1e-5 nats per token (medians). A clip that
-    cuts nothing while the policy moves is not a fault."""
+    """The clip never acts: several updates per batch and a surrogate with edges, but in 95 % of
+    at least 10 steps with a gradient no token is clipped, |ratio − 1| is below 1e-3 and
+    KL(old‖policy) below 1e-5 nats per token (medians)."""
     steps, region = history.column("clip_ratio/region_mean")
     if history.updates < 2 or len(steps) < 10 or _edgeless(history):
         return None
@@ -115,10 +113,9 @@ def clip_idle(history: StageHistory) -> Symptom | None:
 
 
 def clip_saturated(history: StageHistory) -> Symptom | None:
-    """The clip acts on much of the batch: the share of clipped tokens (median of five steps) is at
-    least 0.1 in five steps running, or 0.5 for ratios of whole sequences, which clip up to a fifth
-    by design (token ratios clip about a hundredth). What is clipped has no gradient. It is also
-    reported of a time that has passed: a policy that breaks down in it clips nothing afterwards."""
+    """The clip acts on much of the batch: the share of clipped tokens (median of five steps) is
+    at least 0.1 in five steps running, at any time of the run, or 0.5 for ratios of whole
+    sequences, which clip up to a fifth by design. A clipped token has no gradient."""
     steps, region = history.column("clip_ratio/region_mean")
     if history.updates < 2:
         return None
@@ -137,12 +134,11 @@ def clip_saturated(history: StageHistory) -> Symptom | None:
 
 
 def learning_rate_high(history: StageHistory) -> Symptom | None:
-    """Updates too large, by any of three signs. The reward fell: its median over five steps is
-    below its peak (or its start) by half of the way between the lowest reward there is and the
-    peak, and by four times the noise of one step, to the end of the run. Or an update moves the
-    policy too far: KL(old‖policy) is above 0.1 nats per token (median of five steps), where trust
-    regions of PPO aim at 0.01. Or the norm of the gradient (median of five steps) is ten times the
-    median of the 20 steps before and of all."""
+    """Updates too large, by any of three signs. The reward fell, to the end of the run: its
+    median over five steps is below its peak (or its start) by half of the way between the
+    lowest reward there is and the peak, and by four times the noise of one step. Or
+    KL(old‖policy) is above 0.1 nats per token (median of five steps). Or the norm of the
+    gradient (median of five steps) is ten times the median of the 20 steps before and of all."""
     signs = [s for s in (_far_updates(history), _jump(history), _fall(history)) if s is not None]
     if not signs:
         return None
@@ -203,11 +199,11 @@ def _fall(history: StageHistory) -> Symptom | None:
 
 
 def learning_rate_low(history: StageHistory) -> Symptom | None:
-    """Nothing moves although there is something to learn: over at least 40 steps the reward has no
-    trend (p > 0.05, or a change below 5 % of the range of rewards), fewer than 70 % of the groups
-    are without variance and gradients are not 0, yet the policy stays where it was: the divergence
-    to the reference, if logged, is below 1e-4 nats per token, that of one step below 1e-6, and the
-    entropy changed by less than 5 %. Full fine-tuning at 1e-6 passes 1e-4 in some tens of steps."""
+    """Nothing moves although there is something to learn: over at least 40 steps the reward has
+    no trend (p > 0.05, or a change below 5 % of its range), fewer than 70 % of the groups are
+    without variance and gradients are not 0, yet the divergence to the reference, if logged, is
+    below 1e-4 nats per token, that of one step below 1e-6, and the entropy changed by less than
+    5 %."""
     steps, reward = history.column("reward")
     if len(steps) < 40:
         return None

@@ -20,12 +20,11 @@ JUDGES = ("exact_match", "numeric_match", "choice", "place_match", "math", "code
 
 
 def gold_falls(history: StageHistory) -> Symptom | None:
-    """The reward rises and a score that is not trained on falls (over-optimisation [2210.10760]).
-    The reward's trend is up (p < 0.01) over 20 steps or more, to no less than it was when the score
-    was best (medians of five steps): a policy that recovers from a collapse games nothing. And one
-    of two holds: the newest evaluation is below the best one before it by more than their 95 %
-    intervals allow (the high end under the low end); or a reward of weight 0 is in the last fifth
-    of the run lower than in its best five steps (Mann-Whitney p < 0.01), by 15 %."""
+    """The reward rises and a score that is not trained on falls (over-optimisation
+    [2210.10760]). The reward's trend is up (p < 0.01) over 20 steps or more, to no less than it
+    was when the score was best. And the newest evaluation is below the best one before it by
+    more than their 95 % intervals allow; or a reward of weight 0 is in the last fifth of the
+    run lower than in its best five steps (Mann-Whitney p < 0.01), by 15 %."""
     steps, reward = history.column("reward")
     if len(steps) < 20:
         return None
@@ -47,11 +46,10 @@ def gold_falls(history: StageHistory) -> Symptom | None:
 
 def gold_still(history: StageHistory) -> Symptom | None:
     """The reward rises and a score that it should serve does not. Over 20 steps or more the
-    reward's trend is up (p < 0.01), by 30 % of its first value (and a tenth of `reward_std`) or by
-    a quarter of `reward_std`, and some reward that is trained on is not declared as correctness,
-    while none that is rises. The median of the later half of `eval/pass@1` is below 0.9 and at
-    most 0.05 above the first value, which may be that before the stage; its 95 % interval at the
-    end is at most 0.35 wide."""
+    reward's trend is up (p < 0.01), by 30 % of its first value (and a tenth of `reward_std`) or
+    by a quarter of `reward_std`; some reward that is trained on is not declared as correctness,
+    and none that is rises. The median of the later half of `eval/pass@1` is below 0.9 and at
+    most 0.05 above the first value; its 95 % interval at the end is at most 0.35 wide."""
     steps, reward = history.column("reward")
     course, spreads = trend(reward), history.values("reward_std")
     paid = [s for s in history.rewards() if s.get("weight", 1.0) > 0]
@@ -80,13 +78,10 @@ def gold_still(history: StageHistory) -> Symptom | None:
 
 
 def length_reward(history: StageHistory) -> Symptom | None:
-    """The reward rises through length alone. In 8 steps or more with rollouts, a line of reward on
-    length is fitted within groups (answers to one prompt), one slope for the steps in which lengths
-    still grow. The mean reward
-    rises (p < 0.01) by 10 % of its range, the mean length by 20 %, and at the length of the start
-    (less slope · growth) the reward keeps less than a quarter of the rise. Reward and length
-    correlate within groups by 0.5 or more, so that length is what is paid, and not a side effect.
-    """
+    """The reward rises through length alone. In 8 steps or more with rollouts, reward is
+    regressed on length within groups. The mean reward rises (p < 0.01) by 10 % of its range,
+    the mean length by 20 %, and at the length of the start the reward keeps less than a quarter
+    of the rise. Reward and length correlate within groups by 0.5 or more."""
     rollouts = [r for r in history.rollouts if np.isfinite(r.reward).sum() > 8]
     bounds = history.reward_range()
     if len(rollouts) < ROLLOUTS or bounds is None:
@@ -119,13 +114,13 @@ def length_reward(history: StageHistory) -> Symptom | None:
 
 
 def format_hacking(history: StageHistory) -> Symptom | None:
-    """The form is learned and the content is not: the recipe has two rewards or more, one that is
-    not declared as correctness is at 90 % of its range or more (median of the last fifth, 10 steps
-    at least) and has risen by a tenth of it (p < 0.01), while one that is (or, if none is declared,
-    another with a positive weight) is below half of its range and has not risen by 5 % of it. The
-    range is that of the completions that were read, and 0 to 1 at least. Or, with any reward: in
-    the newest three steps with rollouts, at least 30 % of the completions that are rewarded above
-    the mean of their step (10 or more) hold markers (tags, signs) and no letter or digit."""
+    """The form is learned and the content is not. Of two rewards or more, one that is not
+    declared as correctness is at 90 % of its range or more (median of the last fifth, 10 steps
+    at least) and has risen by a tenth of it (p < 0.01), while one that is (or, if none is
+    declared, another with a positive weight) is below half of its range and has not risen by 5
+    % of it. Or, in the newest three steps with rollouts, at least 30 % of the completions that
+    are rewarded above the mean of their step (10 or more) hold markers (tags, signs) and no
+    letter or digit."""
     sources = [s for s in history.rewards() if s.get("weight", 1.0) > 0]
     declared = [s for s in sources if _judges(s)]
     for form in sources:

@@ -21,11 +21,10 @@ TOP = 0.03
 
 
 def no_signal(history: StageHistory) -> Symptom | None:
-    """All groups are equal: `frac_reward_zero_std` (median of 5 steps) is at least 0.9 in each of
-    the last 20 steps, or the last fifth of the run if that is longer, while the reward is not at
-    its maximum. Where advantages do not compare a group, the same of steps whose rewards are all
-    equal. From 0.9 on at most one group in ten has a gradient. Not if advantages read no reward.
-    """
+    """All groups are equal: `frac_reward_zero_std` (median of 5 steps) is at least 0.9 in each
+    of the last 20 steps, or the last fifth of the run if that is longer, while the reward is
+    not at its maximum. If advantages do not compare a group, the same of steps whose rewards
+    are all equal. Not if advantages read no reward."""
     if not history.rewarded:
         return None
     steps, zero = _alike(history)
@@ -52,10 +51,9 @@ def no_signal(history: StageHistory) -> Symptom | None:
 
 def saturated_reward(history: StageHistory) -> Symptom | None:
     """The reward is at its maximum: in each window of 5 steps of the last third of the run (10
-    steps at least) its median is within 3 % of the range below the highest reward of any completion
-    that was read, and in 80 % of the groups all rewards are equal. A run that ends at the maximum
-    has done its work; one that stays there for a third of its steps wastes them. Not if
-    advantages read no reward."""
+    steps at least) its median is within 3 % of the range below the highest reward of any
+    completion that was read, and in 80 % of the groups all rewards are equal. Not if advantages
+    read no reward."""
     if not history.rewarded:
         return None
     steps, reward = history.column("reward")

@@ -16,9 +16,9 @@ ENOUGH = 20
 
 
 def repetition(history: StageHistory) -> Symptom | None:
-    """Completions repeat themselves: in 6 steps or more with rollouts, the mean share of 4-grams of
-    tokens that occurred before in the same completion (of 12 tokens or more) rises (p < 0.05) by
-    0.2, to 0.3 or more in the last fifth. Ordinary prose and mathematics stay below 0.15. Where
+    """Completions repeat themselves: in 6 steps or more with rollouts, the mean share of
+    4-grams of tokens that occurred before in the same completion (of 12 tokens or more) rises
+    (p < 0.05) by 0.2, to 0.3 or more in the last fifth. Ordinary prose stays below 0.15. If
     completions have only now become long enough, a share of 0.5 is enough."""
     found = [(r.step, float(np.nanmean(r.repetition))) for r in history.rollouts if _enough(r)]
     if len(found) < ROLLOUTS:
@@ -43,11 +43,10 @@ def repetition(history: StageHistory) -> Symptom | None:
 
 def environment_words(history: StageHistory) -> Symptom | None:
     """The reward is paid for the environment's words. In the last three steps with rollouts, at
-    least half of the completions that hold tokens of the environment are rewarded above the middle
-    of the range (20 or more, to 5 groups or more) and no less than those without, if there are 20
-    of these, yet what the policy wrote in them does not depend on the prompt: the mean Jaccard
-    similarity of its sets of tokens is within groups at most 0.05 above that between groups. A
-    policy that uses what it reads writes the same for one prompt and something else for another."""
+    least half of the completions that hold tokens of the environment (20 or more, to 5 groups
+    or more) are rewarded above the middle of the range and no less than those without, if there
+    are 20 of these. Yet the policy's own words do not depend on the prompt: the mean Jaccard
+    similarity of its sets of tokens is within groups at most 0.05 above that between groups."""
     newest = list(history.rollouts[-3:])
     bounds = history.reward_range()
     if not newest or bounds is None or bounds[1] == bounds[0]:
