@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.preferences.agreement import (
@@ -102,15 +102,6 @@ def test_fleiss_is_the_loop(votes: list[list[int]]) -> None:
     assert pairwise_agreement(counts, few).mean == pytest.approx(np.mean(pairs), abs=EXACT)
 
 
-def test_the_bounds() -> None:
-    a, b = [0, 1, 0, 1], [1, 0, 1, 0]
-    assert cohen_kappa(a, a).mean == 1.0
-    assert cohen_kappa(a, b).mean == -1.0
-    assert fleiss_kappa([[3, 0], [0, 3]]).mean == 1.0
-    assert fleiss_kappa([[1, 1], [1, 1]]).mean == -1.0
-    assert percent_agreement(a, b).mean == 0.0
-
-
 def test_categories_may_be_anything_that_can_be_a_key() -> None:
     a, b = ["tie", 1, None, 2], ["tie", 1, 2, None]
     codes = {"tie": 0, 1: 1, 2: 2, None: 3}
@@ -142,22 +133,6 @@ def test_of_nothing_nothing_is_known() -> None:
     assert pairwise_agreement(np.zeros((0, 2))).n == 0
     found = percent_agreement([], [])
     assert (found.low, found.high) == (0, 1)
-
-
-def test_the_interval_is_the_bootstrap_of_the_items() -> None:
-    """Against resamples drawn item by item: other draws, so within their Monte Carlo error."""
-    rng = np.random.default_rng(0)
-    a = rng.integers(0, 3, size=60).tolist()
-    b = [x if rng.random() < 0.6 else int(rng.integers(0, 3)) for x in a]
-    found = cohen_kappa(a, b, Bootstrap(resamples=4000))
-    drawn = []
-    for _ in range(4000):
-        chosen = rng.integers(0, 60, size=60)
-        drawn.append(cohen_loop([a[i] for i in chosen], [b[i] for i in chosen]))
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    # The quantile of 4000 draws with density about 0.7 there and spread 0.09: error 0.004 each.
-    assert found.low == pytest.approx(low, abs=0.02)
-    assert found.high == pytest.approx(high, abs=0.02)
 
 
 def test_the_interval_of_a_share_is_nearly_the_binomials() -> None:
@@ -254,15 +229,6 @@ def test_the_interval_is_a_function_of_the_seed() -> None:
     assert same[0] == same[1]
     assert same[0].low != same[2].low
     assert same[0] == fleiss_kappa(FLEISS)
-
-
-@settings(max_examples=20)
-@given(st.permutations(range(5)))
-def test_the_order_of_categories_does_not_matter(order: list[int]) -> None:
-    few = Bootstrap(resamples=10)
-    assert fleiss_kappa(FLEISS[:, order], few).mean == pytest.approx(
-        fleiss_kappa(FLEISS, few).mean, abs=EXACT
-    )
 
 
 def test_what_is_refused() -> None:

@@ -14,8 +14,6 @@ from keel.models.loading import quiet
 from keel.models.reward import reward_model_from
 from keel.preferences import features as module
 from keel.preferences.features import head_weights, pair_features, text_features
-from keel.preferences.posterior import laplace_posterior
-from keel.preferences.selection import laplace_beliefs, select_pairs
 from keel.training.judged_data import pair_encoder
 from tests.models import tiny
 
@@ -53,14 +51,6 @@ def test_features_and_scores_are_those_of_stock_transformers(tmp_path: Path) -> 
     np.testing.assert_allclose(difference, whole.score_C2[:, 0] - whole.score_C2[:, 1], **near)
 
 
-def test_a_trained_models_pairs_can_be_selected() -> None:
-    model = reward_model_from(tiny.policy(), "outcome", 0)
-    found = pair_features(model, [pair_encoder(model.reader())(row) for row in ROWS], 1000)
-    posterior = laplace_posterior(found.feature_CH[:1], [1.0], 1.0, mean_H=head_weights(model))
-    beliefs = laplace_beliefs(posterior, found.feature_CH[1:])
-    assert sorted(select_pairs("d_optimal", 2, beliefs).index.tolist()) == [0, 1]
-
-
 def test_long_texts_have_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 2)
     model = reward_model_from(tiny.policy(), "outcome", 0)
@@ -74,8 +64,3 @@ def test_long_texts_have_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyP
     whole = pair_features(model, rows, 10_000).feature_CH
     np.testing.assert_allclose(found[[0, 2, 3]], whole, atol=1e-4, rtol=1e-4)
     assert text_features(tmp_path, []).shape == (0, model.head.in_features)
-
-
-def test_no_pairs_have_no_features() -> None:
-    model = reward_model_from(tiny.policy(), "outcome", 0)
-    assert pair_features(model, [], 1000).feature_CH.shape == (0, model.head.in_features)

@@ -62,7 +62,7 @@ def right(row: dict[str, Any]) -> bool:
     return better > worse
 
 
-@pytest.mark.parametrize("by", ["margin", "bald", "d_optimal", "random"])
+@pytest.mark.parametrize("by", ["margin", "d_optimal"])
 def test_chosen_pairs_have_the_labels_of_people(tmp_path: Path, by: str) -> None:
     notes = Notes()
     made = recipe(stage(labels=20, by=by, noise=0.0, price=0.5))
@@ -209,8 +209,11 @@ AFTER = [
 ]
 
 
-@pytest.mark.parametrize("then", AFTER, ids=["dpo", "people again"])
-@pytest.mark.parametrize("how", ["gone", "older", "changed"])
+@pytest.mark.parametrize(
+    ("how", "then"),
+    [("gone", AFTER[0]), ("older", AFTER[1]), ("changed", AFTER[0])],
+    ids=["gone", "older", "changed"],
+)
 def test_store_without_the_labels_of_a_round_is_refused(
     tmp_path: Path, how: str, then: dict[str, Any]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -94,15 +93,6 @@ def test_greedy_equals_the_naive_determinant_loop(seed: int) -> None:
     assert (np.diff(found.score) <= 1e-12).all()
 
 
-def test_greedy_is_near_the_best_batch() -> None:
-    factor = np.random.default_rng(0).normal(size=(10, 3)) * 2
-    best = max(
-        math.log(np.linalg.det(np.eye(3) + factor[list(b)].T @ factor[list(b)]))
-        for b in combinations(range(10), 3)
-    )
-    assert d_optimal_batch(factor, 3).score.sum() >= (1 - 1 / math.e) * best
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_first_two_are_no_duplicates(seed: int) -> None:
     """The pair that tells most is there three times, once the other way round, and once nearly; a
@@ -141,13 +131,6 @@ def beliefs_of_labels(seed: int = 0):  # type: ignore[no-untyped-def]
     posterior = laplace_posterior(generator.normal(size=(12, 5)), label, 1.0)
     pool = generator.normal(size=(40, 5))
     return posterior, pool, laplace_beliefs(posterior, pool)
-
-
-def test_laplace_beliefs_are_the_posteriors() -> None:
-    posterior, pool, beliefs = beliefs_of_labels()
-    np.testing.assert_allclose(beliefs.variance_C, posterior.variances(pool))
-    again = gaussian_uncertainty(posterior.differences(pool), posterior.variances(pool))
-    np.testing.assert_array_equal(beliefs.uncertainty.epistemic_C, again.epistemic_C)
 
 
 def test_each_method_takes_the_pairs_of_its_score() -> None:

@@ -298,11 +298,6 @@ BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "missing": (lambda p: {"path": str(p / "sums.jsnl")}, "there is no such file"),
     "folder": (lambda p: {"path": str(p)}, "is a folder"),
     "empty": (lambda p: {"path": text(p / "a.jsonl", "\n\n")}, "the data set is empty"),
-    "not JSON": (
-        lambda p: {"path": text(p / "a.jsonl", '{"question": "x", "gold": "1"}\n\n{"question": }')},
-        "a.jsonl:3: not JSON: Expecting value at column 14",
-    ),
-    "not an object": (lambda p: {"path": text(p / "a.jsonl", "[1]")}, "a.jsonl:1: a JSON list"),
     "column": (
         lambda p: {"path": text(p / "a.jsonl", '{"questions": "x", "gold": "1"}')},
         "a.jsonl:1: unknown column 'question': did you mean 'questions'?",
@@ -315,25 +310,9 @@ BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         lambda p: {"path": jsonl(p / "a.jsonl", [*ROWS[:2], {"question": "x"}])},
         "a.jsonl:3: unknown answer column 'gold'",
     ),
-    "no gold": (
-        lambda p: {"path": jsonl(p / "a.jsonl", [{"question": "x", "gold": None}])},
-        "a.jsonl:1: the answer column 'gold' is empty",
-    ),
-    "empty prompt": (
-        lambda p: {"path": jsonl(p / "a.jsonl", [{"question": " ", "gold": "1"}])},
-        "a.jsonl:1: the prompt is empty",
-    ),
-    "null prompt": (
-        lambda p: {"path": jsonl(p / "a.jsonl", [{"question": None, "gold": "1"}])},
-        "a.jsonl:1: column 'question' is empty",
-    ),
     "template": (
         lambda p: {"path": jsonl(p / "a.jsonl", ROWS), "prompt": "{question"},
         "prompt = '{question'",
-    ),
-    "no messages": (
-        lambda p: {"path": jsonl(p / "a.jsonl", [{"question": [1], "gold": "1"}])},
-        "a.jsonl:1: column 'question' holds a list that is not of messages",
     ),
     "option": (
         lambda p: {"path": jsonl(p / "a.jsonl", ROWS), "options": {"split": "x"}},

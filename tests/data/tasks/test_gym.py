@@ -37,6 +37,7 @@ def make(name: str, process: GymProcess, seed: int = 0, **options: object) -> Gy
     return gym_task(PREFIX + name, seed, Presentation(), options, process)
 
 
+@pytest.mark.slow
 def test_every_data_set_gives_prompts_and_knows_its_own_answers(process: GymProcess) -> None:
     names = [name for name in gym_names(process) if name != "composite"]
     assert len(names) > 90

@@ -33,7 +33,6 @@ from keel.preferences.store.store import PreferenceStore
 from keel.types import KeelError
 from tests.data.tasks.made import jsonl
 from tests.preferences.store.made import human, made, pair
-from tests.shared import shared_path
 
 CHAT = [{"role": "user", "content": "Hi"}]
 TRL: list[dict[str, Any]] = [
@@ -340,16 +339,6 @@ def test_helpsteer_preferences_are_soft(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- real files
-
-
-def test_mistakes_as_published(tmp_path: Path) -> None:
-    path = shared_path("data/bigbench-mistake/word_sorting.jsonl")
-    store, report = imported(tmp_path, "steps", path)
-    assert report.rows == report.added["steps"] + report.repeated > 100
-    out = tmp_path / "out.jsonl"
-    write_rows(out, steps_rows(store))
-    two, _ = imported(tmp_path, "steps", out, "b")
-    assert [r.labels for r in two.steps()] == [r.labels for r in store.steps()]
 
 
 # ---------------------------------------------------------------- aggregation

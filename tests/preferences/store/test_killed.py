@@ -95,6 +95,7 @@ def test_killed_writers_lose_nothing_that_was_acknowledged(seed: int, tmp_path: 
         assert left == PAIRS - len(people)
 
 
+@pytest.mark.slow
 def test_processes_may_create_one_store_at_once(tmp_path: Path) -> None:
     for attempt in range(3):
         path = tmp_path / f"{attempt}.db"

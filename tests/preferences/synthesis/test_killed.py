@@ -67,7 +67,7 @@ def kill_at(found: JudgeServer, folder: Path, number: int) -> int:
     return waiting
 
 
-@pytest.mark.quick("40")
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 7, 15, 22, 40])
 def test_no_answer_is_paid_twice_after_a_kill(at: int, tmp_path: Path) -> None:
     """In the sample's completions (1), its labels (7), the rest's completions (15, 22), labels."""

@@ -15,7 +15,6 @@ from keel.preferences.costs import describe_costs
 from keel.preferences.store.exports import preference_rows
 from keel.preferences.store.records import CompletionRecord, PromptRecord
 from keel.preferences.store.store import PreferenceStore
-from keel.preferences.synthesis.completions import ProgressNotes
 from keel.preferences.synthesis.forecast import ModelUsage, forecast_costs
 from keel.preferences.synthesis.options import (
     CompletionModel,
@@ -193,19 +192,6 @@ def test_the_reference_and_the_rubric_reach_the_judge(tmp_path: Path) -> None:
         assert found.log == []
 
 
-def test_two_models_and_one_that_judges_its_own(tmp_path: Path) -> None:
-    with server() as found:
-        chosen = options(found.url)
-        own = ModelServer(JUDGE, found.url, price=(1.0, 4.0), options=QUICK)
-        report = done(tmp_path / "a.db", replace(chosen, models=(*chosen.models, own), pairs=15))
-    audit = report.audit[0]
-    assert {row["model"] for row in audit["models"]} == {WRITER, JUDGE}
-    assert audit["own"]["n"] == 8 * 9
-    rates = {row["model"]: row["win_rate"]["mean"] for row in audit["models"]}
-    assert audit["own"]["mean"] == rates[JUDGE]
-    assert sum(rates.values()) == pytest.approx(1)
-
-
 def test_a_refused_prompt_is_stored_blank(tmp_path: Path) -> None:
     with server() as found:
         found.fault_of = lambda asked: (
@@ -226,6 +212,7 @@ def test_a_refused_prompt_is_stored_blank(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- forecast, ledger, budget
 
 
+@pytest.mark.slow
 def test_the_forecast_comes_first_and_holds_what_it_takes(tmp_path: Path) -> None:
     """10 of 40 prompts are the sample; what is spent lies in the forecast's interval."""
     lines: list[tuple[str, int]] = []
@@ -447,17 +434,6 @@ def test_prompts_of_the_store_are_those_without_a_file(tmp_path: Path) -> None:
         store.add([PromptRecord("one"), PromptRecord("two")])
         report = synthesize(store, options(found.url))
         assert report.added["completions"] == 6
-
-
-def test_progress_is_noted_now_and_then() -> None:
-    lines: list[str] = []
-    always = ProgressNotes(lines.append, "labels", 6, every=0.0)
-    for _ in range(3):
-        always.add(2)
-    assert lines == ["labels: 6", "labels: 2 of 6 done", "labels: 4 of 6 done"]
-    seldom = ProgressNotes(lines.append, "labels", 6, every=1e9)
-    seldom.add(2)
-    assert len(lines) == 4
 
 
 def test_it_runs_within_an_event_loop(tmp_path: Path) -> None:
