@@ -12,9 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from benchmarks import (
     loop,
@@ -74,19 +72,6 @@ def test_update_writes_its_ratios_and_a_row_for_each_case(smoke: Callable[..., P
     assert len({row.count("|") for row in printed.splitlines() if row.startswith("|")}) == 1
 
 
-def test_padded_gradient_does_not_depend_on_micro_batches() -> None:
-    """The agreement with Keel's own gradient is asserted by each run; here, the cutting's."""
-    case = Case("ragged", 5, 2, 6, 4, 9)
-    found = []
-    for tokens in (1, 10_000):
-        bench = update.bench_of(SMALL, tokens)
-        bench.sides(case)["padded"]()
-        found.append(bench.gradients("padded"))
-    for name, gradient in found[0].items():
-        # float32 sums of a few dozen tokens, in another order.
-        torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-7, msg=name)
-
-
 def test_update_detects_a_different_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = update.bench_of(SMALL, 10_000)
     case = Case("ragged", 5, 2, 6, 4, 9)
@@ -100,22 +85,6 @@ def test_update_detects_a_different_gradient(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(update, "prepared", skewed)
     with pytest.raises(AssertionError, match=r"shared: .* differs by 1\.0e-03"):
         update.agree(bench, case)
-
-
-def test_shared_side_packs_a_prompt_once() -> None:
-    made = update.rollouts(97, Case("ragged", 20, 4, 8, 6, 20))
-    row = update.grpo()
-    packed, shared = (update.prepared(row, made, on).actions.packed for on in (False, True))
-    assert len(packed.tokens_T) - len(shared.tokens_T) == 2 * 3 * 20
-
-
-def test_ragged_lengths_have_the_mean_and_bound_of_the_case() -> None:
-    case = Case("ragged", 1, 8, 8000)
-    lengths = [len(one) for _, one in update.rollouts(10, case).completions]
-    # The mean's standard error is under 60/√8000 = 0.7; of mean 60 before the cut, it were 57.8.
-    assert abs(np.mean(lengths) - 60) < 1.5
-    assert max(lengths) == 200
-    assert min(lengths) == 1
 
 
 # ---------------------------------------------------------------- growth
@@ -136,22 +105,6 @@ def test_growth_fits_each_series(smoke: Callable[..., Printed]) -> None:
     assert found["update_exponent"] == rows["sequences"]["exponent"]
     assert found["prefill_group_ratio"] == rows["group"]["last_over_first"]
     assert printed.count("\n| ") == 1 + len(rows)
-
-
-def test_growth_learns_as_a_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[Any] = []
-    monkeypatch.setattr(growth, "backward", lambda learner, row, batch, *_: batches.append(batch))
-    models = growth.Models(SMALL, {})
-    growth.learning(models.learner(SMALL.hidden_size), Case("equal", 20, 8, 16, 5))()
-    assert len(batches[0].actions.packed.tokens_T) == 2 * 20 + 16 * 5
-
-
-@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.7])
-def test_slope_is_the_exponent_of_growth(exponent: float) -> None:
-    sizes = [3, 10, 40, 41]
-    assert growth.slope(sizes, [0.3 * size**exponent for size in sizes]) == pytest.approx(
-        exponent, abs=1e-12
-    )
 
 
 # ---------------------------------------------------------------- the others

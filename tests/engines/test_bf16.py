@@ -193,8 +193,7 @@ def test_a_copy_keeps_ties_and_buffers_and_shares_what_has_the_type() -> None:
     assert mixed.norm.weight.data_ptr() == twin.norm.weight.data_ptr()
 
 
-@pytest.mark.parametrize("library", ["compiled", "modules"])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(("family", "library"), [("llama", "compiled"), ("qwen2", "modules")])
 def test_log_probs_are_near_the_trainers(
     family: str, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

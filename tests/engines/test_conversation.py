@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Lora
 from keel.engines import compiled
-from keel.engines.kv_cache import Prefill, PrefixCache
+from keel.engines.kv_cache import PrefixCache
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.scheduler import DecodeBatch
@@ -389,24 +389,6 @@ def test_a_prompt_finds_its_longest_beginning() -> None:
     assert known.tolist() == [0, 2, 1, 4, 0]
     assert taken == [entries[0], entries[2], entries[3]]
     assert len(pool._free) == free + 1
-
-
-def test_where_tokens_go_that_enter_behind_others() -> None:
-    lengths, known = np.array([3, 5, 2, 4, 6]), np.array([0, 3, 0, 3, 1])
-    entering = Prefill(lengths, 7, known)
-    expected = [(7 + e, p) for e in (0, 2) for p in range(lengths[e])]
-    expected += [(7 + e, p) for e in (1, 3, 4) for p in range(known[e], lengths[e])]
-    slots, places = entering.places()
-    assert list(zip(slots.tolist(), places.tolist(), strict=True)) == expected
-    assert entering.tokens == len(expected) == 13
-    assert entering.whole.tolist() == [3, 2]
-    assert [expected[last] for last in entering.last()] == [
-        (7 + e, length - 1) for e, length in enumerate(lengths)
-    ]
-    assert entering.order().tolist() == [0, 2, 1, 3, 4]
-    new = Prefill(lengths, 7)
-    assert new.whole.tolist() == lengths.tolist()
-    assert new.last().tolist() == (lengths.cumsum() - 1).tolist()
 
 
 def test_the_prefill_budget_counts_what_enters() -> None:

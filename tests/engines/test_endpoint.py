@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-import numpy as np
 import pytest
 
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
@@ -18,9 +17,9 @@ from keel.models.build import byte_tokenizer
 from keel.models.chat import ChatEncoder
 from keel.platform.loop_thread import LoopThread
 from keel.platform.time_limit import Hung
-from keel.types import Completion, Engine, Group, KeelError, ProgramInput, Prompt, Sampling
+from keel.types import Completion, Group, KeelError, ProgramInput, Prompt, Sampling
 from tests.engines.scripted import ScriptedEngine
-from tests.engines.tiny import stock_logits, tiny
+from tests.engines.tiny import tiny
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
@@ -69,57 +68,6 @@ def engine() -> NativeEngine:
     return NativeEngine(tiny("llama", **options), TOKENIZER)
 
 
-class Recorder(Engine):
-    """Passes calls on to an engine, and keeps its completions by the id of their prompt."""
-
-    def __init__(self, inner: NativeEngine) -> None:
-        self.inner, self.seen = inner, {}  # type: ignore[var-annotated]
-
-    def sample(self, prompts: Any, n: int, sampling: Sampling, seed: int, **_: Any) -> list[Group]:
-        groups = self.inner.sample(prompts, n, sampling, seed)
-        self.seen |= {g.prompt.id: (g.prompt.tokens, g.completions[0]) for g in groups}
-        return groups
-
-    def sync(self, weights: Any) -> None:
-        self.inner.sync(weights)
-
-
-def test_written_tokens_are_those_that_the_engine_sampled() -> None:
-    """Bytes that are no UTF-8 are not encoded again: random weights write many of them."""
-    recorder = Recorder(engine())
-
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        messages.append(post(given, messages, max_tokens=20))
-        messages.append({"role": "tool", "content": "tool says <eos> 7"})
-        post(given, messages, max_tokens=20)
-
-    groups = sample(recorder, program)
-    model = tiny("llama", vocab_size=len(TOKENIZER), max_position_embeddings=512, eos_token_id=EOS)
-    drifted, roles = 0, ["assistant", "environment"]
-    for group in groups:
-        for index, completion in enumerate(group.completions):
-            first = recorder.seen[f"{group.prompt.id}/0/{index}/0"]
-            second = recorder.seen[f"{group.prompt.id}/0/{index}/1"]
-            own = [*first[1].tokens.tolist(), *second[1].tokens.tolist()]
-            assert completion.tokens[completion.written].tolist() == own
-            assert group.prompt.tokens == first[0]
-            before = (*first[0], *first[1].tokens.tolist())
-            assert second[0][: len(before)] == before
-            context = TOKENIZER.decode(list(second[0][len(before) :]))
-            assert context.endswith("\nt:tool says <eos> 7<eos>\na:")
-            assert list(second[0][len(before) :]).count(EOS) <= 2
-            text = TOKENIZER.decode(first[1].tokens.tolist())
-            drifted += TOKENIZER.encode(text) != first[1].tokens.tolist()
-            tokens = [*group.prompt.tokens, *completion.tokens.tolist()]
-            logits = stock_logits(model, tokens)[len(group.prompt.tokens) - 1 : -1]
-            expected = logits.log_softmax(-1)[range(len(completion)), completion.tokens].numpy()
-            written = completion.written
-            np.testing.assert_allclose(completion.log_probs[written], expected[written], atol=1e-4)
-            assert [t["role"] for t in completion.turns] == [*roles, "assistant"]
-    assert drifted > 0
-
-
 def plain(groups: list[Group]) -> list[tuple[Any, ...]]:
     def one(c: Completion) -> tuple[Any, ...]:
         return c.tokens.tobytes(), c.log_probs.tobytes(), c.written.tobytes(), c.finish, c.turns
@@ -136,51 +84,6 @@ def test_time_changes_nothing() -> None:
 
     once = plain(sample(engine(), program))
     assert plain(sample(engine(), program, limit=4)) == once
-
-
-def test_tool_calls_are_read_and_returned_as_they_were() -> None:
-    call = 'I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    seen: list[dict[str, Any]] = []
-    lines = iter([call, "7"] * 6)
-
-    def program(given: ProgramInput) -> float:
-        messages = given.messages
-        tools = [{"type": "function", "function": {"name": "add"}}]
-        messages.append(post(given, messages, tools=tools))
-        seen.append(messages[-1])
-        messages.append({"role": "tool", "content": "7", "tool_call_id": "call_0_0"})
-        assert post(given, messages, tools=tools)["content"] == "7"
-        return 0.5
-
-    scripted = ScriptedEngine(lambda prompt, index: next(lines), TOKENIZER)
-    groups = sample(scripted, program, n=1, tokens=300, limit=1)
-    assert seen[0]["content"] == "I add."
-    assert json.loads(seen[0]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
-    assert groups[0].completions[0].text == call + "7"
-    assert groups[0].completions[0].columns == {"reward": 0.5}
-
-
-def test_a_conversation_that_differs_is_refused() -> None:
-    def program(given: ProgramInput) -> None:
-        post(given, given.messages)
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            post(given, [{"role": "user", "content": "another"}])
-        with caught.value as error:
-            assert "messages[0] differs" in error.read().decode()
-
-    sample(ScriptedEngine(lambda prompt, index: "yes", TOKENIZER), program)
-
-
-def test_a_program_without_budget_ends_with_length() -> None:
-    def program(given: ProgramInput) -> None:
-        try:
-            two_turns(given)
-        except urllib.error.HTTPError as error:
-            error.close()
-            raise ValueError("no more budget") from None
-
-    groups = sample(ScriptedEngine(lambda prompt, index: "yes", TOKENIZER), program, tokens=4)
-    assert {c.finish for group in groups for c in group.completions} == {"length"}
 
 
 @pytest.mark.parametrize("text", ["x" * 2_000_000, "é" * 300_000, "<eos>" * 200_000])

@@ -12,11 +12,8 @@ import numpy as np
 import openai
 import pytest
 
-from keel.engines.endpoint.programs import ProgramConfig, _Programs
-from keel.engines.endpoint.protocol import ChatRequest
-from keel.platform.loop_thread import LoopThread
 from keel.platform.time_limit import Hung
-from keel.types import KeelError, ProgramInput, Sampling
+from keel.types import KeelError, ProgramInput
 from tests.engines.test_endpoint_openai import (
     TOKENIZER,
     TOOLS,
@@ -132,17 +129,6 @@ def test_a_request_that_its_program_abandons_leaves_nothing() -> None:
         if "process_request" in thread.name:
             thread.join(10)
             assert not thread.is_alive()
-
-
-def test_a_request_after_all_programs_have_ended_is_refused() -> None:
-    config = ProgramConfig(name="mine:run", function=lambda given: None, limit=4, timeout=60.0)
-    engine = SpellingEngine(lambda name, turn: "yes")
-    programs = _Programs(engine, [], config, Sampling(4), 3, LoopThread())
-    before = programs._submit("key", ChatRequest(({"role": "user", "content": "1"},)))
-    programs.run()
-    after = programs._submit("key", ChatRequest(({"role": "user", "content": "1"},)))
-    for answer in (before, after):
-        assert str(answer.exception(timeout=10)) == "the run has stopped"
 
 
 def test_a_program_that_waits_for_no_answer_is_named() -> None:
@@ -280,7 +266,7 @@ def test_a_program_that_makes_no_new_request_is_named_with_its_last(
     assert line in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.5), np.int64(3), Fraction(1, 2)])
+@pytest.mark.parametrize("value", [True, np.float32(0.5), Fraction(1, 2)])
 def test_any_real_number_is_a_reward(value: Any) -> None:
     def program(given: ProgramInput) -> Any:
         with client_of(given) as client:

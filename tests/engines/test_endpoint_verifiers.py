@@ -17,6 +17,7 @@ from keel.cli.main import main
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.endpoint.verifiers import run, tasks
 from keel.learn.batch import from_groups
+from keel.models.chat import ChatEncoder
 from keel.platform.loop_thread import LoopThread
 from keel.runs import reader
 from keel.types import Group, KeelError, Prompt, Sampling
@@ -124,7 +125,7 @@ def sample(engine: Any, settings: Mapping[str, Any], n: int = 2, tokens: int = 9
     columns = [{key: value for key, value in row.items() if key != "prompt"} for row in rows]
     prompts = [Prompt(f"p{at}", row["prompt"], columns[at]) for at, row in enumerate(rows)]
     config = ProgramConfig(name="verifiers:run", function=run, limit=4, timeout=300.0)
-    parts = {"program": config, "tokenizer": TOKENIZER, "loop": LoopThread()}
+    parts = {"program": config, "chat": ChatEncoder(TOKENIZER), "loop": LoopThread()}
     return sample_with_program(engine, prompts, n, Sampling(tokens), 3, **parts)
 
 

@@ -54,27 +54,6 @@ def test_an_entry_keeps_its_pages_as_it_grows_and_moves() -> None:
     assert table.pages[2, 0] == gone
 
 
-def test_a_row_that_ends_at_its_first_token_never_had_a_page() -> None:
-    table = PageTable(PagePool(4, LIKE))
-    table.reserve(places(1, 1))
-    kept = table.pages[1, 0]
-    # Four rows, of which the last two never came to be decoded; the second stays, and the fourth.
-    table.close(moves([3], [0]), 2)
-    assert table.pages[1, 0] == kept
-    table.reserve(places(3, 3))
-    assert table.pages[0, 0] != kept
-
-
-def test_entries_from_some_slot_on() -> None:
-    table = PageTable(PagePool(4, LIKE))
-    table.reserve(places(3 * PAGE))
-    table.reserve(places(PAGE, 2 * PAGE + 1), first=1)
-    assert len(set(table.pages[:3].flatten().tolist()) - {0}) == 3 + 1 + 3
-    found = table.locate(np.array([1, 2]), np.array([3, 2 * PAGE + 5]))
-    assert found.page.tolist() == [table.pages[1, 0], table.pages[2, 2]]
-    assert found.place.tolist() == [3, 5]
-
-
 def test_no_page_is_held_twice_in_a_long_life() -> None:
     """Rows and prompts as a batch moves them, with lengths and ends at random."""
     generator = np.random.default_rng(0)

@@ -297,8 +297,9 @@ def test_a_python_without_vllm_names_the_log() -> None:
     log.unlink()
 
 
-@pytest.mark.parametrize("name", ["venv/bin/python", "~/venv/bin/python"])
-@pytest.mark.parametrize("by", ["key", "variable"])
+@pytest.mark.parametrize(
+    ("name", "by"), [("venv/bin/python", "key"), ("~/venv/bin/python", "variable")]
+)
 def test_python_is_found_from_this_folder_and_home(
     name: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,8 +69,8 @@ def test_a_server_that_hangs_is_started_again(
 def test_engine_is_not_hung_during_slow_requests(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(program, monkeypatch, 60.0, seconds=8.0)
-    with watching("the engine", 5.0, "raise rollout.timeout"):
+    case = Case(program, monkeypatch, 60.0, seconds=3.5)
+    with watching("the engine", 2.0, "raise rollout.timeout"):
         assert case.sample() == 4
     case.engine.close()
     assert case.notes == []
