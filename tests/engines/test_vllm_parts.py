@@ -80,7 +80,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         if request.param == "tcp"
         else ThreadingUnixStreamServer(path, Handler)
     ) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield (
             f"http://127.0.0.1:{server.server_address[1]}"
@@ -127,7 +127,7 @@ def test_no_server_is_not_healthy(nowhere: str) -> None:
     assert not VllmClient(nowhere, 1.0).healthy()
 
 
-@pytest.mark.parametrize("models", [None, {}, {"data": []}, {"data": {}}, [1], "text"])
+@pytest.mark.parametrize("models", [None, {"data": []}, {"data": {}}, "text"])
 def test_a_server_that_lists_no_model_is_refused(
     url: str, models: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +242,7 @@ def test_weights_go_where_there_is_space(tmp_path: Path) -> None:
     assert new_folder(0, tmp_path / "none").parent == Path(tempfile.gettempdir())
 
 
+@pytest.mark.slow
 def test_unwritable_weights_are_a_one_line_error() -> None:
     """By a limit of the size of files, in a process of its own."""
     code = """
