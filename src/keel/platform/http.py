@@ -11,6 +11,9 @@ import httpx2
 
 from keel.platform.loop_thread import LoopThread
 
+NONE_KEPT = httpx2.Limits(max_keepalive_connections=0)
+"""A connection for each request, so that a client that is dropped leaves none open."""
+
 
 class HttpFailure(Exception):
     """No reply came: the connection failed, or the time was over."""
@@ -23,7 +26,7 @@ def transport_to(url: str) -> tuple[str, httpx2.AsyncHTTPTransport]:
     """
     kind, _, path = url.partition(":")
     if kind == "unix" and path and "\0" not in path:
-        return "http://localhost", httpx2.AsyncHTTPTransport(uds=path)
+        return "http://localhost", httpx2.AsyncHTTPTransport(uds=path, limits=NONE_KEPT)
     try:
         parts = httpx2.URL(url)
     except httpx2.InvalidURL as error:
@@ -31,7 +34,7 @@ def transport_to(url: str) -> tuple[str, httpx2.AsyncHTTPTransport]:
     named = parts.scheme == "http" and parts.host and " " not in url
     if not named or (parts.port or 80) > 65535 or parts.path not in ("", "/"):
         raise ValueError("it is not http://HOST:PORT")
-    return url, httpx2.AsyncHTTPTransport()
+    return url, httpx2.AsyncHTTPTransport(limits=NONE_KEPT)
 
 
 class HttpClient:
