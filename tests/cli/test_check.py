@@ -56,6 +56,7 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert "did you mean 'tiny'?" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_sound_recipe_ends_0_and_leaves_nothing(keel: Keel, tmp_path: Path) -> None:
     done = keel(*TINY, "--price", "2")
     assert done.returncode == 0, done.stderr
@@ -97,8 +98,6 @@ def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("tinny",), "did you mean 'tiny'?"),
-        (("tiny", "stepps=3"), "did you mean 'steps'?"),
         (("tiny", "model.name=/nowhere"), "does not exist"),
         (("gone.toml",), "no such file"),
     ],

@@ -49,6 +49,7 @@ def test_what_is_printed_and_written(here: Path, capsys: Capture) -> None:
     assert [row["pair"] for row in again["chosen"]] == [row["pair"] for row in rows]
 
 
+@pytest.mark.slow
 def test_hidden_states_of_a_reward_model(here: Path, capsys: Capture) -> None:
     """What the model's own head says is learned from its hidden states."""
     model = reward_model_from(tiny.policy(), "outcome", 0)

@@ -53,9 +53,6 @@ def data(folder: Path, *rows: str) -> Words:
 
 ROW = json.dumps({"prompt": "12>", "answer": "12"})
 CASES: dict[str, tuple[Words, list[str]]] = {
-    "missing recipe": (["train", "none.toml"], ["none.toml", "no such file"]),
-    "unknown key": (["train", "tiny", "stepz=3"], ["stepz", "did you mean 'steps'"]),
-    "wrong type": (["train", "tiny", "steps=many"], ["steps", "'many'", "integer"]),
     "missing data": (
         ["train", "small.toml", "tasks=[{name='jsonl', path='none.jsonl'}]"],
         ["none.jsonl"],
@@ -69,7 +66,6 @@ CASES: dict[str, tuple[Words, list[str]]] = {
     "no such task": (["train", "small.toml", "tasks=[{name='sort'}]"], ["sort"]),
     "missing model": (["train", "small.toml", "model.name=./none"], ["none", "does not exist"]),
     "no command": (["trian"], ["trian"]),
-    "unknown preset": (["explain", "grop"], ["grop"]),
     "not a run": (["train", "--resume", "--run", "none"], ["none", "does not exist"]),
     "no task to evaluate": (["eval", "./none"], ["--task"]),
     "export of nothing": (["export", "none", "out"], ["none"]),

@@ -162,7 +162,7 @@ def test_disk_without_space_for_a_run_folder_is_not_changed(tmp_path: Path) -> N
         assert keel(tmp_path, "train", "tiny", *RUN, "steps=1", "--run", disk / "run")[0] == 2
 
 
-@pytest.mark.parametrize("left", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("left", [0, 4])
 def test_full_disk_under_a_database_asks_for_space(left: int, tmp_path: Path) -> None:
     """The log's index is made by what SQLite calls an I/O error where the disk has no room."""
     with mounts.small_disk(tmp_path / "disk", 1 << 20) as disk:

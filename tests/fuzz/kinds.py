@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz import held, strategies, tokenizers, trained
+from tests.fuzz import held, strategies, tokenizers
 
 
 @dataclass(frozen=True)
@@ -140,5 +140,4 @@ KINDS: dict[str, Kind] = {
         _encoded,
     ),
     "commands": Kind(8, strategies.commands, _command),
-    "runs": Kind(0.4, trained.inputs, trained.hold),
 }

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.fuzz.held import Outcome
 from tests.fuzz.kinds import KINDS
 
-EXAMPLES = {"recipes": 40, "tokenizers": 40, "runs": 4}
+EXAMPLES = {"recipes": 25, "tokenizers": 25}
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 

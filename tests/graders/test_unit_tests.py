@@ -413,7 +413,7 @@ def test_what_crosses_between_code_and_tests(
 
 @needs_bubblewrap
 def test_nothing_that_separates_lines_splits_a_message(run: Run) -> None:
-    for mark in ("\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\u2029"):
+    for mark in ("\n", "\r\n", "\x1c", "\u2028"):
         words = f"a{mark}garbled{mark}b"
         code = f"def f(x):\n  print({words!r})\n  if x is None: raise ValueError({words!r})\n"
         found = run(f"{code}  return x", f"assert f({words!r}) == {words!r}")

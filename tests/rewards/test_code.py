@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import math
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from keel.rewards import Scorer
 from keel.rewards.code import CodeReward, in_threads
 from keel.rewards.registry import load_reward
 from keel.types import KeelError
-from tests.platform.processes import children, eventually, resident_mb
+from tests.platform.processes import children, eventually
 from tests.shared import needs_bubblewrap
 
 ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(0) == 0"]
@@ -59,13 +58,6 @@ def test_rewards() -> None:
     assert asked.causes == ["", "", "test 0: AssertionError", ""]
     assert asked.metrics == {"code/passed": 2 / 3, "code/failed": 1 / 3}
     assert asked([], tests=[]) == []
-
-
-@needs_bubblewrap
-def test_an_example_after_the_code_is_not_judged() -> None:
-    usage = "Usage:\n```python\nprint(double(2))\n```"
-    message = [f"```python\n{code}```\n{usage}" for code in (RIGHT, "def double(x): return 4\n")]
-    assert Asked()(message, tests=[ASSERTS] * 2) == [1, 0]
 
 
 @needs_bubblewrap
@@ -116,42 +108,6 @@ def test_isolation_shared_puts_code_and_tests_in_one_interpreter() -> None:
     assert Asked()([cheat], tests=[ASSERTS]) == [0]
     assert Asked(isolation="process")([cheat], tests=[ASSERTS]) == [0]
     assert Asked(isolation="shared")([cheat], tests=[ASSERTS]) == [1]
-
-
-@needs_bubblewrap
-def test_a_helper_of_the_prompt_is_not_the_completions() -> None:
-    asked = Asked(tests="test", entry_point="entry_point", prepend="prompt")
-    row = {
-        "prompt": "def half(x):\n    return x / 2\n\ndef double(x):\n",
-        "entry_point": "double",
-        "test": "def check(candidate):\n    assert half(candidate(6)) == 6",
-    }
-    message = ["    return x + x\n", "    return 0\ndef half(x): return 6\n"]
-    assert asked(message, **{name: [value] * 2 for name, value in row.items()}) == [1, 0]
-
-
-@needs_bubblewrap
-def test_hostile_code_scores_0_and_leaves_no_trace() -> None:
-    home = Path.home() / "keel-was-here"
-    thrown = {
-        "import os\nwhile True: os.fork()": "BlockingIOError",
-        "while True: pass": "out of time",
-        "x = bytearray(10 * 10**9)": "MemoryError",
-        f"open({str(home)!r}, 'w')": f"'{home}'",
-        "import socket\nsocket.create_connection(('9.9.9.9', 80))": "Operation not permitted",
-        "for _ in range(10**6): print('x' * 1000)": "too much output",
-        "print('x' * 10**9)": "MemoryError",
-    }
-    asked = Asked(timeout=5.0)
-    processes, threads, resident = children(), set(threading.enumerate()), resident_mb()
-    assert asked([*thrown, RIGHT], tests=[ASSERTS] * 8) == [0] * 7 + [1]
-    for cause, expected in zip(asked.causes, thrown.values(), strict=False):
-        assert expected in cause
-    # A thread of another test may end meanwhile, so only new ones count.
-    assert children() <= processes
-    assert set(threading.enumerate()) <= threads
-    assert resident_mb() - resident < 50
-    assert not home.exists()
 
 
 @needs_bubblewrap

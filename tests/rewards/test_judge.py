@@ -219,7 +219,7 @@ def test_position_bias_counts_pairs_with_both_orders() -> None:
     assert position_bias(found) == pytest.approx((3 - 1) / 8)
 
 
-@pytest.mark.parametrize("n", range(9))
+@pytest.mark.parametrize("n", [0, 1, 4, 7])
 @pytest.mark.parametrize("rivals", [1, 2, 3, 20])
 def test_choose_pairs_gives_each_answer_its_rivals(n: int, rivals: int) -> None:
     pairs = choose_pairs(n, rivals)

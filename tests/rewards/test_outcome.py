@@ -157,7 +157,7 @@ def test_conversations_are_read_through_the_models_template(
     assert found == pytest.approx(plain_scores(tmp_path, [("1+1=", "2"), ("1+1=", "aa")]), abs=SAME)
 
 
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_tools_of_a_prompt_are_read_through_the_template(
     process: bool, tmp_path: Path, around: RewardContext
 ) -> None:
@@ -189,9 +189,6 @@ def test_an_answer_beyond_the_models_context_is_refused(
     says = r"completion 1 is 18 tokens with its prompt.*context of 16: lower rollout.max_tokens"
     with pytest.raises(KeelError, match=says):
         scorer([group(around.tokenizer, "1+1=", [fits, "a" * 13])], 0)
-
-
-# ---------------------------------------------------------------- with other rewards
 
 
 # ---------------------------------------------------------------- which model

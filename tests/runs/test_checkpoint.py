@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keel.config.optimisation import Checkpoints
@@ -285,7 +285,7 @@ state = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(state)
 def test_state_round_trips_through_json(value: Any) -> None:
     back = restore(json.loads(json.dumps(exact(value), allow_nan=False)))

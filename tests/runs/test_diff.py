@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,19 +148,11 @@ def test_other_content_of_a_model_is_named(
     assert "different content of model.name" in capsys.readouterr().out
 
 
-def test_two_runs_of_one_recipe_and_seed_are_the_same_without_torch(made: Path) -> None:
-    whole, twin, other = (str(made / name) for name in ("whole", "twin", "other"))
-    found = diff(whole, twin)
+def test_two_runs_of_one_recipe_and_seed_are_the_same(made: Path) -> None:
+    found = diff(made / "whole", made / "twin")
     assert found.same
     assert (found.recipe, found.environment, found.stages) == ((), (), ("rl",))
     assert (found.reach_a, found.reach_b, found.checkpoints) == (*[Point("rl", 3)] * 2, 3)
-    code = (
-        "import sys; from keel.runs.diff import diff; "
-        f"print(diff({whole!r}, {other!r}).same, diff({whole!r}, {twin!r}).same, "
-        "'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "False"]
 
 
 def test_times_pictures_and_bytes_that_hold_the_same_are_no_difference(
@@ -460,13 +450,6 @@ def test_what_follows_the_first_difference_is_not_read(whole: Path, copy: Path) 
         parquet(copy, step).write_bytes(b"damaged")
     edit_record(copy, 0, loss=5.0)
     assert where(whole, copy)[:3] == (1, "metrics.jsonl", "loss")
-
-
-def test_no_run_in_a_folder(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(KeelError, match="does not exist"):
-        diff(whole, tmp_path / "none")
-    with pytest.raises(KeelError, match="is no run folder"):
-        diff(tmp_path, whole)
 
 
 # ---------------------------------------------------------------- other kinds of stages

@@ -94,6 +94,7 @@ def test_wandb_logs_offline_and_resumes_its_run(tmp_path: Path) -> None:
     assert list(folder.trackers.glob("wandb/wandb/offline-run-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("offline")
 def test_wandb_gets_run_name_group_and_a_table_of_completions(tmp_path: Path) -> None:
     folder = two_stages(tmp_path)

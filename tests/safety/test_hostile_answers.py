@@ -336,3 +336,20 @@ def test_a_process_killed_from_outside_scores_nothing_by_itself(
     monkeypatch.setattr(Resident, "_send", killed)
     with pytest.raises(KeelError, match="killed twice"):
         score(task, answer)
+
+
+@needs_bubblewrap
+def test_an_answer_reads_no_file_of_the_user(tasks: dict[str, GymTask], tmp_path: Path) -> None:
+    """The right answer, but only to somebody who may read."""
+    task = tasks["countdown"]
+    gold = str(task.gold(prompt(task)))
+    (tmp_path / "hidden").write_text(gold)
+    assert score(task, gold) == 1
+    assert score(task, f"eval(open('{tmp_path}/hidden').read())") < 1
+
+
+@needs_bubblewrap
+def test_an_answer_as_a_python_list_is_read(tasks: dict[str, GymTask]) -> None:
+    """What the scorers evaluate for: the answer as a list, worth a share."""
+    task = tasks["string_insertion"]
+    assert 0 < score(task, repr(list(str(task.gold(prompt(task)))))) < 1

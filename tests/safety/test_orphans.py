@@ -91,9 +91,9 @@ def test_nothing_outlives_a_parent_that_is_killed(kind: str, tmp_path: Path) -> 
     ends_with_it(kind, "killed", tmp_path)
 
 
-@pytest.mark.parametrize("how", ["terminated", "interrupted"])
-def test_nor_one_that_is_told_twice_to_end(how: str, tmp_path: Path) -> None:
-    ends_with_it("trusted code", how, tmp_path)
+@pytest.mark.slow
+def test_nor_one_that_is_told_twice_to_end(tmp_path: Path) -> None:
+    ends_with_it("trusted code", "terminated", tmp_path)
 
 
 def ends_with_it(kind: str, how: str, folder: Path) -> None:

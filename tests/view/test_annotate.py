@@ -517,27 +517,6 @@ def test_other_hosts_need_the_token(tmp_path: Path, browser: sync_api.Browser) -
         context.close()
 
 
-@pytest.mark.slow
-def test_page_with_a_token_goes_on_after_a_restart(
-    tmp_path: Path, browser: sync_api.Browser
-) -> None:
-    with PreferenceStore(tmp_path / "a.db", create=True) as store:
-        store.add(pair(0))
-    token = "a-token-of-the-environment"
-    with Server(tmp_path / "a.db", "--host", "0.0.0.0", token=token) as served:
-        context = browser.new_context()
-        page = context.new_page()
-        page.goto(f"{served.url}/?token={token}")
-        page.goto(f"{served.url}/?annotator=ann")
-        page.locator("[data-testid=prompt]").wait_for()
-        page.evaluate("window.stale = true")
-        served.kill()
-        served.start()
-        page.wait_for_function("window.stale === undefined", timeout=3 * WAIT)
-        page.locator("[data-testid=prompt]").wait_for()
-        context.close()
-
-
 def test_loopback_refuses_other_hosts_and_sites(server: Server, browser: sync_api.Browser) -> None:
     page = browser.new_page()
     for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
