@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +12,9 @@ import torch
 from keel.cli.main import main
 from keel.learn.token_budget import TokenBudget, oom_context, out_of_memory
 from keel.models.packed import PackedSizes
-from keel.runs.reader import load
-from keel.training.run import train
 from keel.training.setup import token_budget
 from keel.training.state import Progress
 from keel.types import KeelError
-from tests.shared import ROOT
 from tests.training.small import small
 
 
@@ -115,21 +109,6 @@ def test_oom_context_names_action_and_hint() -> None:
         raise RuntimeError("shapes do not fit")
 
 
-def hungry(log_ratio_N: torch.Tensor, advantage_N: torch.Tensor) -> torch.Tensor:
-    """A surrogate for which 60 tokens fit."""
-    if len(log_ratio_N) > 60:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    return log_ratio_N.exp() * advantage_N
-
-
-def test_users_surrogate_without_memory_gets_smaller_batches(tmp_path: Path) -> None:
-    entry = "{kind='custom', function='tests.learn.test_budget:hungry'}"
-    folder = train(small(f"algorithm.surrogate={entry}", "evaluation.prompts=0"), tmp_path / "run")
-    texts = [event.get("text", "") for event in load(folder.path).events()]
-    assert any("out of memory with" in text and "going on with" in text for text in texts)
-    assert len(load(folder.path).metrics()) == 4
-
-
 def refuse(*_: object, **__: object) -> None:
     torch.empty(1 << 60, dtype=torch.uint8)
 
@@ -174,65 +153,3 @@ def test_budget_found_before_counts_where_it_is_less(
     budget = token_budget(stage, Progress(0, token_budget=found), writer)  # type: ignore[arg-type]
     assert budget.tokens == used
     assert budget.found == (used if used < asked else None)
-
-
-SCRIPT = """
-import resource, sys
-import torch
-torch.set_num_threads(1)
-from keel.models import packed
-from keel.training import rl
-from keel.training.run import train
-from tests.training.small import small
-
-room, tokens, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-recipe = small(
-    "rewards.functions=[{function='place_match'}]", "steps=2", "rollout.prompts_per_step=256",
-    "rollout.group_size=8", "evaluation.prompts=0", "optimizer.learning_rate=1e-3",
-    "rollouts_every=1", f"token_budget={tokens}",
-    # Scores from before memory runs out are of larger passes, which round otherwise.
-    "algorithm=dr_grpo", "algorithm.divergence.beta=0",
-)
-packed.ENOUGH_ON_CPU = 10**9  # passes of the processor's own choice would fit
-update_models = rl.update_models
-
-def limited(*given):
-    # Only while it learns: what sampling needs is not what this is about.
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    if room:
-        resource.setrlimit(resource.RLIMIT_AS, (used + room, free[1]))
-    try:
-        return update_models(*given)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, free)
-
-rl.update_models = limited
-train(recipe, folder)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_run_with_a_halved_budget_equals_one_with_that_budget(tmp_path: Path) -> None:
-    """A real limit of the address space, during the optimizer steps of a real run."""
-
-    def run(name: str, room: int, tokens: int) -> Path:
-        folder = tmp_path / name
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(room), str(tokens), str(folder)],
-            cwd=ROOT,
-            check=True,
-            timeout=300,
-        )
-        return folder
-
-    met = run("met", 30 << 20, 100_000)
-    state = json.loads((met / "checkpoints" / "step-000002" / "state.json").read_text())
-    found = state["token_budget"]
-    events = [json.loads(line) for line in (met / "events.jsonl").read_text().splitlines()]
-    assert any(f"going on with {found}" in event.get("text", "") for event in events)
-    asked = run("asked", 0, found)
-    assert (met / "metrics.jsonl").read_bytes() == (asked / "metrics.jsonl").read_bytes()
-    name = "checkpoints/step-000002/trainable.safetensors"
-    assert (met / name).read_bytes() == (asked / name).read_bytes()

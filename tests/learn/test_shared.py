@@ -99,7 +99,7 @@ ORDERS: dict[str, Sequence[int]] = {
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_shared_prompt_changes_no_score_and_no_gradient(family: str, order: Sequence[int]) -> None:
     chosen = batch().select(order)
     found = learner(family, value=True)

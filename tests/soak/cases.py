@@ -282,7 +282,7 @@ PIPELINES: dict[str, tuple[Make, Shows]] = {
 }
 
 
-def _spaced(case: Case, every: int, keep: int) -> Case:
+def spaced(case: Case, every: int, keep: int) -> Case:
     """The case with checkpoints every so many steps, so many of them kept."""
 
     def make(folder: Path) -> Recipe:
@@ -312,9 +312,9 @@ def _every() -> dict[str, Case]:
     }
     spacing = itertools.cycle(itertools.product((2, 1, 3), (1, 2)))
     cases = (Case(name, make, shows) for name, (make, shows) in parts.items())
-    spaced = {c.name: _spaced(c, *next(spacing)) for c in cases}
-    spaced["best"] = _spaced(Case("best", *LOOPS["best"]), 2, 1)
-    return spaced
+    every = {c.name: spaced(c, *next(spacing)) for c in cases}
+    every["best"] = spaced(Case("best", *LOOPS["best"]), 2, 1)
+    return every
 
 
 CASES: dict[str, Case] = _every()

@@ -52,10 +52,6 @@ def never(completions: list[str]) -> list[None]:
     return [None] * len(completions)
 
 
-def broken_advantage(reward_S: Any) -> Any:
-    return 1 / 0
-
-
 def shouts(prompt: Any, gold: str, rng: Any) -> str:
     return gold + "!"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +98,7 @@ def test_ties_do_not_change_the_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "loss"),
-    [
-        ({}, math.log(2)),
-        ({"smoothing": 0.3}, math.log(2)),
-        ({"loss": "ipo"}, 25.0),
-        ({"loss": "ipo", "beta": 0.25}, 4.0),
-    ],
+    [({}, math.log(2)), ({"loss": "ipo", "beta": 0.25}, 4.0)],
 )
 @pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
 def test_first_step_starts_at_the_reference(
@@ -223,7 +217,9 @@ def test_loss_and_gradient_equal_plain_transformers(loss: str, token_budget: int
         policy, reference_for(policy), beta=0.3, token_budget=token_budget, **LOSSES[loss]
     )
     moved(policy)
-    learned = work.backward(pairs_of(policy), work.budget.tokens)
+    pairs = pairs_of(policy)[::-1]  # the order does not matter
+    learned = work.backward(pairs, work.budget.tokens)
+    assert learned.tokens == sum(row.length for row in pairs)
     plain = tiny.stock(dtype=torch.float64)
     first = tiny.stock(dtype=torch.float64)
     plain.load_state_dict(policy.model.state_dict())
@@ -264,44 +260,6 @@ def test_lora_gradient_with_the_base_as_reference() -> None:
         torch.testing.assert_close(b.grad, scale * gradient @ a.T, rtol=1e-8, atol=EXACT)
         torch.testing.assert_close(a.grad, scale * b.T @ gradient, rtol=1e-8, atol=EXACT)
     assert all(p.grad is None for n, p in policy.named_parameters() if ".lora_" not in n)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", EXACT), ("float32", 1e-4)])
-def test_gradient_does_not_depend_on_micro_batches_or_order(
-    loss: str, dtype: str, tolerance: float
-) -> None:
-    """float32: sums of some hundred terms of size 1, in another order."""
-
-    def gradient(budget: int, order: Sequence[int]) -> tuple[dict[str, float], dict[str, Tensor]]:
-        policy = tiny.policy(dtype=dtype)
-        work = dpo_of(policy, reference_for(policy), token_budget=budget, **LOSSES[loss])
-        moved(policy)
-        pairs = pairs_of(policy)
-        learned = work.backward([pairs[at] for at in order], budget)
-        grads = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
-        assert learned.tokens == sum(row.length for row in pairs)
-        return learned.metrics, grads
-
-    metrics, wanted = gradient(10_000, range(4))
-    for budget, order in ((1, range(4)), (25, range(4)), (10_000, (3, 1, 0, 2))):
-        again, grads = gradient(budget, order)
-        assert again == pytest.approx(metrics, rel=tolerance, abs=tolerance)
-        for name, value in wanted.items():
-            torch.testing.assert_close(grads[name], value, rtol=tolerance, atol=tolerance)
-
-
-def test_evaluation_does_not_depend_on_the_token_budget() -> None:
-    policy = tiny.policy(dtype="float64")
-    reference = reference_for(policy)
-    moved(policy)
-    found = [
-        measure_pairs(
-            pairs_of(policy), dpo_of(policy, reference, token_budget=budget).implied_rewards
-        ).headline()
-        for budget in (1, 9999)
-    ]
-    assert found[0] == pytest.approx(found[1], rel=EXACT)
 
 
 # ---------------------------------------------------------------- conversations

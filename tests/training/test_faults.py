@@ -273,7 +273,7 @@ def test_non_finite_weights_stop_the_run_despite_skip(
     assert len(list((tmp_path / "run" / "faults").iterdir())) == 1
 
 
-@pytest.mark.parametrize("kind", ["rl", "dpo", "reward_model"])
+@pytest.mark.parametrize("kind", ["rl", "dpo"])
 def test_overflow_of_weights_in_the_last_step_is_an_error(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +290,9 @@ def test_overflow_of_weights_in_the_last_step_is_an_error(
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+NARROW = "algorithm.surrogate={kind='custom', function='tests.training.test_faults:narrow'}"
+
+
 def narrow(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
     """A surrogate that has no memory for more than 40 tokens."""
     if len(log_ratio_N) > 40:
@@ -298,8 +301,7 @@ def narrow(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
 
 
 def test_resume_keeps_a_halved_token_budget(tmp_path: Path) -> None:
-    entry = "algorithm.surrogate={kind='custom', function='tests.training.test_faults:narrow'}"
-    folder = train(small(*EVERY, entry), tmp_path / "run")
+    folder = train(small(*EVERY, NARROW), tmp_path / "run")
 
     def lacking(of: RunFolder) -> int:
         texts = [event.get("text", "") for event in load(of.path).events()]
@@ -320,6 +322,18 @@ def test_resume_keeps_a_halved_token_budget(tmp_path: Path) -> None:
     same(folder, again)
     assert budget(again) == budget(folder)
     assert lacking(again) == before, "the budget was looked for again"
+
+
+def test_halved_budget_equals_one_that_was_set(tmp_path: Path) -> None:
+    """No divergence: scores from before memory runs out are of larger passes, rounded otherwise."""
+    keys = (*EVERY, "algorithm.preset=dr_grpo", "algorithm.divergence.beta=0", "steps=2", NARROW)
+    met = train(small(*keys), tmp_path / "met")
+    found = json.loads((met.checkpoint(0, 2) / "state.json").read_text())["token_budget"]
+    asked = train(small(*keys, f"token_budget={found}"), tmp_path / "asked")
+    assert met.metrics.read_bytes() == asked.metrics.read_bytes()
+    name = "trainable.safetensors"
+    left, right = (folder.checkpoint(0, 2) / name for folder in (met, asked))
+    assert left.read_bytes() == right.read_bytes()
 
 
 def sleepy(completions: list[str], **kwargs: Any) -> list[float]:
@@ -348,8 +362,7 @@ def test_hanging_reward_saves_its_stack_and_the_run_resumes(tmp_path: Path) -> N
     assert [row["step"] for row in rows(train(None, folder.path, resume=True))] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("key", ["rewards.timeout", "rollout.timeout"])
-@pytest.mark.parametrize("value", ["1e10", "0"])
+@pytest.mark.parametrize(("key", "value"), [("rewards.timeout", "1e10"), ("rollout.timeout", "0")])
 def test_timeout_out_of_range_is_refused(key: str, value: str) -> None:
     with pytest.raises(KeelError, match=rf"^{key} = .*(less than or equal to 31536000|greater)"):
         small(f"{key}={value}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,115 +15,38 @@ from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
-from tests.training.judged import data, labelled, ones, recipe, traces
+from tests.soak.cases import CASES, IMITATE, JUDGE, JUDGED, REINFORCE, SAMPLED, spaced
+from tests.soak.killing import differences
+from tests.training.judged import recipe
 from tests.training.small import Stop
-from tests.training.test_resume import damage, same
-
-EVERY_SECOND: dict[str, Any] = {
-    "steps": 4,
-    "batch_size": 7,
-    "optimizer": {"learning_rate": 1e-2, "schedule": "cosine", "warmup_steps": 1},
-    "checkpoints": {"every": 2, "keep": 9},
-    "evaluation": {"every": 3},
-}
-"""Seven rows of the 24 a step: the last one runs over the end of an epoch."""
-LORA = {"base": {"lora": {"rank": 4}}}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "reward-model": ({"stage": "reward_model", "centering": 0.01}, {}),
-    "reward-model-lora": ({"stage": "reward_model", **LORA}, {}),
-    "reward-model-of-lora-policy": ({"stage": "reward_model"}, {"lora": {"rank": 4}}),
-    "labels": ({"stage": "reward_model", "objective": "labels"}, {}),
-    "process": ({"stage": "process_reward_model", "separator": " "}, {}),
-    "process-lora": ({"stage": "process_reward_model", "separator": " ", **LORA}, {}),
-    "dpo": ({"stage": "dpo"}, {}),
-    "dpo-ipo-lora": ({"stage": "dpo", "loss": "ipo"}, {"lora": {"rank": 4}}),
-}
-TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
-DENSE = {"functions": [{"function": "place_match"}]}
-SAMPLED = {
-    "tasks": [TASK],
-    "rewards": DENSE,
-    "train": 24,
-    "validation": 8,
-    "group_size": 4,
-    "max_tokens": 5,
-    "noise": 0.1,
-}
-IMITATE: dict[str, Any] = {
-    "stage": "sft",
-    "steps": 2,
-    "batch_size": 8,
-    "tasks": [TASK],
-    "optimizer": {"learning_rate": 5e-3},
-    "checkpoints": {"every": 1, "keep": 9},
-}
-REINFORCE: dict[str, Any] = {
-    "stage": "rl",
-    "steps": 3,
-    "algorithm": "ppo",
-    "tasks": [TASK],
-    "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 5},
-    "optimizer": {"learning_rate": 1e-3},
-    "evaluation": {"every": 2, "prompts": 8, "component": "hidden_rule"},
-    "checkpoints": {"every": 2, "keep": 9},
-    "rewards": {
-        "functions": [
-            {"function": "outcome", "options": {"stage": "reward_model"}},
-            {"function": "task", "name": "hidden_rule", "weight": 0.0},
-        ]
-    },
-}
+from tests.training.test_resume import damage
 
 
-def alike(a: RunFolder, b: RunFolder) -> None:
-    """As `same`, and what stages of this kind write: models, rows, figures, pictures."""
-    same(a, b)
-    for name in ("models", "rows", "pictures"):
-        left, right = (_files(folder.path / name) for folder in (a, b))
-        assert left == right, name
-    printed = [json.loads(folder.run_json.read_text()) for folder in (a, b)]
-    for key in ("measured", "evaluation", "tokens", "finished"):
-        assert printed[0].get(key) == printed[1].get(key), key
-    checkpoints = [[e.path.name for e in load(folder.path).checkpoints()] for folder in (a, b)]
-    assert checkpoints[0] == checkpoints[1]
-    assert not [p for p in b.path.rglob("*") if p.name.startswith(".") and p.name != ".lock"]
+def made_of(case: str, folder: Path) -> Recipe:
+    """The case with a checkpoint every second step, all kept."""
+    return spaced(CASES[case], every=2, keep=9).make(folder)
 
 
-def _files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def one_stage(case: str, folder: Path) -> Recipe:
-    keys, model = CASES[case]
-    made = traces if keys["stage"] == "process_reward_model" else ones
-    made = labelled if keys.get("objective") == "labels" else made
-    source = data(folder, made(24, 1), made(12, 2))
-    return recipe({**keys, **EVERY_SECOND, "data": source}, **model)
-
-
-def three_stages(**judge: Any) -> Recipe:
-    judge = {"stage": "reward_model", **EVERY_SECOND, "sampled": SAMPLED, **judge}
-    return recipe(IMITATE, judge, REINFORCE)
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("reward-model-lora", "dpo")
+@pytest.mark.parametrize("case", JUDGED)
 def test_resume_from_the_previous_checkpoint_ends_the_same(case: str, tmp_path: Path) -> None:
     """The last checkpoint is torn, and the model that came of it is gone."""
-    made = one_stage(case, tmp_path)
+    made = made_of(case, tmp_path)
     whole = train(made, tmp_path / "whole")
     again = train(made, tmp_path / "again")
-    alike(whole, again)
+    assert differences(whole.path, again.path) == []
     damage(again, 0, 4)
     shutil.rmtree(again.path / "models", ignore_errors=True)
     train(None, again.path, resume=True)
-    alike(whole, again)
+    assert differences(whole.path, again.path) == []
 
 
-@pytest.mark.parametrize("case", ["reward-model-lora", "process", "dpo-ipo-lora"])
+@pytest.mark.quick("1-dpo-ipo-lora")
+@pytest.mark.parametrize("case", ["process", "dpo-ipo-lora"])
 @pytest.mark.parametrize("step", [1, 4])
 def test_resume_of_an_interrupted_stage_ends_the_same(case: str, step: int, tmp_path: Path) -> None:
     """At a step without a checkpoint of its own, and at the last."""
-    made = one_stage(case, tmp_path)
+    made = made_of(case, tmp_path)
     whole = train(made, tmp_path / "whole")
     stage = whole.stages[0]
     again = RunFolder(tmp_path / "again", whole.stages)
@@ -137,7 +59,7 @@ def test_resume_of_an_interrupted_stage_ends_the_same(case: str, step: int, tmp_
         assert [e.place.step for e in load(again.path).checkpoints()] == [step]
         assert not (again.path / "models").exists()
         train(None, again.path, resume=True)  # the checkpoint that the stop left goes with the next
-    alike(whole, again)
+    assert differences(whole.path, again.path) == []
 
 
 # ---------------------------------------------------------------- three stages
@@ -146,7 +68,8 @@ def test_resume_of_an_interrupted_stage_ends_the_same(case: str, step: int, tmp_
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """SFT, a reward model from sampled pairs, then PPO against it: never stopped."""
-    return train(three_stages(), tmp_path_factory.mktemp("three") / "whole")
+    folder = tmp_path_factory.mktemp("three")
+    return train(made_of("three-stages", folder), folder / "whole")
 
 
 def copied(whole: RunFolder, folder: Path) -> RunFolder:
@@ -173,14 +96,15 @@ def test_rl_uses_the_reward_model_of_an_earlier_stage(whole: RunFolder) -> None:
 
 RESUMED: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "in rl": (2, 2, ()),
-    "before the reward model is saved": (1, 4, ("models",)),
-    "after the reward model is saved": (1, 4, ()),
+    "before the reward model is saved": (1, 3, ("models",)),
+    "after the reward model is saved": (1, 3, ()),
     "in the reward model": (1, 2, ("models",)),
-    "between train and validation rows": (0, 2, ("models", "pictures", "validation")),
-    "in sft, with rows and models of later stages": (0, 1, ()),
+    "between train and validation rows": (0, 3, ("models", "pictures", "validation")),
+    "in sft, with rows and models of later stages": (0, 2, ()),
 }
 
 
+@pytest.mark.quick("before the reward model is saved")
 @pytest.mark.parametrize(("stage", "step", "removed"), RESUMED.values(), ids=RESUMED)
 def test_resume_of_three_stages_ends_the_same(
     whole: RunFolder, stage: int, step: int, removed: tuple[str, ...], tmp_path: Path
@@ -201,18 +125,8 @@ def test_resume_of_three_stages_ends_the_same(
     times = {path: path.stat().st_mtime_ns for path in kept if path.exists()}
     train(None, again.path, resume=True)
     shutil.rmtree(partial, ignore_errors=True)
-    alike(whole, again)
+    assert differences(whole.path, again.path) == []
     assert {path: path.stat().st_mtime_ns for path in times} == times
-
-
-@pytest.mark.parametrize(("stage", "step"), [("sft", 2), ("reward_model", 3), ("rl", 1)])
-def test_resume_of_three_stages_after_an_interrupt(
-    whole: RunFolder, stage: str, step: int, tmp_path: Path
-) -> None:
-    with pytest.raises(Interrupted):
-        train(three_stages(), tmp_path / "again", callbacks=[Stop(step, stage=stage)])
-    again = train(None, tmp_path / "again", resume=True)
-    alike(whole, again)
 
 
 def other_model(run: RunFolder, other: RunFolder) -> None:
@@ -221,13 +135,14 @@ def other_model(run: RunFolder, other: RunFolder) -> None:
     shutil.copytree(other.models_folder, run.models_folder)
 
 
+@pytest.mark.quick("reward_model")
 @pytest.mark.parametrize("kind", ["reward_model", "process_reward_model"])
 def test_reward_model_of_another_run_is_refused(kind: str, tmp_path: Path) -> None:
     if kind == "reward_model":
-        made = three_stages()
+        made = made_of("three-stages", tmp_path)
     else:
         rewards = {"functions": [{"function": "step_match"}]}
-        judge = {"stage": kind, **EVERY_SECOND, "sampled": {**SAMPLED, "rewards": rewards}}
+        judge = {**JUDGE, "stage": kind, "sampled": {**SAMPLED, "rewards": rewards}}
         learned = {"functions": [{"function": "process", "options": {"stage": kind}}]}
         reinforce = {**REINFORCE, "algorithm": "grpo_process", "rewards": learned}
         reinforce["evaluation"] = {"every": 0}
@@ -248,15 +163,17 @@ def test_reward_model_of_another_run_is_refused(kind: str, tmp_path: Path) -> No
     train(None, run.path, resume=True)
 
 
-def test_reward_model_replaced_before_the_next_stage_is_restored(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_reward_model_replaced_before_the_next_stage_is_restored(
+    whole: RunFolder, tmp_path: Path
+) -> None:
     """The newest checkpoint is the last of its own stage: the model is that of the checkpoint."""
-    made = three_stages()
-    whole = train(made, tmp_path / "whole")
-    again = train(made, tmp_path / "again")
+    made = made_of("three-stages", tmp_path)
+    again = copied(whole, tmp_path / "again")
     other = train(made.model_copy(update={"seed": 1}), tmp_path / "other")
     for entry in again.list_checkpoints():
         if entry.place.stage == 2:
             shutil.rmtree(entry.path)
     other_model(again, other)
     train(None, again.path, resume=True)
-    alike(whole, again)
+    assert differences(whole.path, again.path) == []

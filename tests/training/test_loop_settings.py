@@ -98,17 +98,3 @@ def test_default_learning_rate_of_the_value_model() -> None:
             assert stage.value.optimizer is not None
             assert stage.value.optimizer.learning_rate == own
         assert stage.value.optimizer.warmup_steps == 3
-
-
-def test_sequence_ratio_with_a_value_model(tmp_path: Path) -> None:
-    """GSPO with a critic: one advantage for a whole completion."""
-    folder = run(
-        tmp_path,
-        "algorithm={preset='gspo', advantage={kind='value_baseline'}, value={coefficient=0.1}}",
-        "value.optimizer.learning_rate=1e-2",
-        DENSE,
-        "steps=2",
-    )
-    rows = metrics(folder)
-    assert rows[1]["value/mean"] != 0.0
-    assert rows[1]["ratio/mean"] != 1.0

@@ -101,23 +101,6 @@ def test_rollouts_ahead_use_the_weights_of_the_step_before(
     assert threads() == []
 
 
-def test_rollouts_ahead_are_off_policy_by_one_step(tmp_path: Path) -> None:
-    keys = ("algorithm.correction.kind=truncate", DENSE, FAST_RATE, "minibatches=2", "steps=3")
-    name = "sampling/sampling_logp_difference/mean"
-    gaps = {
-        ahead: [
-            row[name]
-            for row in load(
-                train(small(*keys, f"rollout.async_level={ahead}"), tmp_path / str(ahead)).path
-            ).metrics()
-        ]
-        for ahead in (0, 1)
-    }
-    assert max(gaps[0]) < 1e-4  # the engine's float32 and the trainer's
-    assert gaps[1][0] == gaps[0][0]
-    assert min(gaps[1][1:]) > 10 * max(gaps[0])
-
-
 def test_sampling_overlaps_with_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each update but the last waits until the next sampling has begun, and vice versa."""
     sampling, learning = threading.Semaphore(0), threading.Semaphore(0)
@@ -165,17 +148,6 @@ def test_resume_with_rollouts_ahead_ends_the_same(case: str, tmp_path: Path) -> 
     assert differences(whole.path, again.path) == []
 
 
-def test_resume_of_a_stopped_run_ends_the_same(tmp_path: Path) -> None:
-    recipe = small(*KEYS, "checkpoints.every=2", "checkpoints.keep=1", "steps=3")
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    train(recipe, whole)
-    for at, stop in enumerate((Stop(evaluation=0), Stop(1))):
-        with pytest.raises(Interrupted):
-            train(recipe if at == 0 else None, again, resume=at > 0, callbacks=[stop])
-    train(None, again, resume=True)
-    assert differences(whole, again) == []
-
-
 def test_resume_asks_a_judge_nothing_twice(tmp_path: Path) -> None:
     """Not even without a memory of its own on the disk."""
     with JudgeServer() as server:
@@ -206,24 +178,6 @@ def test_resume_without_async_level_uses_saved_rollouts(tmp_path: Path) -> None:
     again = load(folder.path).rollouts(3)
     assert [row["completion"] for row in again] == [row["completion"] for row in rows]
     assert not (folder.checkpoint(0, 3) / PENDING).exists()
-
-
-def test_saved_rollouts_equal_the_recorded_ones(tmp_path: Path) -> None:
-    folder = train(small(*KEYS, "checkpoints.every=1", "steps=2"), tmp_path / "run")
-    (pending,) = read_pending(folder.checkpoint(0, 1))
-    assert pending.step == 2
-    rows = load(folder.path).rollouts(2)
-    answers = [g.prompt.columns["answer"] for g in pending.rollouts.groups for _ in g.completions]
-    assert [row["expected"] for row in rows] == answers
-    completions = [c for group in pending.rollouts.groups for c in group.completions]
-    for row, completion in zip(rows, completions, strict=True):
-        assert row["tokens"] == completion.tokens.tolist()
-        assert completion.tokens.dtype == np.int64
-        assert completion.log_probs.dtype == np.float32
-        assert completion.written.dtype == np.bool_
-        assert (row["completion"], row["finish"]) == (completion.text, completion.finish)
-    assert read_pending(folder.checkpoint(0, 2)) == ()
-    assert read_pending(None) == ()
 
 
 def written(folder: Path, keys: dict[str, Any]) -> Pending:
@@ -376,25 +330,6 @@ def test_failure_of_the_update_cancels_generation_ahead(
     assert len(steps) <= 100 * WAIT
 
 
-def test_prefetch_thread_ends_at_its_next_check() -> None:
-    began = threading.Event()
-
-    def draw() -> Rollouts:
-        began.set()
-        while True:
-            time.sleep(0.01)
-            raise_if_cancelled()
-
-    def learn() -> None:
-        with RolloutPrefetcher(lambda step, turn: draw, 1).prefetch(1, 9):
-            assert began.wait(WAIT)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        learn()
-    assert threads() == []
-
-
 def test_prefetch_thread_that_never_checks_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     began, over = threading.Event(), threading.Event()
 
@@ -417,18 +352,6 @@ def test_prefetch_thread_that_never_checks_is_abandoned(monkeypatch: pytest.Monk
         if thread.name == "keel-ahead":
             thread.join(WAIT)
     assert threads() == []
-
-
-def test_no_prefetch_after_the_last_step_or_when_off() -> None:
-    def draw() -> Rollouts:
-        raise AssertionError
-
-    sampling = RolloutPrefetcher(lambda step, turn: draw, 1)
-    with sampling.prefetch(9, 9):
-        assert threads() == []
-    with RolloutPrefetcher(lambda step, turn: draw, 0).prefetch(1, 9):
-        assert threads() == []
-    assert sampling.pending == ()
 
 
 # ---------------------------------------------------------------- several steps ahead

@@ -32,8 +32,10 @@ def test_later_stage_starts_from_the_earlier_reward_model(
     assert (tmp_path / "run/models/second/adapter").is_dir() == (lora is not None)
 
 
-@pytest.mark.parametrize("kind", ["reward_model", "process_reward_model"])
-@pytest.mark.parametrize("name", ["later", "absent", "sft"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("reward_model", "later"), ("reward_model", "absent"), ("process_reward_model", "sft")],
+)
 def test_base_that_is_no_earlier_stage_of_the_kind_is_refused(
     kind: str, name: str, tmp_path: Path
 ) -> None:

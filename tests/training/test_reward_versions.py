@@ -84,8 +84,8 @@ def test_replay_needs_a_model_that_has_learned_before() -> None:
         )
 
 
-def iterated(times: int, **keys: Any) -> Any:
-    """A reward model, then rounds of policy steps and of training it further."""
+def iterated() -> Any:
+    """A reward model, then two rounds of policy steps and of training it further."""
     judge = {"stage": "reward_model", "name": "judge", "sampled": SAMPLED, **BRIEF}
     policy = {
         "stage": "rl",
@@ -105,15 +105,19 @@ def iterated(times: int, **keys: Any) -> Any:
             "name": "iterated",
             "threads": 1,
             "model": MODEL,
-            "stages": [judge, policy, {**update, **keys}],
-            "repeat": {"stages": ["grpo", "update"], "times": times},
+            "stages": [judge, policy, update],
+            "repeat": {"stages": ["grpo", "update"], "times": 2},
         }
     )
 
 
-def test_rewards_carry_the_version_and_every_version_is_measured(tmp_path: Path) -> None:
-    made = iterated(2)
-    folder = train(made, tmp_path / "run")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return train(iterated(), tmp_path_factory.mktemp("rounds") / "run")
+
+
+def test_rewards_carry_the_version_and_every_version_is_measured(folder: RunFolder) -> None:
+    made = iterated()
     rows = [load(folder.path).rollouts(1, stage) for stage in ("grpo-1", "grpo-2")]
     assert [{row["extra/version"] for row in step} for step in rows] == [{"judge"}, {"update-1"}]
     found = info(folder)["forgetting"]["update-2"]
@@ -133,8 +137,7 @@ def test_rewards_carry_the_version_and_every_version_is_measured(tmp_path: Path)
     assert [is_newest(made, stage) for stage in stages] == [False, False, True]
 
 
-def test_each_round_begins_with_the_reference_set_to_the_policy(tmp_path: Path) -> None:
-    folder = train(iterated(2), tmp_path / "run")
+def test_each_round_begins_with_the_reference_set_to_the_policy(folder: RunFolder) -> None:
     for stage in ("grpo-1", "grpo-2"):
         first = load(folder.path).rollouts(1, stage)
         assert all(row["reference_log_probs"] == row["old_log_probs"] for row in first)
@@ -142,10 +145,12 @@ def test_each_round_begins_with_the_reference_set_to_the_policy(tmp_path: Path) 
     assert any(row["reference_log_probs"] != row["old_log_probs"] for row in last)
 
 
-@pytest.mark.parametrize(("stage", "step"), [("grpo-1", 1), ("update-1", 1), ("update-2", 1)])
-def test_stopped_rounds_end_with_the_same_bytes(tmp_path: Path, stage: str, step: int) -> None:
-    whole = train(iterated(2), tmp_path / "whole")
+@pytest.mark.quick("update-2")
+@pytest.mark.parametrize("stage", ["grpo-1", "update-2"])
+def test_stopped_rounds_end_with_the_same_bytes(
+    folder: RunFolder, tmp_path: Path, stage: str
+) -> None:
     with pytest.raises(Interrupted):
-        train(iterated(2), tmp_path / "stopped", callbacks=[Stop(step, stage=stage)])
+        train(iterated(), tmp_path / "stopped", callbacks=[Stop(1, stage=stage)])
     stopped = train(None, tmp_path / "stopped", resume=True)
-    same(whole.path, stopped.path)
+    same(folder.path, stopped.path)

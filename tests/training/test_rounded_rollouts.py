@@ -21,9 +21,7 @@ COLDER = "studies.zoo_parts:colder"
 """An engine that samples at another temperature than it is asked for."""
 
 
-@pytest.mark.parametrize(
-    "model", [(), ("model.build.family=gpt2",), ("model.lora.rank=4",)], ids=["", "gpt2", "lora"]
-)
+@pytest.mark.parametrize("model", [(), ("model.lora.rank=4",)], ids=["full", "lora"])
 def test_bfloat16_rollouts_with_float32_evaluation(
     model: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

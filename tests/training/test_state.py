@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import random
 import re
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,17 +26,13 @@ from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.native import NativeEngine
-from keel.learn import token_budget as budget
 from keel.learn.optimizer import AdamW
 from keel.learn.token_budget import TokenBudget
-from keel.models.policy import Policy
 from keel.platform.signals import Interrupt, Interrupted
 from keel.runs import checkpoint
 from keel.runs.callbacks import Callbacks
 from keel.runs.writer import Clock, Reached, Recorder
-from keel.training import judged_data as rows_judged
 from keel.training import loop as loops
-from keel.training import supervised as fit
 from keel.training.run import train
 from keel.training.state import State
 from tests.soak.cases import CASES
@@ -219,32 +213,6 @@ def test_package_globals_do_not_change(
     assert undeclared(seen[0]) == []
 
 
-def test_resume_restores_a_halved_token_budget(
-    tmp_path: Path, looking: list[Seen], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory runs out once, in the first pass over more than one sequence."""
-    real = budget.TokenBudget.fitting
-    failed: list[int] = []
-
-    def fitting(self: TokenBudget, attempt: Callable[[int], Any], *rest: Any, **named: Any) -> Any:
-        def once(tokens: int) -> Any:
-            if not failed:
-                failed.append(tokens)
-                raise MemoryError
-            return attempt(tokens)
-
-        return real(self, once, *rest, **named)
-
-    monkeypatch.setattr(TokenBudget, "fitting", fitting)
-    stopped("ppo-critic-rate", tmp_path)
-    (live,) = looking
-    (name,) = [name for name in live.after if name.endswith(".budget.tokens")]
-    assert int(live.after[name].value) < failed[0]
-    assert undeclared(live) == []
-    train(None, tmp_path / "run", resume=True)
-    assert differing(live.after, looking[1].before) == []
-
-
 # ---------------------------------------------------------------- undeclared state is found
 
 
@@ -259,13 +227,6 @@ def _before(
         return real(self, *arguments, **named)
 
     monkeypatch.setattr(kind, method, called)
-
-
-def _engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(engine: Any) -> None:
-        engine.asked = getattr(engine, "asked", 0) + 1
-
-    _before(monkeypatch, NativeEngine, "sample", count)
 
 
 def _closure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,27 +256,6 @@ def _average(monkeypatch: pytest.MonkeyPatch) -> None:
     _before(monkeypatch, AdamW, "apply", average)
 
 
-def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random generator."""
-
-    def sample(stream: Any) -> None:
-        stream.chance = getattr(stream, "chance", None) or np.random.default_rng(0)
-        stream.chance.random()
-
-    _before(monkeypatch, PromptStream, "take", sample)
-
-
-def _policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer."""
-
-    def drift(policy: Any) -> None:
-        if not hasattr(policy, "drift"):
-            policy.register_buffer("drift", torch.zeros(1))
-        policy.drift += 1
-
-    _before(monkeypatch, Policy, "scores", drift)
-
-
 def _generator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shared random generator."""
     _before(monkeypatch, NativeEngine, "sample", lambda engine: torch.rand(1))
@@ -324,11 +264,8 @@ def _generator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("hide", "where"),
     [
-        (_engine, r"\.engine\.asked$"),
         (_closure, r"\.budget\.(_note|remember)\(notes\)#$"),
         (_average, r"\.average$"),
-        (_stream, r"\.stream\.chance$"),
-        (_policy, r"\['drift'\]$"),
         (_generator, r"^chance\.torch$"),
     ],
 )
@@ -355,65 +292,3 @@ def test_declared_state_that_is_not_saved_is_found(
     train(None, tmp_path / "run", resume=True)
     lost = differing(looking[0].after, looking[1].before)
     assert [name.rpartition(".")[2] for name in lost] == ["_draws"]
-
-
-def test_undeclared_state_of_a_dpo_stage_is_found(
-    tmp_path: Path, looking: list[Seen], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A counter in a global of a module, and one in what draws the rows."""
-    real = rows_judged.of_step
-
-    def counted(rows: Any, *arguments: Any) -> Any:
-        counted.calls = getattr(counted, "calls", 0) + 1  # type: ignore[attr-defined]
-        return real(rows, *arguments)
-
-    monkeypatch.setattr("keel.training.supervised.of_step", counted)
-    monkeypatch.setattr(rows_judged, "counter", {"n": 0}, raising=False)
-    seen = look(monkeypatch, process=True)
-    real_improve = fit.update
-
-    def improve(*arguments: Any) -> Any:
-        rows_judged.counter["n"] += 1  # type: ignore[attr-defined]
-        return real_improve(*arguments)
-
-    monkeypatch.setattr(fit, "update", improve)
-    train(CASES["dpo"].make(tmp_path), tmp_path / "run")
-    found = undeclared(seen[0])
-    assert "keel.training.judged_data.counter['n']" in found
-    assert any(name.startswith("keel.training.supervised.of_step.dict") for name in found), found
-
-
-# ---------------------------------------------------------------- shared random generators
-
-
-@pytest.fixture
-def chance() -> Iterator[None]:
-    """The shared generators, put back after the test."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    yield
-    torch.set_rng_state(before[0])
-    np.random.set_state(before[1])
-    random.setstate(before[2])
-
-
-@pytest.mark.usefixtures("chance")
-@pytest.mark.parametrize("case", ["lora-ppo-reset", "dpo"])
-def test_shared_random_generators_do_not_affect_a_run(case: str, tmp_path: Path) -> None:
-    recipe = CASES[case].make(tmp_path)
-    rows = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
-        before = list(_chance().values())
-        folder = train(recipe, tmp_path / str(seed))
-        assert list(_chance().values()) == before
-        rows.append(folder.metrics.read_bytes())
-    assert rows[0] == rows[1]
-
-
-def _chance() -> Leaves:
-    walk = Walk()
-    for name, value in of_chance():
-        walk.walk(value, name)
-    return walk.found

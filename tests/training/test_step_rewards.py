@@ -74,11 +74,9 @@ def test_step_rewards_unfit_for_the_advantage_are_refused(
 @pytest.mark.parametrize(
     ("algorithm", "rewards", "message"),
     [
-        ("grpo", BUILT_IN, "whole answers"),
         ("grpo", STEPS, "whole answers"),
         ("grpo_process", "rewards.functions=[{function='place_match'}]", "needs rewards of steps"),
         ("grpo_process", STEPS, None),
-        ("ppo", STEPS, None),
     ],
 )
 def test_check_finds_step_rewards_unfit_for_the_advantage(

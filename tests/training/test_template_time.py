@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +13,19 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
+from keel.cluster import ray_stage
 from keel.config.model import BuildModel
 from keel.config.schema import Recipe
 from keel.config.sources import RewardSource
 from keel.models.build import build_tokenizer
 from keel.platform.signals import Interrupted
 from keel.rewards.registry import RewardContext
-from keel.training import remote
 from keel.training.evaluation import evaluate, evaluate_reward_model
 from keel.training.run import train
-from keel.training.template_time import time_read_by
+from keel.training.template_time import templates_at, time_read_by
+from tests.soak.cases import IMITATE, REINFORCE, SAMPLED
 from tests.training.judged import MODEL, data, ones, recipe
 from tests.training.small import Stop
-from tests.training.test_judging_resume import IMITATE, REINFORCE, SAMPLED
 from tests.training.test_resume import same
 
 FIRST, LATER = "2026-11-25T23:59:58", "2027-02-03T04:05:06"
@@ -67,6 +68,7 @@ def stages(*names: str, template: str) -> Recipe:
     return recipe(*(known[name] for name in names), chat_template=template)
 
 
+@pytest.mark.quick("('dpo',)-seconds")
 @pytest.mark.parametrize(
     ("names", "template"),
     [
@@ -122,7 +124,7 @@ def test_reward_in_another_process_renders_with_the_runs_time(
     source = RewardSource(function=f"{rendered.__module__}:{rendered.__name__}")
     found = []
     for time in times:
-        worker = remote._RewardWorker({0: source}, RewardContext(template_time=time))
+        worker = ray_stage._RewardWorker({0: source}, RewardContext(), partial(templates_at, time))
         with closing(worker._loop):
             found.append(worker.call(0, {"completions": ["a"]}, [])[0])
     assert found == [[2026.0], [2027.0]]
