@@ -60,6 +60,7 @@ def brief(folder: Path, **keys: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- learning
 
 
+@pytest.mark.quick("sigmoid")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_policy_learns_to_prefer_chosen_answers(loss: str, tmp_path: Path) -> None:
     """Over three seeds validation accuracy came to 86 % and more."""
@@ -78,6 +79,7 @@ def test_policy_learns_to_prefer_chosen_answers(loss: str, tmp_path: Path) -> No
     assert every[-1]["rewards/accuracies"] > 0.75
 
 
+@pytest.mark.quick("sigmoid")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_exchanged_answers_are_learned(loss: str, tmp_path: Path) -> None:
     source = data(tmp_path, exchanged(ones(400, 1)), ones(150, 7))

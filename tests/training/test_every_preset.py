@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from keel.algorithms.presets import PRESETS
@@ -62,21 +61,6 @@ def test_reference_is_saved_only_with_a_divergence(tmp_path: Path) -> None:
     without = run(tmp_path / "b", *overrides("dr_grpo"))
     assert (load(with_kl.path).checkpoints()[-1].path / "reference.safetensors").exists()
     assert not (load(without.path).checkpoints()[-1].path / "reference.safetensors").exists()
-
-
-def test_recorded_advantages_of_grpo(tmp_path: Path) -> None:
-    """GRPO's advantages of a group, from its recorded rewards, by hand."""
-    folder = run(tmp_path / "run", *overrides("grpo"))
-    rows = load(folder.path).rollouts(1)
-    groups: dict[int, list] = {}  # type: ignore[type-arg]
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
-    assert len(groups) == 4
-    for members in groups.values():
-        rewards = torch.tensor([m["reward"] for m in members], dtype=torch.float64)
-        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        for member, value in zip(members, expected.tolist(), strict=True):
-            assert member["advantages"] == pytest.approx([value] * len(member["tokens"]), abs=1e-5)
 
 
 def test_recorded_terms_of_several_updates_add_up_to_the_loss(tmp_path: Path) -> None:

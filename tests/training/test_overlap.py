@@ -81,6 +81,7 @@ CASES: dict[str, Sequence[str]] = {
 }
 
 
+@pytest.mark.quick("composed", "refills")
 @pytest.mark.parametrize("case", CASES)
 def test_run_with_overlap_writes_the_same_bytes(case: str, tmp_path: Path) -> None:
     keys = [*CASES[case], "steps=3"]

@@ -127,6 +127,7 @@ def test_sampling_overlaps_with_the_update(tmp_path: Path, monkeypatch: pytest.M
 # ---------------------------------------------------------------- killed and resumed
 
 
+@pytest.mark.quick("ahead")
 @pytest.mark.parametrize("case", CHECKED)
 def test_resume_with_rollouts_ahead_ends_the_same(case: str, tmp_path: Path) -> None:
     """From the checkpoint after the second step, and rollouts of the third in it."""

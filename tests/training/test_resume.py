@@ -80,6 +80,7 @@ def damage(folder: RunFolder, stage: int, step: int) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+@pytest.mark.quick("ppo-head", "lora-reset", "bfloat16")
 @pytest.mark.parametrize("case", CASES)
 def test_resume_ends_as_the_uninterrupted_run(case: str, tmp_path: Path) -> None:
     """The last checkpoint is damaged, so that the run goes on from the one before."""

@@ -187,6 +187,7 @@ def _read(recipe: Recipe) -> Recipe:
     return load_recipe(tomllib.loads(to_toml(recipe)))
 
 
+@pytest.mark.quick("ahead", "lora-reset", "dpo")
 @pytest.mark.parametrize("case", STOPPED)
 def test_state_that_changes_is_declared_and_restored(
     case: str, tmp_path: Path, looking: list[Seen]

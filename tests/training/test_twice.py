@@ -14,6 +14,8 @@ from tests.shared import ROOT
 from tests.soak.cases import CASES
 from tests.soak.killing import differences
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("lora-reset", "three-stages")
 SCRIPT = """
 import random, sys
