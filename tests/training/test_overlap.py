@@ -230,24 +230,6 @@ def test_streamed_groups_are_those_of_sample(rows: int, temperature: float) -> N
     assert rows < 64 or order != sorted(order)
 
 
-def test_group_is_passed_on_before_the_next_is_sampled() -> None:
-    engine = NativeEngine(tiny("llama", seed=5), TOKENIZER, max_num_seqs=2)
-    seen: list[int] = []
-
-    class Enough(Exception):
-        pass
-
-    def take(place: int, group: Group) -> None:
-        seen.append(place)
-        raise Enough
-
-    grad = torch.is_grad_enabled()
-    with pytest.raises(Enough):
-        engine.sample(ragged_prompts(6), 2, Sampling(8), 0, on_group=take)
-    assert seen == [0]
-    assert torch.is_grad_enabled() == grad
-
-
 def test_non_finite_logits_name_the_first_prompt() -> None:
     """Such a group is never passed on; the message is that of `sample`."""
     model = tiny("llama", seed=5)
