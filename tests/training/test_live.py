@@ -19,6 +19,7 @@ from keel.algorithms.presets import PRESETS
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel
 from keel.models.build import build_tokenizer
+from keel.preflight.check import Report
 from keel.training.live import collect_inputs
 from keel.training.stages.rl import RLStage
 from keel.types import KeelError
@@ -247,10 +248,13 @@ def test_errors_of_functions_name_a_call_that_resumes(tmp_path: Path) -> None:
         keel.train(folder=tmp_path / "run", **arguments(rewards=breaks))
 
 
-def test_runs_reports_and_errors_show_in_few_words(whole: Any) -> None:
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return keel.check(**{key: value for key, value in arguments().items() if key != "progress"})
+
+
+def test_runs_reports_and_errors_show_in_few_words(whole: Any, report: Any) -> None:
     assert repr(whole) == f"TrainedRun({str(whole.folder.path)!r}, stages=rl)"
-    given = {key: value for key, value in arguments().items() if key != "progress"}
-    report = keel.check(**given)
     lines = repr(report).splitlines()
     assert lines[0] == f"Report('grpo', {len(report.findings)} findings)"
     assert [line.strip() for line in lines[1:]] == [
@@ -326,11 +330,10 @@ def test_error_in_a_callback_is_named(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- check
 
 
-def test_check_takes_the_arguments_of_train() -> None:
-    given = {key: value for key, value in arguments().items() if key != "progress"}
-    report = keel.check(**given)
+def test_check_takes_the_arguments_of_train(report: Any) -> None:
     assert [stage.name for stage in report.stages] == ["rl"]
     assert not [one for one in report.findings if one.severity == "error"]
+    given = {key: value for key, value in arguments().items() if key != "progress"}
     with pytest.raises(KeelError, match="unknown key 'stepps'"):
         keel.check(**given, stepps=3)
 

@@ -78,6 +78,7 @@ def plain_scores(folder: Path, validation: list[dict[str, Any]], column: str) ->
 # ---------------------------------------------------------------- learning
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16.0}], ids=["full", "lora"])
 def test_bradley_terry_learns(lora: dict[str, Any] | None, tmp_path: Path) -> None:
     validation = ones(150, 7)
@@ -174,6 +175,7 @@ FLIPPED: dict[str, tuple[dict[str, Any], Rows, Rows]] = {
 BELOW = {"pairs": 0.15, "labels": 0.2, "steps": 0.15}
 
 
+@pytest.mark.quick("labels")
 @pytest.mark.parametrize("kind", FLIPPED)
 def test_flipped_labels_are_learned(kind: str, tmp_path: Path) -> None:
     keys, train_rows, validation = FLIPPED[kind]

@@ -202,6 +202,7 @@ def test_state_that_changes_is_declared_and_restored(
     assert differing(live.after, looking[1].before) == []
 
 
+@pytest.mark.quick("process")
 @pytest.mark.parametrize("case", ["composed", "process"])
 def test_package_globals_do_not_change(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

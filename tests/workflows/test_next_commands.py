@@ -14,6 +14,7 @@ from tests.training.judged import recipe
 from tests.training.test_reward_model_stage import pairs
 
 
+@pytest.mark.quick("dpo")
 @pytest.mark.parametrize("kind", ["dpo", "reward_model", "sft dpo"])
 def test_commands_that_a_run_prints_succeed(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
