@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,9 +65,15 @@ class Notes:
         self.texts.append(text)
 
 
-def test_condition_is_shown_and_recorded_once_during_the_run(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Notes]:
+    """A run whose reward is at its maximum, and the notes that it showed; tests only read it."""
     notes = Notes()
-    run = train(tmp_path / "run", callbacks=[notes])
+    return train(tmp_path_factory.mktemp("finished") / "run", callbacks=[notes]), notes
+
+
+def test_condition_is_shown_and_recorded_once_during_the_run(finished: tuple[Run, Notes]) -> None:
+    run, notes = finished
     (event,) = diagnoses(run)
     assert event["condition"] == "saturated-reward"
     assert event["last_step"] < STEPS
@@ -78,9 +85,9 @@ def test_condition_is_shown_and_recorded_once_during_the_run(tmp_path: Path) -> 
 
 
 def test_a_run_is_byte_for_byte_that_without_diagnosis(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Run, Notes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_it = train(tmp_path / "with")
+    with_it, _ = finished
     assert diagnoses(with_it)
     monkeypatch.setattr(DiagnosisMonitor, "on_step", lambda self, state: None)
     without = train(tmp_path / "without")
@@ -97,8 +104,8 @@ def test_error_in_a_condition_is_noted_once(
         raise ZeroDivisionError("in a condition")
 
     monkeypatch.setattr(monitor, "conditions_of", broken)
-    run = train(tmp_path / "run")
-    assert len(run.metrics()) == STEPS
+    run = train(tmp_path / "run", steps=12)
+    assert len(run.metrics()) == 12
     (event,) = diagnoses(run, "diagnosis_failed")
     assert "ZeroDivisionError: in a condition" in event["text"]
 
@@ -142,8 +149,10 @@ def test_other_stages_are_not_diagnosed(tmp_path: Path) -> None:
     assert not diagnoses(run, "diagnosis_failed")
 
 
-def test_train_ends_with_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = train(tmp_path / "run")
+def test_train_ends_with_what_was_found(
+    finished: tuple[Run, Notes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = finished
     show(Console(file=sys.stdout, width=300), run.folder)
     out = capsys.readouterr().out
     assert "warning: The reward is at its maximum" in out
@@ -155,9 +164,10 @@ def test_train_ends_with_what_was_found(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_train_prints_the_diagnoses_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Run, Notes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = train(tmp_path / "run").folder
+    shutil.copytree(finished[0].folder.path, tmp_path / "run")
+    folder = RunFolder.open(tmp_path / "run")
 
     def ended(callbacks: Sequence[object]) -> RunFolder:
         return folder

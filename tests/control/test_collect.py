@@ -148,14 +148,6 @@ def test_buffers_grow() -> None:
 # ---------------------------------------------------------------- draws
 
 
-def uniform(actions: int) -> Categorical:
-    actor = Categorical(2, actions, Network(hidden=(4,)), seed=0)
-    with torch.no_grad():
-        for p in actor.parameters():
-            p.zero_()
-    return actor
-
-
 def test_draws_follow_from_the_generator_and_see_normal_observations() -> None:
     seen: list[npt.NDArray[np.float32]] = []
 

@@ -13,7 +13,7 @@ import pytest
 
 from keel.config.control import Environment
 from keel.control import spaces
-from keel.control.collect import ChooseActions, Collected, collect_episodes, collect_steps
+from keel.control.collect import ChooseActions, collect_episodes, collect_steps
 from keel.control.environments import Environments
 from keel.types import KeelError
 from tests.control import worlds
@@ -29,10 +29,9 @@ def opened(
     *,
     seed: int = SEED,
     group: int = 1,
-    vectorization: Any = "sync",
     **options: Any,
 ) -> Iterator[Environments]:
-    choice = Environment(id=name, count=count, options=options, vectorization=vectorization)
+    choice = Environment(id=name, count=count, options=options)
     environments = Environments(choice, count, seed, group)
     try:
         yield environments
@@ -40,33 +39,11 @@ def opened(
         environments.close()
 
 
-def transitions(collected: Collected) -> tuple[Rows, Rows]:
-    """What the learners make of an iteration: the states before and after each action."""
-    after_NO = np.roll(collected.observation_NO, -1, axis=0)
-    after_NO[np.cumsum(collected.lengths) - 1] = collected.last_state_SO
-    return collected.observation_NO, after_NO
-
-
 def false_ones(before_NO: Rows, after_NO: Rows) -> int:
     """Transitions of a Counter that no environment made."""
     other_episode_N = before_NO[:, 0] != after_NO[:, 0]
     other_step_N = after_NO[:, 1] != before_NO[:, 1] + 1
     return int((other_episode_N | other_step_N).sum())
-
-
-# ---------------------------------------------------------------- transitions
-
-
-@pytest.mark.parametrize("ending", ["terminated", "truncated", "both", "mixed"])
-def test_no_transition_crosses_a_reset(ending: str) -> None:
-    with opened(ending=ending) as by_steps, opened(ending=ending) as by_episodes:
-        for _ in range(3):
-            some = collect_steps(by_steps, worlds.choose_all, 17)
-            whole = collect_episodes(by_episodes, worlds.choose_all, 7)
-            assert len(some.reward_N) == 17 * 3
-            assert len(some.finished.lengths) > 5  # there are resets to cross
-            assert false_ones(*transitions(some)) == 0
-            assert false_ones(*transitions(whole)) == 0
 
 
 # ---------------------------------------------------------------- seeds

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from keel.control.collect import Collected, Finished
 from keel.control.normalise import EPSILON, LIMIT, Moments
-from keel.control.policy_gradient import _discounted
 
 Reals = npt.NDArray[np.float64]
 
@@ -65,41 +61,3 @@ def test_a_constant_stays_finite() -> None:
 
 
 # ---------------------------------------------------------------- discounted returns
-
-
-def iteration(parts: dict[int, list[float]], ended: set[int]) -> Collected:
-    """An iteration of these rewards, by episode."""
-    nothing: Any = np.zeros((0, 1), dtype=np.float32)
-    numbers = np.array(sorted(ended), dtype=np.int64)
-    return Collected(
-        observation_NO=nothing,
-        action_N=nothing,
-        reward_N=np.concatenate([parts[n] for n in sorted(parts)]),
-        lengths=tuple(len(parts[n]) for n in sorted(parts)),
-        episode_S=np.array(sorted(parts)),
-        last_state_SO=nothing,
-        terminated_S=np.array([n in ended for n in sorted(parts)]),
-        finished=Finished(np.zeros(len(ended)), np.zeros(len(ended), dtype=np.int64), numbers),
-    )
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-def test_discounted_returns_are_those_of_a_loop(gamma: float) -> None:
-    rng = np.random.default_rng(5)
-    lengths = [{4: 3, 7: 1, 9: 5}, {4: 2, 9: 4, 10: 1}, {9: 6, 10: 2, 11: 3}]
-    ends = [{7}, {4}, {9, 10}]
-    carried: dict[int, float] = {}
-    loop: dict[int, float] = {}
-    for part_lengths, ended in zip(lengths, ends, strict=True):
-        parts = {n: rng.normal(size=length).tolist() for n, length in part_lengths.items()}
-        wanted = []
-        for number in sorted(parts):
-            for reward in parts[number]:
-                loop[number] = reward + gamma * loop.get(number, 0.0)
-                wanted.append(loop[number])
-        collected = iteration(parts, ended)
-        found_N = _discounted(collected, gamma, carried)
-        np.testing.assert_allclose(found_N, wanted, rtol=0, atol=1e-12)  # float64, sums of a few
-        last_S = np.cumsum(collected.lengths) - 1
-        carried = dict(zip(collected.episode_S.tolist(), found_N[last_S], strict=True))
-        carried = {n: value for n, value in carried.items() if n not in ended}

@@ -21,7 +21,6 @@ from keel.control.collect import Collected, Experience, collect_episodes, collec
 from keel.control.normalise import Moments
 from keel.control.policy_gradient import FALLBACK_BUDGET, PolicyGradient
 from keel.learn.batch import Estimates, TrainBatch
-from keel.types import KeelError
 from tests.control import stages, worlds
 from tests.control.worlds import Floats, Step
 
@@ -411,13 +410,6 @@ def test_presets_run_on_cartpole(name: str) -> None:
             assert metrics["updates"] == 2 * pg.stage.epochs
             assert not torch.equal(pg.trained.vector, before)
             before = pg.trained.vector.detach().clone()
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_rows_of_completions_are_refused_in_one_line(name: str) -> None:
-    with pytest.raises(KeelError, match="completions") as caught:
-        load_control(name, "CartPole-v1")
-    assert "\n" not in str(caught.value)
 
 
 def test_real_actions() -> None:

@@ -208,7 +208,7 @@ SHORT_EPISODES = ("environment.options.max_episode_steps=20", "replay.warmup=599
 
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("n_step", [1, 3])
-def test_targets_are_those_of_the_objective(double: bool, n_step: int) -> None:
+def test_targets_are_those_of_a_loop(double: bool, n_step: int) -> None:
     settings = (f"double={str(double).lower()}", f"n_step={n_step}", "gamma=0.9")
     with learner(*settings, *SHORT_EPISODES) as q:
         played(q)
@@ -226,19 +226,7 @@ def test_targets_are_those_of_the_objective(double: bool, n_step: int) -> None:
     chosen = online if double else target
     value = torch.stack([row[best] for row, best in zip(target, chosen.argmax(-1), strict=True)])
     assert (online.argmax(-1) != target.argmax(-1)).float().mean() > 0.05  # double differs
-    reward, end = drawn.reward_BK[:, 0], drawn.terminated_BK[:, 0]
-    if n_step == 1 and double:
-        wanted = background.double_td_target(reward, online, target, end, gamma=0.9)
-    elif n_step == 1:
-        wanted = background.td_target(reward, target, end, gamma=0.9)
-    else:
-        steps = drawn.steps_B
-        wanted = background.n_step_target(
-            drawn.reward_BK, drawn.terminated_BK, value, gamma=0.9, steps_B=steps
-        )
-        assert set(steps.tolist()) == {1, 2, 3}
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    # And as a loop says it.
+    assert set(drawn.steps_B.tolist()) == set(range(1, n_step + 1))
     for b in range(200):
         total, alive = 0.0, True
         for k in range(int(drawn.steps_B[b])):

@@ -222,6 +222,16 @@ def test_tuned_settings_load(algorithm: str, environment: str) -> None:
         ("grpo_process", "CartPole-v1", (), "for completions, not environments"),
         ("opd", "CartPole-v1", (), "for completions, not environments"),
         ("missing.toml", None, (), "no such file"),
+        ("ppo", "Pendulum-v1", ("environment.options.render_mode=human",), "set by Keel"),
+        ("ppo", "Pendulum-v1", ("group_size=2",), "compares no episodes"),
+        ("grpo", "CartPole-v1", ("minibatches=17",), "is more than the 16 episodes"),
+        ("dqn", "CartPole-v1", ("steps=500",), "leaves none of 500 steps"),
+        (
+            "ppo",
+            "Pendulum-v1",
+            ("algorithm.divergence={to='reference'}", "normalisation.observations=true"),
+            "frozen reference",
+        ),
     ],
 )
 def test_wrong_recipes(
@@ -286,27 +296,6 @@ def test_an_environment_that_fails_is_named(tmp_path: Path) -> None:
     for name, words in (("Raises-v0", "ValueError: broken"), ("NaN-v0", "not finite")):
         with pytest.raises(KeelError, match=words):
             control(load_control("ppo", f"tests.control.blind:{name}", text), tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "overrides", "words"),
-    [
-        ("ppo", ("environment.options.render_mode=human",), "set by Keel"),
-        ("ppo", ("group_size=2",), "compares no episodes"),
-        ("grpo", ("minibatches=17",), "is more than the 16 episodes"),
-        ("dqn", ("steps=500",), "leaves none of 500 steps"),
-        (
-            "ppo",
-            ("algorithm.divergence={to='reference'}", "normalisation.observations=true"),
-            "frozen reference",
-        ),
-    ],
-)
-def test_recipes_that_do_not_hold_together(
-    algorithm: str, overrides: tuple[str, ...], words: str
-) -> None:
-    with pytest.raises(KeelError, match=words):
-        load_control(algorithm, "Pendulum-v1" if algorithm == "ppo" else "CartPole-v1", overrides)
 
 
 def test_the_early_stop_works_without_a_ratio_too(tmp_path: Path) -> None:

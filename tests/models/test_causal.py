@@ -168,27 +168,6 @@ def test_families_are_taken_where_they_keep_the_threads_busy(
     assert ran == [f"keel_causal_{name}" for name in names]
 
 
-def test_the_longest_work_comes_first() -> None:
-    """By what queries see: a piece after a prompt sees more than one of its length that is not."""
-    plan = causal.CausalPlan([30, 50, 10, 40, 10, 10], [-1, -1, 0, -1, 3, 3])
-    assert plan.families.piece.tolist() == [3, 1, 0]
-    assert plan.families.count.tolist() == [40, 50, 30]
-    plan = causal.CausalPlan([30, 300, 10, 20], [-1, -1, 0, 0])
-    assert list(zip(plan.keys.piece, plan.keys.first, strict=True)) == [
-        (1, 0),  # 256 keys, of which 300 queries see more than half
-        (0, 0),
-        (1, 256),
-        (3, 0),
-        (2, 0),
-    ]
-    assert list(zip(plan.queries.piece, plan.queries.first, strict=True)) == [
-        *((1, first) for first in (192, 256, 128, 64, 0)),
-        (3, 0),
-        (0, 0),
-        (2, 0),
-    ]
-
-
 def test_tokens_are_as_many_as_the_pieces_have() -> None:
     given = leaves(12, SHAPES["grouped"])
     with pytest.raises(ValueError, match="the layout has 13 tokens, but got 12"):

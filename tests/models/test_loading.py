@@ -27,7 +27,7 @@ from keel.models.build import (
 )
 from keel.models.chat import Encoder
 from keel.models.families import FAMILIES
-from keel.models.loading import check_pair, describe_model, load_model, load_tokenizer
+from keel.models.loading import describe_model, load_model, load_tokenizer
 from keel.models.policy import load_policy
 from keel.models.reward import load_reward_model
 from keel.models.tokenizer_round_trip import PROBES, Served, reloaded, served
@@ -338,11 +338,6 @@ def test_a_generation_config_that_cannot_be_used_is_refused(
     _refused(folder, reason)
 
 
-def test_a_folder_without_a_generation_config_loads(folder: Path) -> None:
-    (folder / "generation_config.json").unlink()
-    assert load_policy(Model(name=str(folder), device="cpu"), 0).model.generation_config is not None
-
-
 def test_no_end_of_sequence_token(folder: Path) -> None:
     _edit(folder / "tokenizer_config.json", eos_token=None)
     load_policy(Model(name=str(folder), device="cpu"), 0)  # the generation config has one
@@ -386,11 +381,3 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(KeelError, match="torch sees no GPU"):
         load_model(spec().model_copy(update={"device": "cuda"}), 0)
-
-
-def test_the_pair_is_checked_by_name() -> None:
-    ours = policy("llama")
-    ours.tokenizer.eos_token = None
-    ours.model.generation_config.eos_token_id = None
-    with pytest.raises(KeelError, match="model 'mine' has no end-of-sequence token"):
-        check_pair(ours.model, ours.tokenizer, "mine")

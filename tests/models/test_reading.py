@@ -211,11 +211,6 @@ def test_runs_of_neighbours_keep_to_the_budget(lengths: list[int], budget: int) 
             assert sum(lengths[spans[number - 1]]) + lengths[span.start] > budget
 
 
-def test_runs_of_neighbours_by_hand() -> None:
-    assert PackedSizes([3, 2, 1]).spans(5) == [slice(0, 2), slice(2, 3)]
-    assert PackedSizes([9, 1, 9]).spans(5) == [slice(0, 1), slice(1, 2), slice(2, 3)]
-
-
 def test_what_neighbours_share_enters_once_and_holds_them_together() -> None:
     sizes = PackedSizes([5, 6, 5, 4, 4], [0, 3, 3, 0, 2])
     assert sizes.spans(9) == [slice(0, 2), slice(2, 4), slice(4, 5)]
@@ -272,15 +267,6 @@ def test_token_ends_where_a_tokens_text_depends_on_its_place(
     words = word_tokenizer()
     ends = places(data, 5 * len(ids))
     assert token_ends(words, ids, ends) == scan(words, ids, ends)
-
-
-@same
-@given(wide.filter(bool), st.integers(1, 3))
-def test_token_ends_of_wide_characters(text: str, every: int) -> None:
-    """A place after whole characters is reached by the last byte of the last of them."""
-    ids = list(text.encode())
-    ends = list(range(every, len(text) + 1, every))
-    assert token_ends(BYTES, ids, ends) == [len(text[:end].encode()) - 1 for end in ends]
 
 
 def test_token_ends_take_few_calls() -> None:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.objective import background, gae
+from keel.objective import background
 from tests.objective import loops
 
 Q = torch.tensor([[1.0, 3.0, 2.0], [0.5, -1.0, 0.0]], dtype=torch.float64)
 ONLINE = torch.tensor([[5.0, 0.0, 1.0], [0.0, 0.0, 2.0]], dtype=torch.float64)
 REWARD = torch.tensor([1.0, -1.0], dtype=torch.float64)
-
-
-@settings(max_examples=15, deadline=None)
-@given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=5), gamma=st.floats(0.0, 1.0))
-def test_discounted_return(lengths: list[int], gamma: float) -> None:
-    reward_N = loops.random(sum(lengths), 11)
-    expected = loops.join([loops.to_go(p, gamma) for p in loops.split(reward_N, lengths)])
-    actual = gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma)
-    loops.close(actual, expected)
 
 
 def test_state_value_is_the_expectation_of_q() -> None:
@@ -64,38 +54,6 @@ def test_n_step_target_stops_at_a_termination() -> None:
     loops.close(target, [1 + 1 + 1 + 1.25, 1 + 1, 1 + 1 + 1])
     one = background.n_step_target(reward[:, :1], ended[:, :1], value, gamma=0.5)
     loops.close(one, background.td_target(reward[:, 0], value[:, None], ended[:, 0], gamma=0.5))
-
-
-WINDOW = loops.tensor([1.0, 2.0, 4.0])
-
-
-def target_of(reward: torch.Tensor, ends: list[bool], steps: int) -> torch.Tensor:
-    """Of one window, after which 10 is to come, at γ = 1/2."""
-    return background.n_step_target(
-        reward[None],
-        torch.tensor([ends]),
-        loops.tensor([10.0]),
-        gamma=0.5,
-        steps_B=loops.ints([steps]),
-    )
-
-
-def test_a_window_that_is_cut_off_bootstraps_from_where_it_was_cut() -> None:
-    never = [False] * 3
-    loops.close(target_of(WINDOW, never, 1), [1 + 0.5 * 10])
-    loops.close(target_of(WINDOW, never, 2), [1 + 0.5 * 2 + 0.25 * 10])
-    loops.close(target_of(WINDOW, never, 3), [1 + 0.5 * 2 + 0.25 * 4 + 0.125 * 10])
-    # What lies past the cut is another episode's: neither its rewards nor its end count.
-    other = loops.tensor([1.0, 2.0, -99.0])
-    assert torch.equal(target_of(other, never, 2), target_of(WINDOW, never, 2))
-    assert torch.equal(target_of(other, [False, False, True], 2), target_of(WINDOW, never, 2))
-
-
-def test_a_termination_within_a_window_that_is_cut_off_does_not_bootstrap() -> None:
-    loops.close(target_of(WINDOW, [True, False, False], 1), [1.0])
-    loops.close(target_of(WINDOW, [True, False, False], 2), [1.0])
-    loops.close(target_of(WINDOW, [False, True, False], 2), [1 + 0.5 * 2])
-    loops.close(target_of(WINDOW, [False, True, True], 3), [1 + 0.5 * 2])
 
 
 @settings(max_examples=25, deadline=None)
@@ -158,8 +116,3 @@ def test_target_copies_are_bitwise() -> None:
     assert copied.data_ptr() != online.data_ptr()
     half = background.target_update(target, online, rate=0.25)
     loops.close(half, 0.25 * online + 0.75 * target)
-
-
-def test_shapes_are_checked() -> None:
-    with pytest.raises(Exception, match="td_target"):
-        background.td_target(REWARD, Q[:1], torch.tensor([True, False]), gamma=0.9)

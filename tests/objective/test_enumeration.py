@@ -20,7 +20,6 @@ SEQUENCES = list(itertools.product(range(3), repeat=3))
 STATE = loops.ints([state for a, b, _ in SEQUENCES for state in (0, 1 + a, 4 + 3 * a + b)])
 TOKEN = loops.ints([token for sequence in SEQUENCES for token in sequence])
 LENGTHS = loops.ints([3] * 27)
-WHOLE = loops.ints([1] * 27)
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
 

@@ -71,15 +71,6 @@ def test_gae_is_the_mixture_of_n_step_advantages() -> None:
     loops.close(gae.gae(delta_N, go_N, gamma=0.9, lam=lam), mixture)
 
 
-def test_an_outcome_reward_gives_its_difference_from_the_value() -> None:
-    lengths_S, outcome = loops.ints([4, 1, 6]), loops.tensor([1.0, -2.0, 0.5])
-    value_N = loops.random(11, 3)
-    reward_N = segments.on_last(outcome, lengths_S)
-    delta_N = gae.td_error(reward_N, value_N, segments.shift(value_N, lengths_S), gamma=1.0)
-    advantage_N = gae.gae(delta_N, segments.continues(lengths_S), gamma=1.0, lam=1.0)
-    loops.close(advantage_N, segments.spread(outcome, lengths_S) - value_N)
-
-
 def test_concatenated_episodes_equal_separate_ones_bitwise() -> None:
     lengths = [5, 1, 9, 3]
     _, _, delta_N, go_N = deltas(lengths, 0.97, 8)
@@ -106,26 +97,6 @@ def test_termination_cuts_bootstrap_and_trace_truncation_the_trace_alone() -> No
     bootstrapped = second + 0.9 * last_seen
     loops.close(out[1][:2], [1 + 0.9 * 0.2 - 0.1 + 0.72 * bootstrapped, bootstrapped])
     loops.close(out[0][2:], out[1][2:])
-
-
-@pytest.mark.parametrize("gap", [1, 10, 200])
-def test_tool_output_between_tokens_changes_nothing(gap: int) -> None:
-    """A loop over all tokens, tool output too, that carries V and A over what is not ours."""
-    written = [True, True] + [False] * gap + [True, True, True] + [False] * gap + [True]
-    reward, value = loops.random(6, 1), loops.random(6, 2)
-    gamma, lam = 0.9, 0.8
-    rewards, values = iter(reward.tolist()), iter(value.tolist())
-    table = [(next(rewards), next(values)) if own else (0.0, 99.0) for own in written]
-    expected, ahead, next_value = [], 0.0, 0.0
-    for own, (r, v) in reversed(list(zip(written, table, strict=True))):
-        if own:
-            ahead = r + gamma * next_value - v + gamma * lam * ahead
-            next_value = v
-            expected.append(ahead)
-    lengths_S = loops.ints([6])
-    delta = gae.td_error(reward, value, segments.shift(value, lengths_S), gamma=gamma)
-    actual = gae.gae(delta, segments.continues(lengths_S), gamma=gamma, lam=lam)
-    loops.close(actual, expected[::-1])
 
 
 def test_adaptive_lambda() -> None:

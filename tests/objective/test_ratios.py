@@ -31,34 +31,6 @@ def test_values_are_the_loops(lengths: list[int], seed: int) -> None:
     assert ratios.none(new_N, old_N, lengths_S) is new_N
 
 
-def test_the_sequence_ratio_is_the_geometric_mean_of_token_ratios() -> None:
-    new_N, old_N, lengths_S = loops.random(7, 1), loops.random(7, 2), loops.ints([4, 1, 2])
-    token = [math.exp(d) for d in (new_N - old_N).tolist()]
-    geometric = [math.prod(token[:4]) ** 0.25, token[4], math.prod(token[5:]) ** 0.5]
-    ratio_N = ratios.exponential(ratios.sequence(new_N, old_N, lengths_S))
-    loops.close(ratio_N, loops.tensor(geometric)[[0, 0, 0, 0, 1, 2, 2]])
-
-
-def test_length_one_is_the_token_ratio() -> None:
-    new_N, old_N, lengths_S = loops.random(5, 1), loops.random(5, 2), loops.ints([1] * 5)
-    token = ratios.token(new_N, old_N, lengths_S)
-    for ratio in EVERY:
-        loops.close(ratio(new_N, old_N, lengths_S), token)
-
-
-def test_duplicated_tokens_leave_the_sequence_ratio() -> None:
-    new_N, old_N = loops.random(6, 1), loops.random(6, 2)
-    once = ratios.sequence(new_N, old_N, loops.ints([4, 2]))
-    twice = ratios.sequence(
-        new_N.repeat_interleave(2), old_N.repeat_interleave(2), loops.ints([8, 4])
-    )
-    loops.close(twice[::2], once)
-    product = ratios.sequence_product(
-        new_N.repeat_interleave(2), old_N.repeat_interleave(2), loops.ints([8, 4])
-    )
-    loops.close(product[::2], 2 * ratios.sequence_product(new_N, old_N, loops.ints([4, 2])))
-
-
 def test_the_unclipped_gradient_of_the_sequence_ratio() -> None:
     lengths = [3, 1, 5]
     new_N, old_N = loops.random(9, 1, 0.3).requires_grad_(), loops.random(9, 2, 0.3)

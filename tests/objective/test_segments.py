@@ -101,17 +101,3 @@ def test_lengths_that_do_not_add_up_are_refused() -> None:
         segments.segment_sum(torch.zeros(5), loops.ints([2, 2]))
     with pytest.raises(RuntimeError):
         segments.shift(torch.zeros(5), loops.ints([2, 2]))
-
-
-def test_gradients_of_sums_and_copies_are_each_other() -> None:
-    lengths_S = loops.ints([3, 0, 2, 1])
-    x_N = loops.random(6, 1).requires_grad_()
-    x_S = loops.random(4, 2).requires_grad_()
-    checks = [
-        (lambda x: segments.segment_sum(x, lengths_S), x_N),
-        (lambda x: segments.spread(x, lengths_S).square(), x_S),
-        (lambda x: segments.segment_mean(x, lengths_S).square(), x_N),
-    ]
-    for function, x in checks:
-        assert torch.autograd.gradcheck(function, (x,))
-        assert torch.autograd.gradgradcheck(function, (x,))

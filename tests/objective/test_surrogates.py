@@ -119,15 +119,6 @@ def test_cispo_never_loses_a_gradient_and_geometric_clips_the_bad_side_only() ->
         )
 
 
-def test_geometric_bounds_are_those_of_the_log_ratio() -> None:
-    delta_N, ones_N = loops.tensor([9.0, 9.0]), loops.tensor([1.0, 1.0])
-    options = {"low": 0.2, "high": 0.28}
-    up = surrogates.geometric(delta_N, ones_N, loops.ints([2]), **options)
-    down = surrogates.geometric(-delta_N, -ones_N, loops.ints([2]), **options)
-    loops.close(up, [math.exp(0.28)] * 2)
-    loops.close(down, [-math.exp(-0.2)] * 2)
-
-
 def test_the_soft_gate_has_slope_one_at_one() -> None:
     for advantage in (1.0, -1.0, 0.3):
         log_ratio_N = loops.tensor([0.0]).requires_grad_()

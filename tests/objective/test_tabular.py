@@ -116,21 +116,3 @@ def test_without_end_or_discount_there_is_no_solution() -> None:
     cost_XA = -torch.ones(3, 1, dtype=torch.float64)
     counted = background.value_iteration(cost_XA, corridor_XAY, gamma=1.0, sweeps=5)
     loops.close(counted, loops.tensor([-3.0, -2.0, -1.0])[:, None])
-
-
-def test_the_solution_has_the_gradient_of_its_policys_equations() -> None:
-    """∂V*(s)/∂r: the discounted visits that the greedy policy pays to each state and action."""
-    reward_XA, transition_XAY = random_process(6)
-    reward_XA.requires_grad_()
-    q_XA = background.value_iteration(reward_XA, transition_XAY, gamma=0.8)
-    choice_X = q_XA.argmax(-1)
-    (gradient_XA,) = torch.autograd.grad(q_XA.max(-1).values[0], reward_XA)
-    chosen_XY = transition_XAY[torch.arange(STATES), choice_X]
-    visit_X = torch.linalg.inv(torch.eye(STATES, dtype=torch.float64) - 0.8 * chosen_XY)[0]
-    loops.close(gradient_XA, one_hot(choice_X, ACTIONS) * visit_X[:, None])
-
-
-def test_shapes_are_checked() -> None:
-    reward_XA, transition_XAY = random_process(8)
-    with pytest.raises(Exception, match="value_iteration"):
-        background.value_iteration(reward_XA, transition_XAY[..., :2], gamma=0.5)

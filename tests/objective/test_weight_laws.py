@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.objective import gae, ratios, segments, surrogates, weights
-from keel.objective import group as groups
+from keel.objective import ratios, segments, surrogates, weights
 from tests.objective import loops
 
 RAGGED = st.lists(st.integers(1, 9), min_size=1, max_size=8)
@@ -46,14 +44,6 @@ def test_weights_are_the_loops_and_sum_to_what_they_say(lengths: list[int]) -> N
             weight_N, loops.join([[w] * n for w, n in zip(each[kind], lengths, strict=True)])
         )
         loops.close(weight_N.sum(), torch.tensor(sums[kind], dtype=torch.float64))
-
-
-def test_equal_lengths_make_all_means_equal() -> None:
-    lengths_S = loops.ints([5] * 4)
-    token = weights.token_mean(lengths_S)
-    loops.close(weights.sequence_mean(lengths_S), token)
-    loops.close(weights.constant(lengths_S, constant=16) * 16 / 5, token)
-    loops.close(weights.sequence_sum(lengths_S) / 5, token)
 
 
 def test_gradient_mass_of_a_sequence() -> None:
@@ -125,31 +115,3 @@ def test_a_mean_per_micro_batch_would_change_the_loss(kind: str) -> None:
         own[pick_N] = KINDS[kind](loops.ints([LENGTHS[i] for i in part])) / len(parts)
         twin_N += surrogate_loss("token", kind, part, own)[1]
     assert (twin_N - gradient_N).abs().max() > 1e-3
-
-
-def test_advantages_follow_their_sequences_when_rows_are_permuted() -> None:
-    order = [4, 0, 5, 2, 1, 3]
-    total, lengths_S, ids_S = sum(LENGTHS), loops.ints(LENGTHS), loops.ints([0, 1, 0, 1, 1, 0])
-    reward_S, penalty_N = loops.random(6, 1), loops.random(total, 2)
-    index_N = segments.sequence_index(lengths_S)
-    move_N = torch.cat([torch.where(index_N == i)[0] for i in order])
-    other_S = lengths_S[order]
-
-    def both(per_token: bool, function: Callable[..., Tensor]) -> None:
-        before = function(reward_S, penalty_N, ids_S, lengths_S)
-        after = function(reward_S[order], penalty_N[move_N], ids_S[order], other_S)
-        loops.close(after, before[move_N] if per_token else before[order])
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        both(False, lambda r, p, g, n: groups.group_relative(r, g, scale="std", epsilon=1e-4))
-        both(False, lambda r, p, g, n: groups.leave_one_out(r, g))
-        both(False, lambda r, p, g, n: groups.optimal(r, g, n))
-        both(
-            True,
-            lambda r, p, g, n: groups.batch_normalised(r, p, g, n, gamma=0.9, group_baseline=True),
-        )
-        both(True, lambda r, p, g, n: segments.whiten(p))
-        both(True, lambda r, p, g, n: gae.gae(p, segments.continues(n), gamma=0.9, lam=0.8))
-        both(True, lambda r, p, g, n: gae.n_step(p, segments.continues(n), gamma=0.9, steps=3))
-        both(True, lambda r, p, g, n: gae.monte_carlo(p, n, gamma=0.9, baseline="batch_mean"))

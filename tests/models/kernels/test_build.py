@@ -72,32 +72,6 @@ def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
         first = again
 
 
-def test_what_another_process_made_again_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It replaces a damaged library after this process has read it."""
-    library = Path(loaded(tmp_path)[0])
-    whole, digest, call = library.read_bytes(), build._digest, build._call
-    library.write_bytes(b"")
-
-    def read(path: Path) -> str:
-        found = digest(path)
-        if path == library:
-            path.write_bytes(whole)
-        return found
-
-    def compile_(*command: str) -> bytes:
-        if "--version" not in command:
-            assert library.read_bytes() == whole
-        return call(*command)
-
-    monkeypatch.setattr(build, "_digest", read)
-    monkeypatch.setattr(build, "_call", compile_)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build._loaded.__wrapped__("head") is not None
-    assert list(library.parent.iterdir()) == [library]
-
-
 def test_what_cannot_be_read_is_made_again(tmp_path: Path) -> None:
     first = loaded(tmp_path)
     Path(first[0]).unlink()

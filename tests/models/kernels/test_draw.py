@@ -238,22 +238,6 @@ def test_logits_that_are_not_finite_are_told(
     assert (tokens[-1], log_probs[-1]) == (alone[0].item(), alone[1].item())
 
 
-@pytest.mark.parametrize("number", [-1.0, -0.0, 1.0, 1e300, torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_numbers_beside_the_unit_choose_what_may_be_chosen(
-    cut: dict[str, float], number: float
-) -> None:
-    logits, _ = made(3, 1500)
-    logits[:, :9] = logits[:, -9:] = -torch.inf
-    uniform = torch.full((3,), number, dtype=torch.float64)
-    tokens, log_probs = sample_tokens(logits, uniform, Sampling(1, **cut))
-    end = torch.full_like(uniform, LAST if number > 0 else 0.0)
-    for one, other in zip(
-        (tokens, log_probs), sample_tokens(logits, end, Sampling(1, **cut)), strict=True
-    ):
-        assert torch.equal(one, other)
-
-
 def draw_alone(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """FrozenModel by row."""
     rows = [sample_tokens(logits[r, None], uniform[r, None], sampling) for r in range(len(logits))]
