@@ -124,20 +124,6 @@ def test_an_episode_over_three_iterations(ending: str, terminated: bool) -> None
     assert third.finished.returns[0] > sum(range(1, 8)) - 1
 
 
-def test_copies_at_rest_count_for_nothing() -> None:
-    """Five copies for three episodes, and one long episode next to many short ones ends at rest."""
-    for count, many in ((5, 3), (3, 3)):
-        with opened(count=count, longest=40) as environments:
-            collected = collect_episodes(environments, worlds.choose_all, many)
-            assert environments.begun == many
-        episodes = worlds.plain_episodes(worlds.COUNTER, SEED, 0, many, longest=40)
-        lengths = [len(episode) for episode in episodes]
-        assert max(lengths) > 2 * min(lengths)  # a copy at rest has ended once more meanwhile
-        assert len(collected.reward_N) == sum(lengths)
-        assert collected.episode_S.tolist() == list(range(many))
-        assert sorted(collected.finished.numbers) == list(range(many))
-
-
 def test_buffers_grow() -> None:
     length = 2 * BLOCK + 5
     with opened(count=2, length=length) as environments:

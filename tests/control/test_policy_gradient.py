@@ -71,6 +71,19 @@ def iteration(
     return *caught[0], metrics
 
 
+def recorded_updates(pg: PolicyGradient) -> list[TrainBatch[Experience]]:
+    """The parts that the learner will update on, as it does."""
+    parts: list[TrainBatch[Experience]] = []
+    update = pg._update
+
+    def spy(part: TrainBatch[Experience], rate: float) -> dict[str, float]:
+        parts.append(part)
+        return update(part, rate)
+
+    pg._update = spy  # type: ignore[method-assign]
+    return parts
+
+
 # ---------------------------------------------------------------- estimates
 
 
@@ -208,15 +221,8 @@ def test_no_step_is_taken_past_the_target_kl(minibatches: int) -> None:
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce_pp"])
 @pytest.mark.parametrize("minibatches", [1, 4])
 def test_whitening_is_over_each_minibatch(algorithm: str, minibatches: int) -> None:
-    parts: list[TrainBatch[Experience]] = []
     with learner(algorithm, f"minibatches={minibatches}", "epochs=2") as pg:
-        update = pg._update
-
-        def spy(part: TrainBatch[Experience], rate: float) -> dict[str, float]:
-            parts.append(part)
-            return update(part, rate)
-
-        pg._update = spy  # type: ignore[method-assign]
+        parts = recorded_updates(pg)
         experience, estimates, _ = iteration(pg)
     assert len(parts) == 2 * minibatches
     places = {row.numpy().tobytes(): n for n, row in enumerate(experience.observation_NO)}
@@ -236,17 +242,7 @@ def test_whitening_is_over_each_minibatch(algorithm: str, minibatches: int) -> N
 def test_constant_weights_have_the_longest_episode_for_budget() -> None:
     for name, budget in (("CartPole-v1", 500), (worlds.BANDIT, FALLBACK_BUDGET)):
         with learner("dr_grpo", name=name) as pg:
-            parts: list[TrainBatch[Experience]] = []
-            update = pg._update
-
-            def spy(
-                part: TrainBatch[Experience], rate: float, update: Any = update, parts: Any = parts
-            ) -> dict[str, float]:
-                parts.append(part)
-                out: dict[str, float] = update(part, rate)
-                return out
-
-            pg._update = spy  # type: ignore[method-assign]
+            parts = recorded_updates(pg)
             pg.iterate(1)
         (part,) = parts
         np.testing.assert_allclose(part.weight_N, 1 / (8 * budget), rtol=1e-6)

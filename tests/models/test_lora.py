@@ -19,21 +19,14 @@ from keel.models.policy import Policy, load_policy
 from keel.models.reference import AdapterOff, reference_for
 from keel.models.reward import LABELS, STOCK, Answered, Kind, reward_model_from
 from keel.types import KeelError
-from tests.models.tiny import batch, policy, separate_log_probs, sequences, spec, stock
+from tests.models.tiny import batch, learn, policy, separate_log_probs, sequences, spec, stock
 
 
 @pytest.fixture
 def learnt() -> Policy:
     ours = policy("llama", rank=4)
-    _learn(ours, 1)
+    learn(ours, 1)
     return ours
-
-
-def _learn(ours: Policy, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in ours.trainable().values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
 def _batch(ours: Policy) -> Packed:
@@ -50,7 +43,7 @@ def test_the_reference_is_the_base_bit_for_bit(family: str) -> None:
     reference = reference_for(ours)
     assert isinstance(reference, AdapterOff)
     assert reference.state() == {}
-    _learn(ours, 1)
+    learn(ours, 1)
     moved = ours.scores(packed, 0.7).log_prob_N.detach()
     assert (moved - base).abs().max() > 1e-2
     assert torch.equal(reference.log_probs(packed, 0.7), base)
@@ -75,7 +68,7 @@ def test_a_policy_that_began_with_an_adapter_gets_a_second_one(learnt: Policy) -
     packed = _batch(learnt)
     start = learnt.scores(packed).log_prob_N.detach()
     reference = reference_for(learnt)
-    _learn(learnt, 2)
+    learn(learnt, 2)
     assert torch.equal(reference.log_probs(packed), start)
     now = learnt.scores(packed).log_prob_N.detach()
     assert not torch.equal(now, start)

@@ -14,11 +14,11 @@ from keel.models.attention import PackedLayout
 from keel.models.families import FAMILIES
 from keel.models.loading import quiet
 from keel.models.packed import pack
-from keel.models.policy import Policy, load_policy
+from keel.models.policy import load_policy
 from keel.models.reference import reference_for
 from keel.models.value import critic_from_policy, load_critic, value_head_for
 from keel.types import KeelError
-from tests.models.tiny import batch, build, policy, separate_log_probs, spec, stir
+from tests.models.tiny import batch, build, learn, policy, separate_log_probs, spec, stir
 
 
 def test_scores_hold_what_was_asked_for() -> None:
@@ -97,7 +97,7 @@ def test_a_saved_policy_loads_with_plain_transformers(
 ) -> None:
     ours = policy(family, rank=rank, chat_template="{{ messages[0].content }}")
     if rank:
-        _learn(ours)
+        learn(ours, 4)
     ours.save(tmp_path)
     with quiet():
         plain = AutoModelForCausalLM.from_pretrained(tmp_path, use_safetensors=True)
@@ -118,18 +118,11 @@ def test_a_saved_policy_loads_with_plain_transformers(
     assert not [name for name in names if "lora" in name or "base_layer" in name]
 
 
-def _learn(ours: Policy) -> None:
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in ours.trainable().values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-
-
 @pytest.mark.parametrize("rank", [0, 4])
 def test_state_goes_into_a_fresh_policy_bit_for_bit(rank: int) -> None:
     first, second = policy("gpt2", rank=rank), load_policy(spec("gpt2", rank=rank), 1)
     if rank:
-        _learn(first)
+        learn(first, 4)
         reference_for(first)  # a second adapter, which is no part of the policy's state
     state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
     pointers = [tensor.data_ptr() for tensor in first.state_dict().values()]
@@ -158,7 +151,7 @@ def test_a_saved_folder_is_a_recipes_model(tmp_path: Path) -> None:
 
 def test_a_critic_starts_from_the_policys_backbone_and_learns_alone() -> None:
     ours = policy("llama", rank=4, activation_checkpointing=True)
-    _learn(ours)
+    learn(ours, 4)
     critic = critic_from_policy(ours)
     _, packed = batch(len(ours.tokenizer))
     torch.testing.assert_close(

@@ -82,6 +82,14 @@ def stir(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def learn(policy: Policy, seed: int) -> None:
+    """Move all that trains by seeded noise."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
 def deep_model(dtype: torch.dtype) -> PreTrainedModel:
     """16 layers of large weights, which bfloat16 moves by a fifth of the largest logit."""
     model = build_model(build("llama", layers=16), 0, dtype)

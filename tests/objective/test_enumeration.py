@@ -69,52 +69,7 @@ def test_the_model_is_a_distribution() -> None:
     loops.close(visits[1:4].sum(), torch.tensor(1.0))
 
 
-# ---------------- the table, whole sequences
-
-
-@pytest.mark.parametrize(
-    ("estimator", "value", "slope"),
-    [
-        (divergences.k1, "forward", "none"),
-        (divergences.k2, "biased", "forward"),
-        (divergences.k3, "forward", "backward"),
-    ],
-)
-def test_estimators_of_the_sequence_divergence(
-    estimator: Estimator, value: str, slope: str
-) -> None:
-    theta, reference = parameter(), whole(REFERENCE)
-    forward, backward = kl(whole(theta), reference), kl(reference, whole(theta))
-    estimate = expected(whole(theta), estimator(whole(theta), reference))
-    if value == "forward":
-        loops.close(estimate, forward)
-    else:
-        assert (estimate - forward).detach().abs() > 1e-2
-    truth = {
-        "none": torch.zeros_like(theta),
-        "forward": gradient(forward, theta),
-        "backward": gradient(backward, theta),
-    }
-    actual = gradient(estimate, theta)
-    loops.close(actual, truth.pop(slope))
-    assert all((actual - other).abs().max() > 1e-3 for other in truth.values())
-
-
-@pytest.mark.parametrize("estimator", [divergences.k1, divergences.k3])
-@pytest.mark.parametrize("sampler", [POLICY, OLD])
-def test_weighted_estimators_of_the_sequence_divergence(
-    estimator: Estimator, sampler: Tensor
-) -> None:
-    theta, old = parameter(), whole(sampler)
-    estimate = expected(
-        old, divergences.weighted(estimator(whole(theta), whole(REFERENCE)), whole(theta), old)
-    )
-    exact = kl(whole(theta), whole(REFERENCE))
-    loops.close(estimate, exact)
-    loops.close(gradient(estimate, theta), gradient(exact, theta))
-
-
-# ---------------- the table, token by token, states held fixed
+# ---------------- the table: whole sequences, and token by token with states held fixed
 
 
 def by_token(sampler: Tensor, value_N: Tensor) -> Tensor:
@@ -135,6 +90,24 @@ def state_kl(p: Tensor, q: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda states: divergences.full(p[states], q[states])
 
 
+def exact(level: str, sampler: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """KL(p‖q) of two tables, of sequences or of the next token in the sampler's states."""
+    if level == "sequence":
+        return kl(whole(p), whole(q))
+    return in_states(sampler, state_kl(p, q))
+
+
+def mean_of(level: str, sampler: Tensor, estimator: Estimator, p: Tensor, q: Tensor) -> Tensor:
+    """E of the estimator over the sampler's sequences."""
+    if level == "sequence":
+        return expected(whole(sampler), estimator(whole(p), whole(q)))
+    return by_token(sampler, estimator(tokens(p), tokens(q)))
+
+
+LEVELS = ["sequence", "token"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"),
     [
@@ -143,50 +116,55 @@ def state_kl(p: Tensor, q: Tensor) -> Callable[[Tensor], Tensor]:
         (divergences.k3, "forward", "backward"),
     ],
 )
-def test_estimators_of_the_token_divergence(estimator: Estimator, value: str, slope: str) -> None:
+def test_estimators_of_the_divergence(
+    estimator: Estimator, value: str, slope: str, level: str
+) -> None:
     theta = parameter()
-    forward = in_states(POLICY, state_kl(theta, REFERENCE))
-    backward = in_states(POLICY, state_kl(REFERENCE, theta))
-    estimate = by_token(POLICY, estimator(tokens(theta), tokens(REFERENCE)))
+    forward = exact(level, POLICY, theta, REFERENCE)
+    backward = exact(level, POLICY, REFERENCE, theta)
+    estimate = mean_of(level, POLICY, estimator, theta, REFERENCE)
     if value == "forward":
         loops.close(estimate, forward)
     else:
         assert (estimate - forward).detach().abs() > 1e-2
-    exact = {
+    truth = {
         "none": torch.zeros_like(theta),
         "forward": gradient(forward, theta),
         "backward": gradient(backward, theta),
-    }[slope]
+    }
+    if level == "token":  # its states are fixed, and those of the whole move with the policy
+        truth["whole"] = gradient(kl(whole(theta), whole(REFERENCE)), theta)
     actual = gradient(estimate, theta)
-    loops.close(actual, exact)
-    # It is not the gradient of the sequence divergence, whose states move with the policy.
-    whole_gradient = gradient(kl(whole(theta), whole(REFERENCE)), theta)
-    assert (actual - whole_gradient).abs().max() > 1e-3
+    loops.close(actual, truth.pop(slope))
+    assert all((actual - other).abs().max() > 1e-3 for other in truth.values())
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("estimator", [divergences.k1, divergences.k3])
 @pytest.mark.parametrize("sampler", [POLICY, OLD])
-def test_weighted_estimators_of_the_token_divergence(estimator: Estimator, sampler: Tensor) -> None:
+def test_weighted_estimators_of_the_divergence(
+    estimator: Estimator, sampler: Tensor, level: str
+) -> None:
     theta = parameter()
-    estimate = by_token(
-        sampler,
-        divergences.weighted(
-            estimator(tokens(theta), tokens(REFERENCE)), tokens(theta), tokens(sampler)
-        ),
-    )
-    exact = in_states(sampler, state_kl(theta, REFERENCE))
-    loops.close(estimate, exact)
-    loops.close(gradient(estimate, theta), gradient(exact, theta))
+
+    def weighted(p: Tensor, old: Tensor) -> Tensor:
+        reference = {"sequence": whole, "token": tokens}[level](REFERENCE)
+        return divergences.weighted(estimator(p, reference), p, old)
+
+    estimate = mean_of(level, sampler, weighted, theta, sampler)
+    wanted = exact(level, sampler, theta, REFERENCE)
+    loops.close(estimate, wanted)
+    loops.close(gradient(estimate, theta), gradient(wanted, theta))
 
 
 def test_full_is_the_token_divergence_without_sampling() -> None:
     theta = parameter()
     estimate = by_token(POLICY, divergences.full(theta[STATE], REFERENCE[STATE]))
-    exact = in_states(POLICY, state_kl(theta, REFERENCE))
-    loops.close(estimate, exact)
-    loops.close(gradient(estimate, theta), gradient(exact, theta))
+    wanted = in_states(POLICY, state_kl(theta, REFERENCE))
+    loops.close(estimate, wanted)
+    loops.close(gradient(estimate, theta), gradient(wanted, theta))
     # In value, summed over the steps, that is the sequence divergence.
-    loops.close(exact, kl(whole(POLICY), whole(REFERENCE)))
+    loops.close(wanted, kl(whole(POLICY), whole(REFERENCE)))
 
 
 def test_k1_in_the_reward_is_exact_for_the_sequence() -> None:
@@ -195,34 +173,28 @@ def test_k1_in_the_reward_is_exact_for_the_sequence() -> None:
     penalty_N = -divergences.k1(tokens(POLICY), tokens(REFERENCE))
     advantage_N = segments.to_go(penalty_N, LENGTHS)
     value_N = surrogates.log_prob(tokens(theta), advantage_N, LENGTHS)
-    exact = -gradient(kl(whole(theta), whole(REFERENCE)), theta)
-    loops.close(gradient(by_token(POLICY, value_N), theta), exact)
+    wanted = -gradient(kl(whole(theta), whole(REFERENCE)), theta)
+    loops.close(gradient(by_token(POLICY, value_N), theta), wanted)
     # Without the way to the end it is the gradient of something else.
     myopic_N = surrogates.log_prob(tokens(theta), penalty_N, LENGTHS)
-    assert (gradient(by_token(POLICY, myopic_N), theta) - exact).abs().max() > 1e-3
+    assert (gradient(by_token(POLICY, myopic_N), theta) - wanted).abs().max() > 1e-3
 
 
 # ---------------- the old policy
 
 
-def test_divergences_to_the_old_policy() -> None:
-    theta, old = parameter(), whole(OLD)
-    for estimator, exact in [
-        (divergences.old_to_policy, kl(old, whole(theta))),
-        (divergences.policy_to_old, kl(whole(theta), old)),
+@pytest.mark.parametrize("level", LEVELS)
+def test_divergences_to_the_old_policy(level: str) -> None:
+    theta = parameter()
+    for estimator, wanted in [
+        (divergences.old_to_policy, exact(level, OLD, OLD, theta)),
+        (divergences.policy_to_old, exact(level, OLD, theta, OLD)),
     ]:
-        estimate = expected(old, estimator(whole(theta), old))
-        loops.close(estimate, exact)
-        loops.close(gradient(estimate, theta), gradient(exact, theta))
-    for estimator, exact in [
-        (divergences.old_to_policy, in_states(OLD, state_kl(OLD, theta))),
-        (divergences.policy_to_old, in_states(OLD, state_kl(theta, OLD))),
-    ]:
-        estimate = by_token(OLD, estimator(tokens(theta), tokens(OLD)))
-        loops.close(estimate, exact)
-        loops.close(gradient(estimate, theta), gradient(exact, theta))
+        estimate = mean_of(level, OLD, estimator, theta, OLD)
+        loops.close(estimate, wanted)
+        loops.close(gradient(estimate, theta), gradient(wanted, theta))
     # −k1 has the value of the first and no more.
-    loops.close(expected(old, -divergences.k1(whole(theta), old)), kl(old, whole(theta)))
+    loops.close(-mean_of(level, OLD, divergences.k1, theta, OLD), exact(level, OLD, OLD, theta))
 
 
 # ---------------- policy gradients

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.objective import divergences, ratios, surrogates, weights
+from keel.objective import ratios, surrogates, weights
 from tests.objective import loops
 
 ONE = loops.ints([1])
@@ -182,13 +182,3 @@ def test_no_advantage_no_gradient_and_always_finite(name: str, distance: float) 
             assert gradient_N.isfinite().all()
             if advantage == 0.0:
                 assert gradient_N.tolist() == [0.0] * 3
-
-
-def test_a_clipped_token_still_gets_the_gradient_of_its_divergence() -> None:
-    new_N = loops.tensor([0.0]).requires_grad_()
-    old_N, reference_N = loops.tensor([-1.0]), loops.tensor([-0.4])
-    log_ratio_N = ratios.token(new_N, old_N, ONE)
-    value_N = surrogates.clip(log_ratio_N, loops.tensor([1.0]), ONE, low=0.2, high=0.2)
-    loss = (-value_N + 0.04 * divergences.k3(new_N, reference_N)).sum()
-    (gradient_N,) = torch.autograd.grad(loss, new_N)
-    loops.close(gradient_N, [0.04 * (1 - math.exp(-0.4))])

@@ -46,24 +46,6 @@ def test_weights_are_the_loops_and_sum_to_what_they_say(lengths: list[int]) -> N
         loops.close(weight_N.sum(), torch.tensor(sums[kind], dtype=torch.float64))
 
 
-def test_gradient_mass_of_a_sequence() -> None:
-    lengths, advantage = [3, 1, 8], [2.0, -1.0, 0.5]
-    lengths_S = loops.ints(lengths)
-    advantage_N = loops.tensor(advantage).repeat_interleave(lengths_S)
-    mass = {
-        "sequence_mean": [abs(a) / 3 for a in advantage],
-        "token_mean": [abs(a) * n / 12 for a, n in zip(advantage, lengths, strict=True)],
-        "constant": [abs(a) * n / (3 * 16) for a, n in zip(advantage, lengths, strict=True)],
-        "sequence_sum": [abs(a) * n / 3 for a, n in zip(advantage, lengths, strict=True)],
-    }
-    for kind, function in KINDS.items():
-        new_N = loops.random(12, 1).requires_grad_()
-        log_ratio_N = ratios.token(new_N, new_N.detach(), lengths_S)
-        value_N = surrogates.clip(log_ratio_N, advantage_N, lengths_S, low=0.2, high=0.2)
-        (function(lengths_S) * value_N).sum().backward()
-        loops.close(segments.segment_sum(new_N.grad.abs(), lengths_S), mass[kind])
-
-
 def test_no_sequences_and_empty_sequences() -> None:
     for function in KINDS.values():
         assert function(loops.ints([])).shape == (0,)

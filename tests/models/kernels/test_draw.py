@@ -129,11 +129,6 @@ def test_ties_go_by_the_lowest_id(cut: dict[str, float]) -> None:
         agree(logits, uniform, Sampling(1, **cut))
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_a_vocabulary_of_a_large_model(cut: dict[str, float]) -> None:
-    agree(*made(2, 151_936, large=3), Sampling(1, 0.9, **cut))
-
-
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_p": 0.7, "min_p": 0.1}])
 def test_a_vocabulary_larger_than_any(options: dict[str, float]) -> None:
     """Blocks of sums grow, for there is room for so many."""
