@@ -90,6 +90,7 @@ def latex_formulas(found: Explanation) -> Iterator[str]:
         yield from re.findall(r"(?<!\\)\$(.+?)(?<!\\)\$", text)
 
 
+@pytest.mark.slow
 def test_every_formula_typesets() -> None:
     parser = MathTextParser("path")
     found = {

@@ -72,6 +72,7 @@ def test_what_is_damaged_is_made_again(tmp_path: Path) -> None:
         first = again
 
 
+@pytest.mark.slow
 def test_what_cannot_be_read_is_made_again(tmp_path: Path) -> None:
     first = loaded(tmp_path)
     Path(first[0]).unlink()
