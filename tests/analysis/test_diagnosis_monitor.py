@@ -84,6 +84,7 @@ def test_condition_is_shown_and_recorded_once_during_the_run(finished: tuple[Run
     assert "\n" not in event["text"]
 
 
+@pytest.mark.slow
 def test_a_run_is_byte_for_byte_that_without_diagnosis(
     finished: tuple[Run, Notes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_error_in_a_condition_is_noted_once(
     assert "ZeroDivisionError: in a condition" in event["text"]
 
 
+@pytest.mark.slow
 def test_resumed_run_keeps_history_and_repeats_no_diagnosis(tmp_path: Path) -> None:
     class StopEarly:
         def __init__(self, step: int) -> None:
