@@ -22,6 +22,7 @@ def test_without_the_deviation_prompts_count_alike(p: float, size: int) -> None:
     assert right - wrong == pytest.approx((size - 1) / size, abs=1e-12)
 
 
+@pytest.mark.quick("8")
 @pytest.mark.parametrize("size", [8, 64])
 def test_the_deviation_weighs_rare_answers_up_to_a_bound_of_the_group(size: int) -> None:
     found = [bias.difficulty_weight(p, size, "std") for p in bias.SHARES]
