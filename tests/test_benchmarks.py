@@ -18,7 +18,6 @@ from benchmarks import (
     loop,
     loop_keel,
     memory,
-    real_model,
     rollout,
     update,
 )
@@ -163,32 +162,3 @@ def test_turns_with_a_cache_feed_each_token_once(smoke: Callable[..., Printed]) 
     # Two prompts, and the second and third turn after each of four conversations.
     assert 0 < once < repeated - 2 * 4 * 20
     assert f"{repeated:,}" in printed
-
-
-def test_fetched_model_is_whole_or_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call that fails amid the conversion, the next one, and one that finds the folder."""
-    target, converted = tmp_path / "models" / "real", []
-
-    def convert(gguf: Path, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "config.json").touch()
-        converted.append(folder)
-        if len(converted) == 1:
-            raise KeyboardInterrupt
-        (folder / "model.safetensors").touch()
-
-    monkeypatch.setattr(real_model, "download", lambda scratch: scratch / "model.gguf")
-    monkeypatch.setattr(real_model, "convert", convert)
-    with pytest.raises(KeyboardInterrupt):
-        real_model.fetch(target)
-    assert not target.exists()
-    for _ in range(2):
-        assert real_model.fetch(target) == target
-        assert sorted(path.name for path in target.iterdir()) == [
-            "config.json",
-            "model.safetensors",
-        ]
-    assert len(converted) == 2
-    assert [path.name for path in target.parent.iterdir() if path.is_dir()] == ["real"]

@@ -51,9 +51,3 @@ def test_tokens_to_a_level_are_interpolated_between_evaluations() -> None:
     assert distillation.tokens_to(course, 0.7) == pytest.approx(200)
     assert distillation.tokens_to(course, 0.1) == 0
     assert distillation.tokens_to(course, 0.9) == np.inf
-
-
-def test_a_difference_is_bold_where_its_interval_leaves_out_0() -> None:
-    above = {"mean": 0.1, "low": 0.05, "high": 0.15}
-    assert pages.emphasised(above) == "**+10.0 [5.0, 15.0]**"
-    assert pages.emphasised({**above, "low": -0.05}) == "+10.0 [-5.0, 15.0]"

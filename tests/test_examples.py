@@ -68,6 +68,7 @@ def test_task_of_the_examples_separates_its_splits() -> None:
     assert not splits["train"] & splits["validation"]
 
 
+@pytest.mark.slow
 def test_run_goes_on_without_programs_that_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from tests.source_tree import ROOT
 SEVEN = MODELS["Qwen2.5-7B"]
 
 
+@pytest.mark.slow
 def test_page_has_the_rows_that_the_study_prints() -> None:
     page = (ROOT / "docs/scale.md").read_text("utf-8").splitlines()
     for row in (*scale.published(), *scale.plans()):

@@ -1,4 +1,4 @@
-"""Runs by Ray in processes of their own, and the processes that Ray has started for them."""
+"""Runs in processes of their own, and the processes that Ray has started for them."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from keel.config.load import load_recipe
 from keel.learn.shards import described, load_parts
 from keel.training.non_finite import MAX_DIAGNOSED
 from keel.types import KeelError
+from tests.cluster.ray_runs import metrics, until_step
 from tests.soak.killing import differences, whole
 
 TOLERANCE = 1e-5
@@ -46,10 +47,6 @@ def by_command(folder: Path, processes: int, *keys: str) -> Path:
                "--run", folder, "--quiet")  # fmt: skip
     assert (run.communicate(timeout=300)[1], run.returncode) == ("", 0)
     return folder
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -136,13 +133,6 @@ def children(process: int) -> list[int]:
         if parent == process and b"keel.cluster.ranks" in words:
             found.append(int(place.name))
     return found
-
-
-def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
-    file = folder / "metrics.jsonl"
-    while not (file.exists() and file.read_text().count("\n") >= step):
-        assert run.poll() is None, run.communicate()
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

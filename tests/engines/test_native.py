@@ -80,10 +80,8 @@ def test_greedy_equals_generate_token_for_token(family: str) -> None:
     "sampling",
     [
         Sampling(12),
-        Sampling(12, temperature=0.6),
         Sampling(12, temperature=0),
         Sampling(12, temperature=1.3, top_k=5),
-        Sampling(12, top_p=0.6),
         Sampling(12, temperature=1.5, min_p=0.2),
         Sampling(12, temperature=2.0, top_k=12, top_p=0.9, min_p=0.1),
     ],

@@ -264,14 +264,6 @@ def test_labels_of_others_fill_places_and_skips_do_not(tmp_path: Path) -> None:
         assert taken(store)
 
 
-def test_the_order_of_keys_makes_no_other_prompt(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "Hé"}], [{"content": "Hé", "role": "user"}]
-    one, other = (PromptRecord(turn) for turn in turns)
-    assert one.id == other.id
-    with made(tmp_path / "a.db") as store:
-        assert [store.add([prompt])["prompts"] for prompt in (one, other)] == [1, 0]
-
-
 def test_undo_shows_a_pair_of_another_round_again(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 1) as store:
         store.add(pair(1, round=2))
