@@ -87,7 +87,7 @@ def _keys(
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
         inner = next(models_in(info), None)
-        if name in ("stages", "stage"):
+        if key in ("stages", "stage"):
             continue
         if name == "algorithm":
             yield f"{key}.preset", "`grpo`", "Preset; each of its terms can be set, too."
