@@ -54,6 +54,7 @@ def test_cheats_are_real_in_the_tests_interpreter(sandbox: Sandbox, name: str) -
 
 
 @needs_bubblewrap
+@pytest.mark.slow
 def test_what_the_cheats_are_tried_on_can_be_passed(sandbox: Sandbox) -> None:
     for shape, (tests, entry_point, prompt) in SHAPES.items():
         if shape in ("raises", "true"):  # no number is both 4 and 5

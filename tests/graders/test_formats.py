@@ -58,6 +58,7 @@ def test_regular_expressions() -> None:
         matches("(", ["x"])
 
 
+@pytest.mark.slow
 def test_a_search_that_does_not_end_costs_its_own_text_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -325,6 +325,7 @@ def test_every_answer_of_math500_is_itself(
         assert set(mathematics.compare(list(zip(gold, message, strict=True)))) == {"same"}
 
 
+@pytest.mark.slow
 def test_and_no_other_problems(mathematics: Mathematics, problems: list[dict[str, Any]]) -> None:
     gold = [problem["answer"] for problem in problems]
     other = [*gold[1:], gold[0]]
@@ -381,6 +382,7 @@ def test_a_timeout_is_some_time(timeout: float) -> None:
         Mathematics(timeout=timeout)
 
 
+@pytest.mark.slow
 def test_this_process_does_not_load_it(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = builtins.__import__
 
@@ -415,6 +417,7 @@ def test_a_gold_answer_whose_process_was_killed_is_read_again(
     assert [answer(request) for _ in range(3)] == ["died", "same", "same"]
 
 
+@pytest.mark.slow
 def test_abandoned_it_ends_at_once_and_can_be_asked_again() -> None:
     mathematics_ = Mathematics(timeout=600.0)
     mathematics_.compare([("y", "$z$"), ("y", "$2z$")])
@@ -437,6 +440,7 @@ def test_abandoned_it_ends_at_once_and_can_be_asked_again() -> None:
     mathematics_.close()
 
 
+@pytest.mark.slow
 def test_a_fork_of_this_process_ends_nothing() -> None:
     mathematics_ = Mathematics(workers=1)
     assert mathematics_.compare([("2x", "$x + x$")]) == ["same"]
@@ -452,6 +456,7 @@ def test_a_fork_of_this_process_ends_nothing() -> None:
     mathematics_.close()
 
 
+@pytest.mark.slow
 def test_limits_of_the_shell_are_kept() -> None:
     """As `ulimit -t` and `ulimit -v` set them: lower than its own, and not to be raised."""
     program = (

@@ -489,6 +489,7 @@ def test_humaneval(sandbox: Sandbox) -> None:
 
 
 @needs_bubblewrap
+@pytest.mark.slow
 def test_mutants_fare_alike_in_both_isolations(sandbox: Sandbox) -> None:
     """A sample; `studies/code_isolation.py` tries several of each."""
     passed = []

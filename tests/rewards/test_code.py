@@ -230,6 +230,7 @@ WEAK = {
 
 
 @needs_bubblewrap
+@pytest.mark.slow
 def test_tests_that_answers_pass_which_solve_nothing() -> None:
     named = {"tests": "def check(f):\n    assert not f(1)", "entry_point": "double"}
     for columns, isolation in (({}, "process"), ({"entry_point": "entry_point"}, "shared")):

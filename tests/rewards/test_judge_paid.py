@@ -97,6 +97,7 @@ def test_kill_and_resume_pays_for_no_reply_twice(at: int, tmp_path: Path) -> Non
         assert len(server.log) == before
 
 
+@pytest.mark.slow
 def test_two_processes_repeat_only_requests_in_flight(tmp_path: Path) -> None:
     with JudgeServer() as server:
         # From both ends, and held until both have started: they ask at the same time, and meet.

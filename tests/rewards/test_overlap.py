@@ -301,6 +301,7 @@ def test_error_of_the_sampling_gives_up_running_calls(kind: str) -> None:
     scorer.close()
 
 
+@pytest.mark.slow
 def test_blocked_event_loop_is_named() -> None:
     """One coroutine blocks the loop that all of them share."""
     release = threading.Event()

@@ -454,6 +454,7 @@ def test_two_rewards_of_one_name_are_refused() -> None:
         Scorer([reward("by_length", name="overlong")], overlong_buffer=1, max_tokens=4)
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
     code = (
         "import time\n"

@@ -93,6 +93,7 @@ def add_steps(folder: Path, *rewards: float) -> None:
             recorder.timings(0, step, {"total": 0.1})
 
 
+@pytest.mark.slow
 def test_every_page_follows_a_run_that_goes_on(
     browser: sync_api.Browser, page: sync_api.Page, served: Served
 ) -> None:
@@ -203,6 +204,7 @@ def test_judge_and_reward_model_stand_side_by_side(page: sync_api.Page, served: 
     assert boxes[0]["y"] == boxes[1]["y"]
 
 
+@pytest.mark.slow
 def test_new_steps_appear_while_the_page_is_open(page: sync_api.Page, served: Served) -> None:
     shutil.copytree(served.folder / "grpo", served.folder / "growing", dirs_exist_ok=True)
     folder = load(served.folder / "growing").folder
@@ -247,6 +249,7 @@ NAMELESS = """() => [...document.querySelectorAll('button, input, [role=slider],
     .map(e => e.outerHTML.slice(0, 200))"""
 
 
+@pytest.mark.slow
 def test_controls_have_names_and_keys(page: sync_api.Page, served: Served) -> None:
     for path in ("/", "/curves?run=ppo", "/rollouts?run=ppo&step=1&row=0"):
         page.goto(f"{served.url}{path}")
@@ -359,6 +362,7 @@ def test_dark_mode_stays_with_the_address(page: sync_api.Page, served: Served) -
 PAGES = ("curves", "rollouts", "diagnosis", "objective")
 
 
+@pytest.mark.slow
 def test_pages_name_their_run_and_fit_narrow_screens(page: sync_api.Page, served: Served) -> None:
     page.set_viewport_size({"width": 400, "height": 800})
     for path in ("/", *(f"/{name}?run=ppo" for name in PAGES)):
@@ -377,6 +381,7 @@ def test_diagnosis_of_a_run_is_shown(page: sync_api.Page, served: Served) -> Non
     )
 
 
+@pytest.mark.slow
 def test_hostile_texts_are_inert_text(page: sync_api.Page, served: Served) -> None:
     for path in ("/", "/curves", "/objective", "/diagnosis", "/rollouts"):
         page.goto(f"{served.url}{path}?run=hostile")
