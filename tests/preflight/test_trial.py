@@ -99,7 +99,8 @@ def test_measured_peak_is_that_of_the_run(
 
 
 @linux
-@pytest.mark.parametrize("limit", [pytest.param(300, marks=pytest.mark.slow), 450])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [300, 450])
 def test_recipe_that_does_not_fit_is_a_finding(
     limit: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
