@@ -69,7 +69,7 @@ _UNIT = re.compile(
     r"[ ~]+|\\?%|\^ ?\\?(?:circ|degree)\b|\^ ?\{ ?\\circ ?\}|\\(?:degree|deg|circ|percent)\b"
     rf"|\\(?:text|mbox|mathrm|operatorname) ?\{{(?P<text>{_INNER})\}}(?:{_POWER})?"
     rf"|\\frac ?\{{(?P<top>{_INNER})\}} ?\{{(?P<bottom>{_INNER})\}}"
-    rf"|(?P<word>[^\W\d_]+(?:[-'’][^\W\d_]+)*+)(?:{_POWER}|[23](?!\d))?\.?"
+    rf"|(?P<word>[^\W\d_]+(?:[-'’][^\W\d_]+)*+)(?:{_POWER}|(?<![A-Za-z]{{3}})(?<=[mt])[23](?!\d))?\.?"
     r"|/(?! ?\d)|\\cdot\b|[€£¥₹]|\\?\$"
 )
 _LATEX_UNITS = re.compile(
@@ -79,7 +79,7 @@ _LATEX_UNITS = re.compile(
 _LETTERS = frozenset("msglLhAVWNJKCFTHΩ")
 _ATTACHED = word_set(
     "mm cm dm km nm in ft yd mi mg kg lb lbs oz ml mL cl dl dL kmh mph kph rpm hr hrs min mins sec "
-    "secs ms cc sq cu am pm st nd rd th deg degrees Hz kHz MHz GHz kW MW kWh MB GB KB kB USD EUR "
+    "secs ms cc sq cu am pm deg degrees Hz kHz MHz GHz kW MW kWh MB GB KB kB USD EUR "
     "cents feet inches Pa kPa MPa kJ kN mA mV kV eV kΩ MΩ mol rad bar atm cal kcal ohm ohms"
 )
 _AMOUNTS = word_set(
@@ -96,6 +96,16 @@ _CHANGES = (
     )
 )
 """Words that make the number before them another number."""
+_SCALED = re.compile(
+    r"(?:million|milliard|millón|millone|milione|milhõ|milhão|billion|billón|trillion|thousand|hundert"
+    r"|tausend|dutzend|douzain|docen|dozzin|dúzi|decen|dizain|centen|centain|тысяч|миллион|миллиард"
+    r"|дюжин|десят|половин|трет|четверт|fünftel|sechstel|siebtel|zehntel)\w*|\w+ièmes?"
+    r"|mill?|mil[ae]|mille|mio|mln|mrd|mld|bn|tn|cien|ciento|cento|cent|lakhs?|lacs?|crores?|тыс|млн|млрд"
+    r"|(?:ein|ander)?halbe?[nrs]?|(?:demi|medi|mei|mezz)[aeio]?s?|drittel|viertel|achtel|tiers"
+    r"|ter[cz](?:i|io|ios|o|os)|[qc]u[ai][rn]t[oi]s?|(?:sext|séptim|octav|oitav|noven|décim)os?"
+    r"|trios?|remainder|resto?|root"
+)
+"""Such words of other languages, and scales and parts as they are abbreviated."""
 _NO_UNITS = _CHANGES | word_set(
     "or and to than not but times if maybe perhaps possibly either versus vs is are was equals "
     "less fewer short below above wrong incorrect"
@@ -113,7 +123,7 @@ _UNITS = {
     for name in names.split()
 }
 _CHANGED = re.compile(
-    "分之|분의|[百十半多余餘几幾倍折割弱強]|千(?![克米瓦卡])|以[上下内外]|未[満满]|より|超|천|백|반|이상|이하|미만"
+    "分之|분의|[百十半多余餘几幾倍折割成弱強]|千(?![克米瓦卡])|以[上下内外]|未[満满]|より|超|천|백|반|이상|이하|미만"
     "|กว่า|ครึ่ง|ล้าน|แสน|หมื่น|พัน|ร้อย|아닙|아니|ではな|ではあり|じゃな|不是|不对|不對|错|แต่"
 )
 """What makes the number before it another or denies it, in scripts without blanks."""
@@ -156,6 +166,11 @@ _FUNCTION = word_set(
     "since and or not cannot can't isn't aren't wasn't won't doesn't"
 )
 """English words that are neither units nor nouns."""
+_APART = word_set(
+    "for on after at when if since because so as while before that which who i we he she "
+    "they it you"
+)
+"""Words after which a number says nothing of the one before them."""
 _DENIED = re.compile(
     r"(?:is|are|was|were|do|does|did|has|have|can|could|would|will|should|may|might|must)"
     r"(?:n['’]t| not| never| (?:wrong|incorrect|false|impossible|too))\b"
@@ -323,21 +338,22 @@ def continues(after: str) -> bool:
     stops = (
         i
         for i, one in enumerate(parts)
-        if one in _FUNCTION or not (one[0] in "%\\" or one[0].isalpha())
+        if one in _FUNCTION | _APART or not (one[0] in "%\\" or one[0].isalpha())
     )
     at = next(stops, len(parts))
+    if any(map(_SCALED.fullmatch, parts[: min(at, 4)])) or "remainder" in parts[:5]:
+        return True
     left = [*parts[at:], "", ""]
-    unit = parts[at - 1].removesuffix("s") if at else "%"
-    if left[0][:1].isdigit() and (at == 0 or unit in _UNITS or parts[at - 1] in _UNITS):
+    number = left[1][:1].isdigit() or left[1] in _CHANGES | {"a", "an", "another", "\\frac"}
+    if left[0][:1].isdigit() or (left[0] in ("and", "to", "plus", "minus") and number):
         return True
-    number = (
-        left[1][:1].isdigit() or left[1] in _CHANGES or left[1] in ("a", "an", "another", "\\frac")
-    )
-    if left[0] in ("and", "to", "plus", "minus") and number:
-        return True
-    if (left[0] == "or" and (at < 2 or number)) or (
-        left[0] == "of" and left[1][:1].isdigit() and at and unit in "%percent"
+    if (
+        left[1][:1].isdigit()
+        and left[0] not in _APART
+        and (at == 0 or left[0] in ("of", "out", "&"))
     ):
+        return True
+    if left[0] == "or" and (at < 2 or number):
         return True
     than = parts.index("than") + 1 if "than" in parts[:4] else None
     if than is not None and (
@@ -460,9 +476,8 @@ def only_units(rest: str, letters: bool = True) -> bool:
             return False
         if word := found["word"]:
             apart = at > 0 or found.start("word") > at
-            if (word.lower() in _NO_UNITS and not (apart and word == "K")) or not _noun(
-                word, apart, letters
-            ):
+            other = word.lower() in _NO_UNITS or _SCALED.fullmatch(word.lower())
+            if (other and not (apart and word == "K")) or not _noun(word, apart, letters):
                 return False
         at = found.end()
     return True
