@@ -47,7 +47,9 @@ _TAG = re.compile(
 )
 _OPERAND = re.compile(r"(?:[-−+/^×÷]|\d[ \t]*\*)[ \t]*\Z|\d\.?\Z")
 _OPERATION = re.compile(r"[ \t]*[-−+*/^×÷][ \t]*[\d$(\\]")
-_FORMATTING = re.compile(r"</?(?:b|i|em|strong|u|p|span|center|div|br) ?/?>")
+_FORMATTING = re.compile(
+    r"\[asy\].*?(?:\[/asy\]|\Z)|</?(?:b|i|em|strong|u|p|span|center|div|br) ?/?>", re.DOTALL
+)
 _END_OF_TEXT = re.compile(
     r"(?:</s>|<eos>|<end_of_turn>|\[/?INST]|<\|[\w ]{1,40}\|>|#{3,}|\n(?:Q|Question|User|Human):)\Z"
 )
@@ -121,12 +123,29 @@ WITHDRAWN = re.compile(
     r"|(?:it|that|this|answer|result|total|value) should (?:be|have been)"
     r"|(?:it|that|this|which|answer|result)(?: is| was|['’]s) (?:wrong|incorrect)"
     r"|(?:it|that|this)(?: is| was|['’]s) not (?:right|correct)"
-    r"|(?:can['’]t|cannot|can not) be (?:right|correct)"
+    r"|(?:can['’]t|cannot|can not) be (?:right|correct)|i disagree|stimmt nicht|falsch|неверно"
+    r"|(?:which|but (?:it|that)) (?:is (?:impossible|a mistake|too \w+)|contradicts|fails)"
+    r"|(?:that|it) is too \w+|they (?:are|would be) mistaken"
     r"|nein|verrechnet|attendez|trompée?|perdón|equivoqué)\b"
     r"|(?:^|[.!?\n]\s*)no(?:pe)?[,:.]|算错|错了|不对|等等|間違|いや|違い|실수|ผิด",
     re.IGNORECASE,
 )
 """What takes back the answer before it."""
+_CONCLUDES = re.compile(
+    r"(?:^\W*|[,;] |\band )(?:so|thus|hence|therefore)\b|\b(?:which gives|final answer|answer is)\b"
+    r"|^\W*answer\W",
+    re.IGNORECASE,
+)
+_TURNS = re.compile(
+    r"^\W*(?:and )?(?:however|but|hmm+|actually|edit|update|instead|rather|also|on second"
+    r"|recheck\w*|double[- ]check\w*|i meant?|不|否|いえ|아니)"
+    r"|\d\W* (?:is|are) (?:also |the |even )?(?:better|correct|right|possible|answer)\b",
+    re.IGNORECASE,
+)
+_ASIDE = re.compile(r"\([A-Z][^()]*\)")
+_ALONE = re.compile(r"[^\w(\\]*(?:\s|(?:[^\W\d]+[^\w\\]+){1,2})[\d.,]+\W*")
+_PARAGRAPH = re.compile(r"[^\w(\\]*(\d(?:[\d.,]*\d)?)\W*")
+_DIGITS = re.compile(r"\d(?:[\d.,]*\d)?")
 _HEDGE = re.compile(
     r"(?:[\s$*.,;:()\]]|\\[)\]])*+(?:or|and|alternatively|maybe|perhaps|possibly|otherwise)\b"
     r"(?:[\s,$*({]|\\[(\[]|(?:or|maybe|perhaps|else|also|possibly|it|is|could|be|answer|the)\b"
@@ -184,7 +203,7 @@ def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> An
     if mark is not None:
         start, end, answer = mark
         apart = trusted or not (
-            _taken_back(text, end)
+            _taken_back(text, end, answer)
             or (
                 text[start] == "\\"
                 and not (may_precede(text[:start]) and may_follow(text, end, answer))
@@ -194,7 +213,7 @@ def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> An
     stated = _stated(text, words)
     if stated is not None:
         start, end, answer = stated
-        if not answer or _HEDGE.match(text, end) or WITHDRAWN.search(text, start):
+        if not answer or WITHDRAWN.search(text, start) or _taken_back(text, end, answer):
             return None
         if _SYMBOL.search(answer) or len(answer.split()) < 6:
             return Answer(answer, "stated")
@@ -231,8 +250,12 @@ def tagged(text: str) -> str | None:
     if mark is None:
         return None
     start, end, inside = mark
-    changed = _JOINED.match(text, end) or continues(text[end:]) or not may_precede(text[:start])
-    return "" if changed or _taken_back(text, end) else inside
+    changed = (
+        _JOINED.match(text, end)
+        or continues(text[end:], marked=True)
+        or not may_precede(text[:start])
+    )
+    return "" if changed or _taken_back(text, end, inside) else inside
 
 
 def in_tag(text: str, tag: str) -> str | None:
@@ -244,9 +267,22 @@ def in_tag(text: str, tag: str) -> str | None:
     return None if sign or _JOINED.match(rest) or _OPERATION.match(rest) else inside
 
 
-def _taken_back(text: str, end: int) -> bool:
-    """Whether an alternative follows what ends there, or words that withdraw it."""
-    return bool(_HEDGE.match(text, end) or WITHDRAWN.search(text, end))
+def _taken_back(text: str, end: int, answer: str) -> bool:
+    """Whether what follows an answer withdraws it, or states or concludes another number."""
+    if _HEDGE.match(text, end) or WITHDRAWN.search(text, end):
+        return True
+    known = set(_DIGITS.findall(spaced(answer)))
+    for at, (sentence, _) in enumerate(sentences(_ASIDE.sub(" ", text[end:]))):
+        numbers = _DIGITS.findall(sentence)
+        if known.issuperset(numbers) or is_heading(sentence.strip("# "), below=False):
+            continue
+        alone = (at > 0 or text[end - 1] in ".\n") and _ALONE.fullmatch(sentence)
+        other = known.isdisjoint(numbers) and (alone or _CONCLUDES.search(sentence))
+        if (other or _TURNS.search(sentence)) and not re.search(r"\b(?:than|if)\b", sentence):
+            return True
+    _, parted, paragraph = text[end:].rstrip().rpartition("\n\n")
+    last = _PARAGRAPH.fullmatch(paragraph) if parted else None
+    return last is not None and last[1] not in known
 
 
 def stated_number(text: str, *, evaluated: bool = True) -> Number | None:

@@ -320,8 +320,8 @@ def number_in_prose(text: str, start: int, *, evaluated: bool = True) -> tuple[i
     return end, whole or number
 
 
-def continues(after: str) -> bool:
-    """Whether what follows a number makes it another one, or denies it.
+def continues(after: str, *, marked: bool = False) -> bool:
+    """Whether what follows a number, or a mark, makes it another one, or denies it.
 
     Units or nouns may come first; then another number, a part (`and a half`), an alternative or a
     denial may not.
@@ -341,17 +341,19 @@ def continues(after: str) -> bool:
         if one in _FUNCTION | _APART or not (one[0] in "%\\" or one[0].isalpha())
     )
     at = next(stops, len(parts))
-    if any(map(_SCALED.fullmatch, parts[: min(at, 4)])) or "remainder" in parts[:5]:
+    if any(map(_SCALED.fullmatch, parts[: min(at, 1 if marked else 4)])):
         return True
+    if not marked and "remainder" in parts[:5]:
+        return True
+    unit = parts[at - 1].removesuffix("s") if at else "%"
+    joins = not marked or unit in _UNITS or parts[at - 1] in _UNITS
     left = [*parts[at:], "", ""]
     number = left[1][:1].isdigit() or left[1] in _CHANGES | {"a", "an", "another", "\\frac"}
-    if left[0][:1].isdigit() or (left[0] in ("and", "to", "plus", "minus") and number):
+    if (left[0][:1].isdigit() and joins) or (left[0] in ("and", "to", "plus", "minus") and number):
         return True
-    if (
-        left[1][:1].isdigit()
-        and left[0] not in _APART
-        and (at == 0 or left[0] in ("of", "out", "&"))
-    ):
+    if left[1][:1].isdigit() and left[0] not in _APART | {"of"} and at == 0 and not marked:
+        return True
+    if left[0] == "of" and left[1][:1].isdigit() and at and unit in "%percentout":
         return True
     if left[0] == "or" and (at < 2 or number):
         return True

@@ -114,7 +114,7 @@ def may_follow(text: str, end: int, answer: str | None) -> bool:
         return allowed.get(rest[0], re.match(r"= ?[A-Za-z](?![A-Za-z])", rest) is not None)
     if (skipped == "" or len(word[0]) == 1) and not only_units(word[0]):
         return False
-    return not continues(rest) and not ("%" in skipped and re.match(r"of \d", rest))
+    return not continues(rest, marked=True) and not ("%" in skipped and re.match(r"of \d", rest))
 
 
 def leads(before: str, *, marked: bool = False) -> bool:
