@@ -21,6 +21,7 @@ from keel.config.load import Source, in_run_folder, load_recipe
 from keel.config.schema import Recipe
 from keel.runs import reader
 from keel.runs.layout import RECIPE, RunFolder
+from keel.runs.lifecycle import texts
 from keel.types import KeelError
 
 if TYPE_CHECKING:
@@ -59,7 +60,16 @@ def load(path: Path | str | reader.Run, functions: Sequence[Any] = ()) -> Traine
     """
     from keel.training.live import named
 
-    return TrainedRun(RunFolder.open(Path(path)), named(functions)[1])
+    return TrainedRun(RunFolder.open(_path(path)), named(functions)[1])
+
+
+def _path(model: Any) -> Path:
+    """The path that stands for a run or a model."""
+    if not isinstance(model, str | os.PathLike):
+        raise KeelError(
+            f"a {type(model).__name__} is not a run: pass a run, its folder or a model's name"
+        )
+    return Path(model)
 
 
 def evaluate(
@@ -74,7 +84,7 @@ def evaluate(
     from keel.training.live import named
 
     names, functions = named(rewards if isinstance(rewards, list | tuple) else [rewards])
-    recipe = Path(model) / RECIPE
+    recipe = _path(model) / RECIPE
     own = recipe.read_text("utf-8") if recipe.is_file() else ""
     if names and all(PASSED.fullmatch(str(name)) and f'"{name}"' in own for name in names):
         names = []
@@ -87,7 +97,7 @@ def train(
     folder: Path | str | None = None,
     *,
     resume: bool = False,
-    callbacks: Sequence[object] | object = (),
+    callbacks: Sequence[object] | object | None = (),
     progress: bool = True,
     **arguments: Any,
 ) -> TrainedRun:
@@ -120,11 +130,13 @@ def train(
         keel.platform.signals.Interrupted: Ctrl-C or SIGTERM; there is a checkpoint.
     """
     from keel.preferences.labeller import PeopleLabeller
-    from keel.training.live import collect_inputs, named
+    from keel.training.live import collect_inputs
     from keel.training.run import train as run
 
     functions: dict[str, Any] = {}
     if isinstance(recipe, reader.Run):
+        if folder is not None:
+            raise KeelError("folder: a run goes on in its own: leave it out, or pass its recipe()")
         functions.update(getattr(recipe, "functions", {}))
         folder, recipe, resume = recipe.folder.path, None, True
     if resume and folder is None:
@@ -132,13 +144,11 @@ def train(
     known = RunFolder.open(folder) if resume and folder is not None else None
     if known is not None and recipe is None:
         recipe = reader.Run(known).recipe()
-        rewards = arguments.get("rewards", ())
-        rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
-        if not any(isinstance(one, Mapping) for one in rewards):  # the recipe has their tables
-            functions.update(named(arguments.pop("rewards", ()))[1])
+        functions.update(_passed_again(arguments, recipe, known))
     given = collect_inputs(recipe, **arguments)
     functions.update(given.functions)
     several = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    several = [] if callbacks is None else several
     console = Console(quiet=not progress)
     with passed(functions), watching(console) as shown:
         if known is not None:
@@ -154,8 +164,35 @@ def train(
     return TrainedRun(place, functions)
 
 
+def _passed_again(
+    arguments: dict[str, Any], recipe: Mapping[str, Any], known: RunFolder
+) -> Mapping[str, Any]:
+    """The functions among `rewards` of a run that goes on, which are taken out of the arguments.
+
+    Raises KeelError for a reward that its recipe does not have.
+    """
+    from keel.training.live import named
+
+    rewards = arguments.get("rewards", ())
+    rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
+    if any(isinstance(one, Mapping) for one in rewards):  # compared with the recipe's tables
+        return {}
+    arguments.pop("rewards", None)
+    names, functions = named(rewards)
+    own = {value for _, value in texts(recipe)}
+    if others := [str(name) for name in names if name not in own]:
+        raise KeelError(
+            f"rewards: the recipe of {known.path} has no {', '.join(others)}: leave them out, or "
+            "start a new run"
+        )
+    return functions
+
+
 def check(
-    recipe: Source | Recipe | None = None, *, price: float | None = None, **arguments: Any
+    recipe: Source | Recipe | reader.Run | None = None,
+    *,
+    price: float | None = None,
+    **arguments: Any,
 ) -> Report:
     """Load all that a run would, sample and score one batch, and report what would go wrong.
 
@@ -165,7 +202,9 @@ def check(
     from keel.preflight.check import check as inspect
     from keel.training.live import collect_inputs
 
-    given = collect_inputs(recipe, **arguments)
-    with tempfile.TemporaryDirectory() as folder, passed(given.functions):
+    functions: Mapping[str, Any] = getattr(recipe, "functions", {})
+    own = recipe.folder.recipe if isinstance(recipe, reader.Run) else recipe
+    given = collect_inputs(own, **arguments)
+    with tempfile.TemporaryDirectory() as folder, passed({**functions, **given.functions}):
         given.write(Path(folder) / "inputs")
         return inspect(in_run_folder(given.recipe, Path(folder)), price=price)

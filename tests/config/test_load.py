@@ -276,7 +276,7 @@ def test_the_ending_of_a_path_names_the_kind(path: str, name: str) -> None:
     assert recipe.stages[0].tasks[0].name == name  # type: ignore[union-attr]
     assert recipe.stages[1].data.name == name  # type: ignore[union-attr]
     assert load_recipe(tomllib.loads(to_toml(recipe))) == recipe
-    with pytest.raises(KeelError, match=r"data.name: field required"):
+    with pytest.raises(KeelError, match=r"data: path = '.*x' is not a .jsonl.*: convert it"):
         load_recipe({"model": {"name": "m"}, "stages": [{"stage": "dpo", "data": {"path": "x"}}]})
 
 

@@ -14,6 +14,7 @@ from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
 from keel.models.policy import load_policy
 from keel.runs.layout import RunFolder
+from keel.runs.reader import load
 from keel.training.evaluation import evaluate
 from keel.training.run import train
 from tests.training.small import info, metrics, notes, run
@@ -155,7 +156,22 @@ def test_no_pass_at_k_without_a_correctness_reward(
     assert last["eval/reward"] == 0.5
     assert not [name for name in last if "pass@" in name]
     assert main(["eval", str(folder.path)]) == 0
-    assert "no reward is declared as correctness" in capsys.readouterr().out
+    assert "no reward that is declared as correctness" in capsys.readouterr().out
+
+
+def test_prompts_without_a_gold_answer_have_no_verdict(tmp_path: Path) -> None:
+    lines = [{"prompt": f"{n}>", "answer": None if n % 2 else "x"} for n in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tasks = f"tasks=[{{path='{path}', validation_fraction=0.4}}]"
+    reward = "rewards.functions=[{function='exact_match'}]"
+    folder = run(tmp_path / "run", tasks, reward, "steps=1", "evaluation={prompts=40, samples=2}")
+    result = numbers_of(folder)
+    rows = [row for row in load(folder.path).evaluation(1) if row["mode"] == "greedy"]
+    assert {row["passed"] for row in rows} == {None, False}
+    left = sum(row["passed"] is None for row in rows)
+    assert (result["unjudged"], result["n"]) == (left, len(rows) - left)
+    assert result["sampled"]["n"] == result["pass@2"]["n"] == len(rows) - left
 
 
 def test_correctness_reward_is_evaluated_although_not_first(tmp_path: Path, mine: str) -> None:

@@ -238,6 +238,24 @@ def test_runs_of_functions_are_evaluated_and_exported(whole: Any, tmp_path: Path
     assert keel.load(whole).metrics() == whole.metrics()
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda run: keel.train(run, steps=9, rewards=print), "has no python:print"),
+        (lambda run: keel.train(run, steps=9, rewards="exact_match"), "has no exact_match"),
+        (lambda run: keel.train(run, "another", steps=9), "a run goes on in its own"),
+        (lambda run: keel.load(3), "a int is not a run"),
+        (lambda run: keel.evaluate(None), "a NoneType is not a run"),
+        (lambda run: keel.export(tiny(), "x"), "a LlamaForCausalLM is not a run"),
+    ],
+)
+def test_what_is_not_of_the_run_is_refused(whole: Any, call: Any, message: str) -> None:
+    before = whole.folder.recipe.read_bytes()
+    with pytest.raises(KeelError, match=message):
+        call(whole)
+    assert whole.folder.recipe.read_bytes() == before
+
+
 def test_errors_of_functions_name_a_call_that_resumes(tmp_path: Path) -> None:
     def breaks(completions: list[str], trainer_state: Any) -> list[float]:
         if trainer_state.global_step == 2:
@@ -485,9 +503,13 @@ def test_functions_get_unique_names() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"model": tiny()}, "needs its tokenizer"),
+        ({"model": tiny()}, "needs its loaded tokenizer"),
         ({"model": "x", "tokenizer": TOKENIZER}, "leave tokenizer out"),
         ({"tokenizer": TOKENIZER}, "pass model=, too"),
+        ({"model": tiny(), "tokenizer": "x"}, "needs its loaded tokenizer"),
+        ({"model": tiny().state_dict(), "tokenizer": TOKENIZER}, "cannot be trained"),
+        ({"data": "rows.csv"}, "data: 'rows.csv' is not a .jsonl"),
+        ({"data": {"prompt": ["1"]}}, "a table of columns: pass rows"),
         ({"model": 3}, "a int cannot be trained"),
         ({"data": 3}, "data: a int cannot be data"),
         ({"data": SPLITS}, 'the splits train, test: pass one, .*data=splits."train"'),

@@ -152,8 +152,9 @@ def score_of(run: Run, arm: str, seed: int, stage: str, peak_bytes: float | None
     last = max((p.step for p in run.evaluation_places()), default=0)
     greedy = [row for row in run.evaluation(last, stage) if row["mode"] == "greedy"]
     passed = {
-        row["prompt_id"]: float(row["reward"] or 0.0 if row["passed"] is None else row["passed"])
+        row["prompt_id"]: float(row["reward"] if row["passed"] is None else row["passed"])
         for row in greedy
+        if row["passed"] is not None or row["reward"] is not None
     }
     names = [name for name in run.names(stage) if name in ("reward", "eval/pass@1", "eval/reward")]
     curves = {name: run.column(name, stage) for name in names}

@@ -137,7 +137,7 @@ def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
         )
     if "accuracy" in result:
         return _measured(stage, step, result)
-    line = f"{stage} after {step} steps: validation greedy {figure(result)}, n = {result['n']}"
+    line = f"{stage} after {step} steps: validation greedy {figure(result)}, n = {size(result)}"
     if "sampled" in result:
         sampled = result["sampled"]["mean"]
         form = ".1%" if result.get("measure", "pass@1") == "pass@1" else ".3g"
@@ -157,6 +157,12 @@ def figure(result: Mapping[str, Any]) -> str:
     if low is None or high is None:
         return f"{name}{mean:{form}}"
     return f"{name}{mean:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def size(result: Mapping[str, Any]) -> str:
+    """Of how many prompts an evaluation is, and how many had no verdict."""
+    left = result.get("unjudged", 0)
+    return f"{result['n']}" + (f" ({left} without a verdict left out)" if left else "")
 
 
 def _measured(stage: str, step: int, result: Mapping[str, Any]) -> str:

@@ -126,14 +126,16 @@ def _table(result: dict[str, Any]) -> None:
             _row(name, value)
     if result["measure"] == "reward":
         print(
-            "\nmean rewards, no pass@k: no reward is declared as correctness "
-            "(rewards.functions.correctness)"
+            "\nmean rewards, no pass@k: no reward that is declared as correctness "
+            "(rewards.functions.correctness) gives a verdict"
         )
     print(f"\nreward: {result['reward']}")
     if "warning" in result:
         print(f"\nwarning: {result['warning']}")
     if result.get("selected"):
         print("\nthis checkpoint was selected on these prompts: report the figure of other ones")
+    if result.get("unjudged"):
+        print(f"\n{result['unjudged']} validation prompts without a verdict are left out")
     if result.get("left_out"):
         print(f"\n{result['left_out']} validation prompts left out: too long, or unreadable")
 

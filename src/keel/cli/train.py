@@ -15,7 +15,7 @@ from rich.console import Console
 
 from keel.analysis.diagnosis.table import diagnose
 from keel.analysis.diagnosis.values import Diagnosis
-from keel.analysis.progress import figure, watching
+from keel.analysis.progress import figure, size, watching
 from keel.analysis.terminal import curve
 from keel.analysis.text import visible
 from keel.cli.diagnose import NOTHING
@@ -172,7 +172,7 @@ def _recipe(arguments: argparse.Namespace) -> Recipe | None:
 def _share(result: dict[str, Any] | None) -> str:
     if result is None:
         return ""
-    return f": validation greedy {figure(result)} (95 % interval, n = {result['n']})"
+    return f": validation greedy {figure(result)} (95 % interval, n = {size(result)})"
 
 
 def _example(example: dict[str, Any]) -> str:

@@ -39,7 +39,22 @@ def explain_validation(
         about = first["ctx"]
         key = ".".join(filter(None, [where, about["discriminator"].strip("'")]))
         return f"{key} = {about['tag']!r}: choose one of {about['expected_tags']}"
+    if first["type"] in _TABLES and (how := _how_to_write(where, model)) is not None:
+        return f"{where}{shown}: {how}"
     return f"{where}{shown}: {message[:1].lower()}{message[1:]}"
+
+
+_TABLES = ("tuple_type", "model_type", "model_attributes_type", "dict_type")
+
+
+def _how_to_write(where: str, model: type[BaseModel] | None) -> str | None:
+    """How a key that holds a table, or a list of tables, is set; None for another key."""
+    info = model.model_fields.get(where.rpartition(".")[2]) if model is not None else None
+    inner = next(models_in(info), None) if info is not None else None
+    if inner is None:
+        return None
+    key = f"{where}.{next(iter(inner.model_fields))}"
+    return f"it holds keys of its own: set one of them, such as {key}"
 
 
 def _shown(value: str | int | float) -> str:
@@ -83,12 +98,15 @@ def _foreign(path: list[str]) -> str | None:
     """What to do instead of a foreign key, by the longest end of its path that is known."""
     for start in range(len(path)):
         key = ".".join(path[start:])
+        critic = "critic" in path  # verl's has a model and an optimizer of its own
         if key in EXPLAINED:
-            return EXPLAINED[key]
+            text = EXPLAINED[key]
+            return text.replace(" optimizer.", " value.optimizer.") if critic else text
         if key in FOREIGN:
             own = FOREIGN[key]
-            # verl's critic has an optimizer of its own
-            own = f"value.{own}" if "critic" in path and own.startswith("optimizer.") else own
+            if critic and own.startswith("model."):
+                return "the value model is set up in [value]"
+            own = f"value.{own}" if critic and own.startswith("optimizer.") else own
             return f"in Keel it is {own!r}"
     return None
 

@@ -57,7 +57,7 @@ _NAMES: Final[dict[str, str]] = {
     "optimizer.weight_decay": "weight_decay",
     "optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad",
     "optimizer.epsilon": "adam_epsilon",
-    "model.name": "model_name_or_path path",
+    "model.name": "model_name_or_path model.path",
     "model.dtype": "torch_dtype",
     "model.autocast": "bf16",
     "model.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
@@ -74,15 +74,17 @@ _NAMES: Final[dict[str, str]] = {
     "checkpoints.every": "save_steps save_freq",
     "checkpoints.keep": "save_total_limit",
     "evaluation.every": "eval_steps test_freq",
-    "evaluation.samples": "num_samples",
+    "evaluation.samples": "num_samples val_kwargs.n evaluation.n",
+    "evaluation.temperature": "val_kwargs.temperature",
+    "evaluation.top_p": "val_kwargs.top_p",
+    "evaluation.top_k": "val_kwargs.top_k",
     "trackers": "report_to logger",
     "--run on the command line": "output_dir default_local_dir",
     "tasks.prompt": "prompt_key",
     "rollout.vllm.gpu_memory_utilization": "gpu_memory_utilization",
     "cluster.processes": "n_gpus_per_node",
     "name": "run_name experiment_name",
-    "optimizer.betas.0": "adam_beta1",
-    "optimizer.betas.1": "adam_beta2",
+    "model.lora": "peft_config",
     "value.name": "critic.model.path",
 }
 """Keel's key (a path within a stage, but for `model.*`), and the foreign keys that mean it."""
@@ -105,8 +107,20 @@ _EXPLANATIONS: Final[dict[str, str]] = {
     "use_kl_loss use_kl_in_reward": (
         "switches the divergence: set algorithm.divergence.beta (0 is off)"
     ),
+    "adam_beta1 adam_beta2": "is one of two: set optimizer.betas = [0.9, 0.999]",
+    "train_dataset dataset": "in keel.train it is data",
+    "eval_dataset": "in keel.train it is eval_data",
+    "processing_class": "in keel.train it is tokenizer",
+    "callback": "in keel.train it is callbacks",
+    "args": (
+        "holds keys of a trainer: pass a recipe's keys, such as steps=50 or "
+        '**{"optimizer.learning_rate": 1e-5}'
+    ),
     "logging_steps log_freq": "every step is recorded and shown: leave the key out",
-    "reward_model.enable reward_model.model.path": (
+    "custom_reward_function.path custom_reward_function.name": (
+        'is file and function: rewards.functions.function = "path/to/file.py:function"'
+    ),
+    "reward_model.enable reward_model.model.path reward_model.path": (
         "name a reward model in rewards.functions: "
         '{function = "outcome", options = {model = FOLDER}}'
     ),

@@ -76,7 +76,7 @@ def _into_list(below: Sequence[Any], above: Mapping[str, Any], where: str) -> li
         above = {"0": above}
     for key, value in above.items():
         at = int(key)
-        if at > len(entries):
+        if at > len(entries) or (at == len(entries) and where == "stages."):
             raise KeelError(f"{where}{key}: {where[:-1]} has {len(entries)} entries, from {where}0")
         old = dict.fromkeys([key], *entries[at : at + 1])
         entries[at : at + 1] = [merge(old, {key: value}, where)[key]]

@@ -70,6 +70,11 @@ class FileSource(FrozenModel):
             return data
         path = str(data.get("path", ""))
         kind = next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), None)
+        if path and kind is None:
+            raise ValueError(
+                f"path = {path!r} is not a {', '.join(ENDINGS)} file: convert it, or set name to "
+                'what reads it, such as "datasets"'
+            )
         return data if kind is None else {"name": kind, **data}
 
 

@@ -138,6 +138,9 @@ def read_jsonl(path: Path) -> Table:
     lines: list[int] = []
     try:
         # A byte that is no UTF-8 becomes half of a character, so that the line it is in is known.
+        with path.open("rb") as raw:
+            if raw.read(4) == b"PAR1":
+                raise KeelError(f'{path}: a Parquet file: read it by name = "parquet"')
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
             for line, text in enumerate(file, start=1):

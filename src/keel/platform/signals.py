@@ -39,7 +39,8 @@ class Interrupted(Exception):
     """The run was asked to stop, and has written a checkpoint."""
 
     def __init__(self, signum: int, folder: Path) -> None:
-        super().__init__(signal.Signals(signum).name)
+        name = signal.Signals(signum).name
+        super().__init__(f"{name}: stopped after a checkpoint in {folder}; resume=True goes on")
         self.signum = signum
         self.folder = folder
 

@@ -17,7 +17,7 @@ from keel.rewards.scorer import Scorer
 from keel.runs.rollouts import RolloutRow
 from keel.training.loop import EvaluationResult
 from keel.training.rollout import Sampler, completion_rows
-from keel.types import Group, KeelError, Prompt, RewardResult, Sampling
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Sampling
 
 EXAMPLES = 4
 """How many completions an evaluation shows."""
@@ -46,9 +46,10 @@ class Evaluator:
         """The report: `mean`, `low`, `high` (95 %), `n` of greedy pass@1; with k > 0 also `sampled`
         and `pass@k`.
 
-        Where no reward is declared as correctness (or, of a stage that needs no reward, none gives
-        a value), `measure` is "reward", the figures are of the reward (of `evaluation.component`,
-        else the whole), and there is no pass@k. Every evaluation samples with the same random
+        Prompts without a verdict (no gold answer) are left out of `n`, and `unjudged` counts them.
+        If no reward that is declared as correctness gives a verdict, `measure` is "reward", the
+        figures are of the reward (of `evaluation.component`, else the whole), and there is no
+        pass@k. Every evaluation samples with the same random
         numbers. `spent` is what paid rewards cost, if there are any.
         """
         budget = self.sampler.config
@@ -63,7 +64,7 @@ class Evaluator:
         rows = self._rows(groups, results, "greedy")
         lengths = [int(group.completions[0].written.sum()) for group in groups]
         report: dict[str, Any] = {
-            **self._greedy([judged[0] for judged in results]),
+            **self._greedy(groups, results),
             "mean_length": sum(lengths) / len(lengths),
         }
         if self.config.samples > 0:
@@ -89,13 +90,13 @@ class Evaluator:
         )
         groups, results = self._judge(k, sampling, step, spent)
         rows = self._rows(groups, results, "sampled")
-        if not self._judges([result for judged in results for result in judged]):
+        if not self._judges(groups, results):
             return {"sampled": _mean_reward([self._rewards(judged) for judged in results])}, rows
-        right = [sum(self._passed(v) for v in judged) for judged in results]
-        solved = sum(count > 0 for count in right)
+        verdicts = [self._verdicts(*one) for one in zip(groups, results, strict=True)]
+        right = [one for one in verdicts if one]
         figures = {
-            "sampled": _rate_interval([count / k for count in right]),
-            f"pass@{k}": wilson_interval(solved, len(right)).as_dict(),
+            "sampled": _rate_interval([mean(one) for one in right]),
+            f"pass@{k}": wilson_interval(sum(map(any, right)), len(right)).as_dict(),
         }
         return figures, rows
 
@@ -107,12 +108,12 @@ class Evaluator:
     ) -> list[RolloutRow]:
         """The completions as records."""
         rows = completion_rows(groups, results, self.sampler.chat.tokenizer)
-        judged = [result for group in results for result in group]
-        known = self._judges(judged)
-        return [
-            replace(row, mode=mode, passed=self._passed(result) if known else None)
-            for row, result in zip(rows, judged, strict=True)
+        passed = [
+            self._passed(completion, result)
+            for group, judged in zip(groups, results, strict=True)
+            for completion, result in zip(group.completions, judged, strict=True)
         ]
+        return [replace(row, mode=mode, passed=one) for row, one in zip(rows, passed, strict=True)]
 
     def _judge(
         self, n: int, sampling: Sampling, step: int, spent: dict[str, float]
@@ -126,24 +127,34 @@ class Evaluator:
             spent[name] = spent.get(name, 0.0) + float(scored.metrics.get(name, 0.0))
         return groups, scored.results
 
-    def _greedy(self, results: Sequence[RewardResult]) -> dict[str, Any]:
-        if not self._judges(results):
-            rewards = [self._rewards([result]) for result in results]
-            return {**_mean_reward(rewards), "measure": "reward"}
-        passed = [self._passed(result) for result in results]
-        return {**wilson_interval(sum(passed), len(passed)).as_dict(), "measure": "pass@1"}
+    def _greedy(
+        self, groups: Sequence[Group], results: Sequence[Sequence[RewardResult]]
+    ) -> dict[str, Any]:
+        if not self._judges(groups, results):
+            return {**_mean_reward([self._rewards(one) for one in results]), "measure": "reward"}
+        every = [self._verdicts(*one) for one in zip(groups, results, strict=True)]
+        passed = [verdict for one in every for verdict in one]
+        report = {**wilson_interval(sum(passed), len(passed)).as_dict(), "measure": "pass@1"}
+        unjudged = len(every) - len(passed)
+        return {**report, "unjudged": unjudged} if unjudged else report
 
-    def _judges(self, results: Sequence[RewardResult]) -> bool:
-        """Whether there is a reward declared as correctness, and, of a stage that needs no reward,
-        whether it gave any value."""
-        if self.judging is None or self.scorer.needed:
-            return self.judging is not None
-        return any(result.components.get(self.judging.name) is not None for result in results)
+    def _judges(self, groups: Sequence[Group], results: Sequence[Sequence[RewardResult]]) -> bool:
+        """Whether a reward that is declared as correctness gave any verdict."""
+        return any(self._verdicts(*one) for one in zip(groups, results, strict=True))
 
-    def _passed(self, result: RewardResult) -> bool:
-        assert self.judging is not None
+    def _verdicts(self, group: Group, results: Sequence[RewardResult]) -> list[bool]:
+        """Whether each completion that has a verdict is right."""
+        found = map(self._passed, group.completions, results)
+        return [verdict for verdict in found if verdict is not None]
+
+    def _passed(self, completion: Completion, result: RewardResult) -> bool | None:
+        """None without a verdict, as without a gold answer; a program that failed is wrong."""
+        if self.judging is None:
+            return None
         value = result.components.get(self.judging.name)
-        return value is not None and value >= self.config.threshold
+        if value is None:
+            return False if completion.failed else None
+        return value >= self.config.threshold
 
     def _rewards(self, results: Sequence[RewardResult]) -> list[float]:
         """The rewards of the completions that have one."""

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def export(
 ) -> Path:
     """Write a checkpoint's policy, LoRA merged, to a new folder that plain transformers loads.
 
-    With `stage`, the reward model that this stage made. With `adapter`, only the LoRA adapter, to
+    With `stage`, the reward model that this stage made; without it, that of the last stage if no
+    stage trains the policy. With `adapter`, only the LoRA adapter, to
     be put on its base by peft. Raises KeelError if plain AutoTokenizer would read texts of the
     run otherwise than the run did.
     """
@@ -99,7 +101,12 @@ def exported(
         raise KeelError(f"{target} exists: export into a new folder")
     if stage is not None and checkpoint != "last":
         raise KeelError("--stage exports the model at the stage's end: drop --checkpoint")
+    if not isinstance(run, str | PathLike):
+        raise KeelError(f"a {type(run).__name__} is not a run: pass a run or its folder")
     running, place = is_taken(Path(run)), RunFolder.open(run)
+    stages = load_recipe(place.recipe).stages
+    if stage is None and checkpoint == "last" and not any(one.trains_policy for one in stages):
+        stage = stages[-1].name  # the policy is as it was
     if stage is not None:
         _write(place, Path(reward_model_of(run, stage)[0]), target, adapter)
         return Exported(target, None, running)

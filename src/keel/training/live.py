@@ -32,6 +32,7 @@ from keel.types import KeelError, one_line
 
 INPUTS = f"{RUN_FOLDER}inputs/"
 MODEL = "model"
+OTHER_FILES = (".csv", ".tsv", ".json", ".txt", ".arrow", ".xlsx", ".gz", ".zip")
 PLACE = ("name", "path", "validation_path", "options")
 """Keys of a table of data that say where it is; the others, how it is read, stay for other data."""
 
@@ -135,19 +136,21 @@ def _model(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, A
             'merge_and_unload() returns, and **{"model.lora.rank": 16} for a new adapter'
         )
     if isinstance(model, PreTrainedModel):
-        if tokenizer is None:
-            raise KeelError("model: a loaded model needs its tokenizer: pass tokenizer=, too")
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise KeelError(
+                "model: a loaded model needs its loaded tokenizer: pass "
+                "tokenizer=AutoTokenizer.from_pretrained(…), too"
+            )
         return {"name": INPUTS + MODEL}
+    tensors = isinstance(model, Mapping) and any(hasattr(one, "data_ptr") for one in model.values())
+    if tensors or not isinstance(model, Mapping | str | Path):
+        raise KeelError(
+            f"model: a {type(model).__name__} cannot be trained: pass a transformers "
+            "PreTrainedModel, a folder or hub name, or the recipe's table as a dict"
+        )
     if tokenizer is not None:
         raise KeelError("tokenizer: a model by name has its own: leave tokenizer out")
-    if isinstance(model, Mapping):
-        return dict(model)
-    if isinstance(model, str | Path):
-        return {"name": str(model)}
-    raise KeelError(
-        f"model: a {type(model).__name__} cannot be trained: pass a transformers PreTrainedModel, "
-        f"a folder or hub name, or the recipe's table as a dict"
-    )
+    return dict(model) if isinstance(model, Mapping) else {"name": str(model)}
 
 
 def _rewards(rewards: Any) -> dict[str, Any]:
@@ -161,6 +164,8 @@ def _rewards(rewards: Any) -> dict[str, Any]:
 def _data(data: Any, eval_data: Any, tables: dict[str, bytes]) -> dict[str, Any]:
     """The keys that name a stage's data; `tables` takes the files that hold it."""
     _refuse_splits(data, "data")
+    if isinstance(data, Mapping) and any(isinstance(one, list) for one in data.values()):
+        raise KeelError("data: a table of columns: pass rows, a list of dicts")
     source = dict(data) if isinstance(data, Mapping) else _source(data, "data", tables)
     if eval_data is not None:
         other = _source(eval_data, "eval_data", tables)
@@ -192,6 +197,8 @@ def _source(data: Any, name: str, tables: dict[str, bytes]) -> dict[str, Any]:
     if isinstance(data, str | Path):
         path = str(data)
         kinds = [kind for ending, kind in ENDINGS.items() if path.endswith(ending)]
+        if not kinds and ":" not in path and (Path(path).suffix in OTHER_FILES or "/" in path):
+            raise KeelError(f"{name}: {path!r} is not a {' or '.join(ENDINGS)} file: convert it")
         return {"name": kinds[0], "path": path} if kinds else {"name": path}
     if hasattr(data, "to_parquet"):  # datasets.Dataset, pandas.DataFrame
         buffer = BytesIO()

@@ -134,7 +134,8 @@ class Presentation:
         column = self._column(row)
         for name in (column,) if column is not None else names_of(self.template):
             if name not in row:
-                raise KeelError(f"{where}: {unknown('column', name, row)}")
+                other = f"{where}: {unknown('column', name, row)}"
+                raise KeelError(f'{other}: name the column in `prompt`, as prompt = "{{question}}"')
             if row[name] is None or (isinstance(row[name], float) and math.isnan(row[name])):
                 raise KeelError(f"{where}: column {name!r} is empty: leave the row out")
         value = None if column is None else parsed_messages(row[column])

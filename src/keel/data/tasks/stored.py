@@ -215,10 +215,10 @@ def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], lis
             bad.rows.append(table.where.left_out(line, str(error), row))
             continue
         entries.append(StoredExample(number, line, body, row, tools))
-    bad.check("tasks")
     every = sorted(bad.rows, key=lambda left: left.line)
     if not entries:
         raise all_bad(table.where.source, every)
+    bad.check("tasks")
     return entries, every
 
 
