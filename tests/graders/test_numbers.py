@@ -275,7 +275,7 @@ def test_a_marked_answer_comes_before_what_follows_it_and_counts_as_a_whole() ->
     assert ends_on(r"first \boxed{5}, no: \boxed{\frac{1}{2}} (see page 9)") == Fraction(1, 2)
     assert ends_on("#### 1\nthen \\boxed{2}") == 2
     assert ends_on("\\boxed{2}\n#### 1") == 1
-    assert ends_on(r"1 + 1 = \boxed{2\frac{1}{2}}") == Fraction(5, 2)
+    assert ends_on(r"2 + 1/2 = \boxed{2\frac{1}{2}}") == Fraction(5, 2)
     assert ends_on(r"\boxed{none} 5") is None
     assert ends_on(r"so 5 \boxed{1") is None
     assert ends_on(r"\boxed{3} or \boxed{4}") is None

@@ -17,13 +17,15 @@ from keel.graders.numbers import (
     FORMULA,
     Number,
     bare,
-    calculated,
     closing,
+    comes_to,
     continues,
+    is_name,
     name_of,
     number_in_prose,
     plain,
     read_number,
+    side_fits,
     spaced,
 )
 from keel.graders.stated import ANSWER_NAME
@@ -79,7 +81,7 @@ _SAYS = re.compile(
     r"|(?:答案?|答え|正解|정답|답|ตอบ(?:ที่ถูกต้อง)?)[^\n.?!:=]{0,4}?(?:[:=】\]是为為は은는]|คือ)\s*,?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
-_END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s|\Z)|\n")
+_END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s(?! *=)|\Z)|\n")
 _ABOVE = re.compile(r"(?<!\s)[^\S\n]*+\n\s*+(?=\\\[|\$\$)")
 _AROUND = re.compile(r"[\s*_]*+")
 _SYMBOL = re.compile(r"[\d$\\]")
@@ -167,15 +169,19 @@ _REMARK = re.compile(
     r"|clear|exact|as expected|consistent)\b",
     re.IGNORECASE,
 )
-_PRODUCT = r"\\(?:times|cdot|div)\b"
-_ARITHMETIC = re.compile(
-    rf"(?:[\s\d.,$()]|{_PRODUCT})*\d\s*(?:[-+*/]|{_PRODUCT})(?:[-+*/\s\d.,$()]|{_PRODUCT})*+"
+_FORMULA_END = re.compile(
+    r"(?:[\s\d.,$()+*/^!|{}_%'<>-]|\\(?:[A-Za-z]+|.)"
+    r"|(?<![A-Za-z\\])(?:[A-Za-z]|log|ln|exp|sqrt)(?![A-Za-z]))*+\Z"
 )
-_SUM = re.compile(
-    r"(?:\A|[:,]|\b(?:so|thus|hence|therefore|then|is|are|was|were|have|has|had|gets?|makes?|paid"
-    rf"|pays?|costs?|spent|earns?|earned|total)\b)\s*+({_ARITHMETIC.pattern})\Z",
-    re.IGNORECASE,
+_EQUALS = re.compile(r"=[\s$*{(\\\[]*\Z")
+_LEAD_WORD = re.compile(
+    r"(?<![\\A-Za-z])(?!so|thus|then|hence|therefore|we|get|have|obtain)[a-z]{2,}\b", re.IGNORECASE
 )
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_CONSEQUENCE = re.compile(
+    r"\b(?:so|thus|hence|therefore|giv(?:es?|ing)|means|get|obtain)\b", re.IGNORECASE
+)
+_UNIT_LETTERS = re.compile(r"(?<=\d) ?[mshgLlk](?![A-Za-z])")
 _RESULT = re.compile(r":[^:A-Za-z=\\]*=[^A-Za-z]*\d")
 
 
@@ -206,7 +212,11 @@ def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> An
             _taken_back(text, end, answer)
             or (
                 text[start] == "\\"
-                and not (may_precede(text[:start]) and may_follow(text, end, answer))
+                and not (
+                    may_precede(text[:start])
+                    and may_follow(text, end, answer)
+                    and _equated(text[:start], answer)
+                )
             )
         )
         return Answer(answer, "marked") if answer and apart else None
@@ -295,10 +305,6 @@ def stated_number(text: str, *, evaluated: bool = True) -> Number | None:
         return None
     whole = read_number(answer.text, evaluated=evaluated)
     if whole is not None or answer.how == "marked":
-        *sides, right = answer.text.split("=")
-        if whole is None and sides and all(_ARITHMETIC.fullmatch(side) for side in sides):
-            number = read_number(right, evaluated=evaluated)
-            return number if number and all(_comes_to(side, number) for side in sides) else None
         return whole
     sentence = _CALCULATION.sub("", answer.text)
     if answer.how == "stated" or WORD.search(sentence):
@@ -324,34 +330,52 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
     sentence = _CONTRAST.sub("is ", sentence)
     sentence = shortened(_DELIMITERS.sub("", spaced(sentence).replace("\\approx ", "= ")))
     before, equals, after = sentence.rpartition("=")
-    if equals:
-        side = re.split(r"=|,|;|\band\b|\bthen\b", before)[-1]
-        others = re.search(r"[\d\\]", before[: len(before) - len(side)])
-        if (others and not re.search(r"\d", side)) or read_number(side):
-            return None  # x = 4, y = 3; 4, y = 3; 4 = 3
-        if re.search(r"\b(?:or|not|either|n't)\b|[<>]", before, re.IGNORECASE):
-            return None
-        found = _in_last_clause(after, evaluated)
-        if found is None or ((sum_ := _SUM.search(side)) and not _comes_to(sum_[1], found)):
-            return None
-        words = side.replace("$", " ").split()
-        return replace(found, name=name_of(words[-1]) if words else "")
-    return _in_last_clause(sentence, evaluated)
+    if not equals:
+        return _in_last_clause(sentence, evaluated)
+    first, *others = re.split("=", _CONSEQUENCE.split(before)[-1])
+    found = _in_last_clause(after, evaluated)
+    if found is None or re.search(r"\b(?:or|not|either|n't)\b|[<>]", before, re.IGNORECASE):
+        return None
+    if not all(side_fits(one, found, 1) for one in others):
+        return None  # x = 4, y = 3
+    side = _last_formula(first)
+    if not _stands_for(side, found):
+        return None
+    words = side.replace("$", " ").split()
+    return replace(found, name=name_of(words[-1]) if words else "")
 
 
-def _comes_to(arithmetic: str, number: Number) -> bool:
-    """Whether a calculation comes to a number, or to one that it is rounded from to some decimals.
-
-    True of what cannot be read as a calculation.
-    """
-    try:
-        value, stated = calculated(arithmetic), number.value
-    except ZeroDivisionError:
-        return False
-    if value is None or value == stated:
+def _equated(before: str, answer: str) -> bool:
+    """Whether the equation that a box ends, if it ends one, is not false, and not of an unknown."""
+    equals = _EQUALS.search(before[-300:])
+    if equals is None:
         return True
-    units = [10**places for places in range(1, 13)]
-    return any((stated * n).denominator == 1 and abs(stated - value) * 2 * n <= 1 for n in units)
+    line = re.split(r"\n|[.;] ", before[-300:][: equals.start()])[-1]
+    number, side = read_number(answer, evaluated=False), _last_formula(line.rpartition("=")[2])
+    if number is not None and comes_to(side, number) is False:
+        return False
+    alone = "=" not in line and _LEAD_WORD.search(line) is None and not _VARIABLE.search(answer)
+    unknown = len(set(_VARIABLE.findall(side))) == 1 and not is_name(side.strip("|"))
+    return not (alone and unknown)
+
+
+def _last_formula(words: str) -> str:
+    """The formula that words end on; "" if it is a part of what they say."""
+    words = words[-200:]
+    starts = (at for at in range(len(words) + 1) if _FORMULA_END.match(words, at))
+    start = next(starts)
+    formula = _UNIT_LETTERS.sub("", words[start:]).strip(" $,.")
+    part = re.search(r"\bof\s*\Z", words[:start]) or re.match(
+        r"[-+*/^]|\\(?:times|cdot|div)", formula
+    )
+    return "" if part and words[:start].strip() else re.sub(r"\A[aAI] (?=\d)", "", formula)
+
+
+def _stands_for(formula: str, number: Number) -> bool:
+    """Whether a formula is a name for a number or a calculation of it, so that `=` states it."""
+    if not formula or is_name(formula) or re.search(r"\.\.\.|dots", formula):
+        return True
+    return side_fits(formula, number)
 
 
 def _in_last_clause(words: str, evaluated: bool) -> Number | None:

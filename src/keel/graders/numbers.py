@@ -7,9 +7,10 @@ pattern takes time in line with the text's length.
 from __future__ import annotations
 
 import ast
+import math
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 MAX_CHARACTERS = 1000
@@ -128,7 +129,7 @@ _CHANGED = re.compile(
 )
 """What makes the number before it another or denies it, in scripts without blanks."""
 _NAME = re.compile(
-    r"(?:\\(?:text|mathrm|mbox|operatorname) ?\{[^{}=]*\}|\|[A-Za-z]{1,3}\||\\angle ?[A-Za-z]{1,3}"
+    r"(?:\\(?:text|mathrm|mbox|operatorname) ?\{[^{}=]*\}|\|[A-Z]{1,3}\||\\angle ?[A-Za-z]{1,3}"
     r"|[A-Za-z]'{0,2}(?: ?_ ?(?:\w|\{\w*\}))? ?\([-\w, ]{1,20}\)"
     r"|[A-Za-z](?: ?[-+] ?[A-Za-z])+"
     r"|\\?[A-Za-z][A-Za-z ]*'?(?: ?_ ?(?:\w|\{\w*\}))?) ?"
@@ -264,12 +265,65 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
     text = bare(text)
     if formula := _FIRST.fullmatch(text):  # `$18$ dollars`
         text = f"{formula[1]}{formula[2] or formula[3]} {formula[4]}"
-    name = ""
-    sides = text.split("=")
-    if len(sides) > 1:
-        if len(sides) > 2 or not _NAME.fullmatch(sides[0].strip()):
-            return None
-        name, text = name_of(sides[0]), bare(sides[1])
+    text, about, near = text.partition("\\approx")
+    if about and (not text.strip() or text.rstrip().endswith("=") or is_name(text)):
+        text, near = f"{text}={near}" if text.strip() else near, ""
+    *sides, text = text.split("=")
+    name = name_of(sides[0]) if sides and is_name(sides[0]) else ""
+    number = _single(bare(text), evaluated, letters)
+    if number is None or not all(side_fits(one, number, at) for at, one in enumerate(sides)):
+        return None
+    rounded = read_number(near, evaluated=evaluated) if near.strip() else None
+    if near.strip() and (rounded is None or not _rounds(number, rounded)):
+        return None
+    return replace(number, name=name)
+
+
+def _rounds(number: Number, rounded: Number) -> bool:
+    """Whether a number is another, rounded, which may be a percentage."""
+    sizes = [rounded.value, rounded.value / 100] if rounded.unit == "%" else [rounded.value]
+    return any(abs(one - number.value) * 100 <= abs(number.value) for one in sizes)
+
+
+def is_name(side: str) -> bool:
+    """Whether the side of an equation names what is sought: `x`, `P(A)`, `Total cost`."""
+    side = side.strip()
+    return bool(_NAME.fullmatch(side)) and re.match(r"\\?(?:log|ln|exp|sqrt)\b", side) is None
+
+
+def side_fits(side: str, number: Number, at: int = 0) -> bool:
+    """Whether an equation's side, the one in the place `at`, comes to the last side's number.
+
+    The first may be a name, and those in between hold symbols. A number alone is not a calculation.
+    """
+    side = side.strip(" $&")
+    if at == 0 and is_name(side):
+        return True
+    found = comes_to(side, number)
+    if found is None and at > 0:
+        return re.search(r"[,;] |\b(?:and|or)\b|[<>]|\\[gln]eq?\b", side) is None and bool(
+            re.match(r"\\?[A-Za-z(]|[\d.]+ ?(?:\\|[A-Za-z(])", side)
+        )
+    return bool(found) and re.fullmatch(rf"-?{_DECIMAL}", side) is None
+
+
+def comes_to(arithmetic: str, number: Number) -> bool | None:
+    """Whether a calculation comes to a number, or to one that it is rounded from to some decimals.
+
+    None of what cannot be read as a calculation.
+    """
+    try:
+        value, stated = calculated(arithmetic), number.value
+    except ZeroDivisionError:
+        return False
+    if value is None or value == stated:
+        return None if value is None else True
+    units = [10**places for places in range(1, 13)]
+    return any((stated * n).denominator == 1 and abs(stated - value) * 2 * n <= 1 for n in units)
+
+
+def _single(text: str, evaluated: bool, letters: bool) -> Number | None:
+    """The number that a side of an equation, or a text without one, is."""
     text = text.removeprefix("\\approx").strip()
     lead = _LEAD.match(text)
     assert lead is not None  # all of it may be missing
@@ -285,7 +339,7 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
         value, rest = value * 10 ** _SCALES[scale[1].lower()], rest[scale.end() :]
     if not only_units(rest, letters):
         return None
-    return Number(-value if sign == "-" else value, name, _unit(lead[2] or "", rest))
+    return Number(-value if sign == "-" else value, "", _unit(lead[2] or "", rest))
 
 
 def number_in_prose(text: str, start: int, *, evaluated: bool = True) -> tuple[int, Number | None]:
@@ -371,17 +425,28 @@ def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:
 
 
 def calculated(text: str) -> Fraction | None:
-    """What a calculation of `+ - * /`, brackets and decimals comes to; None if it is not one.
+    """What a calculation of `+ - * / ^ !`, fractions, roots, binomials and decimals comes to.
 
-    Raises ZeroDivisionError.
+    None if it is not one. Raises ZeroDivisionError.
     """
-    text = re.sub(r"\\(?:times|cdot)\b", "*", text).replace("\\div", "/")
-    text = re.sub(r"[$\s]|(?<=\d),(?=\d{3})", "", text)
-    if len(text) > 300 or re.search(r"[^-+*/().\d]|\*\*|//", text):
+    if len(text) > 300:
         return None
+    text = re.sub(r"\\(?:times|cdot)(?![a-z])", "*", spaced(text)).replace("\\div", "/")
+    text = re.sub(r"(?<=\d) ?x ?(?=\d)", "*", text)
+    text = re.sub(r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"[$\s]|(?<=\d),(?=\d{3})|\\text\{[^{}]*\}", "", text.replace("\\$", ""))
+    for _ in range(4):  # fractions in fractions
+        text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))", text)
+        text = re.sub(r"\\binom\{(\d+)\}\{(\d+)\}", r"((\1)|(\2))", text)
+        text = re.sub(r"\\sqrt\{([^{}]*)\}", r"((\1)^(1/2))", text)
+        text = re.sub(r"\^\{([^{}]*)\}", r"^(\1)", text)
+    text = re.sub(r"(\d+)!", r"(\1|0)", re.sub(r"\\?%", "/100", text))
+    text = re.sub(r"(?<=[)\d])(?=\()|(?<=\))(?=\d)", "*", text)
+    if re.search(r"[^-+*/().\d^|]|\*\*|//", text):
+        return None
+    text = re.sub(r"\d+(?:\.\d+)?|\.\d+", r"'\g<0>'", text).replace("^", "**").replace("|", "@")
     try:
-        parsed = ast.parse(re.sub(r"\d+(?:\.\d+)?|\.\d+", r"'\g<0>'", text), mode="eval")
-        return _value_of(parsed.body)
+        return _value_of(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
@@ -394,9 +459,28 @@ def _value_of(node: ast.expr) -> Fraction:
     if not isinstance(node, ast.BinOp):
         raise ValueError("no calculation")
     left, right = _value_of(node.left), _value_of(node.right)
+    if isinstance(node.op, ast.Pow):
+        return _power(left, right)
+    if isinstance(node.op, ast.MatMult):  # n choose k, and n! as `n @ 0`
+        n, k = int(left), int(right)
+        if n > 170 or (n, k) != (left, right):
+            raise ValueError("too large")
+        return Fraction(math.comb(n, k) if k else math.factorial(n))
     if isinstance(node.op, ast.Mult | ast.Div):
         return left * right if isinstance(node.op, ast.Mult) else left / right
     return left + right if isinstance(node.op, ast.Add) else left - right
+
+
+def _power(base: Fraction, power: Fraction) -> Fraction:
+    """A power with an exact value; ValueError for others, and for large ones."""
+    if power == Fraction(1, 2) and base >= 0:
+        root = Fraction(math.isqrt(base.numerator), math.isqrt(base.denominator))
+        if root * root == base:
+            return root
+    digits = len(str(base.numerator)) + len(str(base.denominator))
+    if power.denominator > 1 or abs(power) * digits > MAX_CHARACTERS:
+        raise ValueError("not a plain power")
+    return base ** int(power)
 
 
 def name_of(side: str) -> str:
