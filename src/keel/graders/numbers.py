@@ -74,8 +74,9 @@ _UNIT = re.compile(
     r"|/(?! ?\d)|\\cdot\b|[€£¥₹]|\\?\$"
 )
 _LATEX_UNITS = re.compile(
+    r"(?: ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-z]))(?: ?[CF]\b)?)?(?: (?=[.,;!?)]|\Z))?"
     rf"(?:[ ~]*(?:\\(?:text|mbox|mathrm|operatorname) ?\{{{_INNER}\}}(?:{_POWER})?"
-    rf"|\\frac ?\{{{_INNER}\}} ?\{{{_INNER}\}}|/|\\(?:cdot|mu|Omega)(?![a-z])))++"
+    rf"|\\frac ?\{{{_INNER}\}} ?\{{{_INNER}\}}|/|\\(?:cdot|mu|Omega)(?![a-z])))*+"
 )
 _LETTERS = frozenset("msglLhAVWNJKCFTHΩ")
 _ATTACHED = word_set(
@@ -353,7 +354,7 @@ def number_in_prose(text: str, start: int, *, evaluated: bool = True) -> tuple[i
         return start + 1, None
     end = found.end()
     latex = _LATEX_UNITS.match(text, end)
-    if latex and only_units(latex[0]):
+    if latex and latex[0].strip() and only_units(latex[0]):
         whole = read_number(found[0] + latex[0], evaluated=evaluated)
         return latex.end(), None if continues(text[latex.end() :]) else whole
     joined = re.compile(r"\S*").match(text, end)[0]  # type: ignore[index]
@@ -463,7 +464,7 @@ def _value_of(node: ast.expr) -> Fraction:
         return _power(left, right)
     if isinstance(node.op, ast.MatMult):  # n choose k, and n! as `n @ 0`
         n, k = int(left), int(right)
-        if n > 170 or (n, k) != (left, right):
+        if n > 170 or n != left or k != right:
             raise ValueError("too large")
         return Fraction(math.comb(n, k) if k else math.factorial(n))
     if isinstance(node.op, ast.Mult | ast.Div):
