@@ -15,6 +15,8 @@ from keel.types import KeelError
 from tests.durability.processes import keel
 from tests.durability.same import contents, one_line, same
 
+pytestmark = pytest.mark.slow
+
 TENSORS = "trainable.safetensors"
 
 

@@ -14,6 +14,8 @@ from tests.durability.harm import plan
 from tests.durability.processes import keel
 from tests.durability.same import RUN, TINY, contents, one_line, same, whole
 
+pytestmark = pytest.mark.slow
+
 DISK = 24 << 20
 ROWS_ONLY = (*TINY, "steps=8", "rollouts_every=0", "checkpoints.every=100")
 JUDGED = """

@@ -20,6 +20,8 @@ from tests.durability.processes import start
 from tests.durability.same import RUN, TINY, one_line, same
 from tests.shared import ROOT
 
+pytestmark = pytest.mark.slow
+
 HARSH = {
     "LC_ALL": "C",
     "PYTHONUTF8": "0",

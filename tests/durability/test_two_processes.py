@@ -21,6 +21,8 @@ from tests.durability.processes import Keel, keel, start
 from tests.durability.same import RUN, one_line, same
 from tests.shared import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def waiting(tmp_path: Path, run: Path) -> tuple[Keel, Path]:
     """A run in the middle of its third step, until the file is deleted."""

@@ -15,6 +15,8 @@ from keel.types import KeelError
 from tests.rewards.judge_made import account_of, call, group, made, rewards, scored
 from tests.rewards.judge_server import Asked, Fault, JudgeServer
 
+pytestmark = pytest.mark.slow
+
 FIVE = {"low": 0, "high": 10}
 REPEATED = {
     "cut off in the middle": Fault(cut=True),

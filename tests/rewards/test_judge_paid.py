@@ -23,6 +23,8 @@ from tests.rewards.judge_made import account_of, call, group, made, rewards, sco
 from tests.rewards.judge_server import JudgeServer
 from tests.shared import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCALE = {"low": 0, "high": 10}
 
 

@@ -20,6 +20,8 @@ from keel.workflows.compare import plan
 from tests.soak.killing import differences
 from tests.training.small import Stop, info, metrics, notes, run, save_teacher, small
 
+pytestmark = pytest.mark.slow
+
 OPD = ("algorithm=opd", "steps=2", "evaluation.prompts=4")
 DENSE = "rewards.functions=[{function='place_match'}]"
 UNSCORED = "tasks=[{name='jsonl', path='%s', validation_fraction=0.3}]"

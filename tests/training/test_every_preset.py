@@ -14,6 +14,8 @@ from keel.models.policy import load_policy
 from keel.runs.reader import load
 from tests.training.small import metrics, run, save_teacher
 
+pytestmark = pytest.mark.slow
+
 DENSE = "rewards.functions=[{function='place_match'}]"
 STEPS = "rewards.functions=[{function='tests.training.rewards:digits_in_order'}]"
 

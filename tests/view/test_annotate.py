@@ -17,7 +17,7 @@ from tests.view.annotating import MODEL, Annotator, Server, pair
 from tests.view.chromium import WAIT, sync_api, tab
 
 expect = sync_api.expect
-pytestmark = [needs_chromium]
+pytestmark = [needs_chromium, pytest.mark.slow]
 RUBRIC = "# What is better\n\n- `<b>true</b>` before fluent\n\n![](http://x/y) <script>"
 ARABIC = "عاصمة فرنسا هي باريس.\nThe Louvre is there."
 CHINESE = "\u3000\u3000太阳光由各种颜色的光组成。"

@@ -15,7 +15,7 @@ from tests.shared import needs_chromium
 from tests.view.annotating import Annotator, Server
 from tests.view.chromium import tab
 
-pytestmark = [needs_chromium]
+pytestmark = [needs_chromium, pytest.mark.slow]
 KEYS = ("1", "2", "t", "s", "1", "2")
 
 

@@ -20,7 +20,7 @@ from tests.view import hostile
 from tests.view.chromium import WAIT, Served, part, serve, sync_api, tab
 
 expect = sync_api.expect
-pytestmark = [needs_chromium]
+pytestmark = [needs_chromium, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ from keel.view.rollouts import RolloutsPage
 from tests.view import hostile
 from tests.view.simulated import SECONDS, marked, simulate, trigger, until
 
+pytestmark = pytest.mark.slow
+
 RECIPE = """name = "two"
 
 [[stages]]

@@ -10,6 +10,8 @@ import pytest
 from keel.types import KeelError
 from keel.view.server import MAX_UNOPENED, forget_unopened, listen
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)]
