@@ -15,7 +15,7 @@ WORD = re.compile(rf"(?<![\\{{A-Za-z])[A-Za-z]{{2,}}(?![A-Za-z}}])|[{UNBROKEN}]"
 _LINKS = word_set(
     "a an the be being been is are was were it that this equal equals to only just now exactly "
     "simply precisely about approximately roughly around really actually necessarily es est "
-    "ist son sind"
+    "ist son sind è é são sont sono"
 )
 """Words between which and an answer nothing changes it."""
 _DENIES = word_set(
@@ -35,13 +35,14 @@ _MEASURED = re.compile(
     r"|multiple|factor|divisor|power|percentage|share|portion|square|cube|root|function|mitad|moiti)"
     r"[a-z]+ (?:of|de|von|di)"
     r"|(?:increas|decreas|reduc|chang|grew|fell|rose|dropp|risen|fallen|rais|los|w[io]n)\w* by"
-    r"|\b(?:up|down) by)\Z",
+    r"|\b(?:up|down) by|\b(?:est|es|è|é)(?: donc| quindi)? d[ei])\Z",
     re.IGNORECASE,
 )
 """What `of` and `by` follow if they lead to an answer: a total of 5, decreased by 5."""
 _DOUBTED = re.compile(
     r"^\W*(?:if|unless|suppose|assum\w+|whether)\b|\b(?:no(?:body| one)|none of)\b"
     r"|\b(?:between|either)\b[^,;]*\b(?:and|or)\Z|(?<!round )(?<!rounds )\bup to\W*\Z"
+    r"|\b(?:non?|não) (?:es|[èé])\b"
     r"|\b(?:wrong|incorrect|false|untrue|not true|not the case|doubt|unlikely)\b",
     re.IGNORECASE,
 )
@@ -137,7 +138,7 @@ def leads(before: str, *, marked: bool = False) -> bool:
         if word not in _LINKS:
             rest = clause[: found.end()]
             break
-        verb = verb or word in ("is", "are", "was", "were", "be", "equals", "equal")
+        verb = verb or word in ("is", "are", "was", "were", "be", "equals", "equal", "è", "é")
     if not rest:
         return True
     if word.endswith(("n't", "n’t")) or word in _DENIES:
