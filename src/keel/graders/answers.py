@@ -27,9 +27,10 @@ from keel.graders.numbers import (
     read_number,
     side_fits,
     spaced,
+    word_set,
 )
 from keel.graders.stated import ANSWER_NAME
-from keel.graders.surroundings import UNBROKEN, WORD, leads, may_follow, may_precede
+from keel.graders.surroundings import DOUBTED, UNBROKEN, WORD, leads, may_follow, may_precede
 
 TAIL = 16_384
 """Characters at the end of a text in which its answer stands; what is before them is not read."""
@@ -81,6 +82,21 @@ _SAYS = re.compile(
     r"|(?:答案?|答え|正解|정답|답|ตอบ(?:ที่ถูกต้อง)?)[^\n.?!:=]{0,4}?(?:[:=】\]是为為は은는]|คือ)\s*,?\s*",
     re.IGNORECASE | re.MULTILINE,
 )
+_LEADS_TO_ANSWER = word_set(
+    "so thus hence therefore then now and the my our this your an final correct right exact it to "
+    "numerical actual overall complete required desired simplified short we i you get have find in "
+    "found conclude see know that which gives give means is are as finally can say write here of "
+    "follows let box believe think one with arrive at reach obtain makes answer question problem"
+)
+"""Words before "answer" that leave the statement as it is."""
+_OTHER_ANSWER = re.compile(
+    r"\b(?:of|one) (?:the |my |our |all )?answers?\Z|\ban answer\Z", re.IGNORECASE
+)
+_CHANGED_ANSWER = re.compile(
+    r"(?<!question )(?<!problem )(?<!part )\d|\b(?:plus|minus|times|divided|multiplied|squared"
+    r"|cubed|doubled|tripled|halved|mod|modulo|without|before|different|first|given)\b",
+    re.IGNORECASE,
+)
 _END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s(?! *=)|\Z)|\n")
 _ABOVE = re.compile(r"(?<!\s)[^\S\n]*+\n\s*+(?=\\\[|\$\$)")
 _AROUND = re.compile(r"[\s*_]*+")
@@ -93,7 +109,8 @@ _BEING = re.compile(
 )
 _VAGUE = re.compile(
     r"\b(?:or|maybe|perhaps|possibly|either|neither|between|alternatively|not|than|at least"
-    r"|at most|except|without|unless)\b|n't\b|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
+    r"|at most|except|without|unless|whose|anything|no longer|coprime)\b|n't\b"
+    r"|[<>]|\\[lg]eq?\b|\\ne\b|\\pm\b",
     re.IGNORECASE,
 )
 _START = re.compile(r"(?<!\^)(?<!\^\{)[-+]?(?:\b(?:US|CA|AU))?\\?[$€£¥₹]?-?(?:\.?\d|\\[dt]?frac)")
@@ -334,7 +351,11 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
         return _in_last_clause(sentence, evaluated)
     first, *others = re.split("=", _CONSEQUENCE.split(before)[-1])
     found = _in_last_clause(after, evaluated)
-    if found is None or re.search(r"\b(?:or|not|either|n't)\b|[<>]", before, re.IGNORECASE):
+    if (
+        found is None
+        or DOUBTED.search(re.split("[,;] ", first)[-1])
+        or re.search(r"\b(?:or|not|either|n't)\b|[<>]", before, re.IGNORECASE)
+    ):
         return None
     if not all(side_fits(one, found, 1) for one in others):
         return None  # x = 4, y = 3
@@ -492,7 +513,9 @@ def _stated(text: str, words: bool) -> tuple[int, int, str] | None:
         line = text.rfind("\n", 0, found.start()) + 1
         if _ASKS.search(text[max(line, found.start() - 200) : found.start()].rpartition(". ")[2]):
             continue
-        if not leads(text[line:at], marked=True):
+        if not leads(text[line:at], marked=True) or not _of_the_answer(
+            text[line : found.start()], found[0]
+        ):
             return at, at, ""
         if display := _DISPLAY.match(text, at):
             return at, display.end(), display[0].strip("*_ \n")
@@ -506,6 +529,17 @@ def _stated(text: str, words: bool) -> tuple[int, int, str] | None:
         if not answer.endswith("?") and not (remark and _REMARK.match(answer)):
             return at, end, answer
     return None
+
+
+def _of_the_answer(before: str, says: str) -> bool:
+    """Whether a statement is of the answer itself: not of twice it, nor of the answer plus 2."""
+    noun = re.match(r"answers?\b", says, re.IGNORECASE)
+    if noun is None:
+        return True
+    clause = re.split(r"[^\w\s'’*#-]", before)[-1]
+    words = re.findall(r"[a-z]+", clause.lower())
+    changed = _OTHER_ANSWER.search(clause + noun[0]) or _CHANGED_ANSWER.search(says)
+    return changed is None and _LEADS_TO_ANSWER.issuperset(words)
 
 
 def _last(text: str, words: bool) -> str | None:

@@ -130,8 +130,8 @@ def chosen(text: str, question: str = "") -> str | None:
             deny, label = r"(?:\bnot\b|n['’]t|wrong|false)", rf"\b{letter}\b"
             denied = rf"{label}[^.\n]*{deny}|{deny}[^.\n]*{label}"
             back = WITHDRAWN.search(text, max(end - 1, 0)) or re.search(denied, text[end:])
-            back = back or _turned(text[end:], letter)
-            return None if not letter or several or back else letter
+            turned_down = several or back or _turned(text[end:], letter)
+            return letter if letter and not turned_down else None
     return None
 
 

@@ -110,7 +110,7 @@ _SCALED = re.compile(
 """Such words of other languages, and scales and parts as they are abbreviated."""
 _NO_UNITS = _CHANGES | word_set(
     "or and to than not but times if maybe perhaps possibly either versus vs is are was equals "
-    "less fewer short below above wrong incorrect"
+    "less fewer short below above wrong incorrect fails"
 )
 _UNITS = {
     name: names.split()[0]
@@ -176,6 +176,7 @@ _APART = word_set(
 _DENIED = re.compile(
     r"(?:is|are|was|were|do|does|did|has|have|can|could|would|will|should|may|might|must)"
     r"(?:n['’]t| not| never| (?:wrong|incorrect|false|impossible|too))\b"
+    r"|(?:is|are|was|were) (?:an? )?(?:extraneous|reject|ruled|exclu|discard|invalid|upper|lower)"
     r"|cannot\b|can['’]t\b|won['’]t\b"
 )
 _COMMA = re.compile(r"(?<=\d)(?:\{,\}|, ?(?:\\! ?)+| ?\\, ?)(?=\d{3})")
@@ -288,8 +289,12 @@ def _rounds(number: Number, rounded: Number) -> bool:
 
 def is_name(side: str) -> bool:
     """Whether the side of an equation names what is sought: `x`, `P(A)`, `Total cost`."""
-    side = side.strip()
-    return bool(_NAME.fullmatch(side)) and re.match(r"\\?(?:log|ln|exp|sqrt)\b", side) is None
+    other = re.match(
+        r"\s*(?:\\?(?:log|ln|exp|sqrt)|we|if|let|say|try|discard|reject|exclude)\b",
+        side,
+        re.IGNORECASE,
+    )
+    return other is None and _NAME.fullmatch(side.strip()) is not None
 
 
 def side_fits(side: str, number: Number, at: int = 0) -> bool:

@@ -39,10 +39,12 @@ _MEASURED = re.compile(
     re.IGNORECASE,
 )
 """What `of` and `by` follow if they lead to an answer: a total of 5, decreased by 5."""
-_DOUBTED = re.compile(
+DOUBTED = re.compile(
     r"^\W*(?:if|unless|suppose|assum\w+|whether)\b|\b(?:no(?:body| one)|none of)\b"
     r"|\b(?:between|either)\b[^,;]*\b(?:and|or)\Z|(?<!round )(?<!rounds )\bup to\W*\Z"
-    r"|\b(?:non?|não) (?:es|[èé])\b"
+    r"|\b(?:non?|não) (?:es|[èé])\b|\b(?:discard|reject|exclude|try|guess|say|imagine|might|may)\b"
+    r"|\banswers? (?!is\b|comes|works|turns|as\b|to\b|for\b|of\b|in\b|will|would|must|should)"
+    r"[a-z]+(?: |\Z)"
     r"|\b(?:wrong|incorrect|false|untrue|not true|not the case|doubt|unlikely)\b",
     re.IGNORECASE,
 )
@@ -127,7 +129,7 @@ def leads(before: str, *, marked: bool = False) -> bool:
     clause = re.split(r"[;.!?,](?=[\s$])|\n|\bno ?[:,]", before, flags=re.IGNORECASE)[-1].rstrip(
         ": "
     )
-    if _DOUBTED.search(clause):
+    if DOUBTED.search(clause):
         return False
     if re.search(rf"[{UNBROKEN}]\Z", clause):
         return _UNBROKEN_BEFORE.search(clause) is None
