@@ -12,15 +12,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from keel.graders.equations import last_formula, may_be_equated, stands_for
 from keel.graders.formats import tag_content
 from keel.graders.numbers import (
     FORMULA,
     Number,
     bare,
     closing,
-    comes_to,
     continues,
-    is_name,
     name_of,
     number_in_prose,
     plain,
@@ -48,8 +47,9 @@ _TAG = re.compile(
     r"((?:(?![<\[]\|?\1).)*?)(?:[<\[](?:\|?/|\|end_(?:of_)?) ?\1 ?\|?[>\]]|(\Z))",
     re.IGNORECASE | re.DOTALL,
 )
-_OPERAND = re.compile(r"(?:[-−+/^×÷]|\d[ \t]*\*)[ \t]*\Z|\d\.?\Z")
-_OPERATION = re.compile(r"[ \t]*[-−+*/^×÷][ \t]*[\d$(\\]")
+_REFUSED = re.compile(
+    r"[ \t]*[-−+*/^×÷][ \t]*[\d$(\\]|\W*(?:is|was) (?:not|wrong|incorrect|false)\b"
+)
 _FORMATTING = re.compile(
     r"\[asy\].*?(?:\[/asy\]|\Z)|</?(?:b|i|em|strong|u|p|span|center|div|br) ?/?>", re.DOTALL
 )
@@ -83,15 +83,12 @@ _SAYS = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _LEADS_TO_ANSWER = word_set(
-    "so thus hence therefore then now and the my our this your an final correct right exact it to "
+    "so thus hence therefore then now and the my our this your final correct right exact it to "
     "numerical actual overall complete required desired simplified short we i you get have find in "
-    "found conclude see know that which gives give means is are as finally can say write here of "
-    "follows let box believe think one with arrive at reach obtain makes answer question problem"
+    "found conclude see know that which gives give means is are as finally can say write here "
+    "follows let box believe think with arrive at reach obtain makes answer question problem"
 )
 """Words before "answer" that leave the statement as it is."""
-_OTHER_ANSWER = re.compile(
-    r"\b(?:of|one) (?:the |my |our |all )?answers?\Z|\ban answer\Z", re.IGNORECASE
-)
 _CHANGED_ANSWER = re.compile(
     r"(?<!question )(?<!problem )(?<!part )\d|\b(?:plus|minus|times|divided|multiplied|squared"
     r"|cubed|doubled|tripled|halved|mod|modulo|without|before|different|first|given)\b",
@@ -156,7 +153,8 @@ _CONCLUDES = re.compile(
     re.IGNORECASE,
 )
 _TURNS = re.compile(
-    r"^\W*(?:and )?(?:however|but|hmm+|actually|edit|update|instead|rather|also|on second"
+    r"^\W*(?:and )?(?:or|alternatively|maybe|perhaps|possibly|otherwise"
+    r"|however|but|hmm+|actually|edit|update|instead|rather|also|on second"
     r"|recheck\w*|double[- ]check\w*|i meant?|不|否|いえ|아니)"
     r"|\d\W* (?:is|are) (?:also |the |even )?(?:better|correct|right|possible|answer)\b",
     re.IGNORECASE,
@@ -165,12 +163,6 @@ _ASIDE = re.compile(r"\([A-Z][^()]*\)")
 _ALONE = re.compile(r"[^\w(\\]*(?:\s|(?:[^\W\d]+[^\w\\]+){1,2})[\d.,]+\W*")
 _PARAGRAPH = re.compile(r"[^\w(\\]*(\d(?:[\d.,]*\d)?)\W*")
 _DIGITS = re.compile(r"\d(?:[\d.,]*\d)?")
-_HEDGE = re.compile(
-    r"(?:[\s$*.,;:()\]]|\\[)\]])*+(?:or|and|alternatively|maybe|perhaps|possibly|otherwise)\b"
-    r"(?:[\s,$*({]|\\[(\[]|(?:or|maybe|perhaps|else|also|possibly|it|is|could|be|answer|the)\b"
-    r"|[a-z] ?=)*+(?:-?\.?\d|\\[dt]?frac|\\sqrt|\\boxed)(?![^\n]*\bis the answer\b)",
-    re.IGNORECASE,
-)
 _ASKS = re.compile(
     r"[?？]|(?:^|[,;:.(}\]]) ?(?:(?:then|and|please|so|now|you) )*"
     r"(?:find|calculate|compute|determine|evaluate|express|simplify|solve|write|enter|round|convert"
@@ -186,19 +178,9 @@ _REMARK = re.compile(
     r"|clear|exact|as expected|consistent)\b",
     re.IGNORECASE,
 )
-_FORMULA_END = re.compile(
-    r"(?:[\s\d.,$()+*/^!|{}_%'<>-]|\\(?:[A-Za-z]+|.)"
-    r"|(?<![A-Za-z\\])(?:[A-Za-z]|log|ln|exp|sqrt)(?![A-Za-z]))*+\Z"
-)
-_EQUALS = re.compile(r"=[\s$*{(\\\[]*\Z")
-_LEAD_WORD = re.compile(
-    r"(?<![\\A-Za-z])(?!so|thus|then|hence|therefore|we|get|have|obtain)[a-z]{2,}\b", re.IGNORECASE
-)
-_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _CONSEQUENCE = re.compile(
     r"\b(?:so|thus|hence|therefore|giv(?:es?|ing)|means|get|obtain)\b", re.IGNORECASE
 )
-_UNIT_LETTERS = re.compile(r"(?<=\d) ?[mshgLlk](?![A-Za-z])")
 _RESULT = re.compile(r":[^:A-Za-z=\\]*=[^A-Za-z]*\d")
 
 
@@ -232,7 +214,7 @@ def final_answer(text: str, *, words: bool = False, trusted: bool = False) -> An
                 and not (
                     may_precede(text[:start])
                     and may_follow(text, end, answer)
-                    and _equated(text[:start], answer)
+                    and may_be_equated(text[:start], answer)
                 )
             )
         )
@@ -290,13 +272,13 @@ def in_tag(text: str, tag: str) -> str | None:
     inside = tag_content(text, tag)
     before, _, rest = text.rpartition(f"</{tag}>")
     before = before.rpartition(f"<{tag}>")[0]
-    sign = _OPERAND.search(before) and not re.search(r"(?:^|\n)[ \t]*[-+] \Z", before)
-    return None if sign or _JOINED.match(rest) or _OPERATION.match(rest) else inside
+    changed = _JOINED.match(rest) or _REFUSED.match(rest) or not may_precede(before)
+    return None if changed else inside
 
 
 def _taken_back(text: str, end: int, answer: str) -> bool:
     """Whether what follows an answer withdraws it, or states or concludes another number."""
-    if _HEDGE.match(text, end) or WITHDRAWN.search(text, end):
+    if WITHDRAWN.search(text, end):
         return True
     known = set(_DIGITS.findall(spaced(answer)))
     for at, (sentence, _) in enumerate(sentences(_ASIDE.sub(" ", text[end:]))):
@@ -359,44 +341,11 @@ def _concluded(sentence: str, evaluated: bool) -> Number | None:
         return None
     if not all(side_fits(one, found, 1) for one in others):
         return None  # x = 4, y = 3
-    side = _last_formula(first)
-    if not _stands_for(side, found):
+    side = last_formula(first)
+    if not stands_for(side, found):
         return None
     words = side.replace("$", " ").split()
     return replace(found, name=name_of(words[-1]) if words else "")
-
-
-def _equated(before: str, answer: str) -> bool:
-    """Whether the equation that a box ends, if it ends one, is not false, and not of an unknown."""
-    equals = _EQUALS.search(before[-300:])
-    if equals is None:
-        return True
-    line = re.split(r"\n|[.;] ", before[-300:][: equals.start()])[-1]
-    number, side = read_number(answer, evaluated=False), _last_formula(line.rpartition("=")[2])
-    if number is not None and comes_to(side, number) is False:
-        return False
-    alone = "=" not in line and _LEAD_WORD.search(line) is None and not _VARIABLE.search(answer)
-    unknown = len(set(_VARIABLE.findall(side))) == 1 and not is_name(side.strip("|"))
-    return not (alone and unknown)
-
-
-def _last_formula(words: str) -> str:
-    """The formula that words end on; "" if it is a part of what they say."""
-    words = words[-200:]
-    starts = (at for at in range(len(words) + 1) if _FORMULA_END.match(words, at))
-    start = next(starts)
-    formula = _UNIT_LETTERS.sub("", words[start:]).strip(" $,.")
-    part = re.search(r"\bof\s*\Z", words[:start]) or re.match(
-        r"[-+*/^]|\\(?:times|cdot|div)", formula
-    )
-    return "" if part and words[:start].strip() else re.sub(r"\A[aAI] (?=\d)", "", formula)
-
-
-def _stands_for(formula: str, number: Number) -> bool:
-    """Whether a formula is a name for a number or a calculation of it, so that `=` states it."""
-    if not formula or is_name(formula) or re.search(r"\.\.\.|dots", formula):
-        return True
-    return side_fits(formula, number)
 
 
 def _in_last_clause(words: str, evaluated: bool) -> Number | None:
@@ -538,8 +487,7 @@ def _of_the_answer(before: str, says: str) -> bool:
         return True
     clause = re.split(r"[^\w\s'’*#-]", before)[-1]
     words = re.findall(r"[a-z]+", clause.lower())
-    changed = _OTHER_ANSWER.search(clause + noun[0]) or _CHANGED_ANSWER.search(says)
-    return changed is None and _LEADS_TO_ANSWER.issuperset(words)
+    return _CHANGED_ANSWER.search(says) is None and _LEADS_TO_ANSWER.issuperset(words)
 
 
 def _last(text: str, words: bool) -> str | None:

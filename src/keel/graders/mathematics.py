@@ -29,7 +29,7 @@ PATIENCE = 10.0
 """Seconds by the clock for each second of computing: a busy machine changes no verdict."""
 MODULES = (
     *("__init__", "answers", "choices", "expressions", "forms", "mathematics_worker", "numbers"),
-    *("formats", "stated", "surroundings"),
+    *("equations", "formats", "stated", "surroundings"),
 )
 Pair = tuple[str, str] | tuple[str, str, str]
 """A gold answer, what was stated and, if it is known, the question."""

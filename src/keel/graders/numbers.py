@@ -275,16 +275,10 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
     number = _single(bare(text), evaluated, letters)
     if number is None or not all(side_fits(one, number, at) for at, one in enumerate(sides)):
         return None
-    rounded = read_number(near, evaluated=evaluated) if near.strip() else None
-    if near.strip() and (rounded is None or not _rounds(number, rounded)):
+    rounded = _single(bare(near), evaluated, letters) if near.strip() else number
+    if rounded is None or (near.strip() and not comes_to(text, rounded)):
         return None
     return replace(number, name=name)
-
-
-def _rounds(number: Number, rounded: Number) -> bool:
-    """Whether a number is another, rounded, which may be a percentage."""
-    sizes = [rounded.value, rounded.value / 100] if rounded.unit == "%" else [rounded.value]
-    return any(abs(one - number.value) * 100 <= abs(number.value) for one in sizes)
 
 
 def is_name(side: str) -> bool:
