@@ -246,6 +246,12 @@ def parse(
             items = [parse(part, **again) for part in parts if part.strip()]
             flat = [one for i in items for one in (i.value if i.kind == "list" else [i])]
             names = {one.name for one in flat}
+            either = "\\cup" not in text and re.search(r"(?<![a-z])or(?![a-z])", text)
+            if (either and len(names) > 1) or (
+                re.search(r"(?<![a-z])and(?![a-z])", text)
+                and any(one.kind in ("(]", "()", "[)", "[]") and one.name for one in flat)
+            ):
+                raise Unreadable  # x = 2 or y = 3 is not both; x < 2 and x > 5 is neither
             return _listed(flat, text, name or (names.pop() if len(names) == 1 else ""))
     if text[0] in "([" and text[-1] in ")]" and 0 not in _depths(text)[:-1]:
         parts = _split(text[1:-1], ",;")

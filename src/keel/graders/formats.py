@@ -12,6 +12,10 @@ SECONDS = 5
 """Of computing, that a search of one text may take; one that may backtrack takes far longer."""
 
 
+_BLANKS = "\u2800\u3164\u115f\u1160\uffa0\u034f"
+"""Characters that show nothing and are not spaces."""
+
+
 def matches(pattern: str, texts: Sequence[str]) -> list[bool | None]:
     """Whether a regular expression is found in each text, less the blanks around it.
 
@@ -44,7 +48,7 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
         if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
             return False
         content, found, rest = rest.removeprefix(opening).partition(closing)
-        if not found or not any(c.isprintable() and not c.isspace() for c in content):
+        if not found or not any(c.isprintable() and c not in _BLANKS for c in content if c.strip()):
             return False
         rest = rest.lstrip()
     return not rest

@@ -118,7 +118,8 @@ _UNITS = {
         ",",
         "mm millimeter millimetre,cm centimeter centimetre,m meter metre,km kilometer kilometre,"
         "in inch inches,ft foot feet,yd yard,mi mile,g gram,kg kilogram,lb lbs pound,oz ounce,"
-        "L l liter litre,degree circ deg,$ usd dollar,cent,% percent,s second sec,min minute,"
+        "L l liter litre,degree circ deg,$ usd dollar,€ eur euro,£ gbp,"
+        "cent,% percent,s second sec,min minute,"
         "h hour hr,day,week,month,year,W watt,J joule,N newton,Pa pascal,V volt,K kelvin,Hz hertz,"
         "mol mole",
     )
@@ -195,6 +196,8 @@ class Number:
 
     def fits(self, gold: Number) -> bool:
         """Whether neither name nor unit contradicts the gold answer's: one may be left out."""
+        if self.unit == "%" and not gold.unit and abs(gold.value) < 1:
+            return False  # 0.5% of a gold answer that is a share
         return same_name(gold.name, self.name) and same_name(gold.unit, self.unit)
 
 
@@ -267,6 +270,7 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
     text = bare(text)
     if formula := _FIRST.fullmatch(text):  # `$18$ dollars`
         text = f"{formula[1]}{formula[2] or formula[3]} {formula[4]}"
+    text = re.sub(r"^\((-?[^(),;]*)\)$", r"\1", re.sub(r"^negative (?=\d)", "-", text))
     text, about, near = text.partition("\\approx")
     if about and (not text.strip() or text.rstrip().endswith("=") or is_name(text)):
         text, near = f"{text}={near}" if text.strip() else near, ""
@@ -496,7 +500,7 @@ def _unit(money: str, rest: str) -> str:
     text = re.sub(rf"\\frac ?\{{({_INNER})\}} ?\{{({_INNER})\}}", r"\1/\2", text)
     units: list[tuple[str, int]] = []
     power = 1
-    for part in re.findall(r"/|%|\$|-?\d|[^\W\d_]+", text):
+    for part in re.findall(r"/|[%$€£]|-?\d|[^\W\d_]+", text):
         if part == "/":
             power = -1
         elif part.lower() in ("square", "sq", "cubic", "cu"):
