@@ -77,7 +77,7 @@ def run_and_report(
             folder = start(callbacks=[progress])
     except Interrupted as caught:
         how = f"keel {command} --resume --run {caught.folder}"
-        console.print(f"stopped by {caught}; resume with: {how}", soft_wrap=True)
+        console.print(f"stopped by {caught.name}; resume with: {how}", soft_wrap=True)
         return 128 + caught.signum
     if arguments.json:
         run = load(folder.path)

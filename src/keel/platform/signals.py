@@ -39,8 +39,8 @@ class Interrupted(Exception):
     """The run was asked to stop, and has written a checkpoint."""
 
     def __init__(self, signum: int, folder: Path) -> None:
-        name = signal.Signals(signum).name
-        super().__init__(f"{name}: stopped after a checkpoint in {folder}; resume=True goes on")
+        self.name = signal.Signals(signum).name
+        super().__init__(f"{self.name}: stopped in {folder}; go on with resume=True")
         self.signum = signum
         self.folder = folder
 
