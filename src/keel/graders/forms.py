@@ -106,6 +106,8 @@ def left_to_do(made: Any, text: str) -> set[str]:
         "terms": _cost(form(made)) > _cost(form(done)),
         "root": any(map(_reducible, preorder_traversal(made))),
         "brackets": brackets(made) > 1,
+        "fraction": _cancels(made),
+        "logarithms": any(map(_combines, preorder_traversal(made))),
     }
     return {kind for kind, found in kinds.items() if found}
 
@@ -136,6 +138,26 @@ def _cost(part: Any) -> int:
     name, parts = part
     more = len(parts) - 1 if name == "Add" else 3 * (name not in ("Mul", "Pow", "exp", "Abs"))
     return more + sum(map(_cost, parts))
+
+
+def _cancels(made: Any) -> bool:
+    """Whether it is one fraction, of which numerator and denominator share a factor with names."""
+    from sympy import PolynomialError, gcd
+
+    if type(made).__name__ != "Mul":
+        return False
+    try:
+        numerator, denominator = made.as_numer_denom()
+        return bool(denominator.free_symbols and gcd(numerator, denominator).free_symbols)
+    except (PolynomialError, AttributeError, TypeError):
+        return False
+
+
+def _combines(made: Any) -> bool:
+    """Whether it is a sum of logarithms of numbers, as ln 4 - ln 2."""
+    terms = made.args if type(made).__name__ == "Add" else ()
+    factors = ([one, *one.args] if type(one).__name__ == "Mul" else [one] for one in terms)
+    return sum(any(type(f).__name__ == "log" and f.is_number for f in fs) for fs in factors) > 1
 
 
 def _reducible(made: Any) -> bool:
