@@ -11,13 +11,14 @@ from typing import Any, Literal
 from keel.analysis.statistics import mean_interval, wilson_interval
 from keel.config.fields import derive, unknown
 from keel.config.sampling import Evaluation
+from keel.data.gold import shown_gold
 from keel.rewards.judge.reward import spending
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.rollouts import RolloutRow
 from keel.training.loop import EvaluationResult
 from keel.training.rollout import Sampler, completion_rows
-from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Sampling
+from keel.types import Group, KeelError, Prompt, RewardResult, Sampling
 
 EXAMPLES = 4
 """How many completions an evaluation shows."""
@@ -108,10 +109,11 @@ class Evaluator:
     ) -> list[RolloutRow]:
         """The completions as records."""
         rows = completion_rows(groups, results, self.sampler.chat.tokenizer)
+        known = self._judges(groups, results)
         passed = [
-            self._passed(completion, result)
+            self._passed(group.prompt, result) if known else None
             for group, judged in zip(groups, results, strict=True)
-            for completion, result in zip(group.completions, judged, strict=True)
+            for result in judged
         ]
         return [replace(row, mode=mode, passed=one) for row, one in zip(rows, passed, strict=True)]
 
@@ -139,21 +141,27 @@ class Evaluator:
         return {**report, "unjudged": unjudged} if unjudged else report
 
     def _judges(self, groups: Sequence[Group], results: Sequence[Sequence[RewardResult]]) -> bool:
-        """Whether a reward that is declared as correctness gave any verdict."""
+        """Whether a reward that is declared as correctness gives a verdict; of a stage that needs
+        no reward, whether it gave any value."""
+        if self.judging is not None and not self.scorer.needed:
+            name = self.judging.name
+            return any(one.components.get(name) is not None for each in results for one in each)
         return any(self._verdicts(*one) for one in zip(groups, results, strict=True))
 
     def _verdicts(self, group: Group, results: Sequence[RewardResult]) -> list[bool]:
         """Whether each completion that has a verdict is right."""
-        found = map(self._passed, group.completions, results)
+        found = (self._passed(group.prompt, result) for result in results)
         return [verdict for verdict in found if verdict is not None]
 
-    def _passed(self, completion: Completion, result: RewardResult) -> bool | None:
-        """None without a verdict, as without a gold answer; a program that failed is wrong."""
+    def _passed(self, prompt: Prompt, result: RewardResult) -> bool | None:
+        """None if the prompt's gold answer is empty. An answer whose reward fails is wrong: to make
+        a reward fail must not raise the accuracy."""
         if self.judging is None:
             return None
         value = result.components.get(self.judging.name)
         if value is None:
-            return False if completion.failed else None
+            columns = prompt.columns
+            return None if "answer" in columns and shown_gold(columns["answer"]) is None else False
         return value >= self.config.threshold
 
     def _rewards(self, results: Sequence[RewardResult]) -> list[float]:
