@@ -174,6 +174,20 @@ def test_prompts_without_a_gold_answer_have_no_verdict(tmp_path: Path) -> None:
     assert result["sampled"]["n"] == result["pass@2"]["n"] == len(rows) - left
 
 
+def test_an_answer_without_a_value_is_wrong(tmp_path: Path) -> None:
+    """Making a reward fail must not raise the accuracy."""
+    lines = [
+        "def shy(completions):  # the validation split has eight prompts",
+        "    count = len(completions)",
+        "    return [1.0, *[None] * 7] if count == 8 else [float(n % 2) for n in range(count)]",
+    ]
+    code = "\n".join(lines)
+    (tmp_path / "shy.py").write_text(code)
+    own = f"rewards.functions=[{{function='{tmp_path}/shy.py:shy', correctness=true}}]"
+    result = numbers_of(run(tmp_path / "run", own, "steps=1"))
+    assert (result["n"], result["mean"], "unjudged" in result) == (8, 1 / 8, False)
+
+
 def test_correctness_reward_is_evaluated_although_not_first(tmp_path: Path, mine: str) -> None:
     functions = (
         f"rewards.functions=[{{function='{mine}:half'}}, "
