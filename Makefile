@@ -67,10 +67,6 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.loop $(if $(KEEL_TRL_PYTHON),,--keel-only)
 	$(BIN)/python -m benchmarks.rollout
 	$(BIN)/python -m benchmarks.update
-	$(BIN)/python -m studies.turns
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rewards.py
-	$(BIN)/python benchmarks/control_speed.py
-	$(BIN)/python -m benchmarks.view
 	$(BIN)/python -m studies.scale
 
 # Hours: runs of every kind killed at every step and resumed; ten thousand bad inputs; code broken

@@ -22,7 +22,6 @@ from benchmarks import (
     update,
 )
 from benchmarks.update import SMALL, Case
-from studies import growth, turns
 
 pytestmark = pytest.mark.slow
 
@@ -86,26 +85,6 @@ def test_update_detects_a_different_gradient(monkeypatch: pytest.MonkeyPatch) ->
         update.agree(bench, case)
 
 
-# ---------------------------------------------------------------- growth
-
-
-def test_growth_fits_each_series(smoke: Callable[..., Printed]) -> None:
-    found, printed = smoke(growth.main)
-    rows = {row["series"]: row for row in found["rows"]}
-    for row in rows.values():
-        assert len(row["sizes"]) == len(row["seconds"]) == len(row["passes"]) >= 2
-        assert positive(row["seconds"])
-        assert row["last_over_first"] == row["seconds"][-1] / row["seconds"][0]
-        assert row["exponent"] == growth.slope(row["sizes"], row["seconds"])
-    assert found["generation_exponent"] == rows["length"]["exponent"]
-    assert found["generation_shared_exponent"] == rows["length-shared"]["exponent"]
-    assert found["generation_qwen_exponent"] == rows["length-qwen"]["exponent"]
-    assert found["generation_rows_exponent"] == rows["rows"]["exponent"]
-    assert found["update_exponent"] == rows["sequences"]["exponent"]
-    assert found["prefill_group_ratio"] == rows["group"]["last_over_first"]
-    assert printed.count("\n| ") == 1 + len(rows)
-
-
 # ---------------------------------------------------------------- the others
 
 
@@ -150,15 +129,3 @@ def test_rollout_times_keel(prepared: Path) -> None:
     assert 0 < row["mean_length"] <= loop.SMOKE.most
     assert all(len(one["lengths"]) == loop.SMOKE.completions for one in passes)
     assert "| ragged | keel |" in rollout.line(row)
-
-
-# ---------------------------------------------------------------- turns
-
-
-def test_turns_with_a_cache_feed_each_token_once(smoke: Callable[..., Printed]) -> None:
-    found, printed = smoke(turns.main)
-    ((seconds, once),), ((other, repeated),) = found["with"], found["without"]
-    assert positive([seconds, other])
-    # Two prompts, and the second and third turn after each of four conversations.
-    assert 0 < once < repeated - 2 * 4 * 20
-    assert f"{repeated:,}" in printed

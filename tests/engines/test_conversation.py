@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Lora
 from keel.engines import compiled
+from keel.engines.compiled import CompiledRunner
 from keel.engines.kv_cache import PrefixCache
+from keel.engines.multi_step import MultiStep
 from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.scheduler import DecodeBatch
@@ -22,7 +25,6 @@ from keel.engines.slots import PagePool
 from keel.models.chat import ChatEncoder
 from keel.models.lora import add_lora, lora_layers
 from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling, Split
-from studies.turns import tokens_fed
 from tests.engines.test_compiled import model_of, prompts
 from tests.engines.test_decoding import poison
 from tests.engines.tiny import TOKENIZER, stock_logits
@@ -112,7 +114,20 @@ MODELS = {
 @pytest.fixture
 def fed() -> Iterator[list[int]]:
     """How many tokens each call of compiled code was given."""
-    with tokens_fed() as counts:
+    counts: list[int] = []
+    one, some = CompiledRunner.__call__, MultiStep.__call__
+
+    def one_step(own: Any, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        counts.append(len(tokens))
+        return one(own, tokens, *rest)
+
+    def some_steps(own: Any, *given: Any) -> Any:
+        tokens, log_probs = some(own, *given)
+        counts.append(tokens.size)
+        return tokens, log_probs
+
+    one_by_one = patch.object(CompiledRunner, "__call__", one_step)
+    with one_by_one, patch.object(MultiStep, "__call__", some_steps):
         yield counts
 
 
