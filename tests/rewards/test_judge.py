@@ -16,8 +16,7 @@ from keel.rewards.judge.pairs import (
     position_bias,
     verdict,
 )
-from keel.rewards.judge.prompts import ParsedReply, chat, pair_question, score_question
-from keel.rewards.judge.requests import Judgement
+from keel.rewards.judge.prompts import Judgement, pair_question, score_question
 from keel.types import Group, KeelError, Message, Prompt
 from tests.data.tasks.made import completion
 from tests.rewards.judge_made import call, group, made, rewards, scored
@@ -84,12 +83,6 @@ def test_calls_and_their_results_are_shown() -> None:
     ]
     shown = json.loads(score_question(turns, "no").messages[1]["content"])
     assert shown["prompt"] == turns
-    # A server that is to answer the conversation gets arguments as JSON text, as OpenAI's does.
-    sent = chat([*turns, {"role": "user", "content": "So?", "note": 1}]).messages  # type: ignore[list-item, typeddict-unknown-key]
-    function = {"name": "weather", "arguments": json.dumps(arguments)}
-    calls = [{"id": "c", "type": "function", "function": function}]
-    assert sent[1] == {"role": "assistant", "content": None, "tool_calls": calls}
-    assert sent[2:] == (turns[2], {"role": "user", "content": "So?"})
 
 
 @pytest.mark.parametrize(
@@ -179,7 +172,7 @@ def test_pair_with_one_verdict_is_left_out() -> None:
 
 
 def message(value: str | None) -> Judgement:
-    return Judgement(ParsedReply(value, "", "" if value else "nothing"), {})
+    return Judgement(value, "", "" if value else "nothing")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from keel.preferences.costs import describe_costs
 from keel.preferences.store.exports import preference_rows
 from keel.preferences.store.records import CompletionRecord, PromptRecord
 from keel.preferences.store.store import PreferenceStore
+from keel.preferences.synthesis.completions import chat
 from keel.preferences.synthesis.forecast import ModelUsage, forecast_costs
 from keel.preferences.synthesis.options import (
     CompletionModel,
@@ -443,3 +444,19 @@ def test_it_runs_within_an_event_loop(tmp_path: Path) -> None:
     with server() as found:
         report = asyncio.run(notebook(found.url))
     assert report.added == {"completions": 6, "pairs": 6, "labels": 12}
+
+
+def test_tool_arguments_are_sent_as_json_text() -> None:
+    arguments = {"town": "Bergen", "tags": []}
+    call = {"id": "c", "function": {"name": "weather", "arguments": arguments}}
+    turns: list[Any] = [
+        {"role": "user", "content": "Is it warm?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": '{"celsius": 9}'},
+        {"role": "user", "content": "So?", "note": 1},
+    ]
+    sent = chat(turns).messages
+    function = {"name": "weather", "arguments": json.dumps(arguments)}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    assert sent[1] == {"role": "assistant", "content": None, "tool_calls": calls}
+    assert sent[2:] == (turns[2], {"role": "user", "content": "So?"})

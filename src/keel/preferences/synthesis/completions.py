@@ -6,6 +6,7 @@ Each is written to the store as it arrives. torch is imported only if a model fo
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +29,10 @@ from keel.preferences.synthesis.options import (
     SynthesisOptions,
     build_asker,
 )
-from keel.rewards.judge.prompts import chat
+from keel.rewards.judge.prompts import Question
 from keel.rewards.judge.requests import Asker
 from keel.rewards.judge.store import Cost
-from keel.types import Group, KeelError, Prompt
+from keel.types import Content, Group, KeelError, Message, Prompt
 
 T = TypeVar("T")
 Missing = Sequence[tuple[PromptRecord, tuple[int, ...]]]
@@ -133,6 +134,25 @@ def sample_server(
         in_parallel(work, one, asker.options.concurrency)
 
 
+def chat(prompt: Content) -> Question:
+    """A prompt as a request for plain text; a text is the user's turn."""
+    turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+    return Question(tuple(map(_sent, turns)))
+
+
+def _sent(turn: Message) -> Mapping[str, Any]:
+    """A message as servers take it: the arguments of its calls are JSON texts."""
+    sent = {k: v for k, v in turn.items() if k in ("role", "content", "name", "tool_call_id")}
+    calls = []
+    for call in turn.get("tool_calls") or ():
+        function = call.get("function") or call
+        given = function.get("arguments", {})
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        named = {"name": function.get("name"), "arguments": text}
+        calls.append({"id": call.get("id", ""), "type": "function", "function": named})
+    return {**sent, "tool_calls": calls} if calls else sent
+
+
 async def _ask(
     store: PreferenceStore,
     options: SynthesisOptions,
@@ -143,7 +163,7 @@ async def _ask(
     usage: ModelUsage,
 ) -> None:
     """One completion with what it took."""
-    key, answer = await asker.complete(chat(prompt.content), sample)
+    key, answer = await asker.answer(chat(prompt.content), sample)
     columns = {"finish": answer.finish or None, "refusal": answer.refusal or None}
     record = _record(
         options,

@@ -15,8 +15,8 @@ from keel.preferences.synthesis.completions import ProgressNotes, in_parallel, r
 from keel.preferences.synthesis.forecast import ModelUsage
 from keel.preferences.synthesis.options import ModelServer, SynthesisOptions, build_asker
 from keel.rewards.judge.pairs import SWAPPED, WORTH
-from keel.rewards.judge.prompts import Question, pair_question
-from keel.rewards.judge.requests import Asker, Judgement
+from keel.rewards.judge.prompts import Judgement, Question, pair_question
+from keel.rewards.judge.requests import Asker
 from keel.runs.values import clean_text
 from keel.types import KeelError
 
@@ -102,9 +102,9 @@ def pair_labels(
     for shown, judgement in zip(ORDERS, judgements, strict=True):
         choice = None if judgement.value is None else str(judgement.value)
         value = None
-        note = judgement.parsed.reason
+        note = judgement.reason
         if choice is None:
-            note = f"no verdict: {judgement.parsed.wrong}"
+            note = f"no verdict: {judgement.wrong}"
         elif not complete:
             note = f"{choice}, but the other order has no verdict: {note}"
         else:

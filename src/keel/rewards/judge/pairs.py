@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from keel.rewards.judge.prompts import RUBRIC, pair_question
-from keel.rewards.judge.requests import Asker, Judgement
+from keel.rewards.judge.prompts import RUBRIC, Judgement, pair_question
+from keel.rewards.judge.requests import Asker
 from keel.rewards.judge.store import Cost
 from keel.types import Content
 
@@ -98,7 +98,7 @@ async def judge_pairs(
 def verdict(first: Judgement | None, second: Judgement | None) -> PairVerdict:
     """The verdict on a pair from its one or two orders; `second` had `b` first."""
     asked = [j for j in (first, second) if j is not None]
-    places = [None if j is None else j.parsed.value for j in (first, second)]
+    places = [None if j is None else j.value for j in (first, second)]
     choices = tuple(None if place is None else str(place) for place in places)
     worth = [WORTH[choices[0]]] if choices[0] else []
     worth += [WORTH[SWAPPED[choices[1]]]] if choices[1] else []
@@ -108,8 +108,8 @@ def verdict(first: Judgement | None, second: Judgement | None) -> PairVerdict:
     return PairVerdict(
         choices=(choices[0], choices[1]),
         value=value,
-        wrong=tuple(j.parsed.wrong for j in asked if j.parsed.wrong),
-        reasons=(first.parsed.reason if first else "", second.parsed.reason if second else ""),
+        wrong=tuple(j.wrong for j in asked if j.wrong),
+        reasons=(first.reason if first else "", second.reason if second else ""),
         costs={key: cost for j in asked for key, cost in j.costs.items()},
     )
 

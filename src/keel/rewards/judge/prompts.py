@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from keel.graders.stated import answer_part
-from keel.rewards.judge.store import StoredAnswer
-from keel.types import Content, Message
+from keel.rewards.judge.store import Cost, StoredAnswer
+from keel.types import Content
 
 Structured = Literal["json_schema", "json_object", "text"]
 """How a server is asked for JSON: by a schema, as any JSON object, or only in the prompt."""
@@ -60,15 +60,18 @@ PLACES = ("first", "second", "tie")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Messages to a judge, and the property of its JSON reply that holds the verdict."""
+    """Messages to a model, and the property of its JSON reply that holds the verdict.
 
-    messages: tuple[Mapping[str, str], ...]
-    key: Literal["score", "verdict"]
-    values: tuple[int, ...] | tuple[str, ...]
+    Without a property, the reply is plain text.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    key: Literal["score", "verdict"] | None = None
+    values: tuple[int, ...] | tuple[str, ...] = ()
 
     def format(self, structured: Structured) -> dict[str, Any] | None:
         """The `response_format` of a request; None for plain text."""
-        if structured == "text":
+        if self.key is None or structured == "text":
             return None
         if structured == "json_object":
             return {"type": "json_object"}
@@ -87,35 +90,6 @@ class Question:
             "type": "json_schema",
             "json_schema": {"name": self.key, "strict": True, "schema": schema},
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """Messages that are answered in plain text."""
-
-    messages: tuple[Mapping[str, Any], ...]
-
-    def format(self, structured: Structured) -> None:
-        """The `response_format` of a request: none."""
-
-
-def chat(prompt: Content) -> Chat:
-    """A prompt as messages; a text is the user's."""
-    turns = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-    return Chat(tuple(map(_sent, turns)))
-
-
-def _sent(turn: Message) -> Mapping[str, Any]:
-    """A message as servers take it: the arguments of its calls are JSON texts."""
-    sent = {k: v for k, v in turn.items() if k in ("role", "content", "name", "tool_call_id")}
-    calls = []
-    for call in turn.get("tool_calls") or ():
-        function = call.get("function") or call
-        given = function.get("arguments", {})
-        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        named = {"name": function.get("name"), "arguments": text}
-        calls.append({"id": call.get("id", ""), "type": "function", "function": named})
-    return {**sent, "tool_calls": calls} if calls else sent
 
 
 def score_question(
@@ -178,23 +152,28 @@ FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedReply:
-    """The `value` of the verdict and the `reason` for it; or None, and what is `wrong`."""
+class Judgement:
+    """The `value` of a verdict and the `reason` for it; or None, and what is `wrong`.
+
+    `costs` are those of all samples of the question by their keys, at the time of payment, in this
+    run or an earlier one.
+    """
 
     value: int | str | None = None
     reason: str = ""
     wrong: str = ""
+    costs: Mapping[str, Cost] = field(default_factory=dict)
 
 
-def parse(answer: StoredAnswer, question: Question) -> ParsedReply:
+def parse(answer: StoredAnswer, question: Question) -> Judgement:
     """Parse a reply: one JSON object that has the key with one of its values.
 
     It may be in a code fence, and follow thoughts (`keel.graders.stated`).
     """
     if answer.refusal:
-        return ParsedReply(wrong=f"refused: {answer.refusal}")
+        return Judgement(wrong=f"refused: {answer.refusal}")
     if answer.finish == "length":
-        return ParsedReply(wrong="cut off at max_tokens")
+        return Judgement(wrong="cut off at max_tokens")
     text = answer.text.strip()
     if not text.startswith(("{", "```")):  # or the reason may contain it
         text = (answer_part(text) or "").strip()
@@ -206,16 +185,16 @@ def parse(answer: StoredAnswer, question: Question) -> ParsedReply:
             parse_constant=_no_constant,
         )
     except (ValueError, RecursionError):
-        return ParsedReply(wrong=f"not one JSON object: {text!r:.80}")
-    if not isinstance(found, dict) or question.key not in found:
-        return ParsedReply(wrong=f"no {question.key!r} in {text!r:.80}")
+        return Judgement(wrong=f"not one JSON object: {text!r:.80}")
+    if not isinstance(found, dict) or question.key is None or question.key not in found:
+        return Judgement(wrong=f"no {question.key!r} in {text!r:.80}")
     value = _known(found[question.key], question.values)
     if value is None:
-        return ParsedReply(
+        return Judgement(
             wrong=f"{question.key} = {found[question.key]!r:.60} is none of the choices"
         )
     reason = found.get("reason")
-    return ParsedReply(value, reason if isinstance(reason, str) else "")
+    return Judgement(value, reason if isinstance(reason, str) else "")
 
 
 def _known(value: Any, values: Sequence[int | str]) -> int | str | None:

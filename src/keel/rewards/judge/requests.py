@@ -10,7 +10,7 @@ import re
 import time
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from keel.config.secrets import without_secrets, wrong_key_name
 from keel.platform.loop_thread import LoopThread
 from keel.rewards.judge.options import JudgeOptions
-from keel.rewards.judge.prompts import Chat, ParsedReply, Question, Structured, parse
+from keel.rewards.judge.prompts import Judgement, Question, Structured, parse
 from keel.rewards.judge.store import Cost, JudgeStore, StoredAnswer
 from keel.types import KeelError, one_line
 
@@ -45,22 +45,6 @@ SHOWN = 200
 
 class Malformed(Exception):
     """A response that is not a chat completion."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """The last sample of a question, and the costs of all its samples by their keys.
-
-    The costs are those at the time of payment, in this run or an earlier one.
-    """
-
-    parsed: ParsedReply
-    costs: Mapping[str, Cost]
-
-    @property
-    def value(self) -> int | str | None:
-        """The score or the choice; None without a verdict."""
-        return self.parsed.value
 
 
 class Asker:
@@ -96,12 +80,12 @@ class Asker:
         """
         return await self._in_loop(self._judge_all(questions))
 
-    async def complete(self, chat: Chat, sample: int) -> tuple[str, StoredAnswer]:
+    async def answer(self, question: Question, sample: int) -> tuple[str, StoredAnswer]:
         """The key and the answer of a sample, whose seed is the options' plus its number.
 
         Raises KeelError as `judge` does.
         """
-        return await self._in_loop(self._answer(chat, sample))
+        return await self._in_loop(self._answer(question, sample))
 
     def close(self) -> None:
         """Cancel what waits, store the answers to what was sent (for at most the time that a
@@ -131,7 +115,7 @@ class Asker:
 
     async def _judge(self, question: Question) -> Judgement:
         costs: dict[str, Cost] = {}
-        parsed = ParsedReply()
+        parsed = Judgement()
         for sample in range(self.options.attempts):
             key, answer = await self._answer(question, sample)
             costs[key] = answer.cost
@@ -139,9 +123,9 @@ class Asker:
             # A refused text is refused again.
             if parsed.value is not None or answer.refusal:
                 break
-        return Judgement(parsed, costs)
+        return replace(parsed, costs=costs)
 
-    async def _answer(self, question: Question | Chat, sample: int) -> tuple[str, StoredAnswer]:
+    async def _answer(self, question: Question, sample: int) -> tuple[str, StoredAnswer]:
         """The key and the answer of one sample, from the cache or the server."""
         key = self._key(question, sample)
         lock = self._locks.setdefault(key, asyncio.Lock())
@@ -154,9 +138,7 @@ class Asker:
                     await asyncio.shield(sending)
         return key, answer
 
-    async def _start(
-        self, key: str, question: Question | Chat, sample: int
-    ) -> asyncio.Task[None] | None:
+    async def _start(self, key: str, question: Question, sample: int) -> asyncio.Task[None] | None:
         """Wait for a slot and for the spend limit, and send; None if the answer arrived."""
         await self._slots.acquire()
         try:
@@ -186,7 +168,7 @@ class Asker:
         if not sending.cancelled():
             sending.exception()  # its caller may be gone
 
-    async def _send(self, key: str, question: Question | Chat, sample: int, worst: Cost) -> None:
+    async def _send(self, key: str, question: Question, sample: int, worst: Cost) -> None:
         """Ask the server, and store its answer."""
         import openai
 
@@ -270,11 +252,11 @@ class Asker:
     def _name(self) -> str:
         return f"{self.options.model!r} at {self.url}"
 
-    def _worst_case(self, question: Question | Chat, sample: int) -> Cost:
+    def _worst_case(self, question: Question, sample: int) -> Cost:
         body = self._body(question, sample, self._structured)
         return self.options.prices.worst(body, self.options.max_tokens)
 
-    def _body(self, question: Question | Chat, sample: int, form: Structured) -> dict[str, Any]:
+    def _body(self, question: Question, sample: int, form: Structured) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.options.model, "messages": list(question.messages)}
         body |= self.options.sampling
         if "seed" not in self.options.without:
@@ -283,7 +265,7 @@ class Asker:
             body["response_format"] = shape
         return body
 
-    def _key(self, question: Question | Chat, sample: int) -> str:
+    def _key(self, question: Question, sample: int) -> str:
         """The key of a sample: server, model, messages, parameters, format and number."""
         body = self._body(question, sample, self.options.structured)
         whole = {"url": self.url, "body": body, "draw": sample}

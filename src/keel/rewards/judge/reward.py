@@ -19,8 +19,8 @@ from keel.rewards.judge.pairs import (
     judge_pairs,
     position_bias,
 )
-from keel.rewards.judge.prompts import score_question
-from keel.rewards.judge.requests import Asker, Judgement
+from keel.rewards.judge.prompts import Judgement, score_question
+from keel.rewards.judge.requests import Asker
 from keel.rewards.judge.store import Account
 from keel.rewards.registry import NamedReward, RewardContext, keywords, with_options
 from keel.rewards.rules import stated_texts
@@ -65,8 +65,8 @@ class Judge:
                 if (score := judgement.value) is not None:
                     low, high = self.options.low, self.options.high
                     values[at].append((int(score) - low) / (high - low))
-                reasons[at].append(judgement.parsed.reason)
-                wrong[at].append(judgement.parsed.wrong)
+                reasons[at].append(judgement.reason)
+                wrong[at].append(judgement.wrong)
         else:
             for places, verdict in await self._compare(prompts, answers, columns):
                 found.append(verdict)
