@@ -13,6 +13,7 @@ arms of a problem.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -35,10 +36,6 @@ from keel.preferences.selection import (  # noqa: E402
     laplace_beliefs,
     select_pairs,
 )
-from keel.preferences.store.exports import mean_label  # noqa: E402
-from keel.preferences.store.formats import Attribution  # noqa: E402
-from keel.preferences.store.imports import import_file  # noqa: E402
-from keel.preferences.store.store import PreferenceStore  # noqa: E402
 
 START, BATCH, MOST, POOL, HELD = 20, 20, 300, 600, 400
 REACHED = 200
@@ -132,15 +129,21 @@ def real(seed: int, rows: Sequence[tuple[str, Array, float]]) -> Problem:
     return Problem(feature[pool] @ project, label[pool], feature[held] @ project, sign)
 
 
+def pandalm_rows(path: Path) -> list[tuple[str, Array, float]]:
+    """The rows of PandaLM's test set; a label is the mean of the votes (1: first, 2, 0: a tie)."""
+    found = []
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        one, other = str(row["response1"]), str(row["response2"])
+        if one.strip() and other.strip() and one != other:
+            votes = [{0: 0.5, 1: 1.0, 2: 0.0}[row[f"annotator{n}"]] for n in (1, 2, 3)]
+            prompt = f"{row['instruction']}\n\n{row['input']}"
+            found.append((prompt, hashed(one) - hashed(other), float(np.mean(votes))))
+    return found
+
+
 def problems(data: Path) -> dict[str, Callable[[int], Problem]]:
     """By name, each made from a seed."""
-    with PreferenceStore(None) as store:
-        import_file(store, "pandalm", data / "pandalm", Attribution())
-        panda = [
-            (pair.prompt.id, hashed(pair.first.text) - hashed(pair.second.text), label[0])
-            for pair in store.judged_pairs()
-            if (label := mean_label(pair.labels)) is not None
-        ]
+    panda = pandalm_rows(data / "pandalm" / "testset-v1.json")
     return {
         "even": lambda seed: linear(seed, 0),
         "half redundant": lambda seed: linear(seed, 0.5),

@@ -111,11 +111,11 @@ def test_stats_of_a_store(here: Path, capsys: Capture) -> None:
     assert by["source"] == [
         {
             **{"source": "human", "labels": 8, "ties": 1, "skips": 0},
-            **{"seconds_per_label": 6.0, "cost": 1.0},
+            **{"seconds_per_label": 6.0, "cost": 1.0, "sided": 0, "first_shown": 0},
         },
         {
             **{"source": "judge", "labels": 1, "ties": 0, "skips": 1},
-            **{"seconds_per_label": None, "cost": None},
+            **{"seconds_per_label": None, "cost": None, "sided": 0, "first_shown": 0},
         },
     ]
     assert [(row["source"], row["annotator"], row["labels"]) for row in by["annotator"]] == [
@@ -159,7 +159,6 @@ def test_what_the_commands_refuse(here: Path, capsys: Capture) -> None:
         ([*trl, "--store", "rows.jsonl"], "file is not a database"),
         ([*trl, "--store", "a.db", "--round", "-1"], "-1"),
         (["prefs", "import", "trl", "none.jsonl", "--store", "a.db"], "there is no such file"),
-        (["prefs", "import", "pandalm", ".", "--store", "a.db", "--annotator", "me"], "its own"),
         (["prefs", "export", "none.db", "--out", "x"], "there is no such file"),
         (["prefs", "export", "rows.jsonl", "--out", "x"], "it is not a store"),
         (["prefs", "stats", "x.jsonl"], "there is no such file"),

@@ -398,7 +398,7 @@ OPTIONS = (
     *("--out", "--keep-empty", "--price", "--show", "--help", "--version", "-h", "--", "-x"),
 )
 WORDS = (
-    *("import", "stats", "diff", "pandalm", "llmbar", "rows.jsonl", "none", "./none", "grpo", "."),
+    *("import", "stats", "diff", "hh", "helpsteer", "rows.jsonl", "none", "./none", "grpo", "."),
     *("dqn", "ppo", "Nowhere-v0", "path=x", "steps=1", "-1", "1e999", "nan", "last", "/dev/null"),
 )
 words = st.lists(

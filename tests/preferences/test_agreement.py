@@ -13,14 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.preferences.agreement import (
-    Bootstrap,
-    cohen_kappa,
-    count_votes,
-    fleiss_kappa,
-    pairwise_agreement,
-    percent_agreement,
-)
+from keel.preferences.agreement import cohen_kappa, count_votes, fleiss_kappa, pairwise_agreement
 from tests.shared import shared_path
 
 EXACT = 1e-12
@@ -72,7 +65,6 @@ def test_cohen_known_examples() -> None:
     # By hand, worse than chance: p_o = 0.29, p_e = 0.5 · 0.4 + 0.3 · 0.3 + 0.2 · 0.3 = 0.35.
     table = [[50, 26, 24], [24, 4, 32], [6, 30, 4]]
     assert cohen_kappa(*judges(table)).mean == pytest.approx(-0.06 / 0.65, abs=EXACT)
-    assert percent_agreement(*judges(table)).mean == pytest.approx(0.29, abs=EXACT)
     # As SAS prints the kappa coefficient of this table.
     found = cohen_kappa(*judges([[0, 4, 1], [0, 8, 0], [0, 1, 5]]))
     assert found.mean == pytest.approx(0.4842, abs=5e-5)
@@ -81,9 +73,9 @@ def test_cohen_known_examples() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
 def test_cohen_is_the_loop(verdicts: list[tuple[int, int]]) -> None:
     a, b = [x for x, _ in verdicts], [y for _, y in verdicts]
-    found = cohen_kappa(a, b, Bootstrap(resamples=20))
+    found = cohen_kappa(a, b)
     assert found.mean == pytest.approx(cohen_loop(a, b), abs=EXACT, nan_ok=True)
-    swapped = cohen_kappa(b, a, Bootstrap(resamples=20))
+    swapped = cohen_kappa(b, a)
     assert swapped.mean == pytest.approx(found.mean, abs=EXACT, nan_ok=True)
 
 
@@ -95,11 +87,11 @@ def test_cohen_is_the_loop(verdicts: list[tuple[int, int]]) -> None:
     )
 )
 def test_fleiss_is_the_loop(votes: list[list[int]]) -> None:
-    counts, few = count_votes(votes), Bootstrap(resamples=20)
-    found = fleiss_kappa(counts, few)
+    counts = count_votes(votes)
+    found = fleiss_kappa(counts)
     assert found.mean == pytest.approx(fleiss_loop(votes), abs=EXACT, nan_ok=True)
     pairs = [x == y for item in votes for x, y in combinations(item, 2)]
-    assert pairwise_agreement(counts, few).mean == pytest.approx(np.mean(pairs), abs=EXACT)
+    assert pairwise_agreement(counts).mean == pytest.approx(np.mean(pairs), abs=EXACT)
 
 
 def test_categories_may_be_anything_that_can_be_a_key() -> None:
@@ -116,7 +108,6 @@ def test_one_category_leaves_kappa_undefined() -> None:
         assert math.isnan(found.low)
         assert math.isnan(found.high)
         assert found.n == 9
-    assert percent_agreement([1] * 9, [1] * 9).mean == 1.0
     # One item of nine differs: a third of the resamples are without it, and are left out.
     a, b = [1] * 7 + [2, 2], [1] * 8 + [2]
     found = cohen_kappa(a, b)
@@ -127,94 +118,52 @@ def test_one_category_leaves_kappa_undefined() -> None:
 
 
 def test_of_nothing_nothing_is_known() -> None:
-    for found in (cohen_kappa([], []), percent_agreement([], []), fleiss_kappa(np.zeros((0, 3)))):
+    for found in (cohen_kappa([], []), fleiss_kappa(np.zeros((0, 3)))):
         assert found.n == 0
         assert math.isnan(found.mean)
     assert pairwise_agreement(np.zeros((0, 2))).n == 0
-    found = percent_agreement([], [])
-    assert (found.low, found.high) == (0, 1)
 
 
-def test_the_interval_of_a_share_is_nearly_the_binomials() -> None:
-    a, b = [1] * 400, [1] * 320 + [0] * 80
-    found = percent_agreement(a, b)
-    half = 1.96 * math.sqrt(0.8 * 0.2 / 400)
-    # 2000 resamples of a share that moves by 1/400.
-    assert found.low == pytest.approx(0.8 - half, abs=0.005)
-    assert found.high == pytest.approx(0.8 + half, abs=0.005)
-    narrow = percent_agreement(a, b, Bootstrap(confidence=0.5))
-    assert narrow.high - narrow.low == pytest.approx((found.high - found.low) * 0.344, abs=0.01)
-
-
-def test_full_agreement_is_not_certain() -> None:
-    """Resamples of it do not vary, so they give no interval."""
-    for found in (
-        cohen_kappa([1, 2] * 5, [1, 2] * 5),
-        fleiss_kappa([[3, 0], [0, 3]] * 5),
+def test_resamples_that_do_not_vary_give_no_interval() -> None:
+    a, b = judges([[12, 5], [4, 9]])
+    one = ["p"] * len(a)
+    for found, mean in (
+        (cohen_kappa([1, 2] * 5, [1, 2] * 5), 1.0),
+        (fleiss_kappa([[3, 0], [0, 3]] * 5), 1.0),
+        (cohen_kappa(a, b, one), cohen_kappa(a, b).mean),
+        (fleiss_kappa(FLEISS, ["p"] * 30), fleiss_kappa(FLEISS).mean),
     ):
-        assert found.mean == 1
+        assert found.mean == mean
         assert math.isnan(found.low)
         assert math.isnan(found.high)
-    all_of, none = percent_agreement([1] * 3, [1] * 3), percent_agreement([1] * 3, [2] * 3)
-    # 0.025^(1/3): three of three come about so often where the truth is that.
-    assert (all_of.mean, all_of.low, all_of.high, all_of.n) == (1, pytest.approx(0.292402), 1, 3)
-    assert (none.mean, none.low, none.high, none.n) == (0, 0, pytest.approx(1 - 0.292402), 3)
-    half = percent_agreement([1] * 3, [1] * 3, Bootstrap(confidence=0.5))
-    assert half.low == pytest.approx(0.25 ** (1 / 3))
-    groups = ["a", "a", "b", "b"]
-    two = pairwise_agreement([[3, 0], [0, 3]] * 2, Bootstrap(groups=groups))
-    assert (two.mean, two.low, two.high, two.n) == (1, pytest.approx(math.sqrt(0.025)), 1, 4)
-
-
-def test_one_group_tells_nothing() -> None:
-    a, b = judges([[12, 5], [4, 9]])
-    one = Bootstrap(groups=["p"] * len(a))
-    found = cohen_kappa(a, b, one)
-    assert found.mean == cohen_kappa(a, b).mean
-    assert math.isnan(found.low)
-    assert math.isnan(found.high)
-    found = fleiss_kappa(FLEISS, Bootstrap(groups=["p"] * 30))
-    assert math.isnan(found.low)
-    for found in (
-        percent_agreement(a, b, one),
-        percent_agreement(a, a, one),
-        percent_agreement([1], [2]),
-        pairwise_agreement(FLEISS, Bootstrap(groups=["p"] * 30)),
-        # Every prompt with one row agreed upon and one not, or every row with two of three alike.
-        percent_agreement([1, 1] * 4, [1, 2] * 4, Bootstrap(groups=[*"aabbccdd"])),
-        pairwise_agreement([[2, 1]] * 7),
-        pairwise_agreement([[2, 1], [1, 2]] * 20),
-    ):
-        assert (found.low, found.high) == (0, 1)
-        assert found.n > 0
 
 
 def test_resamples_are_drawn_in_blocks() -> None:
-    """The draws are those of all at once, and thousands of groups need not be held at once."""
+    """The draws are those of all at once, and thousands of clusters need not be held at once."""
     rng = np.random.default_rng(1)
     a = rng.integers(0, 2, 60)
     b = np.where(rng.random(60) < 0.7, a, 1 - a)
-    found = cohen_kappa(a.tolist(), b.tolist(), Bootstrap(resamples=150, seed=3))
-    drawn = np.random.default_rng(3).multinomial(60, np.full(60, 1 / 60), size=150)
+    found = cohen_kappa(a.tolist(), b.tolist())
+    drawn = np.random.default_rng(0).multinomial(60, np.full(60, 1 / 60), size=2000)
     values = [cohen_loop(np.repeat(a, w).tolist(), np.repeat(b, w).tolist()) for w in drawn]
     ends = np.quantile(values, [0.025, 0.975])
     assert (found.low, found.high) == pytest.approx(tuple(ends), abs=1e-9)
     many = [1, 2] * 2500
     tracemalloc.start()
-    percent_agreement(many, [1] * 5000, Bootstrap(resamples=500))
+    cohen_kappa(many, [1] * 5000)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # 500 × 5000 counts at once are 20 MB, twice over; 64 × 5000 are 2.6 MB.
+    # 2000 × 5000 counts at once are 80 MB, twice over; 64 × 5000 are 2.6 MB.
     assert most < 10e6
 
 
-def test_groups_are_drawn_whole() -> None:
+def test_clusters_are_drawn_whole() -> None:
     """Each item ten times over says no more than the items once."""
     a, b = judges([[12, 5], [4, 9]])
     once = cohen_kappa(a, b)
-    groups = [f"prompt {i}" for i in range(len(a)) for _ in range(10)]
+    clusters = [f"prompt {i}" for i in range(len(a)) for _ in range(10)]
     ten = [x for x in a for _ in range(10)], [y for y in b for _ in range(10)]
-    whole = cohen_kappa(*ten, Bootstrap(groups=groups))
+    whole = cohen_kappa(*ten, clusters)
     assert (whole.mean, whole.low, whole.high) == pytest.approx(
         (once.mean, once.low, once.high), abs=EXACT
     )
@@ -222,13 +171,6 @@ def test_groups_are_drawn_whole() -> None:
     # √10 times as narrow, give or take a fifth.
     ratio = (whole.high - whole.low) / (loose.high - loose.low)
     assert ratio == pytest.approx(math.sqrt(10), rel=0.2)
-
-
-def test_the_interval_is_a_function_of_the_seed() -> None:
-    same = [fleiss_kappa(FLEISS, Bootstrap(seed=seed)) for seed in (0, 0, 1)]
-    assert same[0] == same[1]
-    assert same[0].low != same[2].low
-    assert same[0] == fleiss_kappa(FLEISS)
 
 
 def test_what_is_refused() -> None:
@@ -241,10 +183,6 @@ def test_what_is_refused() -> None:
     for counts in ([[1.5, 0.5]], [[-1, 3]], [1, 2]):
         with pytest.raises(ValueError, match="counts are items × categories, whole numbers"):
             pairwise_agreement(counts)
-    with pytest.raises(ValueError, match="1 groups of 2 items"):
-        percent_agreement([1, 2], [1, 2], Bootstrap(groups=["a"]))
-    with pytest.raises(ValueError, match=r"a confidence of 1\.0 is not between 0 and 1"):
-        percent_agreement([1, 2], [1, 2], Bootstrap(confidence=1.0))
 
 
 def test_pandalms_people_agree_as_published() -> None:
@@ -261,5 +199,6 @@ def test_pandalms_people_agree_as_published() -> None:
     model = json.loads((folder / "pandalm-7b-testset-v1.json").read_text(encoding="utf-8"))
     said = [{"0": 0, "tie": 0}.get(v := str(r["pandalm_result"]).lower(), v) for r in model]
     majority = [max(set(vote), key=vote.count) for vote in votes]
-    assert percent_agreement(majority, list(map(int, said))).mean == pytest.approx(0.668, abs=5e-4)
+    same = [one == int(other) for one, other in zip(majority, said, strict=True)]
+    assert np.mean(same) == pytest.approx(0.668, abs=5e-4)
     assert cohen_kappa(majority, list(map(int, said))).mean == pytest.approx(0.435, abs=5e-4)

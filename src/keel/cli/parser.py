@@ -209,7 +209,7 @@ def _control(commands: Verbs) -> None:
 
 
 PREFERENCE_KINDS = (
-    *("pandalm", "llmbar", "trl", "steps", "hh", "ultrafeedback"),
+    *("trl", "steps", "hh", "ultrafeedback"),
     *("helpsteer", "helpsteer-preference"),
 )
 LABEL_SOURCES = ("human", "judge", "rule", "reward_model")
@@ -227,7 +227,7 @@ def _prefs(commands: Verbs) -> None:
     importing.add_argument(
         "kind", choices=PREFERENCE_KINDS, metavar="KIND", help=", ".join(PREFERENCE_KINDS)
     )
-    importing.add_argument("path", metavar="FILE", help="its file (JSONL, Parquet) or folder")
+    importing.add_argument("path", metavar="FILE", help="its file (JSONL, Parquet)")
     help = "the store; made if there is none"
     importing.add_argument("--store", metavar="FILE", required=True, help=help)
     importing.add_argument(

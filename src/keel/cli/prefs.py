@@ -12,7 +12,7 @@ from typing import Any
 from keel.platform.sqlite import is_database
 from keel.preferences.store.exports import Selection, preference_rows, steps_rows, write_rows
 from keel.preferences.store.formats import Attribution
-from keel.preferences.store.imports import DEFAULTS, TABLES, import_file, write_left_out
+from keel.preferences.store.imports import DEFAULTS, import_file, write_left_out
 from keel.preferences.store.statistics import describe, statistics_lines
 from keel.preferences.store.store import PreferenceStore
 from keel.runs.quarantine import counted
@@ -28,8 +28,6 @@ def run(arguments: argparse.Namespace) -> None:
 def _import(arguments: argparse.Namespace) -> None:
     """Add a file to the store, and list what was left out."""
     kind, path = arguments.kind, Path(arguments.path)
-    if arguments.annotator is not None and kind in TABLES:
-        raise KeelError(f"--annotator: {kind} names its own: leave it out")
     source, annotator = DEFAULTS.get(kind, ("human", ""))
     by = Attribution(
         arguments.source or source,

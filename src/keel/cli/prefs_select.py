@@ -11,6 +11,7 @@ from typing import Any
 from keel.cli.prefs import new_file, show, write_errors
 from keel.platform.files import write_bytes
 from keel.preferences.pool import Features, SelectionPlan, select_batch
+from keel.preferences.store.statistics import shown
 from keel.preferences.store.store import PreferenceStore
 from keel.runs.values import record_line
 from keel.types import KeelError
@@ -61,7 +62,7 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"left out: {result['left_out_long']} pairs longer than the model's context")
     if (found := result["held_out"]) is not None:
         pairs = found["pairs"]
-        accuracy, gain = _interval(pairs["accuracy"], 100, 0), _interval(found["gain"], 1, 4)
+        accuracy, gain = shown(pairs["accuracy"], 0, 100), shown(found["gain"], 4)
         lines.append(
             f"on {found['n']:,} held-out labelled pairs: accuracy {accuracy} %, calibration error "
             f"{100 * pairs['ece']:.1f} %, log loss {pairs['log_loss']:.3f} (ln 2 = 0.693: no "
@@ -87,12 +88,3 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
     if result["out"] is not None:
         lines.append(f"{result['out']}: {len(chosen):,} rows")
     return lines
-
-
-def _interval(value: Mapping[str, Any], scale: float, digits: int) -> str:
-    mean, *ends = (value[name] for name in ("mean", "low", "high"))
-    if mean is None:
-        return "undefined"
-    known = all(end is not None for end in ends)
-    text = f" [{scale * ends[0]:.{digits}f}, {scale * ends[1]:.{digits}f}]" if known else ""
-    return f"{scale * mean:.{digits}f}{text}"

@@ -265,13 +265,13 @@ def test_summary_counts_gold_agreement_and_progress(tmp_path: Path) -> None:
                 one.submit(found, answer)  # type: ignore[arg-type]
         found_summary = summarise_annotation(store, settings, project.gold)
         assert (found_summary.made, found_summary.wanted) == (40, 40)
-        by_name = {one.annotator: one for one in found_summary.annotators}
+        by_name = {one["annotator"]: one for one in found_summary.annotators}
         assert tries["ann"] == tries["bob"] == 4
-        assert by_name["ann"].gold.mean == 1.0
-        assert (by_name["bob"].gold.mean, by_name["bob"].gold.n) == (hits["bob"] / 4, 4)
+        assert by_name["ann"]["gold"].mean == 1.0
+        assert (by_name["bob"]["gold"].mean, by_name["bob"]["gold"].n) == (hits["bob"] / 4, 4)
         assert (found_summary.gold.mean, found_summary.gold.n) == (6 / 8, 8)
-        assert [by_name[name].ties for name in ("ann", "bob")] == [0, 1]
-        assert by_name["ann"].labels == 24
+        assert [by_name[name]["ties"] for name in ("ann", "bob")] == [0, 1]
+        assert by_name["ann"]["labels"] == 24
         (size,) = found_summary.agreement
         # 20 pairs and 4 gold ones, of which they disagree on p0 and two of gold.
         assert size["pairs"] == 24

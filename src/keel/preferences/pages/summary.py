@@ -13,11 +13,7 @@ from nicegui import ui
 from keel.analysis.statistics import Interval
 from keel.analysis.text import visible
 from keel.preferences.annotation.session import AnnotationProject
-from keel.preferences.annotation.summary import (
-    AnnotationSummary,
-    AnnotatorSummary,
-    summarise_annotation,
-)
+from keel.preferences.annotation.summary import AnnotationSummary, summarise_annotation
 from keel.preferences.pages.style import PageAddress, begin_page, show_rubric
 from keel.types import KeelError
 from keel.view.frame import header, list_keys, listen, other_theme, problem
@@ -91,16 +87,15 @@ def _show(found: AnnotationSummary) -> None:
     ).classes("muted")
 
 
-def _row(one: AnnotatorSummary) -> dict[str, Any]:
-    gold, around = _interval(one.gold)
+def _row(one: Mapping[str, Any]) -> dict[str, Any]:
+    gold, around = _interval(one["gold"])
+    seconds, cost, sided = one["seconds_per_label"], one["cost"], one["sided"]
     return {
-        "annotator": visible(one.annotator, 60) or "(no name)",
-        "labels": one.labels,
-        "ties": one.ties,
-        "skips": one.skips,
-        "left": f"{100 * one.left / one.sided:.0f} %" if one.sided else "–",
-        "seconds a label": "–" if one.seconds is None else f"{one.seconds:.1f}",
-        "cost": "–" if one.cost is None else f"${one.cost:,.2f}",
+        "annotator": visible(one["annotator"], 60) or "(no name)",
+        **{name: one[name] for name in ("labels", "ties", "skips")},
+        "left": f"{100 * one['first_shown'] / sided:.0f} %" if sided else "–",
+        "seconds a label": "–" if seconds is None else f"{seconds:.1f}",
+        "cost": "–" if cost is None else f"${cost:,.2f}",
         "accuracy on gold": f"{gold} {around}",
     }
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from keel.analysis.proportions import clustered_mean, share_interval
 from keel.analysis.statistics import Interval
-from keel.preferences.agreement import Bootstrap, cohen_kappa, percent_agreement
+from keel.preferences.agreement import cohen_kappa
 from keel.preferences.store.exports import mean_label
 from keel.preferences.store.records import JudgedPair, LabelRecord
+from keel.preferences.store.statistics import longer_preferred, shown, verdict
 from keel.preferences.store.store import PreferenceStore
 
 FIGURES = {
@@ -86,7 +86,7 @@ def _audit(judge: str, rubric: str, every: Sequence[TwoOrders]) -> dict[str, Any
         "ties": sum(pair.value == 0.5 for pair in pairs),
         "order_consistency": share_interval(same, prompts).as_dict(),
         "position_bias": _position(pairs).as_dict(),
-        "longer_preferred": _longer(pairs).as_dict(),
+        "longer_preferred": longer_preferred((pair.pair, pair.value) for pair in pairs).as_dict(),
         **_models(judge, pairs),
         "people": _people(pairs),
     }
@@ -107,17 +107,6 @@ def _position(pairs: Sequence[TwoOrders]) -> Interval:
         room = others if places[0] == 0 else 2 * others
         low, high = found.mean - room, found.mean + room
     return Interval(found.mean, max(low, -1.0), min(high, 1.0), found.n)
-
-
-def _longer(pairs: Sequence[TwoOrders]) -> Interval:
-    """How often the longer completion wins, in characters."""
-    longer, prompts = [], []
-    for pair in pairs:
-        difference = len(pair.pair.first.text) - len(pair.pair.second.text)
-        if difference and pair.value != 0.5:
-            longer.append((difference > 0) == (pair.value > 0.5))
-            prompts.append(pair.pair.prompt.id)
-    return share_interval(longer, prompts)
 
 
 def _models(judge: str, pairs: Sequence[TwoOrders]) -> dict[str, Any]:
@@ -147,13 +136,14 @@ def _people(pairs: Sequence[TwoOrders]) -> dict[str, Any] | None:
     known = [(pair, value) for pair in pairs if (value := _by_people(pair.pair)) is not None]
     if not known:
         return None
-    judged = [_winner(pair.value) for pair, _ in known]
-    people = [_winner(value) for _, value in known]
-    drawn = Bootstrap(groups=[pair.pair.prompt.id for pair, _ in known])
+    judged = [verdict(pair.value) for pair, _ in known]
+    people = [verdict(value) for _, value in known]
+    prompts = [pair.pair.prompt.id for pair, _ in known]
+    same = [one == other for one, other in zip(judged, people, strict=True)]
     return {
         "pairs": len(known),
-        "accuracy": percent_agreement(judged, people, drawn).as_dict(),
-        "cohen_kappa": cohen_kappa(judged, people, drawn).as_dict(),
+        "accuracy": share_interval(same, prompts).as_dict(),
+        "cohen_kappa": cohen_kappa(judged, people, prompts).as_dict(),
     }
 
 
@@ -161,10 +151,6 @@ def _by_people(pair: JudgedPair) -> float | None:
     """The mean of people's labels."""
     found = mean_label(label for label in pair.labels if label.source == "human")
     return None if found is None else found[0]
-
-
-def _winner(value: float) -> str:
-    return "tie" if value == 0.5 else "first" if value > 0.5 else "second"
 
 
 def _mean(values: Sequence[tuple[float, str]]) -> dict[str, float | int]:
@@ -195,9 +181,4 @@ def audit_lines(judges: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _figure(name: str, value: Mapping[str, Any]) -> str:
-    found = value["mean"]
-    if not value["n"] or found is None or math.isnan(found):
-        return f"  {name:<22}undefined   n = {value['n']}"
-    ends = value["low"], value["high"]
-    interval = f"[{ends[0]:.3f}, {ends[1]:.3f}]" if all(map(math.isfinite, ends)) else "–"
-    return f"  {name:<22}{found:>9.3f}   {interval}   n = {value['n']}"
+    return f"  {name:<22} {shown(value)}   n = {value['n']}"

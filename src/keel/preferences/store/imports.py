@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Origin
-from keel.data.tables import Table, all_bad, read_file
+from keel.data.tables import all_bad, read_file
 from keel.preferences.store.formats import (
     Attribution,
     EmptyAnswer,
@@ -21,12 +21,6 @@ from keel.preferences.store.formats import (
     read_trl,
     read_ultrafeedback,
 )
-from keel.preferences.store.published import (
-    llmbar_table,
-    pandalm_table,
-    read_llmbar,
-    read_pandalm,
-)
 from keel.preferences.store.records import LabelRecord, Record, Source, StepsRecord
 from keel.preferences.store.store import PreferenceStore
 from keel.runs.quarantine import LeftOut, write_quarantine
@@ -36,16 +30,12 @@ Read = Callable[[Fields, Attribution], Iterator[Record]]
 READERS: Mapping[str, Callable[[], Read]] = {
     "trl": lambda: read_trl,
     "steps": lambda: read_steps,
-    "pandalm": lambda: read_pandalm,
-    "llmbar": lambda: read_llmbar,
     "hh": lambda: read_hh,
     "ultrafeedback": lambda: read_ultrafeedback,
     "helpsteer": HelpSteerReader,
     "helpsteer-preference": lambda: read_helpsteer_preference,
 }
 """What makes the reader of each kind; a new one for each file."""
-TABLES: Mapping[str, Callable[[Path], Table]] = {"pandalm": pandalm_table, "llmbar": llmbar_table}
-"""The kinds that are neither JSONL nor Parquet. Their rows name their annotators."""
 DEFAULTS: Mapping[str, tuple[Source, str]] = {"ultrafeedback": ("judge", "gpt-4")}
 """Source and annotator of the kinds that no person labelled."""
 BATCH = 500
@@ -71,7 +61,7 @@ Parsed = list[Record] | LeftOut
 
 
 def import_file(store: PreferenceStore, kind: str, path: Path, by: Attribution) -> ImportReport:
-    """Add a file (JSONL, Parquet, or the folder of a published set) of one of `READERS`.
+    """Add a file (JSONL or Parquet) of one of `READERS`.
 
     An import that was interrupted is completed by another: what is there is not added twice.
     Raises KeelError if the file cannot be read, or none of its rows.
@@ -116,7 +106,7 @@ def write_left_out(store: Path, source: Path, report: ImportReport) -> Path | No
 
 
 def _parsed(kind: str, path: Path, by: Attribution) -> Iterator[Parsed]:
-    table = TABLES[kind](path) if kind in TABLES else read_file(path, "quarantine")
+    table = read_file(path, "quarantine")
     yield from table.bad
     make = READERS[kind]()
     for values, line in zip(table.rows, table.lines, strict=True):

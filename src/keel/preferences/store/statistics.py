@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from keel.analysis.proportions import share_interval
-from keel.preferences.agreement import Bootstrap, count_votes, fleiss_kappa, pairwise_agreement
+from keel.analysis.statistics import Interval
+from keel.preferences.agreement import count_votes, fleiss_kappa, pairwise_agreement
 from keel.preferences.store.exports import mean_label
-from keel.preferences.store.records import Source
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.store.records import JudgedPair, Source
+from keel.preferences.store.store import PreferenceStore, where
 
-GROUPS = ("source", "annotator", "round")
+GROUPS: Mapping[str, Sequence[str]] = {
+    "source": ("source",),
+    "annotator": ("source", "annotator"),
+    "round": ("round",),
+}
+"""By what labels are counted, and the columns of it."""
+COUNTED = {
+    "labels": "COUNT(*)",
+    "ties": "COUNT(*) FILTER (WHERE l.value = 0.5)",
+    "skips": "COUNT(*) - COUNT(l.value)",
+    "seconds_per_label": "AVG(l.seconds)",
+    "cost": "SUM(l.cost)",
+    "sided": "COUNT(*) FILTER (WHERE l.value <> 0.5 AND l.shown_first IS NOT NULL)",
+    "first_shown": "COUNT(*) FILTER"
+    " (WHERE l.value <> 0.5 AND (l.value > 0.5) = (l.shown_first = 'first'))",
+}
+"""What is counted of the labels of a group.
+
+`sided` labels prefer an answer and say which was shown first; `first_shown` of them prefer that.
+"""
 
 
 def describe(store: PreferenceStore) -> dict[str, Any]:
@@ -22,7 +42,7 @@ def describe(store: PreferenceStore) -> dict[str, Any]:
     return {
         **store.counts(),
         "labelled": describe_pairs(store),
-        "labels_by": {group: _labels_by(store, group) for group in GROUPS},
+        "labels_by": {group: labels_by(store, group) for group in GROUPS},
         "agreement": label_agreement(store),
     }
 
@@ -36,31 +56,38 @@ def describe_pairs(store: PreferenceStore) -> dict[str, Any]:
     """
     found: dict[str, Any] = dict.fromkeys(("pairs", "ties", "soft", "empty", "contradictions"), 0)
     lengths: dict[str, list[int]] = {"chosen": [], "rejected": []}
-    longer: list[bool] = []
-    prompts: list[str] = []
+    valued: list[tuple[JudgedPair, float]] = []
     for judged in store.judged_pairs():
         mean = mean_label(judged.labels)
         if mean is None:
             continue
         value, texts = mean[0], (judged.first.text, judged.second.text)
         sides = {verdict(one.value) for one in judged.labels if one.value is not None}
-        chosen, rejected = texts if value >= 0.5 else texts[::-1]
         found["pairs"] += 1
         found["ties"] += value == 0.5
         found["soft"] += value not in (0.0, 0.5, 1.0)
         found["empty"] += not all(text.strip() for text in texts)
         found["contradictions"] += {1, -1} <= sides
-        lengths["chosen"].append(len(chosen))
-        lengths["rejected"].append(len(rejected))
-        if value != 0.5 and len(chosen) != len(rejected):
-            longer.append(len(chosen) > len(rejected))
-            prompts.append(judged.prompt.id)
+        for side, text in zip(lengths, texts if value >= 0.5 else texts[::-1], strict=True):
+            lengths[side].append(len(text))
+        valued.append((judged, value))
     if found["pairs"]:
         found["characters"] = {
             side: {"median": statistics.median(some), "mean": statistics.fmean(some)}
             for side, some in lengths.items()
         }
-    return {**found, "longer_preferred": share_interval(longer, prompts).as_dict()}
+    return {**found, "longer_preferred": longer_preferred(valued).as_dict()}
+
+
+def longer_preferred(valued: Iterable[tuple[JudgedPair, float]]) -> Interval:
+    """How often the longer answer is preferred, of pairs of two lengths with a winner."""
+    longer, prompts = [], []
+    for judged, value in valued:
+        difference = len(judged.first.text) - len(judged.second.text)
+        if difference and value != 0.5:
+            longer.append((difference > 0) == (value > 0.5))
+            prompts.append(judged.prompt.id)
+    return share_interval(longer, prompts)
 
 
 def verdict(value: float) -> int:
@@ -73,15 +100,14 @@ def vote_agreement(
 ) -> dict[str, Any]:
     """Fleiss' κ and the share of pairs of judges that agree, of two or more votes a pair.
 
-    Intervals are drawn over prompts, as the pairs of one prompt hang together. Raises ValueError
-    for pairs with different numbers of votes.
+    Intervals are clustered by prompt. Raises ValueError for pairs with different numbers of votes.
     """
-    counts, drawn = count_votes(votes), Bootstrap(groups=prompts)
+    counts = count_votes(votes)
     return {
         "judges": int(counts[0].sum()),
         "unanimous": sum(len(set(row)) == 1 for row in votes),
-        "pairwise": pairwise_agreement(counts, drawn).as_dict(),
-        "fleiss_kappa": fleiss_kappa(counts, drawn).as_dict(),
+        "pairwise": pairwise_agreement(counts, prompts).as_dict(),
+        "fleiss_kappa": fleiss_kappa(counts, prompts).as_dict(),
     }
 
 
@@ -93,40 +119,40 @@ def label_agreement(
     A label is a vote for the first answer, the second, or a tie; skips are none. Pairs with 2 and
     with 3 labels are apart, since κ is of a fixed number of raters.
     """
-    given = {"l.source": source, "p.round": round}
-    where = {name: value for name, value in given.items() if value is not None}
+    clause, values = where(**{"l.source": source, "p.round": round})
     rows = store.database.rows(
         "SELECT l.source, l.pair, p.prompt, l.value FROM labels l JOIN pairs p ON p.id = l.pair"
-        " JOIN (SELECT pair, source FROM labels WHERE value IS NOT NULL GROUP BY pair, source"
-        " HAVING COUNT(*) > 1) s ON s.pair = l.pair AND s.source = l.source"
-        f" WHERE l.value IS NOT NULL{''.join(f' AND {name} = ?' for name in where)}"
-        " ORDER BY l.source, p.seq, l.seq",
-        list(where.values()),
+        f" WHERE l.value IS NOT NULL{clause} ORDER BY l.source, p.seq, l.seq",
+        values,
     )
     found: dict[Source, dict[int, list[tuple[list[int], str]]]] = {}
-    for (source, _), group in groupby(rows, key=lambda row: row[:2]):
+    for (source_, _), group in groupby(rows, key=lambda row: row[:2]):
         labels = list(group)
-        votes = [verdict(value) for *_, value in labels]
-        found.setdefault(source, {}).setdefault(len(votes), []).append((votes, labels[0][2]))
+        if len(labels) > 1:
+            votes = [verdict(value) for *_, value in labels]
+            found.setdefault(source_, {}).setdefault(len(votes), []).append((votes, labels[0][2]))
     return {
-        source: [
+        source_: [
             {"pairs": len(pairs), **vote_agreement(*zip(*pairs, strict=True))}
             for _, pairs in sorted(sizes.items())
         ]
-        for source, sizes in found.items()
+        for source_, sizes in found.items()
     }
 
 
-def _labels_by(store: PreferenceStore, group: str) -> list[dict[str, Any]]:
-    """Of each group: labels, ties, skips, mean seconds a label, dollars (None: not recorded)."""
-    key = "source, annotator" if group == "annotator" else group
+def labels_by(
+    store: PreferenceStore, group: str, source: Source | None = None, round: int | None = None
+) -> list[dict[str, Any]]:
+    """What `COUNTED` says of each group's labels (of a source, of pairs of a round)."""
+    names = GROUPS[group]
+    key = ", ".join(f"l.{name}" for name in names)
+    clause, values = where(**{"l.source": source, "p.round": round})
     rows = store.database.rows(
-        f"SELECT {key}, COUNT(*), TOTAL(value = 0.5), TOTAL(value IS NULL), AVG(seconds),"
-        f" SUM(cost) FROM labels GROUP BY {key} ORDER BY {key}"
+        f"SELECT {key}, {', '.join(COUNTED.values())} FROM labels l JOIN pairs p ON p.id = l.pair"
+        f" WHERE 1{clause} GROUP BY {key} ORDER BY {key}",
+        values,
     )
-    names = [*key.split(", "), "labels", "ties", "skips", "seconds_per_label", "cost"]
-    found = [dict(zip(names, row, strict=True)) for row in rows]
-    return [{**row, "ties": int(row["ties"]), "skips": int(row["skips"])} for row in found]
+    return [dict(zip((*names, *COUNTED), row, strict=True)) for row in rows]
 
 
 def statistics_lines(result: Mapping[str, Any]) -> list[str]:
@@ -144,10 +170,10 @@ def statistics_lines(result: Mapping[str, Any]) -> list[str]:
                 f"mean {length['mean']:.0f}"
             )
         lines.append(f"  {'longer preferred':<18}{shown(labelled['longer_preferred']):>8}")
-    for group in GROUPS:
+    for group, names in GROUPS.items():
         for row in result["labels_by"][group]:
-            who = " ".join(str(row[name]) for name in ("source", group) if name in row)
-            name = f"{group} {row[group] or '(no name)'}" if group != "annotator" else who
+            who = [str(row[name]) for name in names]
+            name = " ".join(who) if len(who) > 1 else f"{group} {who[0]}"
             lines.append(f"  {name:<26}{row['labels']:>8} labels{_taken(row)}")
     for source, sizes in result["agreement"].items():
         for size in sizes:
@@ -158,14 +184,14 @@ def statistics_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def shown(value: Mapping[str, Any], digits: int = 3) -> str:
-    """A figure with its interval; without, if pairs of one prompt or full agreement give none."""
+def shown(value: Mapping[str, Any], digits: int = 3, scale: float = 1.0) -> str:
+    """A figure (times a scale) with its interval; without, if there is none."""
     mean, *ends = (value[name] for name in ("mean", "low", "high"))
     if mean is None or math.isnan(mean):
         return "undefined"
     known = all(end is not None and math.isfinite(end) for end in ends)
-    interval = f" [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]" if known else ""
-    return f"{mean:.{digits}f}{interval}"
+    low, high = (f"{scale * end:.{digits}f}" if known else "" for end in ends)
+    return f"{scale * mean:.{digits}f}" + (f" [{low}, {high}]" if known else "")
 
 
 def _taken(row: Mapping[str, Any]) -> str:

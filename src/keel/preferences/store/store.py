@@ -141,11 +141,11 @@ class PreferenceStore:
 
     def completions(self, prompt: str | None = None) -> Iterator[CompletionRecord]:
         """Every completion, or those of one prompt (by id)."""
-        return self._read(COMPLETIONS, *_where(prompt=prompt))
+        return self._read(COMPLETIONS, *where(prompt=prompt))
 
     def pairs(self, round: int | None = None) -> Iterator[PairRecord]:
         """Every pair, or those of a round."""
-        return self._read(PAIRS, *_where(round=round))
+        return self._read(PAIRS, *where(round=round))
 
     def unlabelled(
         self, source: Source, *, annotator: str | None = None, rubric: str | None = None
@@ -154,7 +154,7 @@ class PreferenceStore:
 
         Labels that are added while the iteration goes on may or may not be seen by it.
         """
-        has, values = _where(source=source, annotator=annotator, rubric=rubric)
+        has, values = where(source=source, annotator=annotator, rubric=rubric)
         clause = f" AND NOT EXISTS (SELECT 1 FROM labels WHERE pair = pairs.id{has})"
         return self._read(PAIRS, clause, values)
 
@@ -167,8 +167,8 @@ class PreferenceStore:
         round: int | None = None,
     ) -> Iterator[LabelRecord]:
         """Labels of a pair (by id), a source, an annotator or a round; every one by default."""
-        where = _where(pair=pair, source=source, annotator=annotator, round=round)
-        return self._read(LABELS, *where)
+        wanted = where(pair=pair, source=source, annotator=annotator, round=round)
+        return self._read(LABELS, *wanted)
 
     def steps(self) -> Iterator[StepsRecord]:
         """Every answer in labelled steps."""
@@ -176,7 +176,7 @@ class PreferenceStore:
 
     def costs(self, forecast: bool | None = None) -> Iterator[CostRecord]:
         """Entries of the ledger."""
-        return self._read(COSTS, *_where(forecast=forecast))
+        return self._read(COSTS, *where(forecast=forecast))
 
     def prompt(self, id: str) -> PromptRecord:
         """The prompt of an id. Raises KeelError if there is none."""
@@ -267,7 +267,7 @@ class PreferenceStore:
         else asks for a pair. A pair that was skipped goes to another person.
         """
         expires = now + seconds
-        clause, values = _where("p.", round=round)
+        clause, values = where(**{"p.round": round})
         listed = json.dumps(list(gold))
         with self.database.transaction(lasting=False):
             execute = self.database.execute
@@ -380,7 +380,7 @@ class PreferenceStore:
         return label
 
 
-def _where(prefix: str = "", **columns: Any) -> tuple[str, list[Any]]:
+def where(**columns: Any) -> tuple[str, list[Any]]:
     """The conditions of the columns that are not None, each after an AND, and their values."""
     given = {name: value for name, value in columns.items() if value is not None}
-    return "".join(f" AND {prefix}{name} = ?" for name in given), list(given.values())
+    return "".join(f" AND {name} = ?" for name in given), list(given.values())
