@@ -87,9 +87,7 @@ def _described(path: Path) -> dict[str, Any]:
     if path.is_dir() or path.suffix == ".json":
         raise KeelError(f"{path}: not rows, one a line: run keel prefs import into a store first")
     with PreferenceStore(None) as store:
-        report = import_file(store, "trl", path, Attribution(keep_empty=True))
-        if report.left_out:
-            raise KeelError(report.left_out[0].reason)
+        report = import_file(store, "trl", path, Attribution(keep_empty=True), "stop")
         counts = {"rows": report.rows, "repeated": report.repeated}
         return {"file": str(path), **counts, **describe(store)}
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from keel.data.preferences.fields import Fields
-from keel.data.tables import read_file
 from keel.preferences.annotation.settings import digest
-from keel.preferences.store.formats import Attribution, read_trl
+from keel.preferences.store.formats import Attribution
+from keel.preferences.store.imports import import_file
 from keel.preferences.store.records import Source
 from keel.preferences.store.store import PreferenceStore
 from keel.types import KeelError
@@ -27,15 +26,7 @@ def add_gold(store: PreferenceStore, path: Path, round: int) -> int:
     """
     if not path.is_file():
         raise KeelError(f"--gold {path}: there is no such file: fix the path")
-    table = read_file(path)
-    by = Attribution(SOURCE, ANNOTATOR, round)
-    records = [
-        record
-        for values, line in zip(table.rows, table.lines, strict=True)
-        for record in read_trl(Fields(values, table.where.place(line)), by)
-    ]
-    store.add({(type(record), record.id): record for record in records}.values())
-    return len(table.rows)
+    return import_file(store, "trl", path, Attribution(SOURCE, ANNOTATOR, round), "stop").rows
 
 
 def gold_labels(store: PreferenceStore) -> dict[str, float]:

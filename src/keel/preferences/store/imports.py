@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from keel.config.fields import BadRows
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import Origin
-from keel.data.tables import all_bad, read_file
+from keel.data.tables import Gathered, Table, all_bad, read_file
 from keel.preferences.store.formats import (
     Attribution,
     EmptyAnswer,
@@ -23,7 +24,7 @@ from keel.preferences.store.formats import (
 )
 from keel.preferences.store.records import LabelRecord, Record, Source, StepsRecord
 from keel.preferences.store.store import PreferenceStore
-from keel.runs.quarantine import LeftOut, write_quarantine
+from keel.runs.quarantine import LeftOut, Why, write_quarantine
 from keel.types import KeelError
 
 Read = Callable[[Fields, Attribution], Iterator[Record]]
@@ -56,35 +57,51 @@ class ImportReport:
     repeated: int
 
 
-Parsed = list[Record] | LeftOut
-"""What became of a row."""
-
-
-def import_file(store: PreferenceStore, kind: str, path: Path, by: Attribution) -> ImportReport:
+def import_file(
+    store: PreferenceStore,
+    kind: str,
+    path: Path,
+    by: Attribution,
+    bad_rows: BadRows = "quarantine",
+) -> ImportReport:
     """Add a file (JSONL or Parquet) of one of `READERS`.
 
     An import that was interrupted is completed by another: what is there is not added twice.
-    Raises KeelError if the file cannot be read, or none of its rows.
+    Raises KeelError if the file cannot be read, or none of its rows; with `bad_rows` "stop" also
+    for any row that cannot be read, and then nothing is added.
     """
+    table = read_file(path, bad_rows)
+    left = Gathered(bad_rows, table.bad)
+    parsed = _parsed(table, READERS[kind](), by, left)
+    if left.stops:
+        parsed = iter(list(parsed))
+        left.check()
     rows = judgements = 0
-    left: list[LeftOut] = []
     added: Counter[str] = Counter()
     batch: list[Record] = []
-    for parsed in _parsed(kind, path, by):
-        if isinstance(parsed, LeftOut):
-            left.append(parsed)
-            continue
+    for records in parsed:
         rows += 1
-        judgements += sum(isinstance(record, LabelRecord | StepsRecord) for record in parsed)
-        batch += parsed
+        judgements += sum(isinstance(record, LabelRecord | StepsRecord) for record in records)
+        batch += records
         if rows % BATCH == 0:
             added.update(_add(store, batch))
             batch = []
-    if not rows and left:
-        raise all_bad(str(path), left)
+    if not rows and left.rows:
+        raise all_bad(str(path), left.rows)
     added.update(_add(store, batch))
     repeated = judgements - added["labels"] - added["steps"]
-    return ImportReport(rows, tuple(left), dict(added), repeated)
+    return ImportReport(rows, tuple(left.rows), dict(added), repeated)
+
+
+def _parsed(table: Table, read: Read, by: Attribution, left: Gathered) -> Iterator[list[Record]]:
+    """The records of each row that can be read; the others are added to `left`."""
+    for values, line in zip(table.rows, table.lines, strict=True):
+        origin = Origin(table.where.source, table.where.mark, line, values)
+        try:
+            yield list(read(Fields(values, origin.place), by))
+        except KeelError as error:
+            why: Why = "empty" if isinstance(error, EmptyAnswer) else "bad"
+            left.rows.append(origin.left_out(str(error), why))
 
 
 def _add(store: PreferenceStore, batch: Iterable[Record]) -> dict[str, int]:
@@ -103,20 +120,3 @@ def write_left_out(store: Path, source: Path, report: ImportReport) -> Path | No
     target = quarantine_path(store, source)
     write_quarantine(target, report.left_out)
     return target if report.left_out else None
-
-
-def _parsed(kind: str, path: Path, by: Attribution) -> Iterator[Parsed]:
-    table = read_file(path, "quarantine")
-    yield from table.bad
-    make = READERS[kind]()
-    for values, line in zip(table.rows, table.lines, strict=True):
-        origin = Origin(table.where.source, table.where.mark, line, values)
-        yield _row(origin, make(Fields(values, origin.place), by))
-
-
-def _row(origin: Origin, records: Iterable[Record]) -> Parsed:
-    try:
-        return list(records)
-    except KeelError as error:
-        why = "empty" if isinstance(error, EmptyAnswer) else "bad"
-        return origin.left_out(str(error), why)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The tables of the preference store, and how a record becomes a row and back."""
+"""The tables of the preference store, which its records describe, and a record as a row."""
 
 from __future__ import annotations
 
@@ -20,22 +20,41 @@ from keel.preferences.store.records import (
 
 R = TypeVar("R")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
+TYPES = {"str": "TEXT NOT NULL", "int": "INTEGER NOT NULL", "float": "REAL NOT NULL"}
+TYPES |= {"int | None": "INTEGER", "float | None": "REAL", "Side | None": "TEXT"}
+TYPES |= dict.fromkeys(("Source", "CostKind", "CostUnit"), "TEXT NOT NULL")
+TYPES["bool"] = "INTEGER NOT NULL"
+"""The columns of a record's fields; a field of any other type is a column that holds JSON."""
+REFERENCES = {"prompt": "prompts", "first": "completions", "second": "completions", "pair": "pairs"}
+"""The tables whose ids these fields hold."""
 
 
 class TableLayout(Generic[R]):
     """A record type and its table: the fields are the columns, in order.
 
-    `json` are columns that hold JSON. `same` are those in which two records of one id must agree.
+    `same` are the fields in which two records of one id must agree.
     """
 
-    def __init__(
-        self, noun: str, table: str, record: type[R], json: Sequence[str], same: Sequence[str]
-    ) -> None:
+    def __init__(self, noun: str, table: str, record: type[R], same: Sequence[str]) -> None:
         self.noun, self.table, self.record = noun, table, record
-        self.fields = tuple(field.name for field in fields(record))  # type: ignore[arg-type]
+        self.types = {field.name: str(field.type) for field in fields(record)}  # type: ignore[arg-type]
+        self.fields = tuple(self.types)
         self.same = tuple(map(self.fields.index, same))
-        self._json = tuple(map(self.fields.index, json))
+        self._json = tuple(at for at, kind in enumerate(self.types.values()) if kind not in TYPES)
         self._get = attrgetter(*self.fields)
+
+    def statement(self) -> str:
+        """What makes the table. `seq` is the order of adding; a number is never used again."""
+        columns = [
+            f'"{name}" {TYPES.get(kind, "TEXT NOT NULL")}'
+            + (" UNIQUE" if name == "id" else "")
+            + (f" REFERENCES {REFERENCES[name]} (id)" if name in REFERENCES else "")
+            for name, kind in self.types.items()
+        ]
+        # Humans fill the places of a pair; triggers count them.
+        columns += ["taken INTEGER NOT NULL DEFAULT 0"] if self.table == "pairs" else []
+        every = ", ".join(["seq INTEGER PRIMARY KEY AUTOINCREMENT", *columns])
+        return f"CREATE TABLE IF NOT EXISTS {self.table} ({every})"
 
     def names(self, alias: str = "") -> str:
         """The columns of a SELECT or INSERT; `alias` is the table's in a join."""
@@ -63,69 +82,22 @@ class TableLayout(Generic[R]):
         return self.record(*values)
 
 
-PROMPTS = TableLayout("prompt", "prompts", PromptRecord, ("content", "columns"), ("content",))
-COMPLETIONS = TableLayout(
-    "completion",
-    "completions",
-    CompletionRecord,
-    ("sampling", "columns"),
-    ("prompt", "text"),
-)
-PAIRS = TableLayout("pair", "pairs", PairRecord, ("columns",), ("prompt", "first", "second"))
-LABELS = TableLayout("label", "labels", LabelRecord, (), ("pair", "value"))
-STEPS = TableLayout(
-    "steps",
-    "steps",
-    StepsRecord,
-    ("steps", "labels", "columns"),
-    ("prompt", "steps", "labels"),
-)
-COSTS = TableLayout("cost", "costs", CostRecord, (), ("kind", "amount", "unit"))
+PROMPTS = TableLayout("prompt", "prompts", PromptRecord, ("content",))
+COMPLETIONS = TableLayout("completion", "completions", CompletionRecord, ("prompt", "text"))
+PAIRS = TableLayout("pair", "pairs", PairRecord, ("prompt", "first", "second"))
+LABELS = TableLayout("label", "labels", LabelRecord, ("pair", "value"))
+STEPS = TableLayout("steps", "steps", StepsRecord, ("prompt", "steps", "labels"))
+COSTS = TableLayout("cost", "costs", CostRecord, ("kind", "amount", "unit"))
 LAYOUTS: tuple[TableLayout[Any], ...] = (PROMPTS, COMPLETIONS, PAIRS, LABELS, STEPS, COSTS)
 
-# `seq` is the order of adding. `taken` counts the places of a pair that humans fill: open leases
-# and labels that are not skips; triggers keep it, so that the next pair is found by an index alone.
+# `taken` counts the places of a pair that humans fill: open leases and labels that are not skips;
+# triggers keep it, so that the next pair is found by an index alone.
 _STATEMENTS = (
-    """CREATE TABLE IF NOT EXISTS prompts (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, content TEXT NOT NULL,
-        columns TEXT NOT NULL
-    )""",
-    """CREATE TABLE IF NOT EXISTS completions (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
-        prompt TEXT NOT NULL REFERENCES prompts (id), text TEXT NOT NULL, model TEXT NOT NULL,
-        sampling TEXT NOT NULL, round INTEGER NOT NULL, tokens INTEGER, seconds REAL, cost REAL,
-        columns TEXT NOT NULL
-    )""",
+    *(layout.statement() for layout in LAYOUTS),
     "CREATE INDEX IF NOT EXISTS completions_prompt ON completions (prompt)",
-    """CREATE TABLE IF NOT EXISTS pairs (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
-        prompt TEXT NOT NULL REFERENCES prompts (id),
-        "first" TEXT NOT NULL REFERENCES completions (id),
-        second TEXT NOT NULL REFERENCES completions (id),
-        round INTEGER NOT NULL, priority REAL NOT NULL, columns TEXT NOT NULL,
-        taken INTEGER NOT NULL DEFAULT 0
-    )""",
     "CREATE INDEX IF NOT EXISTS pairs_next ON pairs (taken, priority DESC, seq)",
     "CREATE INDEX IF NOT EXISTS pairs_round ON pairs (round, taken, priority DESC, seq)",
-    """CREATE TABLE IF NOT EXISTS labels (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
-        pair TEXT NOT NULL REFERENCES pairs (id), value REAL CHECK (value BETWEEN 0 AND 1),
-        source TEXT NOT NULL, annotator TEXT NOT NULL, rubric TEXT NOT NULL,
-        version TEXT NOT NULL, round INTEGER NOT NULL, margin REAL NOT NULL, shown_first TEXT,
-        seconds REAL, cost REAL, note TEXT NOT NULL, "at" REAL
-    )""",
     "CREATE INDEX IF NOT EXISTS labels_pair ON labels (pair, source, annotator)",
-    """CREATE TABLE IF NOT EXISTS steps (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
-        prompt TEXT NOT NULL REFERENCES prompts (id), steps TEXT NOT NULL, labels TEXT NOT NULL,
-        source TEXT NOT NULL, annotator TEXT NOT NULL, version TEXT NOT NULL,
-        round INTEGER NOT NULL, seconds REAL, cost REAL, columns TEXT NOT NULL
-    )""",
-    """CREATE TABLE IF NOT EXISTS costs (
-        seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, kind TEXT NOT NULL,
-        amount REAL NOT NULL, unit TEXT NOT NULL, purpose TEXT NOT NULL, round INTEGER NOT NULL,
-        forecast INTEGER NOT NULL
-    )""",
     # A number is never used again, so that an expired lease is not taken for a later one.
     """CREATE TABLE IF NOT EXISTS leases (
         id INTEGER PRIMARY KEY AUTOINCREMENT, pair TEXT NOT NULL REFERENCES pairs (id),
