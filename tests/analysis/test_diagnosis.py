@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.analysis.diagnosis.history import history_of
+from keel.analysis.diagnosis.history import StageHistory
 from keel.analysis.diagnosis.page import markdown
 from keel.analysis.diagnosis.rollout_summary import summarise
 from keel.analysis.diagnosis.table import conditions, conditions_of, diagnose
@@ -198,6 +198,12 @@ def _marked(text: str) -> list[RolloutRow]:
 
 
 TWINS = (
+    Twin(
+        "no-reward",
+        usual(),
+        rollouts=lambda step: mixed(lambda g, i: float("nan")),
+        near_rollouts=lambda step: mixed(lambda g, i: float("nan") if g > 1 else i % 2),
+    ),
     Twin(
         "no-signal",
         usual(frac_reward_zero_std=0.95, reward=ramp(0.1, 0.1)),
@@ -457,7 +463,7 @@ def test_any_history_is_judged_without_an_error(seed: int) -> None:
     rollouts = [summarise(step, rows) for step in range(1, int(rng.integers(2, 12)))]
     algorithm = {"weights": {"kind": "sequence_mean"}, "advantage": {"kind": "group_relative"}}
     recipe = {"rollout": {"group_size": 4}, "minibatches": 2, "algorithm": algorithm}
-    history = history_of("rl", recipe, {}, records, rollouts if seed % 2 else ())
+    history = StageHistory("rl", recipe, {}, records, rollouts if seed % 2 else ())
     for one in conditions_of(history):
         assert one.first_step <= one.last_step
 

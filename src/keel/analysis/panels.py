@@ -94,7 +94,7 @@ def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[P
     """
     config = stage_kind(kind)
     panels = tables()["control"] if config is None else config.panels()
-    if alone and _has_rollouts(kind):
+    if alone and has_rollouts(kind):
         reward, _, *rest, value = panels
         learned = any(name.startswith("value/") for name in names)
         panels = (reward, value if learned else tables()["spread"][0], *rest)
@@ -104,12 +104,13 @@ def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[P
 def picture_panels(kind: str, columns: Mapping[str, Column]) -> list[Panel]:
     """The panels of the picture curve.png: what a stage gains, and how surely."""
     found = _present(
-        tables()["picture" if _has_rollouts(kind) else "picture_of_games"], list(columns)
+        tables()["picture" if has_rollouts(kind) else "picture_of_games"], list(columns)
     )
     return [panel for panel in found if panel.key != "spread" or columns["reward_std"].values.any()]
 
 
-def _has_rollouts(kind: str) -> bool:
+def has_rollouts(kind: str) -> bool:
+    """Whether stages of a kind learn from rollouts."""
     config = stage_kind(kind)
     return config is not None and bool(config.learns_from_rollouts)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from keel.analysis.diagnosis.rollout_summary import StepRollouts, read_step, spread
-from keel.config.kinds import stage_kind
+from keel.analysis.panels import has_rollouts
 from keel.runs.reader import Run
 from keel.types import KeelError
 
@@ -27,28 +28,46 @@ UNREWARDED_ADVANTAGES = ("teacher_log_ratio",)
 class StageHistory:
     """A stage of reinforcement learning: `recipe` is its table, `model` the recipe's of the model.
 
-    `columns` holds each metric by name, a value for each of `steps` (NaN if a record has none).
-    `rollouts` are of some steps only, in order. `before` is the evaluation before the stage.
+    `records` are as metrics.jsonl has them. `rollouts` are of some steps only, in order. `before`
+    is the evaluation before the stage.
     """
 
     stage: str
     recipe: Mapping[str, Any]
     model: Mapping[str, Any]
-    steps: Steps
-    columns: Mapping[str, Array]
+    records: Sequence[Mapping[str, Any]]
     rollouts: Sequence[StepRollouts] = ()
     before: Mapping[str, Any] | None = None
 
+    @cached_property
+    def steps(self) -> Steps:
+        return np.array([record["step"] for record in self.records], dtype=np.int64)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The metrics that some record has."""
+        return frozenset(name for record in self.records for name in record)
+
     def column(self, name: str) -> tuple[Steps, Array]:
         """Steps and values of a metric, if it is a finite number; empty if it was not logged."""
-        values = self.columns.get(name)
-        if values is None:
-            return np.empty(0, dtype=np.int64), np.empty(0)
+        values = self._all(name)
         finite = np.isfinite(values)
         return self.steps[finite], values[finite]
 
     def values(self, name: str) -> Array:
         return self.column(name)[1]
+
+    def _all(self, name: str) -> Array:
+        """A value for each of the steps, NaN for what is not a number."""
+        if name not in self._read:
+            found = [record.get(name) for record in self.records]
+            numbers = [one if isinstance(one, int | float) else np.nan for one in found]
+            self._read[name] = np.array(numbers, dtype=np.float64)
+        return self._read[name]
+
+    @cached_property
+    def _read(self) -> dict[str, Array]:
+        return {}
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A key of the stage's recipe by its dotted name; `default` where it is absent or none."""
@@ -76,32 +95,32 @@ class StageHistory:
         return self.setting("algorithm.advantage.kind") not in UNREWARDED_ADVANTAGES
 
     @property
-    def pass_at_1(self) -> str | None:
-        """The name of the metric that validation is judged by, if the run has it."""
-        return next((n for n in ("eval/pass@1", "eval/reward") if n in self.columns), None)
+    def reference(self) -> str:
+        """The metric of the divergence to the reference."""
+        return "kl/reference" if "kl/reference" in self.names else "kl"
 
+    @property
+    def rewards(self) -> list[Mapping[str, Any]]:
+        """The recipe's table of each reward function."""
+        return list(self.setting("rewards.functions", []))
+
+    @cached_property
     def reward_range(self) -> tuple[float, float] | None:
         """The lowest and highest reward of any completion that was read; None for no rollouts."""
         found = [r.reward[np.isfinite(r.reward)] for r in self.rollouts]
         every = np.concatenate(found) if found else np.empty(0)
         return (float(every.min()), float(every.max())) if len(every) else None
 
+    @property
+    def reward_extent(self) -> float:
+        """How far apart the lowest and the highest reward are; without rollouts, of step means."""
+        bounds, means = self.reward_range, self.values("reward")
+        return float(np.ptp(means)) if bounds is None else bounds[1] - bounds[0]
+
     def reward_spread(self) -> Array | None:
         """The largest standard deviation of a reward in each step; None if there is none."""
-        found = [self.columns[name] for name in self.columns if fnmatchcase(name, "rewards/*/std")]
+        found = [self._all(name) for name in self.names if fnmatchcase(name, "rewards/*/std")]
         return np.nan_to_num(np.stack(found)).max(axis=0) if found else None
-
-    def rewards(self) -> list[Mapping[str, Any]]:
-        """The recipe's table of each reward function."""
-        return list(self.setting("rewards.functions", []))
-
-
-def reward_name(source: Mapping[str, Any]) -> str:
-    """The name of a reward in metrics: its own, else that of the function."""
-    own = source.get("name")
-    if own not in (None, "none"):
-        return str(own)
-    return str(source["function"]).rpartition(":")[2]
 
 
 def histories(run: Run, damaged: list[str] | None = None) -> Iterator[StageHistory]:
@@ -111,65 +130,20 @@ def histories(run: Run, damaged: list[str] | None = None) -> Iterator[StageHisto
     if recipe or metrics, or without the list rollouts, cannot be read.
     """
     recipe = run.recipe()
-    for name, table in zip(run.stages, recipe.get("stages", [recipe.get("stage")]), strict=False):
-        if isinstance(table, Mapping) and _has_rollouts(table):
-            yield stage_history(run, name, table, recipe.get("model", {}), damaged)
-
-
-def _has_rollouts(table: Mapping[str, Any]) -> bool:
-    kind = stage_kind(str(table.get("stage")))
-    return kind is not None and bool(kind.learns_from_rollouts)
-
-
-def stage_history(
-    run: Run,
-    stage: str,
-    table: Mapping[str, Any],
-    model: Mapping[str, Any],
-    damaged: list[str] | None = None,
-) -> StageHistory:
-    """What the folder holds of a stage, whose `table` and whose `model` are the recipe's."""
-    records = run.metrics(stage)
-    number = run.stages.index(stage)
-    written = [place.step for place in run.rollout_places() if place.stage == number]
-    rollouts = []
-    for step in spread(written):
-        try:
-            one = read_step(run.folder, number, step)
-        except KeelError:
-            if damaged is None:
-                raise
-            damaged.append(run.folder.rollouts(number, step).name)
+    written = run.rollout_places()
+    tables = recipe.get("stages", [recipe.get("stage")])
+    for number, (name, table) in enumerate(zip(run.stages, tables, strict=False)):
+        if not isinstance(table, Mapping) or not has_rollouts(str(table.get("stage"))):
             continue
-        rollouts += [one] if one is not None and len(one) else []
-    before = run.info().get("evaluation", {}).get(stage, {}).get("before")
-    return history_of(stage, table, model, records, rollouts, before)
-
-
-def history_of(
-    stage: str,
-    table: Mapping[str, Any],
-    model: Mapping[str, Any],
-    records: Sequence[Mapping[str, Any]],
-    rollouts: Sequence[StepRollouts] = (),
-    before: Mapping[str, Any] | None = None,
-) -> StageHistory:
-    """A history of records as metrics.jsonl has them; null reads as NaN."""
-    names = sorted({name for record in records for name in record} - {"stage", "step"})
-    return StageHistory(
-        stage=stage,
-        recipe=table,
-        model=model,
-        steps=np.array([record["step"] for record in records], dtype=np.int64),
-        columns={
-            name: np.array([number(record.get(name)) for record in records], dtype=np.float64)
-            for name in names
-        },
-        rollouts=rollouts,
-        before=before,
-    )
-
-
-def number(value: Any) -> float:
-    """The value as a float; NaN for anything but a number."""
-    return float(value) if isinstance(value, int | float) else float("nan")
+        before = run.info().get("evaluation", {}).get(name, {}).get("before")
+        found = StageHistory(name, table, recipe.get("model", {}), run.metrics(name), (), before)
+        rollouts = []
+        for step in spread([place.step for place in written if place.stage == number]):
+            try:
+                one = read_step(run.folder, number, step)
+                rollouts += [] if one is None else [one]
+            except KeelError:
+                if damaged is None:
+                    raise
+                damaged.append(run.folder.rollouts(number, step).name)
+        yield replace(found, rollouts=rollouts)

@@ -1,11 +1,18 @@
-"""Conditions of the policy's movement: too far, not at all, or into one corner."""
+"""Conditions of the policy's movement: too far, not at all, or into one corner; of its models."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from keel.analysis.diagnosis.history import StageHistory
-from keel.analysis.diagnosis.trends import WINDOW, Array, holds_since, noise, rolling_medians, trend
+from keel.analysis.diagnosis.trends import (
+    WINDOW,
+    holds_since,
+    median,
+    noise,
+    rolling_medians,
+    trend,
+)
 from keel.analysis.diagnosis.values import Symptom
 
 ALIKE = "frac_reward_zero_std"
@@ -24,6 +31,9 @@ STILL = 1e-3
 """|ratio − 1| under which a policy does not move within a step."""
 STAYS = 1e-4
 """Nats per token from the reference under which a policy has not moved at all."""
+EXPLAINED = 0.05
+"""Explained variance of a value model up to which a constant would do as well."""
+MISMATCH = "sampling/sampling_logp_difference"
 
 
 def entropy_collapse(history: StageHistory) -> Symptom | None:
@@ -31,35 +41,29 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
     15 % of that of the first five and at most 0.3 nats, at least half of the groups have no
     variance, the reward is below 90 % of its range, and it has not risen to a new high in the
     last third of the run (20 steps at least). Not if advantages read no reward."""
-    if not history.rewarded:
-        return None
     steps, entropy = history.column("entropy")
-    if len(steps) < SHORT_RUN:
+    reward, bounds = history.values("reward"), history.reward_range
+    if not history.rewarded or len(steps) < SHORT_RUN or not len(reward):
         return None
     first, last = float(np.median(entropy[:WINDOW])), float(np.median(entropy[-WINDOW:]))
     if last > min(COLLAPSED * first, 0.3):
         return None
-    reward, bounds = history.values("reward"), history.reward_range()
-    late = _median(reward[-WINDOW:], float("nan"))
-    third = max(10, len(reward) // 3)
-    rises = trend(reward[-third:]).rises(0.05)
-    highs = [rolling_medians(part).max(initial=-np.inf) for part in np.split(reward, [-third])]
+    late = median(reward[-WINDOW:])
     if bounds is not None and late >= bounds[0] + NEAR_TOP * (bounds[1] - bounds[0]):
         return None
-    if history.grouped and _median(history.values(ALIKE)[-WINDOW:], 1.0) < 0.5:
+    if history.grouped and median(history.values(ALIKE)[-WINDOW:], 1.0) < 0.5:
         return None
-    if not len(reward) or (rises and highs[1] > highs[0]):
+    third = max(10, len(reward) // 3)
+    before, after = (
+        rolling_medians(part).max(initial=-np.inf) for part in np.split(reward, [-third])
+    )
+    if trend(reward[-third:]).rises(0.05) and after > before:
         return None
-    since = holds_since(-entropy, -COLLAPSED * first)
-    start = 0 if since is None else since
-    evidence = [
-        f"entropy fell from {first:.3g} (first five steps) to {last:.3g} nats per token, under "
-        f"{COLLAPSED:.0%} of the start since step {steps[start]}",
-        f"the reward is {late:.3g} and has stopped rising"
-        + ("" if bounds is None else f"; completions got {bounds[0]:.3g} to {bounds[1]:.3g}"),
-    ]
+    start = holds_since(-entropy, -COLLAPSED * first) or 0
     figures = {"entropy_first": first, "entropy_last": last, "reward": late}
-    return Symptom(int(steps[start]), int(steps[-1]), tuple(evidence), figures)
+    if bounds is not None:
+        figures |= {"lowest": bounds[0], "highest": bounds[1]}
+    return Symptom(steps[start:], figures)
 
 
 def kl_runaway(history: StageHistory) -> Symptom | None:
@@ -67,10 +71,9 @@ def kl_runaway(history: StageHistory) -> Symptom | None:
     of five steps) is above the entropy of the first five steps by 0.5 nats per token or more,
     to the end. A policy that only concentrates on what the reference samples has a KL of that
     entropy at most."""
-    name = "kl/reference" if "kl/reference" in history.columns else "kl"
-    steps, kl = history.column(name)
+    steps, kl = history.column(history.reference)
     entropy = history.values("entropy")
-    to_old = name == "kl" and history.setting("algorithm.divergence.to") == "old"
+    to_old = history.reference == "kl" and history.setting("algorithm.divergence.to") == "old"
     if len(steps) < 2 * WINDOW or to_old:
         return None
     usual = float(np.median(entropy[:WINDOW])) if len(entropy) >= WINDOW else 1.0
@@ -78,13 +81,11 @@ def kl_runaway(history: StageHistory) -> Symptom | None:
     if since is None or len(steps) - since < WINDOW:
         return None
     last = float(np.median(kl[-WINDOW:]))
-    evidence = (
-        f"{name} is {last:.3g} nats per token, above {usual + BEYOND:.3g} since step "
-        f"{steps[since]}; the policy's entropy was {usual:.3g} at the start",
-    )
-    figures = {"kl": last, "entropy_first": usual}
     return Symptom(
-        int(steps[since]), int(steps[-1]), evidence, figures, severe=last > usual + 5 * BEYOND
+        steps[since:],
+        {"kl": last, "entropy_first": usual, "limit": usual + BEYOND},
+        words={"metric": history.reference},
+        severe=last > usual + 5 * BEYOND,
     )
 
 
@@ -93,23 +94,29 @@ def clip_idle(history: StageHistory) -> Symptom | None:
     at least 10 steps with a gradient no token is clipped, |ratio − 1| is below 1e-3 and
     KL(old‖policy) below 1e-5 nats per token (medians)."""
     steps, region = history.column("clip_ratio/region_mean")
-    if history.updates < 2 or len(steps) < 10 or _edgeless(history):
+    surrogate = history.setting("algorithm.surrogate.kind")
+    edgeless = history.setting("algorithm.ratio") == "none" or surrogate in (
+        "unclipped",
+        "log_prob",
+    )
+    if history.updates < 2 or len(steps) < 10 or edgeless:
         return None
     # A step without a gradient moves nothing, whatever the learning rate.
     norm = history.values("grad_norm")
     if len(norm) and np.count_nonzero(norm > 1e-8) < 10:
         return None
-    ratio, kl = history.values("ratio/mean"), history.values("kl/old")
-    off = float(np.median(np.abs(ratio - 1))) if len(ratio) else 0.0
-    moved = float(np.median(np.abs(kl))) if len(kl) else 0.0
+    off = median(np.abs(history.values("ratio/mean") - 1), 0.0)
+    moved = median(np.abs(history.values("kl/old")), 0.0)
     if np.quantile(region, 0.95) > 0 or off > STILL or moved > STILL / 100:
         return None
-    evidence = (
-        f"{history.updates} updates per batch, but in {np.mean(region == 0):.0%} of the steps no "
-        f"token's ratio left the clip range; |ratio − 1| is {off:.1e} and kl/old {moved:.1e}",
-    )
-    figures = {"clip_region": float(np.median(region)), "kl_old": moved, "ratio_distance": off}
-    return Symptom(int(steps[0]), int(steps[-1]), evidence, figures)
+    figures = {
+        "updates": history.updates,
+        "idle": float(np.mean(region == 0)),
+        "clip_region": float(np.median(region)),
+        "kl_old": moved,
+        "ratio_distance": off,
+    }
+    return Symptom(steps, figures)
 
 
 def clip_saturated(history: StageHistory) -> Symptom | None:
@@ -117,20 +124,14 @@ def clip_saturated(history: StageHistory) -> Symptom | None:
     at least 0.1 in five steps running, at any time of the run, or 0.5 for ratios of whole
     sequences, which clip up to a fifth by design. A clipped token has no gradient."""
     steps, region = history.column("clip_ratio/region_mean")
-    if history.updates < 2:
-        return None
     limit = 0.1 if history.setting("algorithm.ratio") == "token" else 0.5
     over = np.flatnonzero(rolling_medians(region) >= limit)
-    if len(over) == 0:
+    if history.updates < 2 or not len(over):
         return None
-    first, last = int(over[0]), int(over[-1]) + WINDOW - 1
-    worst = float(region[first : last + 1].max())
-    evidence = (
-        f"a median of {float(np.median(region[first : last + 1])):.0%} of the tokens (at most "
-        f"{worst:.0%}) are clipped in steps {steps[first]} to {steps[last]}",
-    )
-    figures = {"clip_region_max": worst}
-    return Symptom(int(steps[first]), int(steps[last]), evidence, figures)
+    saturated = slice(int(over[0]), int(over[-1]) + WINDOW)
+    inside = region[saturated]
+    figures = {"clip_region": float(np.median(inside)), "clip_region_max": float(inside.max())}
+    return Symptom(steps[saturated], figures)
 
 
 def learning_rate_high(history: StageHistory) -> Symptom | None:
@@ -142,12 +143,9 @@ def learning_rate_high(history: StageHistory) -> Symptom | None:
     signs = [s for s in (_far_updates(history), _jump(history), _fall(history)) if s is not None]
     if not signs:
         return None
-    return Symptom(
-        min(sign.first_step for sign in signs),
-        max(sign.last_step for sign in signs),
-        tuple(line for sign in signs for line in sign.evidence),
-        {name: value for sign in signs for name, value in sign.figures.items()},
-    )
+    every = [step for sign in signs for step in (sign.steps[0], sign.steps[-1])]
+    figures = {name: value for sign in signs for name, value in sign.figures.items()}
+    return Symptom((min(every), max(every)), figures)
 
 
 def _far_updates(history: StageHistory) -> Symptom | None:
@@ -156,10 +154,9 @@ def _far_updates(history: StageHistory) -> Symptom | None:
     far = np.flatnonzero(rolling_medians(moved) >= UPDATE_KL)
     if not len(far):
         return None
-    first, last = int(steps[far[0]]), int(steps[far[-1] + WINDOW - 1])
+    first, last = steps[far[0]], steps[far[-1] + WINDOW - 1]
     worst = float(moved.max())
-    line = f"kl/old is above {UPDATE_KL} nats in steps {first} to {last}, at most {worst:.3g}"
-    return Symptom(first, last, (line,), {"kl_old_max": worst})
+    return Symptom((first, last), {"kl_old_from": first, "kl_old_to": last, "kl_old_max": worst})
 
 
 def _jump(history: StageHistory) -> Symptom | None:
@@ -173,12 +170,9 @@ def _jump(history: StageHistory) -> Symptom | None:
     over = np.flatnonzero((usual > 0) & (now >= JUMP * usual))
     if not len(over):
         return None
-    first, last = int(steps[RECENT + over[0]]), int(steps[RECENT + over[-1] + WINDOW - 1])
-    before = float(usual[over[0]])
-    line = (
-        f"grad_norm is {JUMP} times its {before:.3g} before, and more, in steps {first} to {last}"
-    )
-    return Symptom(first, last, (line,), {"grad_norm_usual": before, "grad_norm_max": norm.max()})
+    first, last = steps[RECENT + over[0]], steps[RECENT + over[-1] + WINDOW - 1]
+    figures = {"grad_norm_usual": float(usual[over[0]]), "grad_norm_max": norm.max()}
+    return Symptom((first, last), {"grad_norm_from": first, "grad_norm_to": last, **figures})
 
 
 def _fall(history: StageHistory) -> Symptom | None:
@@ -189,13 +183,12 @@ def _fall(history: StageHistory) -> Symptom | None:
         return None
     start, best, now = float(np.median(reward[:2])), int(np.argmax(medians)), float(medians[-1])
     peak = max(float(medians[best]), start)
-    bounds = history.reward_range()
-    low = float(reward.min()) if bounds is None else bounds[0]
+    low = float(reward.min()) if history.reward_range is None else history.reward_range[0]
     if peak <= low or peak - now < 0.5 * (peak - low) or peak - now <= 4 * noise(reward):
         return None
-    at = int(steps[best + WINDOW - 1]) if peak > start else int(steps[0])
-    line = f"the reward fell from {peak:.3g} (step {at}) to {now:.3g}"
-    return Symptom(at, int(steps[-1]), (line,), {"reward_peak": peak, "reward_last": now})
+    at = steps[best + WINDOW - 1] if peak > start else steps[0]
+    figures = {"reward_peak": peak, "reward_peak_step": at, "reward_last": now}
+    return Symptom((at, steps[-1]), figures)
 
 
 def learning_rate_low(history: StageHistory) -> Symptom | None:
@@ -207,36 +200,67 @@ def learning_rate_low(history: StageHistory) -> Symptom | None:
     steps, reward = history.column("reward")
     if len(steps) < 40:
         return None
-    course, bounds = trend(reward), history.reward_range()
-    extent = (bounds[1] - bounds[0]) if bounds is not None else float(np.ptp(reward))
+    course, extent = trend(reward), history.reward_extent
     if extent == 0 or (course.p < 0.05 and abs(course.change) > 0.05 * extent):
         return None
-    norm = _median(history.values("grad_norm"), 0.0)
-    if norm <= 1e-8 or (history.grouped and _median(history.values(ALIKE), 1.0) >= 0.7):
+    norm = median(history.values("grad_norm"), 0.0)
+    if norm <= 1e-8 or (history.grouped and median(history.values(ALIKE), 1.0) >= 0.7):
         return None
-    reference = "kl/reference" if "kl/reference" in history.columns else "kl"
-    far = abs(_median(history.values(reference)[-WINDOW:], 0.0))
+    far = abs(median(history.values(history.reference)[-WINDOW:], 0.0))
     entropy = trend(history.values("entropy"))
-    if far > STAYS or (history.updates > 1 and _median(history.values("kl/old"), 0.0) > 1e-6):
+    if far > STAYS or (history.updates > 1 and median(history.values("kl/old"), 0.0) > 1e-6):
         return None
     if not entropy.n or abs(entropy.change) > 0.05 * abs(entropy.first):
         return None
-    level = _median(reward, 0.0)
-    evidence = [
-        f"the reward stays at {level:.3g} over {len(steps)} steps (change {course.change:+.2g}, p "
-        f"= {course.p:.2g}) although gradients are not 0 (norm {norm:.2g})",
-        f"entropy went from {entropy.first:.3g} to {entropy.last:.3g} nats per token",
-    ]
-    if reference in history.columns:
-        evidence.append(f"{reference} is {far:.1e} nats per token at the end")
-    figures = {"reward": level, "reward_change": course.change, "kl": far}
-    return Symptom(int(steps[0]), int(steps[-1]), tuple(evidence), figures)
+    figures = {
+        "reward": median(reward),
+        "reward_change": course.change,
+        "p": course.p,
+        "grad_norm": norm,
+        "entropy_first": entropy.first,
+        "entropy_last": entropy.last,
+        "kl": far,
+    }
+    known = history.reference in history.names
+    return Symptom(steps, figures, words={"metric": history.reference} if known else {})
 
 
-def _median(values: Array, default: float) -> float:
-    return float(np.median(values)) if len(values) else default
+def value_model(history: StageHistory) -> Symptom | None:
+    """The value model explains nothing: after its warm-up and 20 steps more, the median of
+    `value/explained_variance` over the last fifth of the run (5 steps at least) is at most
+    0.05, and at the rate of the last half it would not reach 0.05 in as many steps again. Steps
+    whose rewards were all equal are left out."""
+    steps, explained = history.column("value/explained_variance")
+    spread = history.reward_spread()
+    if spread is None:
+        return None
+    varied = spread[np.isin(history.steps, steps)] > 1e-6
+    keep = (steps > int(history.setting("value.warmup_steps", 0))) & varied
+    steps, explained = steps[keep], explained[keep]
+    if len(steps) < SHORT_RUN:
+        return None
+    late = explained[-max(5, len(explained) // 5) :]
+    course, level = trend(explained[-len(explained) // 2 :]), float(np.median(late))
+    if level > EXPLAINED or (course.rises(0.05) and level + course.change > EXPLAINED):
+        return None
+    figures = {"explained_variance": level, "explained_first": float(np.median(explained[:5]))}
+    return Symptom(steps, {**figures, "late_steps": len(late)})
 
 
-def _edgeless(history: StageHistory) -> bool:
-    kind = history.setting("algorithm.surrogate.kind")
-    return history.setting("algorithm.ratio") == "none" or kind in ("unclipped", "log_prob")
+def engine_mismatch(history: StageHistory) -> Symptom | None:
+    """Engine and trainer disagree about the log-probabilities of the samples: the mean of the
+    absolute difference (median of five steps) is at the end above 1e-3 nats for an engine in
+    the model's float32, or 0.05 if model or engine is in bfloat16 or works under autocast.
+    Rounding explains under 1e-5 and about 1e-2."""
+    steps, mean = history.column(f"{MISMATCH}/mean")
+    own = [history.model.get(key) for key in ("dtype", "autocast")]
+    coarse = "auto" in own or "bfloat16" in (history.setting("rollout.dtype"), *own)
+    limit = 0.05 if coarse or history.model.get("device") == "cuda" else 1e-3
+    since = holds_since(mean, limit)
+    if since is None:
+        return None
+    last, largest = float(np.median(mean[-WINDOW:])), history.values(f"{MISMATCH}/max")
+    figures = {"difference": last, "limit": limit, "rounding": limit / 5}
+    if len(largest):
+        figures["largest"] = float(largest.max())
+    return Symptom(steps[since:], figures, severe=last > 10 * limit)

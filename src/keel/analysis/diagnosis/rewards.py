@@ -1,4 +1,4 @@
-"""Conditions of a reward that rises for the wrong reason."""
+"""Conditions of the reward: it tells nothing apart, or rises for the wrong reason."""
 
 from __future__ import annotations
 
@@ -7,16 +7,88 @@ from typing import Any
 
 import numpy as np
 
-from keel.analysis.diagnosis.history import StageHistory, reward_name
+from keel.analysis.diagnosis.history import Array, StageHistory, Steps
 from keel.analysis.diagnosis.rollout_summary import StepRollouts
-from keel.analysis.diagnosis.trends import WINDOW, rolling_medians, trend
+from keel.analysis.diagnosis.trends import WINDOW, holds_since, median, rolling_medians, trend
 from keel.analysis.diagnosis.values import RolloutSample, Symptom, newest
 
+ALIKE = 0.9
+"""Share of groups without variance from which on a step learns from one group in ten at most."""
+LEARNED = 0.8
+"""The same of a reward at its maximum, where the few that differ are chance."""
+LONG = 20
+"""Steps without a signal that are too many: a hard task may begin with some."""
+AT_TOP = 10
+"""Steps at the maximum that are too many."""
+TOP = 0.03
+"""How near the highest reward counts as at it, as a share of the range of rewards."""
 ROLLOUTS = 8
 ENDS = ("low", "high")
 COMPONENT = "evaluation.component"
 JUDGES = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", "task")
 """Built-in rewards whose 1 means that the answer is right."""
+
+
+def no_reward(history: StageHistory) -> Symptom | None:
+    """Completions get no reward: in the newest three steps with rollouts, at least 90 % of the
+    completions (10 or more) have none, as if gold answers are missing, or a reward left them out.
+    Not if advantages read no reward."""
+    last = history.rollouts[-3:]
+    count, without = sum(map(len, last)), sum(int(np.isnan(r.reward).sum()) for r in last)
+    if not history.rewarded or count < 10 or without < 0.9 * count:
+        return None
+    samples = newest(history, lambda r: np.flatnonzero(np.isnan(r.reward)))
+    figures = {"without": without, "completions": count}
+    return Symptom([r.step for r in last], figures, samples)
+
+
+def no_signal(history: StageHistory) -> Symptom | None:
+    """All groups are equal: `frac_reward_zero_std` (median of 5 steps) is at least 0.9 in each
+    of the last 20 steps, or the last fifth of the run if that is longer, while the reward is
+    not at its maximum. If advantages do not compare a group, the same of steps whose rewards
+    are all equal. Not if advantages read no reward."""
+    steps, zero = _alike(history)
+    needed = max(LONG, len(steps) // 5)
+    since = holds_since(zero, ALIKE)
+    if not history.rewarded or since is None or len(zero) - since < needed:
+        return None
+    bounds, late = history.reward_range, median(history.values("reward")[-needed:])
+    if bounds is not None and bounds[1] > 0 and late >= bounds[1] - TOP * (bounds[1] - bounds[0]):
+        return None  # it is saturated
+    figures = {"frac_reward_zero_std": float(np.median(zero[since:])), "reward": late}
+    if bounds is not None:
+        figures |= {"lowest": bounds[0], "highest": bounds[1]}
+    samples = newest(history, lambda r: np.flatnonzero(np.isfinite(r.reward)))
+    return Symptom(steps[since:], figures, samples)
+
+
+def saturated_reward(history: StageHistory) -> Symptom | None:
+    """The reward is at its maximum: in each window of 5 steps of the last third of the run (10
+    steps at least) its median is within 3 % of the range below the highest reward of any
+    completion that was read, and in 80 % of the groups all rewards are equal. Not if advantages
+    read no reward."""
+    steps, reward = history.column("reward")
+    zero, bounds = _alike(history)[1], history.reward_range
+    if not history.rewarded or bounds is None or bounds[1] <= 0:
+        return None
+    if len(steps) < AT_TOP or len(zero) != len(steps):
+        return None
+    low, top = bounds
+    since = holds_since(np.minimum(reward, top), top - TOP * (top - low) - 1e-9)
+    alike = holds_since(zero, LEARNED)
+    if since is None or alike is None:
+        return None
+    start = max(since, alike)
+    if len(steps) - start < max(AT_TOP, len(steps) // 3):
+        return None
+    figures = {
+        "reward": float(np.median(reward[start:])),
+        "frac_reward_zero_std": float(np.median(zero[start:])),
+        "highest": top,
+        "lowest": low,
+    }
+    samples = newest(history, lambda r: np.flatnonzero(r.reward >= top))
+    return Symptom(steps[start:], figures, samples)
 
 
 def gold_falls(history: StageHistory) -> Symptom | None:
@@ -26,22 +98,16 @@ def gold_falls(history: StageHistory) -> Symptom | None:
     more than their 95 % intervals allow; or a reward of weight 0 is in the last fifth of the
     run lower than in its best five steps (Mann-Whitney p < 0.01), by 15 %."""
     steps, reward = history.column("reward")
-    if len(steps) < 20:
+    course, fall = trend(reward), _gold_fall(history)
+    if len(steps) < 20 or not course.rises() or fall is None:
         return None
-    course = trend(reward)
-    if not course.rises():
-        return None
-    fall = _evaluations(history) or _unweighted(history)
-    if fall is None:
-        return None
-    first, line, figures = fall
+    first = int(fall.steps[0])
     # Before the stage, the score is of the policy that sampled the first step.
     until = max(1, int(np.searchsorted(steps, first, side="right")))
     if np.median(reward[-WINDOW:]) < np.median(reward[:until][-WINDOW:]):
         return None
-    evidence = (f"the reward rose from {course.first:.3g} to {course.last:.3g}", line)
-    figures = {"reward_first": course.first, "reward_last": course.last, **figures}
-    return Symptom(first, int(steps[-1]), evidence, figures, _best_rewarded(history))
+    figures = {"reward_first": course.first, "reward_last": course.last, **fall.figures}
+    return Symptom((first, steps[-1]), figures, _best_rewarded(history), fall.words)
 
 
 def gold_still(history: StageHistory) -> Symptom | None:
@@ -52,29 +118,31 @@ def gold_still(history: StageHistory) -> Symptom | None:
     most 0.05 above the first value; its 95 % interval at the end is at most 0.35 wide."""
     steps, reward = history.column("reward")
     course, spreads = trend(reward), history.values("reward_std")
-    paid = [s for s in history.rewards() if s.get("weight", 1.0) > 0]
+    paid = [s for s in history.rewards if s.get("weight", 1.0) > 0]
     right = [s for s in paid if _judges(s) or reward_name(s) == history.setting(COMPONENT)]
-    own, rise = abs(course.first), course.last - course.first
-    spread = float(np.median(spreads)) if len(spreads) else own
+    own = abs(course.first)
+    spread = median(spreads, own)
     if len(steps) < 20 or not course.rises():
         return None
-    if rise < max(0.1 * spread, min(0.25 * spread, 0.3 * own)):
+    if course.gain < max(0.1 * spread, min(0.25 * spread, 0.3 * own)):
         return None
     rising = [s for s in right if trend(history.values(_mean_of(s))).rises()]
     found = _evaluated(history, "eval/pass@1")
-    falls = _evaluations(history) or _unweighted(history)
-    if len(right) == len(paid) or rising or falls or len(found) < 2:
+    if len(right) == len(paid) or rising or _gold_fall(history) or len(found) < 2:
         return None
     later = float(np.median([mean for _, mean, *_ in found[len(found) // 2 :]]))
-    (at, first, *_), (newest, _, low, high) = found[0], found[-1]
+    (at, first, *_), (last, _, low, high) = found[0], found[-1]
     if later > first + 0.05 or later >= 0.9 or high - low > 0.35:
         return None
-    evidence = (
-        f"the reward rose from {course.first:.3g} to {course.last:.3g}",
-        f"eval/pass@1 went from {first:.3g} (step {at}) to {later:.3g} (step {newest})",
-    )
-    figures = {"reward_first": course.first, "reward_last": course.last}
-    return Symptom(int(steps[0]), int(steps[-1]), evidence, figures, _best_rewarded(history))
+    figures = {
+        "reward_first": course.first,
+        "reward_last": course.last,
+        "gold_first": first,
+        "gold_first_step": at,
+        "gold_last": later,
+        "gold_last_step": last,
+    }
+    return Symptom(steps, figures, _best_rewarded(history))
 
 
 def length_reward(history: StageHistory) -> Symptom | None:
@@ -83,8 +151,7 @@ def length_reward(history: StageHistory) -> Symptom | None:
     the mean length by 20 %, and at the length of the start the reward keeps less than a quarter
     of the rise. Reward and length correlate within groups by 0.5 or more."""
     rollouts = [r for r in history.rollouts if np.isfinite(r.reward).sum() > 8]
-    bounds = history.reward_range()
-    if len(rollouts) < ROLLOUTS or bounds is None:
+    if len(rollouts) < ROLLOUTS:
         return None
     reward = np.array([np.nanmean(r.reward) for r in rollouts])
     length = np.array([r.written.mean() for r in rollouts])
@@ -95,22 +162,24 @@ def length_reward(history: StageHistory) -> Symptom | None:
     if fitted is None:
         return None
     slope, correlation = fitted
-    if not raw.rises() or raw.last - raw.first < 0.1 * (bounds[1] - bounds[0]):
+    if not raw.rises() or raw.gain < 0.1 * history.reward_extent:
         return None
     if not grown.rises(0.05) or grown.last < 1.2 * grown.first or correlation < 0.5:
         return None
     controlled = trend(reward - slope * (length - length[0]))
-    if controlled.last - controlled.first > 0.25 * (raw.last - raw.first):
+    if controlled.gain > 0.25 * raw.gain:
         return None
-    evidence = (
-        f"the reward rose from {raw.first:.3g} to {raw.last:.3g}, the length from "
-        f"{grown.first:.3g} to {grown.last:.3g} tokens",
-        f"at equal length the reward went from {controlled.first:.3g} to {controlled.last:.3g}: "
-        f"within groups a token more is worth {slope:.2g} (correlation {correlation:.2f})",
-    )
-    figures = {"slope": slope, "correlation": correlation, "controlled_last": controlled.last}
-    steps = [r.step for r in rollouts]
-    return Symptom(steps[0], steps[-1], evidence, figures, _best_rewarded(history))
+    figures = {
+        "reward_first": raw.first,
+        "reward_last": raw.last,
+        "length_first": grown.first,
+        "length_last": grown.last,
+        "controlled_first": controlled.first,
+        "controlled_last": controlled.last,
+        "slope": slope,
+        "correlation": correlation,
+    }
+    return Symptom([r.step for r in rollouts], figures, _best_rewarded(history))
 
 
 def format_hacking(history: StageHistory) -> Symptom | None:
@@ -121,7 +190,7 @@ def format_hacking(history: StageHistory) -> Symptom | None:
     % of it. Or, in the newest three steps with rollouts, at least 30 % of the completions that
     are rewarded above the mean of their step (10 or more) hold markers (tags, signs) and no
     letter or digit."""
-    sources = [s for s in history.rewards() if s.get("weight", 1.0) > 0]
+    sources = [s for s in history.rewards if s.get("weight", 1.0) > 0]
     declared = [s for s in sources if _judges(s)]
     for form in sources:
         if form in declared:
@@ -143,12 +212,8 @@ def _markers_only(history: StageHistory) -> Symptom | None:
     share = sum(int(one.sum()) for one in bare) / max(1, count)
     if count < 10 or share < 0.3:
         return None
-    evidence = (
-        f"{share:.0%} of the {count} completions that are rewarded above their step's mean hold "
-        f"markers and no letter or digit (steps {last[0].step} to {last[-1].step})",
-    )
     samples = newest(history, lambda _: np.flatnonzero(bare[-1]))
-    return Symptom(last[0].step, last[-1].step, evidence, {"share": share}, samples)
+    return Symptom([r.step for r in last], {"share": share, "rewarded": count}, samples)
 
 
 def _form_over_content(history: StageHistory, form: str, content: str) -> Symptom | None:
@@ -159,38 +224,54 @@ def _form_over_content(history: StageHistory, form: str, content: str) -> Sympto
     low, top = _range(history, form)
     least, most = _range(history, content)
     shown, meant = trend(of_form), trend(of_content)
-    if shown.last < low + 0.9 * (top - low) or not shown.rises():
+    near_top, extent = low + 0.9 * (top - low), most - least
+    if shown.last < near_top or not shown.rises() or shown.gain < 0.1 * (top - low):
         return None
-    if shown.last - shown.first < 0.1 * (top - low):
+    if meant.last >= least + 0.5 * extent or meant.gain > 0.05 * extent:
         return None
-    if meant.last >= least + 0.5 * (most - least):
-        return None
-    if meant.last - meant.first > 0.05 * (most - least):
-        return None
-    reached = int(np.argmax(of_form >= low + 0.9 * (top - low)))
-    evidence = (
-        f"rewards/{form} rose from {shown.first:.3g} to {shown.last:.3g}, of at most {top:.3g}",
-        f"rewards/{content} went from {meant.first:.3g} to {meant.last:.3g}, of at most {most:.3g}",
-    )
-    figures = {"form_last": shown.last, "content_first": meant.first, "content_last": meant.last}
-    samples: tuple[RolloutSample, ...] = ()
-    if history.rollouts and {form, content} <= history.rollouts[-1].components.keys():
-        samples = newest(
-            history,
-            lambda r: np.flatnonzero(
-                (r.components[form] >= low + 0.9 * (top - low)) & ~(r.components[content] > least)
-            ),
-        )
-    return Symptom(int(steps[reached]), int(steps[-1]), evidence, figures, samples)
+    figures = {
+        "form_first": shown.first,
+        "form_last": shown.last,
+        "form_top": top,
+        "content_first": meant.first,
+        "content_last": meant.last,
+        "content_top": most,
+    }
+
+    def rows(r: StepRollouts) -> Any:
+        if not {form, content} <= r.components.keys():
+            return ()
+        formed, right = r.components[form] >= near_top, r.components[content] > least
+        return np.flatnonzero(formed & ~right)
+
+    reached = int(np.argmax(of_form >= near_top))
+    words = {"form": form, "content": content}
+    return Symptom(steps[reached:], figures, newest(history, rows), words)
 
 
 def _range(history: StageHistory, component: str) -> tuple[float, float]:
+    """The lowest and highest score of a reward, 0 and 1 among them."""
     found = [r.components[component] for r in history.rollouts if component in r.components]
-    every = np.concatenate(found) if found else np.empty(0)
-    every = every[np.isfinite(every)]
-    return (
-        (min(0.0, float(every.min())), max(1.0, float(every.max()))) if len(every) else (0.0, 1.0)
-    )
+    every = np.concatenate([*found, [0.0, 1.0]])
+    return float(np.nanmin(every)), float(np.nanmax(every))
+
+
+def _alike(history: StageHistory) -> tuple[Steps, Array]:
+    """Steps, and the share of groups without variance; without groups 1 for a constant reward."""
+    if int(history.setting("rollout.group_size", 1)) > 1:
+        return history.column("frac_reward_zero_std")
+    spread = history.reward_spread()
+    if spread is None:
+        return history.column("")
+    return history.steps, (spread < 1e-9).astype(np.float64)
+
+
+def reward_name(source: Mapping[str, Any]) -> str:
+    """The name of a reward in metrics: its own, else that of the function."""
+    own = source.get("name")
+    if own not in (None, "none"):
+        return str(own)
+    return str(source["function"]).rpartition(":")[2]
 
 
 def _judges(source: Mapping[str, Any]) -> bool:
@@ -213,44 +294,49 @@ def _evaluated(history: StageHistory, name: str) -> list[tuple[float, ...]]:
     return found
 
 
-def _evaluations(history: StageHistory) -> tuple[int, str, dict[str, float]] | None:
+def _gold_fall(history: StageHistory) -> Symptom | None:
+    """A score that is not trained on, which fell: an evaluation, or a reward of weight 0."""
+    return _evaluation_fell(history) or _unweighted_fell(history)
+
+
+def _evaluation_fell(history: StageHistory) -> Symptom | None:
     """The newest evaluation against the best before it, the one before the stage included."""
-    name = history.pass_at_1
-    found = [] if name is None else _evaluated(history, name)
-    if len(found) < 2:
+    name = next((n for n in ("eval/pass@1", "eval/reward") if n in history.names), "")
+    found = _evaluated(history, name)
+    if not name or len(found) < 2:
         return None
     at, best, low, _ = max(found[:-1], key=lambda one: one[1])
-    newest, last, _, high = found[-1]
+    now, last, _, high = found[-1]
     if high >= low:
         return None
-    line = (
-        f"{name} fell from {best:.3g} (at least {low:.3g}; step {at}) to {last:.3g} (at most "
-        f"{high:.3g}; step {newest})"
-    )
-    return int(at), line, {"gold_best": float(best), "gold_last": float(last)}
+    figures = {
+        "gold_best": best,
+        "gold_best_low": low,
+        "gold_best_step": at,
+        "gold_last": last,
+        "gold_last_high": high,
+        "gold_last_step": now,
+    }
+    return Symptom((at, now), figures, words={"gold": name})
 
 
-def _unweighted(history: StageHistory) -> tuple[int, str, dict[str, float]] | None:
+def _unweighted_fell(history: StageHistory) -> Symptom | None:
     """A reward of weight 0 that is lower in the last fifth of the run than in its best steps."""
     from scipy.stats import mannwhitneyu
 
-    for source in history.rewards():
-        if source.get("weight", 1.0) != 0:
-            continue
-        name = _mean_of(source)
-        steps, gold = history.column(name)
-        if len(gold) < 20:
+    for source in history.rewards:
+        steps, gold = history.column(_mean_of(source))
+        if source.get("weight", 1.0) != 0 or len(gold) < 20:
             continue
         late = gold[-max(WINDOW, len(gold) // 5) :]
         medians = rolling_medians(gold[: len(gold) - len(late)])
         best = int(np.argmax(medians))
-        early = gold[best : best + WINDOW]
         peak, last = float(medians[best]), float(np.median(late))
-        p = float(mannwhitneyu(late, early, alternative="less").pvalue)
+        p = float(mannwhitneyu(late, gold[best : best + WINDOW], alternative="less").pvalue)
         if p >= 0.01 or peak - last < 0.15 * abs(peak):
             continue
-        line = f"{name}, which has weight 0, fell from {peak:.3g} to {last:.3g} (p = {p:.1g})"
-        return int(steps[best]), line, {"gold_best": peak, "gold_last": last}
+        figures = {"gold_best": peak, "gold_last": last, "p": p}
+        return Symptom(steps[best:], figures, words={"gold": _mean_of(source)})
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,13 +69,14 @@ class StepRollouts:
 
 
 def read_step(folder: RunFolder, stage: int, step: int) -> StepRollouts | None:
-    """The rollouts of a step; None if none were written. Raises KeelError for a damaged file."""
+    """The rollouts of a step; None if there are none. Raises KeelError for a damaged file."""
     path = folder.rollouts(stage, step)
     if not path.is_file():
         return None
     table = read_table(path)
     names = [n for n in table.column_names if n in _WANTED or n.startswith(COMPONENT)]
-    return summarise(step, table.select(names).slice(0, MOST_ROWS).to_pylist())
+    rows = table.select(names).slice(0, MOST_ROWS).to_pylist()
+    return summarise(step, rows) if rows else None
 
 
 def spread(steps: Sequence[int], most: int = MOST_STEPS) -> list[int]:
@@ -91,53 +92,47 @@ def summarise(step: int, rows: Sequence[Mapping[str, Any]]) -> StepRollouts:
     own = [np.asarray(row["written"], dtype=bool) for row in rows]
     tokens = [np.asarray(row["tokens"])[mask] for row, mask in zip(rows, own, strict=True)]
     names = sorted({n for row in rows for n in row if n.startswith(COMPONENT)})
+    written = np.array([mask.sum() for mask in own], dtype=np.float64)
+    context = np.array([len(mask) for mask in own]) - written
     return StepRollouts(
         step=step,
         group=np.array([row["group"] for row in rows], dtype=np.int64),
-        reward=_numbers([row["reward"] for row in rows]),
-        written=np.array([mask.sum() for mask in own], dtype=np.float64),
-        context=np.array([(~mask).sum() for mask in own], dtype=np.float64),
+        reward=_numbers(row["reward"] for row in rows),
+        written=written,
+        context=context,
         truncated=np.array([row["finish"] == "length" for row in rows], dtype=bool),
-        repetition=np.array([_repeated(one) for one in tokens], dtype=np.float64),
-        advantage=np.array(
-            [_first(row.get("advantages"), mask) for row, mask in zip(rows, own, strict=True)],
-            dtype=np.float64,
+        repetition=_numbers(_repeated(one) for one in tokens),
+        advantage=_numbers(
+            _first(row.get("advantages"), mask) for row, mask in zip(rows, own, strict=True)
         ),
-        mass=_numbers([_mass(row.get(_POLICY)) for row in rows]),
-        sketch=np.array(
-            [
-                _sketch(one) if len(one) < len(mask) else np.zeros(HASHES, np.uint64)
-                for one, mask in zip(tokens, own, strict=True)
-            ],
-            dtype=np.uint64,
-        ).reshape(len(rows), HASHES),
+        mass=_numbers(_mass(row.get(_POLICY)) for row in rows),
+        sketch=np.stack(
+            [_sketch(one if n else one[:0]) for one, n in zip(tokens, context, strict=True)]
+        ),
         bare=np.array([_bare(row.get("completion") or "") for row in rows], dtype=bool),
         components={
-            name.removeprefix(COMPONENT): _numbers([row.get(name) for row in rows])
-            for name in names
+            name.removeprefix(COMPONENT): _numbers(row.get(name) for row in rows) for name in names
         },
     )
 
 
-def _numbers(values: Sequence[float | None]) -> Array:
+def _numbers(values: Iterable[float | None]) -> Array:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
-def _first(advantages: Sequence[float] | None, own: Bools) -> float:
+def _first(advantages: Sequence[float] | None, own: Bools) -> float | None:
     """The advantage of the first token that the policy wrote."""
-    if advantages is None or not own.any():
-        return float("nan")
-    return float(advantages[int(np.argmax(own))])
+    return None if advantages is None or not own.any() else advantages[int(np.argmax(own))]
 
 
 def _mass(terms: Sequence[float] | None) -> float | None:
     return None if terms is None else float(np.abs(terms).sum())
 
 
-def _repeated(tokens: npt.NDArray[Any]) -> float:
+def _repeated(tokens: npt.NDArray[Any]) -> float | None:
     """1 − different 4-grams / all 4-grams."""
     if len(tokens) < SHORTEST:
-        return float("nan")
+        return None
     grams = np.lib.stride_tricks.sliding_window_view(tokens, NGRAM)
     return 1 - len(np.unique(grams, axis=0)) / len(grams)
 

@@ -12,21 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from string import Formatter
 from typing import Any, Literal
 
-from keel.analysis.diagnosis import lengths, models, policy, rewards, signal, text
+import numpy as np
+
+from keel.analysis.diagnosis import completions, policy, rewards
 from keel.analysis.diagnosis.history import StageHistory, histories
 from keel.analysis.diagnosis.values import Diagnosis, RecipeChange, Severity, Symptom
 from keel.runs.reader import Run
 
 RULES = (
-    *(signal.no_signal, signal.saturated_reward),
+    *(rewards.no_reward, rewards.no_signal, rewards.saturated_reward),
     *(policy.entropy_collapse, policy.learning_rate_high, policy.learning_rate_low),
     *(policy.kl_runaway, policy.clip_idle, policy.clip_saturated),
-    *(lengths.length_explosion, lengths.length_bias, rewards.length_reward, lengths.truncation),
+    *(completions.length_explosion, completions.length_bias),
+    *(rewards.length_reward, completions.truncation),
     *(rewards.gold_falls, rewards.gold_still, rewards.format_hacking),
-    *(text.repetition, text.environment_words),
-    *(models.value_model, models.engine_mismatch),
+    *(completions.repetition, completions.environment_words),
+    *(policy.value_model, policy.engine_mismatch),
 )
 """In the order of the page; the id of a condition is the name of its rule, with hyphens."""
 
@@ -68,12 +72,14 @@ class Advice:
 class Condition:
     """One thing that can be wrong: how it is found, what may cause it, what to change.
 
-    The docstring of `rule` states its thresholds.
+    The docstring of `rule` states its thresholds. `evidence` are lines with the names of figures in
+    braces; a line is shown if the rule found all of its figures.
     """
 
     rule: Callable[[StageHistory], Symptom | None]
     id: str
     title: str
+    evidence: tuple[str, ...]
     causes: tuple[str, ...]
     advice: tuple[Advice, ...]
     severity: Severity = "warning"
@@ -83,20 +89,30 @@ class Condition:
         found = self.rule(history)
         if found is None:
             return None
+        first, last = int(found.steps[0]), int(found.steps[-1])
+        figures = {name: np.asarray(value).item() for name, value in found.figures.items()}
+        known = {**figures, **found.words, "first_step": first, "last_step": last}
         changes = (advice.apply(history) for advice in self.advice)
         return Diagnosis(
             condition=self.id,
             title=self.title,
             stage=history.stage,
-            first_step=found.first_step,
-            last_step=found.last_step,
+            first_step=first,
+            last_step=last,
             severity="error" if found.severe else self.severity,
-            evidence=found.evidence,
-            figures=found.figures,
+            evidence=tuple(
+                line.format_map(known) for line in self.evidence if _fields(line) <= known.keys()
+            ),
+            figures=figures,
             samples=found.samples,
             causes=self.causes,
             changes=tuple(change for change in changes if change is not None),
         )
+
+
+def _fields(line: str) -> set[str]:
+    """The names in the braces of a line."""
+    return {name for _, name, *_ in Formatter().parse(line) if name}
 
 
 @cache
@@ -111,8 +127,9 @@ def conditions() -> tuple[Condition, ...]:
 def _condition(
     rule: Callable[[StageHistory], Symptom | None], entry: Mapping[str, Any]
 ) -> Condition:
+    lines = {name: tuple(entry[name]) for name in ("evidence", "causes")}
     advice = tuple(Advice(**one) for one in entry["advice"])
-    return Condition(**{**entry, "rule": rule, "causes": tuple(entry["causes"]), "advice": advice})
+    return Condition(**{**entry, **lines, "rule": rule, "advice": advice})
 
 
 def diagnose(run: Run, damaged: list[str] | None = None) -> tuple[Diagnosis, ...]:

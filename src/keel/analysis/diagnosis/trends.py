@@ -51,6 +51,11 @@ class Trend:
     p: float
     n: int
 
+    @property
+    def gain(self) -> float:
+        """How much the last fifth lies above the first."""
+        return self.last - self.first
+
     def rises(self, p: float = 0.01) -> bool:
         return self.change > 0 and self.p < p
 
@@ -82,6 +87,11 @@ def trend(values: Array) -> Trend:
         return Trend(first, last, 0.0, 1.0, len(x))
     p = float(kendalltau(np.arange(len(ranked)), ranked).pvalue)
     return Trend(first, last, change, p, len(x))
+
+
+def median(values: Array, default: float = math.nan) -> float:
+    """The median; `default` of no values."""
+    return float(np.median(values)) if len(values) else default
 
 
 def holds_since(values: Array, least: float) -> int | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from keel.analysis.diagnosis.history import StageHistory
+from keel.analysis.diagnosis.history import Array, StageHistory, Steps
 from keel.analysis.diagnosis.rollout_summary import StepRollouts
 
 Severity = Literal["warning", "error"]
@@ -29,6 +29,21 @@ def newest(
     return tuple(
         RolloutSample(r.step, int(row)) for r in history.rollouts[-1:] for row in [*rows(r)][:3]
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """What the rule of a condition found: the steps that it is of, figures, and completions.
+
+    `words` are names, such as of a metric, that the evidence needs with the figures.
+    """
+
+    steps: Sequence[float] | Steps | Array
+    figures: Mapping[str, float]
+    samples: tuple[RolloutSample, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
+    severe: bool = False
+    """The condition is an error here, even if it is a warning in general."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +88,6 @@ class Diagnosis:
     def as_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Symptom:
-    """What the check of a condition found: since and until when, and by which figures."""
-
-    first_step: int
-    last_step: int
-    evidence: tuple[str, ...]
-    figures: Mapping[str, float]
-    samples: tuple[RolloutSample, ...] = ()
-    severe: bool = False
-    """The condition is an error here, even if it is a warning in general."""
 
 
 def _shown(value: Any) -> str:
