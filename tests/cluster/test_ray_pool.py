@@ -17,7 +17,7 @@ from keel.cluster.ranks import join, leave
 from keel.cluster.ray_token import before_import
 from keel.config.sources import RewardSource
 from keel.learn.ranks import Ranks
-from keel.platform.calls import AsyncCalls
+from keel.platform.calls import AsyncCall
 from keel.platform.loop_thread import LoopThread
 from keel.rewards.registry import RewardContext
 from keel.types import KeelError
@@ -69,12 +69,12 @@ def test_a_reward_has_its_time_from_when_its_worker_begins(ray: ModuleType) -> N
     loop = LoopThread()
 
     def outcomes(*seconds: float) -> list[tuple[Any, bool]]:
-        calls = {
-            str(at): partial(reward, completions=[str(length)])
-            for at, (reward, length) in enumerate(zip(rewards, seconds, strict=True))
-        }
-        found = AsyncCalls(calls, 3.0, loop).outcomes()
-        return [(found[name].value, found[name].timed_out) for name in calls]
+        running = [
+            AsyncCall(partial(reward, completions=[str(length)]), 3.0, loop)
+            for reward, length in zip(rewards, seconds, strict=True)
+        ]
+        found = [call.outcome() for call in running]
+        return [(one.value, one.timed_out) for one in found]
 
     assert outcomes(1.5, 1.5, 1.5) == [([1.5], False)] * 3
     assert NOTES == []

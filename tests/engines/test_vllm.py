@@ -24,7 +24,7 @@ from keel.config.sampling import VllmServer
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
-from keel.platform.time_limit import watching
+from keel.platform.time_limit import time_limit
 from keel.types import Completion, Group, Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
 
@@ -247,7 +247,7 @@ def test_server_that_fails_is_started_again(
     assert engine._client is not None
     engine._client.timeout = 20.0
     engine.max_num_seqs, rows = 4, engine.max_num_seqs
-    with watching("the engine", 20.0, "raise rollout.timeout"):
+    with time_limit("the engine", 20.0, "raise rollout.timeout"):
         groups = engine.sample(asked, 8, SAMPLING, 11, on_group=kill)
     engine.max_num_seqs = rows
     assert engine.restarts == before + 1

@@ -16,7 +16,7 @@ import torch
 from keel.config.load import load_recipe
 from keel.config.sampling import VllmServer
 from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
-from keel.platform.time_limit import watching
+from keel.platform.time_limit import time_limit
 from keel.training.run import train
 from keel.types import KeelError, Sampling
 from tests.engines import fake_vllm
@@ -56,7 +56,7 @@ def test_a_server_that_hangs_is_started_again(
 ) -> None:
     """Although what watches the engine has the same time limit as a request."""
     case = Case(program, monkeypatch, 3.0, hangs=1)
-    with watching("the engine", 3.0, "raise rollout.timeout"):
+    with time_limit("the engine", 3.0, "raise rollout.timeout"):
         assert case.sample() == 4
     case.engine.close()
     assert (case.engine.restarts, fake_vllm.starts(program)) == (1, 2)
@@ -70,7 +70,7 @@ def test_engine_is_not_hung_during_slow_requests(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(program, monkeypatch, 60.0, seconds=3.5)
-    with watching("the engine", 2.0, "raise rollout.timeout"):
+    with time_limit("the engine", 2.0, "raise rollout.timeout"):
         assert case.sample() == 4
     case.engine.close()
     assert case.notes == []

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from keel.platform.time_limit import Hung, heartbeat, limited, place, stack_of, watching
+from keel.platform.time_limit import Hung, heartbeat, place, stack_of, time_limit
 
 
 def deaf() -> None:
@@ -39,7 +39,7 @@ def test_hung_call_is_named_with_its_place(hangs: object) -> None:
     name = hangs.__name__
     with (
         pytest.raises(Hung) as caught,
-        watching("the engine", 0.2, "fix it, or raise rollout.timeout"),
+        time_limit("the engine", 0.2, "fix it, or raise rollout.timeout"),
     ):
         hangs()
     message = str(caught.value)
@@ -53,7 +53,7 @@ def test_hung_call_in_another_thread_is_ended() -> None:
 
     def work() -> None:
         try:
-            with watching("the engine", 0.2, "rollout.timeout"):
+            with time_limit("the engine", 0.2, "rollout.timeout"):
                 deaf()
         except Hung as error:
             caught.append(error)
@@ -66,12 +66,12 @@ def test_hung_call_in_another_thread_is_ended() -> None:
 
 def test_call_in_time_restores_the_signal_handler() -> None:
     before = signal.getsignal(signal.SIGALRM)
-    with watching("the engine", 600.0, "rollout.timeout"):
+    with time_limit("the engine", 600.0, "rollout.timeout"):
         during = signal.getsignal(signal.SIGALRM)
         signal.raise_signal(signal.SIGALRM)  # another's signal ends nothing
     assert during is not before
     assert signal.getsignal(signal.SIGALRM) is before
-    with pytest.raises(ZeroDivisionError), watching("the engine", 600.0, "rollout.timeout"):
+    with pytest.raises(ZeroDivisionError), time_limit("the engine", 600.0, "rollout.timeout"):
         1 / 0  # noqa: B018
 
 
@@ -79,7 +79,7 @@ def test_call_ending_at_its_limit_leaks_no_signal() -> None:
     """Left to its default action, SIGALRM would end this process."""
     for _ in range(500):
         try:
-            with watching("the engine", 0.0005, "rollout.timeout"):
+            with time_limit("the engine", 0.0005, "rollout.timeout"):
                 for _ in range(3000):
                     pass
         except Hung:
@@ -90,6 +90,7 @@ def test_call_ending_at_its_limit_leaks_no_signal() -> None:
 HELD = """
 import re
 from keel.platform import time_limit
+from keel.platform.calls import AsyncCall, LoopThread, call_with_time_limit
 time_limit.GRACE = 0.2
 time_limit.KillTimer.EVERY = 0.0
 time_limit.TICK = 0.05
@@ -102,14 +103,12 @@ MATCH = 're.match(r"(a+)+$", "a" * 60 + "b")'
 @pytest.mark.parametrize(
     "block",
     [
-        f'with time_limit.watching("the engine", 0.2, "k"):\n    {MATCH}',
-        f"from keel.platform.calls import call\ncall(lambda: {MATCH}, 0.2)",
-        "from keel.platform.calls import AsyncCalls, LoopThread\n"
-        f"async def slow(): {MATCH}\n"
-        "AsyncCalls({'slow': slow}, 0.2, LoopThread()).outcomes()",
-        "from keel.platform.calls import call\n"  # which leaves the outer clock set
-        'with time_limit.watching("the engine", 0.2, "k"):\n'
-        f"    call(lambda: 1, 0.1)\n    {MATCH}",
+        f'with time_limit.time_limit("the engine", 0.2, "k", in_c=True):\n    {MATCH}',
+        f"call_with_time_limit(lambda: {MATCH}, 0.2)",
+        f"async def slow(): {MATCH}\nAsyncCall(slow, 0.2, LoopThread()).outcome()",
+        # The inner call leaves the outer clock set.
+        'with time_limit.time_limit("the engine", 0.2, "k", in_c=True):\n'
+        f"    call_with_time_limit(lambda: 1, 0.1)\n    {MATCH}",
     ],
 )
 def test_call_holding_the_interpreter_ends_the_process(block: str) -> None:
@@ -134,7 +133,7 @@ def test_place_is_the_innermost_line() -> None:
 
 def test_heartbeat_extends_the_limit() -> None:
     start = time.monotonic()
-    with watching("the engine", 0.4, "rollout.timeout"):
+    with time_limit("the engine", 0.4, "rollout.timeout"):
         while time.monotonic() - start < 1.5:
             time.sleep(0.05)
             heartbeat()
@@ -142,11 +141,11 @@ def test_heartbeat_extends_the_limit() -> None:
 
 PAUSED = """
 import sys, time
-from keel.platform.calls import call
+from keel.platform.calls import call_with_time_limit
 from keel.platform import time_limit
 time_limit.TICK = 0.05
 print("begun", flush=True)
-outcome = call(lambda: time.sleep(0.6) or "answer", 1.0)
+outcome = call_with_time_limit(lambda: time.sleep(0.6) or "answer", 1.0)
 print(outcome.value, flush=True)
 """
 
@@ -171,14 +170,14 @@ def test_heartbeat_is_of_its_own_thread() -> None:
 
     def work() -> None:
         try:
-            with watching("the engine", 0.5, "rollout.timeout"):
+            with time_limit("the engine", 0.5, "rollout.timeout"):
                 inside.set()
                 deaf()
         except Hung as error:
             caught.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
-    with watching("the engine", 600.0, "rollout.timeout"):
+    with time_limit("the engine", 600.0, "rollout.timeout"):
         thread.start()
         assert inside.wait(30)
         for _ in range(3000):
@@ -192,7 +191,7 @@ def test_heartbeat_is_of_its_own_thread() -> None:
 def test_expired_outer_limit_is_reported_as_such() -> None:
     reached = []
     with pytest.raises(Hung, match=r"the engine gives no answer within 0.3 s"):  # noqa: PT012
-        with watching("the engine", 0.3, "a"), limited("a template", 30.0, "b"):
+        with time_limit("the engine", 0.3, "a"), time_limit("a template", 30.0, "b"):
             spin()
         reached.append("after")
     assert reached == []

@@ -40,7 +40,7 @@ def model(folder: str) -> Work:
 def code(trusted: bool) -> Work:
     """Code that loops, and has started a process; called as a reward is, in passing threads."""
     from keel.config.sources import RewardSource
-    from keel.platform.calls import call
+    from keel.platform.calls import call_with_time_limit
     from keel.rewards.registry import load_reward
 
     options = {"timeout": ENDLESS, "trusted": trusted, "prepend": "before", "memory_mb": 2048}
@@ -49,7 +49,7 @@ def code(trusted: bool) -> Work:
     def score(before: str) -> Any:
         columns = {"completions": ["b = 1"], "tests": ["assert 1"], "before": [before]}
         ignored = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
-        return call(lambda: function(**columns, **ignored), ENDLESS)
+        return call_with_time_limit(lambda: function(**columns, **ignored), ENDLESS)
 
     assert score("pass\n").value == [1.0]
     return lambda: score(LOOP)

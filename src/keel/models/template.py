@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from keel.platform.time_limit import Hung, limited
+from keel.platform.time_limit import Hung, time_limit
 from keel.types import KeelError, one_line
 
 TEMPLATE_SECONDS = 30.0
@@ -19,7 +19,7 @@ attributes, but nested loops could still run for hours."""
 def limited_template(what: str) -> AbstractContextManager[None]:
     """Raise `Hung`, which names `what`, if the block exceeds `TEMPLATE_SECONDS`."""
     hint = "does it loop? Set model.chat_template to another"
-    return limited(f"the chat template of {what}", TEMPLATE_SECONDS, hint)
+    return time_limit(f"the chat template of {what}", TEMPLATE_SECONDS, hint)
 
 
 def render(

@@ -29,9 +29,9 @@ class LoopThread:
             served = self._started()
             return served, asyncio.run_coroutine_threadsafe(work, served[0])
 
-    def submit(self, work: Coroutine[Any, Any, None]) -> Served:
-        """Let the loop run a coroutine; returns the loop with its thread."""
-        return self.run(work)[0]
+    def runs(self, served: Served) -> bool:
+        """Whether this is the loop, not one that was abandoned."""
+        return self._served is served
 
     def _started(self) -> Served:
         if self._served is None:

@@ -1,8 +1,10 @@
 """Time limits of calls that may hang, and cancellation of work in other threads. Torch-free.
 
-Two clocks limit a call. A thread raises `Hung` where the call waits. The interpreter's own clock
-(faulthandler) needs no lock, so that it also ends a process whose call is in C and never lets
-another thread run: the stacks are then on stderr, and the run can be resumed.
+A block that must run in its caller's thread is limited by `time_limit`; functions and coroutines of
+users by `keel.platform.calls`. Two clocks limit a block. A thread raises `Hung` where the block
+waits. The interpreter's own clock (faulthandler) needs no lock, so that it also ends a process
+whose call is in C and never lets another thread run: the stacks are then on stderr, and the run can
+be resumed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -33,9 +35,6 @@ TICK = 1.0
 """Seconds between two checks of the time. Much longer ones found the process suspended (Ctrl-Z, a
 debugger), and do not count."""
 
-GivesUp = Callable[[], bool]
-"""Whether the outcome is no longer needed."""
-
 
 class Hung(KeelError):
     """A call that exceeded its time limit; `stack` is where it was then."""
@@ -46,55 +45,37 @@ class Hung(KeelError):
 
 
 class _Expired(BaseException):
-    """Raised in the call that hangs; its own `except Exception` does not catch it."""
+    """Raised in the block that hangs; its own `except Exception` does not catch it."""
 
 
 @contextlib.contextmanager
-def watching(what: str, seconds: float, advice: str) -> Iterator[None]:
+def time_limit(what: str, seconds: float, advice: str, *, in_c: bool = False) -> Iterator[None]:
     """Limit how long the block runs without a call of `heartbeat`; `advice` says what to change.
+
+    It costs microseconds. With `in_c`, which costs a tenth of a millisecond, a call into C that
+    keeps the interpreter's lock ends the process.
 
     Raises:
         Hung: it was silent for longer.
     """
-    watch = _Watch(threading.get_ident(), seconds)
-    with _raising(watch, what, advice), _handling(watch), KillTimer() as end, watch.counted(end):
-        yield
-
-
-@contextlib.contextmanager
-def limited(what: str, seconds: float, advice: str) -> Iterator[None]:
-    """As `watching`, for a block of Python that is short and run often: it costs microseconds.
-
-    A call into C that does not return is not ended.
-
-    Raises:
-        Hung: it took longer.
-    """
-    watch = _Watch(threading.get_ident(), seconds)
-    with _raising(watch, what, advice), watch.counted():
-        yield
-
-
-@contextlib.contextmanager
-def _raising(watch: _Watch, what: str, advice: str) -> Iterator[None]:
-    """Raise `Hung` if the watch has expired within the block."""
+    watch = _Watch(seconds, KillTimer() if in_c else None)
     ended = False
     try:
-        yield
+        with watch:
+            yield
         ended = True
     except _Expired:
-        if watch.stack is None:  # that of a watch around this one
+        if watch.stack is None:  # that of a limit around this one
             raise
     if watch.stack is not None and not ended:
         raise Hung(
-            f"{what} gives no answer within {watch.seconds:g} s (it is {place(watch.stack)}): "
-            f"{advice}",
+            f"{what} gives no answer within {seconds:g} s (it is {place(watch.stack)}): {advice}",
             watch.stack,
         )
 
 
 def heartbeat() -> None:
-    """Restart the time limit of what is watched in this thread."""
+    """Restart the innermost time limit of this thread."""
     thread = threading.get_ident()
     for watch in reversed(_TICKER.watches):
         if watch.thread == thread:
@@ -194,61 +175,55 @@ def place(stack: str) -> str:
 
 
 class _Watch:
-    """One call that is watched; its time is checked every `tick` seconds."""
+    """A block of this thread, whose time the ticker counts while it lasts."""
 
-    def __init__(self, thread: int, seconds: float) -> None:
-        self.thread, self.seconds = thread, seconds
+    def __init__(self, seconds: float, timer: KillTimer | None) -> None:
+        self.thread, self.seconds, self.timer = threading.get_ident(), seconds, timer
         self.tick = min(TICK, seconds / 10)
         self.silent = 0.0
         self.stack: str | None = None
-        self.alarm = False
-        """Whether a signal ends it, which wakes the main thread from waiting for a lock."""
         self._lock = threading.Lock()
         self._left = False
-        self._end: KillTimer | None = None
+        self._handler: Any = None
+        self._main = self.thread == threading.main_thread().ident
 
-    @contextlib.contextmanager
-    def counted(self, end: KillTimer | None = None) -> Iterator[None]:
-        """Count while the block lasts, and renew `end`."""
-        self._end = end
-        if end is not None:
-            end.renew(self.seconds)
+    def __enter__(self) -> None:
+        if self._main:
+            # A signal ends what the thread waits for; the pending error is then raised.
+            self._handler = signal.signal(signal.SIGALRM, lambda *_: None)
+        if self.timer is not None:
+            self.timer.__enter__().renew(self.seconds)
         _TICKER.add(self)
-        try:
-            yield
-        finally:
-            try:
-                with self._lock:
-                    self._left = True
-                    if self.stack is not None and not self.alarm:
-                        raise_in(self.thread, None)
-            finally:
-                _TICKER.remove(self)
 
-    def passed(self, seconds: float) -> None:
-        """Count seconds without a heartbeat."""
+    def __exit__(self, *error: object) -> None:
+        try:
+            with self._lock:
+                self._left = True
+                if self.stack is not None:
+                    _raise_in(self.thread, None)
+        finally:
+            _TICKER.remove(self)
+            if self.timer is not None:
+                self.timer.__exit__()
+            if self._main:
+                time.sleep(0)  # a pending signal is handled here
+                signal.signal(signal.SIGALRM, self._handler)
+
+    def count(self, seconds: float) -> None:
+        """Count seconds without a heartbeat; raise in the thread if they are too many."""
         if self._left or self.stack is not None:
             return
         self.silent += seconds
-        if self.silent >= self.seconds:
-            self._expire()
-        elif self._end is not None:
-            self._end.renew(self.seconds - self.silent)
-
-    def _expire(self) -> None:
-        """Keep the stack, and raise in the thread that waits."""
+        if self.silent < self.seconds:
+            if self.timer is not None:
+                self.timer.renew(self.seconds - self.silent)
+            return
         with self._lock:
-            if self._left:
-                return
-            self.stack = stack_of(self.thread)
-            if self.alarm:
-                signal.pthread_kill(self.thread, signal.SIGALRM)
-            else:
-                raise_in(self.thread, _Expired)
-
-    def handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.stack is not None and not self._left:
-            raise _Expired
+            if not self._left:
+                self.stack = stack_of(self.thread)
+                _raise_in(self.thread, _Expired)
+                if self._main:
+                    signal.pthread_kill(self.thread, signal.SIGALRM)
 
 
 class _Ticker:
@@ -261,16 +236,10 @@ class _Ticker:
         self._started = False
 
     def add(self, watch: _Watch) -> None:
-        """Raises RuntimeError if no thread can be started."""
         with self._lock:
             if not self._started:
-                thread = threading.Thread(target=self._run, name="keel-watch", daemon=True)
-                self._started = True  # before: a second thread would count twice
-                try:
-                    thread.start()
-                except RuntimeError:
-                    self._started = False
-                    raise
+                self._started = True
+                threading.Thread(target=self._run, name="keel-watch", daemon=True).start()
             self.watches = (*self.watches, watch)
         if watch.tick < TICK:
             self._sooner.set()
@@ -288,8 +257,7 @@ class _Ticker:
             self._sooner.clear()
             # The watches of the whole tick; time in which the process was suspended does not count.
             for watch in watches:
-                with contextlib.suppress(Exception):  # the others need this thread
-                    watch.passed(min(time.monotonic() - start, 2 * tick))
+                watch.count(min(time.monotonic() - start, 2 * tick))
 
 
 _TICKER = _Ticker()
@@ -304,7 +272,7 @@ def _without_thread() -> None:
 os.register_at_fork(after_in_child=_without_thread)
 
 
-def raise_in(thread: int, error: type[BaseException] | None) -> None:
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Raise an error in a thread at its next step; None takes back one that is still pending.
 
     A thread that is just starting another one may hang by it, since the two have one id until then.
@@ -312,21 +280,6 @@ def raise_in(thread: int, error: type[BaseException] | None) -> None:
     """
     what = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
-
-
-@contextlib.contextmanager
-def _handling(watch: _Watch) -> Iterator[None]:
-    """The watch handles SIGALRM while the block lasts, in the main thread."""
-    if watch.thread != threading.main_thread().ident:
-        yield
-        return
-    watch.alarm = True
-    before = signal.signal(signal.SIGALRM, watch.handle)
-    try:
-        yield
-    finally:
-        time.sleep(0)  # a pending handler runs here, while it is still the watch's
-        signal.signal(signal.SIGALRM, before)
 
 
 # ---------------------------------------------------------------- cancellation

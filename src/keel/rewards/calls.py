@@ -20,9 +20,16 @@ import numpy as np
 
 from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
-from keel.platform.calls import POLL, AsyncCalls, CallOutcome, call, call_each
+from keel.platform.calls import (
+    POLL,
+    AsyncCall,
+    CallOutcome,
+    GivesUp,
+    call_each,
+    call_with_time_limit,
+)
 from keel.platform.loop_thread import LoopThread
-from keel.platform.time_limit import Cancelled, GivesUp, Hung, place, raise_if_cancelled
+from keel.platform.time_limit import Cancelled, Hung, place, raise_if_cancelled
 from keel.rewards.batch import Log, RewardBatch, arguments, column_names, without_stop
 from keel.rewards.registry import NamedReward
 from keel.rewards.validation import BadReturn, RewardOutput, read_rewards
@@ -62,7 +69,7 @@ class RewardCall:
         self.logs: dict[str, tuple[Log, tuple[int, ...]]] = {}
         self._config = config
         self._given_up = given_up
-        self._running: AsyncCalls | None = None
+        self._running: dict[str, AsyncCall] = {}
         self._indices: list[int] = []
         self._called = batch
 
@@ -82,15 +89,16 @@ class RewardCall:
 
     def finish(self) -> None:
         """Wait for the coroutines, and read their outputs."""
-        if self._running is not None:
-            for name, outcome in self._running.outcomes(self._given_up).items():
-                self._read(name, outcome)
-            self._running = None
+        while self._running:
+            name = next(iter(self._running))
+            outcome = self._running[name].outcome(self._given_up)
+            del self._running[name]
+            self._read(name, outcome)
 
     def cancel(self) -> None:
         """Give up the coroutines that still run."""
-        if self._running is not None:
-            self._running.cancel()
+        for call in self._running.values():
+            call.cancel()
 
     def _call_all(self, functions: Sequence[NamedReward], indices: list[int]) -> None:
         """Start coroutines on these completions of the part, and call the sync functions."""
@@ -104,8 +112,11 @@ class RewardCall:
             if function.function is not None:
                 bound = arguments(function, self._called, log)
                 calls[function.name] = functools.partial(function.function, **bound)
-        waiting = {f.name: calls[f.name] for f in functions if f.is_async}
-        self._running = AsyncCalls(waiting, self._config.timeout, self._config.loop)
+        for function in functions:
+            if function.is_async:
+                self._running[function.name] = AsyncCall(
+                    calls[function.name], self._config.timeout, self._config.loop
+                )
         for function in functions:
             if function.function is None:
                 self._score_by_task(function.name)
@@ -116,7 +127,7 @@ class RewardCall:
         # What it started outside of this process would go on.
         abandon = getattr(function.function, "abandon", lambda: None)
         try:
-            outcome = call(bound, self._config.timeout, self._given_up)
+            outcome = call_with_time_limit(bound, self._config.timeout, self._given_up)
         except Cancelled:
             abandon()
             raise

@@ -22,7 +22,7 @@ from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
 from keel.models.chat import ChatEncoder
 from keel.models.text import token_texts
-from keel.platform.time_limit import Hung, watching
+from keel.platform.time_limit import Hung, time_limit
 from keel.rewards.judge.reward import spending
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.rollouts import RolloutRow
@@ -136,7 +136,12 @@ class Sampler:
         try:
             with (
                 oom_context(f"{len(prompts)} prompts were answered", smaller),
-                watching("the engine", self.config.timeout, "fix it, or raise rollout.timeout"),
+                time_limit(
+                    "the engine",
+                    self.config.timeout,
+                    "fix it, or raise rollout.timeout",
+                    in_c=True,
+                ),
             ):
                 if on_group is not None:
                     return self.engine.sample(prompts, n, sampling, seed, on_group=on_group)

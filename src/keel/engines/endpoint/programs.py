@@ -225,7 +225,7 @@ class _ProgramCall:
         except BaseException as error:
             self.error = error
         if inspect.isawaitable(self.result):
-            self._served = self._loop.submit(self._wait(self.result))
+            self._served = self._loop.run(self._wait(self.result))[0]
         else:
             self._end()
 
