@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 from torch import Tensor
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Distribution, Independent, Normal, kl_divergence
@@ -14,7 +15,6 @@ from torch.distributions import Distribution, Independent, Normal, kl_divergence
 from keel.config.control import Network
 from keel.control.actor import Actor, Categorical, DiagonalGaussian, build_actor
 from keel.control.networks import perceptron
-from keel.control.spaces import Continuous, Discrete
 
 SIZE, ACTIONS = 5, 4
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64, sums of a few terms
@@ -152,11 +152,10 @@ def test_divergence_is_torchs(make: Any) -> None:
 
 
 def test_the_policy_fits_the_actions() -> None:
-    discrete = build_actor(SIZE, Discrete(3, start=5), Network(), -0.5, 0)
+    discrete = build_actor(SIZE, Discrete(3), Network(), -0.5, 0)
     assert isinstance(discrete, Categorical)
     assert discrete(observations(2).float()).shape == (2, 3)
-    bound = np.ones(6, dtype=np.float32)
-    real = build_actor(SIZE, Continuous(-bound, bound, (2, 3)), Network(), -0.5, 0)
+    real = build_actor(SIZE, Box(-1, 1, (6,)), Network(), -0.5, 0)
     assert isinstance(real, DiagonalGaussian)
     assert real(observations(2).float()).shape == (2, 6)
     assert real.log_std.tolist() == [-0.5] * 6

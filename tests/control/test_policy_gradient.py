@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -328,7 +329,7 @@ def test_the_reference_stands_still_until_it_is_reset() -> None:
 def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
     on = ("normalisation.observations=true", "normalisation.rewards=true")
     with learner("ppo", *on, "environment.count=3", name=worlds.COUNTER) as pg:
-        wanted, totals = Moments.of(2), {}
+        wanted, totals = Moments(2), {}
         collect = pg._collect
         seen: list[Collected] = []
 
@@ -353,7 +354,7 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
         returns: list[float] = []
         gamma = pg.stage.algorithm.advantage.gamma  # type: ignore[union-attr]
         for number in (1, 2, 3):
-            before = pg.observation_moments
+            before = deepcopy(pg.observation_moments)
             experience, _, _ = iteration(pg, number)
             collected = seen[-1]
             normal = before.normal(collected.observation_NO)
@@ -374,7 +375,7 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
                 )
             last_state_S[torch.from_numpy(collected.terminated_S)] = 0
             assert torch.equal(signals.next_value_N[last_S], last_state_S.squeeze(-1))
-            wanted = wanted.with_(collected.observation_NO)
+            wanted.add(collected.observation_NO)
             ends = np.cumsum(collected.lengths)
             for episode, length, end in zip(
                 collected.episode_S.tolist(), collected.lengths, ends, strict=True
@@ -382,10 +383,11 @@ def test_statistics_are_of_all_iterations_and_normalise_the_next() -> None:
                 for reward_now in collected.reward_N[end - length : end]:
                     totals[episode] = reward_now + gamma * totals.get(episode, 0.0)
                     returns.append(totals[episode])
-    np.testing.assert_array_equal(pg.observation_moments.mean, wanted.mean)
+    np.testing.assert_array_equal(pg.observation_moments.running.mean, wanted.running.mean)
     # float64, hundreds of numbers up to 20.
-    np.testing.assert_allclose(pg.return_moments.mean, [np.mean(returns)], rtol=1e-12)
-    np.testing.assert_allclose(pg.return_moments.variance, [np.var(returns)], rtol=1e-12)
+    running = pg.return_moments.running
+    np.testing.assert_allclose(running.mean, [np.mean(returns)], rtol=1e-12)
+    np.testing.assert_allclose(running.var, [np.var(returns)], rtol=1e-12)
 
 
 # ---------------------------------------------------------------- every preset

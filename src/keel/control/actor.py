@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from keel.config.control import Network
 from keel.control.networks import perceptron
-from keel.control.spaces import ActionSpace, Discrete
 from keel.objective import divergences, gaussian
 from keel.objective.divergences import entropy
 
@@ -136,9 +136,10 @@ class DiagonalGaussian(Actor):
 
 
 def build_actor(
-    inputs: int, actions: ActionSpace, choice: Network, log_std: float, seed: int
+    inputs: int, actions: gym.Space[Any], choice: Network, log_std: float, seed: int
 ) -> Actor:
-    """The policy that fits the actions."""
-    if isinstance(actions, Discrete):
-        return Categorical(inputs, actions.n, choice, seed)
-    return DiagonalGaussian(inputs, len(actions.low_D), choice, log_std, seed)
+    """The policy that fits the actions, which are flat (`control.spaces`)."""
+    if isinstance(actions, gym.spaces.Discrete):
+        return Categorical(inputs, int(actions.n), choice, seed)
+    assert actions.shape is not None
+    return DiagonalGaussian(inputs, actions.shape[0], choice, log_std, seed)

@@ -67,6 +67,22 @@ class Finished:
     lengths: npt.NDArray[np.int64]
     numbers: npt.NDArray[np.int64]
 
+    @staticmethod
+    def of(episodes: Sequence[tuple[float, int, int]]) -> Finished:
+        """From the three of each episode."""
+        returns, lengths, numbers = zip(*episodes, strict=True) if episodes else ((),) * 3
+        return Finished(
+            np.array(returns), np.array(lengths, dtype=np.int64), np.array(numbers, dtype=np.int64)
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """The number of episodes, and their means if there are any."""
+        out = {"episode/finished": float(len(self.returns))}
+        if len(self.returns):
+            out["episode/return"] = float(self.returns.mean())
+            out["episode/length"] = float(self.lengths.mean())
+        return out
+
 
 @dataclass(frozen=True, eq=False)
 class Collected:
@@ -124,26 +140,30 @@ def collect_steps(environments: Environments, choose: ChooseActions, times: int)
 
 def collect_episodes(environments: Environments, choose: ChooseActions, episodes: int) -> Collected:
     """`episodes` whole episodes, started in order as environments become free."""
-    last = environments.begun + episodes
-    first = np.arange(environments.count)
-    environments.begin(first[:episodes])
-    if episodes < environments.count:
-        environments.rest(first[episodes:])
     tape = _Tape(environments)
-    while (environments.episode_E >= 0).any():
+
+    def step() -> npt.NDArray[np.bool_]:
         if environments.length_E.max() > LONGEST:
             raise KeelError(
                 f"an episode has more than {LONGEST} steps, and the advantage needs whole ones: "
                 "limit them with environment.options={max_episode_steps=1000}"
             )
-        ended = tape.step(choose).nonzero()[0]
-        if len(ended):
-            more = ended[: last - environments.begun]
-            if len(more):
-                environments.begin(more)
-            if len(more) < len(ended):
-                environments.rest(ended[len(more) :])
+        return tape.step(choose)
+
+    run_episodes(environments, step, episodes)
     return tape.collected()
+
+
+def run_episodes(
+    environments: Environments, step: Callable[[], npt.NDArray[np.bool_]], episodes: int
+) -> None:
+    """Step until `episodes` have ended, which `step` tells of each environment."""
+    last = environments.begun + episodes
+    environments.replace(np.arange(environments.count), last)
+    while (environments.episode_E >= 0).any():
+        ended = step().nonzero()[0]
+        if len(ended):
+            environments.replace(ended, last)
 
 
 class _Tape:
@@ -166,7 +186,7 @@ class _Tape:
         action_E = choose(environments.observation_EO)
         moves = environments.step(action_E)
         self.steps.append((observation_EO, action_E, moves.reward_E.copy(), episode_E))
-        ended_E = (moves.terminated_E | moves.truncated_E) & (episode_E >= 0)
+        ended_E = moves.ended_E & (episode_E >= 0)
         for slot in ended_E.nonzero()[0].tolist():
             number = int(episode_E[slot])
             self.finished.append((*environments.tally(slot), number))
@@ -187,7 +207,6 @@ class _Tape:
         under_way = zip(environments.episode_E.tolist(), environments.observation_EO, strict=True)
         after = {**dict(under_way), **self.after}
         last_state_SO = np.array([after[n] for n in episode_S.tolist()], dtype=np.float32)
-        returns, lengths, numbers = zip(*self.finished, strict=True) if self.finished else ((),) * 3
         return Collected(
             observation_NO=observation_MO[order],
             action_N=action_M[order],
@@ -196,9 +215,7 @@ class _Tape:
             episode_S=episode_S,
             last_state_SO=last_state_SO.reshape(len(episode_S), environments.observation_size),
             terminated_S=np.array([int(n) in self.terminated for n in episode_S], dtype=np.bool_),
-            finished=Finished(
-                np.array(returns), np.array(lengths, dtype=np.int64), np.array(numbers, dtype=int)
-            ),
+            finished=Finished.of(self.finished),
         )
 
 

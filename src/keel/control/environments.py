@@ -7,6 +7,7 @@ and the actions of its episode can, and are replayed.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -50,25 +51,6 @@ def make(choice: Environment, render: str | None = None) -> gym.Env:
 
 
 @dataclass(frozen=True, eq=False)
-class EnvironmentShape:
-    """The actions, observations and time limit of an environment."""
-
-    actions: spaces.ActionSpace
-    observation_size: int
-    max_episode_steps: int | None
-
-
-def describe(choice: Environment) -> EnvironmentShape:
-    """The shape of an environment. Raises KeelError if there is no policy for it."""
-    sample = make(choice)
-    try:
-        limit = None if sample.spec is None else sample.spec.max_episode_steps
-        return EnvironmentShape(spaces.actions(sample), spaces.observation_size(sample), limit)
-    finally:
-        sample.close()
-
-
-@dataclass(frozen=True, eq=False)
 class Moves:
     """The result of a step of all copies (E); observations are of the states reached."""
 
@@ -76,6 +58,11 @@ class Moves:
     reward_E: npt.NDArray[np.float64]
     terminated_E: Flags
     truncated_E: Flags
+
+    @property
+    def ended_E(self) -> Flags:
+        """Whether an episode ended, by itself or by a limit."""
+        return self.terminated_E | self.truncated_E
 
 
 class Environments:
@@ -86,9 +73,11 @@ class Environments:
 
     def __init__(self, choice: Environment, count: int, seed: int, group: int = 1) -> None:
         self.id, self.count, self.seed, self.group = choice.id, count, seed, group
-        shape = describe(choice)  # raises errors in this process
-        self.actions, self.observation_size = shape.actions, shape.observation_size
-        self.max_episode_steps = shape.max_episode_steps
+        sample = make(choice)  # raises errors in this process
+        self.actions: Any = sample.action_space
+        self.observation_size = math.prod(sample.observation_space.shape or ())
+        self.max_episode_steps = None if sample.spec is None else sample.spec.max_episode_steps
+        sample.close()
         self.vector: Any = None
         self._lifelines: list[Lifeline] = []
         never = AutoresetMode.DISABLED
@@ -121,6 +110,14 @@ class Environments:
             self.begun += 1
         self._reset(np.isin(self._slots, slots))
 
+    def replace(self, slots: Numbers, last: int) -> None:
+        """Start the next episodes in these copies, up to episode `last`; the others rest."""
+        more = slots[: max(0, last - self.begun)]
+        if len(more):
+            self.begin(more)
+        if len(more) < len(slots):
+            self.rest(slots[len(more) :])
+
     def rest(self, slots: Sequence[int] | Numbers) -> None:
         """Leave these copies without an episode: their steps are ignored."""
         self.episode_E[slots] = -1
@@ -131,9 +128,7 @@ class Environments:
         for taken, action in zip(self._taken_E, action_E, strict=True):
             taken.append(action)
         with self._reported("step"):
-            observation, reward_E, terminated_E, truncated_E, _ = self.vector.step(
-                self.actions.to_environment(action_E)
-            )
+            observation, reward_E, terminated_E, truncated_E, _ = self.vector.step(action_E)
         self.observation_EO[:] = observation
         if not (np.isfinite(reward_E).all() and np.isfinite(self.observation_EO).all()):
             raise KeelError(
@@ -180,7 +175,7 @@ class Environments:
         self.episode_E[:] = state["episode"]
         if self.begun == 0:
             return True  # no episode had begun
-        dtype = np.int64 if isinstance(self.actions, spaces.Discrete) else np.float32
+        dtype = np.int64 if isinstance(self.actions, gym.spaces.Discrete) else np.float32
         taken = [np.array(actions, dtype=dtype) for actions in state["actions"]]
         longest = max(map(len, taken))
         missing_E = np.array([longest - len(actions) for actions in taken])
@@ -197,7 +192,7 @@ class Environments:
                 ]
             )
             moves = self.step(action_E)
-            ended_E = (moves.terminated_E | moves.truncated_E) & (at < missing_E)
+            ended_E = moves.ended_E & (at < missing_E)
             if ended_E.any():
                 self._reset(ended_E)
         if longest and (missing_E == longest).any():

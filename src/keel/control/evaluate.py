@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from keel.analysis.statistics import bootstrap_interval
 from keel.config.control import Environment, ReturnEvaluation
 from keel.config.fields import derive
-from keel.control.collect import ChooseActions
+from keel.control.collect import ChooseActions, run_episodes
 from keel.control.environments import Environments
 
 SIDE_BY_SIDE = 16
@@ -18,26 +19,24 @@ SIDE_BY_SIDE = 16
 
 def returns_of(
     choose: ChooseActions, environment: Environment, choice: ReturnEvaluation, seed: int
-) -> tuple[np.ndarray[Any, np.dtype[np.float64]], np.ndarray[Any, np.dtype[np.int64]]]:
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Return and length of each episode, in the order of their seeds."""
     episodes = choice.episodes
     count = min(episodes, SIDE_BY_SIDE)
     environments = Environments(environment, count, derive(seed, "evaluation"))
     totals, lengths = np.zeros(episodes), np.zeros(episodes, dtype=np.int64)
+
+    def step() -> npt.NDArray[np.bool_]:
+        moves = environments.step(choose(environments.observation_EO))
+        ended_E = moves.ended_E | (environments.length_E >= choice.longest)
+        ended_E &= environments.episode_E >= 0
+        for slot in ended_E.nonzero()[0].tolist():
+            number = int(environments.episode_E[slot])
+            totals[number], lengths[number] = environments.tally(slot)
+        return ended_E
+
     try:
-        environments.begin(range(count))
-        while (environments.episode_E >= 0).any():
-            moves = environments.step(choose(environments.observation_EO))
-            ended_E = moves.terminated_E | moves.truncated_E
-            ended_E |= environments.length_E >= choice.longest
-            ended_E &= environments.episode_E >= 0
-            for slot in ended_E.nonzero()[0].tolist():
-                number = int(environments.episode_E[slot])
-                totals[number], lengths[number] = environments.tally(slot)
-                if environments.begun < episodes:
-                    environments.begin([slot])
-                else:
-                    environments.rest([slot])
+        run_episodes(environments, step, episodes)
     finally:
         environments.close()
     return totals, lengths

@@ -25,15 +25,14 @@ from keel.control.collect import (
     sampling,
     tensor,
 )
-from keel.control.environments import Environments
-from keel.control.networks import TrainedNetwork, perceptron
+from keel.control.learner import ControlLearner, prefixed, within
+from keel.control.networks import perceptron
 from keel.control.normalise import Moments
-from keel.control.state import prefixed, within
 from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.batch import Estimates, TrainBatch
 from keel.learn.finite import stop_unless_finite
 from keel.learn.loss import loss, prepare
-from keel.learn.optimizer import AdamW, learning_rate
+from keel.learn.optimizer import learning_rate
 from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
 from keel.objective.signals import Signals
@@ -43,33 +42,29 @@ FALLBACK_BUDGET = 1_000
 """C of `constant` weights, where neither the algorithm nor the environment gives a length."""
 
 
-class PolicyGradient:
+class PolicyGradient(ControlLearner[PolicyGradientStage]):
     """A policy and, if the algorithm needs them, a value network and a frozen reference."""
 
     def __init__(self, stage: PolicyGradientStage, seed: int) -> None:
+        super().__init__(stage, seed, stage.group_size)
         algorithm = stage.algorithm
-        self.stage, self.seed = stage, seed
-        self.environments = Environments(
-            stage.environment, stage.environment.count, derive(seed, "train"), stage.group_size
-        )
-        size = self.environments.observation_size
+        size, network = self.environments.observation_size, stage.network
         self.actor = build_actor(
-            size, self.environments.actions, stage.network, stage.log_std, derive(seed, "actor")
+            size, self.environments.actions, network, stage.log_std, derive(seed, "actor")
         )
         self.critic: nn.Module | None = None
         if algorithm.value is not None:
-            self.critic = perceptron(size, 1, stage.network, 1.0, derive(seed, "critic"))
+            self.critic = perceptron(size, 1, network, 1.0, derive(seed, "critic"))
         self.reference: Actor | None = deepcopy(self.actor) if algorithm.needs_reference else None
-        critic = {} if self.critic is None else {"critic": self.critic}
-        self.trained = TrainedNetwork({"actor": self.actor, **critic})
-        self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
-        self.observation_moments, self.return_moments = Moments.of(size), Moments.of(1)
+        self.train(
+            {"actor": self.actor, **({} if self.critic is None else {"critic": self.critic})}
+        )
+        self.observation_moments, self.return_moments = Moments(size), Moments(1)
         self.open_returns: dict[int, float] = {}
+        """The discounted return so far of each episode that continues in the next iteration."""
         self.beta = 0.0 if algorithm.divergence is None else algorithm.divergence.beta
-        self.steps = 0
 
     def iterate(self, number: int) -> dict[str, float]:
-        """Collect, estimate, update; the metrics of the iteration."""
         rng = np.random.default_rng(derive(self.seed, "actions", number))
         collected = self._collect(sampling(self.actor, self._normal, rng, self.environments.count))
         experience, estimates = self.estimate(collected)
@@ -80,10 +75,9 @@ class PolicyGradient:
         every = self.stage.reference.reset_every
         if self.reference is not None and every is not None and number % every == 0:
             self.reference = deepcopy(self.actor)
-        return {**_of_episodes(collected), **metrics, "learning_rate": rate, "beta": self.beta}
+        return {**collected.finished.metrics(), **metrics, "learning_rate": rate, "beta": self.beta}
 
     def greedy(self) -> ChooseActions:
-        """The most likely actions of the current policy."""
         return greedy(self.actor, self._normal)
 
     # ---------------------------------------------------------------- estimates
@@ -217,35 +211,35 @@ class PolicyGradient:
     # ---------------------------------------------------------------- state
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights, moments and statistics, by name."""
-        out = self.trained.state() | prefixed("optimizer", self.optimizer.state())
+        out = super().tensors()
         if self.reference is not None:
             out |= prefixed("reference", self.reference.state_dict())
-        for name, moments in (("seen", self.observation_moments), ("earned", self.return_moments)):
-            out[f"{name}/mean"] = torch.from_numpy(moments.mean)
-            out[f"{name}/variance"] = torch.from_numpy(moments.variance)
+        for name, moments in self._moments().items():
+            out[f"{name}/mean"] = torch.from_numpy(moments.running.mean)
+            out[f"{name}/variance"] = torch.from_numpy(moments.running.var)
         return out
 
     def facts(self) -> dict[str, Any]:
-        """What else decides the next iteration."""
         return {
-            "steps": self.steps,
+            **super().facts(),
             "beta": self.beta,
-            "seen": self.observation_moments.count,
-            "earned": self.return_moments.count,
+            **{name: moments.running.count for name, moments in self._moments().items()},
             "open_returns": [[n, value] for n, value in self.open_returns.items()],
         }
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """The state that `tensors` and `facts` gave."""
-        self.trained.restore(tensors)
-        self.optimizer.restore(within("optimizer", tensors))
+        super().restore(tensors, facts)
         if self.reference is not None:
             self.reference.load_state_dict(within("reference", tensors))
-        self.observation_moments = _moments(tensors, "seen", facts["seen"])
-        self.return_moments = _moments(tensors, "earned", facts["earned"])
-        self.steps, self.beta = facts["steps"], facts["beta"]
+        for name, moments in self._moments().items():
+            moments.running.mean = tensors[f"{name}/mean"].numpy()
+            moments.running.var = tensors[f"{name}/variance"].numpy()
+            moments.running.count = facts[name]
+        self.beta = facts["beta"]
         self.open_returns = {int(n): float(value) for n, value in facts["open_returns"]}
+
+    def _moments(self) -> dict[str, Moments]:
+        return {"seen": self.observation_moments, "earned": self.return_moments}
 
     # ---------------------------------------------------------------- details
 
@@ -267,11 +261,11 @@ class PolicyGradient:
         """Bring the running statistics up to date with an iteration."""
         choice = self.stage.normalisation
         if choice.observations:
-            self.observation_moments = self.observation_moments.with_(collected.observation_NO)
+            self.observation_moments.add(collected.observation_NO)
         if choice.rewards:
             gamma = getattr(self.stage.algorithm.advantage, "gamma", 1.0)
             so_far_N = _discounted(collected, gamma, self.open_returns)
-            self.return_moments = self.return_moments.with_(so_far_N[:, None])
+            self.return_moments.add(so_far_N[:, None])
             last_S = np.cumsum(collected.lengths) - 1
             on = ~np.isin(collected.episode_S, collected.finished.numbers)
             pairs = zip(collected.episode_S[on], so_far_N[last_S[on]], strict=True)
@@ -289,20 +283,6 @@ def _discounted(
     backward_N = torch.from_numpy(reward_N[::-1].copy())
     lengths_S = torch.tensor(collected.lengths).flip(0)
     return gae.returns_to_go(backward_N, lengths_S, gamma=gamma).flip(0).numpy()
-
-
-def _moments(tensors: Mapping[str, Tensor], name: str, count: float) -> Moments:
-    return Moments(tensors[f"{name}/mean"].numpy(), tensors[f"{name}/variance"].numpy(), count)
-
-
-def _of_episodes(collected: Collected) -> dict[str, float]:
-    """Means over the episodes that ended; nothing if none did."""
-    returns = collected.finished.returns
-    out = {"episode/finished": float(len(returns))}
-    if len(returns):
-        out["episode/return"] = float(returns.mean())
-        out["episode/length"] = float(collected.finished.lengths.mean())
-    return out
 
 
 def _of_values(experience: Experience, estimates: Estimates) -> dict[str, float]:

@@ -12,53 +12,48 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from gymnasium.spaces import Discrete
 from torch import Tensor
 
 from keel.config.control import QLearningStage
 from keel.config.fields import derive
-from keel.control.collect import ChooseActions
-from keel.control.environments import Environments, describe
-from keel.control.networks import TrainedNetwork, perceptron
+from keel.control.collect import ChooseActions, Finished
+from keel.control.learner import ControlLearner, prefixed, within
+from keel.control.networks import perceptron
 from keel.control.replay import Replay, Transitions
-from keel.control.spaces import Discrete
-from keel.control.state import prefixed, within
 from keel.learn.finite import stop_unless_finite
-from keel.learn.optimizer import AdamW, learning_rate
+from keel.learn.optimizer import learning_rate
 from keel.objective import background
 from keel.types import KeelError
 
 LOSSES = {"squared": background.squared_loss, "huber": background.huber}
 
 
-class QLearning:
+class QLearning(ControlLearner[QLearningStage]):
     """An online network, its target network, and the replay buffer."""
 
     def __init__(self, stage: QLearningStage, seed: int) -> None:
-        self.stage, self.seed = stage, seed
-        count = stage.environment.count
-        shape = describe(stage.environment)
-        actions, size = shape.actions, shape.observation_size
+        super().__init__(stage, seed)
+        actions, size = self.environments.actions, self.environments.observation_size
         if not isinstance(actions, Discrete):
+            self.environments.close()
             raise KeelError(
                 f"environment.id = {stage.environment.id!r}: Q-learning needs discrete "
                 "actions, and this environment has continuous ones: use ppo"
             )
-        self.choices = actions.n
+        self.choices = int(actions.n)
         try:
-            self.replay = Replay(stage.replay.capacity, count, size)
+            self.replay = Replay(stage.replay.capacity, stage.environment.count, size)
         except MemoryError:
+            self.environments.close()
             raise KeelError(
                 f"replay.capacity = {stage.replay.capacity} transitions of {2 * size + 3} numbers "
                 "do not fit in memory: lower it"
             ) from None
-        self.online = perceptron(size, actions.n, stage.network, None, derive(seed, "network"))
+        self.online = perceptron(size, self.choices, stage.network, None, derive(seed, "network"))
         self.target = deepcopy(self.online)
-        self.trained = TrainedNetwork({"online": self.online})
+        self.train({"online": self.online})
         self.quick = self.online.quick()
-        self.optimizer = AdamW([("weights", self.trained.vector)], stage.optimizer)
-        # Last: an error after them would leave their processes.
-        self.environments = Environments(stage.environment, count, derive(seed, "train"))
-        self.steps = 0
 
     def iterate(self, number: int) -> dict[str, float]:
         """The environment steps of one iteration, and the updates between them."""
@@ -69,7 +64,7 @@ class QLearning:
         times = -(-min(stage.row_every, stage.steps - self.steps) // environments.count)
         uniform_TE = rng.random((times, environments.count))
         random_TE = rng.integers(0, self.choices, size=(times, environments.count))
-        finished: list[tuple[float, int]] = []
+        finished: list[tuple[float, int, int]] = []
         sums = np.zeros(3)
         updates = 0
         for t in range(times):
@@ -79,10 +74,9 @@ class QLearning:
                 updates += 1
             for _ in range(_crossed(self.steps, environments.count, stage.target.every)):
                 self._move_target()
-        return {**_of_episodes(finished), **self._of_updates(sums, updates)}
+        return {**Finished.of(finished).metrics(), **self._of_updates(sums, updates)}
 
     def greedy(self) -> ChooseActions:
-        """The best actions by the online network."""
         return lambda observation_EO: self._best(observation_EO)
 
     # ---------------------------------------------------------------- acting
@@ -91,7 +85,7 @@ class QLearning:
         self,
         uniform_E: npt.NDArray[np.float64],
         random_E: npt.NDArray[np.int64],
-        finished: list[tuple[float, int]],
+        finished: list[tuple[float, int, int]],
     ) -> None:
         """Step every environment, store the transitions, and start the next episodes."""
         environments = self.environments
@@ -112,10 +106,13 @@ class QLearning:
             moves.observation_EO,
         )
         self.steps += environments.count
-        ended_E = moves.terminated_E | moves.truncated_E
-        if ended_E.any():
-            slots = ended_E.nonzero()[0]
-            finished.extend(environments.tally(slot) for slot in slots.tolist())
+        slots = moves.ended_E.nonzero()[0]
+        if len(slots):
+            numbers = environments.episode_E[slots].tolist()
+            finished.extend(
+                (*environments.tally(slot), number)
+                for slot, number in zip(slots.tolist(), numbers, strict=True)
+            )
             environments.begin(slots)
 
     def _epsilon(self) -> float:
@@ -193,35 +190,21 @@ class QLearning:
     # ---------------------------------------------------------------- state
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weights, moments and memory, by name."""
         return (
-            self.trained.state()
+            super().tensors()
             | prefixed("target", self.target.state_dict())
-            | prefixed("optimizer", self.optimizer.state())
             | prefixed("replay", self.replay.tensors())
         )
 
     def facts(self) -> dict[str, Any]:
-        """The rest of the state, besides the tensors."""
-        return {"steps": self.steps, "written": self.replay.written}
+        return {**super().facts(), "written": self.replay.written}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """The state that `tensors` and `facts` gave."""
-        self.trained.restore(tensors)
+        super().restore(tensors, facts)
         self.target.load_state_dict(within("target", tensors))
-        self.optimizer.restore(within("optimizer", tensors))
         self.replay.restore(within("replay", tensors), facts["written"])
-        self.steps = facts["steps"]
 
 
 def _crossed(steps: int, taken: int, every: int) -> int:
     """How many multiples of `every` the last `taken` steps reached."""
     return steps // every - (steps - taken) // every
-
-
-def _of_episodes(finished: list[tuple[float, int]]) -> dict[str, float]:
-    out = {"episode/finished": float(len(finished))}
-    if finished:
-        out["episode/return"] = float(np.mean([total for total, _ in finished]))
-        out["episode/length"] = float(np.mean([length for _, length in finished]))
-    return out

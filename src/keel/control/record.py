@@ -14,7 +14,6 @@ import gymnasium as gym
 import numpy as np
 
 from keel.config.control import Environment
-from keel.control import spaces
 from keel.control.collect import ChooseActions
 from keel.control.environments import derive_episode, make
 from keel.platform import files
@@ -62,12 +61,10 @@ def record_video(
 def _play(
     env: gym.Env[Any, Any], choose: ChooseActions, seed: int, longest: int
 ) -> tuple[list[Image], int]:
-    actions = spaces.actions(env)
     observation, _ = env.reset(seed=seed)
     frames, steps, every, ended, total = [_frame(env, 0, 0.0)], 0, 1, False, 0.0
     while not ended:
-        action_E = choose(np.asarray(observation, dtype=np.float32)[None])
-        action = actions.to_environment(action_E)[0]
+        action = choose(np.asarray(observation, dtype=np.float32)[None])[0]
         observation, reward, terminated, truncated, _ = env.step(action)
         steps, total = steps + 1, total + float(reward)
         ended = terminated or truncated or steps == longest

@@ -15,12 +15,12 @@ from keel.config.control import ControlRecipe, ControlStage
 from keel.config.control_load import load_control
 from keel.config.fields import derive
 from keel.config.load import to_toml
-from keel.control import state
+from keel.control import learner as state
 from keel.control.evaluate import evaluate
+from keel.control.learner import ControlLearner, ControlProgress
 from keel.control.policy_gradient import PolicyGradient
 from keel.control.q_learning import QLearning
 from keel.control.record import record_video
-from keel.control.state import ControlLearner, ControlProgress
 from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
@@ -28,7 +28,7 @@ from keel.runs.writer import RunWriter, update_run_json
 from keel.types import KeelError
 
 REPORTED = ("gymnasium", "torch", "numpy")
-LEARNERS: Mapping[str, Callable[[Any, int], ControlLearner]] = {
+LEARNERS: Mapping[str, Callable[[Any, int], ControlLearner[Any]]] = {
     "q_learning": QLearning,
     "policy_gradient": PolicyGradient,
 }
@@ -40,7 +40,7 @@ class ControlRun:
     """The parts of a run."""
 
     stage: ControlStage
-    learner: ControlLearner
+    learner: ControlLearner[Any]
     writer: RunWriter
     seed: int
 
@@ -74,7 +74,7 @@ def control(
     return place
 
 
-def trained(folder: Path | str) -> ControlLearner:
+def trained(folder: Path | str) -> ControlLearner[Any]:
     """The learner of a run's newest whole checkpoint; `greedy()` gives its policy.
 
     Raises KeelError if there is none.
@@ -88,7 +88,7 @@ def trained(folder: Path | str) -> ControlLearner:
     return learner
 
 
-def build(recipe: ControlRecipe) -> ControlLearner:
+def build(recipe: ControlRecipe) -> ControlLearner[Any]:
     """The learner of a recipe, untrained."""
     stage = recipe.stage
     return LEARNERS[stage.stage](stage, derive(recipe.seed, stage.name))
@@ -96,7 +96,7 @@ def build(recipe: ControlRecipe) -> ControlLearner:
 
 def _run(
     recipe: ControlRecipe,
-    learner: ControlLearner,
+    learner: ControlLearner[Any],
     writer: RunWriter,
     start: Path | None,
     resume: bool,

@@ -1,48 +1,70 @@
-"""The state of a run on environments, saved and restored."""
+"""What learns on environments, and its state, saved and restored."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from keel.config.control import ControlStage
+from keel.config.control import PolicyGradientStage, QLearningStage
+from keel.config.fields import derive
 from keel.control.collect import ChooseActions
 from keel.control.environments import Environments
+from keel.control.networks import TrainedNetwork
+from keel.learn.optimizer import AdamW
 from keel.runs import checkpoint
 from keel.types import KeelError
 
+Stage = TypeVar("Stage", bound=QLearningStage | PolicyGradientStage)
 STATE, TENSORS = "state.json", "tensors.safetensors"
 
 
-class ControlLearner(Protocol):
-    """Q-learning, or a policy gradient."""
+class ControlLearner(ABC, Generic[Stage]):
+    """What both families have: environments, trained networks with their optimizer, and a state.
 
-    @property
-    def stage(self) -> ControlStage:
-        """Its settings."""
-        ...
+    Every iteration is a function of the state and its number.
+    """
 
-    environments: Environments
-    steps: int
-    """Environment steps taken."""
+    trained: TrainedNetwork
+    optimizer: AdamW
 
+    def __init__(self, stage: Stage, seed: int, group: int = 1) -> None:
+        choice = stage.environment
+        self.stage, self.seed = stage, seed
+        self.environments = Environments(choice, choice.count, derive(seed, "train"), group)
+        self.steps = 0
+        """Environment steps taken."""
+
+    def train(self, modules: Mapping[str, nn.Module]) -> None:
+        """Let the optimizer train these networks."""
+        self.trained = TrainedNetwork(modules)
+        self.optimizer = AdamW([("weights", self.trained.vector)], self.stage.optimizer)
+
+    @abstractmethod
     def iterate(self, number: int) -> dict[str, float]:
         """Collect and update; the metrics of the iteration."""
-        ...
 
+    @abstractmethod
     def greedy(self) -> ChooseActions:
         """The best actions by the current networks."""
-        ...
 
-    def tensors(self) -> dict[str, Tensor]: ...
+    def tensors(self) -> dict[str, Tensor]:
+        """The state's tensors, by name."""
+        return self.trained.state() | prefixed("optimizer", self.optimizer.state())
 
-    def facts(self) -> dict[str, Any]: ...
+    def facts(self) -> dict[str, Any]:
+        """The rest of the state."""
+        return {"steps": self.steps}
 
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None: ...
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """The state that `tensors` and `facts` gave."""
+        self.trained.restore(tensors)
+        self.optimizer.restore(within("optimizer", tensors))
+        self.steps = facts["steps"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +82,7 @@ class ControlProgress:
     environments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def save(folder: Path, progress: ControlProgress, learner: ControlLearner) -> None:
+def save(folder: Path, progress: ControlProgress, learner: ControlLearner[Any]) -> None:
     """Fill a checkpoint folder."""
     checkpoint.save_tensors(folder / TENSORS, learner.tensors())
     checkpoint.save_json(folder / STATE, asdict(progress))
@@ -76,7 +98,7 @@ def learned(folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     return checkpoint.load_tensors(folder / TENSORS), read(folder).learner
 
 
-def restore(folder: Path, progress: ControlProgress, learner: ControlLearner) -> bool:
+def restore(folder: Path, progress: ControlProgress, learner: ControlLearner[Any]) -> bool:
     """Restore a learner and its environments; whether the latter reached the same states."""
     try:
         learner.restore(*learned(folder))
