@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from keel.cli.output import print_result
 from keel.config.load import load_recipe
 
 if TYPE_CHECKING:
@@ -24,10 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         from keel.preflight.check import check
 
         report = check(arguments.recipe, arguments.overrides, arguments.price, process=process)
-    if arguments.json:
-        print(json.dumps(report.as_dict(), ensure_ascii=False))
-    else:
-        print("\n".join(lines(report)))
+    print_result(arguments, report.as_dict(), lines(report))
     return 1 if report.findings else 0
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 
 from keel.analysis.diagnosis.table import diagnose
 from keel.analysis.diagnosis.values import Diagnosis
 from keel.analysis.text import visible
+from keel.cli.output import print_result
 from keel.runs.reader import Run, load
 from keel.types import KeelError
 
@@ -20,11 +20,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print what is wrong with a run."""
     opened = load(arguments.run)
     found = diagnose(opened)
-    if arguments.json:
-        # In ASCII: names may come from another's run folder.
-        print(json.dumps([one.as_dict() for one in found], allow_nan=False))
-    else:
-        print("\n".join(lines(found, opened)))
+    print_result(arguments, [one.as_dict() for one in found], lines(found, opened))
 
 
 def lines(found: Sequence[Diagnosis], run: Run) -> Iterator[str]:

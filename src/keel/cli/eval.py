@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from keel.cli.output import print_result
 from keel.runs.layout import RECIPE
-from keel.runs.values import plain
 from keel.types import KeelError
 
 OPTIONS = ("prompts", "samples", "temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
@@ -19,85 +18,57 @@ JUDGED = ("pairs", "labels", "steps")
 OF_STEPS = ("separator", "threshold")
 OF_JUDGED = ("stage", *OF_STEPS, "pictures")
 FIGURES = ("log_loss", "brier", "ece", "f1")
-"""Of judged rows; where they cannot tell one, the table says so."""
+"""Of judged rows; if they cannot tell one, the table says so."""
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate and print the table. Raises KeelError for options that would have no effect."""
-    files = {rows: path for rows in JUDGED if (path := getattr(arguments, rows)) is not None}
+    files = _given(arguments, JUDGED)
     if files:
         _judged(arguments, files)
         return
-    strange = _given(arguments, OF_JUDGED)
-    if strange:
-        verb = "is" if len(strange) == 1 else "are"
-        raise KeelError(
-            f"{_names(strange)} {verb} of judged rows: give --pairs, --labels or --steps"
-        )
+    _refuse(arguments, OF_JUDGED, "of judged rows only: give --pairs, --labels or --steps too")
     if arguments.checkpoint is not None and not (Path(arguments.model) / RECIPE).is_file():
         raise KeelError(
-            f"{arguments.model} is no run folder, so it has no checkpoint "
+            f"{arguments.model} is not a run folder, so it has no checkpoint "
             f"{arguments.checkpoint!r}: drop --checkpoint"
         )
     from keel.training.evaluation import evaluate
 
-    given = {name: getattr(arguments, name) for name in OPTIONS}
+    given = {name: getattr(arguments, name) for name in _given(arguments, OPTIONS)}
     result = evaluate(
         arguments.model,
         task=arguments.task,
         task_keys=arguments.set,
         rewards=arguments.reward,
         checkpoint="last" if arguments.checkpoint is None else arguments.checkpoint,
-        **{name: value for name, value in given.items() if value is not None},
+        **given,
     )
-    if arguments.json:
-        print(json.dumps(plain(result), ensure_ascii=False))
-        return
-    _table(result)
+    print_result(arguments, result, _table(result))
 
 
-def _judged(arguments: argparse.Namespace, files: dict[str, str]) -> None:
+def _judged(arguments: argparse.Namespace, files: Sequence[str]) -> None:
     """A reward model on a file of judged rows."""
     if len(files) > 1:
-        raise KeelError(f"{_names(list(files))}: give one file of rows")
-    rows, path = next(iter(files.items()))
-    strange = _given(arguments, OF_TASKS)
-    if strange:
-        raise KeelError(
-            f"{_names(strange)} {_say(strange)} nothing of judged rows (--{rows}): "
-            f"drop {_them(strange)}"
-        )
-    strange = [] if rows == "steps" else _given(arguments, OF_STEPS)
-    if strange:
-        raise KeelError(
-            f"{_names(strange)} {_say(strange)} how answers in steps are read: "
-            f"drop {_them(strange)}, or give --steps"
-        )
+        raise KeelError(f"{_names(files)}: give one file of rows")
+    (rows,) = files
+    _refuse(arguments, OF_TASKS, f"without effect on judged rows (--{rows}): leave out")
+    if rows != "steps":
+        _refuse(arguments, OF_STEPS, "of answers in steps only: leave out, or give --steps")
     from keel.training.evaluation import evaluate_reward_model
 
     separator = arguments.separator
     measured = evaluate_reward_model(
         arguments.model,
         rows,  # type: ignore[arg-type]
-        path,
+        getattr(arguments, rows),
         stage=arguments.stage,
         separator=None if separator is None else separator.replace("\\n", "\n"),
         threshold=arguments.threshold,
         pictures=None if arguments.pictures is None else Path(arguments.pictures),
     )
     result = measured.as_dict()
-    if arguments.json:
-        print(json.dumps(result, ensure_ascii=False))
-        return
-    intervals = {k: v for k, v in result.items() if isinstance(v, dict) and "low" in v}
-    _head()
-    for name, value in intervals.items():
-        _row(name, value)
-    for name, value in result.items():
-        if isinstance(value, int | float):
-            print(f"{name:<20}{value:.4g}")
-        elif value is None and name in FIGURES:
-            print(f"{name:<20}undefined")
+    print_result(arguments, result, _judged_table(result))
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
@@ -106,45 +77,56 @@ def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
 
 
 def _names(options: Sequence[str]) -> str:
-    words = [f"--{name.replace('_', '-')}" for name in options]
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return ", ".join(f"--{name.replace('_', '-')}" for name in options)
 
 
-def _say(options: Sequence[str]) -> str:
-    return "says" if len(options) == 1 else "say"
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raises KeelError if any of these options is given."""
+    if given := _given(arguments, names):
+        raise KeelError(f"{_names(given)}: {why}")
 
 
-def _them(options: Sequence[str]) -> str:
-    return "it" if len(options) == 1 else "them"
+# ---------------------------------------------------------------- what is printed
 
 
-def _table(result: dict[str, Any]) -> None:
-    _head()
-    _row("greedy" if result["measure"] == "pass@1" else "greedy reward", result)
+def _judged_table(result: dict[str, Any]) -> Iterator[str]:
+    yield HEAD
+    for name, value in result.items():
+        if isinstance(value, dict) and "low" in value:
+            yield _row(name, value)
+    for name, value in result.items():
+        if isinstance(value, int | float):
+            yield f"{name:<20}{value:.4g}"
+        elif value is None and name in FIGURES:
+            yield f"{name:<20}undefined"
+
+
+def _table(result: dict[str, Any]) -> Iterator[str]:
+    yield HEAD
+    yield _row("greedy" if result["measure"] == "pass@1" else "greedy reward", result)
     for name, value in result.items():
         if isinstance(value, dict) and "mean" in value:
-            _row(name, value)
+            yield _row(name, value)
     if result["measure"] == "reward":
-        print(
+        yield (
             "\nmean rewards, no pass@k: no reward that is declared as correctness "
             "(rewards.functions.correctness) gives a verdict"
         )
-    print(f"\nreward: {result['reward']}")
+    yield f"\nreward: {result['reward']}"
     if "warning" in result:
-        print(f"\nwarning: {result['warning']}")
+        yield f"\nwarning: {result['warning']}"
     if result.get("selected"):
-        print("\nthis checkpoint was selected on these prompts: report the figure of other ones")
+        yield "\nthis checkpoint was selected on these prompts: report the figure of other ones"
     if result.get("unjudged"):
-        print(f"\n{result['unjudged']} validation prompts without a verdict are left out")
+        yield f"\n{result['unjudged']} validation prompts without a verdict are left out"
     if result.get("left_out"):
-        print(f"\n{result['left_out']} validation prompts left out: too long, or unreadable")
+        yield f"\n{result['left_out']} validation prompts left out: too long, or unreadable"
 
 
-def _head() -> None:
-    print(f"{'':<15}{'mean':>9}   95 % interval        n")
+HEAD = f"{'':<15}{'mean':>9}   95 % interval        n"
 
 
-def _row(name: str, value: dict[str, Any]) -> None:
+def _row(name: str, value: dict[str, Any]) -> str:
     """A line; None, NaN and the infinities are what the rows cannot tell."""
     mean, low, high = (value[key] for key in ("mean", "low", "high"))
     known = _known(mean)
@@ -152,7 +134,7 @@ def _row(name: str, value: dict[str, Any]) -> None:
     interval = f"[{low:.3f}, {high:.3f}]" if known and _known(low) and _known(high) else "–"
     if known and low == 0 and high == 1:
         interval = "too few prompts"
-    print(f"{name:<15}{shown:>9}   {interval:<18}{value['n']:>4}")
+    return f"{name:<15}{shown:>9}   {interval:<18}{value['n']:>4}"
 
 
 def _known(value: float | None) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 
+from keel.cli.output import print_result
 from keel.training.export import class_of, exported
 
 
@@ -18,14 +18,12 @@ def run(arguments: argparse.Namespace) -> None:
         stage=arguments.stage,
         adapter=arguments.adapter,
     )
-    if arguments.json:
-        print(json.dumps({**asdict(result), "folder": str(result.folder)}, ensure_ascii=False))
-        return
-    folder = str(result.folder)
+    folder, lines = str(result.folder), []
     if result.running:
         what = f"stage {arguments.stage}" if result.checkpoint is None else result.checkpoint
-        print(f"the run in {arguments.run} is still going; exported is the model of {what}")
-    if arguments.adapter:
-        print(f"{folder}: load it with peft.PeftModel.from_pretrained(BASE, {folder!r})")
-    else:
-        print(f"{folder}: load it with {class_of(result.folder)}.from_pretrained({folder!r})")
+        lines = [f"the run in {arguments.run} is still going; exported is the model of {what}"]
+    call = "peft.PeftModel.from_pretrained(BASE, "
+    if not arguments.adapter:
+        call = f"{class_of(result.folder)}.from_pretrained("
+    lines.append(f"{folder}: load it with {call}{folder!r})")
+    print_result(arguments, {**asdict(result), "folder": folder}, lines)

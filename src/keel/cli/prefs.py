@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from keel.cli.output import print_result
 from keel.platform.sqlite import is_database
 from keel.preferences.store.exports import Selection, preference_rows, steps_rows, write_rows
 from keel.preferences.store.formats import Attribution
@@ -16,7 +16,6 @@ from keel.preferences.store.imports import DEFAULTS, import_file, write_left_out
 from keel.preferences.store.statistics import describe, statistics_lines
 from keel.preferences.store.store import PreferenceStore
 from keel.runs.quarantine import counted
-from keel.runs.values import plain
 from keel.types import KeelError
 
 
@@ -54,17 +53,19 @@ def _import(arguments: argparse.Namespace) -> None:
         lines.append(f"there already, or twice in the file: {report.repeated} labels")
     if listed is not None:
         lines.append(f"left out: {counted(report.left_out)}, listed in {listed}")
-    show(arguments, result, lines)
+    print_result(arguments, result, lines)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     """Write the labels that the options select."""
     out = new_file(arguments.out)
-    selection = Selection(arguments.source, arguments.round, arguments.annotator)
+    selection = Selection(
+        arguments.source or None, arguments.round or None, arguments.annotator or None
+    )
     rows = steps_rows if arguments.steps else preference_rows
     with PreferenceStore(Path(arguments.store)) as store, write_errors(out):
         count = write_rows(out, rows(store, selection))
-    show(arguments, {"out": str(out), "rows": count}, [f"{out}: {count} rows"])
+    print_result(arguments, {"out": str(out), "rows": count}, [f"{out}: {count} rows"])
 
 
 def _stats(arguments: argparse.Namespace) -> None:
@@ -76,7 +77,7 @@ def _stats(arguments: argparse.Namespace) -> None:
         if "rows" in result:
             lines.append(f"  {'rows':<18}{result['rows']:>8}   {result['repeated']} repeated")
         lines += statistics_lines(result)
-    show(arguments, results, lines)
+    print_result(arguments, results, lines)
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -90,11 +91,6 @@ def _described(path: Path) -> dict[str, Any]:
         report = import_file(store, "trl", path, Attribution(keep_empty=True), "stop")
         counts = {"rows": report.rows, "repeated": report.repeated}
         return {"file": str(path), **counts, **describe(store)}
-
-
-def show(arguments: argparse.Namespace, result: Any, lines: list[str]) -> None:
-    """Print a result as JSON if that is asked for, else its lines."""
-    print(json.dumps(plain(result), ensure_ascii=False) if arguments.json else "\n".join(lines))
 
 
 def new_file(name: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from keel.cli.prefs import show
+from keel.cli.output import print_result
 from keel.preferences.costs import cost_lines, describe_costs, step_costs
 from keel.preferences.store.records import CostRecord
 from keel.preferences.store.store import PreferenceStore
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
         lines.append("nothing is recorded: labels and completions may have a cost, or --add one")
     else:
         lines += cost_lines(result)
-    show(arguments, result, lines)
+    print_result(arguments, result, lines)
 
 
 def _entry(arguments: argparse.Namespace) -> CostRecord:

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from keel.cli.prefs import new_file, show, write_errors
+from keel.cli.output import print_result
+from keel.cli.prefs import new_file, write_errors
 from keel.platform.files import write_bytes
 from keel.preferences.pool import Features, SelectionPlan, select_batch
 from keel.preferences.store.statistics import shown
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.by,
         arguments.count,
         arguments.round,
-        arguments.source,
+        arguments.source or None,
         arguments.pool,
         arguments.seed,
     )
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
         with write_errors(out):
             write_bytes(out, b"".join(record_line(row, {}) for row in batch.rows))
     result = {"store": arguments.store, **batch.as_dict(), "out": arguments.out}
-    show(arguments, result, _lines(result))
+    print_result(arguments, result, _lines(result))
 
 
 def _lines(result: Mapping[str, Any]) -> list[str]:

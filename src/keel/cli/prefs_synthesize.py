@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keel.cli.prefs import show
+from keel.cli.output import print_result
 from keel.config.fields import unknown
 from keel.config.load import parse_override
 from keel.config.presets import merge
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         with PreferenceStore(Path(arguments.store)) as store:
             found = audit_judges(store)
         result = {"store": arguments.store, "judges": found}
-        show(arguments, result, [arguments.store, *audit_lines(found)])
+        print_result(arguments, result, [arguments.store, *audit_lines(found)])
         return 0
     options = _options(arguments)
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts)
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             note=lambda line: print(line, file=sys.stderr, flush=True),
         )
     result = {"store": arguments.store, **report.as_dict()}
-    show(arguments, result, _lines(arguments.store, report))
+    print_result(arguments, result, _lines(arguments.store, report))
     if report.stopped is None:
         return 0
     print(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from keel.cli.output import print_result
 from keel.view.report import write_report
 
 
@@ -13,7 +13,4 @@ def run(arguments: argparse.Namespace) -> None:
     """Write a run's report; print where it is."""
     out = None if arguments.out is None else Path(arguments.out)
     path = write_report(arguments.run, out, arguments.price)
-    if arguments.json:
-        print(json.dumps({"report": str(path)}))
-    else:
-        print(path)
+    print_result(arguments, {"report": str(path)}, [str(path)])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keel.analysis.text import visible
+from keel.cli.output import print_result
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
-from keel.runs.values import plain
 from keel.types import shown_text
 
 SHOWN = 5
@@ -19,10 +18,7 @@ SHOWN = 5
 def run(arguments: argparse.Namespace) -> None:
     """Print the rollouts of a step: all as JSON, else the first few."""
     records = load(arguments.run).rollouts(arguments.step, arguments.stage)
-    if arguments.json:
-        print(json.dumps(plain(records[: arguments.n]), ensure_ascii=False))
-    else:
-        print("\n".join(lines(records, arguments.n or SHOWN)))
+    print_result(arguments, records[: arguments.n], lines(records, arguments.n or SHOWN))
 
 
 def lines(records: Sequence[dict[str, Any]], shown: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from keel.cli.output import print_result
 from keel.runs.diff import Difference, FirstDifference, Point, diff
 from keel.runs.values import Change
 
@@ -20,10 +21,7 @@ DIFFERENT = 1
 def run(arguments: argparse.Namespace) -> int:
     """Compare two runs; returns 0 where they are the same and 1 where they differ."""
     found = diff(arguments.a, arguments.b)
-    if arguments.json:
-        print(json.dumps(found.as_dict(), ensure_ascii=False, allow_nan=False))
-    else:
-        print("\n".join(_lines(found)))
+    print_result(arguments, found.as_dict(), _lines(found))
     return 0 if found.same else DIFFERENT
 
 
