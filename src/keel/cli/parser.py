@@ -251,7 +251,7 @@ def _number(kind: Callable[[str], float], least: float, most: float, wanted: str
             raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
         return value
 
-    read.__name__ = kind.__name__  # type: ignore[attr-defined]
+    read.__name__ = kind.__name__
     return read
 
 
