@@ -43,6 +43,16 @@ def test_run_in_a_folder_made_again_is_the_new_one(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
+def test_named_runs_are_shown_or_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / name, "rl", 3)
+    library = Library([tmp_path])
+    for wanted, found in ((), "a"), (("b", "nope"), "b"), (("b", "a"), "ba"):
+        assert "".join(run.name for run in library.chosen(wanted)) == found
+    with pytest.raises(KeelError, match="no run 'nope' here"):
+        library.chosen(("nope",))
+
+
 def test_runs_with_numbers_are_sorted_by_these(tmp_path: Path) -> None:
     for name in ("train-10", "train-2", "b/run", "train-1b", "train-1"):
         write(tmp_path / name, "rl", 3)

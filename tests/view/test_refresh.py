@@ -16,7 +16,7 @@ from keel.types import KeelError
 from keel.view import curves, rollouts, runs
 from keel.view.address import Address
 from keel.view.library import Library
-from keel.view.rollout_index import Hits, Query, RolloutIndex
+from keel.view.rollout_index import Hits, RolloutIndex
 from keel.view.rollouts import RolloutsPage
 from tests.view import hostile
 from tests.view.simulated import SECONDS, marked, simulate, trigger, until
@@ -265,7 +265,7 @@ def test_an_earlier_search_does_not_replace_the_hits_of_a_later_one(
     began, goes_on = threading.Event(), threading.Event()
     search = RolloutIndex.search
 
-    def slow(index: RolloutIndex, query: Query) -> Hits:
+    def slow(index: RolloutIndex, query: Address) -> Hits:
         if query.text == "some":
             began.set()
             assert goes_on.wait(SECONDS)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -116,14 +115,9 @@ def test_words_go_to_the_reward_with_the_longest_name() -> None:
     ]
 
 
-def test_state_is_that_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_is_that_of_the_lock(tmp_path: Path) -> None:
     folder = written(tmp_path / "run")
     opened = Library([folder.path]).get("run")
-    old = time.time() - 3600
-    with Recorder(folder) as recorder:
-        recorder.timings(0, 1, {"total": 1.0})
-    assert opened.state() == "running", "without a lock the last record tells"
-    os.utime(folder.timings, (old, old))
     assert opened.state() == "stopped"
     with locked(folder.path):
         assert opened.state() == "running", "a slow step is no end"
@@ -139,7 +133,6 @@ def test_state_is_that_of_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert opened.state() == "running"
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-    os.utime(folder.timings)
     assert opened.state() == "stopped", "a killed run is stopped at once"
     update_run_json(folder, {"finished": True})
     assert opened.state() == "finished"

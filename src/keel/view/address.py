@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 from urllib.parse import urlencode
-
-from keel.view.rollout_index import Query
 
 NUMBERS = ("step", "row", "token", "smooth", "min_length", "max_length", "first_step", "last_step")
 LIMITS = ("min_reward", "max_reward")
@@ -16,6 +14,17 @@ CHOICES = {
     "theme": ("dark", "light"),
     "finish": ("eos", "stop", "length"),
 }
+SEARCHED = (
+    "text",
+    "prompt",
+    "finish",
+    *LIMITS,
+    "min_length",
+    "max_length",
+    "first_step",
+    "last_step",
+)
+"""What limits a search of the rollouts."""
 LARGEST = 1e9
 """Numbers beyond it are left out of an address: nothing here is as large."""
 
@@ -40,7 +49,8 @@ class Address(Parts):
     """The query of the pages of runs.
 
     `run` are the runs shown, the first of them the one whose rollouts are. `overlay` is "runs" or
-    "algorithms", `colour` the key of a token measure, `theme` "dark" or "light".
+    "algorithms", `colour` the key of a token measure, `theme` "dark" or "light". From `text` on
+    they are what to search the rollouts for.
     """
 
     run: tuple[str, ...] = ()
@@ -78,10 +88,3 @@ class Address(Parts):
             if found in CHOICES.get(key, (found,)) and (kind is str or abs(found) <= LARGEST):
                 values[key] = found
         return Address(**values)
-
-    @property
-    def query(self) -> Query:
-        """What to search the rollouts for."""
-        names = (f.name for f in fields(Query) if f.name not in ("text", "prompt_id"))
-        same: Mapping[str, Any] = {name: getattr(self, name) for name in names}
-        return Query(text=self.text or "", prompt_id=self.prompt, **same)

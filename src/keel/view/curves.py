@@ -42,9 +42,8 @@ class RunFiles:
 
 def curves_page(library: Library, address: Address, price: float | None) -> None:
     """Build the page."""
-    names = [name for name in address.run if name in library.names()][:MOST]
-    shown = Shown("/curves", address.but(run=tuple(names) or (library.names()[0],)))
-    runs = [library.get(name) for name in shown.address.run]
+    runs = library.chosen(address.run)[:MOST]
+    shown = Shown("/curves", address.but(run=tuple(run.name for run in runs)))
     files = _read(library, runs, address.stage, price)
     stage = files.stage
     with page(shown, runs[0].name):

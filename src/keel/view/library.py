@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -25,9 +24,6 @@ from keel.view.steps import StepCache, StepRows
 
 DEPTH = 4
 """Levels of folders below a given one in which runs are looked for."""
-RUNNING = 120.0
-"""Seconds since the last record within which an unfinished run counts as running, where its lock
-cannot be read."""
 _Identity = tuple[Path, int, int]
 
 
@@ -119,15 +115,7 @@ class OpenRun:
         """ "finished", "running" or "stopped": by the run's lock, which ends with its process."""
         if self.run.info().get("finished"):
             return "finished"
-        if is_taken(self.folder.path):
-            return "running"
-        if os.access(self.folder.lock, os.R_OK):
-            return "stopped"
-        try:
-            age = time.time() - self.folder.timings.stat().st_mtime
-        except OSError:
-            return "running"
-        return "running" if age < RUNNING else "stopped"
+        return "running" if is_taken(self.folder.path) else "stopped"
 
 
 class Library:
@@ -166,10 +154,14 @@ class Library:
                 self._open[name] = identity, self._read(name, identity[0])
             return self._open[name][1]
 
-    def first(self, names: Iterable[str]) -> OpenRun:
-        """The first of these runs that is here, else the first there is."""
-        known = self.names()
-        return self.get(next((name for name in names if name in known), known[0]))
+    def chosen(self, names: Iterable[str]) -> list[OpenRun]:
+        """Those of the named runs that are here; of no names the first there is.
+
+        Raises KeelError if none of them is here.
+        """
+        known, wanted = self.names(), list(names)
+        found = [name for name in wanted if name in known] or wanted[:1] or known[:1]
+        return [self.get(name) for name in found]
 
     def _read(self, name: str, path: Path) -> OpenRun:
         run = load(path)

@@ -1,197 +1,97 @@
-"""All rollouts of a run as one table, to search and filter them over all steps.
-
-The table is kept as Arrow files in the folder `view/` of the run, `CHUNK` or more rows each, and
-read as memory maps. Each lists the rollout files that it was made of, with size and time, and is
-made again where one has changed. The rows of newer steps are in memory. Torch-free.
-"""
+"""All rollouts of a run, to search and filter them over all steps. Torch-free."""
 
 from __future__ import annotations
 
-import json
-import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from keel.runs.layout import FolderEntry, RunFolder
+from keel.view.address import Address
 
-CHUNK = 20_000
-"""Rows from which on a part of the table is written to disk."""
-SOURCES = b"keel-sources"
-_TEXT = ("prompt_id", "task", "prompt", "completion", "finish")
-_COLUMNS = ("group", *_TEXT, "reward", "written")
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """What to look for: every condition that is set must hold.
-
-    `text` is searched for, without regard to case, in completions and prompts. Limits include
-    their ends; `prompt_id` names one prompt.
-    """
-
-    text: str = ""
-    stage: str | None = None
-    prompt_id: str | None = None
-    finish: str | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    min_length: int | None = None
-    max_length: int | None = None
-    first_step: int | None = None
-    last_step: int | None = None
+KEPT = 2**30
+"""Bytes of tables that are kept in memory; the files of what is beyond are read at each search."""
+_COLUMNS = ("prompt_id", "prompt", "completion", "finish", "reward", "written")
+_Identity = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """The number of rows that fit a query, and the first of them in the order of the run.
+    """The number of rows that fit, the first of them in the order of the run, the number of rows
+    searched, and the files that are damaged and left out.
 
-    Each is a dict with stage, step, row (its place in the step), prompt_id, prompt, completion,
+    Each row is a dict with stage, step, row (its place in the step), prompt_id, prompt, completion,
     reward, length (tokens that the policy wrote) and finish.
     """
 
     total: int
     rows: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _IndexPart:
-    """Rows of some rollout files, and what those files were: path, size and time of each."""
-
-    sources: tuple[tuple[str, int, int], ...]
-    table: pa.Table
+    searched: int
+    damaged: tuple[str, ...]
 
 
 class RolloutIndex:
-    """The rollouts of a run, searchable. `update` reads what is new; safe to use from threads."""
+    """The rollouts of a run, searchable; safe to use from threads."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self._parts: list[_IndexPart] = []
+        self._kept: dict[_Identity, pa.Table] = {}
         self._lock = threading.Lock()
-        self._loaded = False
-        self._seen = -1
-        self.damaged: tuple[str, ...] = ()
 
-    @property
-    def rows(self) -> int:
-        """The number of rollouts in the index."""
-        return sum(part.table.num_rows for part in self._parts)
+    def search(self, wanted: Address, limit: int = 100) -> Hits:
+        """The rollouts that fit the conditions of an address: all that are set must hold.
 
-    def update(self) -> None:
-        """Read the rollout files that are new or have changed.
-
-        A file that is damaged is left out, and named in `damaged`.
-
-        Takes about 1 ms a file; a later call, also of another process, reads the parts on disk.
+        `text` is searched for, without regard to case, in completions and prompts. Limits include
+        their ends. The first search takes about 1 ms a file; later ones read what is new.
         """
-        with self._lock:
-            if not self._loaded:
-                self._parts = list(self._stored())
-                self._loaded = True
-            changed = _changed(self.folder.rollouts_folder)
-            if changed == self._seen:
-                return
-            listed = self.folder.list_rollouts()
-            there = {entry.path.name: _identity(entry.path) for entry in listed}
-            parts = [
-                part
-                for part in self._parts
-                if all(there.get(source[0]) == source for source in part.sources)
-            ]
-            known = {source[0] for part in parts for source in part.sources}
-            fresh: list[_IndexPart] = []
-            damaged = []
-            for entry in listed:
-                if entry.path.name in known:
-                    continue
-                try:
-                    fresh.append(self._read(entry))
-                except (OSError, pa.ArrowException):
-                    damaged.append(entry.path.name)
-                    continue
-                if sum(part.table.num_rows for part in fresh) >= CHUNK:
-                    parts += self._store(fresh)
-                    fresh = []
-            small = [part for part in parts if part.table.num_rows < CHUNK]
-            if fresh:
-                kept = [part for part in parts if part not in small]
-                parts = [*kept, *self._store([*small, *fresh])]
-            self._parts = parts  # at once: a search may be reading the list
-            self.damaged = tuple(damaged)
-            self._seen = changed
-
-    def search(self, query: Query, limit: int = 100) -> Hits:
-        """The rollouts that fit a query."""
-        total = 0
-        found: list[dict[str, Any]] = []
-        text = pc.utf8_lower(pa.scalar(query.text)).as_py()
-        for part in sorted(self._parts, key=lambda part: part.sources[0][0]):
-            mask = _mask(part.table, query, text)
-            fitting = part.table if mask is None else part.table.filter(mask)
+        total = searched = 0
+        rows: list[dict[str, Any]] = []
+        damaged = []
+        entries = self.folder.list_rollouts()
+        for entry, table in zip(entries, self._tables(entries), strict=True):
+            if table is None:
+                damaged.append(entry.path.name)
+                continue
+            searched += table.num_rows
+            mask = _mask(table, wanted)
+            fitting = table if mask is None else table.filter(mask)
             total += fitting.num_rows
-            if len(found) < limit:
-                shown = fitting.slice(0, limit - len(found)).drop(["folded"])
-                found += shown.to_pylist()
-        found.sort(key=lambda row: (self.folder.stages.index(row["stage"]), row["step"]))
-        return Hits(total, found)
+            if fitting.num_rows and len(rows) < limit:
+                rows += fitting.slice(0, limit - len(rows)).to_pylist()
+        return Hits(total, rows, searched, tuple(damaged))
 
-    def _read(self, entry: FolderEntry) -> _IndexPart:
-        identity = _identity(entry.path)
-        stage = self.folder.stages[entry.place.stage]
-        raw = pq.read_table(entry.path, columns=list(_COLUMNS), use_threads=False)
-        return _IndexPart((identity,), _row_table(raw, stage, entry.place.step))
+    def _tables(self, entries: Sequence[FolderEntry]) -> list[pa.Table | None]:
+        """The table of each file; None if it is damaged, or was deleted since."""
+        with self._lock, ThreadPoolExecutor() as pool:  # several tabs read a file once
+            names = [_identity(entry.path) for entry in entries]
+            tables = list(pool.map(self._table, names, entries))
+            kept, size = {}, 0
+            for name, table in zip(names, tables, strict=True):
+                if table is not None and size + table.nbytes <= KEPT:
+                    kept[name] = table
+                    size += table.nbytes
+            self._kept = kept
+            return tables
 
-    def _store(self, parts: Sequence[_IndexPart]) -> list[_IndexPart]:
-        """The parts as one, on disk where it has as many rows as a chunk."""
-        sources = tuple(source for part in parts for source in part.sources)
-        table = pa.concat_tables([part.table for part in parts]).combine_chunks()
-        joined = _IndexPart(sources, table)
-        if table.num_rows < CHUNK:
-            return [joined]
-        path = self.folder.path / "view" / f"{sources[0][0].removesuffix('.parquet')}.arrow"
-        temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    def _table(self, name: _Identity, entry: FolderEntry) -> pa.Table | None:
+        if name in self._kept:
+            return self._kept[name]
         try:
-            path.parent.mkdir(exist_ok=True)
-            schema = table.schema.with_metadata({SOURCES: json.dumps(sources).encode()})
-            with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, schema) as writer:
-                writer.write_table(table)
-            temporary.replace(path)
-            return [_open(path)]
-        except OSError:  # a folder that may not be written to is read again each time
-            temporary.unlink(missing_ok=True)
-            return [joined]
-
-    def _stored(self) -> list[_IndexPart]:
-        found: list[_IndexPart] = []
-        for path in sorted((self.folder.path / "view").glob("[!.]*.arrow")):
-            try:
-                part = _open(path)
-                # Two servers of a run that goes on may have written parts that overlap.
-                known = {source[0] for one in found for source in one.sources}
-                found += [] if known & {source[0] for source in part.sources} else [part]
-            except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
-                continue  # made again
-        return found
+            raw = pq.read_table(entry.path, columns=list(_COLUMNS), use_threads=False)
+            return _row_table(raw, self.folder.stages[entry.place.stage], entry.place.step)
+        except (OSError, pa.ArrowException):
+            return None
 
 
-def _changed(folder: Path) -> int:
-    """When a file was added to the folder or replaced: all are written by renaming."""
-    try:
-        return folder.stat().st_mtime_ns
-    except OSError:
-        return -1
-
-
-def _identity(path: Path) -> tuple[str, int, int]:
+def _identity(path: Path) -> _Identity:
     try:
         facts = path.stat()
     except OSError:  # a resumed run deletes what came after its checkpoint
@@ -199,53 +99,39 @@ def _identity(path: Path) -> tuple[str, int, int]:
     return path.name, facts.st_size, facts.st_mtime_ns
 
 
-def _open(path: Path) -> _IndexPart:
-    table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    sources = tuple(
-        (str(n), int(s), int(t)) for n, s, t in json.loads(table.schema.metadata[SOURCES])
-    )
-    wanted = {"stage", "step", "row", "group", "reward", "length", "folded", *_TEXT}
-    if not wanted <= set(table.column_names):
-        raise ValueError("another version's index")
-    return _IndexPart(sources, table.replace_schema_metadata(None))
-
-
 def _row_table(raw: pa.Table, stage: str, step: int) -> pa.Table:
     """The columns of the index, from those of a rollout file."""
     count = raw.num_rows
-    written = raw["written"].combine_chunks() if count else pa.array([], pa.list_(pa.bool_()))
-    lengths = np.zeros(count, np.int32)
-    if count:
-        flat = np.concatenate([[0], np.cumsum(written.flatten().to_numpy(zero_copy_only=False))])
-        offsets = written.offsets.to_numpy() - written.offsets[0].as_py()
-        lengths = (flat[offsets[1:]] - flat[offsets[:-1]]).astype(np.int32)
-    texts = {name: raw[name].cast(pa.string()) for name in _TEXT}
-    both = pc.binary_join_element_wise(texts["completion"], texts["prompt"], "\n")
+    lengths = [sum(written) for written in raw["written"].to_pylist()]
+    texts = {name: raw[name].cast(pa.string()) for name in ("prompt_id", "prompt", "completion")}
     return pa.table(
         {
             "stage": pa.array([stage] * count, pa.string()),
             "step": pa.array([step] * count, pa.int32()),
             "row": pa.array(range(count), pa.int32()),
-            "group": raw["group"].cast(pa.int32()),
             **texts,
+            "finish": raw["finish"].cast(pa.string()),
             "reward": raw["reward"].cast(pa.float64()),
-            "length": pa.array(lengths),
-            "folded": pc.utf8_lower(both),
+            "length": pa.array(lengths, pa.int32()),
         }
     )
 
 
-def _mask(table: pa.Table, query: Query, text: str) -> Any:
-    """Which rows fit; None where all do. The cheap conditions go first."""
-    equal = {"stage": query.stage, "prompt_id": query.prompt_id, "finish": query.finish}
+def _mask(table: pa.Table, wanted: Address) -> Any:
+    """Which rows fit; None if all do. The cheap conditions go first."""
+    equal = {"stage": wanted.stage, "prompt_id": wanted.prompt, "finish": wanted.finish}
     masks = [pc.equal(table[name], value) for name, value in equal.items() if value is not None]
     for name, low, high in (
-        ("reward", query.min_reward, query.max_reward),
-        ("length", query.min_length, query.max_length),
-        ("step", query.first_step, query.last_step),
+        ("reward", wanted.min_reward, wanted.max_reward),
+        ("length", wanted.min_length, wanted.max_length),
+        ("step", wanted.first_step, wanted.last_step),
     ):
         masks += [] if low is None else [pc.greater_equal(table[name], low)]
         masks += [] if high is None else [pc.less_equal(table[name], high)]
-    if text:
-        masks.append(pc.match_substring(table["folded"], text))
+    if wanted.text:
+        found = (
+            pc.match_substring(table[name], wanted.text, ignore_case=True)
+            for name in ("completion", "prompt")
+        )
+        masks.append(pc.or_(*found))
     return reduce(pc.and_, masks) if masks else None

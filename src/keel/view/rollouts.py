@@ -20,7 +20,7 @@ from keel.analysis.token_values import (
     token_html,
 )
 from keel.types import KeelError
-from keel.view.address import CHOICES, LARGEST, NUMBERS, Address
+from keel.view.address import CHOICES, LARGEST, NUMBERS, SEARCHED, Address
 from keel.view.frame import EVERY, Shown, page, problem
 from keel.view.library import Library
 from keel.view.linked_table import LinkedTable
@@ -56,7 +56,7 @@ class RolloutsPage:
     """The page of one browser tab. It holds the completion shown, and no more of the step."""
 
     def __init__(self, library: Library, address: Address) -> None:
-        self.run = library.first(address.run)
+        self.run = library.chosen(address.run)[0]
         self.steps = self.run.rollout_steps()
         stages = [stage for stage, _ in self.steps]
         stage = address.stage if address.stage in stages else (stages[-1] if stages else None)
@@ -374,27 +374,24 @@ class RolloutsPage:
         await self.find()
 
     def _wanted(self) -> bool:
-        query = self.address.but(stage=None).query
-        return query != type(query)()
+        return any(getattr(self.address, name) is not None for name in SEARCHED)
 
     async def find(self) -> None:
         """Show what fits the address's query, unless another search began since."""
-        index, query = self.run.index, self.address.query
         self.searches += 1
         search = self.searches
         self.results.clear()
         with self.results:
             ui.label("reading the rollouts …").classes("muted")
-        await background.io_bound(index.update)
-        hits = await background.io_bound(index.search, query)
+        hits = await background.io_bound(self.run.index.search, self.address)
         if hits is None or search != self.searches or self.results.is_deleted:
             return
         self.results.clear()
         with self.results:
             more = f", the first {len(hits.rows)} shown" if hits.total > len(hits.rows) else ""
-            text = f"{hits.total:,} of {index.rows:,} completions{more}"
+            text = f"{hits.total:,} of {hits.searched:,} completions{more}"
             ui.label(text).classes("muted").props("data-testid=hits")
-            for name in index.damaged:
+            for name in hits.damaged:
                 problem(f"rollouts/{name} is damaged and left out")
             rows = [self._hit(at, hit) for at, hit in enumerate(hits.rows)]
             names = ("step", "reward", "length", "finish", "prompt", "completion")

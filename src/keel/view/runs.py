@@ -97,7 +97,7 @@ def _line(library: Library, name: str, link: str) -> dict[str, Any]:
 
 def objective_page(library: Library, address: Address) -> None:
     """Build the page: what the run optimises, term by term, and its recipe."""
-    run = library.first(address.run)
+    run = library.chosen(address.run)[0]
     with page(Shown("/objective", address.but(run=(run.name,))), f"objective of {run.name}"):
         ui.label(visible(run.name, 100)).style("font-weight: 600")
         none = "this run has no stage of reinforcement learning on a language model"
@@ -113,7 +113,7 @@ def objective_page(library: Library, address: Address) -> None:
 
 def diagnosis_page(library: Library, address: Address) -> None:
     """Build the page: what is wrong with the run, with evidence and the key to change."""
-    run = library.first(address.run)
+    run = library.chosen(address.run)[0]
     shown = Shown("/diagnosis", address.but(run=(run.name,)))
     with page(shown, f"diagnosis of {run.name}"):
         ui.label(visible(run.name, 100)).style("font-weight: 600")
