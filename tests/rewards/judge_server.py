@@ -1,4 +1,4 @@
-"""A real local server of the chat completions protocol, with faults to order."""
+"""A small local server of the chat completions protocol, with faults to order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -18,14 +18,12 @@ WAIT = 60.0
 class Fault:
     """What the server does instead of answering well.
 
-    `status` with `headers` and `error` answers so. `cut` sends a part of the body and hangs up,
-    `drop` hangs up at once, `slow` waits until the server is let go. `body` replaces the whole
-    body, `text` what the model wrote, `message` and `choice` parts of the answer, `usage` what it
-    says was used (None: nothing).
+    `status` comes with `error`. `cut` sends half of the body and hangs up, `drop` hangs up at once,
+    `slow` waits until the server is let go. `body` replaces the whole body, `text` the model's
+    text, `message` and `choice` parts of the answer, `usage` the reported tokens (None: nothing).
     """
 
     status: int = 200
-    headers: Mapping[str, str] = field(default_factory=dict)
     error: Any = None
     cut: bool = False
     drop: bool = False
@@ -35,11 +33,6 @@ class Fault:
     message: Mapping[str, Any] = field(default_factory=dict)
     choice: Mapping[str, Any] = field(default_factory=dict)
     usage: Any = "true"
-
-    @property
-    def billed(self) -> bool:
-        """Whether the model worked."""
-        return self.status == 200
 
 
 @dataclass
@@ -78,14 +71,18 @@ def always(place: str) -> Verdict:
     return lambda asked: json.dumps({"reason": place, "verdict": place})
 
 
-class JudgeServer:
+class JudgeServer(ThreadingHTTPServer):
     """Serves on loopback until it is closed. `log` has every request, in order of arrival.
 
     Faults come in the order of arrival, or from `fault_of`. `holds` says which requests wait until
     `let_go` (by their number from 0).
     """
 
+    daemon_threads = True
+    request_queue_size = 128
+
     def __init__(self, verdict: Verdict = score, faults: Sequence[Fault | None] = ()) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.verdict = verdict
         self.faults = list(faults)
         self.fault_of: Callable[[Asked], Fault | None] = lambda asked: None
@@ -94,13 +91,9 @@ class JudgeServer:
         self.active = self.peak = 0
         self.changed = threading.Condition()
         self.let_go = threading.Event()
-        self._http = _Http(("127.0.0.1", 0), _handler(self))
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
+        self._thread = threading.Thread(target=self.serve_forever, daemon=True)
         self._thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_address[1]}/v1"
 
     @property
     def names(self) -> list[str]:
@@ -122,106 +115,70 @@ class JudgeServer:
         with self.changed:
             assert self.changed.wait_for(condition, WAIT), "the server never saw it"
 
-    def close(self) -> None:
-        self.let_go.set()
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-
-    def __enter__(self) -> JudgeServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that hang up or are killed are what this server is for."""
 
+    def __exit__(self, *_: object) -> None:
+        self.let_go.set()
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
 
-def _handler(server: JudgeServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
 
-        def log_message(self, *_: Any) -> None:
-            pass
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: JudgeServer
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            name = self.headers.get("Idempotency-Key", "")
-            asked = Asked(name, body, {k.lower(): v for k, v in self.headers.items()})
-            with server.changed:
-                number = len(server.log)
-                server.log.append(asked)
-                server.active += 1
-                server.peak = max(server.peak, server.active)
-                fault = server.faults.pop(0) if server.faults else server.fault_of(asked)
-                server.changed.notify_all()
-            fault = fault or Fault()
-            try:
-                if fault.slow or server.holds(number):
-                    server.let_go.wait(WAIT)
-            finally:
-                with server.changed:
-                    server.active -= 1
-                    server.changed.notify_all()
-            self.answer(asked, fault)
+    def log_message(self, *_: Any) -> None:
+        pass
 
-        def answer(self, asked: Asked, fault: Fault) -> None:
-            if fault.status != 200:
-                error = {"error": fault.error or {"message": "no", "code": None}}
-                # The client's own wait would be half a second.
-                soon = replace(fault, headers=fault.headers or {"Retry-After-Ms": "1"})
-                self.send(json.dumps(error).encode(), soon)
-                return
-            text = server.verdict(asked) if fault.text is None else fault.text
-            reported = sum(len(m["content"].encode()) for m in asked.body["messages"]) // 4 + 9
-            # No model writes more than it may, whatever the test made it say.
-            limit = asked.body.get("max_tokens", asked.body.get("max_completion_tokens"))
-            asked.billed = (reported, min(len(text), limit))
-            printed: dict[str, Any] = {
-                "id": "chatcmpl-1",
-                "object": "chat.completion",
-                "created": 0,
-                "model": asked.body["model"],
-                "choices": [
-                    {
-                        "index": 0,
-                        "message": {"role": "assistant", "content": text, **fault.message},
-                        "finish_reason": "stop",
-                        **fault.choice,
-                    }
-                ],
-            }
-            if fault.usage == "true":
-                spent = dict(zip(("prompt_tokens", "completion_tokens"), asked.billed, strict=True))
-                printed["usage"] = spent | {"total_tokens": sum(asked.billed)}
-            elif fault.usage is not None:
-                printed["usage"] = fault.usage
-            if fault.drop:
-                self.hang_up()
-                return
-            whole = json.dumps(printed).encode() if fault.body is None else fault.body.encode()
-            self.send(whole, fault)
-
-        def send(self, body: bytes, fault: Fault) -> None:
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        asked = Asked(headers.get("idempotency-key", ""), body, headers)
+        with server.changed:
+            number = len(server.log)
+            server.log.append(asked)
+            server.active += 1
+            server.peak = max(server.peak, server.active)
+            fault = server.faults.pop(0) if server.faults else server.fault_of(asked)
+            server.changed.notify_all()
+        fault = fault or Fault()
+        if fault.slow or server.holds(number):
+            server.let_go.wait(WAIT)
+        with server.changed:
+            server.active -= 1
+            server.changed.notify_all()
+        reply = self.reply(asked, fault).encode()
+        if not fault.drop:
             self.send_response(fault.status)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            for name, value in fault.headers.items():
-                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(reply)))
+            if fault.status != 200:  # the client's own wait would be half a second
+                self.send_header("Retry-After-Ms", "1")
             self.end_headers()
-            self.wfile.write(body[: len(body) // 2] if fault.cut else body)
-            if fault.cut:
-                self.wfile.flush()
-                self.hang_up()
-
-        def hang_up(self) -> None:
+            self.wfile.write(reply[: len(reply) // 2] if fault.cut else reply)
+            self.wfile.flush()
+        if fault.cut or fault.drop:
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    return Handler
+    def reply(self, asked: Asked, fault: Fault) -> str:
+        """The body; the model worked for it unless the status is an error's."""
+        if fault.status != 200:
+            return json.dumps({"error": fault.error or {"message": "no", "code": None}})
+        text = self.server.verdict(asked) if fault.text is None else fault.text
+        tokens_in = sum(len(m["content"].encode()) for m in asked.body["messages"]) // 4 + 9
+        # No model writes more than it may, whatever the test made it say.
+        limit = asked.body.get("max_tokens", asked.body.get("max_completion_tokens"))
+        asked.billed = (tokens_in, min(len(text), limit))
+        usage = dict(zip(("prompt_tokens", "completion_tokens"), asked.billed, strict=True))
+        message = {"role": "assistant", "content": text, **fault.message}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", **fault.choice}
+        whole = {
+            **{"id": "chatcmpl-1", "object": "chat.completion", "created": 0},
+            **{"model": asked.body["model"], "choices": [choice]},
+            "usage": usage if fault.usage == "true" else fault.usage,
+        }
+        return json.dumps(whole) if fault.body is None else fault.body

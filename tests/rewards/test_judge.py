@@ -10,12 +10,7 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
-from keel.rewards.judge.pairs import (
-    PairVerdict,
-    choose_pairs,
-    position_bias,
-    verdict,
-)
+from keel.rewards.judge.pairs import PairVerdict, choose_pairs, position_bias
 from keel.rewards.judge.prompts import Judgement, pair_question, score_question
 from keel.types import Group, KeelError, Message, Prompt
 from tests.data.tasks.made import completion
@@ -171,8 +166,9 @@ def test_pair_with_one_verdict_is_left_out() -> None:
         assert found.extras["judge_unparsed"][2] == "not one JSON object: '?'"
 
 
-def message(value: str | None) -> Judgement:
-    return Judgement(value, "", "" if value else "nothing")
+def pair(*choices: str | None) -> PairVerdict:
+    first, second = (Judgement(choice, "", "" if choice else "nothing") for choice in choices)
+    return PairVerdict((first, second))
 
 
 @pytest.mark.parametrize(
@@ -192,17 +188,14 @@ def message(value: str | None) -> Judgement:
 def test_value_of_a_pair_from_its_two_orders(
     with_a_first: str, with_b_first: str, worth: float | None, inconsistent: bool
 ) -> None:
-    found = verdict(message(with_a_first), message(with_b_first))
+    found = pair(with_a_first, with_b_first)
     assert found.value == worth
     assert found.inconsistent == inconsistent
-    one = verdict(None, message("first"))
+    one = PairVerdict((None, Judgement("first")))
     assert (one.value, one.choices, one.inconsistent) == (0.0, (None, "first"), False)
 
 
 def test_position_bias_counts_pairs_with_both_orders() -> None:
-    def pair(*places: Any) -> PairVerdict:
-        return PairVerdict(places, None)  # type: ignore[arg-type]
-
     assert position_bias([pair("first", None), pair(None, None)]) is None
     found = [
         *[pair("first", "first")] * 3,

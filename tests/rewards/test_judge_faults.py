@@ -72,6 +72,7 @@ def test_request_without_an_answer_is_repeated(
     found = scored(server.url, tmp_path, [group(["a", "bb"])], concurrency=1, **FIVE)
     assert rewards(found) == [0.1, 0.2]
     assert len(server.log) == 3
+    assert server.names[1] == server.names[2]  # a server may know it and not bill it twice
     account = account_of(tmp_path)
     assert account.answers == 2
     answered = [server.log[0].billed, server.log[2].billed]
@@ -86,17 +87,6 @@ def test_a_server_that_is_slow_is_asked_again(tmp_path: Path) -> None:
         # if this machine is slow too.)
         assert len(server.log) >= 2
         assert len(set(server.names)) == 1
-
-
-def test_a_malformed_answer_changes_the_name_of_the_request(server: JudgeServer) -> None:
-    server.faults = [Fault(status=500), Fault(body="{"), Fault(status=500)]
-    reward = made(server.url, **FIVE)
-    assert call(reward, ["aa"]) == [0.2]
-    reward.close()
-    first, *others = server.names
-    key = first.removesuffix("-0")
-    assert len(key) == 64
-    assert others == [f"{key}-0", f"{key}-1", f"{key}-1"]
 
 
 def test_missing_server_ends_in_one_line(tmp_path: Path) -> None:

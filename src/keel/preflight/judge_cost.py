@@ -14,7 +14,7 @@ from keel.config.sources import RewardSource
 from keel.config.stage import StageConfig
 from keel.graders.stated import answer_part
 from keel.preflight.finding import Finding
-from keel.rewards.judge.options import GROUP, JudgeOptions
+from keel.rewards.judge.options import GROUP, JudgeOptions, most_tokens
 from keel.rewards.judge.pairs import choose_pairs
 from keel.rewards.judge.prompts import pair_question, score_question
 from keel.rewards.judge.store import Cost
@@ -63,7 +63,6 @@ def forecast_judge(
     None if nothing was sampled. The options of the source have been validated.
     """
     options = JudgeOptions.model_validate(source.options)
-    prices = options.prices
     bodies = list(_bodies(options, groups))
     if not bodies:
         return None
@@ -78,10 +77,10 @@ def forecast_judge(
     rollout = sampling.rollout
     fills = 1 + rollout.max_refills if rollout.dynamic_sampling else 1
     asked = (distinct + evaluation / times, distinct + evaluation, train * fills + evaluation)
-    mean = mean_interval([prices.worst(body, 0).tokens_in for body in bodies])
+    mean = mean_interval([most_tokens(body) for body in bodies])
     sizes = (max(mean.low, 0.0), mean.mean, mean.high if len(bodies) > 1 else mean.mean)
     low, estimate, high = (
-        prices.cost(
+        options.cost(
             math.ceil(size / width * questions),
             math.ceil(min(reply, options.max_tokens) * questions),
         )
@@ -103,14 +102,14 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
         low = sum((f.low for f in shared), Cost())
         estimate = sum((f.estimate for f in shared), Cost())
         high = sum((f.high for f in shared), Cost())
-        budget = one.options.limit
-        if budget.covers(high):
+        limits = one.options
+        if limits.covers(high):
             continue
-        if budget.dollars is not None and high.dollars > budget.dollars:
-            over, option = f"budget = ${budget.dollars:g}", "budget"
+        if limits.budget is not None and high.dollars > limits.budget:
+            over, option = f"budget = ${limits.budget:g}", "budget"
         else:
-            over, option = f"budget_tokens = {budget.tokens}", "budget_tokens"
-        sure, likely = not budget.covers(low), not budget.covers(estimate)
+            over, option = f"budget_tokens = {limits.budget_tokens}", "budget_tokens"
+        sure, likely = not limits.covers(low), not limits.covers(estimate)
         yield Finding(
             "judge-over-budget",
             f"the budget of the judge {one.name!r} "

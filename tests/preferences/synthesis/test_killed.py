@@ -47,7 +47,7 @@ def start(url: str, folder: Path, *more: str) -> subprocess.Popen[str]:
 def answered(folder: Path) -> set[str]:
     """The requests with a stored answer, read without Keel."""
     with sqlite3.connect(f"file:{requests_path(folder / 'a.db')}?mode=ro", uri=True) as db:
-        rows = {f"{row[0]}-0" for row in db.execute("SELECT key FROM answers")}
+        rows = {row[0] for row in db.execute("SELECT key FROM answers")}
     db.close()
     return rows
 

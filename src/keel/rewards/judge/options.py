@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -10,13 +11,17 @@ from pydantic import Field, model_validator
 from keel.algorithms.spec import Coefficient, FrozenModel, Positive
 from keel.config.fields import Count, Index, Words
 from keel.rewards.judge.prompts import RUBRIC, Structured
-from keel.rewards.judge.store import Prices, SpendLimit
+from keel.rewards.judge.store import Cost, SpendLimitReached
 
 GROUP = "group"
 """An answer is compared with others of its group."""
 RESERVED = ("model", "messages", "response_format", "seed", "n", "stream")
 """Keys of a request that other options set, or that change the form of the reply."""
 LIMITS = ("max_tokens", "max_completion_tokens")
+ROUNDING = 1e-9
+"""Dollars that sums of floats may be off by."""
+FRAME = 64
+"""Most tokens that a chat template adds to a message, and to the whole; usual are 3 to 12."""
 
 
 class JudgeOptions(FrozenModel):
@@ -90,15 +95,40 @@ class JudgeOptions(FrozenModel):
         keys = {"temperature": self.temperature, self.limit_name: self.max_tokens, **self.extra}
         return {key: value for key, value in keys.items() if key not in self.without}
 
-    @property
-    def prices(self) -> Prices:
-        """The prices of tokens."""
-        return Prices(self.price_in, self.price_out)
+    def cost(self, tokens_in: int, tokens_out: int) -> Cost:
+        """The cost of these numbers of tokens."""
+        dollars = (tokens_in * self.price_in + tokens_out * self.price_out) / 1e6
+        return Cost(tokens_in, tokens_out, dollars)
 
-    @property
-    def limit(self) -> SpendLimit:
-        """The limit on what the cache has cost."""
-        return SpendLimit(self.budget, self.budget_tokens)
+    def worst(self, body: Mapping[str, Any]) -> Cost:
+        """The most that a request costs."""
+        return self.cost(most_tokens(body), self.max_tokens)
+
+    def covers(self, cost: Cost) -> bool:
+        """Whether a total cost is within the limits."""
+        return (self.budget is None or cost.dollars <= self.budget + ROUNDING) and (
+            self.budget_tokens is None or cost.tokens <= self.budget_tokens
+        )
+
+    def limit_reached(self, spent: Cost, worst: Cost) -> SpendLimitReached:
+        """The error if the rest does not cover the worst case of the next request."""
+        option, value = "budget_tokens", f"{self.budget_tokens}"
+        if self.budget_tokens is None or (spent + worst).tokens <= self.budget_tokens:
+            option, value = "budget", f"{self.budget:g} dollars"
+        return SpendLimitReached(
+            f"{option} = {value} is used up: {spent} spent, and the next request may need {worst}: "
+            f"raise {option}"
+        )
+
+
+def most_tokens(body: Mapping[str, Any]) -> int:
+    """The most tokens that a request is read as: no token is shorter than a byte.
+
+    The schema of the reply is included: servers write it into the prompt.
+    """
+    parts = [*body["messages"], body.get("response_format")]
+    bytes_in = sum(len(json.dumps(part, ensure_ascii=False).encode()) for part in parts if part)
+    return bytes_in + FRAME * (len(body["messages"]) + 1)
 
 
 def _check_json(key: str, value: Any) -> None:

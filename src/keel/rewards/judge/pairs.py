@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from keel.rewards.judge.prompts import RUBRIC, Judgement, pair_question
 from keel.rewards.judge.requests import Asker
@@ -28,19 +28,43 @@ class ComparedPair:
 
 @dataclass(frozen=True, slots=True)
 class PairVerdict:
-    """A judge's verdict on a pair.
+    """A judge's judgements of a pair: with `a` first, and with `b` first; None if not asked.
 
-    `choices` holds "first", "second" or "tie" for the order with `a` first, then with `b` first;
-    None if that order was not asked, or gave no verdict (`wrong` holds the reason). `value` is
-    the worth of `a` against `b`: 1, 0, or ½ for a tie and for orders that differ; None if an
-    order is missing. `reasons` are the judge's words in the two orders.
+    Equal answers are asked about in neither order.
     """
 
-    choices: tuple[str | None, str | None]
-    value: float | None
-    wrong: tuple[str, ...] = ()
-    reasons: tuple[str, str] = ("", "")
-    costs: dict[str, Cost] = field(default_factory=dict)
+    orders: tuple[Judgement | None, Judgement | None]
+
+    @property
+    def choices(self) -> tuple[str | None, str | None]:
+        """ "first", "second" or "tie" in each order; None without a verdict."""
+        first, second = (
+            None if j is None or j.value is None else str(j.value) for j in self.orders
+        )
+        return first, second
+
+    @property
+    def value(self) -> float | None:
+        """The worth of `a` against `b`: 1, 0, or ½ for a tie, equal answers and orders that differ.
+
+        None if an order that was asked has no verdict.
+        """
+        first, second = self.choices
+        worth = [WORTH[first]] if first else []
+        worth += [WORTH[SWAPPED[second]]] if second else []
+        if len(worth) < sum(j is not None for j in self.orders):
+            return None
+        return worth[0] if len(set(worth)) == 1 else 0.5
+
+    @property
+    def wrong(self) -> str:
+        """Why an order has no verdict; empty if all have."""
+        return "\n".join(j.wrong for j in self.orders if j is not None and j.wrong)
+
+    @property
+    def costs(self) -> Mapping[str, Cost]:
+        """The costs of both orders."""
+        return {key: cost for j in self.orders if j is not None for key, cost in j.costs.items()}
 
     @property
     def both(self) -> bool:
@@ -53,18 +77,20 @@ class PairVerdict:
         first, second = self.choices
         return first is not None and second is not None and first != SWAPPED[second]
 
-    def words(self, place: int) -> list[str]:
-        """Of each order, what the judge said of `a` (place 0) or `b` (1).
+    def words(self, place: int) -> str:
+        """The judge's reasons about `a` (place 0) or `b` (1), a line for each order.
 
-        "First" in a reason means another answer in each order, so each says where this one stood.
+        "First" in a reason means another answer in each order, so each line says where this one
+        stood.
         """
         found = []
-        for order, (choice, reason) in enumerate(zip(self.choices, self.reasons, strict=True)):
-            if choice is not None:
+        for order, (choice, judgement) in enumerate(zip(self.choices, self.orders, strict=True)):
+            if choice is not None and judgement is not None:
                 stood = PLACES[place ^ order]
-                said = "tie" if choice == "tie" else "better" if choice == stood else "worse"
-                found.append(f"as the {stood} of two, {said}: {reason}".removesuffix(": "))
-        return found
+                outcome = "tie" if choice == "tie" else "better" if choice == stood else "worse"
+                line = f"as the {stood} of two, {outcome}: {judgement.reason}"
+                found.append(line.removesuffix(": "))
+        return "\n".join(found)
 
 
 async def judge_pairs(
@@ -88,30 +114,9 @@ async def judge_pairs(
     ]
     found = iter(await asker.judge(questions))
     return [
-        verdict(next(found) if order[0] else None, next(found) if order[1] else None)
-        if any(order)
-        else PairVerdict((None, None), 0.5)
-        for order in orders
+        PairVerdict((next(found) if first else None, next(found) if second else None))
+        for first, second in orders
     ]
-
-
-def verdict(first: Judgement | None, second: Judgement | None) -> PairVerdict:
-    """The verdict on a pair from its one or two orders; `second` had `b` first."""
-    asked = [j for j in (first, second) if j is not None]
-    places = [None if j is None else j.value for j in (first, second)]
-    choices = tuple(None if place is None else str(place) for place in places)
-    worth = [WORTH[choices[0]]] if choices[0] else []
-    worth += [WORTH[SWAPPED[choices[1]]]] if choices[1] else []
-    value = None
-    if asked and len(worth) == len(asked):
-        value = worth[0] if len(set(worth)) == 1 else 0.5
-    return PairVerdict(
-        choices=(choices[0], choices[1]),
-        value=value,
-        wrong=tuple(j.wrong for j in asked if j.wrong),
-        reasons=(first.reason if first else "", second.reason if second else ""),
-        costs={key: cost for j in asked for key, cost in j.costs.items()},
-    )
 
 
 def position_bias(verdicts: Sequence[PairVerdict]) -> float | None:

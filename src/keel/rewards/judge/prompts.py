@@ -67,7 +67,7 @@ class Question:
 
     messages: tuple[Mapping[str, Any], ...]
     key: Literal["score", "verdict"] | None = None
-    values: tuple[int, ...] | tuple[str, ...] = ()
+    values: tuple[int | str, ...] = ()
 
     def format(self, structured: Structured) -> dict[str, Any] | None:
         """The `response_format` of a request; None for plain text."""
@@ -179,31 +179,18 @@ def parse(answer: StoredAnswer, question: Question) -> Judgement:
         text = (answer_part(text) or "").strip()
     fenced = FENCE.fullmatch(text)
     try:
-        found = json.loads(
-            fenced[1] if fenced else text,
-            object_pairs_hook=_once,
-            parse_constant=_no_constant,
-        )
+        found = json.loads(fenced[1] if fenced else text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         return Judgement(wrong=f"not one JSON object: {text!r:.80}")
     if not isinstance(found, dict) or question.key is None or question.key not in found:
         return Judgement(wrong=f"no {question.key!r} in {text!r:.80}")
-    value = _known(found[question.key], question.values)
-    if value is None:
-        return Judgement(
-            wrong=f"{question.key} = {found[question.key]!r:.60} is none of the choices"
-        )
+    value = found[question.key]
+    if isinstance(value, bool) or value not in question.values:  # true is not 1
+        return Judgement(wrong=f"{question.key} = {value!r:.60} is none of the choices")
     reason = found.get("reason")
-    return Judgement(value, reason if isinstance(reason, str) else "")
-
-
-def _known(value: Any, values: Sequence[int | str]) -> int | str | None:
-    """The choice that equals a value: neither true for 1 nor "7" for 7, but 7.0 for 7."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return value if isinstance(value, int | str) and value in values else None
+    # The choice itself: 7 for 7.0.
+    choice = question.values[question.values.index(value)]
+    return Judgement(choice, reason if isinstance(reason, str) else "")
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -212,7 +199,3 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key twice")
     return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

@@ -24,6 +24,7 @@ from keel.rewards.judge.store import Cost, JudgeStore, StoredAnswer
 from keel.types import KeelError, one_line
 
 if TYPE_CHECKING:
+    import httpx
     from openai import APIError, AsyncOpenAI
 
 R = TypeVar("R")
@@ -43,7 +44,7 @@ SHOWN = 200
 """Characters of a server's message that an error repeats."""
 
 
-class Malformed(Exception):
+class Malformed(ValueError):
     """A response that is not a chat completion."""
 
 
@@ -115,45 +116,31 @@ class Asker:
 
     async def _judge(self, question: Question) -> Judgement:
         costs: dict[str, Cost] = {}
-        parsed = Judgement()
+        judgement = Judgement()
         for sample in range(self.options.attempts):
             key, answer = await self._answer(question, sample)
             costs[key] = answer.cost
-            parsed = parse(answer, question)
+            judgement = parse(answer, question)
             # A refused text is refused again.
-            if parsed.value is not None or answer.refusal:
+            if judgement.value is not None or answer.refusal:
                 break
-        return replace(parsed, costs=costs)
+        return replace(judgement, costs=costs)
 
     async def _answer(self, question: Question, sample: int) -> tuple[str, StoredAnswer]:
         """The key and the answer of one sample, from the cache or the server."""
         key = self._key(question, sample)
-        lock = self._locks.setdefault(key, asyncio.Lock())
-        async with lock:  # equal questions share one request
+        async with self._locks.setdefault(key, asyncio.Lock()):  # equal questions, one request
             while (answer := self.store.find(key)) is None:
-                sending = self._sending.get(key)
-                if sending is None:
-                    sending = await self._start(key, question, sample)
-                if sending is not None:
-                    await asyncio.shield(sending)
+                sending = self._sending.get(key) or await self._start(key, question, sample)
+                await asyncio.shield(sending)
         return key, answer
 
-    async def _start(self, key: str, question: Question, sample: int) -> asyncio.Task[None] | None:
-        """Wait for a slot and for the spend limit, and send; None if the answer arrived."""
+    async def _start(self, key: str, question: Question, sample: int) -> asyncio.Task[None]:
+        """Wait for a slot and for the spend limit, and send."""
         await self._slots.acquire()
         try:
-            if self.store.find(key) is not None:  # from another process
-                self._slots.release()
-                return None
-            worst = self._worst_case(question, sample)
-            limit = self.options.limit
-            while limit.set and not limit.covers(
-                self.store.spent() + sum(self._worst.values(), worst)
-            ):
-                if not self._sending:
-                    raise limit.error(self.store.spent(), worst)
-                # They will cost less than their worst cases.
-                await asyncio.wait(self._sending.values(), return_when=asyncio.FIRST_COMPLETED)
+            worst = self.options.worst(self._body(question, sample, self._structured))
+            await self._wait_for_limit(worst)
         except BaseException:
             self._slots.release()
             raise
@@ -161,6 +148,19 @@ class Asker:
         self._sending[key], self._worst[key] = sending, worst
         sending.add_done_callback(partial(self._sent, key))
         return sending
+
+    async def _wait_for_limit(self, worst: Cost) -> None:
+        """Until the spend limit covers a request with those under way, which will cost less than
+        their worst cases. Raises SpendLimitReached if none is."""
+        if self.options.budget is None and self.options.budget_tokens is None:
+            return
+        while True:
+            spent = self.store.account().spent
+            if self.options.covers(sum(self._worst.values(), spent + worst)):
+                return
+            if not self._sending:
+                raise self.options.limit_reached(spent, worst)
+            await asyncio.wait(self._sending.values(), return_when=asyncio.FIRST_COMPLETED)
 
     def _sent(self, key: str, sending: asyncio.Task[None]) -> None:
         del self._sending[key], self._worst[key]
@@ -172,19 +172,14 @@ class Asker:
         """Ask the server, and store its answer."""
         import openai
 
+        if self.store.find(key) is not None:  # from another process
+            return
         start = time.monotonic()
-        malformed = 0
         while True:
             body = self._body(question, sample, self._structured)
             try:
-                # Named so that a server may repeat an answer, but never a malformed one.
-                answer = await self._request(body, f"{key}-{malformed}", worst)
+                answer = await self._request(key, body, worst)
                 break
-            except Malformed as error:
-                malformed += 1
-                if malformed > self.options.retries:
-                    raise KeelError(f"the model {self._name}: {error}: check the server") from None
-                await asyncio.sleep(min(0.5 * 2**malformed, 8.0))
             except openai.APIError as error:
                 if (reason := _refusal(error, self.options.max_tokens)) is not None:
                     answer = StoredAnswer("", "", reason, Cost())
@@ -195,34 +190,25 @@ class Asker:
         self.seconds[key] = time.monotonic() - start
         self.store.add(key, self.options.model, answer)
 
-    async def _request(self, body: Mapping[str, Any], name: str, worst: Cost) -> StoredAnswer:
+    async def _request(self, key: str, body: Mapping[str, Any], worst: Cost) -> StoredAnswer:
         """The answer to one request; the client repeats it if none comes."""
         import openai
 
-        headers: dict[str, Any] = {"Idempotency-Key": name}
+        # Named so that a server may repeat an answer that did not arrive.
+        headers: dict[str, Any] = {"Idempotency-Key": key}
         if not self._key_name:
             headers["Authorization"] = openai.Omit()
-        try:
-            reply: Any = await self._client.chat.completions.create(
-                model=body["model"],
-                messages=body["messages"],
-                extra_body=body,
-                extra_headers=headers,
-            )
-        except ValueError as error:  # not JSON
-            raise Malformed(f"a malformed answer ({one_line(error)})") from None
-        try:
-            choice = reply.choices[0]
-            text = choice.message.content
-        except (AttributeError, IndexError, TypeError):
-            raise Malformed("an answer that is not a chat completion") from None
-        finish = getattr(choice, "finish_reason", None)
-        refusal = getattr(choice.message, "refusal", None)
+        reply: Any = await self._client.chat.completions.create(
+            model=body["model"], messages=body["messages"], extra_body=body, extra_headers=headers
+        )
+        choice = reply.choices[0]
+        finish = _text(getattr(choice, "finish_reason", None))
+        refusal = _text(getattr(choice.message, "refusal", None))
         if finish == "content_filter":
             refusal = refusal or finish
         usage = _usage(reply.usage)
-        cost = worst if usage is None else self.options.prices.cost(*usage)
-        return StoredAnswer(_text(text), _text(finish), _text(refusal), cost)
+        cost = worst if usage is None else self.options.cost(*usage)
+        return StoredAnswer(_text(getattr(choice.message, "content", None)), finish, refusal, cost)
 
     def _explain(self, error: APIError) -> str:
         """What a failed request means, and the fix."""
@@ -235,7 +221,8 @@ class Asker:
             hint = "check the server, or raise retries"
         else:
             hint = "check the options model, max_tokens, extra and without"
-        message = without_secrets(one_line(error).rstrip("."))[:SHOWN]
+        shown = error.__cause__ if isinstance(error.__cause__, Malformed) else error
+        message = without_secrets(one_line(shown).rstrip("."))[:SHOWN]
         return f"the model {self._name}: {message}: {hint}"
 
     async def _finish(self) -> None:
@@ -251,10 +238,6 @@ class Asker:
     @property
     def _name(self) -> str:
         return f"{self.options.model!r} at {self.url}"
-
-    def _worst_case(self, question: Question, sample: int) -> Cost:
-        body = self._body(question, sample, self._structured)
-        return self.options.prices.worst(body, self.options.max_tokens)
 
     def _body(self, question: Question, sample: int, form: Structured) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.options.model, "messages": list(question.messages)}
@@ -293,11 +276,27 @@ def _client(url: str, key_name: str | None, options: JudgeOptions) -> AsyncOpenA
                 "api_key_env"
             )
     client = openai.AsyncOpenAI(
-        base_url=url, api_key=key, timeout=options.timeout, max_retries=options.retries
+        base_url=url,
+        api_key=key,
+        timeout=options.timeout,
+        max_retries=options.retries,
+        http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [_check_shape]}),
     )
     if url != OPENAI:  # the library reads them from the environment
         client.organization = client.project = None
     return client
+
+
+async def _check_shape(response: httpx.Response) -> None:
+    """Raise Malformed, so that the client asks again, if a reply is not a chat completion."""
+    if not response.is_success:
+        return
+    try:
+        if isinstance(json.loads(await response.aread())["choices"][0]["message"], dict):
+            return
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    raise Malformed("a malformed answer (not a chat completion)")
 
 
 def _refusal(error: APIError, max_tokens: int) -> str | None:

@@ -53,31 +53,31 @@ class Judge:
 
         Raises KeelError if the server gives no answers or the spend limit is reached.
         """
-        stated = stated_texts(completions, None, openings)
-        answers, label = [text or "" for text in stated], self.options.label
+        answers = [text or "" for text in stated_texts(completions, None, openings)]
         values: list[list[float]] = [[] for _ in answers]
         reasons: list[list[str]] = [[] for _ in answers]
         wrong: list[list[str]] = [[] for _ in answers]
         found: list[Judgement | PairVerdict] = []
+
+        def keep(place: int, value: float | None, reason: str, why: str) -> None:
+            values[place] += [] if value is None else [value]
+            reasons[place] += [reason] if reason else []
+            wrong[place] += [why] if why else []
+
         if self.options.mode == "rubric":
-            for at, judgement in enumerate(await self._scores(prompts, answers, columns)):
-                found.append(judgement)
-                if (score := judgement.value) is not None:
-                    low, high = self.options.low, self.options.high
-                    values[at].append((int(score) - low) / (high - low))
-                reasons[at].append(judgement.reason)
-                wrong[at].append(judgement.wrong)
+            low, high = self.options.low, self.options.high
+            for place, one in enumerate(await self._scores(prompts, answers, columns)):
+                found.append(one)
+                score = None if one.value is None else (int(one.value) - low) / (high - low)
+                keep(place, score, one.reason, one.wrong)
         else:
-            for places, verdict in await self._compare(prompts, answers, columns):
-                found.append(verdict)
-                other = None if verdict.value is None else 1.0 - verdict.value
-                for side, (place, value) in enumerate(
-                    zip(places, (verdict.value, other), strict=True)
-                ):
-                    if place is not None:
-                        values[place] += [] if value is None else [value]
-                        reasons[place] += verdict.words(side)
-                        wrong[place] += verdict.wrong
+            for (a, b), pair in await self._compare(prompts, answers, columns):
+                found.append(pair)
+                keep(a, pair.value, pair.words(0), pair.wrong)
+                if b is not None:
+                    other = None if pair.value is None else 1.0 - pair.value
+                    keep(b, other, pair.words(1), pair.wrong)
+        label = self.options.label
         if log_extra is not None:
             log_extra(f"{label}_reason", ["\n".join(lines) for lines in reasons])
             log_extra(f"{label}_unparsed", ["\n".join(lines) for lines in wrong])
