@@ -8,15 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keel.config.repeat import round_of
-from keel.preferences.store.records import CostKind
+from keel.preferences.store.records import CostKind, Source
 from keel.preferences.store.store import PreferenceStore
 from keel.runs.reader import Run
 
-KINDS: dict[str, CostKind] = {
+KINDS: dict[Source, CostKind] = {
     **{"human": "human", "judge": "api", "rule": "gpu", "reward_model": "gpu"},
-    "completion": "api",
 }
-"""What the money on an item goes to: by a label's source, and of completions."""
+"""What the money on a label goes to, by its source."""
 TIMED: tuple[CostKind, ...] = ("human", "gpu")
 """Kinds that are paid by the hour; the seconds of an API's calls overlap and cost nothing."""
 HOUR = 3600.0
@@ -45,12 +44,12 @@ def cost_items(store: PreferenceStore) -> Iterator[CostItem]:
     took; an entry of the ledger counts in addition, as what is on none of them.
     """
     for table in ("labels", "steps", "completions"):
-        by = "'completion'" if table == "completions" else "source"
+        by = "kind" if table == "completions" else "source"
         for round, source, items, dollars, seconds in store.database.rows(
             f"SELECT round, {by}, COUNT(*), SUM(cost), SUM(seconds)"
             f" FROM {table} GROUP BY 1, 2 ORDER BY 1, 2"
         ):
-            kind = KINDS[source]
+            kind = KINDS.get(source, source)  # a completion has its kind
             hours = None if seconds is None or kind not in TIMED else seconds / HOUR
             of = table if table == "completions" else f"{table} by {source}"
             yield CostItem(round, kind, of, False, items, dollars, hours)

@@ -12,6 +12,7 @@ import pytest
 from keel.config.model import BuildModel
 from keel.engines.native import NativeEngine
 from keel.models.build import build_model, build_tokenizer
+from keel.preferences.costs import cost_items
 from keel.preferences.store.records import PromptRecord
 from keel.preferences.store.store import PreferenceStore
 from keel.preferences.synthesis.options import ModelFolder, SynthesisOptions
@@ -72,11 +73,9 @@ def test_completions_of_a_folder(folder: str, stores: list[PreferenceStore]) -> 
         assert one.seconds > 0
         assert one.cost is None
         assert one.columns["finish"] in ("length", "eos")
-    costs = list(store.costs(forecast=False))
-    assert {(cost.kind, cost.unit) for cost in costs} == {("gpu", "hours")}
-    assert sum(cost.amount for cost in costs) == pytest.approx(
-        sum(one.seconds or 0 for one in store.completions()) / 3600
-    )
+    (cost,) = [item for item in cost_items(store) if not item.forecast]
+    assert (cost.kind, cost.items, cost.dollars) == ("gpu", 10, None)
+    assert cost.hours == pytest.approx(sum(c.seconds or 0 for c in store.completions()) / 3600)
     assert report.forecast is not None
     assert report.forecast.totals["machine_hours"].mean > 0
     assert any("of this machine" in line for line in lines)

@@ -15,8 +15,7 @@ from keel.preferences.costs import describe_costs
 from keel.preferences.store.exports import preference_rows
 from keel.preferences.store.records import CompletionRecord, PromptRecord
 from keel.preferences.store.store import PreferenceStore
-from keel.preferences.synthesis.completions import chat
-from keel.preferences.synthesis.forecast import ModelUsage, forecast_costs
+from keel.preferences.synthesis.forecast import Usage, forecast_costs
 from keel.preferences.synthesis.options import (
     CompletionModel,
     ModelFolder,
@@ -25,6 +24,7 @@ from keel.preferences.synthesis.options import (
     parse_model,
     requests_path,
 )
+from keel.preferences.synthesis.requests import chat
 from keel.preferences.synthesis.run import SynthesisReport, synthesize
 from keel.types import KeelError, Sampling
 from tests.preferences.synthesis.made import (
@@ -237,22 +237,22 @@ def test_the_forecast_comes_first_and_holds_what_it_takes(tmp_path: Path) -> Non
         total = forecast.totals[unit]  # type: ignore[index]
         assert total.low < amount < total.high
         assert total.low < total.mean < total.high < 1.5 * amount
-        of_models = sum(amounts[unit] for _, _, amounts in forecast.models)  # type: ignore[index]
+        of_models = sum(amounts[unit] for amounts in forecast.models.values())  # type: ignore[index]
         assert of_models == pytest.approx(total.mean)
     assert forecast.totals["hours"].mean > 0
 
 
 def test_a_forecast_is_a_scaled_mean_with_interval() -> None:
-    usage = ModelUsage()
+    usage = Usage()
     for prompt, dollars in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
-        usage.add(prompt, {"dollars": dollars})
-    found = forecast_costs({("labels", "m"): usage}, True, dict.fromkeys("abc"), 12)
+        usage.add("labels", "m", prompt, {"dollars": dollars})
+    found = forecast_costs(usage, True, {*"abc"}, 12)
     total = found.totals["dollars"]
     # Student's t of two degrees, 4.303, times a standard error of 1/√3, for each of nine prompts.
     half = 9 * 4.302653 / 3**0.5
     assert (total.mean, total.high) == (24, pytest.approx(24 + half, rel=1e-6))
     assert total.low == 6  # what is spent already is the least
-    alone = forecast_costs({("labels", "m"): usage}, False, {"a": None}, 4)
+    alone = forecast_costs(usage, False, {"a"}, 4)
     assert alone.totals == {}
 
 

@@ -51,7 +51,7 @@ class CompletionRecord:
     """An answer to a prompt.
 
     `model` wrote it with `sampling` settings in `round`; `tokens` is its length, `seconds` and
-    `cost` (dollars) what it took.
+    `cost` (dollars) what it took, of a server ("api") or of this machine ("gpu").
     """
 
     prompt: str
@@ -62,6 +62,7 @@ class CompletionRecord:
     tokens: int | None = None
     seconds: float | None = None
     cost: float | None = None
+    kind: CostKind = "api"
     columns: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
 

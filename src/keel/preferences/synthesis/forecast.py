@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -23,24 +23,19 @@ LEDGER: Mapping[Unit, tuple[CostKind, CostUnit]] = {
 """The forecast's entries of the ledger: kind and unit."""
 
 
-class ModelUsage:
-    """What one model took in this process, by prompt and unit.
+class Usage:
+    """What models took in this process, by role, model, prompt and unit.
 
     The hours of a server are those of a run that keeps all its requests busy.
     """
 
     def __init__(self) -> None:
-        self.of_prompt: defaultdict[str, defaultdict[Unit, float]]
-        self.of_prompt = defaultdict(lambda: defaultdict(float))
+        self.amounts: defaultdict[tuple[Role, str, str, Unit], float] = defaultdict(float)
 
-    def add(self, prompt: str, amounts: Mapping[Unit, float]) -> None:
+    def add(self, role: Role, model: str, prompt: str, amounts: Mapping[Unit, float]) -> None:
         """Count what a request for a prompt took."""
         for unit, amount in amounts.items():
-            self.of_prompt[prompt][unit] += amount
-
-
-Usages = Mapping[tuple[Role, str], ModelUsage]
-"""What each model took, by its role and name."""
+            self.amounts[role, model, prompt, unit] += amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +48,7 @@ class CostForecast:
 
     sample: int
     prompts: int
-    models: tuple[tuple[Role, str, Mapping[Unit, float]], ...]
+    models: Mapping[tuple[Role, str], Mapping[Unit, float]]
     totals: Mapping[Unit, Interval]
 
     def as_dict(self) -> dict[str, Any]:
@@ -61,7 +56,7 @@ class CostForecast:
         return {
             "sample": self.sample,
             "prompts": self.prompts,
-            "models": [{"role": role, "model": name, **a} for role, name, a in self.models],
+            "models": [{"role": role, "model": m, **a} for (role, m), a in self.models.items()],
             "totals": {unit: asdict(total) for unit, total in self.totals.items()},
         }
 
@@ -75,7 +70,7 @@ class CostForecast:
     def lines(self, budget: float | None = None) -> list[str]:
         """The forecast for people, a line each."""
         lines = [f"forecast, from a sample of {self.sample} of {self.prompts} prompts"]
-        for role, name, amounts in self.models:
+        for (role, name), amounts in self.models.items():
             parts = [_amount(unit, amount) for unit, amount in amounts.items()]
             lines.append(f"  {role} of {name}: {', '.join(parts)}")
         for unit in LEDGER:
@@ -92,7 +87,7 @@ class CostForecast:
 
 
 def forecast_costs(
-    usages: Usages, priced: bool, sample: Mapping[str, object], prompts: int
+    usage: Usage, priced: bool, sample: Collection[str], prompts: int
 ) -> CostForecast:
     """From what the prompts of a sample (by id) took, what `prompts` of their kind take.
 
@@ -100,27 +95,21 @@ def forecast_costs(
 
     with n prompts, s of them in the sample, and the interval of their mean.
     """
-    scale = prompts / len(sample)
-    units = {u for usage in usages.values() for one in usage.of_prompt.values() for u in one}
-    known = [unit for unit in UNITS if unit in units and (priced or unit != "dollars")]
-    models = tuple(
-        (
-            role,
-            name,
-            {
-                unit: scale * math.fsum(usage.of_prompt[id][unit] for id in sample)
-                for unit in known
-                if any(unit in one for one in usage.of_prompt.values())
-            },
-        )
-        for (role, name), usage in usages.items()
-    )
+    scale, rest = prompts / len(sample), prompts - len(sample)
+    models: dict[tuple[Role, str], dict[Unit, float]] = {}
+    by_prompt: dict[Unit, dict[str, float]] = {}
+    for (role, model, prompt, unit), amount in usage.amounts.items():
+        if prompt in sample and (priced or unit != "dollars"):
+            amounts = models.setdefault((role, model), {})
+            amounts[unit] = amounts.get(unit, 0.0) + scale * amount
+            by_prompt.setdefault(unit, dict.fromkeys(sample, 0.0))[prompt] += amount
     totals = {}
-    for unit in known:
-        values = [math.fsum(u.of_prompt[id][unit] for u in usages.values()) for id in sample]
-        found, done, rest = mean_interval(values), math.fsum(values), prompts - len(sample)
-        low, high = (done + rest * max(end, 0.0) for end in (found.low, found.high))
-        totals[unit] = Interval(scale * done, low, high, len(values))
+    for unit in UNITS:
+        if unit in by_prompt:
+            values = list(by_prompt[unit].values())
+            found, done = mean_interval(values), math.fsum(values)
+            low, high = (done + rest * max(end, 0.0) for end in (found.low, found.high))
+            totals[unit] = Interval(scale * done, low, high, len(values))
     return CostForecast(len(sample), prompts, models, totals)
 
 

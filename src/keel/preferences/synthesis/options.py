@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from keel.config.errors import explain_validation
 from keel.config.fields import unknown
 from keel.config.secrets import wrong_secret
+from keel.preferences.synthesis.forecast import Role
 from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.judge.prompts import RUBRIC
 from keel.rewards.judge.requests import Asker
@@ -24,9 +25,7 @@ SERVER_KEYS = (
     *("limit_name", "extra", "without", "concurrency", "retries", "timeout"),
     *("max_tokens", "seed", "structured", "attempts", "temperature"),
 )
-"""Options of a judge that `ModelServer.options` may have."""
-JUDGE_ONLY = SERVER_KEYS[6:]
-"""Those that a model which writes completions gets from `SynthesisOptions`."""
+"""Options of a judge that `ModelServer.options` may have; a model that writes has the first six."""
 _SERVED = re.compile(rf"(.+?)@({OPENAI}|https?://.*)")
 REQUESTS = ".requests"
 """What the name of the file of paid requests ends with; it lies next to the store."""
@@ -154,9 +153,9 @@ def parse_model(text: str) -> CompletionModel:
     return ModelFolder(text)
 
 
-def judge_options(options: SynthesisOptions, server: ModelServer, judges: bool) -> JudgeOptions:
-    """The options of the requests to a server. Raises KeelError if they do not fit."""
-    known = SERVER_KEYS if judges else SERVER_KEYS[:6]
+def build_asker(store: Path, options: SynthesisOptions, server: ModelServer, role: Role) -> Asker:
+    """What sends requests to a server. Raises KeelError for options, or a key that is not set."""
+    known = SERVER_KEYS if role == "labels" else SERVER_KEYS[:6]
     for key in server.options:
         if key not in known:
             raise KeelError(f"options of {server.model}: {unknown('key', key, known)}")
@@ -164,7 +163,8 @@ def judge_options(options: SynthesisOptions, server: ModelServer, judges: bool) 
     if wrong is not None:
         raise KeelError(f"options of {server.model}: {wrong}")
     given: dict[str, Any] = {"model": server.model, "seed": options.seed}
-    if not judges:
+    extra: dict[str, Any] = {}
+    if role == "completions":
         sampling = options.sampling
         given |= {
             "temperature": sampling.temperature,
@@ -172,17 +172,15 @@ def judge_options(options: SynthesisOptions, server: ModelServer, judges: bool) 
             "structured": "text",
             "timeout": COMPLETION_SECONDS,
         }
-        if sampling.top_p != 1:
-            given["extra"] = {"top_p": sampling.top_p}
-    extra = {**given.get("extra", {}), **server.options.get("extra", {})}
-    given |= {**server.options, "extra": extra, "url": server.url}
-    given["api_key_env"] = server.api_key_env
+        extra = {"top_p": sampling.top_p} if sampling.top_p != 1 else {}
+    given |= {**server.options, "url": server.url, "api_key_env": server.api_key_env}
+    given["extra"] = {**extra, **server.options.get("extra", {})}
     if server.price is not None:
         given |= dict(zip(("price_in", "price_out"), server.price, strict=True))
         if options.budget is not None and any(server.price):
             given["budget"] = options.budget
     try:
-        return JudgeOptions.model_validate(given)
+        return Asker(JudgeOptions.model_validate(given), requests_path(store))
     except ValidationError as error:
         raise KeelError(
             f"model {server.model!r}: {explain_validation(error, given, JudgeOptions)}"
@@ -192,9 +190,3 @@ def judge_options(options: SynthesisOptions, server: ModelServer, judges: bool) 
 def requests_path(store: Path) -> Path:
     """The file of a store's paid requests."""
     return store.with_name(store.name + REQUESTS)
-
-
-def build_asker(store: Path, options: SynthesisOptions, server: ModelServer, judges: bool) -> Asker:
-    """What sends requests to a server. Raises KeelError for options, or a key that is not set."""
-    chosen = judge_options(options, server, judges)
-    return Asker(chosen, requests_path(store))

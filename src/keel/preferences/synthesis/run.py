@@ -14,30 +14,25 @@ from typing import Any
 from keel.data.preferences.fields import Fields
 from keel.data.tables import read_file
 from keel.preferences.store.audit import audit_judges
-from keel.preferences.store.records import PairRecord, PromptRecord, content_id
+from keel.preferences.store.records import PromptRecord, content_id
 from keel.preferences.store.store import PreferenceStore
-from keel.preferences.synthesis.completions import (
-    FolderSampler,
-    Note,
-    ProgressNotes,
-    check_folder,
-    missing_samples,
-    sample_server,
-)
-from keel.preferences.synthesis.forecast import (
-    CostForecast,
-    ModelUsage,
-    Role,
-    forecast_costs,
-)
-from keel.preferences.synthesis.labels import check_reference, judge_pairs_of, unjudged
+from keel.preferences.synthesis.folder import FolderSampler, check_folder
+from keel.preferences.synthesis.forecast import CostForecast, Role, Usage, forecast_costs
 from keel.preferences.synthesis.options import (
     ModelFolder,
     SynthesisOptions,
     build_asker,
     requests_path,
 )
-from keel.preferences.synthesis.pairing import new_pairs
+from keel.preferences.synthesis.requests import ask_server
+from keel.preferences.synthesis.work import (
+    Note,
+    ProgressNotes,
+    Work,
+    missing_completions,
+    missing_labels,
+    missing_pairs,
+)
 from keel.rewards.judge.store import Account, JudgeStore, SpendLimitReached
 from keel.types import KeelError
 
@@ -114,18 +109,17 @@ def synthesize(
     chosen = list(store.prompts()) if prompts is None else list(prompts)
     if not chosen:
         raise KeelError(f"{store.path}: it has no prompts: give a file of prompts")
-    check_reference(store, options.reference, [prompt.id for prompt in chosen])
-    _check_models(store, options)
-    return _Synthesis(store, options, chosen, note).run(only_forecast)
-
-
-def _check_models(store: PreferenceStore, options: SynthesisOptions) -> None:
-    """Raise KeelError for a model that cannot be asked, before another is paid."""
+    reference = options.reference
+    if reference is not None and not any(reference in prompt.columns for prompt in chosen):
+        raise KeelError(f"reference = {reference!r}: no prompt has such a column: fix the name")
+    # Whatever cannot be asked is found before anything is paid.
     for model in options.models:
         if isinstance(model, ModelFolder):
             check_folder(model)
     for server in options.servers:
-        build_asker(store.path, options, server, judges=server is options.judge).close()
+        role: Role = "labels" if server is options.judge else "completions"
+        build_asker(store.path, options, server, role).close()
+    return _Synthesis(store, options, chosen, note).run(only_forecast)
 
 
 class _Synthesis:
@@ -139,15 +133,9 @@ class _Synthesis:
         note: Note,
     ) -> None:
         self.store, self.options, self.prompts, self.note = store, options, prompts, note
-        self.usages: dict[tuple[Role, str], ModelUsage] = {
-            ("completions", model.model): ModelUsage() for model in options.models
-        }
-        if options.judge is not None:
-            self.usages["labels", options.judge.model] = ModelUsage()
+        self.usage = Usage()
         self.too_long = 0
         self.loaded: FolderSampler | None = None
-        ids = sorted(prompt.id for prompt in prompts)
-        self.plan = content_id("synthesize", options.identity, ids)
 
     def run(self, only_forecast: bool) -> SynthesisReport:
         before, stopped, forecast = self.store.counts(), None, None
@@ -157,11 +145,14 @@ class _Synthesis:
                 self.process(self.prompts)
         except SpendLimitReached as limit:
             stopped = str(limit)
-        after = self.store.counts()
+        after, missing = self.store.counts(), (self.store, self.options, self.prompts)
         return SynthesisReport(
             forecast=forecast,
             added={name: after[name] - before[name] for name in ("completions", "pairs", "labels")},
-            left=self.left(self.prompts),
+            left={
+                "completions": len(missing_completions(*missing)),
+                "labels": sum(work.size for work in missing_labels(*missing)),
+            },
             too_long=self.too_long,
             account=self.account(),
             stopped=stopped,
@@ -181,31 +172,29 @@ class _Synthesis:
 
         It is noted, and entered in the ledger unless one of the same plan is there.
         """
-        work = self.work()
-        if not work:
+        prompts = self.unfinished()
+        if not prompts:
             return None
-        sample = work[: max(1, min(self.options.forecast_prompts, len(work) // 4))]
-        self.note(f"sample: {len(sample)} of {len(work)} prompts")
+        sample = prompts[: max(1, min(self.options.forecast_prompts, len(prompts) // 4))]
+        self.note(f"sample: {len(sample)} of {len(prompts)} prompts")
         self.process(sample)
         priced = all(server.price is not None for server in self.options.servers)
-        ids = dict.fromkeys(prompt.id for prompt in sample)
-        found = forecast_costs(self.usages, priced, ids, len(work))
+        ids = {prompt.id for prompt in sample}
+        found = forecast_costs(self.usage, priced, ids, len(prompts))
+        every = sorted(prompt.id for prompt in self.prompts)
+        plan = content_id("synthesize", self.options.identity, every)
         known = {cost.id for cost in self.store.costs(forecast=True)}
-        entries = found.entries(self.plan, self.options.round)
+        entries = found.entries(plan, self.options.round)
         self.store.add(entry for entry in entries if entry.id not in known)
         for line in found.lines(self.options.budget):
             self.note(line)
         return found
 
-    def work(self) -> list[PromptRecord]:
+    def unfinished(self) -> list[PromptRecord]:
         """The prompts with work to do, in a random order."""
-        ids = {pair.prompt for pair in self.unpaired(self.prompts)}
-        for model in self.options.models:
-            missing = missing_samples(self.store, self.options, model, self.prompts)
-            ids.update(prompt.id for prompt, _ in missing)
-        if (judge := self.options.judge) is not None:
-            waiting = unjudged(self.store, self.options, judge, (p.id for p in self.prompts))
-            ids.update(pair.prompt for pair in waiting)
+        missing = (self.store, self.options, self.prompts)
+        ids = {pair.prompt for pair in missing_pairs(*missing)}
+        ids |= {one.prompt.id for one in missing_completions(*missing) + missing_labels(*missing)}
         return sorted(
             (prompt for prompt in self.prompts if prompt.id in ids),
             key=lambda prompt: content_id(self.options.seed, prompt.id),
@@ -213,59 +202,22 @@ class _Synthesis:
 
     def process(self, prompts: Sequence[PromptRecord]) -> None:
         """Completions, pairs and labels of prompts, as far as they are missing."""
+        work = missing_completions(self.store, self.options, prompts)
         for model in self.options.models:
-            missing = missing_samples(self.store, self.options, model, prompts)
-            if not missing:
-                continue
-            count = sum(len(samples) for _, samples in missing)
-            notes = ProgressNotes(self.note, f"completions of {model.model}", count)
-            usage = self.usages["completions", model.model]
-            if isinstance(model, ModelFolder):
-                long = self.folder(model).sample(self.store, missing, usage, notes)
-                self.too_long = max(self.too_long, long)
-            else:
-                sample_server(self.store, self.options, model, missing, usage, notes)
-        self.store.add(self.unpaired(prompts))
-        if (judge := self.options.judge) is not None:
-            pairs = unjudged(self.store, self.options, judge, (p.id for p in prompts))
-            if pairs:
-                notes = ProgressNotes(self.note, f"labels of {judge.model}", 2 * len(pairs))
-                usage = self.usages["labels", judge.model]
-                judge_pairs_of(self.store, self.options, judge, pairs, usage, notes)
+            self.do([one for one in work if one.model == model])
+        self.store.add(missing_pairs(self.store, self.options, prompts))
+        self.do(missing_labels(self.store, self.options, prompts))
 
-    def folder(self, model: ModelFolder) -> FolderSampler:
-        """The model, loaded; one is kept."""
-        if self.loaded is None or self.loaded.model != model:
-            self.loaded = None  # its memory is needed
-            self.loaded = FolderSampler(self.options, model)
-        return self.loaded
-
-    def unpaired(self, prompts: Sequence[PromptRecord]) -> list[PairRecord]:
-        """The pairs of prompts that are to be added."""
-        known: dict[str, list[PairRecord]] = {}
-        for pair in self.store.pairs():
-            known.setdefault(pair.prompt, []).append(pair)
-        options = self.options
-        return [
-            pair
-            for prompt in prompts
-            for pair in new_pairs(
-                list(self.store.completions(prompt.id)),
-                known.get(prompt.id, []),
-                options.pairs,
-                round=options.round,
-                seed=options.seed,
-            )
-        ]
-
-    def left(self, prompts: Sequence[PromptRecord]) -> dict[str, int]:
-        """What is still missing; labels of pairs that are not there yet are not counted."""
-        completions = sum(
-            len(samples)
-            for model in self.options.models
-            for _, samples in missing_samples(self.store, self.options, model, prompts)
-        )
-        judge = self.options.judge
-        ids = [prompt.id for prompt in prompts]
-        waiting = [] if judge is None else unjudged(self.store, self.options, judge, ids)
-        return {"completions": completions, "labels": 2 * len(waiting)}
+    def do(self, work: Sequence[Work]) -> None:
+        """Have a model do its work of one role."""
+        if not work:
+            return
+        notes, model = ProgressNotes(self.note, work), work[0].model
+        if isinstance(model, ModelFolder):
+            if self.loaded is None or self.loaded.model != model:
+                self.loaded = None  # its memory is needed
+                self.loaded = FolderSampler(self.options, model)
+            long = self.loaded.sample(self.store, work, self.usage, notes)
+            self.too_long = max(self.too_long, long)
+        else:
+            ask_server(self.store, self.options, model, work, self.usage, notes)
