@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.algorithms.presets import PRESETS
-from keel.cluster.rank_stage import Member, SharedEngine
+from keel.cluster.group_learner import Member
+from keel.cluster.rank_stage import SharedEngine
 from keel.cluster.ranks import start
 from keel.config.model import BuildModel, Model
 from keel.config.sampling import Rollout
@@ -294,7 +295,7 @@ def test_layers_in_bfloat16_compute_as_under_autocast() -> None:
 def sampled_by(ranks: Ranks) -> Member:
     """A member that only samples."""
     policy, engine = sampler()
-    return Member(policy, replace(built("grpo", False, ranks), ranks=ranks), engine)
+    return Member(replace(built("grpo", False, ranks), ranks=ranks), policy, engine)
 
 
 def sampler() -> tuple[Policy, Engine]:

@@ -6,20 +6,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from keel.cluster.parts import StageFactory
 from keel.cluster.ranks import join, leave
 from keel.cluster.ray_token import before_import
 from keel.config.sources import RewardSource
 from keel.learn.ranks import Ranks
 from keel.platform.calls import AsyncCall
 from keel.platform.loop_thread import LoopThread
-from keel.rewards.registry import RewardContext
 from keel.types import KeelError
 
 pytestmark = pytest.mark.slow
@@ -39,6 +39,11 @@ def ray() -> Iterator[ModuleType]:
 def pool_of(ray: ModuleType, role: str, build: Any, *arguments: Any) -> Any:
     start = partial(ray.started, resources=ray.Resources(0.1), threads=1)
     return ray.RayPool([f"{role} 0"], (build, arguments), start, 60.0, NOTES.append)
+
+
+def rewards_only(sources: dict[int, RewardSource]) -> StageFactory:
+    """A factory of rewards alone."""
+    return StageFactory(list, list, list, 0, Path(), sources)  # type: ignore[arg-type]
 
 
 def slept(*, completions: list[str], **_: Any) -> list[float]:
@@ -63,7 +68,8 @@ def test_a_reward_has_its_time_from_when_its_worker_begins(ray: ModuleType) -> N
     from keel.cluster.ray_stage import RemoteReward, _RewardWorker
 
     sources = dict(enumerate([RewardSource(function=f"{__name__}:slept")] * 3))
-    pool = pool_of(ray, "reward worker", _RewardWorker, sources, RewardContext(), nullcontext)
+    factory = rewards_only(sources)
+    pool = pool_of(ray, "reward worker", _RewardWorker, factory, sources, "cpu")
     rewards = [RemoteReward(pool, place) for place in sources]
     assert rewards[0].named().is_async
     loop = LoopThread()

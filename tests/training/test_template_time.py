@@ -14,12 +14,12 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from keel.cluster import ray_stage
+from keel.cluster.parts import StageFactory
 from keel.config.model import BuildModel
 from keel.config.schema import Recipe
 from keel.config.sources import RewardSource
 from keel.models.build import build_tokenizer
 from keel.platform.signals import Interrupted
-from keel.rewards.registry import RewardContext
 from keel.training.evaluation import evaluate, evaluate_reward_model
 from keel.training.run import train
 from keel.training.template_time import templates_at, time_read_by
@@ -124,7 +124,15 @@ def test_reward_in_another_process_renders_with_the_runs_time(
     source = RewardSource(function=f"{rendered.__module__}:{rendered.__name__}")
     found = []
     for time in times:
-        worker = ray_stage._RewardWorker({0: source}, RewardContext(), partial(templates_at, time))
+        factory = StageFactory(
+            list,
+            list,
+            list,
+            0,
+            Path(),
+            reward_time=partial(templates_at, time),  # type: ignore
+        )
+        worker = ray_stage._RewardWorker(factory, {0: source}, "cpu")
         with closing(worker._loop):
             found.append(worker.call(0, {"completions": ["a"]}, [])[0])
     assert found == [[2026.0], [2027.0]]

@@ -16,20 +16,24 @@ from keel.learn.learner import Learner, Losses
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.models.sharded import wholes
+from keel.types import Engine
 
 
-class Holder(Protocol):
-    """What each process of a group has."""
+@dataclass(frozen=True, eq=False)
+class Member:
+    """What a process of a group has: the learner, of sharded models; an engine if it is to sample,
+    and the policy whole if it samples or runs the loop."""
 
-    @property
-    def learner(self) -> Learner: ...
+    learner: Learner
+    policy: Policy | None = None
+    engine: Engine | None = None
 
 
 class ProcessGroup(Protocol):
     """Processes that compute together."""
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """`function(holder, *arguments)` in all of them; the first one's result."""
+        """`function(member, *arguments)` in all of them; the first one's result."""
         ...
 
 
@@ -47,17 +51,22 @@ class GroupLearner:
     has_reference: bool
     learns_values: bool
 
+    def call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        """A method or property of every process's learner, at once; the first one's result."""
+        sent = [_on(one, "cpu") for one in arguments]
+        return _on(self.group.call(_call, name, sent, keywords), self.device)
+
     @property
     def device(self) -> torch.device:
         return self.policy.device
 
     @property
     def began(self) -> bool:
-        return bool(self.group.call(_began))
+        return bool(self.call("began"))
 
     def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch:
-        found: Batch = self.group.call(_score, to_device(batch, "cpu"), old, reference, others)
-        return to_device(found, self.device)
+        found: Batch = self.call("score", batch, old=old, reference=reference, others=others)
+        return found
 
     def update(
         self,
@@ -66,20 +75,19 @@ class GroupLearner:
         beta: float,
         rates: tuple[float | None, float],
     ) -> Losses:
-        here = to_device(batch, "cpu")
-        found: Losses = self.group.call(_update, algorithm, here, beta, rates)
-        return _losses_on(found, self.device)
+        found: Losses = self.call("update", algorithm, batch, beta, rates)
+        return found
 
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
-        found: Cause = self.group.call(_cause_of, algorithm, to_device(batch, "cpu"), beta)
+        found: Cause = self.call("cause_of", algorithm, batch, beta)
         return found
 
     def bad_weight(self) -> str | None:
-        found: str | None = self.group.call(_bad_weight)
+        found: str | None = self.call("bad_weight")
         return found
 
     def refresh_reference(self) -> None:
-        self.group.call(_refresh_reference)
+        self.call("refresh_reference")
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
@@ -91,57 +99,28 @@ class GroupLearner:
 
     def save(self, folder: Path) -> None:
         """Each process writes its part, so `folder` is to be one that all of them see."""
-        self.group.call(_save, folder.resolve())
+        self.call("save", folder.resolve())
 
 
-# ---------------------------------------------------------------- in every process
+def _call(member: Member, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
+    learner = member.learner
+    found = getattr(learner, name)
+    if callable(found):
+        found = found(*[_on(one, learner.device) for one in arguments], **keywords)
+    return _on(found, "cpu")
 
 
-def _began(holder: Holder) -> bool:
-    return holder.learner.began
-
-
-def _score(holder: Holder, batch: Batch, old: bool, reference: bool, others: bool) -> Batch:
-    learner = holder.learner
-    here = to_device(batch, learner.device)
-    return to_device(learner.score(here, old=old, reference=reference, others=others), "cpu")
-
-
-def _update(
-    holder: Holder,
-    algorithm: Algorithm,
-    batch: TrainBatch[Batch],
-    beta: float,
-    rates: tuple[float | None, float],
-) -> Losses:
-    learner = holder.learner
-    found = learner.update(algorithm, to_device(batch, learner.device), beta, rates)
-    return _losses_on(found, "cpu")
-
-
-def _cause_of(holder: Holder, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
-    learner = holder.learner
-    return learner.cause_of(algorithm, to_device(batch, learner.device), beta)
-
-
-def _bad_weight(holder: Holder) -> str | None:
-    return holder.learner.bad_weight()
-
-
-def _refresh_reference(holder: Holder) -> None:
-    holder.learner.refresh_reference()
-
-
-def _weights(holder: Holder) -> dict[str, Tensor]:
+def _weights(member: Member) -> dict[str, Tensor]:
     """Gathered from all; only the first keeps them."""
-    learner = holder.learner
+    learner = member.learner
     first = learner.ranks.number == 0
     return {name: weight.cpu() for name, weight in wholes(learner.weights()) if first}
 
 
-def _save(holder: Holder, folder: Path) -> None:
-    holder.learner.save(folder)
-
-
-def _losses_on(losses: Losses, device: torch.device | str) -> Losses:
-    return replace(losses, tokens={n: value.to(device) for n, value in losses.tokens.items()})
+def _on(value: Any, device: torch.device | str) -> Any:
+    """A batch or losses on another device; anything else as it is."""
+    if isinstance(value, Batch | TrainBatch):
+        return to_device(value, device)
+    if isinstance(value, Losses):
+        return replace(value, tokens={n: tensor.to(device) for n, tensor in value.tokens.items()})
+    return value

@@ -1,4 +1,4 @@
-"""What a stage is made of, and its parts where they are."""
+"""How a stage's parts are made, in this process or in others, and the parts where they are."""
 
 from __future__ import annotations
 
@@ -39,36 +39,45 @@ class BuildEngine(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class StageParts:
-    """What a stage is made of, wherever that is.
+class StageFactory:
+    """Makes the parts of a stage; it is sent whole to the processes that are to have some.
 
-    `load`, `learner` and `engine` are functions of modules, or partial ones, which other processes
-    call too; what `load` gives gets the weights of `policy`, which is this process's. With `ahead`
-    rollouts are sampled while the policy is trained. `engine_kind` is what one engine can do.
-    `rewards` by their place in the recipe are those that may run elsewhere, within
-    `reward_time()`. Engines that start a server write to `logs`/`name`-vllm.log.
+    `load`, `learner` and `engine` are functions of modules, or partial ones; what `load` gives gets
+    the weights of the run's policy. `tokens` are those of the token budget. `rewards` by their
+    place in the recipe are those that may run elsewhere, within `reward_time()`. An engine that
+    starts a server writes to `log`.
     """
 
-    name: str
-    policy: Policy
-    budget: TokenBudget
     load: Callable[[], Policy]
     learner: BuildLearner
     engine: BuildEngine
-    engine_kind: Capabilities
-    ahead: bool
-    logs: Path
-    note: Callable[[str], None]
+    tokens: int
+    log: Path
     rewards: Mapping[int, RewardSource] = field(default_factory=dict)
     reward_context: RewardContext = field(default_factory=RewardContext)
     reward_time: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True, eq=False)
+class StageParts:
+    """What a stage is made of, in the process that runs the loop.
+
+    `engine_kind` is what one engine can do. With `ahead` rollouts are sampled while the policy is
+    trained.
+    """
+
+    factory: StageFactory
+    policy: Policy
+    budget: TokenBudget
+    engine_kind: Capabilities
+    ahead: bool
+    note: Callable[[str], None]
 
     def own_engine(self) -> Engine:
         """An engine in this process. It has weights of its own if it samples ahead; make it before
         the learner adds the reference's adapter to the policy."""
         model = frozen_copy(self.policy.model) if self.ahead else self.policy.model
-        log = self.logs / f"{self.name}-vllm.log"
-        return self.engine(self.policy, model=model, log=log, note=self.note)
+        return self.factory.engine(self.policy, model=model, log=self.factory.log, note=self.note)
 
 
 class PlacedReward(Protocol):

@@ -40,7 +40,7 @@ class LocalPlacement:
     @contextmanager
     def place(self, parts: StageParts) -> Iterator[PlacedStage]:
         engine = parts.own_engine()
-        yield PlacedStage(parts.learner(parts.policy, parts.budget, ONE), engine)
+        yield PlacedStage(parts.factory.learner(parts.policy, parts.budget, ONE), engine)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ whole policy is the run's, which checkpoints hold, so that a run resumes on any 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,26 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keel.cluster import ranks as rank_processes
-from keel.cluster.group_learner import GroupLearner
-from keel.cluster.parts import BuildEngine, BuildLearner, PlacedStage, StageParts
+from keel.cluster.group_learner import GroupLearner, Member
+from keel.cluster.parts import PlacedStage, StageFactory, StageParts
 from keel.cluster.ranks import RankGroup
 from keel.config.cluster import Cluster
-from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.models.sharded import wholes
 from keel.types import Capabilities, Engine, Group, OnGroup, Prompt, Sampling
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """What a rank has: the sharded learner; an engine if it is to sample, and the policy whole, to
-    sample with (rank 0 always, others only if they sample)."""
-
-    policy: Policy | None
-    learner: Learner
-    engine: Engine | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +84,10 @@ def rank_stage(
     """The parts of a stage on `cluster.processes` ranks; see `RankPlacement`."""
     policy, each = parts.policy, parts.engine_kind.in_process
     alone = None if each else parts.own_engine()
-    build = (parts.learner, parts.budget.tokens, parts.engine if each else None)
     with rank_processes.start(
         cluster.processes,
-        partial(_member, *build, lambda: policy),
-        partial(_member, *build, parts.load),
+        partial(_member, parts.factory, each, policy),
+        partial(_member, parts.factory, each, None),
         threads,
         policy.device.type,
         cluster.deadline,
@@ -113,21 +101,16 @@ def rank_stage(
 # ---------------------------------------------------------------- on every rank
 
 
-def _member(
-    build_learner: BuildLearner,
-    tokens: int,
-    build_engine: BuildEngine | None,
-    load: Callable[[], Policy],
-    ranks: Ranks,
-) -> Member:
-    policy = load()
+def _member(factory: StageFactory, samples: bool, policy: Policy | None, ranks: Ranks) -> Member:
+    """`policy` is the run's, on rank 0."""
+    policy = policy or factory.load()
     for tensor in policy.state_dict().values():
         dist.broadcast(tensor.detach(), 0)  # the weights that the stage before has left
-    whole = policy if build_engine is not None or ranks.number == 0 else None
+    whole = policy if samples or ranks.number == 0 else None
     own = policy if whole is None else copy.deepcopy(policy)
-    learner = build_learner(own, TokenBudget(tokens), ranks)
-    engine = None if build_engine is None else build_engine(policy, model=policy.model)
-    return Member(whole, learner, engine)
+    learner = factory.learner(own, TokenBudget(factory.tokens), ranks)
+    engine = factory.engine(policy, model=policy.model) if samples else None
+    return Member(learner, whole, engine)
 
 
 @torch.no_grad()

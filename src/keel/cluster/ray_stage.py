@@ -12,7 +12,7 @@ import asyncio
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from keel.cluster.group_learner import GroupLearner
-from keel.cluster.parts import BuildEngine, BuildLearner, PlacedStage, StageParts
+from keel.cluster.group_learner import GroupLearner, Member
+from keel.cluster.parts import PlacedStage, StageFactory, StageParts
 from keel.cluster.ranks import join
 from keel.cluster.ray_workers import (
     RayGroup,
@@ -36,13 +36,12 @@ from keel.cluster.ray_workers import (
 )
 from keel.config.cluster import Cluster
 from keel.config.sources import RewardSource
-from keel.learn.learner import Learner
 from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.platform.calls import POLL, restart_time_limit
 from keel.rewards.batch import Log, Metrics
-from keel.rewards.registry import TASK, NamedReward, RewardContext, load_reward
+from keel.rewards.registry import TASK, NamedReward, load_reward
 from keel.types import Capabilities, Engine, Group, OnGroup, Prompt, Sampling
 
 LOCAL = ("judge", TASK)
@@ -150,20 +149,20 @@ def ray_stage(
     parts: StageParts, cluster: Cluster, address: str, offered: Capabilities
 ) -> Iterator[PlacedStage]:
     """The parts of a stage in processes of Ray; see `RayPlacement`."""
-    policy = parts.policy
+    policy, factory = parts.policy, parts.factory
     processes = cluster.processes + cluster.rollout_workers + cluster.reward_workers
     compute = Resources(cluster.cpus, cluster.gpus)
     start = partial(started, threads=max(int(cluster.cpus), 1))
     notes: list[str] = []  # of other threads
 
-    def tell() -> None:
+    def report() -> None:
         while notes:
             parts.note(notes.pop(0))
 
     with ExitStack() as stack:
-        stack.callback(tell)
+        stack.callback(report)
         stack.enter_context(connected(address, processes * cluster.cpus))
-        load = partial(_load, parts.load, [SentTensors.of(policy.state_dict())])
+        whole = [SentTensors.of(policy.state_dict())]
         trainers: list[RayProcess] = []
         stack.callback(ended, trainers)
         for number in range(cluster.processes):
@@ -171,7 +170,7 @@ def ray_stage(
         group = RayGroup(trainers, cluster.deadline)
         pool = RayPool(
             [f"rollout worker {number}" for number in range(cluster.rollout_workers)],
-            (_rollout_worker, (load, parts.engine, parts.logs.resolve() / parts.name)),
+            (_rollout_worker, (factory, whole, factory.log.resolve())),
             partial(start, resources=compute),
             cluster.deadline,
             notes.append,
@@ -180,14 +179,13 @@ def ray_stage(
         rewards: dict[int, RemoteReward] = {}
         held = Resources(cluster.cpus, cluster.reward_gpus)
         device = "cuda" if cluster.reward_gpus else "cpu"
-        around = replace(parts.reward_context, device=device)
-        elsewhere = {p: one for p, one in parts.rewards.items() if one.function not in LOCAL}
+        elsewhere = {p: one for p, one in factory.rewards.items() if one.function not in LOCAL}
         for number in range(cluster.reward_workers):
             own = {p: one for p, one in elsewhere.items() if p % cluster.reward_workers == number}
             if own:
                 one = RayPool(
                     [f"reward worker {number}"],
-                    (_RewardWorker, (own, around, parts.reward_time)),
+                    (_RewardWorker, (factory, own, device)),
                     partial(start, resources=held),
                     cluster.deadline,
                     notes.append,
@@ -198,24 +196,17 @@ def ray_stage(
         with TemporaryDirectory(prefix="keel-ranks-") as folder:
             local = address == "local"
             meeting = f"file://{folder}/rendezvous" if local else f"tcp://{group.address()}"
-            build = (load, parts.learner, parts.budget.tokens, meeting, cluster.deadline, local)
+            build = (factory, whole, meeting, cluster.deadline, local)
             ranks = [Ranks(number, cluster.processes) for number in range(cluster.processes)]
             group.build(_trainer, [(*build, own_rank) for own_rank in ranks])
         reference, values = group.call(_describe)
         learner = GroupLearner(group, policy, parts.budget, reference, values)
         learned = {n: w for n, w in policy.model.named_parameters() if w.requires_grad}
-        engine = RemoteEngine(pool, SentTensors.of(learned), offered, tell)
+        engine = RemoteEngine(pool, SentTensors.of(learned), offered, report)
         yield PlacedStage(learner, engine, rewards)
 
 
 # ---------------------------------------------------------------- in the processes
-
-
-@dataclass(frozen=True, eq=False)
-class _Trainer:
-    """A rank's learner."""
-
-    learner: Learner
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,12 +223,13 @@ class _RewardWorker:
 
     def __init__(
         self,
+        factory: StageFactory,
         sources: Mapping[int, RewardSource],
-        around: RewardContext,
-        time: Callable[[], AbstractContextManager[None]],
+        device: str,
     ) -> None:
+        around = replace(factory.reward_context, device=device)
         self._rewards = {place: load_reward(source, around) for place, source in sources.items()}
-        self._time = time
+        self._time = factory.reward_time
         self._loop = asyncio.new_event_loop()  # what a function keeps between calls belongs to it
 
     def named(self, place: int) -> NamedReward:
@@ -262,34 +254,32 @@ class _RewardWorker:
             close()
 
 
-def _load(load: Callable[[], Policy], whole: list[SentTensors]) -> Policy:
-    policy = load()
+def _policy(factory: StageFactory, whole: list[SentTensors]) -> Policy:
+    policy = factory.load()
     policy.load_state_dict(whole[0].get())
     return policy
 
 
 def _trainer(
-    load: Callable[[], Policy],
-    build: BuildLearner,
-    tokens: int,
+    factory: StageFactory,
+    whole: list[SentTensors],
     meeting: str,
     deadline: float,
     local: bool,
     ranks: Ranks,
-) -> _Trainer:
-    policy = load()
+) -> Member:
+    policy = _policy(factory, whole)
     if ranks.count > 1:
         join(ranks, meeting, policy.device.type, deadline, loopback=local)
-    return _Trainer(build(policy, TokenBudget(tokens), ranks))
+    return Member(factory.learner(policy, TokenBudget(factory.tokens), ranks))
 
 
-def _rollout_worker(load: Callable[[], Policy], build: BuildEngine, log: Path) -> _RolloutWorker:
-    policy = load()
+def _rollout_worker(factory: StageFactory, whole: list[SentTensors], log: Path) -> _RolloutWorker:
+    policy = _policy(factory, whole)
     notes: list[str] = []
-    log = log.with_name(f"{log.name}-vllm-{os.getpid()}.log")
-    return _RolloutWorker(
-        build(policy, model=policy.model, log=log, note=notes.append), [-1], notes
-    )
+    log = log.with_name(f"{log.stem}-{os.getpid()}.log")
+    engine = factory.engine(policy, model=policy.model, log=log, note=notes.append)
+    return _RolloutWorker(engine, [-1], notes)
 
 
 def _sample(
@@ -311,5 +301,5 @@ def _sample(
     return groups, notes
 
 
-def _describe(trainer: _Trainer) -> tuple[bool, bool]:
+def _describe(trainer: Member) -> tuple[bool, bool]:
     return trainer.learner.has_reference, trainer.learner.learns_values

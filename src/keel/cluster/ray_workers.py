@@ -18,12 +18,13 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -41,7 +42,6 @@ try:
 except ImportError as error:
     raise KeelError("cluster.ray needs Ray: pip install 'keel-rl[ray]'") from error
 
-T = TypeVar("T")
 POLL = 0.2
 """Seconds between two looks at what is running."""
 PATIENCE = 20.0
@@ -49,7 +49,7 @@ PATIENCE = 20.0
 COMMANDS = (signal.SIGTERM, signal.SIGHUP)
 """Signals for the process that runs the loop; Ray itself shields its processes from SIGINT."""
 ATTEMPTS = 10
-"""How often a unit of work is done again, or a process that fails to start is started again."""
+"""How often a unit of work is begun, or a process is started, before the pool gives up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,22 +320,29 @@ def _with(held: Any, function: Callable[..., Any], sent: list[Any]) -> Any:
     return function(held, *ray.get(sent[0]))
 
 
-class UnitFuture(Future[T]):
-    """What a unit of work will give; `begun`: a process has it."""
+class Unit(Future[Any]):
+    """What `function(held, *arguments)` will give; `begun`: a process has it."""
 
-    begun = False
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.function, self.arguments = function, arguments
+        self.begun = False
+
+    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Give it its outcome, unless it is cancelled."""
+        with suppress(InvalidStateError):
+            if error is None:
+                self.set_result(result)
+            else:
+                self.set_exception(error)
 
 
-@dataclass(eq=False)
-class _Unit:
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    future: UnitFuture[Any] = field(default_factory=UnitFuture)
-    attempts: int = 0
+class _Lost(Exception):
+    """Why a process is to be replaced."""
 
 
 class RayPool:
-    """Processes, each of which does one unit of work at a time, in order."""
+    """Processes, each of which does one unit of work at a time, in order, watched by a thread."""
 
     def __init__(
         self,
@@ -345,175 +352,147 @@ class RayPool:
         seconds: float,
         note: Callable[[str], None],
     ) -> None:
-        """`build` makes what a process holds; `start` starts one, `note` tells of a loss, in
+        """`build` makes what a process holds; `start` starts one, `note` reports a loss, in
         another thread."""
         self.count = len(roles)
         self._build, self._start_one = build, start
         self._seconds, self.note = seconds, note
-        self._queue: deque[_Unit] = deque()
-        self._free: list[RayProcess] = []
-        self._running: dict[Any, tuple[RayProcess, _Unit | None, float]] = {}
-        self._changed = threading.Condition()
-        self._closed = False
+        self._units: SimpleQueue[Unit | None] = SimpleQueue()
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._failures = 0
-        for role in roles:
-            self._begin_worker(start(role))
-        self._thread = threading.Thread(target=self._run, name=f"keel-{roles[0]}", daemon=True)
-        self._thread.start()
+        """Why no unit can be done any more."""
+        self._workers = {role: start(role) for role in roles}
+        self._threads = [
+            threading.Thread(target=self._serve, args=[role], name=f"keel-{role}", daemon=True)
+            for role in roles
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    @property
-    def workers(self) -> list[RayProcess]:
-        return [*self._free, *(worker for worker, _, _ in self._running.values())]
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> UnitFuture[Any]:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Unit:
         """Have `function(held, *arguments)` done by the next free process.
 
-        The outcome raises what the function raised; KeelError where the unit was lost too often, or
+        The outcome raises what the function raised; KeelError if the unit was lost too often, or
         cannot be sent.
         """
-        unit = _Unit(function, arguments)
-        with self._changed:
-            if self._error is not None:
-                unit.future.set_exception(self._error)
+        unit = Unit(function, arguments)
+        with self._lock:
+            if self._error is None:
+                self._units.put(unit)
             else:
-                self._queue.append(unit)
-                self._changed.notify()
-        return unit.future
+                unit.settle(error=self._error)
+        return unit
 
-    def wait(self, futures: Sequence[Future[T]]) -> Iterator[tuple[int, T]]:
+    def wait(self, units: Sequence[Unit]) -> Iterator[tuple[int, Any]]:
         """The place and result of each, as they come. Raises the first error."""
-        waiting = dict(enumerate(futures))
+        waiting: dict[Future[Any], int] = {unit: at for at, unit in enumerate(units)}
         while waiting:
-            done = [at for at, future in waiting.items() if future.done()]
-            for at in done:
-                yield at, waiting.pop(at).result()
-            if not done:
-                heartbeat()
-                raise_if_cancelled()
-                time.sleep(0.005)
+            done, _ = futures.wait(waiting, POLL, futures.FIRST_COMPLETED)
+            heartbeat()
+            raise_if_cancelled()
+            for unit in sorted(done, key=waiting.__getitem__):
+                yield waiting.pop(unit), unit.result()
 
     def close(self) -> None:
         """End the processes."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join(PATIENCE)
         self._fail(KeelError("the processes have ended"))
-        ended(self.workers)
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        ended(list(self._workers.values()))
 
-    def _begin_worker(self, worker: RayProcess) -> None:
-        call = worker.handle.build.remote(*self._build)
-        self._running[call] = (worker, None, time.monotonic())
-
-    def _run(self) -> None:
+    def _serve(self, role: str) -> None:
+        """Have the process of a role do unit after unit."""
+        unit = None
         try:
-            while not self._closed:
-                self._hand_out()
-                self._collect()
+            self._prepare(role)
+            while (unit := self._units.get()) is not None:
+                self._do(role, unit)
         except KeelError as error:
-            self._fail(error)
-        except Exception as error:  # Ray's, where it has ended
-            self._fail(KeelError(f"the processes of Ray cannot be reached: {_line(error)}"))
+            self._fail(error, unit)
+        except Exception as error:  # Ray's, if it has ended
+            reason = KeelError(f"the processes of Ray cannot be reached: {_line(error)}")
+            self._fail(reason, unit)
 
-    def _hand_out(self) -> None:
-        with self._changed:
-            if not self._running and not (self._queue and self._free) and not self._closed:
-                self._changed.wait(POLL)
-            while self._queue and self._free:
-                unit = self._queue.popleft()
-                if unit.future.cancelled():
-                    continue
-                worker = self._free[0]
-                try:
-                    call = worker.handle.call.remote(unit.function, unit.arguments)
-                except Exception as error:
-                    sent = f"what {worker.name} is to do cannot be sent to it: {_line(error)}"
-                    _settle(unit, error=KeelError(sent))
-                    continue
-                self._free.pop(0)
-                unit.future.begun = True
-                self._running[call] = (worker, unit, time.monotonic())
-
-    def _collect(self) -> None:
-        if not self._running:
-            return
-        # Short, so that a unit that comes meanwhile soon begins.
-        done, _ = ray.wait(list(self._running), num_returns=1, timeout=0.02)
-        for call in done:
-            worker, unit, _ = self._running.pop(call)
+    def _prepare(self, role: str) -> None:
+        """Have the process of a role make what it holds."""
+        for _ in range(ATTEMPTS):
+            worker = self._workers[role]
             try:
-                result = ray.get(call)
-            except RayTaskError as error:
-                self._free.append(worker)
-                cause = error.cause
-                known = isinstance(cause, KeelError)
-                raised = cause if known else KeelError(f"{worker.name} failed: {_line(cause)}")
-                if unit is None:
-                    raise raised from error
-                _settle(unit, error=raised)
-                continue
-            except RaySystemError as error:  # as where a result cannot be read
-                unread = KeelError(f"no result of {worker.name}: {_line(error)}")
-                if unit is None:
-                    raise unread from error
-                self._free.append(worker)
-                _settle(unit, error=unread)
-                continue
-            except RayError as error:
-                self._replace(worker, unit, f"has ended ({_line(error)})")
-                continue
-            self._failures = 0
-            self._free.append(worker)
-            if unit is None:
-                worker.where = result
-            else:
-                _settle(unit, result)
-        late = time.monotonic() - self._seconds
-        for call, (worker, unit, since) in list(self._running.items()):
-            if unit is not None and unit.future.cancelled():
-                del self._running[call]
-                self._replace(worker, None, "was to stop what it did")
-            elif since < late and unit is None:
+                worker.where = self._outcome(worker, worker.handle.build.remote(*self._build))
+                return
+            except _Lost as lost:
+                self._replace(role, str(lost))
+        raise self._lost_too_often(role)
+
+    def _do(self, role: str, unit: Unit) -> None:
+        for _ in range(ATTEMPTS):
+            if unit.cancelled():
+                return
+            worker = self._workers[role]
+            try:
+                call = worker.handle.call.remote(unit.function, unit.arguments)
+            except Exception as error:
+                sent = f"what {worker.name} is to do cannot be sent to it: {_line(error)}"
+                return unit.settle(error=KeelError(sent))
+            unit.begun = True
+            try:
+                return unit.settle(self._outcome(worker, call, unit))
+            except _Lost as lost:
+                unit.begun = False
+                self._replace(role, str(lost), redone=not unit.cancelled())
+                self._prepare(role)
+            except KeelError as error:
+                return unit.settle(error=error)
+        raise self._lost_too_often(role)
+
+    def _outcome(self, worker: RayProcess, call: Any, unit: Unit | None = None) -> Any:
+        """What a process gives, without a unit what it is made of. Raises _Lost if the process is
+        to be replaced, KeelError for what the call raised."""
+        until = time.monotonic() + self._seconds
+        while not ray.wait([call], timeout=POLL)[0]:
+            if self._error is not None:
+                raise self._error
+            if unit is not None and unit.cancelled():
+                raise _Lost("was to stop what it did")
+            if time.monotonic() > until and unit is None:
                 raise worker.missing(self._seconds)
-            elif since < late:
-                del self._running[call]
-                self._replace(worker, unit, f"gave no answer within {self._seconds:g} s")
+            if time.monotonic() > until:
+                raise _Lost(f"gave no answer within {self._seconds:g} s")
+        try:
+            return ray.get(call)
+        except RayTaskError as error:
+            if isinstance(error.cause, KeelError):
+                raise error.cause from None
+            raise KeelError(f"{worker.name} failed: {_line(error.cause)}") from error
+        except RaySystemError as error:  # for example if a result cannot be read
+            raise KeelError(f"no result of {worker.name}: {_line(error)}") from error
+        except RayError as error:
+            raise _Lost(f"has ended ({_line(error)})") from error
 
-    def _replace(self, worker: RayProcess, unit: _Unit | None, why: str) -> None:
+    def _replace(self, role: str, why: str, redone: bool = False) -> None:
+        worker = self._workers[role]
         ended([worker])
-        self._failures += 1
-        redone = ""
-        if unit is not None:
-            unit.attempts += 1
-            unit.future.begun = False
-            redone = "; what it was doing is done again"
-            with self._changed:
-                self._queue.appendleft(unit)
-        if self._failures > ATTEMPTS or (unit is not None and unit.attempts >= ATTEMPTS):
-            raise KeelError(
-                f"{worker.name} {why}, as others did before it: fix that, or raise cluster.deadline"
-            )
-        self.note(f"{worker.name} {why}: replaced{redone}")
-        self._begin_worker(self._start_one(worker.role))
+        again = "; what it was doing is done again" if redone else ""
+        self.note(f"{worker.name} {why}: replaced{again}")
+        self._workers[role] = self._start_one(role)
 
-    def _fail(self, error: BaseException) -> None:
-        """No unit can be done any more."""
-        with self._changed:
-            units = [*self._queue, *(u for _, u, _ in self._running.values() if u is not None)]
-            self._queue.clear()
-            self._error = error
-        for unit in units:
-            _settle(unit, error=error)
+    def _lost_too_often(self, role: str) -> KeelError:
+        return KeelError(
+            f"{self._workers[role].name} was replaced {ATTEMPTS} times and is lost again: see "
+            "the notes above, fix their reason, or raise cluster.deadline"
+        )
 
-
-def _settle(unit: _Unit, result: Any = None, error: BaseException | None = None) -> None:
-    """Give a unit its outcome, unless it is cancelled."""
-    with suppress(InvalidStateError):
-        if error is None:
-            unit.future.set_result(result)
-        else:
-            unit.future.set_exception(error)
+    def _fail(self, error: BaseException, unit: Unit | None = None) -> None:
+        """End the units that wait, and the given one, with an error, and take no others."""
+        waiting = [] if unit is None else [unit]
+        with self._lock:
+            self._error = self._error or error
+            while not self._units.empty():
+                waiting += [one for one in [self._units.get()] if one is not None]
+            for _ in self._threads:
+                self._units.put(None)
+        for one in waiting:
+            one.settle(error=self._error)
 
 
 def _line(error: BaseException) -> str:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
-from keel.cluster.parts import StageParts
+from keel.cluster.parts import StageFactory, StageParts
 from keel.cluster.placement import Placement, placement_of
 from keel.config.entry import PYTHON
 from keel.config.fields import derive
 from keel.config.load import to_toml
-from keel.config.model import Model
 from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.engines.registry import capabilities_of
-from keel.learn.learner import Learner
-from keel.learn.ranks import Ranks
-from keel.learn.token_budget import TokenBudget
-from keel.models.policy import Policy, load_policy
+from keel.models.policy import load_policy
 from keel.training.setup import (
     RunContext,
     build_learner,
@@ -44,33 +39,29 @@ def stage_parts(run: RunContext, stage: RolloutStage, progress: Progress) -> Sta
     """What the stage is made of, new or from the run's checkpoint."""
     recipe, seed = run.recipe, derive(run.recipe.seed, stage.name)
     around = reward_context(recipe, run.folder, run.policy)
-    offload = recipe.cluster.offload == "cpu"
-    learner = partial(_learner, stage, recipe.model, seed, run.resume_from, offload)
-    return StageParts(
-        name=stage.name,
-        policy=run.policy,
-        budget=token_budget(stage, progress, run.writer),
+    budget = token_budget(stage, progress, run.writer)
+    factory = StageFactory(
         load=partial(load_policy, recipe.model, recipe.seed),
-        learner=learner,
+        learner=partial(
+            build_learner,
+            stage=stage,
+            model=recipe.model,
+            seed=seed,
+            resume_from=run.resume_from,
+            offload=recipe.cluster.offload == "cpu",
+        ),
         engine=partial(rollout_engine, rollout=stage.rollout),
-        engine_kind=capabilities_of(stage.rollout.engine),
-        ahead=stage.rollout.async_level > 0,
-        logs=run.folder.logs,
-        note=run.writer.note,
+        tokens=budget.tokens,
+        log=run.folder.logs / f"{stage.name}-vllm.log",
         rewards=dict(enumerate(stage.rewards.functions)),
         reward_context=around,
         reward_time=partial(templates_at, around.template_time),
     )
-
-
-def _learner(
-    stage: RolloutStage,
-    model: Model,
-    seed: int,
-    resume_from: Path | None,
-    offload: bool,
-    policy: Policy,
-    budget: TokenBudget,
-    ranks: Ranks,
-) -> Learner:
-    return build_learner(stage, model, policy, seed, budget, resume_from, ranks, offload)
+    return StageParts(
+        factory,
+        policy=run.policy,
+        budget=budget,
+        engine_kind=capabilities_of(stage.rollout.engine),
+        ahead=stage.rollout.async_level > 0,
+        note=run.writer.note,
+    )

@@ -28,7 +28,7 @@ from keel.engines.registry import build_engine
 from keel.learn.advantages import check_entries
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.ranks import ONE, Ranks
+from keel.learn.ranks import Ranks
 from keel.learn.token_budget import TokenBudget
 from keel.models.chat import Encoder
 from keel.models.families import uses_autocast
@@ -370,13 +370,14 @@ def build_sampler(
 
 
 def build_learner(
+    policy: Policy,
+    budget: TokenBudget,
+    ranks: Ranks,
+    *,
     stage: RolloutStage,
     model: Model,
-    policy: Policy,
     seed: int,
-    budget: TokenBudget,
     resume_from: Path | None = None,
-    ranks: Ranks = ONE,
     offload: bool = False,
 ) -> Learner:
     """The policy and the models that the algorithm needs, each with its optimizer.
