@@ -24,7 +24,7 @@ from keel.preferences.store.exports import preference_rows, steps_rows
 from keel.preferences.store.formats import Attribution
 from keel.preferences.store.imports import import_file
 from keel.preferences.store.store import PreferenceStore
-from keel.training.judged_data import pair_encoder
+from keel.training.judging.data import pair_encoder
 from keel.types import KeelError, Prompt, Split
 from tests.data.tasks.made import jsonl, source
 from tests.models.published_templates import tokenizer_of

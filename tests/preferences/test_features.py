@@ -14,7 +14,7 @@ from keel.models.loading import quiet
 from keel.models.reward import reward_model_from
 from keel.preferences import features as module
 from keel.preferences.features import head_weights, pair_features, text_features
-from keel.training.judged_data import pair_encoder
+from keel.training.judging.data import pair_encoder
 from tests.models import tiny
 
 ROWS = (

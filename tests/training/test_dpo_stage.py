@@ -20,9 +20,9 @@ from keel.models.reference import reference_for
 from keel.models.reward import Reader
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.training.dpo import DPO
-from keel.training.judged_data import EncodedPair, pair_encoder
-from keel.training.reward_metrics import measure_pairs
+from keel.training.judging.data import EncodedPair, pair_encoder
+from keel.training.judging.dpo import DPO
+from keel.training.judging.metrics import measure_pairs
 from keel.training.run import train
 from tests.models import tiny
 from tests.training.judged import data, exchanged, headline, ones, recipe

@@ -19,7 +19,7 @@ from keel.data.preferences.dataset import Splits
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
-from keel.training.judged_data import (
+from keel.training.judging.data import (
     EncodedPair,
     Marked,
     label_encoder,
@@ -28,8 +28,8 @@ from keel.training.judged_data import (
     ready,
     step_encoder,
 )
-from keel.training.reward_metrics import first_under, measure_labels, measure_pairs, measure_steps
-from keel.training.reward_model import labels_backward, pairs_backward
+from keel.training.judging.metrics import first_under, measure_labels, measure_pairs, measure_steps
+from keel.training.judging.reward_model import labels_backward, pairs_backward
 from keel.types import KeelError
 from tests.models import tiny
 

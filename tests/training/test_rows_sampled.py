@@ -20,7 +20,7 @@ from keel.models.text import decode
 from keel.rewards.rules import place_match
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.training import sampled_data as rows_sampled
+from keel.training.judging import sampled as rows_sampled
 from keel.training.run import train
 from keel.types import Completion, Group, Message, Prompt, RewardResult, Split, Step
 from tests.data.tasks.made import completion

@@ -16,7 +16,7 @@ from keel.data.preferences.schema import Preference
 from keel.models.reward import RewardModel, load_reward_model, pack_answers
 from keel.training.evaluation import judged_source
 from keel.training.export import reward_model_of
-from keel.training.judged_data import EncodedPair, pair_encoder, sizes_of
+from keel.training.judging.data import EncodedPair, pair_encoder, sizes_of
 
 Array = npt.NDArray[np.float32]
 CHUNK = 1_000

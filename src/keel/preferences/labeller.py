@@ -24,8 +24,8 @@ from keel.preferences.store.formats import Attribution, answer_records, compared
 from keel.preferences.store.records import CostKind, CostRecord, LabelRecord, Record
 from keel.preferences.store.store import PreferenceStore
 from keel.runs.layout import RunFolder
-from keel.training.judged_data import EncodedPair
-from keel.training.sampled_data import read_jsonl, write_jsonl
+from keel.training.judging.data import EncodedPair
+from keel.training.judging.sampled import read_jsonl, write_jsonl
 from keel.types import KeelError
 
 SIMULATED = "simulated"

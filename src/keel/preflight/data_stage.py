@@ -31,8 +31,8 @@ from keel.preflight.prompts import (
 )
 from keel.preflight.sampling_stage import check_tokens
 from keel.preflight.trial import LongestExample
-from keel.training.judged_data import encoder
-from keel.training.preference_stages import base_policy
+from keel.training.judging.data import encoder
+from keel.training.judging.training import base_policy
 from keel.training.sft import demonstration, encode_demonstration
 from keel.types import KeelError
 

@@ -28,8 +28,8 @@ from keel.rewards.rules import exact_match
 from keel.runs.layout import RECIPE, RunFolder
 from keel.training.evaluator import Evaluator
 from keel.training.export import pick_checkpoint, reward_model_of
-from keel.training.judged_data import encoder
-from keel.training.reward_metrics import (
+from keel.training.judging.data import encoder
+from keel.training.judging.metrics import (
     Measured,
     plot_calibration,
     reward_model_metrics,

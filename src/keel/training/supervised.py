@@ -27,9 +27,9 @@ from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.runs.writer import RunWriter
 from keel.training import non_finite
-from keel.training.judged_data import E, of_step, sizes_of
+from keel.training.judging.data import E, of_step, sizes_of
+from keel.training.judging.metrics import Measured
 from keel.training.loop import EvaluationResult, StepResult
-from keel.training.reward_metrics import Measured
 from keel.training.state import Progress, State
 
 B = TypeVar("B")

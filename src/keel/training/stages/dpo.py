@@ -60,27 +60,27 @@ class DPOStage(JudgingStage):
         from keel.learn.optimizer import AdamW, trainable
         from keel.models.reference import reference_for
         from keel.models.reward import Reader
-        from keel.training import loop, preference_stages, sampled_data
-        from keel.training.dpo import DPO
-        from keel.training.judged_data import encoder
-        from keel.training.reward_metrics import measure_pairs
+        from keel.training import loop
+        from keel.training.judging import sampled
+        from keel.training.judging import training as judging
+        from keel.training.judging.data import encoder
+        from keel.training.judging.dpo import DPO
+        from keel.training.judging.metrics import measure_pairs
         from keel.training.setup import token_budget
         from keel.training.state import read_reference, restore_optimizers
 
         policy, start = run.policy, run.resume_from
-        sampled = self.sampled
-        template = self.chat_template if sampled is None else sampled.prompts.chat_template
+        own = self.sampled
+        template = self.chat_template if own is None else own.prompts.chat_template
         reader = Reader(policy.tokenizer, policy.context, template, raw=self.raw)
-        rows = preference_stages.examples(
-            run, self, sampled_data.pairs, encoder("pairs", reader), policy.context
-        )
+        rows = judging.examples(run, self, sampled.pairs, encoder("pairs", reader), policy.context)
         optimizer = AdamW(trainable(policy), self.optimizer)
         reference = reference_for(policy, None if start is None else read_reference(start))
         if start is not None:
             restore_optimizers(start, {"optimizer": optimizer})
         budget = token_budget(self, progress, run.writer)
         trainer = DPO(policy, reference, budget, self.loss, self.beta, self.smoothing)
-        made = preference_stages.preference_loop(
+        made = judging.preference_loop(
             run,
             self,
             progress,

@@ -48,13 +48,14 @@ class ProcessRewardModelStage(JudgingStage):
         from functools import partial
 
         from keel.models.text import decode
-        from keel.training import preference_stages, sampled_data
-        from keel.training.reward_model import labels_backward
+        from keel.training.judging import sampled
+        from keel.training.judging import training as judging
+        from keel.training.judging.reward_model import labels_backward
 
-        model = preference_stages.new_model(run, self.base, "process", self.name)
+        model = judging.new_model(run, self.base, "process", self.name)
         tokenizer = run.policy.tokenizer
-        make = sampled_data.steps(self.separator, lambda ids: decode(tokenizer, [ids])[0])
-        return preference_stages.train_reward_model(
+        make = sampled.steps(self.separator, lambda ids: decode(tokenizer, [ids])[0])
+        return judging.train_reward_model(
             run,
             self,
             model,

@@ -51,15 +51,16 @@ class RewardModelStage(JudgingStage):
     def train(self, run: RunContext, progress: Progress) -> Progress:
         from functools import partial
 
-        from keel.training import preference_stages, sampled_data
-        from keel.training.reward_model import labels_backward, pairs_backward
+        from keel.training.judging import sampled
+        from keel.training.judging import training as judging
+        from keel.training.judging.reward_model import labels_backward, pairs_backward
 
-        model = preference_stages.new_model(run, self.base, "outcome", self.name)
+        model = judging.new_model(run, self.base, "outcome", self.name)
         if self.objective == "pairs":
-            make, backward = sampled_data.pairs, partial(pairs_backward, model, self.centering)
+            make, backward = sampled.pairs, partial(pairs_backward, model, self.centering)
         else:
-            make, backward = sampled_data.labels, partial(labels_backward, model)
-        return preference_stages.train_reward_model(run, self, model, make, backward, progress)
+            make, backward = sampled.labels, partial(labels_backward, model)
+        return judging.train_reward_model(run, self, model, make, backward, progress)
 
     @classmethod
     def panels(cls) -> Sequence[Panel]:

@@ -24,7 +24,7 @@ from keel.platform.files import make_folder
 from keel.runs.layout import RunFolder
 from keel.runs.reader import read_run_json
 from keel.runs.writer import update_run_json
-from keel.training.judged_data import cluster_of, some_rows
+from keel.training.judging.data import cluster_of, some_rows
 
 Accuracies = Callable[[str, Sequence[Sequence[Any]]], Sequence[Interval]]
 """The accuracies of a version (the name of its stage) on several sets of validation rows."""

@@ -30,14 +30,15 @@ from keel.models.reward import (
 )
 from keel.runs import checkpoint
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
-from keel.training import loop, sampled_data, supervised
-from keel.training.judged_data import Ready, encoder, ready
-from keel.training.reward_metrics import (
+from keel.training import loop, supervised
+from keel.training.judging import sampled
+from keel.training.judging.data import Ready, encoder, ready
+from keel.training.judging.metrics import (
     Measured,
     plot_calibration,
     reward_model_metrics,
 )
-from keel.training.reward_versions import (
+from keel.training.judging.versions import (
     is_newest,
     measure_forgetting,
     rows_of,
@@ -64,7 +65,7 @@ def train_reward_model(
     run: RunContext,
     stage: JudgingStage,
     model: RewardModel,
-    make: sampled_data.Make,
+    make: sampled.Make,
     backward: Backward,
     progress: Progress,
     separator: str = "\n",
@@ -196,14 +197,14 @@ def _other_model(recipe: Recipe, name: str) -> Model:
 
 
 def _sampled_files(
-    run: RunContext, stage: JudgingStage, choice: SampledData, make: sampled_data.Make
+    run: RunContext, stage: JudgingStage, choice: SampledData, make: sampled.Make
 ) -> PreferenceData:
     """The stage's data as files of the run folder, sampled unless they are there."""
     folder, policy = run.writer.folder, run.policy
     made = rows_of(folder, stage)
     train = folder.rows(stage.name, "train")
-    sampled = train if choice.people is None else folder.pool(stage.name)
-    if sampled.exists() and folder.rows(stage.name, "validation").exists():
+    rows = train if choice.people is None else folder.pool(stage.name)
+    if rows.exists() and folder.rows(stage.name, "validation").exists():
         return made
     seed = derive(run.recipe.seed, stage.name, "sampled")
     source = open_prompts(
@@ -222,8 +223,8 @@ def _sampled_files(
         sampler = build_sampler(policy, source, judge, choice.sampling.rollout, seed, less=less)
         prompts = source.validation(choice.validation)
         judge.check(prompts)
-        parts = sampled_data.SampledDataSource(sampler, judge, prompts, choice, seed)
-        counts = sampled_data.write_rows(parts, folder, stage.name, make)
+        parts = sampled.SampledDataSource(sampler, judge, prompts, choice, seed)
+        counts = sampled.write_rows(parts, folder, stage.name, make)
     if counts:
         run.writer.note(f"{stage.name}: {counts}")
     return made
@@ -232,7 +233,7 @@ def _sampled_files(
 def examples(
     run: RunContext,
     stage: JudgingStage,
-    make: sampled_data.Make,
+    make: sampled.Make,
     encode: Callable[[Any], Any],
     context: int | None,
     model: RewardModel | None = None,

@@ -17,7 +17,7 @@ from keel.models.reference import Reference
 from keel.models.reward import Answered
 from keel.objective import preference
 from keel.objective.segments import segment_mean, segment_sum
-from keel.training.judged_data import EncodedPair, sizes_of
+from keel.training.judging.data import EncodedPair, sizes_of
 from keel.training.supervised import GradientStep
 
 

@@ -23,7 +23,7 @@ from keel.config.stage import Records
 from keel.data.preferences.schema import first_wrong
 from keel.models.reward import Answered
 from keel.platform.files import make_folder
-from keel.training.judged_data import EncodedPair, Marked
+from keel.training.judging.data import EncodedPair, Marked
 from keel.types import KeelError
 
 HEADLINE = ("accuracy", "auc", "log_loss", "brier", "ece", "f1")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keel.models.reward import RewardModel, pack_answers
 from keel.objective.preference import bradley_terry, centering, label_cross_entropy
-from keel.training.judged_data import EncodedPair, Marked, sizes_of
+from keel.training.judging.data import EncodedPair, Marked, sizes_of
 from keel.training.supervised import GradientStep
 
 
