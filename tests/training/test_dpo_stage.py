@@ -21,7 +21,7 @@ from keel.models.reward import Reader
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.judging.data import EncodedPair, pair_encoder
-from keel.training.judging.dpo import DPO
+from keel.training.judging.losses import DPO
 from keel.training.judging.metrics import measure_pairs
 from keel.training.run import train
 from tests.models import tiny

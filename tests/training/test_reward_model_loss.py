@@ -28,8 +28,8 @@ from keel.training.judging.data import (
     ready,
     step_encoder,
 )
+from keel.training.judging.losses import labels_backward, pairs_backward
 from keel.training.judging.metrics import first_under, measure_labels, measure_pairs, measure_steps
-from keel.training.judging.reward_model import labels_backward, pairs_backward
 from keel.types import KeelError
 from tests.models import tiny
 

@@ -13,7 +13,7 @@ from keel.data.preferences.dataset import read_pairs
 from keel.platform.signals import Interrupted
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.training.judging.versions import is_newest, rows_of, versions, with_replay
+from keel.training.judging.training import is_newest, rows_of, versions, with_replay
 from keel.training.run import train
 from keel.types import KeelError
 from tests.durability.same import same

@@ -51,7 +51,7 @@ class PoolPair:
 
 
 class PeopleLabeller:
-    """`keel.training.labelling.PairLabeller`: labels of people, in the preference store of a run.
+    """`keel.training.setup.PairLabeller`: labels of people, in the preference store of a run.
 
     People get the chosen pairs alone; once these are labelled, every pair is in the run's store.
     Pairs that people have labelled in earlier rounds are not chosen again.

@@ -8,18 +8,35 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from keel.analysis.overoptimisation import optimisation_of
 from keel.analysis.plots import stage_curve
 from keel.analysis.reward_plots import over_optimisation_picture
-from keel.cluster.parts import PlacedStage
+from keel.cluster.parts import PlacedStage, StageFactory, StageParts
+from keel.cluster.placement import placement_of
+from keel.config.entry import PYTHON
 from keel.config.fields import derive
+from keel.config.load import to_toml
+from keel.config.model import Autocast, Model
 from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.config.sources import LEARNED
+from keel.engines.registry import capabilities_of
 from keel.engines.requests import check_requests
+from keel.learn.advantages import check_entries
+from keel.learn.learner import Learner
+from keel.learn.optimizer import AdamW, trainable
+from keel.learn.ranks import Ranks
+from keel.learn.token_budget import TokenBudget
+from keel.models.families import uses_autocast
 from keel.models.loading import describe_model
+from keel.models.policy import Policy, load_policy
+from keel.models.reference import reference_for
+from keel.models.sharded import mesh_of, shard
+from keel.models.teacher import load_teacher
+from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.platform.files import make_folder
 from keel.rewards.judge.reward import Judge
 from keel.runs.reader import load
@@ -28,32 +45,143 @@ from keel.training import rl
 from keel.training.evaluator import Evaluator
 from keel.training.evaluator import metrics as evaluation_metrics
 from keel.training.loop import Loop
-from keel.training.placed import placement, stage_parts
 from keel.training.prefetch import (
     RolloutPrefetcher,
     begin_alone,
     begin_pinned,
     read_pending,
 )
+from keel.training.recipe_checks import longest_sequence
 from keel.training.rollout import Sampler
 from keel.training.setup import (
     RunContext,
     build_sampler,
     load_rewards,
-    loss_config,
     open_prompts,
     reward_context,
-    schedule,
+    rollout_engine,
     scorer,
+    token_budget,
 )
-from keel.training.state import Progress
+from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
+from keel.training.template_time import templates_at
+from keel.types import KeelError
 
 
-def placed(
+def place(
     run: RunContext, stage: RolloutStage, progress: Progress
 ) -> AbstractContextManager[PlacedStage]:
     """The parts of a stage where `cluster` puts them, new or restored, while the block runs."""
-    return placement(run.recipe).place(stage_parts(run, stage, progress))
+    recipe, seed = run.recipe, derive(run.recipe.seed, stage.name)
+    if recipe.cluster.ray is not None and f'"{PYTHON}:' in to_toml(recipe):
+        raise KeelError(
+            "cluster.ray: other processes cannot call functions that were passed to keel.train: "
+            "name them by module:function"
+        )
+    around = reward_context(recipe, run.folder, run.policy)
+    budget = token_budget(stage, progress, run.writer)
+    factory = StageFactory(
+        load=partial(load_policy, recipe.model, recipe.seed),
+        learner=partial(
+            build_learner,
+            stage=stage,
+            model=recipe.model,
+            seed=seed,
+            resume_from=run.resume_from,
+            offload=recipe.cluster.offload == "cpu",
+        ),
+        engine=partial(rollout_engine, rollout=stage.rollout),
+        tokens=budget.tokens,
+        log=run.folder.logs / f"{stage.name}-vllm.log",
+        rewards=dict(enumerate(stage.rewards.functions)),
+        reward_context=around,
+        reward_time=partial(templates_at, around.template_time),
+    )
+    parts = StageParts(
+        factory,
+        policy=run.policy,
+        budget=budget,
+        engine_kind=capabilities_of(stage.rollout.engine),
+        ahead=stage.rollout.async_level > 0,
+        note=run.writer.note,
+    )
+    return placement_of(recipe.cluster, recipe.threads).place(parts)
+
+
+def build_learner(
+    policy: Policy,
+    budget: TokenBudget,
+    ranks: Ranks,
+    *,
+    stage: RolloutStage,
+    model: Model,
+    seed: int,
+    resume_from: Path | None = None,
+    offload: bool = False,
+) -> Learner:
+    """The policy and the models that the algorithm needs, each with its optimizer.
+
+    New ones, or as the checkpoint `resume_from` of this stage holds them; with several `ranks` each
+    of them, the policy too, is sharded, with `offload` (see `shard`), before the next one is made.
+    """
+    algorithm = stage.algorithm
+    check_entries(algorithm)
+    spread = partial(_spread, ranks, offload)
+    value_head: ValueHead | None = None
+    critic: Critic | None = None
+    if algorithm.value is not None and stage.value.kind == "head":
+        value_head = value_head_for(policy)
+    elif algorithm.value is not None and stage.value.name is not None:
+        critic = load_critic(stage.value.name, policy, model, seed)
+    elif algorithm.value is not None:
+        critic = critic_from_policy(policy)
+    if critic is not None:
+        spread(critic.backbone, critic.autocast)
+        spread(critic.head)
+    value_model: ValueHead | Critic | None = critic if value_head is None else value_head
+    state = None if resume_from is None else read_reference(resume_from)
+    reference = reference_for(policy, state) if stage.keeps_reference else None
+    if reference is not None and reference.model is not policy.model:
+        spread(reference.model, reference.autocast)
+    teacher = None
+    if stage.teacher is not None:
+        longest = longest_sequence(stage.sampling, policy)
+        teacher = load_teacher(stage.teacher, policy, model, longest)
+        spread(teacher.model, teacher.autocast)
+    spread(policy.model, policy.autocast)
+    if value_head is not None:
+        spread(value_head)
+    modules = {"value_head": value_head, "critic": critic}
+    if resume_from is not None:
+        restore_modules(resume_from, {n: m for n, m in modules.items() if m is not None})
+    learner = Learner(
+        policy=policy,
+        optimizer=AdamW(trainable(policy), stage.optimizer),
+        budget=budget,
+        reference=reference,
+        teacher=teacher,
+        value_head=value_head,
+        critic=critic,
+        value_optimizer=None
+        if value_model is None
+        else AdamW(trainable(value_model), stage.value.optimizer or stage.optimizer),
+        temperature=stage.rollout.temperature,
+        ranks=ranks,
+    )
+    if resume_from is not None:
+        restore_optimizers(resume_from, learner.optimizers)
+    return learner
+
+
+def _spread(
+    ranks: Ranks, offload: bool, model: PreTrainedModel | ValueHead, autocast: Autocast = False
+) -> None:
+    """Shard a model over several ranks; `autocast` is that of its layers."""
+    if ranks.count == 1:
+        return
+    rounded = isinstance(model, PreTrainedModel) and uses_autocast(model, autocast)
+    mesh = mesh_of(next(model.parameters()).device, ranks.count)
+    shard(model, mesh, torch.bfloat16 if rounded else None, offload)
 
 
 def begin(run: RunContext, stage: RolloutStage, progress: Progress) -> Progress:
@@ -169,6 +297,41 @@ def build_parts(
         evaluator=evaluator,
         writer=run.writer,
         seed=seed,
+    )
+
+
+def loss_config(stage: RolloutStage) -> rl.LossConfig:
+    """What the loss of a stage reads of its recipe."""
+    algorithm, trainer = stage.algorithm, stage.rollout.old_log_probs == "trainer"
+    several_updates = stage.epochs * stage.minibatches > 1
+    adaptive = algorithm.divergence is not None and algorithm.divergence.adaptive is not None
+    penalised = algorithm.reward_divergence is not None
+    return rl.LossConfig(
+        max_tokens=stage.rollout.max_tokens,
+        mask_truncated=stage.rollout.mask_truncated,
+        old_log_probs=stage.rollout.old_log_probs,
+        score_old=trainer
+        and (
+            several_updates
+            or adaptive
+            or penalised
+            or stage.reference.measured
+            or algorithm.needs_teacher
+        ),
+        score_reference=stage.keeps_reference,
+    )
+
+
+def schedule(stage: RolloutStage) -> rl.Schedule:
+    """The updates of a stage."""
+    return rl.Schedule(
+        steps=stage.steps,
+        epochs=stage.epochs,
+        minibatches=stage.minibatches,
+        optimizer=stage.optimizer,
+        value_optimizer=stage.value.optimizer or stage.optimizer,
+        value_warmup_steps=0 if stage.algorithm.value is None else stage.value.warmup_steps,
+        reference_reset_every=stage.reference.reset_every,
     )
 
 

@@ -25,10 +25,9 @@ from keel.runs.lifecycle import texts
 from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json
-from keel.training.labelling import PairLabeller
 from keel.training.non_finite import keeping_stacks
 from keel.training.recipe_checks import leaks, validate_later_stages
-from keel.training.setup import RunContext
+from keel.training.setup import PairLabeller, RunContext
 from keel.training.state import Progress, check_base, read_progress, restore_policy
 from keel.training.template_time import templates_at
 from keel.types import KeelError

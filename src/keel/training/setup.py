@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from transformers import PreTrainedModel
 
 from keel.cluster.parts import PlacedReward
 from keel.config.fields import derive
-from keel.config.model import Autocast, Model
-from keel.config.rl import RolloutStage
+from keel.config.judging import JudgingStage
 from keel.config.sampling import Rollout
 from keel.config.schema import Recipe
 from keel.config.sources import Prompts, Rewards, TaskSource
@@ -25,18 +22,10 @@ from keel.config.stage import StageConfig
 from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
 from keel.engines.endpoint.programs import ProgramConfig, load_program
 from keel.engines.registry import build_engine
-from keel.learn.advantages import check_entries
-from keel.learn.learner import Learner
-from keel.learn.optimizer import AdamW, trainable
-from keel.learn.ranks import Ranks
 from keel.learn.token_budget import TokenBudget
 from keel.models.chat import Encoder
-from keel.models.families import uses_autocast
 from keel.models.policy import Policy
-from keel.models.reference import reference_for
-from keel.models.sharded import mesh_of, shard
-from keel.models.teacher import load_teacher
-from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
+from keel.models.reward import RewardModel
 from keel.platform.loop_thread import LoopThread
 from keel.rewards import load_reward
 from keel.rewards.registry import NamedReward, RewardContext
@@ -44,23 +33,39 @@ from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, counted, write_quarantine
 from keel.runs.writer import RunWriter
-from keel.training import supervised
-from keel.training.labelling import PairLabeller
-from keel.training.loop import EvaluationResult, Loop
-from keel.training.recipe_checks import longest_sequence
-from keel.training.rl import LossConfig, Schedule
 from keel.training.rollout import Sampler
 from keel.training.state import (
     Progress,
-    read_reference,
-    restore_modules,
-    restore_optimizers,
 )
 from keel.training.template_time import time_read_by
 from keel.types import Engine, KeelError, Prompt, Task
 
 ENCODED_BEFORE = 10_000
 """Stored examples of a stage that are encoded before the first step, to find the bad ones."""
+
+
+class PairLabeller(Protocol):
+    """Has people label pairs that a stage sampled (`sampled.people`)."""
+
+    def check(self, folder: RunFolder) -> None:
+        """Raise KeelError if labels that a stage of the run began with are missing."""
+
+    def label(
+        self,
+        folder: RunFolder,
+        stage: JudgingStage,
+        *,
+        model: RewardModel,
+        encode: Callable[[Any], Any],
+        limit: int | None,
+        seed: int,
+    ) -> str:
+        """Write the train rows of a stage: its pool, with the labels of people for some pairs.
+
+        People get the pairs of which `model` is least sure; none is longer than `limit` tokens as
+        `encode` makes them. Returns a line on what was labelled. Raises KeelError while people have
+        not labelled all that were chosen.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,70 +161,6 @@ def _quarantine_prompts(
     write_quarantine(target, left)
     if left and run.resume_from is None:
         run.writer.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
-
-
-def loss_config(stage: RolloutStage) -> LossConfig:
-    """What the loss of a stage reads of its recipe."""
-    algorithm, trainer = stage.algorithm, stage.rollout.old_log_probs == "trainer"
-    several_updates = stage.epochs * stage.minibatches > 1
-    adaptive = algorithm.divergence is not None and algorithm.divergence.adaptive is not None
-    penalised = algorithm.reward_divergence is not None
-    return LossConfig(
-        max_tokens=stage.rollout.max_tokens,
-        mask_truncated=stage.rollout.mask_truncated,
-        old_log_probs=stage.rollout.old_log_probs,
-        score_old=trainer
-        and (
-            several_updates
-            or adaptive
-            or penalised
-            or stage.reference.measured
-            or algorithm.needs_teacher
-        ),
-        score_reference=stage.keeps_reference,
-    )
-
-
-def schedule(stage: RolloutStage) -> Schedule:
-    """The updates of a stage."""
-    return Schedule(
-        steps=stage.steps,
-        epochs=stage.epochs,
-        minibatches=stage.minibatches,
-        optimizer=stage.optimizer,
-        value_optimizer=stage.value.optimizer or stage.optimizer,
-        value_warmup_steps=0 if stage.algorithm.value is None else stage.value.warmup_steps,
-        reference_reset_every=stage.reference.reset_every,
-    )
-
-
-def supervised_loop(
-    run: RunContext,
-    stage: StageConfig,
-    progress: Progress,
-    evaluate: Callable[[int], EvaluationResult] | None = None,
-    **own: Any,
-) -> Loop:
-    """The loop of a stage that learns from examples; `own` are the parts of its kind."""
-    parts = supervised.ExampleParts(
-        steps=stage.steps,
-        policy=run.policy,
-        schedule=stage.optimizer,
-        on_nonfinite=stage.on_nonfinite,
-        writer=run.writer,
-        **{"budget": token_budget(stage, progress, run.writer), **own},
-    )
-    return Loop(
-        steps=stage.steps,
-        checkpoints=stage.checkpoints,
-        on_nonfinite=stage.on_nonfinite,
-        budget=parts.budget,
-        writer=run.writer,
-        take_step=partial(supervised.take_step, parts),
-        state=partial(supervised.state_of, parts),
-        evaluate=evaluate,
-        evaluate_every=stage.evaluation_interval or 0,
-    )
 
 
 def token_budget(stage: StageConfig, progress: Progress, writer: RunWriter) -> TokenBudget:
@@ -367,79 +308,3 @@ def build_sampler(
         less=less,
         program=program,
     )
-
-
-def build_learner(
-    policy: Policy,
-    budget: TokenBudget,
-    ranks: Ranks,
-    *,
-    stage: RolloutStage,
-    model: Model,
-    seed: int,
-    resume_from: Path | None = None,
-    offload: bool = False,
-) -> Learner:
-    """The policy and the models that the algorithm needs, each with its optimizer.
-
-    New ones, or as the checkpoint `resume_from` of this stage holds them; with several `ranks` each
-    of them, the policy too, is sharded, with `offload` (see `shard`), before the next one is made.
-    """
-    algorithm = stage.algorithm
-    check_entries(algorithm)
-    spread = partial(_spread, ranks, offload)
-    value_head: ValueHead | None = None
-    critic: Critic | None = None
-    if algorithm.value is not None and stage.value.kind == "head":
-        value_head = value_head_for(policy)
-    elif algorithm.value is not None and stage.value.name is not None:
-        critic = load_critic(stage.value.name, policy, model, seed)
-    elif algorithm.value is not None:
-        critic = critic_from_policy(policy)
-    if critic is not None:
-        spread(critic.backbone, critic.autocast)
-        spread(critic.head)
-    value_model: ValueHead | Critic | None = critic if value_head is None else value_head
-    state = None if resume_from is None else read_reference(resume_from)
-    reference = reference_for(policy, state) if stage.keeps_reference else None
-    if reference is not None and reference.model is not policy.model:
-        spread(reference.model, reference.autocast)
-    teacher = None
-    if stage.teacher is not None:
-        longest = longest_sequence(stage.sampling, policy)
-        teacher = load_teacher(stage.teacher, policy, model, longest)
-        spread(teacher.model, teacher.autocast)
-    spread(policy.model, policy.autocast)
-    if value_head is not None:
-        spread(value_head)
-    modules = {"value_head": value_head, "critic": critic}
-    if resume_from is not None:
-        restore_modules(resume_from, {n: m for n, m in modules.items() if m is not None})
-    learner = Learner(
-        policy=policy,
-        optimizer=AdamW(trainable(policy), stage.optimizer),
-        budget=budget,
-        reference=reference,
-        teacher=teacher,
-        value_head=value_head,
-        critic=critic,
-        value_optimizer=None
-        if value_model is None
-        else AdamW(trainable(value_model), stage.value.optimizer or stage.optimizer),
-        temperature=stage.rollout.temperature,
-        ranks=ranks,
-    )
-    if resume_from is not None:
-        restore_optimizers(resume_from, learner.optimizers)
-    return learner
-
-
-def _spread(
-    ranks: Ranks, offload: bool, model: PreTrainedModel | ValueHead, autocast: Autocast = False
-) -> None:
-    """Shard a model over several ranks; `autocast` is that of its layers."""
-    if ranks.count == 1:
-        return
-    rounded = isinstance(model, PreTrainedModel) and uses_autocast(model, autocast)
-    mesh = mesh_of(next(model.parameters()).device, ranks.count)
-    shard(model, mesh, torch.bfloat16 if rounded else None, offload)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import nn
 
 from keel.config.optimisation import OnNonfinite, Optimizer
+from keel.config.stage import StageConfig
 from keel.learn.finite import (
     Cause,
     NotFinite,
@@ -21,16 +21,15 @@ from keel.learn.finite import (
 )
 from keel.learn.optimizer import AdamW, bad_weight, learning_rate
 from keel.learn.shards import save_learned
-from keel.learn.token_budget import LESS, TokenBudget, oom_context
+from keel.learn.token_budget import TokenBudget
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.runs.writer import RunWriter
-from keel.training import non_finite
-from keel.training.judging.data import E, of_step, sizes_of
-from keel.training.judging.metrics import Measured
+from keel.training import loop, non_finite
 from keel.training.loop import EvaluationResult, StepResult
-from keel.training.state import Progress, State
+from keel.training.setup import RunContext, token_budget
+from keel.training.state import Progress, State, restore_modules, restore_optimizers
 
 B = TypeVar("B")
 
@@ -60,27 +59,9 @@ class Examples(Generic[B]):
     state: Callable[[], Mapping[str, Any]] = dict
 
 
-def judged_examples(
-    train: Sequence[E],
-    batch_size: int,
-    seed: int,
-    device: torch.device,
-    backward: Callable[[Sequence[E], int], GradientStep],
-) -> Examples[Any]:
-    """`batch_size` examples a step, in epochs."""
-    return Examples(
-        batch=lambda number: of_step(train, batch_size, number, seed),
-        backward=backward,
-        sizes=lambda rows: sizes_of(rows, device),
-        split=lambda rows: [[row] for row in rows],
-        write=non_finite.write_rows,
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class ExampleParts(Generic[B]):
-    """The parts of a stage that learns from examples; `modules` are trained with the policy, or
-    instead of it."""
+    """The parts of a stage that learns from examples."""
 
     steps: int
     examples: Examples[B]
@@ -90,8 +71,54 @@ class ExampleParts(Generic[B]):
     budget: TokenBudget
     on_nonfinite: OnNonfinite
     writer: RunWriter
-    modules: Mapping[str, nn.Module] = field(default_factory=dict)
-    reference: Reference | None = None
+    modules: Mapping[str, nn.Module]
+    reference: Reference | None
+
+
+def train_on_examples(
+    run: RunContext,
+    stage: StageConfig,
+    progress: Progress,
+    examples: Examples[Any],
+    optimizer: AdamW,
+    *,
+    budget: TokenBudget | None = None,
+    modules: Mapping[str, nn.Module] | None = None,
+    reference: Reference | None = None,
+    evaluate: Callable[[int], EvaluationResult] | None = None,
+) -> Progress:
+    """A stage that learns from examples: restored, if the run resumes it, and run.
+
+    `modules` are trained with the policy, or instead of it.
+    """
+    modules = modules or {}
+    if run.resume_from is not None:
+        restore_modules(run.resume_from, modules)
+        restore_optimizers(run.resume_from, {"optimizer": optimizer})
+    parts = ExampleParts(
+        steps=stage.steps,
+        examples=examples,
+        policy=run.policy,
+        optimizer=optimizer,
+        schedule=stage.optimizer,
+        budget=budget or token_budget(stage, progress, run.writer),
+        on_nonfinite=stage.on_nonfinite,
+        writer=run.writer,
+        modules=modules,
+        reference=reference,
+    )
+    made = loop.Loop(
+        steps=stage.steps,
+        checkpoints=stage.checkpoints,
+        on_nonfinite=stage.on_nonfinite,
+        budget=parts.budget,
+        writer=run.writer,
+        take_step=partial(take_step, parts),
+        state=partial(state_of, parts),
+        evaluate=evaluate,
+        evaluate_every=stage.evaluation_interval or 0,
+    )
+    return loop.run(made, progress)
 
 
 def take_step(parts: ExampleParts[Any], progress: Progress, number: int) -> StepResult:
@@ -120,22 +147,6 @@ def take_step(parts: ExampleParts[Any], progress: Progress, number: int) -> Step
     metrics = {**step.metrics, "learning_rate": rate}
     skipped = int("grad_norm" not in step.metrics)
     return StepResult(metrics, step.tokens, skipped, stream=parts.examples.state())
-
-
-@oom_context("the validation rows were measured", f"lower token_budget, {LESS}")
-def evaluate(
-    measure: Callable[[], Measured], plot: Callable[[Measured], None], step: int
-) -> EvaluationResult:
-    """The evaluation of a model on the validation rows."""
-    found = measure()
-    headline = found.headline()
-    return EvaluationResult(
-        found.as_dict(),
-        {f"eval/{name}": value for name, value in headline.items()},
-        kind="measured",
-        before=headline,
-        plot=partial(plot, found),
-    )
 
 
 def update(parts: ExampleParts[Any], batch: Any, rate: float) -> GradientStep:

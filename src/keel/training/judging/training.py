@@ -7,9 +7,10 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 
-from keel.analysis.statistics import Interval
+from keel.analysis.reward_plots import forgetting_picture
 from keel.config.fields import derive
 from keel.config.judging import (
     JudgingStage,
@@ -18,8 +19,9 @@ from keel.config.judging import (
 from keel.config.model import BaseModelChoice, Model
 from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
-from keel.data.preferences.dataset import READERS, readable
+from keel.data.preferences.dataset import READERS, Splits, readable
 from keel.learn.optimizer import AdamW, trainable
+from keel.learn.token_budget import LESS, oom_context
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import (
     Kind,
@@ -28,23 +30,29 @@ from keel.models.reward import (
     load_reward_model,
     reward_model_from,
 )
+from keel.platform.files import make_folder
 from keel.runs import checkpoint
+from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
-from keel.training import loop, supervised
+from keel.runs.reader import read_run_json
+from keel.runs.writer import update_run_json
+from keel.training import non_finite
 from keel.training.judging import sampled
-from keel.training.judging.data import Ready, encoder, ready
+from keel.training.judging.data import (
+    Ready,
+    cluster_of,
+    encoder,
+    of_step,
+    ready,
+    sizes_of,
+    some_rows,
+)
 from keel.training.judging.metrics import (
     Measured,
     plot_calibration,
     reward_model_metrics,
 )
-from keel.training.judging.versions import (
-    is_newest,
-    measure_forgetting,
-    rows_of,
-    versions,
-    with_replay,
-)
+from keel.training.loop import EvaluationResult
 from keel.training.setup import (
     RunContext,
     build_sampler,
@@ -52,112 +60,148 @@ from keel.training.setup import (
     open_prompts,
     reward_context,
     scorer,
-    supervised_loop,
 )
-from keel.training.state import Progress, restore_modules, restore_optimizers
-from keel.training.supervised import GradientStep, judged_examples
+from keel.training.state import Progress
+from keel.training.supervised import Examples, GradientStep, train_on_examples
 from keel.types import KeelError
 
 Backward = Callable[[Sequence[Any], int], GradientStep]
+Measure = Callable[[Sequence[Any]], Measured]
 
 
 def train_reward_model(
     run: RunContext,
     stage: JudgingStage,
+    progress: Progress,
     model: RewardModel,
     make: sampled.Make,
     backward: Backward,
-    progress: Progress,
-    separator: str = "\n",
-    threshold: float = 0.5,
 ) -> Progress:
     """Train a reward model, and save it in the run folder."""
-    records = stage.records
-    encode = encoder(records, model.reader(stage.raw), separator)
-    rows = examples(run, stage, make, encode, model.context, model)
-    judge = partial(model.judge, token_budget=stage.token_budget)
-    optimizer, modules = AdamW(trainable(model), stage.optimizer), {"reward_model": model}
-    if run.resume_from is not None:
-        restore_modules(run.resume_from, modules)
-        restore_optimizers(run.resume_from, {"optimizer": optimizer})
-    made = preference_loop(
-        run, stage, progress, rows, model.device, backward,
-        partial(reward_model_metrics, records, judge=judge, threshold=threshold),
-        optimizer=optimizer, modules=modules,
-    )  # fmt: skip
-    progress = loop.run(made, progress)
+    source = stage.judged
+    encode = encoder(source.records, model.reader(source.raw), source.separator)
+    progress = train_on_rows(
+        run,
+        stage,
+        progress,
+        examples(run, stage, make, encode, model.context, model),
+        AdamW(trainable(model), stage.optimizer),
+        backward,
+        _measure_of(model, stage),
+        model.device,
+        modules={"reward_model": model},
+    )
     if progress.step == stage.steps:
-        _keep(run, stage, model, encode, threshold)
+        # Also if there is one: another's would be learned from.
+        with checkpoint.writing(run.folder.model(stage.name)) as aside:
+            model.save(aside)
+        _measure_versions(run, stage, encode, model.context)
     return progress
 
 
-def _keep(
-    run: RunContext,
-    stage: JudgingStage,
-    model: RewardModel,
-    encode: Callable[[Any], Any],
-    threshold: float,
-) -> None:
-    """Save a trained reward model in the run folder; of its newest version measure what it has
-    forgotten."""
-    folder, recipe = run.writer.folder, run.recipe
-    # Also where there is one: another's would be learned from.
-    with checkpoint.writing(folder.model(stage.name)) as aside:
-        model.save(aside)
-    if len(versions(recipe, stage)) == 1 or not is_newest(recipe, stage):
-        return
-    kind, records = cast(Kind, stage.reward_model), stage.records
-
-    limits = [limit for limit in (stage.max_tokens, model.context) if limit is not None]
-
-    def accuracies(version: str, held: Sequence[Sequence[Any]]) -> list[Interval]:
-        loaded = load_reward_model(_other_model(recipe, str(folder.model(version))), kind)
-        judge = partial(loaded.judge, token_budget=stage.token_budget)
-        found = []
-        for rows in held:
-            encoded = [one for row in rows if (one := readable(row, encode)) is not None]
-            fitting = [row for row in encoded if all(row.longest <= limit for limit in limits)]
-            found.append(reward_model_metrics(records, fitting, judge, threshold).report.accuracy)
-        return found
-
-    if stage.evaluation.rows:
-        measure_forgetting(folder, recipe, stage, accuracies)
-
-
-def preference_loop(
+def train_on_rows(
     run: RunContext,
     stage: JudgingStage,
     progress: Progress,
     rows: Ready[Any],
-    device: torch.device,
+    optimizer: AdamW,
     backward: Backward,
-    measure: Callable[[Sequence[Any]], Measured],
+    measure: Measure,
+    device: torch.device,
     **parts: Any,
-) -> loop.Loop:
-    """The loop over preference data."""
+) -> Progress:
+    """Train on judged rows, measured on those of the validation split.
+
+    `parts` are others of `train_on_examples`.
+    """
     seed = derive(run.recipe.seed, stage.name, "rows")
+    read = Examples(
+        batch=lambda number: of_step(rows.train, stage.batch_size, number, seed),
+        backward=backward,
+        sizes=lambda batch: sizes_of(batch, device),
+        split=lambda batch: [[row] for row in batch],
+        write=non_finite.write_rows,
+    )
     plot = partial(
         plot_calibration,
-        folder=run.writer.folder.pictures,
+        folder=run.folder.pictures,
         name=stage.name,
         title=f"{run.recipe.name}: {stage.name}",
     )
-    return supervised_loop(
-        run,
-        stage,
-        progress,
-        examples=judged_examples(rows.train, stage.batch_size, seed, device, backward),
-        evaluate=partial(supervised.evaluate, partial(measure, rows.validation), plot)
-        if rows.validation
-        else None,
+    evaluate = partial(_evaluation, partial(measure, rows.validation), plot)
+    return train_on_examples(
+        run, stage, progress, read, optimizer, evaluate=evaluate if rows.validation else None,
         **parts,
+    )  # fmt: skip
+
+
+@oom_context("the validation rows were measured", f"lower token_budget, {LESS}")
+def _evaluation(
+    measure: Callable[[], Measured], plot: Callable[[Measured], None], step: int
+) -> EvaluationResult:
+    """The evaluation of a model on the validation rows."""
+    found = measure()
+    headline = found.headline()
+    return EvaluationResult(
+        found.as_dict(),
+        {f"eval/{name}": value for name, value in headline.items()},
+        kind="measured",
+        before=headline,
+        plot=partial(plot, found),
     )
 
 
-def new_model(run: RunContext, base: BaseModelChoice, kind: Kind, stage: str) -> RewardModel:
+def _measure_of(model: RewardModel, stage: JudgingStage) -> Measure:
+    """The metrics of a reward model on rows of a stage."""
+    source, judge = stage.judged, partial(model.judge, token_budget=stage.token_budget)
+    return partial(reward_model_metrics, source.records, judge=judge, threshold=source.threshold)
+
+
+def _measure_versions(
+    run: RunContext, stage: JudgingStage, encode: Callable[[Any], Any], context: int | None
+) -> None:
+    """What the newest version of a reward model has forgotten of those before it.
+
+    `accuracy[v][h]` is that of version v on the validation rows of the stage that made version h,
+    at most `evaluation.rows` of each; kept in run.json under the name of the stage, and plotted.
+    """
+    recipe, folder = run.recipe, run.folder
+    chain, limit = versions(recipe, stage), _limit(stage, context)
+    if len(chain) == 1 or not is_newest(recipe, stage) or not stage.evaluation.rows:
+        return
+    held = []
+    for one in chain:
+        rows = some_rows(_read(folder, recipe, one).validation, stage.evaluation.rows)
+        encoded = [row for row in (readable(row, encode) for row in rows) if row is not None]
+        held.append([row for row in encoded if limit is None or row.longest <= limit])
+    names, accuracy = [one.name for one in chain], []
+    for name in names:
+        kind = cast(Kind, stage.reward_model)
+        measure = _measure_of(
+            load_reward_model(_other_model(recipe, str(folder.model(name))), kind), stage
+        )
+        accuracy.append([measure(rows).report.accuracy for rows in held])
+    figures = [[interval.as_dict() for interval in row] for row in accuracy]
+    kept = read_run_json(folder).get("forgetting", {})
+    found = {"versions": names, "accuracy": figures}
+    update_run_json(folder, {"forgetting": {**kept, stage.name: found}})
+    target = folder.pictures / f"{stage.name}-forgetting.png"
+    make_folder(target.parent)
+    title = f"{recipe.name}: accuracy of each version of the reward model"
+    forgetting_picture(names, accuracy, target, title)
+
+
+def _limit(stage: JudgingStage, context: int | None) -> int | None:
+    """The most tokens that a row may have."""
+    return min((n for n in (stage.max_tokens, context) if n is not None), default=None)
+
+
+def new_model(
+    run: RunContext, stage: JudgingStage, base: BaseModelChoice, kind: Kind
+) -> RewardModel:
     """The reward model that a stage starts from."""
-    seed = derive(run.recipe.seed, stage, "model")
-    with _keys_of(f"{stage}.base"):
+    seed = derive(run.recipe.seed, stage.name, "model")
+    with _keys_of(f"{stage.name}.base"):
         if base.stage is None:
             return reward_model_from(
                 base_policy(run.recipe, run.policy, base), kind, seed, base.lora
@@ -242,8 +286,7 @@ def examples(
 
     People label the pairs that `model` is least sure of.
     """
-    limits = [limit for limit in (stage.max_tokens, context) if limit is not None]
-    limit = min(limits) if limits else None
+    limit = _limit(stage, context)
     if stage.sampled is None:
         data = cast(PreferenceData, stage.data)
     else:
@@ -293,3 +336,55 @@ def _quarantined(run: RunContext, stage: JudgingStage, left: Sequence[LeftOut]) 
     # Rows sampled into the run folder are named relative to it.
     write_quarantine(target, left if stage.data is not None else named_from(folder.path, left))
     return f"quarantine/{target.name}"
+
+
+# ---------------------------------------------------------------- versions of a reward model
+
+
+def versions(recipe: Recipe, stage: JudgingStage) -> tuple[JudgingStage, ...]:
+    """The stages whose model this one trains further, the first one first, and itself."""
+    stages = {one.name: one for one in recipe.stages}
+    found = [stage]
+    while (base := found[0].base_model) is not None and base.stage is not None:
+        found.insert(0, cast(JudgingStage, stages[base.stage]))
+    return tuple(found)
+
+
+def is_newest(recipe: Recipe, stage: JudgingStage) -> bool:
+    """Whether no stage trains its model further."""
+    bases = [one.base_model for one in recipe.stages]
+    return all(base is None or base.stage != stage.name for base in bases)
+
+
+def rows_of(folder: RunFolder, stage: JudgingStage) -> PreferenceData:
+    """The rows of a stage: its data, or what it sampled into the run folder."""
+    if stage.data is not None:
+        return stage.data
+    train, held = (folder.rows(stage.name, split) for split in ("train", "validation"))
+    return PreferenceData(name="jsonl", path=str(train), validation_path=str(held), empty="keep")
+
+
+def with_replay(
+    folder: RunFolder, recipe: Recipe, stage: JudgingStage, splits: Splits[Any]
+) -> Splits[Any]:
+    """The rows of a stage, and the share `base.replay` of the train rows of earlier versions.
+
+    Rows whose prompt or group is in the stage's validation split are not replayed.
+    """
+    base = stage.base_model
+    if base is None or not base.replay:
+        return splits
+    held = {cluster_of(row) for row in splits.validation}
+    rows = [
+        row
+        for before in versions(recipe, stage)[:-1]
+        for row in _read(folder, recipe, before).train
+        if cluster_of(row) not in held
+    ]
+    rng = np.random.default_rng(derive(recipe.seed, stage.name, "replay"))
+    chosen = np.sort(rng.permutation(len(rows))[: round(base.replay * len(rows))])
+    return Splits((*splits.train, *(rows[at] for at in chosen)), splits.validation, splits.left_out)
+
+
+def _read(folder: RunFolder, recipe: Recipe, stage: JudgingStage) -> Splits[Any]:
+    return READERS[stage.records](rows_of(folder, stage), recipe.seed)

@@ -60,39 +60,35 @@ class DPOStage(JudgingStage):
         from keel.learn.optimizer import AdamW, trainable
         from keel.models.reference import reference_for
         from keel.models.reward import Reader
-        from keel.training import loop
-        from keel.training.judging import sampled
-        from keel.training.judging import training as judging
+        from keel.training.judging import sampled, training
         from keel.training.judging.data import encoder
-        from keel.training.judging.dpo import DPO
+        from keel.training.judging.losses import DPO
         from keel.training.judging.metrics import measure_pairs
         from keel.training.setup import token_budget
-        from keel.training.state import read_reference, restore_optimizers
+        from keel.training.state import read_reference
 
         policy, start = run.policy, run.resume_from
-        own = self.sampled
-        template = self.chat_template if own is None else own.prompts.chat_template
+        template = (
+            self.chat_template if self.sampled is None else self.sampled.prompts.chat_template
+        )
         reader = Reader(policy.tokenizer, policy.context, template, raw=self.raw)
-        rows = judging.examples(run, self, sampled.pairs, encoder("pairs", reader), policy.context)
+        rows = training.examples(run, self, sampled.pairs, encoder("pairs", reader), policy.context)
         optimizer = AdamW(trainable(policy), self.optimizer)
         reference = reference_for(policy, None if start is None else read_reference(start))
-        if start is not None:
-            restore_optimizers(start, {"optimizer": optimizer})
         budget = token_budget(self, progress, run.writer)
-        trainer = DPO(policy, reference, budget, self.loss, self.beta, self.smoothing)
-        made = judging.preference_loop(
+        dpo = DPO(policy, reference, budget, self.loss, self.beta, self.smoothing)
+        return training.train_on_rows(
             run,
             self,
             progress,
             rows,
+            optimizer,
+            dpo.backward,
+            partial(measure_pairs, judge=dpo.implied_rewards),
             policy.device,
-            trainer.backward,
-            partial(measure_pairs, judge=trainer.implied_rewards),
             budget=budget,
-            optimizer=optimizer,
             reference=reference,
         )
-        return loop.run(made, progress)
 
     @classmethod
     def panels(cls) -> Sequence[Panel]:

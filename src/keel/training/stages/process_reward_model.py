@@ -49,22 +49,14 @@ class ProcessRewardModelStage(JudgingStage):
 
         from keel.models.text import decode
         from keel.training.judging import sampled
-        from keel.training.judging import training as judging
-        from keel.training.judging.reward_model import labels_backward
+        from keel.training.judging.losses import labels_backward
+        from keel.training.judging.training import new_model, train_reward_model
 
-        model = judging.new_model(run, self.base, "process", self.name)
+        model = new_model(run, self, self.base, "process")
         tokenizer = run.policy.tokenizer
         make = sampled.steps(self.separator, lambda ids: decode(tokenizer, [ids])[0])
-        return judging.train_reward_model(
-            run,
-            self,
-            model,
-            make,
-            partial(labels_backward, model),
-            progress,
-            separator=self.separator,
-            threshold=self.threshold,
-        )
+        backward = partial(labels_backward, model)
+        return train_reward_model(run, self, progress, model, make, backward)
 
     @classmethod
     def panels(cls) -> Sequence[Panel]:

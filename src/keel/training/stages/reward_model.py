@@ -52,15 +52,15 @@ class RewardModelStage(JudgingStage):
         from functools import partial
 
         from keel.training.judging import sampled
-        from keel.training.judging import training as judging
-        from keel.training.judging.reward_model import labels_backward, pairs_backward
+        from keel.training.judging.losses import labels_backward, pairs_backward
+        from keel.training.judging.training import new_model, train_reward_model
 
-        model = judging.new_model(run, self.base, "outcome", self.name)
+        model = new_model(run, self, self.base, "outcome")
         if self.objective == "pairs":
             make, backward = sampled.pairs, partial(pairs_backward, model, self.centering)
         else:
             make, backward = sampled.labels, partial(labels_backward, model)
-        return judging.train_reward_model(run, self, model, make, backward, progress)
+        return train_reward_model(run, self, progress, model, make, backward)
 
     @classmethod
     def panels(cls) -> Sequence[Panel]:

@@ -23,7 +23,7 @@ class RLStage(RolloutStage):
 
         from keel.training import loop, rl_stage
 
-        with rl_stage.placed(run, self, progress) as models:
+        with rl_stage.place(run, self, progress) as models:
             progress = rl_stage.begin(run, self, progress)
             parts = rl_stage.build_parts(run, self, models, progress)
             with closing(parts.sampler.scorer), closing(parts.prefetcher):

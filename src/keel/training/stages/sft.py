@@ -63,15 +63,12 @@ class SFTStage(StageConfig):
         from keel.config.entry import load_entry
         from keel.config.fields import derive
         from keel.learn.optimizer import AdamW, trainable
-        from keel.training import loop
-        from keel.training.setup import open_prompts, supervised_loop
+        from keel.training.setup import open_prompts
         from keel.training.sft import Demonstrations
-        from keel.training.state import restore_optimizers
+        from keel.training.supervised import train_on_examples
 
         seed = derive(run.recipe.seed, self.name)
         optimizer = AdamW(trainable(run.policy), self.optimizer)
-        if run.resume_from is not None:
-            restore_optimizers(run.resume_from, {"optimizer": optimizer})
         source = open_prompts(
             run,
             self.name,
@@ -93,9 +90,7 @@ class SFTStage(StageConfig):
             seed=seed,
             encoder=source.encoder,
         )
-        examples = demonstrations.examples()
-        made = supervised_loop(run, self, progress, examples=examples, optimizer=optimizer)
-        return loop.run(made, progress)
+        return train_on_examples(run, self, progress, demonstrations.examples(), optimizer)
 
     @classmethod
     def panels(cls) -> Sequence[Panel]:
