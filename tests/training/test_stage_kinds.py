@@ -1,4 +1,4 @@
-"""The kinds of stages: one file each, and few frames from the command to the gradient."""
+"""The kinds of stages: one file each, and a short way from the command to the gradient."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
+import keel
 from keel.cli.main import main
 from keel.config.kinds import stage_kinds
+from keel.config.schema import Recipe
 from keel.config.stage import StageConfig
+from keel.training.loop import StepResult
 from keel.training.run import train
+from keel.types import KeelError
 from tests.shared import ROOT
 from tests.training.small import Notes, small
 
-FRAMES = 12
+FRAMES, FILES = 12, 9
 OWN_KIND = """
 from typing import Literal
 
@@ -126,3 +131,33 @@ def test_run_prints_its_objective(preset: str, tmp_path: Path) -> None:
     (line,) = [note for note in start.notes if "J(θ)" in note]
     assert line.startswith("rl optimises J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.875, 1.2) A_n)")
     assert ("; L_V(φ) = " in line) == (preset == "ppo")
+
+
+def test_recipe_passes_few_files_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of keel with a frame that has the recipe or the stage's config among its locals, when
+    it is called or returns, from `keel.train()` to the first step."""
+    source = str(ROOT / "src" / "keel")
+    seen: set[str] = set()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event in ("call", "return") and file.startswith(source) and file not in seen:
+            values = frame.f_locals.values()
+            if any(isinstance(value, Recipe | StageConfig) for value in values):
+                seen.add(file)
+
+    def first_step(*_: object) -> StepResult:
+        sys.setprofile(None)
+        raise KeelError("the first step")
+
+    monkeypatch.setattr("keel.training.rl.take_step", first_step)
+    sys.setprofile(look)
+    try:
+        with pytest.raises(KeelError, match="the first step"):
+            keel.train("tiny", tmp_path / "run", steps=1, threads=1, progress=False)
+    finally:
+        sys.setprofile(None)
+    assert "rl.py" in {Path(file).name for file in seen}
+    assert len(seen) <= FILES, sorted(seen)

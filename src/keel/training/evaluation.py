@@ -18,8 +18,7 @@ from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
 from keel.config.stage import JudgedSource, Records
 from keel.data.preferences.dataset import READERS
-from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
-from keel.models.chat import Encoder
+from keel.data.tasks import build_tasks, stored
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import load_reward_model
@@ -35,11 +34,9 @@ from keel.training.judging.metrics import (
     reward_model_metrics,
 )
 from keel.training.setup import (
-    PromptSource,
     build_sampler,
     load_rewards,
-    longest_prompt,
-    raw_tasks,
+    prompt_source,
     reward_context,
     scorer,
 )
@@ -182,35 +179,20 @@ def _run(
     seed: int,
     around: RewardContext,
 ) -> dict[str, Any]:
-    rollout, choice, prompts = stage.rollout, stage.evaluation, stage.prompts
+    rollout, choice = stage.rollout, stage.evaluation
     assert choice is not None
-    weights = [source.weight for source in stage.tasks]
-    encoder = Encoder(
-        policy.tokenizer,
-        longest_prompt(prompts.max_tokens, policy.context, rollout.max_tokens),
-        prompts.chat_template,
-        forgiven={n for n, s in zip(tasks, stage.tasks, strict=True) if s.bad_rows != "stop"},
-        raw=raw_tasks(tasks, stage.tasks),
-        served=policy.served,
+    if choice.prompts == 0:
+        raise KeelError("evaluation.prompts = 0 leaves nothing to evaluate on: set --prompts")
+    source = prompt_source(
+        policy, tasks, stage.tasks, stage.prompts, seed, max_tokens=rollout.max_tokens
     )
-    left_out: list[str] = []
-
-    def prepare(prompt: Prompt) -> Prompt | None:
-        encoded = encoder(prompt)
-        if encoded is None:
-            left_out.append(prompt.id)
-        return encoded
-
     functions = load_rewards(stage.rewards, around)
     judge = scorer(
         stage.rewards, functions, tasks, max_tokens=rollout.max_tokens, stop=rollout.stop
     )
-    ordered = list(tasks.values())
-    if choice.prompts == 0:
-        raise KeelError("evaluation.prompts = 0 leaves nothing to evaluate on: set --prompts")
-    chosen = validation_prompts(ordered, weights, choice.prompts, prepare)
+    left_out: list[str] = []
+    chosen = source.validation(choice.prompts, left_out)
     judge.check(chosen)
-    source = PromptSource(tasks, weights, encoder, PromptStream(ordered, weights, seed, encoder))
     less = "lower --prompts or --max-tokens"
     sampler = build_sampler(policy, source, judge, rollout, seed, less=less)
     with closing(judge):
@@ -220,7 +202,7 @@ def _run(
     result["reward"] = " + ".join(function.name for function in read_by)
     if (warning := _whole_answers(read_by, [(tasks[p.task], p) for p in chosen])) is not None:
         result["warning"] = warning
-    return {**result, "left_out": len(left_out) + sum(map(_unreadable, ordered))}
+    return {**result, "left_out": len(left_out) + sum(map(_unreadable, tasks.values()))}
 
 
 def _whole_answers(

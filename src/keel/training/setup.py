@@ -92,9 +92,17 @@ class PromptSource:
     encoder: Encoder
     stream: PromptStream
 
-    def validation(self, n: int) -> list[Prompt]:
-        """The first prompts of the validation split."""
-        return validation_prompts(list(self.tasks.values()), self.weights, n, self.encoder)
+    def validation(self, n: int, left_out: list[str] | None = None) -> list[Prompt]:
+        """The first prompts of the validation split; `left_out` takes the ids of those that are
+        too long or cannot be encoded."""
+
+        def prepare(prompt: Prompt) -> Prompt | None:
+            encoded = self.encoder(prompt)
+            if encoded is None and left_out is not None:
+                left_out.append(prompt.id)
+            return encoded
+
+        return validation_prompts(list(self.tasks.values()), self.weights, n, prepare)
 
 
 def open_prompts(
@@ -114,21 +122,40 @@ def open_prompts(
     examples that give no prompt are in the run folder's quarantine when this returns.
     """
     tasks = {task.name: task for task in build_tasks(sources, run.recipe.seed)}
+    source = prompt_source(
+        run.policy, tasks, sources, prompts, derive(seed, "prompts"),
+        max_tokens=max_tokens, key=key, note=run.writer.note,
+    )  # fmt: skip
+    _quarantine_prompts(run, stage, tasks, source.encoder)
+    if state:
+        source.stream.restore(state)
+    return source
+
+
+def prompt_source(
+    policy: Policy,
+    tasks: dict[str, Task],
+    sources: Sequence[TaskSource],
+    prompts: Prompts,
+    seed: int,
+    *,
+    max_tokens: int,
+    key: str = "rollout.max_tokens",
+    note: Callable[[str], None] | None = None,
+) -> PromptSource:
+    """The prompts of tasks, encoded for a policy; `key` is that of `max_tokens` in the recipe."""
     lenient = {name for name, s in zip(tasks, sources, strict=True) if s.bad_rows == "quarantine"}
     weights = [source.weight for source in sources]
     encoder = Encoder(
-        run.policy.tokenizer,
-        longest_prompt(prompts.max_tokens, run.policy.context, max_tokens, key),
+        policy.tokenizer,
+        longest_prompt(prompts.max_tokens, policy.context, max_tokens, key),
         prompts.chat_template,
         forgiven=lenient,
-        note=run.writer.note,
+        note=note,
         raw=raw_tasks(tasks, sources),
-        served=run.policy.served,
+        served=policy.served,
     )
-    _quarantine_prompts(run, stage, tasks, encoder)
-    stream = PromptStream(list(tasks.values()), weights, derive(seed, "prompts"), encoder)
-    if state:
-        stream.restore(state)
+    stream = PromptStream(list(tasks.values()), weights, seed, encoder)
     return PromptSource(tasks, weights, encoder, stream)
 
 
