@@ -16,7 +16,6 @@ from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.models.reward import Answered, RewardModel, pack_answers
 from keel.objective import preference
-from keel.objective.preference import bradley_terry, centering, label_cross_entropy
 from keel.objective.segments import segment_mean, segment_sum
 from keel.training.judging.data import EncodedPair, Marked, sizes_of
 from keel.training.supervised import GradientStep
@@ -115,8 +114,8 @@ def pairs_backward(
         chosen_C, rejected_C = logit_K[0::2], logit_K[1::2]
         probability_C = logit_K.new_tensor([row.probability for row in part])
         margin_C = logit_K.new_tensor([row.margin for row in part])
-        loss_C = bradley_terry(chosen_C, rejected_C, probability_C, margin_C)
-        centre_C = centering(chosen_C, rejected_C)
+        loss_C = preference.bradley_terry(chosen_C, rejected_C, probability_C, margin_C)
+        centre_C = preference.centering(chosen_C, rejected_C)
         ((loss_C + centering_weight * centre_C).sum() / len(rows)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             gap_C = chosen_C - rejected_C
@@ -143,7 +142,7 @@ def labels_backward(model: RewardModel, rows: Sequence[Marked], token_budget: in
         there_K = torch.tensor([y is not None for y in labels], device=model.device)
         label_K = logit_K.new_tensor([0.0 if y is None else y for y in labels])[there_K]
         logit_K = logit_K[there_K]
-        loss_K = label_cross_entropy(logit_K, label_K)
+        loss_K = preference.label_cross_entropy(logit_K, label_K)
         (loss_K.sum() / max(judged, 1)).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             _add(sums, judged, loss=loss_K, mean_reward=logit_K)
