@@ -1,68 +1,93 @@
-"""A server with the routes of vLLM's that Keel uses, which fails as VLLM_FAKE says; no model.
+"""A server with the routes of vLLM's that Keel uses, with answers that a test chooses; no model.
 
-`write` makes a program that stands for the Python with vLLM. VLLM_FAKE is JSON: `fails`, paths that
-get HTTP 500; `hangs`, how many of the first servers never complete; `fails_first`, how many of them
-get HTTP 500 for completions; `seconds` of a completion.
+`serving` runs one in this process, and `write` makes a program that stands for the Python with
+vLLM. Its n-th start answers as the n-th entry of VLLM_FAKE says (JSON; the last one stays).
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseServer, ThreadingUnixStreamServer
+from typing import Any
 
-SOURCE = """#!{python}
-import json, os, sys, time
-from http.server import BaseHTTPRequestHandler
-from pathlib import Path
-from socketserver import ThreadingUnixStreamServer
-
-fake = json.loads(os.environ["VLLM_FAKE"])
-starts = Path(__file__).with_name("starts")
-number = len(starts.read_text()) if starts.exists() else 0
-with starts.open("a") as file:
-    file.write("x")
-choice = dict(token_ids=[5, 1], logprobs=dict(token_logprobs=[-1, -1]), finish_reason="stop")
+Replies = Mapping[str, tuple[int, object, float]]
+"""Status, body and seconds of delay, by path."""
+CHOICE = {"token_ids": [5, 1], "logprobs": {"token_logprobs": [-1, -1]}, "finish_reason": "stop"}
+USUAL: Replies = {
+    "/v1/models": (200, {"data": [{"id": "policy"}]}, 0.0),
+    "/v1/completions": (200, {"choices": [CHOICE]}, 0.0),
+}
+HANGS = (200, None, 600.0)
 
 
 class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.reply(dict(data=[dict(id="policy")]))
+    replies: Replies
 
-    def do_POST(self):
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        completes = self.path == "/v1/completions"
-        if completes and number < fake.get("hangs", 0):
-            time.sleep(600)
-        if self.path in fake.get("fails", ()) or completes and number < fake.get("fails_first", 0):
-            self.send_error(500, "broken")
-            return
-        time.sleep(fake.get("seconds", 0) if completes else 0)
-        self.reply(dict(choices=[choice]))
-
-    def log_message(self, *_):  # a Unix socket's clients have no address
-        pass
-
-    def reply(self, body):
-        content = json.dumps(body).encode()
-        self.send_response(200)
+    def do_GET(self) -> None:
+        status, body, seconds = self.replies.get(self.path, (200, None, 0.0))
+        time.sleep(seconds)
+        content = b"" if body is None else json.dumps(body).encode()
+        self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.do_GET()
 
-class Server(ThreadingUnixStreamServer):
+    def log_message(self, *_: object) -> None:  # a Unix socket's clients have no address
+        pass
+
+
+class UnixServer(ThreadingUnixStreamServer):
     daemon_threads = True
     request_queue_size = 256
 
 
-Server(sys.argv[sys.argv.index("--uds") + 1], Handler).serve_forever()
-"""
+@contextmanager
+def serving(replies: Replies, socket: str | None = None) -> Iterator[str]:
+    """The address of a server, by TCP or at a path."""
+    handler = type("Answering", (Handler,), {"replies": {**USUAL, **replies}})
+    server: BaseServer
+    if socket is None:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    else:
+        server = UnixServer(socket, handler)
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        address: Any = server.server_address  # type: ignore[attr-defined]
+        yield f"http://127.0.0.1:{address[1]}" if socket is None else f"unix:{socket}"
+        server.shutdown()
+        thread.join()
+
+
+def main(program: str) -> None:
+    """What the program does."""
+    file = Path(program).with_name("starts")
+    with file.open("a") as text:
+        text.write("x")
+    answers = json.loads(os.environ["VLLM_FAKE"])
+    Handler.replies = {**USUAL, **answers[min(starts(Path(program)), len(answers)) - 1]}
+    UnixServer(sys.argv[sys.argv.index("--uds") + 1], Handler).serve_forever()
 
 
 def write(folder: Path) -> Path:
     """The program, which counts its starts in a file `starts` of the folder."""
-    path = folder / "fake-vllm"
-    path.write_text(SOURCE.replace("{python}", sys.executable))
+    path, root = folder / "fake-vllm", Path(__file__).parents[2]
+    path.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path[:0] = [{str(root)!r}]\n"
+        "from tests.engines.fake_vllm import main\nmain(__file__)\n"
+    )
     path.chmod(0o700)
     return path
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +19,10 @@ from keel.platform.time_limit import time_limit
 from keel.training.run import train
 from keel.types import KeelError, Sampling
 from tests.engines import fake_vllm
+from tests.engines.fake_vllm import HANGS, USUAL, Replies
 from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
 
+COMPLETIONS, BROKEN = "/v1/completions", (500, "broken", 0.0)
 AGAIN = "the vLLM server failed and is started again: "
 
 
@@ -34,8 +35,10 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Case:
     """An engine, its log and its notes."""
 
-    def __init__(self, program: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, **fake: Any):
-        monkeypatch.setenv("VLLM_FAKE", json.dumps(fake))
+    def __init__(
+        self, program: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, *starts: Replies
+    ):
+        monkeypatch.setenv("VLLM_FAKE", json.dumps(starts))
         self.log, self.notes = program.with_name("log"), list[str]()
         self.engine = VllmEngine(
             tiny("llama", dtype=torch.float32),
@@ -55,7 +58,7 @@ def test_a_server_that_hangs_is_started_again(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although what watches the engine has the same time limit as a request."""
-    case = Case(program, monkeypatch, 3.0, hangs=1)
+    case = Case(program, monkeypatch, 3.0, {COMPLETIONS: HANGS}, {})
     with time_limit("the engine", 3.0, "raise rollout.timeout"):
         assert case.sample() == 4
     case.engine.close()
@@ -69,7 +72,7 @@ def test_a_server_that_hangs_is_started_again(
 def test_engine_is_not_hung_during_slow_requests(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(program, monkeypatch, 60.0, seconds=3.5)
+    case = Case(program, monkeypatch, 60.0, {COMPLETIONS: (*USUAL[COMPLETIONS][:2], 3.5)})
     with time_limit("the engine", 2.0, "raise rollout.timeout"):
         assert case.sample() == 4
     case.engine.close()
@@ -79,7 +82,7 @@ def test_engine_is_not_hung_during_slow_requests(
 def test_a_server_that_always_fails_ends_the_call(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(program, monkeypatch, 60.0, fails_first=99)
+    case = Case(program, monkeypatch, 60.0, {COMPLETIONS: BROKEN})
     with pytest.raises(KeelError, match=rf"restarted {MAX_RESTARTS} times\): .*500.*: see .*log"):
         case.sample()
     assert len(case.notes) == MAX_RESTARTS
@@ -90,14 +93,14 @@ def test_weights_that_are_refused_twice_end_the_sync(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a server and by the one after it; a failure that goes away is a restart."""
-    case = Case(program, monkeypatch, 60.0, fails=["/update_weights"])
+    case = Case(program, monkeypatch, 60.0, {"/update_weights": BROKEN})
     weights = dict(case.engine.model.named_parameters())
     case.sample()
     with pytest.raises(KeelError, match=r"restarted once\): /update_weights .*500.*: see .*log"):
         case.engine.sync(weights)
     assert (len(case.notes), fake_vllm.starts(program)) == (1, 2)
 
-    case = Case(program, monkeypatch, 60.0)
+    case = Case(program, monkeypatch, 60.0, {})
     case.sample()
     assert case.engine.process is not None
     case.engine.process.stop()
@@ -114,7 +117,7 @@ def test_weights_that_are_refused_twice_end_the_sync(
 def test_a_restart_is_a_note_of_the_run(
     cluster: tuple[str, ...], program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_FAKE", json.dumps({"fails_first": 1}))
+    monkeypatch.setenv("VLLM_FAKE", json.dumps([{COMPLETIONS: BROKEN}, {}]))
     keys = ["steps=1", "evaluation.prompts=0", "algorithm.correction.kind=truncate"]
     keys += ["rollout.engine=vllm", f"rollout.vllm.python={program}", *cluster]
     keys += ["rollout.vllm.start_timeout=60.0"]

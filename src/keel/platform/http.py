@@ -1,16 +1,17 @@
-"""HTTP requests with JSON to a server of ours: by TCP or a Unix socket, ended from any thread."""
+"""HTTP requests with JSON to a server of ours: by TCP or a Unix socket."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future
-from typing import Any
+import asyncio
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import httpx2
 
 from keel.platform.loop_thread import LoopThread
 
+T = TypeVar("T")
 NONE_KEPT = httpx2.Limits(max_keepalive_connections=0)
 """A connection for each request, so that a client that is dropped leaves none open."""
 
@@ -38,42 +39,26 @@ def transport_to(url: str) -> tuple[str, httpx2.AsyncHTTPTransport]:
 
 
 class HttpClient:
-    """Sends requests, from any thread; `cancel` ends all that are under way."""
+    """Sends requests in an event loop of its own; one that is cancelled closes its connection."""
 
     def __init__(self, url: str) -> None:
         base, transport = transport_to(url)
         self._http = httpx2.AsyncClient(base_url=base, transport=transport, timeout=None)
         self._loop = LoopThread()
-        self._lock = threading.Lock()
-        self._under_way: set[Future[httpx2.Response]] = set()
 
-    def request(
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Let the loop run what sends requests; from any thread."""
+        return self._loop.run(work)[1]
+
+    async def request(
         self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
     ) -> tuple[int, bytes]:
         """The status and the content of a reply. Raises HttpFailure, or TimeoutError."""
-        _, future = self._loop.run(self._http.request(method, path, json=body))
-        with self._lock:
-            self._under_way.add(future)
         try:
-            response = future.result(seconds)
+            async with asyncio.timeout(seconds):
+                response = await self._http.request(method, path, json=body)
         except TimeoutError:
             raise
-        except (httpx2.HTTPError, CancelledError, OSError) as error:
+        except (httpx2.HTTPError, OSError) as error:
             raise HttpFailure(type(error).__name__) from None
-        finally:
-            future.cancel()
-            with self._lock:
-                self._under_way.discard(future)
         return response.status_code, response.content
-
-    def busy(self) -> bool:
-        """Whether a request is under way."""
-        with self._lock:
-            return bool(self._under_way)
-
-    def cancel(self) -> None:
-        """End all requests that are under way."""
-        with self._lock:
-            futures = list(self._under_way)
-        for future in futures:
-            future.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,18 +40,23 @@ def check_address(url: str) -> None:
 
 
 class VllmClient:
-    """Sends requests, from any thread; `timeout` seconds limit each."""
+    """Sends requests; `timeout` seconds limit each. vLLM aborts one that is cancelled."""
 
     def __init__(self, url: str, timeout: float) -> None:
         check_address(url)
         self._http = HttpClient(url)
         self.url = url.rstrip("/")
         self.timeout = timeout
-        self.busy, self.close = self._http.busy, self._http.cancel
-        """Whether a request is under way; end all that are: vLLM aborts what no client awaits."""
 
-    def complete(self, model: str, prompt: list[int], settings: Mapping[str, Any]) -> Sampled:
-        """Sample one completion of a prompt in token ids."""
+    def complete(
+        self, model: str, prompt: list[int], settings: Mapping[str, Any]
+    ) -> Future[Sampled]:
+        """Begin to sample one completion of a prompt in token ids."""
+        return self._http.start(self._complete(model, prompt, settings))
+
+    async def _complete(
+        self, model: str, prompt: list[int], settings: Mapping[str, Any]
+    ) -> Sampled:
         body = {
             "model": model,
             "prompt": prompt,
@@ -61,7 +67,7 @@ class VllmClient:
             "skip_special_tokens": False,  # they are text, as in the native engine
             **settings,
         }
-        found = self.request("POST", "/v1/completions", body)
+        found = await self._request("POST", "/v1/completions", body, self.timeout)
         try:
             choice = found["choices"][0]
             tokens = [int(number) for number in choice["token_ids"]]
@@ -118,14 +124,18 @@ class VllmClient:
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = 0.0
     ) -> Any:
-        """The JSON of a reply, None if it has no content.
+        """The JSON of a reply, None if it has no content; waits for it.
 
         Raises ServerFailure if the connection fails, the deadline passes or the server reports
         an error of its own, KeelError if it refuses the request.
         """
-        limit = timeout or self.timeout
+        return self._http.start(self._request(method, path, body, timeout or self.timeout)).result()
+
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, limit: float
+    ) -> Any:
         try:
-            status, content = self._http.request(method, path, body, limit)
+            status, content = await self._http.request(method, path, body, limit)
         except TimeoutError:
             raise ServerFailure(
                 f"{path} of {self.url} gives no answer within {limit:g} s (rollout.timeout)"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -298,20 +298,23 @@ class VllmEngine(Engine):
         take: Callable[[tuple[int, int], Sampled], None],
     ) -> None:
         """Send requests, at most `max_num_seqs` at once; hand each result over in this thread."""
-        client = self._client
-        assert client is not None
-        with _pool(min(self.max_num_seqs, len(requests)), client) as pool:
-            places: dict[Future[Sampled], tuple[int, int]] = {
-                pool.submit(client.complete, self._name, prompt, settings): place
-                for place, (prompt, settings) in requests.items()
-            }
-            waiting = set(places)
-            while waiting:
-                ready, waiting = wait(waiting, TICK, return_when=FIRST_COMPLETED)
+        assert self._client is not None
+        left = iter(requests.items())
+        sent: dict[Future[Sampled], tuple[int, int]] = {}
+        try:
+            while True:
+                for place, request in islice(left, self.max_num_seqs - len(sent)):
+                    sent[self._client.complete(self._name, *request)] = place
+                if not sent:
+                    return
+                ready, _ = wait(sent, TICK, return_when=FIRST_COMPLETED)
                 raise_if_cancelled()
                 heartbeat()  # each request has its own time limit
-                for future in sorted(ready, key=lambda one: places[one]):
-                    take(places[future], future.result())
+                for place, future in sorted((sent.pop(future), future) for future in ready):
+                    take(place, future.result())
+        finally:
+            for future in sent:
+                future.cancel()
 
     def _stops(self, sampling: Sampling) -> Stops:
         vocabulary = int(self.model.config.get_text_config().vocab_size)
@@ -386,16 +389,3 @@ def _vllm_stops(stops: Stops, sampling: Sampling) -> dict[str, Any]:
         "stop_token_ids": stops.ids(),
         "ignore_eos": sampling.ignore_eos,
     }
-
-
-@contextmanager
-def _pool(threads: int, client: VllmClient) -> Iterator[ThreadPoolExecutor]:
-    """Threads for requests; where the block fails, the requests under way are ended first."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="keel-vllm")
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        while client.busy():
-            client.close()
-            time.sleep(0.01)
