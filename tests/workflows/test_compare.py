@@ -242,6 +242,7 @@ def test_interrupted_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
         assert one.read_bytes() == two.read_bytes()
 
 
+@pytest.mark.slow
 def test_command_writes_its_files(tmp_path: Path) -> None:
     words = ["compare", "tiny", "--algorithms", "grpo,ppo", "--seeds", "1", *SMALL]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
