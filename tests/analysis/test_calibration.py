@@ -19,9 +19,14 @@ from keel.analysis.calibration import (
     pair_report,
     predictive_report,
 )
-from keel.analysis.proportions import clustered_mean, share_interval
-from keel.analysis.ranks import auc_interval, spearman
-from keel.analysis.statistics import wilson_ends, wilson_interval
+from keel.analysis.statistics import (
+    auc_interval,
+    mean_interval,
+    share_interval,
+    spearman,
+    wilson_ends,
+    wilson_interval,
+)
 
 # Sums of a few dozen numbers in float64, in another order.
 EXACT = 1e-12
@@ -277,7 +282,7 @@ def test_reports_hand_their_clusters_on() -> None:
     assert steps.on_wrong == share_interval([1, 0], ["a", "a"])
     assert steps.on_right == share_interval([1, 0], ["b", "b"])
     # Step 0 and none are as frequent: none is the constant answer, right on the last two.
-    assert steps.gain == clustered_mean([1, 0, 0, -1], ["a", "a", "b", "b"])
+    assert steps.gain == mean_interval([1, 0, 0, -1], ["a", "a", "b", "b"])
     assert steps.gain.low < first_error_report([0, 1, None, 2], [0, 0, None, None]).gain.low
 
 

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.analysis.proportions import (
-    clustered_mean,
+from keel.analysis.statistics import (
     codes,
+    mean_interval,
     share_interval,
+    wilson_ends,
+    wilson_interval,
 )
-from keel.analysis.statistics import mean_interval, wilson_ends, wilson_interval
 
 
 def test_names_become_numbers_by_first_appearance() -> None:
@@ -94,25 +95,25 @@ def test_clustered_intervals_cover_and_plain_ones_do_not() -> None:
 
 def test_a_clustered_mean_by_hand() -> None:
     # x̄ = 1; clusters' sums of x − x̄: 2, −3, 1.
-    found = clustered_mean([1, 3, -1, 0, 2], ["a", "a", "b", "b", "c"])
+    found = mean_interval([1, 3, -1, 0, 2], ["a", "a", "b", "b", "c"])
     error = math.sqrt(3 / 2 * (4 + 9 + 1)) / 5
     half = 4.302652729911275 * error  # t of 2 degrees
     assert (found.mean, found.n) == (1, 5)
     assert (found.low, found.high) == pytest.approx((1 - half, 1 + half), rel=1e-9)
-    narrow = clustered_mean([1, 3, -1, 0, 2], ["a", "a", "b", "b", "c"], confidence=0.5)
+    narrow = mean_interval([1, 3, -1, 0, 2], ["a", "a", "b", "b", "c"], confidence=0.5)
     # The quartile of t with 2 degrees is √(2/3).
     assert narrow.high == pytest.approx(1 + math.sqrt(2 / 3) * error, rel=1e-9)
 
 
 @given(st.lists(st.floats(-9, 9), min_size=2, max_size=20))
 def test_a_mean_of_items_on_their_own_is_students(values: list[float]) -> None:
-    own, plain = clustered_mean(values, range(len(values))), mean_interval(values)
-    assert clustered_mean(values) == plain
+    own, plain = mean_interval(values, range(len(values))), mean_interval(values)
+    assert mean_interval(values) == plain
     assert own.mean == pytest.approx(plain.mean)
     assert (own.low, own.high) == pytest.approx((plain.low, plain.high), rel=1e-9, abs=1e-9)
 
 
 def test_a_mean_of_one_cluster_is_not_known() -> None:
-    found = clustered_mean([1, 2, 3], ["a"] * 3)
+    found = mean_interval([1, 2, 3], ["a"] * 3)
     assert (found.mean, found.low, found.high, found.n) == (2, -math.inf, math.inf, 3)
-    assert math.isnan(clustered_mean([], []).mean)
+    assert math.isnan(mean_interval([], []).mean)

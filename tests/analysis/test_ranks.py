@@ -10,8 +10,7 @@ import scipy.stats  # noqa: F401 - the first import takes longer than hypothesis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.analysis.ranks import auc_interval, pearson, spearman
-from keel.analysis.statistics import wilson_ends
+from keel.analysis.statistics import auc_interval, pearson, spearman, wilson_ends
 
 TRUTH = 0.7602499389065233
 """P(x⁺ > x⁻) of normals one apart: Φ(1/√2)."""

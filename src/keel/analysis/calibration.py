@@ -16,9 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.analysis.proportions import Codes, clustered_mean, codes, share_interval
-from keel.analysis.ranks import auc_interval, pearson, spearman
-from keel.analysis.statistics import Array, Interval
+from keel.analysis.statistics import (
+    Array,
+    Codes,
+    Interval,
+    auc_interval,
+    codes,
+    mean_interval,
+    pearson,
+    share_interval,
+    spearman,
+)
 from keel.runs.values import plain
 
 BINS = 10
@@ -93,40 +101,38 @@ class LengthBin(CalibrationReport):
     accuracy: Interval
 
 
-@dataclass(frozen=True, slots=True)
-class PairReport(CalibrationReport):
-    """A reward model on pairs. `clusters` is their number where the intervals know of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbabilityReport(CalibrationReport):
+    """Probabilities against labels. `clusters` is their number if the intervals know of them."""
 
     n: int
-    ties: int
     clusters: int | None
     accuracy: Interval
     log_loss: float
     brier: float
     ece: float
     bins: tuple[Bin, ...]
-    margins: Margins
-    length: LengthBias | None
     by_length: tuple[LengthBin, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LabelReport(CalibrationReport):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairReport(ProbabilityReport):
+    """A reward model on pairs."""
+
+    ties: int
+    margins: Margins
+    length: LengthBias | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelReport(ProbabilityReport):
     """A model of right and wrong on single answers, compared with the best constant prediction."""
 
-    n: int
     undecided: int
-    clusters: int | None
-    accuracy: Interval
     auc: Interval
-    log_loss: float
-    brier: float
-    ece: float
-    bins: tuple[Bin, ...]
     base_rate: float
     constant_accuracy: float
     constant_log_loss: float
-    by_length: tuple[LengthBin, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,30 +201,16 @@ def pair_report(
 
     d, p = _finite(difference_C), _finite(probability_C)
     names = None if clusters is None else codes(clusters)
-    decided = p != 0.5
-    toward = np.where(p > 0.5, d, -d)[decided]
-    right = (np.sign(toward) + 1) / 2
+    longer = None if length_difference_C is None else _finite(length_difference_C)
+    better = np.where(p > 0.5, 1, -1)
     preferred = np.where(d == 0, 0.5, np.where(d > 0, p, 1 - p))
     reliability = _bins(expit(np.abs(d)), preferred, np.linspace(0.5, 1, bins + 1))
-    length: LengthBias | None = None
-    by_length: tuple[LengthBin, ...] = ()
-    if length_difference_C is not None:
-        longer = _finite(length_difference_C)
-        length = _length_bias(d, p, longer, names)
-        longer_better = np.where(p > 0.5, longer, -longer)[decided]
-        by_length = _by_length(right, longer_better, _at(names, decided))
+    decided = p != 0.5
     return PairReport(
-        n=d.size,
+        **_common(d, p, names, reliability, None if longer is None else longer * better),
         ties=int(d.size - decided.sum()),
-        clusters=None if names is None else np.unique(names).size,
-        accuracy=share_interval(right, _at(names, decided)),
-        log_loss=_mean(_log_loss(d, p)),
-        brier=_mean((expit(d) - p) ** 2),
-        ece=_calibration_error(reliability, d.size),
-        bins=reliability,
-        margins=_margins(toward),
-        length=length,
-        by_length=by_length,
+        margins=_margins((d * better)[decided]),
+        length=None if longer is None else _length_bias(d, p, longer, names),
     )
 
 
@@ -238,7 +230,7 @@ def predictive_report(
     """
     names = None if clusters is None else list(clusters)
     d, predictive, label = _finite(difference_C), _finite(predictive_logit_C), _finite(label_C)
-    gain = clustered_mean(_log_loss(d, label) - _log_loss(predictive, label), names)
+    gain = mean_interval(_log_loss(d, label) - _log_loss(predictive, label), names)
     return PredictiveReport(pair_report(predictive, label, clusters=names, bins=bins), gain)
 
 
@@ -269,25 +261,15 @@ def label_report(
     names = None if clusters is None else codes(clusters)
     decided = y != 0.5
     positive = y[decided] > 0.5
-    toward = np.where(positive, z[decided], -z[decided])
-    right = (np.sign(toward) + 1) / 2
-    length = None if length_S is None else _finite(length_S)[decided]
     reliability = _bins(expit(z), y, np.linspace(0, 1, bins + 1))
     rate, share = _mean(y), _mean(positive.astype(np.float64))
     return LabelReport(
-        n=z.size,
+        **_common(z, y, names, reliability, None if length_S is None else _finite(length_S)),
         undecided=int(z.size - decided.sum()),
-        clusters=None if names is None else np.unique(names).size,
-        accuracy=share_interval(right, _at(names, decided)),
         auc=auc_interval(z[decided], positive, _at(names, decided)),
-        log_loss=_mean(_log_loss(z, y)),
-        brier=_mean((expit(z) - y) ** 2),
-        ece=_calibration_error(reliability, z.size),
-        bins=reliability,
         base_rate=rate,
         constant_accuracy=max(share, 1 - share),
         constant_log_loss=-sum(q * math.log(q) for q in (rate, 1 - rate) if q != 0),
-        by_length=() if length is None else _by_length(right, length, _at(names, decided)),
     )
 
 
@@ -315,7 +297,7 @@ def first_error_report(
     `constant_answer` is the most frequent of `true`, so the best constant that there is with the
     answers known (of equals None, then the earliest step). `gain` is Student's interval of the
     difference trace by trace, the accuracies' are Wilson's; with `clusters` they are those of
-    `clustered_mean` and `clustered_interval`.
+    `mean_interval` and `clustered_interval`.
     Source: Zheng et al. 2024 [2412.06559] §3 (ProcessBench).
     """
     names = None if clusters is None else codes(clusters)
@@ -337,11 +319,34 @@ def first_error_report(
         f1=0.0 if both == 0 else 2 * on_wrong.mean * on_right.mean / both,
         constant_answer=answer,
         constant_accuracy=_mean(constant),
-        gain=clustered_mean(hit - constant, names),
+        gain=mean_interval(hit - constant, names),
     )
 
 
 # ---------------------------------------------------------------- parts
+
+
+def _common(
+    x: Array, y: Array, names: Codes | None, bins: tuple[Bin, ...], length: Array | None
+) -> dict[str, Any]:
+    """What reports on pairs and on single answers share: of logits x and labels y."""
+    from scipy.special import expit
+
+    decided = y != 0.5
+    right = (np.sign(np.where(y > 0.5, x, -x)[decided]) + 1) / 2
+    kept = _at(names, decided)
+    return {
+        "n": x.size,
+        "clusters": None if names is None else np.unique(names).size,
+        "accuracy": share_interval(right, kept),
+        "log_loss": _mean(_log_loss(x, y)),
+        "brier": _mean((expit(x) - y) ** 2),
+        "ece": sum(b.n / x.size * abs(b.observed.mean - b.predicted) for b in bins if b.n)
+        if x.size
+        else math.nan,
+        "bins": bins,
+        "by_length": () if length is None else _by_length(right, length[decided], kept),
+    }
 
 
 def _finite(values: npt.ArrayLike) -> Array:
@@ -375,12 +380,6 @@ def _bins(predicted: Array, observed: Array, edges: Array) -> tuple[Bin, ...]:
         low, high = float(edges[number]), float(edges[number + 1])
         out.append(Bin(low, high, int(inside.sum()), _mean(predicted[inside]), found))
     return tuple(out)
-
-
-def _calibration_error(bins: Sequence[Bin], n: int) -> float:
-    if n == 0:
-        return math.nan
-    return sum(b.n / n * abs(b.observed.mean - b.predicted) for b in bins if b.n)
 
 
 def _margins(margin_C: Array) -> Margins:

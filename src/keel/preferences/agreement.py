@@ -8,8 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from keel.analysis.proportions import codes, share_interval
-from keel.analysis.statistics import Array, Interval
+from keel.analysis.statistics import Array, Interval, codes, share_interval
 
 Statistic = Callable[[Array], Array]
 """From weights (resamples × patterns) to a value each; NaN if it is undefined."""

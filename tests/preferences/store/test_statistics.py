@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.analysis.proportions import share_interval
-from keel.analysis.statistics import wilson_interval
+from keel.analysis.statistics import share_interval, wilson_interval
 from keel.preferences.agreement import count_votes, fleiss_kappa
 from keel.preferences.store.formats import Attribution
 from keel.preferences.store.imports import import_file

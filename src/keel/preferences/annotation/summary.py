@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keel.analysis.proportions import share_interval
-from keel.analysis.statistics import Interval
+from keel.analysis.statistics import Interval, share_interval
 from keel.preferences.annotation.settings import AnnotationSettings
 from keel.preferences.store.statistics import label_agreement, labels_by, verdict
 from keel.preferences.store.store import PreferenceStore, where

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.analysis.proportions import clustered_mean, share_interval
-from keel.analysis.statistics import Interval
+from keel.analysis.statistics import Interval, mean_interval, share_interval
 from keel.preferences.agreement import cohen_kappa
 from keel.preferences.store.exports import mean_label
 from keel.preferences.store.records import JudgedPair, LabelRecord
@@ -100,7 +99,7 @@ def _position(pairs: Sequence[TwoOrders]) -> Interval:
     """
     places = [pair.place for pair in pairs]
     prompts = [pair.pair.prompt.id for pair in pairs]
-    found = clustered_mean(places, prompts)
+    found = mean_interval(places, prompts)
     low, high = found.low, found.high
     if len(set(places)) == 1:
         others = 1 - share_interval([1.0] * len(places), prompts).low

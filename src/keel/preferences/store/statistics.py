@@ -8,8 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from keel.analysis.proportions import share_interval
-from keel.analysis.statistics import Interval
+from keel.analysis.statistics import Interval, share_interval
 from keel.preferences.agreement import count_votes, fleiss_kappa, pairwise_agreement
 from keel.preferences.store.exports import mean_label
 from keel.preferences.store.records import JudgedPair, Source
