@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.platform.sandbox.bubblewrap import DYNAMIC_UIDS, Limits, Sandbox, SandboxResult, pick_uid
+from keel.platform.sandbox.bubblewrap import DYNAMIC_UIDS, Limits, Sandbox, SandboxResult, _pick_uid
 from keel.types import KeelError
 from tests.platform.processes import children, eventually, processes_with, resident_mb
 from tests.shared import needs_bubblewrap
@@ -30,15 +30,15 @@ def python(code: str, sandbox: Sandbox | None = None, **limits: float) -> Sandbo
 
 
 def last(ran: SandboxResult) -> str:
-    return ran.stderr.strip().rpartition("\n")[2]
+    return ran.printed.strip().rpartition("\n")[2]
 
 
 @needs_bubblewrap
 def test_a_command_runs_and_its_word_is_kept() -> None:
-    ran = python("import sys, numpy; print(1 + 1); sys.stderr.write('e'); sys.exit(3)")
-    assert ran == SandboxResult("ended", 3, "2\n", "e")
+    ran = python("import sys, numpy; print(1 + 1, flush=True); sys.stderr.write('e'); sys.exit(3)")
+    assert ran == SandboxResult("ended", 3, "2\ne")
     assert ran.cause == "exit status 3"
-    assert python("import sys; print(repr(sys.stdin.read()))").stdout == "''\n"
+    assert python("import sys; print(repr(sys.stdin.read()))").printed == "''\n"
 
 
 @needs_bubblewrap
@@ -50,7 +50,7 @@ def test_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
         "print(len([p for p in os.listdir('/proc') if p.isdigit()]), sorted(os.listdir('/')))\n"
         "print(hash('a'))"
     )
-    lines = python(code % os.getuid()).stdout.splitlines()
+    lines = python(code % os.getuid()).printed.splitlines()
     # The folders on the way to this interpreter are there, wherever that lies.
     way = [Path(prefix).resolve().parts[1:3] for prefix in (sys.prefix, sys.base_prefix)]
     assert lines[:2] == [f"/tmp {[p[1] for p in way if p[0] == 'tmp'][:1]} False", "None True"]
@@ -58,7 +58,7 @@ def test_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count == "2"  # the process space's first, and the command
     hidden = {"home", "var", "sys", "run"} - {p[0] for p in way}
     assert not hidden & {name.strip("'") for name in root.strip("[]").split(", ")}
-    assert python("print(hash('a'))").stdout.strip() == lines[3]
+    assert python("print(hash('a'))").printed.strip() == lines[3]
 
 
 @needs_bubblewrap
@@ -72,7 +72,7 @@ def test_nothing_of_the_host_can_be_written() -> None:
         assert not (folder / name).exists()
     # Root's sandbox could not write there anyway, being another user; anyone else's could.
     mounts = [
-        line.split() for line in python("print(open('/proc/mounts').read())").stdout.split("\n")
+        line.split() for line in python("print(open('/proc/mounts').read())").printed.split("\n")
     ]
     options = {mount[1]: mount[3].split(",")[0] for mount in mounts if mount}
     assert [options.pop(path) for path in ("/tmp", "/dev/shm", "/proc")] == ["rw"] * 3
@@ -80,7 +80,7 @@ def test_nothing_of_the_host_can_be_written() -> None:
     assert {"/", "/dev", "/usr"} <= own.keys()
     assert set(own.values()) == {"ro"}
     ran = python(f"open('/tmp/{name}', 'w').write('x'); print(open('/tmp/{name}').read())")
-    assert ran.stdout == "x\n"
+    assert ran.printed == "x\n"
     assert not Path("/tmp", name).exists()
 
 
@@ -93,7 +93,7 @@ def test_there_is_no_network() -> None:
         assert last(python(code)).startswith("PermissionError")
     # Nor is there one after the filter of system calls, where there is a filter.
     code = "print(open('/proc/net/dev').read().count(':'))"
-    assert python(code).stdout == "1\n"  # the sandbox's own loopback
+    assert python(code).printed == "1\n"  # the sandbox's own loopback
 
 
 @needs_bubblewrap
@@ -105,7 +105,7 @@ def test_an_endless_loop() -> None:
 @needs_bubblewrap
 def test_processor_time_is_limited_too() -> None:
     code = "import resource; print(resource.getrlimit(resource.RLIMIT_CPU))"
-    assert python(code, timeout=7.5).stdout == "(9, 9)\n"
+    assert python(code, timeout=7.5).printed == "(9, 9)\n"
 
 
 @needs_bubblewrap
@@ -124,7 +124,7 @@ def test_a_large_print_is_cut_off(stream: str) -> None:
     code = f"import sys\nfor _ in range(10**6): sys.{stream}.write('x' * 1000)"
     ran = python(code, output_kb=16)
     assert (ran.status, ran.cause) == ("output", "too much output")
-    assert len(ran.stdout) + len(ran.stderr) == 2000
+    assert len(ran.printed) == 2000
     assert resident_mb() - before < 50
     exactly = f"sys.{stream}.write('x' * 16 * 1024"
     assert python(f"import sys; {exactly})", output_kb=16).status == "ended"
@@ -152,8 +152,8 @@ def test_processes_are_few_and_end_with_the_first() -> None:
         "except BlockingIOError: print(made)"
     )
     # The command itself is one of those that may be.
-    assert python(count, processes=5).stdout == "4\n"
-    assert python(count, processes=1).stdout == "0\n"
+    assert python(count, processes=5).printed == "4\n"
+    assert python(count, processes=1).printed == "0\n"
     assert eventually(lambda: not processes_with(mark))
 
 
@@ -171,7 +171,7 @@ def test_a_fork_bomb(bomb: str) -> None:
     # Another test's thread may end meanwhile, so only new ones count.
     processes, threads = children(), set(threading.enumerate())
     ran = python(f"{bomb}  # {mark}", timeout=1.0)
-    assert ran.status == "timeout" or "BlockingIOError" in ran.stderr
+    assert ran.status == "timeout" or "BlockingIOError" in ran.printed
     assert children() <= processes
     assert set(threading.enumerate()) <= threads
     assert eventually(lambda: not processes_with(mark))
@@ -222,7 +222,7 @@ def test_no_two_runs_share_a_user() -> None:
         "from keel.platform.sandbox.bubblewrap import Sandbox\n"
         "sandbox, seen = Sandbox(), []\n"
         "child = os.fork()\n"
-        f"run = lambda: seen.append(sandbox.run([sys.executable, '-c', {code!r}]).stdout)\n"
+        f"run = lambda: seen.append(sandbox.run([sys.executable, '-c', {code!r}]).printed)\n"
         "threads = [threading.Thread(target=run) for _ in range(3)]\n"
         "[t.start() for t in threads]; [t.join() for t in threads]\n"
         "print(''.join(seen), end='', flush=True)\n"
@@ -233,7 +233,7 @@ def test_no_two_runs_share_a_user() -> None:
     )
     assert len(set(done.stdout.split())) == len(done.stdout.split()) == 6
     with contextlib.ExitStack() as held:
-        uids = [held.enter_context(pick_uid()) for _ in range(200)]
+        uids = [held.enter_context(_pick_uid()) for _ in range(200)]
     assert len(set(uids)) == 200
     assert set(uids) <= set(DYNAMIC_UIDS)
 
@@ -245,7 +245,7 @@ def test_it_dies_by_signals_and_cannot_end_the_first() -> None:
     ran = python("import os; os.kill(os.getpid(), 9)")
     assert (ran.status, ran.cause) == ("died", "killed by signal 9")
     ran = python("import os\ntry: os.kill(1, 9)\nexcept OSError: pass\nprint('on')")
-    assert ran.stdout == "on\n"
+    assert ran.printed == "on\n"
 
 
 @needs_bubblewrap
@@ -266,35 +266,6 @@ def test_no_sandbox_outlives_a_parent_that_is_killed() -> None:
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     assert eventually(lambda: not processes_with(mark))
-
-
-@pytest.mark.slow
-@needs_bubblewrap
-def test_no_sandbox_outlives_a_parent_killed_at_its_start() -> None:
-    """A parent that is gone before bubblewrap has sent it anything.
-
-    bubblewrap has a moment of its own, between its clone and its word to it, in which its end
-    leaves the clone waiting (about one time in forty here); without Keel's care it is every time.
-    """
-    mark = uuid.uuid4().hex
-    code = (
-        "import os, subprocess, sys\n"
-        "from keel.platform.sandbox.bubblewrap import Sandbox\n"
-        "sandbox = Sandbox()\n"
-        "start = subprocess.Popen\n"
-        "def end(command, **more):\n"
-        "    start([*command, sys.argv[1]], **more)\n"
-        "    os.kill(os.getpid(), 9)\n"
-        "subprocess.Popen = end\n"
-        "sandbox.run(['true'])\n"
-    )
-    for _ in range(20):
-        done = subprocess.run([sys.executable, "-c", code, mark])
-        assert done.returncode == -signal.SIGKILL
-    left = 20 if not eventually(lambda: len(processes_with(mark)) <= 5) else 0
-    for number in processes_with(mark):
-        os.kill(number, signal.SIGKILL)
-    assert left == 0
 
 
 @needs_bubblewrap
@@ -347,43 +318,20 @@ def test_refuses_with_bubblewraps_message_if_it_fails(
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("times", [1, 9])
-def test_a_bubblewrap_that_is_killed_is_tried_again(
-    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sandbox = Sandbox(Limits(timeout=LONG))
-    stand_in, count = tmp_path / "bwrap", tmp_path / "count"
-    stand_in.write_text(
-        f"#!/bin/sh\necho x >> {count}\n"
-        f"[ $(wc -l < {count}) -le {times} ] && kill -9 $$\n"
-        f'exec {sandbox._bubblewrap} "$@"\n'
-    )
-    stand_in.chmod(0o755)
-    monkeypatch.setattr(sandbox, "_bubblewrap", str(stand_in))
-    if times == 1:
-        assert python("print(1)", sandbox).stdout == "1\n"
-        return
-    with pytest.raises(KeelError, match=r"killed by signal 9 .*3 times: .*out of memory") as raised:
-        python("print(1)", sandbox)
-    assert "trusted" not in str(raised.value)
-    assert count.read_text().count("x") == 3
-
-
-@needs_bubblewrap
 def test_limits_under_which_nothing_runs_are_refused() -> None:
-    for limits, words in (
-        ({"memory_mb": 1}, "memory_mb = 1: give at least 64"),
-        ({"processes": 0}, "processes = 0: give at least 1"),
-        ({"timeout": 0}, "timeout = 0: give at least 0.01"),
-        ({"timeout": math.inf}, "timeout = inf: give at most 1,000,000,000"),
-        ({"timeout": math.nan}, "timeout = nan: give at least 0.01"),
-        ({"timeout": "5"}, "timeout = '5' is not a number: give at least 0.01"),
-        ({"timeout": True}, "timeout = True is not a number"),
-        ({"memory_mb": 512.5}, "memory_mb = 512.5 is not a whole number: give at least 64"),
-        ({"memory_mb": 10**18}, "memory_mb = 1e\\+18: give at most"),
-        ({"disk_mb": 0}, "disk_mb = 0: give at least 1"),
+    for limits in (
+        {"memory_mb": 1},
+        {"timeout": 0},
+        {"timeout": math.inf},
+        {"timeout": math.nan},
+        {"timeout": "5"},
+        {"timeout": True},
+        {"memory_mb": 512.5},
+        {"memory_mb": 10**18},
     ):
-        with pytest.raises(KeelError, match=f"^{words}"):
+        ((name, value),) = limits.items()
+        kind = "a number from 0.01" if name == "timeout" else "a whole number from 64"
+        with pytest.raises(KeelError, match=f"^{name} = {value!r}: give {kind} to 1,000,000,000$"):
             Limits(**limits)  # type: ignore[arg-type]
     assert Limits(timeout=5).resources(3)["RLIMIT_CPU"] == 6
 
@@ -394,7 +342,7 @@ def test_trusted_code_runs_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) ->
     mark = uuid.uuid4().hex
     sandbox = Sandbox(Limits(timeout=LONG), trusted=True)
     code = "import os; print(os.environ.get('SECRET_TOKEN'), os.listdir('.')); print(os.getcwd())"
-    words, folder = python(code, sandbox).stdout.splitlines()
+    words, folder = python(code, sandbox).printed.splitlines()
     assert words == "None []"
     assert not Path(folder).exists()
     assert last(python("bytearray(10**10)", sandbox)) == "MemoryError"
@@ -403,7 +351,7 @@ def test_trusted_code_runs_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) ->
     assert python(loop, quick).status == "timeout"
     assert eventually(lambda: not processes_with(mark))
     leave = f"import os, time\nif os.fork() == 0: time.sleep(600)  # {mark}\nprint('end')"
-    assert python(leave, sandbox).stdout.startswith("end")
+    assert python(leave, sandbox).printed.startswith("end")
     assert eventually(lambda: not processes_with(mark))
     ran = python("import os; os.kill(os.getpid(), 9)", sandbox)
     assert (ran.status, ran.exit_status) == ("died", -9)

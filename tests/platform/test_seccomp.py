@@ -161,7 +161,7 @@ def test_no_keyring_and_no_memory_outside_address_spaces() -> None:
     }
     asked = "".join(f"print(ask({numbers[name]}, {given}))\n" for name, given in calls.items())
     asked += f"print(ask({CLONE[column]}, {0x10000000 | signal.SIGCHLD}, 0, 0, 0, 0))\n"
-    *refused, unknown = python(f"{ASK}{asked}print(ask({CLONE3}, None, 0))").stdout.splitlines()
+    *refused, unknown = python(f"{ASK}{asked}print(ask({CLONE3}, None, 0))").printed.splitlines()
     assert refused == ["Operation not permitted"] * (len(calls) + 1)
     assert unknown == "Function not implemented"
 
@@ -183,7 +183,7 @@ def test_sockets_are_local_and_of_usual_size() -> None:
         "say(fcntl.fcntl, os.pipe()[1], 1031, 2**20)\n"
         "say(a.sendall, b'x')\n"
     )
-    assert python(code).stdout == "PermissionError\n" * 21 + "granted\n"
+    assert python(code).printed == "PermissionError\n" * 21 + "granted\n"
 
 
 @needs_bubblewrap
@@ -205,7 +205,7 @@ def test_pipes_and_sockets_hold_little() -> None:
         "        held += fill(a, a.send) + fill(b, b.send)\n"
         "except OSError: print(held)\n"
     )
-    assert 10**6 < int(python(code).stdout) < 20 * 2**20
+    assert 10**6 < int(python(code).printed) < 20 * 2**20
 
 
 @needs_bubblewrap
@@ -226,4 +226,4 @@ def test_what_programs_do_all_day_still_works() -> None:
         "m = s.SharedMemory(create=True, size=8); m.close(); m.unlink(); print('shared')\n"
     )
     ran = python(code, memory_mb=2048, processes=16)
-    assert ran.stdout == "10\n6\nx\n0\n5 1.0\n7\nshared\n", ran
+    assert ran.printed == "10\n6\nx\n0\n5 1.0\n7\nshared\n", ran

@@ -24,7 +24,7 @@ from keel.graders.formats import has_tags, tag_content
 from keel.graders.languages import language_of
 from keel.graders.mathematics import Mathematics
 from keel.graders.numbers import read_number
-from keel.platform.sandbox.resident import Resident
+from keel.platform.sandbox.bubblewrap import Resident
 from keel.rewards.judge.prompts import Question, parse
 from keel.rewards.judge.store import Cost, StoredAnswer
 from keel.types import KeelError, Prompt

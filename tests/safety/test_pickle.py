@@ -25,7 +25,6 @@ NAMES = {"ProcessPoolExecutor", "read_pickle", "to_pickle", "_load_from_state"}
 ORDERS_ONLY = {
     "platform/sandbox/inside.py",
     "platform/sandbox/bubblewrap.py",
-    "platform/sandbox/subprocesses.py",
     "workflows/processes.py",
     "engines/vllm/transfer.py",  # handles of this GPU's memory, in the form that vLLM reads
 }

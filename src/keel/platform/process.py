@@ -28,6 +28,9 @@ from typing import IO, Any
 
 from keel.types import KeelError
 
+NOTICE = 5.0
+"""Seconds that a process has to end which watches its lifeline itself."""
+
 
 class Lifeline:
     """The two ends: the group keeps `inner` open, the process that it must not outlive `outer`."""
@@ -94,8 +97,9 @@ class Child:
 
     Ctrl-C does not reach it. `ends` are file descriptors that it is given, and that are closed
     here; `held` is closed once it has ended. `end` kills it, by `kill`; so does the collection of
-    this object. The group ends with this process as long as it has `lifeline`, a file descriptor,
-    open.
+    this object. The group ends with this process as long as it has the lifeline's inner end open.
+    A process that is `watching` waits for the end of the given `lifeline` itself; it is killed only
+    if it does not end by that.
     """
 
     def __init__(
@@ -104,15 +108,16 @@ class Child:
         *,
         environment: Mapping[str, str] | None = None,
         folder: str | Path | None = None,
-        stdin: int = subprocess.DEVNULL,
+        stdin: int | IO[Any] = subprocess.DEVNULL,
         stdout: int | IO[Any] = subprocess.DEVNULL,
         stderr: int | IO[Any] | None = None,
         ends: Sequence[int] = (),
         held: contextlib.ExitStack | None = None,
         kill: Callable[[subprocess.Popen[bytes]], None] | None = None,
+        lifeline: Lifeline | None = None,
+        watching: bool = False,
     ) -> None:
-        lifeline = Lifeline()
-        self.lifeline = lifeline.inner
+        lifeline = lifeline or Lifeline()
         try:
             self.process = subprocess.Popen(
                 command,
@@ -125,8 +130,9 @@ class Child:
                 start_new_session=True,
                 bufsize=0,
             )
-            # Before it is asked anything: until then it ends with its standard input.
-            lifeline.tie(self.process.pid)
+            if not watching:
+                # Before it is asked anything: until then it ends with its standard input.
+                lifeline.tie(self.process.pid)
         except BaseException:
             lifeline.cut()
             raise
@@ -134,7 +140,7 @@ class Child:
             lifeline.give()
             close_all(ends)
         self.end = weakref.finalize(
-            self, _end, os.getpid(), self.process, lifeline, held, kill or kill_group
+            self, _end, os.getpid(), self.process, lifeline, held, kill, watching
         )
 
     @property
@@ -169,13 +175,18 @@ def _end(
     process: subprocess.Popen[bytes],
     lifeline: Lifeline,
     held: contextlib.ExitStack | None,
-    kill: Callable[[subprocess.Popen[bytes]], None],
+    kill: Callable[[subprocess.Popen[bytes]], None] | None,
+    watching: bool,
 ) -> None:
     if os.getpid() != owner:
         return  # a fork of this process owns nothing
     try:
+        if watching:
+            lifeline.cut()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(NOTICE)
         if process.returncode is None:
-            kill(process)
+            (kill or kill_group)(process)
         process.wait()
     finally:
         lifeline.cut()  # and with it what the process left behind in its group

@@ -20,7 +20,7 @@ from keel.data.tasks.generated import ATTEMPTS, no_draw
 from keel.graders.formats import tag_content
 from keel.graders.stated import answer_part
 from keel.platform.process import Restarting
-from keel.platform.sandbox.resident import Resident
+from keel.platform.sandbox.bubblewrap import Resident
 from keel.types import Completion, KeelError, Prompt, Split
 
 PREFIX = "reasoning_gym:"
@@ -40,7 +40,7 @@ class GymProcess:
     """The process, started when first asked, ended and started again when it hangs.
 
     Calls from several threads take turns. It lives in the sandbox
-    (`keel.platform.sandbox.resident`), and forks a process for each answer that it scores.
+    (`keel.platform.sandbox.bubblewrap`), and forks a process for each answer that it scores.
     Raises KeelError if there is no sandbox.
     """
 

@@ -5,6 +5,9 @@ private folder; an own process space that ends with its first process; none of t
 and no namespaces of one's own. Linux 5.14 or later. The last two, and the bound on what all the
 processes hold together, are the work of a filter of system calls, which there is for x86_64 and
 aarch64; on other machines they do not hold.
+
+The first process of the process space is ours (`inside.run_as_init`): it ends, and with it all
+processes of the sandbox, when its lifeline closes, so also when this process is killed.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import marshal
 import math
 import os
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -21,27 +25,44 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
-from keel.platform.process import close_all
-from keel.platform.sandbox.seccomp import seccomp_filter
-from keel.platform.sandbox.subprocesses import START_SECONDS, Enclosure, Watched, watch
+from keel.platform.process import Child, JsonChild, Lifeline, close_all
+from keel.platform.sandbox.seccomp import computing_filter, seccomp_filter
 from keel.types import KeelError
 
 Status = Literal["ended", "timeout", "output", "died"]
 """How a run ended: by itself, out of its time, with too much to say, or by a signal."""
 
 PASSED_ON = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
-ATTEMPTS = 3
-"""How often a sandbox is started that something outside kills before it stands."""
 DYNAMIC_UIDS = range(61184, 65520)
 """User ids that systemd keeps for passing users: no one's files and no one's processes."""
 MOST = 10**9
-"""No limit may be larger: not what a machine has, but what the kernel's own numbers hold."""
+"""The largest limit."""
+START_SECONDS = 120.0
+"""A process that has not reported its start by then is given up; a busy machine takes a while."""
+REPORT_BYTES = 1_000_000
+RESIDENT_PROCESSES = 4
+"""Itself, the first of the process space, and the process of one answer; one to spare."""
+RESIDENT_DISK_MB = 16
+"""Of its private folder, which libraries keep their caches in."""
+LIBRARY = "/keel"
+"""Where a resident process finds the modules that it is made of."""
+HERE = Path(__file__).parent
+COMMON = {
+    # In place of the package's own, which is the front of what is not in the sandbox.
+    "keel/__init__.py": HERE / "__init__.py",
+    "keel/platform/__init__.py": HERE / "__init__.py",
+    "keel/platform/sandbox/__init__.py": HERE / "__init__.py",
+    "keel/platform/sandbox/confined.py": HERE / "confined.py",
+    "keel/platform/sandbox/inside.py": HERE / "inside.py",
+}
+"""Files of each resident process; it runs `keel.platform.sandbox.confined.serve`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +92,9 @@ class Limits:
         for name, floor in {**least, "file_mb": 1, "disk_mb": 1}.items():
             value = getattr(self, name)
             kind, what = (float, "a number") if name == "timeout" else (int, "a whole number")
-            if not isinstance(value, int | kind) or isinstance(value, bool):
-                raise KeelError(f"{name} = {value!r} is not {what}: give at least {floor:g}")
-            if not value >= floor:
-                raise KeelError(f"{name} = {value:g}: give at least {floor:g}")
-            if value > MOST:
-                raise KeelError(f"{name} = {value:g}: give at most {MOST:,}")
+            known = isinstance(value, int | kind) and not isinstance(value, bool)
+            if not known or not floor <= value <= MOST:
+                raise KeelError(f"{name} = {value!r}: give {what} from {floor:g} to {MOST:,}")
 
     def resources(self, processes: int | None) -> dict[str, int]:
         """The same as the kernel's limits of a process, by name."""
@@ -101,8 +119,7 @@ class SandboxResult:
 
     status: Status
     exit_status: int
-    stdout: str
-    stderr: str
+    printed: str
     reported: tuple[str, ...] = ()
 
     @property
@@ -117,6 +134,30 @@ class SandboxResult:
         }[self.status]
 
 
+class Enclosure(contextlib.ExitStack):
+    """What the start of a sandbox needs: bubblewrap's command, up to that of what runs inside.
+
+    `uid` is the user that root's sandbox becomes, `ends` what the process is given. `files` are
+    shown inside too, by their path there.
+    """
+
+    def __init__(self, program: str, disk_mb: int, files: Mapping[str, Path] | None = None) -> None:
+        super().__init__()
+        # The limit on processes does not bind root, nor a user namespace of root's. So root's
+        # sandbox has no user namespace; its first process becomes a passing user instead.
+        self.uid = self.enter_context(_pick_uid()) if os.geteuid() == 0 else None
+        self.ends: tuple[int, ...] = ()
+        self.command = [program, *_isolation(self.uid, disk_mb, files or {})]
+        calls = seccomp_filter()
+        if calls is not None:
+            reading, filling = os.pipe()
+            os.write(filling, calls)  # far smaller than a pipe
+            os.close(filling)
+            self.ends = (reading,)
+            self.command += ["--seccomp", str(reading)]
+        self.command.append("--")
+
+
 class Sandbox:
     """Runs commands, each in a sandbox of its own; from any thread, several at a time.
 
@@ -128,14 +169,13 @@ class Sandbox:
     def __init__(self, limits: Limits | None = None, *, trusted: bool = False) -> None:
         self.limits = limits or Limits()
         self.trusted = trusted
-        self._filter = None if trusted else seccomp_filter()
         if trusted:
             return
         self._bubblewrap = bubblewrap()
         fork = "import os; os._exit(os.fork() and 0)" if self.limits.processes > 1 else ""
         trial = self.run([sys.executable, "-c", fork])
         if trial.exit_status != 0:
-            message = trial.stderr.strip().rpartition("\n")[2] or trial.cause
+            message = trial.printed.strip().rpartition("\n")[2] or trial.cause
             raise KeelError(f"nothing runs in the sandbox under these limits: {message}")
 
     def run(self, argv: Sequence[str]) -> SandboxResult:
@@ -151,97 +191,171 @@ class Sandbox:
     ) -> SandboxResult:
         """Run what `keel.platform.sandbox.inside` makes of the orders.
 
-        `ends` are file descriptors that what runs is given, and that are closed here. Once `stop`
-        is set, the run is killed, and ends as if its time were up. A bubblewrap that something
-        outside kills before the sandbox stands is tried again, unless it took `ends` with it.
+        They are its standard input, with four more: the file descriptors `report`, to which it
+        reports, and `ends`; `started`, the first line of its report, which begins its time; and its
+        limits. The `ends` are closed here. Once `stop` is set, the run is killed, and ends as if
+        its time were up.
         """
-        for _ in range(1 if ends else ATTEMPTS):
-            watched = self._watched(orders, ends, stop)
-            if stop is not None and stop.is_set() and not watched.started:
-                return SandboxResult("timeout", watched.exit_status, "", "")
-            killed = watched.ended == "ended" and _signal(watched.exit_status)
-            if watched.started or self.trusted or not killed:
-                break
-        return self._read(watched)
-
-    def _watched(
-        self, orders: Mapping[str, Any], ends: Sequence[int], stop: threading.Event | None
-    ) -> Watched:
-        command = [sys.executable, "-P", "-s", "-S", "-c", _inside()]
-        given = {**orders, "ends": tuple(ends), "path": _path(), "uid": None}
-        folder, kill = None, None
         with contextlib.ExitStack() as held:
-            try:
-                if self.trusted:
-                    folder = held.enter_context(tempfile.TemporaryDirectory(prefix="keel-code-"))
-                    given["limits"] = self.limits.resources(None)
-                else:
-                    if os.geteuid() == 0:
-                        given["uid"] = held.enter_context(pick_uid())
-                    # In a user namespace the first process counts too.
-                    processes = self.limits.processes + (given["uid"] is None)
-                    given |= {"limits": self.limits.resources(processes), "lifeline": -1}
-                    enclosure = held.enter_context(contextlib.closing(Enclosure(self._filter)))
-                    kill, own = enclosure.kill, ["--die-with-parent", "--new-session"]
-                    own += isolation_arguments(given["uid"], enclosure, self.limits.disk_mb)
-                    command = [self._bubblewrap, *own, *command, "first"]
-                    ends = (*ends, *enclosure.ends)
-            except BaseException:
-                close_all(ends)
-                raise
-            return watch(
-                command,
-                given,
-                timeout=self.limits.timeout,
-                output=self.limits.output_kb * 1024,
-                environment=environment(folder or "/tmp"),
-                folder=folder,
-                ends=ends,
-                stop=stop,
-                kill=kill,
-            )
+            started = secrets.token_hex(16)
+            printed = held.enter_context(tempfile.TemporaryFile())
+            reading, report = os.pipe()
+            held.callback(os.close, reading)
+            own = {"report": report, "ends": tuple(ends), "started": started, "path": _path()}
+            child = self._start(held, {**own, **orders}, printed, (report, *ends))
+            return self._wait(child, reading, printed, f"{started}\n".encode(), stop)
 
-    def _read(self, watched: Watched) -> SandboxResult:
-        words = watched.stderr.decode(errors="replace")
-        if not watched.started:
-            message = " ".join(words.split())[-200:] or f"exit status {watched.exit_status}"
+    def _start(
+        self,
+        held: contextlib.ExitStack,
+        orders: dict[str, Any],
+        printed: IO[bytes],
+        ends: tuple[int, ...],
+    ) -> Child:
+        """The process, with all that it needs in `held`."""
+        command = [sys.executable, "-P", "-s", "-S", "-c", _inside()]
+        lifeline, folder = Lifeline(), None
+        held.callback(lifeline.cut)
+        try:
+            given = held.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+            if self.trusted:
+                folder = held.enter_context(tempfile.TemporaryDirectory(prefix="keel-code-"))
+                orders |= {"uid": None, "limits": self.limits.resources(None)}
+            else:
+                enclosure = held.enter_context(Enclosure(self._bubblewrap, self.limits.disk_mb))
+                # In a user namespace the first process and its thread count too.
+                processes = self.limits.processes + (2 if enclosure.uid is None else 0)
+                orders |= {"uid": enclosure.uid, "limits": self.limits.resources(processes)}
+                ends += enclosure.ends
+                command = [*enclosure.command, *command, "first"]
+            given.write(marshal.dumps(orders))
+            given.seek(0)
+        except BaseException:
+            close_all(ends)
+            raise
+        child = Child(
+            [*command, str(lifeline.inner)],
+            environment=environment(folder or "/tmp"),
+            folder=folder,
+            stdin=given,
+            stdout=printed,
+            stderr=printed,
+            ends=ends,
+            lifeline=lifeline,
+            watching=not self.trusted,
+        )
+        held.callback(child.end)
+        return child
+
+    def _wait(
+        self,
+        child: Child,
+        reading: int,
+        printed: IO[bytes],
+        started: bytes,
+        stop: threading.Event | None,
+    ) -> SandboxResult:
+        """Wait for the end of a process, or kill all of it at a limit."""
+        process, report, stands = child.process, b"", False
+        status: Status = "ended"
+        deadline = time.monotonic() + START_SECONDS
+        os.set_blocking(reading, False)
+        while status == "ended":
+            over = process.poll() is not None
+            more, closed = _drain(reading)
+            report += more
+            if not stands and report.startswith(started):
+                stands, deadline = True, time.monotonic() + self.limits.timeout
+            left = deadline - time.monotonic()
+            stopped = stop is not None and stop.is_set()
+            if os.fstat(printed.fileno()).st_size > self.limits.output_kb * 1024:
+                status = "output"
+            elif over:
+                break
+            elif left <= 0 or stopped or len(report) > REPORT_BYTES:
+                status = "timeout"
+            elif closed:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(left, 0.1))
+            else:
+                select.select([reading], [], [], min(left, 0.1))
+        child.end()
+        code = process.returncode
+        printed.seek(-min(printed.seek(0, os.SEEK_END), 8000), os.SEEK_END)
+        words = printed.read().decode(errors="replace")[-2000:]
+        if not stands and not (stop is not None and stop.is_set()):
+            message = " ".join(words.split())[-200:] or f"exit status {code}"
             if self.trusted:
                 raise KeelError(f"the code's process does not start: {message}")
-            if watched.ended == "timeout":
+            if status == "timeout":
                 raise KeelError(f"no sandbox stood within {START_SECONDS:.0f} s: {message}")
-            raise no_sandbox(message, watched.exit_status)
-        status: Status = watched.ended
-        code = watched.exit_status
+            raise no_sandbox(message, code)
         if status == "ended" and (code < 0 or code > 128):
             # What runs inside ends on 128 and the signal that ended the command.
             status, code = "died", code if code < 0 else 128 - code
             if code == -signal.SIGXCPU:
                 status = "timeout"
-        return SandboxResult(
-            status,
-            code,
-            watched.stdout.decode(errors="replace")[-2000:],
-            words[-2000:],
-            tuple(watched.report.decode(errors="replace").split("\n")[:-1]),
-        )
+        lines = report[len(started) :].decode(errors="replace").split("\n")[:-1]
+        return SandboxResult(status, code, words, tuple(lines))
 
 
-def isolation_arguments(
-    uid: int | None, enclosure: Enclosure, disk_mb: int, files: Mapping[str, Path] | None = None
-) -> list[str]:
-    """bubblewrap's options, up to the command; `files` are shown too, by their path inside.
+def _drain(pipe: int) -> tuple[bytes, bool]:
+    """What is in a pipe now, up to a limit, and whether its other end is closed."""
+    held = b""
+    while len(held) <= REPORT_BYTES:
+        try:
+            some = os.read(pipe, 65536)
+        except BlockingIOError:
+            break
+        if not some:
+            return held, True
+        held += some
+    return held, False
 
-    `uid` is the user that root's sandbox becomes.
+
+class Resident(JsonChild):
+    """`python -m module` in a sandbox, which answers JSON lines until it is ended.
+
+    It has more than the code under test: memory, time, and a filter of system calls, with which it
+    confines the processes that it forks for what a model wrote. `modules` are the files that it is
+    made of, by name, `site` is a folder of packages that it may import. Raises KeelError if
+    bubblewrap or a filter of system calls is missing.
     """
+
+    def __init__(self, module: str, modules: Mapping[str, Path], site: Path) -> None:
+        program, computing = bubblewrap(), computing_filter()
+        if computing is None:
+            raise KeelError(
+                f"there is no filter of system calls for {os.uname().machine}, and what a model "
+                "wrote is not evaluated without one: use an x86_64 or aarch64 machine"
+            )
+        files = {f"{LIBRARY}/{name}": path for name, path in {**COMMON, **modules}.items()}
+        held = Enclosure(program, RESIDENT_DISK_MB, {**files, str(site): site})
+        lifeline = Lifeline()
+        super().__init__(
+            [*held.command, sys.executable, "-P", "-s", "-m", module, str(lifeline.inner)],
+            environment={**environment("/tmp"), "PYTHONPATH": f"{LIBRARY}:{site}"},
+            ends=held.ends,
+            held=held,
+            lifeline=lifeline,
+            watching=True,
+        )
+        settings = {"uid": held.uid, "processes": RESIDENT_PROCESSES, "filter": computing.hex()}
+        self._send(settings)
+
+    def _not_started(self, cause: str) -> KeelError:
+        if cause.startswith("bwrap"):
+            return no_sandbox(cause, self.process.returncode)
+        return KeelError(f"a process in the sandbox does not start ({cause})")
+
+
+def _isolation(uid: int | None, disk_mb: int, files: Mapping[str, Path]) -> list[str]:
+    """bubblewrap's options."""
     # The process space's first process is ours: bubblewrap leaves its own to the host's init
     # to reap, and if that is not an init (in containers), they would pile up.
     options = ["--as-pid-1", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    options += ["--unshare-cgroup-try", "--hostname", "sandbox", "--info-fd", str(enclosure.info)]
-    if enclosure.filter >= 0:
-        options += ["--seccomp", str(enclosure.filter)]
+    options += ["--unshare-cgroup-try", "--hostname", "sandbox", "--new-session"]
     if uid is not None:
-        # The limit on processes does not bind root, nor a user namespace of root's. So root's
-        # sandbox has no user namespace; its first process becomes a passing user instead.
         options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         options += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
@@ -261,9 +375,9 @@ def isolation_arguments(
         else:
             options += ["--ro-bind", str(path), str(path)]
         made.add(path)
-    for inside, path in (files or {}).items():
+    for inside, path in files.items():
         options += ["--ro-bind", str(path), inside]
-    return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
 
 
 def bubblewrap() -> str:
@@ -283,8 +397,8 @@ def no_sandbox(message: str, exit_status: int) -> KeelError:
     """Why bubblewrap made no sandbox, from its message and exit status."""
     if _signal(exit_status):
         return KeelError(
-            f"bubblewrap was killed by signal {_signal(exit_status)} before the sandbox stood, "
-            f"{ATTEMPTS} times: see whether this machine is out of memory, and start again"
+            f"bubblewrap was killed by signal {_signal(exit_status)} before the sandbox stood: see "
+            "whether this machine is out of memory, and start again"
         )
     if "execvp" in message:
         shown = ", ".join(map(str, _shown()))
@@ -339,7 +453,7 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def pick_uid() -> Iterator[int]:
+def _pick_uid() -> Iterator[int]:
     """A user id of no one's, for one run: processes of one user share the limit on their number.
 
     It is held by an address that only one process of the system can have, as long as it is open.

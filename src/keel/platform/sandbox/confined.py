@@ -17,6 +17,7 @@ import resource
 import select
 import signal
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -26,8 +27,6 @@ MEMORY = 8 * 2**30
 """Address space, in bytes, of the parent."""
 VERDICT_MEMORY = 2**30
 """Bytes of address space that a verdict may take beyond what there was before."""
-SETUP_SECONDS = 120.0
-"""Seconds of computing that the parent may take for a request, such as to import."""
 # Of linux/prctl.h.
 _NO_DUMPS, _NO_NEW_PRIVILEGES, _FILTER_CALLS = 4, 38, 22
 
@@ -120,13 +119,6 @@ def hide() -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def allow(seconds: float) -> None:
-    """Let the system end this process after some further seconds of computing."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    budget = int(used.ru_utime + used.ru_stime + seconds) + 1
-    limit(resource.RLIMIT_CPU, budget, resource.getrlimit(resource.RLIMIT_CPU)[1])
-
-
 def serve(
     start: Callable[[bytes], Callable[[Request], Any]],
     known: Callable[[Request], list[str]] = lambda request: [],
@@ -136,7 +128,9 @@ def serve(
     `start` is given the filter of system calls, and returns what answers a request; `known` are
     the options to name where a request is refused.
     """
-    run_as_init()
+    lifeline = int(sys.argv[-1])
+    run_as_init(lifeline)
+    os.close(lifeline)
     # Libraries may print and read; the channel is kept out of their reach.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -150,7 +144,6 @@ def serve(
         os.dup2(nowhere, standard)
     for line in requests:
         request = json.loads(line)
-        allow(SETUP_SECONDS)
         try:
             reply = {"ok": answer(request)}
         except Exception as error:

@@ -6,6 +6,7 @@ and of that little: every import is paid for at each start.
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import marshal
 import os
@@ -24,8 +25,10 @@ CODE = "completion"
 
 def main() -> None:
     """Read the orders to their end, and carry them out."""
+    lifeline = int(sys.argv[-1])
     if "first" in sys.argv:
-        run_as_init()
+        run_as_init(lifeline)
+        os.close(lifeline)
     orders = marshal.loads(sys.stdin.buffer.read())
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
@@ -33,7 +36,7 @@ def main() -> None:
     confine(orders["uid"], orders["limits"])
     for end in (orders["report"], *orders["ends"]):
         os.set_inheritable(end, False)
-    kept = sorted(e for e in (orders["report"], orders["lifeline"], *orders["ends"]) if e >= 0)
+    kept = sorted((orders["report"], lifeline, *orders["ends"]))
     for low, high in zip([2, *kept], [*kept, 1024], strict=True):
         os.closerange(low + 1, high)
     os.write(orders["report"], (orders.pop("started") + "\n").encode())
@@ -50,14 +53,17 @@ def main() -> None:
         _test(orders)
 
 
-def run_as_init() -> None:
+def run_as_init(lifeline: int) -> None:
     """Fork; the child goes on, and this process waits for it, as a process space's first must.
 
-    The first one keeps its user, so that bubblewrap's end is its end, and with it that of all.
+    It ends, and with it all of the process space, when the other end of the lifeline closes. The
+    child, a passing user's, cannot end it, nor read the orders from its standard input.
     """
     child = os.fork()
     if child == 0:
         return
+    os.close(0)
+    _thread.start_new_thread(lambda: (os.read(lifeline, 1), os._exit(1)), ())
     while True:
         ended, status = os.wait()
         if ended == child:
