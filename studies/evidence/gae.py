@@ -15,7 +15,7 @@ from torch import Tensor
 from keel.objective import gae, group, segments
 from studies.evidence.enumerable import EnumerableLM
 
-LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 1.0)
+LAMBDAS = (0.0, 0.5, 0.9, 0.95, 1.0)
 CRITICS = (0.0, 0.1, 0.3)
 """Standard deviation of the critic's error in each prefix, independent of each other."""
 BATCH = 128

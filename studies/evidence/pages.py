@@ -107,17 +107,11 @@ def section(name: str) -> str:
     """The section of a preset's page."""
     rates = tomllib.loads(RATES.read_text())
     study, page = ("compare", "presets") if name in COMPARED else ("distillation",) * 2
-    rows = []
-    for task in tasks_of(name):
-        accuracy = interval(arm(task, name)["score"])
-        own = () if name == BASELINE else (difference(task, name),)
-        rows.append((TITLES[task], f"{rates[task][name]:g}", accuracy, *own))
-    head = ("task", "learning rate", "accuracy, %")
-    head = head if name == BASELINE else (*head, f"points above {BASELINE}")
+    known = ", ".join(f"{rates[task][name]:g} ({TITLES[task]})" for task in tasks_of(name))
     return (
-        f"{SECTION}![{name}](curves/{name}.png)\n\n{markdown(head, rows)}\n\n"
-        f"`python -m studies.evidence {study}`: ten seeds, interquartile mean with its interval; "
-        f"[how it was\nmeasured](../evidence/{page}.md).\n"
+        f"{SECTION}![{name}](curves/{name}.png)\n\nLearning rates: {known}. "
+        f"`python -m studies.evidence {study}`: ten seeds;\n"
+        f"[figures and how they were measured](../evidence/{page}.md).\n"
     )
 
 
