@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 
-from keel.graders.answers import LONGEST, WITHDRAWN, final_answer, sentences, stated_part
-from keel.graders.numbers import plain
+from keel.graders.answers import LONGEST, WITHDRAWN, final_answer, stated_part
+from keel.graders.prose import sentences
+from keel.graders.reading.notation import plain
 
 LABELS = 40
 """Labels in a sentence, at the most."""

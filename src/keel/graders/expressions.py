@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from keel.graders.answers import final_answer, formula_of, stated_number
+from keel.graders.answers import final_answer, stated_number
 from keel.graders.choices import chosen, label_of
+from keel.graders.conclusions import formula_of
 from keel.graders.forms import formulas, left_to_do, squeezed, stands_in
-from keel.graders.numbers import Number, bare, name_of, only_units, read_number, same_name, word_set
+from keel.graders.numbers import Number, name_of, only_units, read_number, same_name
+from keel.graders.reading.notation import bare
+from keel.graders.reading.words import word_set
 
 LONGEST = 600
 """Characters of an answer that is not a number: longer ones are not read."""
@@ -32,10 +35,7 @@ _WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z'’ .-]*|[Nn][Oo]|\(([A-Z
 _OPTION = re.compile(r"\(?[A-Z]\)?|(?:\([A-Z]\)|[A-Z][).:]) .+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline ?\{ ?(\d{1,20}) ?\}")
-_FUNCTIONS = word_set(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt frac pi max min "
-    "gcd lcm det mod"
-)
+_FUNCTIONS = word_set("functions")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _BASE = re.compile(r"(\w+) ?_ ?(?:(\d+)|\{ ?(\d+) ?\})")
 _MATRIX = re.compile(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-from keel.graders.numbers import FORMULA
+from keel.graders.reading.notation import FORMULA
 
 FORMULAS = 24
 """Formulas of a question that are compared, at the most."""

@@ -1,0 +1,1 @@
+"""The words, signs and calculations that answers are made of."""
