@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import builtins
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ import numpy as np
 import pytest
 
 from keel.analysis.panels import Line, Panel, Series
-from keel.analysis.plots import COLOURS, columns_of, drawing, plot_panel, stage_curve
+from keel.analysis.plots import COLOURS, drawing, plot_panel, stage_curve
+from keel.runs.follow import Column
 from keel.types import KeelError
 
 
@@ -26,6 +26,16 @@ def rows(steps: int = 40) -> list[dict[str, Any]]:
         made.append(row)
     made[3 if steps > 2 else 0]["reward"] = None
     return made
+
+
+def columns(*records: dict[str, Any]) -> dict[str, Column]:
+    """The metrics of records by name, NaN for None."""
+    names = {name: None for record in records for name in record if name not in ("stage", "step")}
+    kept = {name: [record for record in records if name in record] for name in names}
+    return {
+        name: Column(np.array([r["step"] for r in own]), np.array([r[name] for r in own], float))
+        for name, own in kept.items()
+    }
 
 
 def size_and_chunks(path: Path) -> tuple[int, int, list[bytes]]:
@@ -51,9 +61,9 @@ def test_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
     """Also under matplotlib settings of the user's, which stay as they are."""
     import matplotlib
 
-    stage_curve(tmp_path / "a.png", "rl", rows(), "quickstart", "seed 0")
+    stage_curve(tmp_path / "a.png", "rl", columns(*rows()), "quickstart", "seed 0")
     with matplotlib.rc_context({"figure.facecolor": "red", "lines.linewidth": 9}):
-        stage_curve(tmp_path / "b.png", "rl", rows(), "quickstart", "seed 0")
+        stage_curve(tmp_path / "b.png", "rl", columns(*rows()), "quickstart", "seed 0")
         assert matplotlib.rcParams["lines.linewidth"] == 9
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     width, height, chunks = size_and_chunks(tmp_path / "a.png")
@@ -67,15 +77,15 @@ def test_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:
 
 def test_stage_curve_shows_reward_spread_and_evaluations(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
-    stage_curve(path, "rl", rows(), "quickstart")
+    stage_curve(path, "rl", columns(*rows()), "quickstart")
     assert pixels(path, COLOURS[0]) > 3000  # reward, spread and greedy evaluations
     assert pixels(path, COLOURS[1]) > 500  # sampled evaluations
     bare = [{k: row[k] for k in row if "eval" not in k and k != "reward_std"} for row in rows()]
-    stage_curve(path, "rl", bare, "quickstart")
+    stage_curve(path, "rl", columns(*bare), "quickstart")
     assert size_and_chunks(path)[:2] == (1280, 608)
     assert pixels(path, COLOURS[1]) == 0
     flat = [{**row, "reward_std": 0.0} for row in bare]
-    stage_curve(path, "rl", flat, "quickstart")
+    stage_curve(path, "rl", columns(*flat), "quickstart")
     assert size_and_chunks(path)[:2] == (1280, 608)
 
 
@@ -83,26 +93,19 @@ def test_games_curve_counts_their_steps(tmp_path: Path) -> None:
     records = [
         {"step": n, "environment_steps": 50.0 * n, "episode/return": float(n)} for n in range(1, 9)
     ]
-    stage_curve(tmp_path / "a.png", "q_learning", records, "dqn")
+    stage_curve(tmp_path / "a.png", "q_learning", columns(*records), "dqn")
     assert pixels(tmp_path / "a.png", COLOURS[0]) > 500
 
 
 @pytest.mark.parametrize("count", [1, 2, 19, 20])
 def test_short_runs_are_drawn_too(tmp_path: Path, count: int) -> None:
-    stage_curve(tmp_path / "a.png", "rl", rows(count), "short")
+    stage_curve(tmp_path / "a.png", "rl", columns(*rows(count)), "short")
     assert size_and_chunks(tmp_path / "a.png")[0] == 1280
 
 
 def test_a_run_without_records_has_no_picture(tmp_path: Path) -> None:
-    stage_curve(tmp_path / "a.png", "rl", [], "nothing")
+    stage_curve(tmp_path / "a.png", "rl", {}, "nothing")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_columns_leave_gaps_out() -> None:
-    columns = columns_of(rows())
-    assert len(columns["reward"].steps) == 39
-    assert 3 not in columns["reward"].steps
-    assert columns["eval/pass@1"].steps.tolist() == [0, 10, 20, 30, 40]
 
 
 def test_marked_lines_each_have_their_colour(tmp_path: Path) -> None:
@@ -121,24 +124,11 @@ def test_marked_lines_each_have_their_colour(tmp_path: Path) -> None:
 def test_a_plot_leaves_what_another_process_writes(tmp_path: Path) -> None:
     other = tmp_path / ".tmp-a.png"
     other.write_text("half")
-    stage_curve(tmp_path / "a.png", "rl", rows(), "quickstart")
+    stage_curve(tmp_path / "a.png", "rl", columns(*rows()), "quickstart")
     assert other.read_text() == "half"
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"cannot write .*No such file"):
-        stage_curve(tmp_path / "x" / "a.png", "rl", rows(), "quickstart")
-
-
-def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: Any) -> None:
-    load = builtins.__import__
-
-    def refuse(name: str, *rest: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return load(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(KeelError, match="pip install matplotlib"):
-        stage_curve(tmp_path / "a.png", "rl", rows(), "x")
+        stage_curve(tmp_path / "x" / "a.png", "rl", columns(*rows()), "quickstart")

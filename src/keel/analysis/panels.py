@@ -17,7 +17,8 @@ import numpy as np
 
 from keel.analysis.glossary import look_up, unknown
 from keel.config.kinds import stage_kind
-from keel.runs.follow import Array, Column
+from keel.runs.follow import Array, Column, FollowedFile
+from keel.runs.reader import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,13 @@ def _recorded(names: Sequence[str]) -> list[Panel]:
         )
         for at, (group, of_group) in enumerate(groups.items(), start=1)
     ]
+
+
+def stage_columns(run: Run, stage: str) -> Mapping[str, Column]:
+    """The metrics of a stage; evaluations begin with the one before its first step."""
+    metrics = FollowedFile(run.folder.metrics)
+    metrics.update()
+    return with_first(metrics.columns(stage), run.info(), stage)
 
 
 def with_first(

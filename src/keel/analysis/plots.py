@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,6 @@ from keel.analysis.panels import Panel, Series, picture_panels, series_of
 from keel.analysis.text import visible
 from keel.platform import files
 from keel.runs.follow import Column
-from keel.types import KeelError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,19 +31,16 @@ HEIGHTS = {"reward": 3.0, "spread": 1.2, "validation": 2.0, "return": 3.2}
 
 
 def stage_curve(
-    path: Path, kind: str, rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = ""
+    path: Path, kind: str, columns: Mapping[str, Column], title: str, subtitle: str = ""
 ) -> None:
     """The picture of a stage: what it gains, smoothed over each step, and evaluations with their
-    intervals. `rows` are the stage's rows of metrics.jsonl.
-
-    Raises KeelError as `drawing` does.
+    intervals; none without metrics. Raises KeelError as `drawing` does.
     """
-    columns = columns_of(rows)
     found = picture_panels(kind, columns)
     if not found:
         return
     heights = [HEIGHTS[panel.key] for panel in found]
-    count = len(rows)
+    count = max(len(column.steps) for column in columns.values())
     window = max(1, count // 20) * 2 + 1 if count >= 20 else 1
     with drawing(path, 0.8 + sum(heights)) as figure:
         all_axes = figure.subplots(
@@ -64,20 +59,6 @@ def stage_curve(
 def _with_window(one: Series, window: int) -> Series:
     """The series, whose label says what was smoothed."""
     return one if one.raw is None else replace(one, label=f"{one.label} (mean of {window})")
-
-
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    """The metrics of records by name, if they are numbers."""
-    names = sorted({name for row in rows for name in row} - {"stage", "step"})
-    kept = {name: [row for row in rows if row.get(name) is not None] for name in names}
-    return {
-        name: Column(
-            np.array([row["step"] for row in own], dtype=np.float64),
-            np.array([row[name] for row in own], dtype=np.float64),
-        )
-        for name, own in kept.items()
-        if own
-    }
 
 
 def plot_panel(
@@ -161,7 +142,7 @@ def set_titles(figure: Figure, title: str, subtitle: str) -> None:
 def drawing(path: Path, height: float) -> Iterator[Figure]:
     """A figure with our style and no state of pyplot's, written when the block ends.
 
-    Raises KeelError if matplotlib is not installed, or the file cannot be written.
+    Raises KeelError if the file cannot be written.
     """
     with styled(WIDTH, height) as figure:
         yield figure
@@ -172,22 +153,11 @@ def drawing(path: Path, height: float) -> Iterator[Figure]:
 
 @contextmanager
 def styled(width: float, height: float) -> Iterator[Figure]:
-    """A figure of a size in inches with our style, inside the block.
+    """A figure of a size in inches with our style, inside the block."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises:
-        KeelError: matplotlib is not installed.
-    """
-    # Canvas and style are given below; a backend that matplotlib does not know ends its import.
-    backend = os.environ.pop("MPLBACKEND", None)
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise KeelError("plots need matplotlib: pip install matplotlib") from error
-    finally:
-        if backend is not None:
-            os.environ["MPLBACKEND"] = backend
     style = {
         "font.family": "DejaVu Sans",  # comes with matplotlib, so the same everywhere
         "font.size": 10,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from keel.analysis.panels import stage_columns
 from keel.analysis.plots import stage_curve
 from keel.config.control import ControlRecipe, ControlStage
 from keel.config.control_load import load_control
@@ -173,9 +174,8 @@ def _save(work: ControlRun, progress: ControlProgress) -> None:
 def _conclude(recipe: ControlRecipe, work: ControlRun, progress: ControlProgress) -> None:
     """Plot the curve, and record the number of steps."""
     folder = work.writer.folder
-    rows = load(folder.path).metrics()
-    if rows:
-        stage_curve(folder.curve, work.stage.stage, rows, recipe.name, work.stage.environment.id)
+    columns = stage_columns(load(folder.path), work.stage.name)
+    stage_curve(folder.curve, work.stage.stage, columns, recipe.name, work.stage.environment.id)
     if progress.steps >= work.stage.steps:
         update_run_json(folder, {"environment_steps": progress.steps})
 

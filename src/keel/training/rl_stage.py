@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keel.analysis.overoptimisation import optimisation_of
+from keel.analysis.panels import stage_columns
 from keel.analysis.plots import stage_curve
 from keel.analysis.reward_plots import over_optimisation_picture
 from keel.cluster.parts import PlacedStage, StageFactory, StageParts
@@ -43,7 +44,6 @@ from keel.runs.reader import load
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training import rl
 from keel.training.evaluator import Evaluator
-from keel.training.evaluator import metrics as evaluation_metrics
 from keel.training.loop import Loop
 from keel.training.prefetch import (
     RolloutPrefetcher,
@@ -222,7 +222,8 @@ def loop_of(stage: RolloutStage, parts: rl.RLParts) -> Loop:
 def show(run: RunContext, stage: RolloutStage, parts: rl.RLParts, progress: Progress) -> None:
     """Plot the rewards of a stage that has ended, and learned rewards against those watched."""
     title, subtitle = titles(run.recipe, stage, run.policy.model)
-    plot_rewards(run.writer, stage, progress, title, subtitle)
+    columns = stage_columns(load(run.writer.folder.path), stage.name)
+    stage_curve(run.writer.folder.curve, stage.stage, columns, title, subtitle)
     names = [function.name for function in parts.sampler.scorer.functions]
     plot_over_optimisation(run.writer, stage, names, title)
 
@@ -355,18 +356,6 @@ def titles(recipe: Recipe, stage: RolloutStage, model: PreTrainedModel) -> tuple
         f"{recipe.name}: {tasks}",
         f"{algorithm}, {describe_model(recipe.model, model)}, seed {recipe.seed}",
     )
-
-
-def plot_rewards(
-    writer: RunWriter, stage: RolloutStage, progress: Progress, title: str, subtitle: str
-) -> None:
-    """The reward over the steps, and validation accuracy, also that before the first step."""
-    rows = load(writer.folder.path).metrics(stage.name)
-    if rows:
-        before = progress.before
-        first = {} if before is None else evaluation_metrics(dict(before))
-        rows = [{"step": 0, **first}, *rows]
-        stage_curve(writer.folder.curve, stage.stage, rows, title, subtitle)
 
 
 def plot_over_optimisation(
