@@ -24,7 +24,6 @@ from keel.analysis.statistics import (
     mean_interval,
     share_interval,
     spearman,
-    wilson_ends,
     wilson_interval,
 )
 
@@ -78,26 +77,6 @@ def test_pairs_against_loops(rows: list[tuple[float, float]]) -> None:
             error += len(inside) / len(rows) * abs(gap)
     assert found.ece == pytest.approx(error, abs=EXACT)
     assert [b.n for b in found.bins] == [len(inside) for inside in bins]
-
-
-def test_pairs_by_hand() -> None:
-    # σ(log 3) = ¾ and σ(log 9) = 9/10.
-    d = [math.log(3), -math.log(9), 0.0, math.log(3)]
-    found = pair_report(d, [1, 1, 0, 0.5])
-    assert (found.n, found.ties, found.clusters, found.length) == (4, 1, None, None)
-    assert found.accuracy.mean == 0.5  # right, wrong, even
-    # Half a success is taken as it stands: 1½ of 3.
-    assert found.accuracy.low == wilson_ends(0.5, 3, 1.959963984540054)[0]
-    expected = (math.log(4 / 3) + math.log(10) + math.log(2) + math.log(4 / math.sqrt(3))) / 4
-    assert found.log_loss == pytest.approx(expected, rel=EXACT)
-    assert found.brier == pytest.approx((1 / 16 + 0.81 + 0.25 + 1 / 16) / 4, rel=EXACT)
-    # Bins: ½ came out ½; ¾ twice, came true 1 and ½; 9/10 never came true.
-    assert found.ece == pytest.approx((0 + 0 + 0.9) / 4, rel=EXACT)
-    full = [b for b in found.bins if b.n]
-    assert [(b.n, b.observed.mean) for b in full] == [(1, 0.5), (2, 0.75), (1, 0.0)]
-    assert [b.predicted for b in full] == pytest.approx([0.5, 0.75, 0.9], rel=EXACT)
-    assert full[2].observed.high == wilson_interval(0, 1).high
-    assert (found.bins[0].low, found.bins[-1].high) == (0.5, 1.0)
 
 
 @settings(max_examples=30)
@@ -286,20 +265,6 @@ def test_reports_hand_their_clusters_on() -> None:
     assert steps.gain.low < first_error_report([0, 1, None, 2], [0, 0, None, None]).gain.low
 
 
-def test_length_correlation() -> None:
-    found = length_correlation([0.1, 0.4, 0.2, 0.9], [10, 30, 20, 1000])
-    assert found.n == 4
-    assert found.spearman == pytest.approx(1)
-    expected = np.corrcoef([0.1, 0.4, 0.2, 0.9], [10, 30, 20, 1000])[0, 1]
-    assert found.pearson == pytest.approx(float(expected), rel=1e-9)
-    assert length_correlation([0.1] * 3, [1, 2, 3]).as_dict() == {
-        "n": 3,
-        "pearson": None,
-        "spearman": None,
-    }
-    assert length_correlation([0.5], [3]).pearson is None
-
-
 # ---------------------------------------------------------------- first errors
 
 answers = st.none() | st.integers(0, 3)
@@ -341,17 +306,6 @@ def test_nothing_is_known_of_no_rows() -> None:
     # Ties alone leave nothing for the accuracy and a log loss of log 2 at best.
     ties = pair_report([0.0, 0.0], [0.5, 0.5], clusters=[1, 2])
     assert (ties.ties, ties.accuracy.n, ties.log_loss) == (2, 0, pytest.approx(math.log(2)))
-
-
-def test_reports_are_json_that_gives_the_numbers_back() -> None:
-    d, p = sample(30)
-    found = pair_report(d, p, np.arange(30) - 15, np.arange(30) // 2)
-    read = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert read["accuracy"]["low"] == found.accuracy.low
-    assert read["bins"][3]["observed"]["high"] == found.bins[3].observed.high
-    assert read["margins"]["edges"] == list(found.margins.edges)
-    assert read["length"]["spearman"] == found.length.spearman  # type: ignore[union-attr]
-    assert len(pair_report(d, p, bins=15).bins) == len(label_report(d, p, bins=15).bins) == 15
 
 
 def test_accuracy_by_length_by_hand() -> None:

@@ -55,13 +55,3 @@ def test_what_is_not_finite_is_left_out() -> None:
     assert [line.rstrip() for line in gap.splitlines()[::2]] == ["3 ┤    ⡠⠊", "1 ┤⡠⠊", "   1    3"]
     assert curve([math.nan]) == "(nothing to draw yet)"
     assert curve([]) == "(nothing to draw yet)"
-
-
-def test_every_line_fits_the_width() -> None:
-    generator = np.random.default_rng(0)
-    for size in (1, 2, 3, 10, 1000):
-        drawn = curve(generator.normal(size=size), width=30, height=7).splitlines()
-        assert len(drawn) == 9
-        margin = drawn[0].index("┤") + 1
-        assert all(len(line) <= margin + 30 for line in drawn)
-        assert all(line == line.rstrip() for line in drawn)
