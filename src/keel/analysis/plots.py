@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -149,6 +150,19 @@ def drawing(path: Path, height: float) -> Iterator[Figure]:
         # Renamed when it is whole, so that a reader never sees half a picture.
         with files.replacing(path, sync=False) as file:
             figure.savefig(file, format="png", metadata={"Software": None})
+
+
+def svg(width: float, height: float, salt: str, plot: Callable[[Figure], None]) -> str:
+    """A figure as SVG with text as text, the same for the same numbers."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    rules = {"svg.fonttype": "none", "svg.hashsalt": salt}
+    with styled(width, height) as figure, matplotlib.rc_context(rules):
+        plot(figure)
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
 
 
 @contextmanager

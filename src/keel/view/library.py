@@ -20,7 +20,7 @@ from keel.runs.layout import RECIPE, RunFolder
 from keel.runs.reader import Run, load
 from keel.types import KeelError
 from keel.view.rollout_index import RolloutIndex
-from keel.view.steps import StepCache, StepRows
+from keel.view.steps import StepRows, step_rows
 
 DEPTH = 4
 """Levels of folders below a given one in which runs are looked for."""
@@ -36,7 +36,6 @@ class OpenRun:
     metrics: FollowedFile
     timings: FollowedFile
     index: RolloutIndex
-    steps: StepCache
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
@@ -109,7 +108,7 @@ class OpenRun:
 
     def rows(self, stage: str, step: int) -> StepRows:
         """The rollouts of a step. Raises KeelError where it has none, or the file is damaged."""
-        return self.steps.read(self.run, stage, step)
+        return step_rows(self.run, stage, step)
 
     def state(self) -> str:
         """ "finished", "running" or "stopped": by the run's lock, which ends with its process."""
@@ -125,7 +124,6 @@ class Library:
         self.roots = [Path(root) for root in roots]
         self._found: dict[str, Path] = {}
         self._open: dict[str, tuple[_Identity, OpenRun]] = {}
-        self._steps = StepCache()
         self._lock = threading.Lock()
         self.names()
 
@@ -166,7 +164,7 @@ class Library:
     def _read(self, name: str, path: Path) -> OpenRun:
         run = load(path)
         metrics, timings = FollowedFile(run.folder.metrics), FollowedFile(run.folder.timings)
-        return OpenRun(name, run, metrics, timings, RolloutIndex(run.folder), self._steps)
+        return OpenRun(name, run, metrics, timings, RolloutIndex(run.folder))
 
     def _paths(self) -> dict[str, Path]:
         found: dict[str, Path] = {}

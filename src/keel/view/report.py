@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from importlib.resources import files as resources
 from pathlib import Path
@@ -14,7 +13,7 @@ from markupsafe import Markup
 
 from keel.analysis.diagnosis.table import diagnose
 from keel.analysis.panels import Panel, Series, series_of
-from keel.analysis.plots import drawing, plain_label, plot_panel, styled
+from keel.analysis.plots import drawing, plain_label, plot_panel, svg
 from keel.analysis.text import visible
 from keel.analysis.token_values import measures_of, token_html
 from keel.platform import files
@@ -170,18 +169,7 @@ def _completion(row: Row) -> dict[str, Any]:
 
 
 def _svg(panel: Panel, series: Sequence[Series]) -> str:
-    """A panel as SVG with text as text, the same for the same numbers."""
-    import matplotlib
-
-    with (
-        styled(6.2, 2.7) as figure,
-        matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.key}),
-    ):
-        _plot(figure.subplots(), panel, series)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return svg(6.2, 2.7, panel.key, lambda figure: _plot(figure.subplots(), panel, series))
 
 
 def _plot(axes: Axes, panel: Panel, series: Sequence[Series]) -> None:

@@ -1,12 +1,9 @@
-"""The rollouts of single steps, as tables of which few are kept. Torch-free."""
+"""The rollouts of single steps, as tables. Torch-free."""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections import OrderedDict
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,8 +12,8 @@ from keel.runs.reader import Run, rows_of
 from keel.runs.rollouts import TERMS
 from keel.view.rows import Row, score
 
-KEPT = 128 * 2**20
-"""Bytes of tables that are kept, of all runs and tabs together."""
+KEPT = 4
+"""Steps that are kept, of all runs and tabs together: a large one has 100 MB."""
 
 
 class StepRows:
@@ -65,32 +62,19 @@ class StepRows:
         return {**found, "loss": sum(found.values())} if found else {}
 
 
-class StepCache:
-    """The tables read last, by file; safe to use from threads."""
+def step_rows(run: Run, stage: str, step: int) -> StepRows:
+    """The rollouts of a step, of which the last few are kept.
 
-    def __init__(self, most: int = KEPT) -> None:
-        self.most = most
-        self._kept: OrderedDict[tuple[Any, ...], StepRows] = OrderedDict()
-        self._lock = threading.Lock()
+    Raises KeelError if it has none, or the file is damaged.
+    """
+    try:
+        facts = run.folder.rollouts(run.stages.index(stage), step).stat()
+        version = facts.st_size, facts.st_mtime_ns
+    except OSError:
+        version = -1, -1  # reading it says what is wrong
+    return _read(run, stage, step, version)
 
-    def read(self, run: Run, stage: str, step: int) -> StepRows:
-        """The rollouts of a step. Raises KeelError where it has none, or the file is damaged."""
-        path = run.folder.rollouts(run.stages.index(stage), step)
-        try:
-            facts = path.stat()
-            key: tuple[Any, ...] = (str(path), facts.st_size, facts.st_mtime_ns)
-        except OSError:
-            key = (str(path),)  # reading it says what is wrong
-        # Within the lock: several tabs that ask for one step read it once.
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = StepRows(run.rollout_table(step, stage))
-            self._kept.move_to_end(key)
-            while self.size > self.most and len(self._kept) > 1:
-                self._kept.popitem(last=False)
-            return self._kept[key]
 
-    @property
-    def size(self) -> int:
-        """The bytes of the tables that are kept."""
-        return sum(rows.table.nbytes for rows in self._kept.values())
+@lru_cache(maxsize=KEPT)
+def _read(run: Run, stage: str, step: int, version: tuple[int, int]) -> StepRows:
+    return StepRows(run.rollout_table(step, stage))

@@ -24,7 +24,7 @@ from keel.analysis.comparison import (
     band,
 )
 from keel.analysis.panels import Line, Panel, Series, smooth
-from keel.analysis.plots import COLOURS, drawing, plot_panel, styled
+from keel.analysis.plots import COLOURS, drawing, plot_panel, svg
 from keel.analysis.statistics import Array, Interval
 from keel.platform import files
 from keel.runs.values import plain
@@ -179,19 +179,11 @@ def _plot(figure: Any, curves: Curves) -> None:
 
 
 def _html(found: Comparison, curves: Curves, command: str) -> str:
-    import matplotlib
-
-    svg = ""
+    picture = ""
     if curves:
-        hashed = {"svg.fonttype": "none", "svg.hashsalt": "comparison"}
-        with styled(8.0, _height(curves)) as figure, matplotlib.rc_context(hashed):
-            _plot(figure, curves)
-            buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        svg = buffer.getvalue()
-        svg = svg[svg.index("<svg") :]
+        picture = svg(8.0, _height(curves), "comparison", lambda figure: _plot(figure, curves))
     source = resources("keel.workflows").joinpath("comparison.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.from_string(source).render(
-        found=found, rows=table(found), lines=lines(found), svg=Markup(svg), command=command
+        found=found, rows=table(found), lines=lines(found), svg=Markup(picture), command=command
     )
