@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from keel.config.optimisation import Optimizer
-from keel.data.preferences.dataset import Splits
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.tasks.splits import Splits
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
 from keel.training.judging.data import (

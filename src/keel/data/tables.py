@@ -9,14 +9,13 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from keel.config.fields import BadRows, nearest, unknown
-from keel.config.sources import PreferenceData, TaskSource
 from keel.runs.quarantine import LeftOut, Why, shortened
 from keel.types import KeelError, one_line
 
@@ -24,36 +23,35 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """A file or a name, and how a row of it is pointed at."""
+class SourceRow:
+    """A row as it was read and where it stands: its file or name, its number (from 0, bad ones
+    counted) and its line (from 1)."""
 
     source: str
+    number: int
+    line: int
+    values: Row
     mark: str = ": row "
+    """What stands between the source and the line."""
 
-    def place(self, line: int) -> str:
+    @property
+    def place(self) -> str:
         """What an error begins with."""
-        return f"{self.source}{self.mark}{line}"
+        return f"{self.source}{self.mark}{self.line}"
 
-    def left_out(self, line: int, reason: str, row: Any, why: Why = "bad") -> LeftOut:
-        """A row of it that is not used."""
-        return LeftOut(self.source, line, shortened(reason), row, why)
+    def left_out(self, reason: str, why: Why = "bad") -> LeftOut:
+        """The row as one that is not used; the reason begins with its place."""
+        text = reason if reason.startswith(self.place) else f"{self.place}: {reason}"
+        return LeftOut(self.source, self.line, shortened(text), self.values, why)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows; of each, its number in the source (from 0, bad ones counted) and its line (from 1).
+    """The rows of a file or name; `bad` are those that could not be read."""
 
-    `bad` are the rows that could not be read.
-    """
-
-    where: Where
-    rows: Sequence[Row]
-    numbers: Sequence[int]
-    lines: Sequence[int]
+    source: str
+    rows: Sequence[SourceRow]
     bad: tuple[LeftOut, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 class Gathered:
@@ -111,31 +109,10 @@ def read_file(path: Path | str, bad_rows: BadRows = "stop") -> Table:
     return read_table(kind, str(path), {}, "train", bad_rows)
 
 
-def split_tables(source: TaskSource | PreferenceData, where: str) -> tuple[Table, Table | None]:
-    """The train table of a source of files, and the validation one if it is given.
-
-    Bad rows are among the tables' `bad`. Raises KeelError that begins with `where`.
-    """
-    named = source.name == "datasets"
-    if source.path is None:
-        raise KeelError(where + (": give a data set's name" if named else ": give a file"))
-    options = dict(source.options)
-    split = str(options.pop("split", "train")) if named else "train"
-    train = read_table(source.name, source.path, options, split, "quarantine")
-    if source.validation_path is None:
-        return train, None
-    path, held = source.path, source.validation_path
-    other = (path, options, held) if named else (held, options, split)
-    return train, read_table(source.name, *other, "quarantine")
-
-
 def read_jsonl(path: Path) -> Table:
     """One JSON object a line; blank lines are passed over. A name in .gz is a compressed file."""
-    where = Where(str(path), ":")
     bad: list[LeftOut] = []
-    rows: list[Row] = []
-    numbers: list[int] = []
-    lines: list[int] = []
+    rows: list[SourceRow] = []
     try:
         # A byte that is no UTF-8 becomes half of a character, so that the line it is in is known.
         with path.open("rb") as raw:
@@ -146,24 +123,22 @@ def read_jsonl(path: Path) -> Table:
             for line, text in enumerate(file, start=1):
                 if text.isspace():
                     continue
+                number = len(rows) + len(bad)
                 try:
-                    rows.append(_row(text))
+                    rows.append(SourceRow(str(path), number, line, _row(text), ":"))
                 except KeelError as error:
-                    bad.append(where.left_out(line, f"{where.place(line)}: {error}", _shown(text)))
-                    continue
-                numbers.append(len(numbers) + len(bad))
-                lines.append(line)
+                    unread: Any = _shown(text)
+                    bad.append(SourceRow(str(path), number, line, unread, ":").left_out(str(error)))
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error  # of a damaged .gz there is a text alone
         raise KeelError(f"{path}: cannot be read: {why}") from None
-    return Table(where, rows, numbers, lines, tuple(bad))
+    return Table(str(path), rows, tuple(bad))
 
 
 def read_parquet(path: Path) -> Table:
     """The rows of a Parquet file; they are counted from 1."""
     from pyarrow import parquet
 
-    where = Where(str(path))
     try:
         names = parquet.read_schema(path).names
         table = None if len(set(names)) < len(names) else parquet.read_table(path)
@@ -181,10 +156,10 @@ def read_parquet(path: Path) -> Table:
             raise KeelError(
                 f"{path}: column {name!r} cannot be read: {one_line(error)[:300]}"
             ) from None
-    rows: Sequence[Row] = [{} for _ in range(table.num_rows)]
+    rows: list[Row] = [{} for _ in range(table.num_rows)]
     if columns:
         rows = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    return Table(where, rows, range(len(rows)), range(1, len(rows) + 1))
+    return _checked(str(path), rows)
 
 
 def read_dataset(name: str, split: str, options: Mapping[str, Any]) -> Table:
@@ -201,12 +176,12 @@ def read_dataset(name: str, split: str, options: Mapping[str, Any]) -> Table:
         raise
     except Exception as error:
         raise KeelError(f"datasets: {name!r} cannot be loaded: {one_line(error)[:300]}") from None
-    return _checked(Where(f"{name}[{split}]"), rows)
+    return _checked(f"{name}[{split}]", rows)
 
 
 def rows_table(rows: Sequence[Any], name: str) -> Table:
     """Rows that a Python function returned; bad ones are among the table's `bad`."""
-    return _usable(_checked(Where(name), rows), "quarantine")
+    return _usable(_checked(name, rows), "quarantine")
 
 
 def list_rows(made: Any) -> list[Any]:
@@ -298,35 +273,33 @@ def _shown(text: str) -> str:
 def _not_columns(row: Any) -> str | None:
     """What is wrong with a row that Python code made."""
     if not isinstance(row, Mapping):
-        return f"a {type(row).__name__}, not a dict of columns"
+        return f" is a {type(row).__name__}, not a dict of columns"
     strange = [key for key in row if not isinstance(key, str)]
-    return f"a column is named {strange[0]!r}: name columns by texts" if strange else None
+    return f": a column is named {strange[0]!r}: name columns by texts" if strange else None
 
 
 # ---------------------------------------------------------------- a whole table
 
 
-def _checked(where: Where, rows: Sequence[Any]) -> Table:
+def _checked(source: str, rows: Sequence[Any]) -> Table:
     """The rows that are dicts of columns."""
-    kept, numbers, bad = [], [], []
-    for number, row in enumerate(rows):
-        reason = _not_columns(row)
-        if reason is None:
-            kept.append(row if isinstance(row, dict) else dict(row))
-            numbers.append(number)
+    kept, bad = [], []
+    for number, values in enumerate(rows):
+        row = SourceRow(source, number, number + 1, values)
+        reason = _not_columns(values)
+        if reason is not None:
+            bad.append(row.left_out(f"{row.place}{reason}"))
         else:
-            joint = ": " if isinstance(row, Mapping) else " is "
-            line = number + 1
-            bad.append(where.left_out(line, f"{where.place(line)}{joint}{reason}", row))
-    return Table(where, kept, numbers, [number + 1 for number in numbers], tuple(bad))
+            kept.append(row if isinstance(values, dict) else replace(row, values=dict(values)))
+    return Table(source, kept, tuple(bad))
 
 
 def _usable(table: Table, bad_rows: BadRows) -> Table:
     Gathered(bad_rows, table.bad).check()
     if not table.rows and table.bad:
-        raise all_bad(table.where.source, table.bad)
+        raise all_bad(table.source, table.bad)
     if not table.rows:
-        raise KeelError(f"{table.where.source}: no rows: the data set is empty")
+        raise KeelError(f"{table.source}: no rows: the data set is empty")
     return table
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from keel.config.schema import Recipe, Stage
 from keel.data.tasks.base import BaseTask
-from keel.data.tasks.build import Renamed
 from keel.data.tasks.user import UserTask
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
@@ -115,8 +114,6 @@ class StageContext:
 
 
 def _replies(task: Task) -> bool:
-    while isinstance(task, Renamed):
-        task = task.task
     inner = task.inner if isinstance(task, UserTask) else task
     reply: Any = getattr(type(inner), "reply", None)
     return reply is not None and reply is not BaseTask.reply

@@ -12,9 +12,9 @@ from keel.config.entry import load_entry
 from keel.config.fields import derive
 from keel.config.stage import DemonstrationSource, JudgedSource
 from keel.data.messages import prompt_columns
-from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS, encode_row, without_bad
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.tasks.splits import KINDS
 from keel.models.policy import Policy
 from keel.models.reward import Reader, check_classifier
 from keel.preflight import tokens
@@ -88,7 +88,7 @@ def inspect_preference_data(context: StageContext, source: JudgedSource) -> None
         base = _base(context)
     if data is None:
         return
-    if data.name not in preferences.KINDS:
+    if data.name not in KINDS:
         context.skipped_checks.append(f"the rows of {data.name!r}: its function was not called")
         return
     key = f"{prefix}data"

@@ -137,7 +137,6 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
         data = stored(task)
         if data is None or data.answer is None:
             continue
-        split = data.splits["train"]
         places = inspected_places(task)
         answers = [data.prompt("train", at).columns["answer"] for at in places]
         for reader in readers:
@@ -146,7 +145,7 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
             values = reader.function(completions=texts, answer=answers, **reader.options)
             for at, value in zip(places, values, strict=True):
                 if isinstance(value, Wrong):
-                    place = split.where.place(split.entries[at].line)
+                    place = data.splits["train"][at].row.place
                     raise KeelError(f"{place}: reward {reader.name!r}: {value.why}")
 
 

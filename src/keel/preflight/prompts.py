@@ -186,8 +186,8 @@ def _check_rows(context: StageContext, tasks: Sequence[Task], rows: int | None, 
     left = [row for _, data in kept for row in data.left_out]
     report_left_out(context, left)
     first = next((at for at, data in kept if data.left_out), 0)
-    entries = sum(len(split.entries) for _, data in kept for split in data.splits.values())
-    trained = [position(one.body) for _, data in kept for one in data.splits["train"].entries]
+    entries = sum(len(split) for _, data in kept for split in data.splits.values())
+    trained = [position(one.body) for _, data in kept for one in data.splits["train"]]
     context.add(
         unreadable(left, entries, f"{key}.{first}.bad_rows"),
         repeated(len(trained) - len(set(trained)), rows or 0, f"{key}.0.path"),

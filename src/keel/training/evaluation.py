@@ -229,7 +229,7 @@ def _unreadable(task: Task) -> int:
     data = stored(task)
     if data is None:
         return 0
-    source = data.splits["validation"].where.source
+    source = data.sources["validation"]
     return sum(row.why == "bad" and row.source == source for row in data.left_out)
 
 

@@ -13,11 +13,10 @@ from keel.config.fields import unknown
 from keel.config.sampling import Evaluation, SamplingSource
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import RewardSource, TaskSource
-from keel.data.preferences import dataset as preferences
 from keel.data.preferences.dataset import READERS
 from keel.data.tasks import build_task, stored
 from keel.data.tasks.base import places
-from keel.data.tasks.stored import KINDS
+from keel.data.tasks.splits import KINDS
 from keel.engines.endpoint.programs import load_program
 from keel.engines.registry import capabilities_of, check_engine
 from keel.engines.requests import check_requests
@@ -54,7 +53,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
             _named_stage(stage.name, partial(_check_teacher, recipe, policy), stage.sampling)
         data, records = stage.preference_data, stage.records
         # The records of a Python function may be expensive to make.
-        if data is not None and records is not None and data.name in preferences.KINDS:
+        if data is not None and records is not None and data.name in KINDS:
             READERS[records](data, recipe.seed)
         base, kind = stage.base_model, stage.reward_model
         if base is not None and kind is not None and base.name is None and base.stage is None:
@@ -218,10 +217,10 @@ def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
             data = stored(build_task(source, recipe.seed))
             assert data is not None
             for split, rows in data.splits.items():
-                prompts = frozenset(frozenset(places(entry.body)) for entry in rows.entries)
-                yield split, _File(rows.where.source, prompts)
+                prompts = frozenset(frozenset(places(entry.body)) for entry in rows)
+                yield split, _File(data.sources[split], prompts)
     pairs, records = stage.preference_data, stage.records
-    if pairs is not None and records is not None and pairs.name in preferences.KINDS:
+    if pairs is not None and records is not None and pairs.name in KINDS:
         with suppress(KeelError):
             examples = READERS[records](pairs, recipe.seed).train
             prompts = frozenset(frozenset(places(one.prompt)) for one in examples)

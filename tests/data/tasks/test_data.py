@@ -185,7 +185,8 @@ def test_narrow_floats_of_parquet_are_short_numbers(tmp_path: Path) -> None:
         "table": pa.array([{"x": 0.1}] * 3, pa.struct([("x", pa.float32())])),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    rows = read_table("parquet", str(tmp_path / "a.parquet"), {}, "train").rows
+    table = read_table("parquet", str(tmp_path / "a.parquet"), {}, "train")
+    rows = [row.values for row in table.rows]
     assert [row["answer"] for row in rows] == values
     assert [row["half"] for row in rows] == [0.1, 1, 2]
     assert [row["several"] for row in rows] == [[0.1], None, [None, 0.7]]

@@ -31,7 +31,7 @@ def data_task(name: str = "jsonl", **keys: Any) -> DataTask:
 
 
 def used(task: DataTask) -> list[int]:
-    return sorted(entry.line for split in task.splits.values() for entry in split.entries)
+    return sorted(entry.row.line for split in task.splits.values() for entry in split)
 
 
 def written(path: Path, *lines: str | bytes) -> str:
@@ -157,7 +157,7 @@ def test_overlap_is_left_out_whatever_bad_rows_says(tmp_path: Path) -> None:
     assert task.overlap == 1
     (row,) = task.left_out
     assert (row.source, row.line, row.row, row.why) == (train, 2, {"prompt": "b"}, "overlap")
-    assert row.reason == f"{train}:2: the prompt is also in the validation split"
+    assert row.reason == f"{train}:2: the prompt or group is also in the validation split"
 
 
 def test_parquet_and_python_rows(tmp_path: Path) -> None:

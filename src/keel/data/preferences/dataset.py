@@ -4,46 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from keel.config.fields import unknown
 from keel.config.sources import PreferenceData
 from keel.config.stage import Records
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
-from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
-from keel.data.tables import Gathered, Table, all_bad, list_rows, rows_table, split_tables
-from keel.data.tasks.base import position, splits_of
+from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.tables import SourceRow, Table, all_bad, list_rows, rows_table
+from keel.data.tasks.base import position
 from keel.data.tasks.generated import call_entry
+from keel.data.tasks.splits import KINDS, Placed, Splits, read_splits, source_tables
 from keel.runs.quarantine import LeftOut
 from keel.types import KeelError
 
 T = TypeVar("T", bound=Preference | Labelled | Stepwise)
 E = TypeVar("E")
-
-
-@dataclass(frozen=True, slots=True)
-class Splits(Generic[T]):
-    """Rows in two splits; no prompt, and no value of the group column, is in both.
-
-    `left_out` are the rows in neither: bad ones, train rows whose prompt or group is also in the
-    validation split (`overlap` counts these), and those with an empty answer, if the source says
-    to drop them (`dropped`).
-    """
-
-    train: tuple[T, ...]
-    validation: tuple[T, ...]
-    left_out: tuple[LeftOut, ...] = ()
-
-    @property
-    def overlap(self) -> int:
-        return sum(row.why == "overlap" for row in self.left_out)
-
-    @property
-    def dropped(self) -> int:
-        return sum(row.why == "empty" for row in self.left_out)
 
 
 def encode_row(row: T, encode: Callable[[T], E]) -> E:
@@ -87,7 +66,6 @@ def without_bad(splits: Splits[T], encode: Callable[[T], Any]) -> Splits[T]:
     return Splits(train, held, (*splits.left_out, *bad))
 
 
-KINDS = ("jsonl", "parquet", "datasets")
 VALIDATION = "validation/"
 """Begins the ids of a validation file of its own: both files may number their rows from 0."""
 
@@ -99,12 +77,12 @@ def read_pairs(source: PreferenceData, seed: int = 0) -> Splits[Preference]:
     whole conversations. `seed` goes to a Python entry that has a parameter of that name. Raises
     KeelError for a row that is none of these, naming file, line, column and fix.
     """
-    return _DatasetReader(source, judged.pair, judged.PAIR).splits(seed)
+    return _read(source, seed, judged.pair, judged.PAIR)
 
 
 def read_labelled(source: PreferenceData, seed: int = 0) -> Splits[Labelled]:
     """Rows of `prompt/completion/label`; a label is a boolean or a number from 0 to 1."""
-    return _DatasetReader(source, judged.labelled, judged.LABELLED).splits(seed)
+    return _read(source, seed, judged.labelled, judged.LABELLED)
 
 
 def read_steps(source: PreferenceData, seed: int = 0) -> Splits[Stepwise]:
@@ -115,7 +93,7 @@ def read_steps(source: PreferenceData, seed: int = 0) -> Splits[Stepwise]:
     Mistake's `input` and `mistake_index` are taken for `prompt` and `first_error`. A step may be
     blank, an answer not.
     """
-    return _DatasetReader(source, judged.stepwise, judged.STEPWISE).splits(seed)
+    return _read(source, seed, judged.stepwise, judged.STEPWISE)
 
 
 READERS: dict[Records, Callable[[PreferenceData, int], Splits[Any]]] = {
@@ -125,135 +103,67 @@ READERS: dict[Records, Callable[[PreferenceData, int], Splits[Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed(Generic[T]):
-    """A row with the positions of its prompt and of its group, which decide its split."""
-
-    item: T
-    prompt: float
-    group: float
-
-
-@dataclass(frozen=True, slots=True)
-class _DatasetReader(Generic[T]):
+def _read(
+    source: PreferenceData, seed: int, make: Callable[[Fields, str], T], known: tuple[str, ...]
+) -> Splits[T]:
     """From a source to two splits: `make` builds a row of the kind, `known` are its columns."""
+    tables = _tables(source, seed)
+    name = source.name.rpartition("/")[2]
+    name = name if source.path is None else f"{name}:{Path(source.path).stem}"
+    for table in tables:
+        if table is not None:
+            _check_names(source, table, known)
+    ids: set[str] = set()
 
-    source: PreferenceData
-    make: Callable[[Fields, str], T]
-    known: tuple[str, ...]
-
-    def splits(self, seed: int) -> Splits[T]:
-        source = self.source
-        train, validation = _tables(source, seed)
-        name = source.name.rpartition("/")[2]
-        name = name if source.path is None else f"{name}:{Path(source.path).stem}"
-        ids: set[str] = set()
-        kept, left = self._rows(train, name, ids)
-        if validation is None:
-            splits = splits_of([row.group for row in kept], source.validation_fraction)
-            held = [row for row, split in zip(kept, splits, strict=True) if split == "validation"]
-            kept = [row for row, split in zip(kept, splits, strict=True) if split == "train"]
-        else:
-            held, left_held = self._rows(validation, name, ids, VALIDATION)
-            left += left_held
-        return _apart(kept, held, left, name)
-
-    def _rows(
-        self, table: Table, name: str, ids: set[str], prefix: str = ""
-    ) -> tuple[list[_Placed[T]], list[LeftOut]]:
-        """The table's rows, and those left out: bad ones, and with an empty answer if these go.
-
-        `prefix` begins the rows' ids, which no row may share with another.
-        """
-        self._check_names(table)
-        found: list[_Placed[T]] = []
-        dropped: list[LeftOut] = []
-        bad, where = Gathered(self.source.bad_rows, table.bad), table.where
-        for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
-            place = where.place(line)
-            origin = Origin(where.source, where.mark, line, row)
-            fields = Fields(row, place, self.source.columns, origin)
-            try:
-                item = self._row(fields, f"{name}/{prefix}{number}", prefix, ids)
-            except KeelError as error:
-                bad.rows.append(origin.left_out(str(error)))
-                continue
-            if item is None:
-                dropped.append(origin.left_out("an answer is empty", "empty"))
-                continue
-            ids.add(item.item.id)
-            found.append(item)
-        bad.check("data")
-        every = sorted([*bad.rows, *dropped], key=lambda left: left.line)
-        if not found and len(dropped) < len(every):
-            raise all_bad(where.source, [left for left in every if left.why == "bad"])
-        if not found:
-            name = f"{name}/{prefix}".rstrip("/")
-            raise KeelError(f"{name}: no rows are left: every one has an empty answer")
-        return found, every
-
-    def _row(self, fields: Fields, number: str, prefix: str, ids: set[str]) -> _Placed[T] | None:
-        """One row; None if it is dropped for an empty answer."""
-        item = self.make(fields, _id(fields, number, prefix))
-        if not self._is_kept(item, fields):
+    def placed(row: SourceRow, held: bool) -> Placed[T] | None:
+        fields = Fields(row.values, row.place, source.columns, row)
+        prefix = VALIDATION if held else ""
+        item = make(fields, _id(fields, f"{name}/{prefix}{row.number}", prefix))
+        if not _is_kept(source, item, fields):
             return None
         if item.id in ids:
-            raise KeelError(f"{fields.place}: two rows have the id {item.id!r}: give each its own")
+            raise KeelError(f"{row.place}: two rows have the id {item.id!r}: give each its own")
         prompt = position(item.prompt)
-        group = self._group(fields)
-        if group is None:
-            return _Placed(item, prompt, prompt)
-        return _Placed(replace(item, group=group), prompt, position(group))
-
-    def _is_kept(self, item: T, fields: Fields) -> bool:
-        empty = [name for name, text in _answers(item) if not text.strip()]
-        if not empty or self.source.empty == "keep":
-            return True
-        if self.source.empty == "refuse":
-            name = fields.first(*empty[0].split("/"))
-            fix = 'the answer is empty: leave the row out, or set empty = "drop" (or "keep")'
-            raise fields.wrong(name, fix)
-        return False
-
-    def _group(self, fields: Fields) -> str | None:
-        if self.source.group is None:
-            return None
-        value = fields.value(self.source.group)
-        if value is None:
-            raise fields.wrong(self.source.group, "the group is empty: name the row's group")
-        return json.dumps(value, sort_keys=True, default=str)
-
-    def _check_names(self, table: Table) -> None:
-        """A mistaken name for a column that may be absent would otherwise pass in silence."""
-        for name, column in self.source.columns.items():
-            if name not in self.known:
-                raise KeelError(f"columns: {unknown('column', name, self.known)}")
-            if not any(column in row for row in table.rows):
-                there = {str(key) for row in table.rows for key in row}
-                where = table.where.source
-                raise KeelError(f"{where}: columns.{name}: {unknown('column', column, there)}")
-
-
-def _apart(
-    train: list[_Placed[T]], held: list[_Placed[T]], left: list[LeftOut], name: str
-) -> Splits[T]:
-    """Train rows whose prompt or group is also in the validation split are left out of training."""
-    prompts, groups = {row.prompt for row in held}, {row.group for row in held}
-    kept, overlap = [], []
-    for row in train:
-        if row.prompt in prompts or row.group in groups:
-            assert row.item.origin is not None
-            reason = "the prompt or group is also in the validation split"
-            overlap.append(row.item.origin.left_out(reason, "overlap"))
+        if (group := _group(source, fields)) is None:
+            found = Placed(item, row, prompt, prompt)
         else:
-            kept.append(row)
-    if not kept:
-        raise KeelError(
-            f"{name}: every train prompt is also in the validation split: drop validation_path or "
-            "group, or give other rows"
-        )
-    items = tuple(row.item for row in kept), tuple(row.item for row in held)
-    return Splits(*items, left_out=(*left, *overlap))
+            found = Placed(replace(item, group=group), row, prompt, position(group))
+        ids.add(item.id)
+        return found
+
+    return read_splits(source, tables, placed, name, "data")
+
+
+def _is_kept(source: PreferenceData, item: T, fields: Fields) -> bool:
+    """Whether a row is used; one with an empty answer may be dropped. Raises KeelError for one
+    that is refused."""
+    empty = [name for name, text in _answers(item) if not text.strip()]
+    if not empty or source.empty == "keep":
+        return True
+    if source.empty == "refuse":
+        name = fields.first(*empty[0].split("/"))
+        fix = 'the answer is empty: leave the row out, or set empty = "drop" (or "keep")'
+        raise fields.wrong(name, fix)
+    return False
+
+
+def _group(source: PreferenceData, fields: Fields) -> str | None:
+    if source.group is None:
+        return None
+    value = fields.value(source.group)
+    if value is None:
+        raise fields.wrong(source.group, "the group is empty: name the row's group")
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _check_names(source: PreferenceData, table: Table, known: tuple[str, ...]) -> None:
+    """A mistaken name for a column that may be absent would otherwise pass in silence."""
+    for name, column in source.columns.items():
+        if name not in known:
+            raise KeelError(f"columns: {unknown('column', name, known)}")
+        if not any(column in row.values for row in table.rows):
+            there = {str(key) for row in table.rows for key in row.values}
+            raise KeelError(f"{table.source}: columns.{name}: {unknown('column', column, there)}")
 
 
 def _answers(item: Preference | Labelled | Stepwise) -> Iterable[tuple[str, str]]:
@@ -278,12 +188,12 @@ def _id(fields: Fields, number: str, prefix: str) -> str:
 
 def _tables(source: PreferenceData, seed: int) -> tuple[Table, Table | None]:
     """The train table, and the validation one if it is given."""
-    if source.name not in KINDS:
-        if ":" not in source.name:
-            known = [*KINDS, "module:function"]
-            raise KeelError(f"preference data: {unknown('kind', source.name, known)}")
-        return _entry(source, seed), None
-    return split_tables(source, f"preference data {source.name!r}: path is not set")
+    if source.name in KINDS:
+        return source_tables(source, f"preference data {source.name!r}: path is not set")
+    if ":" not in source.name:
+        known = [*KINDS, "module:function"]
+        raise KeelError(f"preference data: {unknown('kind', source.name, known)}")
+    return _entry(source, seed), None
 
 
 def _entry(source: PreferenceData, seed: int) -> Table:

@@ -9,8 +9,8 @@ from typing import Any
 
 from keel.config.fields import unknown
 from keel.data.messages import parsed_messages, read_messages, read_tools
-from keel.data.preferences.schema import Labelled, Origin, Preference, Stepwise
-from keel.data.tables import encodable
+from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.tables import SourceRow, encodable
 from keel.types import Content, KeelError, Message, Tools, text_of
 
 SHOWN = 60
@@ -24,7 +24,7 @@ class Fields:
     row: Mapping[str, Any]
     place: str
     names: Mapping[str, str] = field(default_factory=dict)
-    origin: Origin | None = None
+    origin: SourceRow | None = None
 
     def has(self, name: str) -> bool:
         """Whether the column is there and holds something."""

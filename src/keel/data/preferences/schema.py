@@ -8,32 +8,11 @@ chat template.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from keel.runs.quarantine import LeftOut, Why, shortened
+from keel.data.tables import SourceRow
 from keel.types import Content, Tools
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a row stands, to point at: its file or name, its line (from 1), and the row as read."""
-
-    source: str
-    mark: str
-    line: int
-    row: Mapping[str, Any]
-
-    @property
-    def place(self) -> str:
-        """What an error begins with."""
-        return f"{self.source}{self.mark}{self.line}"
-
-    def left_out(self, reason: str, why: Why = "bad") -> LeftOut:
-        """The row as one that is not used."""
-        text = reason if reason.startswith(self.place) else f"{self.place}: {reason}"
-        return LeftOut(self.source, self.line, shortened(text), self.row, why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +32,7 @@ class Preference:
     margin: float = 0.0
     group: str | None = None
     tools: Tools = ()
-    origin: Origin | None = field(default=None, compare=False, repr=False)
+    origin: SourceRow | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +45,7 @@ class Labelled:
     label: float
     group: str | None = None
     tools: Tools = ()
-    origin: Origin | None = field(default=None, compare=False, repr=False)
+    origin: SourceRow | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +61,7 @@ class Stepwise:
     labels: tuple[float | None, ...]
     group: str | None = None
     tools: Tools = ()
-    origin: Origin | None = field(default=None, compare=False, repr=False)
+    origin: SourceRow | None = field(default=None, compare=False, repr=False)
 
     @property
     def first_error(self) -> int | None:
@@ -95,7 +74,7 @@ class Stepwise:
         prompt: Content,
         steps: tuple[str, ...],
         first_error: int | None,
-        origin: Origin | None = None,
+        origin: SourceRow | None = None,
         tools: Tools = (),
     ) -> Stepwise:
         """From the index of the first wrong step: right before it, wrong there, unjudged after."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
-from keel.data.tasks.base import Presentation
+from keel.data.tasks.base import BaseTask, Presentation
 from keel.data.tasks.generated import Addition, Generated, take_options
 from keel.data.tasks.gym import PREFIX, GymProcess, gym_installed, gym_names, gym_task
-from keel.data.tasks.stored import KINDS, DataTask, data_task, entry_task
+from keel.data.tasks.splits import KINDS
+from keel.data.tasks.stored import DataTask, data_task, entry_task
 from keel.data.tasks.symbols import Reverse, SortDigits
-from keel.types import KeelError, Prompt, Split, Task
+from keel.types import KeelError, Task
 
 GENERATORS: dict[str, type[Generated]] = {
     "addition": Addition,
@@ -28,13 +27,13 @@ def build_tasks(sources: Sequence[TaskSource], seed: int) -> tuple[Task, ...]:
     Raises KeelError for whatever is wrong with a source.
     """
     process = GymProcess()
-    tasks: list[Task] = []
+    tasks: list[BaseTask] = []
     for source in sources:
         task = _build(source, seed, process)
         names = {t.name for t in tasks}
         if task.name in names:
             number = next(n for n in range(2, len(names) + 3) if f"{task.name}#{n}" not in names)
-            task = Renamed(task, f"{task.name}#{number}")
+            task.name = f"{task.name}#{number}"
         tasks.append(task)
     return tuple(tasks)
 
@@ -46,8 +45,6 @@ def build_task(source: TaskSource, seed: int) -> Task:
 
 def stored(task: Task) -> DataTask | None:
     """The task as one of stored rows; None where it is of another kind."""
-    while isinstance(task, Renamed):
-        task = task.task
     return task if isinstance(task, DataTask) else None
 
 
@@ -64,33 +61,11 @@ def catalogue() -> list[tuple[str, str]]:
     return rows
 
 
-class Renamed:
-    """A task under another name."""
-
-    def __init__(self, task: Task, name: str) -> None:
-        self.task = task
-        self.name = name
-
-    def size(self, split: Split) -> int | None:
-        """As the task."""
-        return self.task.size(split)
-
-    def prompt(self, split: Split, index: int) -> Prompt:
-        """The task's prompt, with the new name in its id."""
-        prompt = self.task.prompt(split, index)
-        rest = prompt.id.removeprefix(self.task.name)
-        return dataclasses.replace(prompt, id=self.name + rest, task=self.name)
-
-    def __getattr__(self, attribute: str) -> Any:
-        """Score, gold answer and reply are those of the task."""
-        return getattr(self.task, attribute)
-
-
-def _build(source: TaskSource, seed: int, process: GymProcess) -> Task:
+def _build(source: TaskSource, seed: int, process: GymProcess) -> BaseTask:
     if source.name.startswith(PREFIX):
         _no_files(source)
         presentation = Presentation(source.prompt, source.system)
-        task: Task = gym_task(source.name, seed, presentation, source.options, process)
+        task = gym_task(source.name, seed, presentation, source.options, process)
         task.prompt("train", 0)  # wrong options show here, before anything is spent
         return task
     if source.name in GENERATORS:
@@ -100,12 +75,11 @@ def _build(source: TaskSource, seed: int, process: GymProcess) -> Task:
         return data_task(source)
     if ":" in source.name:
         _no_files(source)
-        made: Task = entry_task(source, seed)
-        return made
+        return entry_task(source, seed)
     raise KeelError(unknown("task", source.name, [*GENERATORS, *KINDS, PREFIX + "NAME"]))
 
 
-def _generator(source: TaskSource, seed: int) -> Task:
+def _generator(source: TaskSource, seed: int) -> BaseTask:
     kind = GENERATORS[source.name]
     where = f"task {source.name!r}"
     take_options(kind, source.options, where, own=("name", "seed", "presentation"))

@@ -14,95 +14,84 @@ from keel.data.messages import read_tools, reading
 from keel.data.tables import (
     Gathered,
     Row,
+    SourceRow,
     Table,
-    Where,
     all_bad,
     encodable,
     list_rows,
     rows_table,
-    split_tables,
 )
-from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id, splits_of
+from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id
 from keel.data.tasks.generated import call_entry
+from keel.data.tasks.splits import Placed, read_splits, source_tables
 from keel.data.tasks.user import UserTask
 from keel.graders.formats import same_text
 from keel.graders.stated import answer_part
 from keel.runs.quarantine import LeftOut, Why
 from keel.types import Completion, Content, KeelError, Prompt, Split, Tools, one_line
 
-KINDS = {
-    "jsonl": "a file with one JSON object a line",
-    "parquet": "a Parquet file",
-    "datasets": "what the `datasets` library loads by name",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class StoredExample:
-    """One row, ready: its number in its file (from 0), its line (from 1), its prompt and tools."""
+    """One row, ready: where it stands, its prompt and its tools."""
 
-    number: int
-    line: int
+    row: SourceRow
     body: Content
-    row: Row
     tools: Tools = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """One split of a task: its rows, and where they stand."""
-
-    entries: Sequence[StoredExample]
-    where: Where
 
 
 class DataTask(BaseTask):
     """Rows on two splits.
 
-    `left_out` are the rows of its files that are in neither: bad ones, and train rows whose prompt
-    is also in the validation split (`overlap` counts these). If an answer column is set, the reward
-    is exact match with its text, or with any entry of its list, ignoring blanks at the ends.
+    `sources` names the file of each. `left_out` are the rows that are in neither split: bad ones,
+    and train rows whose prompt is also in the validation split (`overlap` counts these). If an
+    answer column is set, the reward is exact match with its text, or with any entry of its list,
+    ignoring blanks at the ends.
     """
 
     correctness = True
 
     def __init__(
-        self,
-        name: str,
-        train: Stored,
-        validation: Stored,
-        source: TaskSource,
-        left_out: Sequence[LeftOut],
+        self, name: str, source: TaskSource, train: Table, validation: Table | None = None
     ) -> None:
         self.name = name
-        self.splits: Mapping[Split, Stored] = {"train": train, "validation": validation}
         self.presentation = Presentation(source.prompt, source.system)
         self.answer = source.answer
-        self.left_out = tuple(left_out)
+        found = read_splits(source, (train, validation), self._placed, name, "tasks")
+        self.splits: Mapping[Split, Sequence[StoredExample]]
+        self.splits = {"train": found.train, "validation": found.validation}
+        self.sources: Mapping[Split, str]
+        self.sources = {"train": train.source, "validation": (validation or train).source}
+        self.left_out, self.overlap = found.left_out, found.overlap
 
-    @property
-    def overlap(self) -> int:
-        """How many train rows are left out because their prompt is also in the validation split."""
-        return sum(row.why == "overlap" for row in self.left_out)
+    def _placed(self, row: SourceRow, held: bool) -> Placed[StoredExample]:
+        if self.answer is not None:
+            _check_answer(row.values, self.answer, row.place)
+        body = self.presentation.body(row.values, row.place)
+        self.presentation.frame(body, row.place)
+        with reading("tools", row.place):
+            tools = read_tools(row.values.get("tools"))
+        at = position(body)
+        return Placed(StoredExample(row, body, tools), row, at, at)
 
     def validate_on_all(self) -> None:
         """Put every row into both splits, in the order of the file: nothing is trained."""
-        rows = [entry for split in self.splits.values() for entry in split.entries]
-        every = Stored(sorted(rows, key=lambda row: row.number), self.splits["train"].where)
+        rows = [entry for split in self.splits.values() for entry in split]
+        every = sorted(rows, key=lambda entry: entry.row.number)
         self.splits = {"train": every, "validation": every}
 
     def size(self, split: Split) -> int:
         """How many rows the split has."""
-        return len(self.splits[split].entries)
+        return len(self.splits[split])
 
     def prompt(self, split: Split, index: int) -> Prompt:
         """The row at an index; its id holds the row's number in its file."""
-        entry = self.splits[split].entries[index]
-        columns = dict(entry.row)
+        entry = self.splits[split][index]
+        columns = dict(entry.row.values)
         if self.answer is not None:
-            columns["answer"] = read_gold(_gold(entry.row, self.answer))
+            columns["answer"] = read_gold(_gold(entry.row.values, self.answer))
         content = self.presentation.frame(entry.body, self.name)
-        id = prompt_id(self.name, split, entry.number)
+        id = prompt_id(self.name, split, entry.row.number)
         return Prompt(id, content, columns, self.name, tools=entry.tools)
 
     def refused(
@@ -113,18 +102,15 @@ class DataTask(BaseTask):
         Raises KeelError for bad ones unless they are forgiven, and if no train prompt is left.
         """
         found: list[LeftOut] = []
-        for split, stored in self.splits.items():
+        for split, entries in self.splits.items():
             before = len(found)
-            for index, entry in enumerate(stored.entries):
-                problem = wrong(self.prompt(split, index))
-                if problem is None:
-                    continue
-                reason = f"{stored.where.place(entry.line)}: {problem[0]}"
-                found.append(stored.where.left_out(entry.line, reason, entry.row, problem[1]))
+            for index, entry in enumerate(entries):
+                if (problem := wrong(self.prompt(split, index))) is not None:
+                    found.append(entry.row.left_out(*problem))
             bad = [row for row in found[before:] if row.why == "bad"]
             Gathered("quarantine" if forgiven else "stop", bad).check("tasks")
-            if split == "train" and bad and len(found) == len(stored.entries):
-                raise all_bad(stored.where.source, bad)
+            if split == "train" and bad and len(found) == len(entries):
+                raise all_bad(self.sources[split], bad)
         return found
 
     def gold(self, prompt: Prompt) -> str | None:
@@ -143,14 +129,11 @@ class DataTask(BaseTask):
 
 def data_task(source: TaskSource) -> DataTask:
     """The task of a file or `datasets` name. Raises KeelError, naming file and line."""
-    train, held = split_tables(source, f"task {source.name!r}: task.path is not set")
-    name = f"{source.name}:{Path(str(source.path)).stem}"
-    if held is None:
-        return _split(name, train, source)
-    return _two_tables(name, train, held, source)
+    tables = source_tables(source, f"task {source.name!r}: task.path is not set")
+    return DataTask(f"{source.name}:{Path(str(source.path)).stem}", source, *tables)
 
 
-def entry_task(source: TaskSource, seed: int) -> Any:
+def entry_task(source: TaskSource, seed: int) -> UserTask | DataTask:
     """The task of a Python entry: what the function returns, a Task or rows.
 
     It is called with the options, and with the recipe's seed if it has a parameter `seed`.
@@ -165,61 +148,7 @@ def entry_task(source: TaskSource, seed: int) -> Any:
         raise KeelError(
             f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
         ) from None
-    return _split(name, rows_table(rows, source.name), source)
-
-
-def _split(name: str, table: Table, source: TaskSource) -> DataTask:
-    """Both splits from one table, by the hash of the prompt; each has at least one prompt."""
-    entries, bad = _entries(table, source)
-    splits = splits_of([position(entry.body) for entry in entries], source.validation_fraction)
-    train = [e for e, split in zip(entries, splits, strict=True) if split == "train"]
-    validation = [e for e, split in zip(entries, splits, strict=True) if split == "validation"]
-    return DataTask(name, Stored(train, table.where), Stored(validation, table.where), source, bad)
-
-
-def _two_tables(name: str, train: Table, validation: Table, source: TaskSource) -> DataTask:
-    """A table for each split; train prompts that are also in the other are left out."""
-    held, bad_held = _entries(validation, source)
-    taken = {position(entry.body) for entry in held}
-    every, bad = _entries(train, source)
-    kept, overlap = [], []
-    for entry in every:
-        if position(entry.body) in taken:
-            reason = f"{train.where.place(entry.line)}: the prompt is also in the validation split"
-            overlap.append(train.where.left_out(entry.line, reason, entry.row, "overlap"))
-        else:
-            kept.append(entry)
-    if not kept:
-        raise KeelError(
-            f"task {name!r}: every train prompt is also in {source.validation_path!r}: "
-            "drop validation_path, or give other rows"
-        )
-    splits = Stored(kept, train.where), Stored(held, validation.where)
-    return DataTask(name, *splits, source, [*bad, *overlap, *bad_held])
-
-
-def _entries(table: Table, source: TaskSource) -> tuple[list[StoredExample], list[LeftOut]]:
-    """The table's rows as prompts, and its bad rows, in the order of their lines."""
-    presentation = Presentation(source.prompt, source.system)
-    entries, bad = [], Gathered(source.bad_rows, table.bad)
-    for row, number, line in zip(table.rows, table.numbers, table.lines, strict=True):
-        try:
-            place = table.where.place(line)
-            if source.answer is not None:
-                _check_answer(row, source.answer, place)
-            body = presentation.body(row, place)
-            presentation.frame(body, place)
-            with reading("tools", place):
-                tools = read_tools(row.get("tools"))
-        except KeelError as error:
-            bad.rows.append(table.where.left_out(line, str(error), row))
-            continue
-        entries.append(StoredExample(number, line, body, row, tools))
-    every = sorted(bad.rows, key=lambda left: left.line)
-    if not entries:
-        raise all_bad(table.where.source, every)
-    bad.check("tasks")
-    return entries, every
+    return DataTask(name, source, rows_table(rows, source.name))
 
 
 def _gold(row: Row, answer: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from typing import Any, cast
 
 from keel.data.tasks.base import BaseTask
@@ -10,12 +11,15 @@ from keel.types import Completion, KeelError, Prompt, Split, one_line
 
 
 class UserTask(BaseTask):
-    """Hands every question on to the user's object; what it lacks, it cannot tell."""
+    """Hands every question on to the user's object; what it lacks, it cannot tell.
+
+    If it is given another `name`, the ids of its prompts get it too.
+    """
 
     def __init__(self, name: str, inner: Any) -> None:
         self.entry = name
         self.inner = inner
-        self.name = str(getattr(inner, "name", name))
+        self.name = self.own_name = str(getattr(inner, "name", name))
         self.correctness = bool(getattr(inner, "correctness", False))
 
     def size(self, split: Split) -> int | None:
@@ -28,7 +32,10 @@ class UserTask(BaseTask):
                 f"task {self.entry!r}: prompt({split!r}, {index}) returned a "
                 f"{type(made).__name__}: return a keel.types.Prompt(id, content, columns, task)"
             )
-        return made
+        if self.name == self.own_name:
+            return made
+        rest = made.id.removeprefix(self.own_name)
+        return replace(made, id=self.name + rest, task=self.name)
 
     def score(self, prompt: Prompt, completion: Completion) -> float | None:
         return cast("float | None", self._ask("score", prompt, completion))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from keel.config.fields import BadRows
 from keel.data.preferences.fields import Fields
-from keel.data.preferences.schema import Origin
 from keel.data.tables import Gathered, Table, all_bad, read_file
 from keel.preferences.store.formats import (
     Attribution,
@@ -95,13 +94,12 @@ def import_file(
 
 def _parsed(table: Table, read: Read, by: Attribution, left: Gathered) -> Iterator[list[Record]]:
     """The records of each row that can be read; the others are added to `left`."""
-    for values, line in zip(table.rows, table.lines, strict=True):
-        origin = Origin(table.where.source, table.where.mark, line, values)
+    for row in table.rows:
         try:
-            yield list(read(Fields(values, origin.place), by))
+            yield list(read(Fields(row.values, row.place), by))
         except KeelError as error:
             why: Why = "empty" if isinstance(error, EmptyAnswer) else "bad"
-            left.rows.append(origin.left_out(str(error), why))
+            left.rows.append(row.left_out(str(error), why))
 
 
 def _add(store: PreferenceStore, batch: Iterable[Record]) -> dict[str, int]:

@@ -73,15 +73,13 @@ def read_prompts(path: str) -> list[PromptRecord]:
     """
     table = read_file(path)
     found = {}
-    for row, line in zip(table.rows, table.lines, strict=True):
-        place = table.where.place(line)
-        columns = {name: value for name, value in row.items() if name not in ("prompt", "tools")}
+    for row in table.rows:
+        columns = {k: value for k, value in row.values.items() if k not in ("prompt", "tools")}
         try:
-            fields = Fields(row, place)
+            fields = Fields(row.values, row.place)
             record = PromptRecord(fields.prompt("prompt"), {**columns, **fields.tools_column()})
         except KeelError as error:
-            text = str(error)
-            raise KeelError(text if text.startswith(place) else f"{place}: {text}") from None
+            raise KeelError(row.left_out(str(error)).reason) from None
         found[record.id] = record
     return list(found.values())
 
