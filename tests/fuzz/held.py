@@ -150,7 +150,7 @@ def task(every: Sequence[int], target: Path, **keys: Any) -> Outcome:
     except KeelError as error:
         one_line(error)
         return Outcome(REFUSED, len(every))
-    used = [entry.line for split in made.splits.values() for entry in split.entries]
+    used = [entry.row.line for split in made.splits.values() for entry in split]
     for split in ("train", "validation"):
         for index in range(made.size(split)):
             prompt = made.prompt(split, index)

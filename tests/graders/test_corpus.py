@@ -78,11 +78,11 @@ def _accepts(
     task = data_task(TaskSource(name="jsonl", path=path, answer=named, bad_rows="quarantine"))
     task.validate_on_all()
     groups: dict[tuple[str, ...], list[tuple[int, Group]]] = {}
-    for at, entry in enumerate(task.splits["validation"].entries):
-        row = rows[entry.number]
+    for at, entry in enumerate(task.splits["validation"]):
+        row = rows[entry.row.number]
         prompt = replace(task.prompt("validation", at), opening=row.get("opening", ""))
         stop = tuple(row.get("stop", ()))
-        groups.setdefault(stop, []).append((entry.number, Group(prompt, (_completion(row),))))
+        groups.setdefault(stop, []).append((entry.row.number, Group(prompt, (_completion(row),))))
     options: dict[str, Any] = {"timeout": 60.0} if grader in ("math", "code") else {}
     options |= {} if tag is None else {"tag": tag}
     reward = load_reward(RewardSource(function=grader, options=options))

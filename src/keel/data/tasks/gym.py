@@ -33,7 +33,7 @@ SCORE_PATIENCE = 30.0
 """The same by the clock, for an answer that waits."""
 ADDRESSES_KEPT = 16_384
 PACKAGE = "keel_gym"
-MODULES = ("gym_worker", "gym_verdict", "gym_expression")
+MODULES = ("gym_worker", "gym_expression")
 
 
 class GymProcess:

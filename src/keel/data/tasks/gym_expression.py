@@ -1,4 +1,4 @@
-"""An answer that is a formula, read without the `eval` of sympy's `parse_expr`.
+"""What the process of a verdict on reasoning-gym reads an answer with, in place of `eval`.
 
 Runs in the sandbox, without the rest of Keel. A syntax tree is made of the text, and of the tree
 sympy's objects; only numbers, operators, names of symbols and a few functions are read.
@@ -11,6 +11,7 @@ import builtins
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,3 +118,34 @@ def _bits(node: ast.expr) -> float:
             return left * math.exp2(min(right, 64.0))
         return max(left, right) + 1 if isinstance(node.op, ast.Add | ast.Sub) else left + right
     return 2.0
+
+
+def prepare() -> None:
+    """Replace what scorers evaluate an answer with; for this process alone.
+
+    Formulas are read, not evaluated; other scorers get a literal of Python, or nothing. And where
+    a comparison with what is no number would pass for equality, there is no such number.
+    """
+    sympy.parse_expr = formula
+    for path, name, replacement in (
+        ("games.countdown", "parse_expr", arithmetic),
+        ("games.puzzle24", "parse_expr", arithmetic),
+        ("algorithmic.string_insertion", "eval", ast.literal_eval),
+        ("algorithmic.spiral_matrix", "eval", ast.literal_eval),
+        ("algorithmic.binary_matrix", "eval", ast.literal_eval),
+        ("games.n_queens", "eval", ast.literal_eval),
+        ("algorithmic.number_sorting", "float", _number(float)),
+        ("algebra.complex_arithmetic", "float", _number(float)),
+        ("algebra.complex_arithmetic", "complex", _number(complex)),
+    ):
+        setattr(sys.modules[f"reasoning_gym.{path}"], name, replacement)
+
+
+def _number(kind: Callable[..., Any]) -> Callable[..., Any]:
+    def number(*given: Any) -> Any:
+        value = kind(*given)
+        if value != value:
+            raise ValueError("not a number")
+        return value
+
+    return number

@@ -28,7 +28,7 @@ from typing import Any
 
 from keel.platform.sandbox.confined import Confined, Request, serve
 
-from .gym_verdict import bounded, prepare
+from .gym_expression import prepare
 
 DATASETS_KEPT = 8
 ITEMS_KEPT = 4096
@@ -47,6 +47,12 @@ COMPARING = frozenset(
 
 So does the scorer of the base class, which most of the others have.
 """
+
+
+def bounded(value: Any) -> float:
+    """A verdict: from 0 to 1, and 0 for what is no number."""
+    number = float(value)
+    return min(max(number, 0.0), 1.0) if number == number else 0.0
 
 
 class Desk:
