@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
 
 from keel.engines.sampler import occurrences
+from keel.engines.turns import TurnRecord, sample_turns
 from keel.models.chat import ChatEncoder
 from keel.models.text import decode, encode_text
 from keel.platform.time_limit import raise_if_cancelled
@@ -32,11 +30,20 @@ class _Conversation:
     prompt: Prompt
     name: str
     budget: int
-    completion: Completion
+    first: Completion
+    record: TurnRecord
 
     @property
     def left(self) -> int:
-        return self.budget - len(self.completion)
+        return self.budget - len(self.record)
+
+    def asked(self, turn: int) -> Prompt:
+        """The conversation so far as a prompt."""
+        tokens = (*self.prompt.tokens, *self.record.tokens)
+        return replace(self.prompt, id=f"{self.name}/{turn}", tokens=tokens)
+
+    def completion(self) -> Completion:
+        return self.first if len(self.record.turns) == 1 else self.record.completion()
 
 
 def generate_multi_turn(
@@ -78,19 +85,19 @@ def generate_multi_turn(
             replies = {number: _reply(dialogs[number], tasks) for number in going}
             answered = {number: text for number, text in replies.items() if text is not None}
             for number, text in answered.items():
-                dialogs[number] = _with_reply(dialogs[number], text, chat, reply_role)
+                _add_reply(dialogs[number], text, chat, reply_role)
             going = [number for number in answered if dialogs[number].left > 0]
             if not going:
                 break
-            turns = _next_turns(
-                sampler, [dialogs[number] for number in going], turn, sampling, seed, chat
-            )
-            for number, words in zip(going, turns, strict=True):
-                dialogs[number] = _extended(dialogs[number], words, words.text)
+            prompts = [dialogs[number].asked(turn) for number in going]
+            left = [dialogs[number].left for number in going]
+            turns = sample_turns(sampler, prompts, left, sampling, seed, chat.tokenizer)
+            for number, made in zip(going, turns, strict=True):
+                dialogs[number].record.add_answer(made)
     return [
         Group(
             group.prompt,
-            tuple(dialog.completion for dialog in dialogs[p * n : (p + 1) * n]),
+            tuple(dialog.completion() for dialog in dialogs[p * n : (p + 1) * n]),
         )
         for p, group in enumerate(groups)
     ]
@@ -104,100 +111,40 @@ def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> 
         prompt = group.prompt
         room = sampling.max_tokens if context is None else context - len(prompt.tokens)
         for index, completion in enumerate(group.completions):
-            name = f"{prompt.id}/{time}/{index}"
-            dialogs.append(_Conversation(prompt, name, min(sampling.max_tokens, room), completion))
+            record = TurnRecord()
+            record.add_answer(completion)
+            name, budget = f"{prompt.id}/{time}/{index}", min(sampling.max_tokens, room)
+            dialogs.append(_Conversation(prompt, name, budget, completion, record))
     return dialogs
 
 
 def _reply(dialog: _Conversation, tasks: Mapping[str, Task]) -> str | None:
     """The task's reply; None where the conversation is over."""
     raise_if_cancelled()
-    if dialog.completion.finish == "length" or dialog.left <= 0 or dialog.prompt.task not in tasks:
+    record, prompt = dialog.record, dialog.prompt
+    if record.finish == "length" or dialog.left <= 0 or prompt.task not in tasks:
         return None
-    return tasks[dialog.prompt.task].reply(dialog.prompt, dialog.completion.transcript)
+    return tasks[prompt.task].reply(prompt, record.transcript)
 
 
-def _with_reply(dialog: _Conversation, text: str, chat: ChatEncoder, role: str) -> _Conversation:
-    """The conversation with the task's reply as context."""
-    prompt, so_far = dialog.prompt, dialog.completion
+def _add_reply(dialog: _Conversation, text: str, chat: ChatEncoder, role: str) -> None:
+    """Add the task's reply as context."""
+    prompt, record, left = dialog.prompt, dialog.record, dialog.left
     name = f"the reply of task {prompt.task!r} to prompt {prompt.id!r}"
     if isinstance(prompt.content, str):
         found = encode_text(text, name, chat.tokenizer, literal="all", continues=True)
-        if len(found) > dialog.left:
-            text = decode(chat.tokenizer, [found[: dialog.left]])[0]
+        if len(found) > left:
+            text = decode(chat.tokenizer, [found[:left]])[0]
     else:
         turns = [
             Message(
                 role=turn["role"] if turn["role"] == "assistant" else role, content=text_of(turn)
             )
-            for turn in so_far.conversation
+            for turn in record.turns
         ]
         messages = [*prompt.content, *turns, Message(role=role, content=text)]
-        last = int(so_far.tokens[-1]) if len(so_far) else -1
+        last = record.tokens[-1] if record.tokens else -1
         found = chat.after(messages, len(messages) - 1, last, name, prompt.tools)
-    tokens = np.array(found[: dialog.left], dtype=np.int64)
-    context = Completion(
-        tokens=tokens,
-        log_probs=np.zeros(len(tokens), dtype=np.float32),
-        written=np.zeros(len(tokens), dtype=np.bool_),
-        finish="length" if len(tokens) == dialog.left else so_far.finish,
-        text="",
-    )
-    return _extended(dialog, context, text)
-
-
-def _next_turns(
-    sampler: Engine,
-    dialogs: Sequence[_Conversation],
-    turn: int,
-    sampling: Sampling,
-    seed: int,
-    chat: ChatEncoder,
-) -> list[Completion]:
-    """The policy's next turn in each conversation.
-
-    One call samples them all with the largest remaining budget; each is cut at its own, where the
-    engine would have stopped.
-    """
-    prompts = [
-        replace(
-            dialog.prompt,
-            id=f"{dialog.name}/{turn}",
-            tokens=(*dialog.prompt.tokens, *dialog.completion.tokens.tolist()),
-        )
-        for dialog in dialogs
-    ]
-    budget = max(dialog.left for dialog in dialogs)
-    groups = sampler.sample(prompts, 1, replace(sampling, max_tokens=budget), seed)
-    return [
-        cut(group.completions[0], dialog.left, chat.tokenizer)
-        for group, dialog in zip(groups, dialogs, strict=True)
-    ]
-
-
-def cut(completion: Completion, length: int, tokenizer: Any) -> Completion:
-    """The first `length` tokens of a completion."""
-    if len(completion) <= length:
-        return completion
-    return Completion(
-        tokens=completion.tokens[:length],
-        log_probs=completion.log_probs[:length],
-        written=completion.written[:length],
-        finish="length",
-        text=decode(tokenizer, [completion.tokens[:length].tolist()])[0],
-    )
-
-
-def _extended(dialog: _Conversation, more: Completion, text: str) -> _Conversation:
-    """The conversation with one more turn at its end."""
-    so_far = dialog.completion
-    role = "assistant" if more.written.all() else "environment"
-    completion = Completion(
-        tokens=np.concatenate([so_far.tokens, more.tokens]),
-        log_probs=np.concatenate([so_far.log_probs, more.log_probs]),
-        written=np.concatenate([so_far.written, more.written]),
-        finish=more.finish,
-        text=so_far.text + more.text,
-        turns=(*so_far.conversation, Message(role=role, content=text)),
-    )
-    return replace(dialog, completion=completion)
+    record.add_context(found[:left], text)
+    if len(found) >= left:
+        record.finish = "length"

@@ -25,8 +25,8 @@ from keel.config.secrets import without_secrets
 from keel.engines.endpoint.protocol import MODEL, TOO_LONG, ChatRequest, RefusedRequest
 from keel.engines.endpoint.server import Endpoint
 from keel.engines.endpoint.session import Session
-from keel.engines.multi_turn import cut
 from keel.engines.sampler import occurrences
+from keel.engines.turns import sample_turns
 from keel.models.chat import ChatEncoder
 from keel.platform.loop_thread import LoopThread, Served
 from keel.platform.time_limit import (
@@ -357,13 +357,16 @@ class _Programs:
         runs = sorted(self._live.values(), key=lambda run: run.session.name)
         if not runs:
             return
-        prompts = [run.session.asked for run in runs]
-        sampling = replace(self._sampling, max_tokens=max(run.budget for run in runs))
-        groups = source.sample(prompts, 1, sampling, self._seed)
-        for run, group in zip(runs, groups, strict=True):
-            response = run.session.add(
-                cut(group.completions[0], run.budget, run.session.chat.tokenizer)
-            )
+        made = sample_turns(
+            source,
+            [run.session.asked for run in runs],
+            [run.budget for run in runs],
+            self._sampling,
+            self._seed,
+            runs[0].session.chat.tokenizer,
+        )
+        for run, completion in zip(runs, made, strict=True):
+            response = run.session.add(completion)
             for answer in run.answers:
                 answer.set_result(response)
             run.answers = []

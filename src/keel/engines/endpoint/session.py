@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from keel.engines.endpoint.protocol import (
     TOO_LONG,
     ChatRequest,
@@ -16,9 +14,10 @@ from keel.engines.endpoint.protocol import (
     first_difference,
     response,
 )
+from keel.engines.turns import TurnRecord
 from keel.models.chat import ChatEncoder
 from keel.platform.time_limit import Hung
-from keel.types import Completion, KeelError, Message, Prompt, text_of
+from keel.types import Completion, KeelError, Prompt, text_of
 
 
 class Session:
@@ -42,27 +41,23 @@ class Session:
         self.count = 0
         self._new: list[int] = []
         self._left = 0
-        self._tokens: list[int] = []
-        self._log_probs: list[float] = []
-        self._written: list[bool] = []
-        self._turns: list[Message] = []
+        self._record = TurnRecord()
         self._messages: tuple[dict[str, Any], ...] = ()
-        self._last: Completion | None = None
 
     def prepare(self, request: ChatRequest) -> int:
         """Take the messages of a request over; returns how many tokens may answer it.
 
         Raises RefusedRequest, and then nothing changes but `full`.
         """
-        if self._last is None:
+        if not self.count:
             first, new = self._encoded(request), []
         else:
             first, new = self.first, self._continued(request)
         left = self.limit
         if self.context is not None:
             left = min(left, self.context - len(first))
-        left -= len(self._tokens) + len(new)
-        self.full = left <= 0 and self._last is not None
+        left -= len(self._record) + len(new)
+        self.full = left <= 0 and self.count > 0
         if left <= 0:
             raise RefusedRequest(
                 f"no token is left for an answer (rollout.max_tokens = {self.limit})", TOO_LONG
@@ -91,7 +86,7 @@ class Session:
         try:
             if not known:
                 return self.chat.prompt(messages, "a request", tools, mask=True, **keywords)
-            last = self._tokens[-1]
+            last = self._record.tokens[-1]
             return self.chat.after(messages, known, last, "a request", tools, **keywords)
         except Hung:
             raise
@@ -101,43 +96,26 @@ class Session:
     @property
     def asked(self) -> Prompt:
         """The conversation so far as a prompt, whose id names the turn."""
-        tokens = (*self.first, *self._tokens, *self._new)
+        tokens = (*self.first, *self._record.tokens, *self._new)
         return replace(self.prompt, id=f"{self.name}/{self.count}", tokens=tokens)
 
     def add(self, completion: Completion) -> dict[str, Any]:
         """Record the policy's turn; returns the response."""
         assert self.request is not None
-        new, made = self._new, completion.tokens.tolist()
-        before = len(self.first) + len(self._tokens) + len(new)
-        text = completion.text
-        message = assistant_message(text, self.count, bool(self.request.tools))
-        self._tokens += [*new, *made]
-        self._log_probs += [*[0.0] * len(new), *completion.log_probs.tolist()]
-        self._written += [*[False] * len(new), *completion.written.tolist()]
-        for added in self.request.messages[len(self._messages) :] if self._messages else ():
-            self._turns.append(Message(role="environment", content=text_of(added)))
-        self._turns.append(Message(role="assistant", content=text))
-        self._messages = (*self.request.messages, message)
-        capped = len(made) == self.request.max_tokens and len(made) < self._left
-        finish = "stop" if capped and completion.finish == "length" else completion.finish
-        self._last = replace(completion, finish=finish)
+        request, made, text = self.request, len(completion), completion.text
+        before = len(self.first) + len(self._record) + len(self._new)
+        message = assistant_message(text, self.count, bool(request.tools))
+        added = request.messages[len(self._messages) :] if self._messages else ()
+        self._record.add_context(self._new, *map(text_of, added))
+        self._record.add_answer(completion)
+        self._messages = (*request.messages, message)
+        if completion.finish == "length" and made == request.max_tokens and made < self._left:
+            self._record.finish = "stop"
         self.count += 1
-        self.response = response(message, completion.finish, before, len(made))
+        self.response = response(message, completion.finish, before, made)
         return self.response
 
     def completion(self, prefix: int, columns: Mapping[str, Any]) -> Completion:
         """All turns as one completion, after the first `prefix` tokens of the first request."""
-        assert self._last is not None
-        context = self.first[prefix:]
-        tokens = np.array([*context, *self._tokens], dtype=np.int64)
-        written = np.array([False] * len(context) + self._written, dtype=np.bool_)
-        return replace(
-            self._last,
-            tokens=tokens,
-            log_probs=np.array([0.0] * len(context) + self._log_probs, dtype=np.float32),
-            written=written,
-            finish="length" if self.full else self._last.finish,
-            text="".join(text_of(turn) for turn in self._turns if turn["role"] == "assistant"),
-            turns=tuple(self._turns),
-            columns=columns,
-        )
+        finish = "length" if self.full else self._record.finish
+        return self._record.completion(self.first[prefix:], finish=finish, columns=columns)
