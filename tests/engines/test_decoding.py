@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.engines.kv_cache import DecodeRows, KVCache, KVStore, StepLayout
+from keel.engines.kv_cache import DecodeRows, KVStore, StepLayout
 from keel.engines.native import NativeEngine
 from keel.models.attention import PackedLayout, Rules
 from keel.types import Prompt, Sampling
@@ -39,7 +40,7 @@ def test_rows_see_their_prompt_and_their_own(
 ) -> None:
     lengths, slots, ends = step
     rule, generator = Rules(scaling=0.3, **rules), torch.Generator().manual_seed(0)
-    store = KVCache(max(lengths), 9)
+    store = SimpleNamespace(prompts=KVStore(max(lengths)), answers=KVStore(9))
     store.prompts.reserve(len(lengths), max(lengths), 0)
     store.answers.reserve(len(slots), 9, 0)
     first = [heads(KV_HEADS, sum(lengths), generator) for _ in range(2)]
@@ -57,7 +58,9 @@ def test_rows_see_their_prompt_and_their_own(
     entering, late = PackedLayout([3, 2]), [heads(KV_HEADS, 5, generator) for _ in range(2)]
     store.prompts.reserve(len(lengths) + 2, 3, len(lengths))
     extra = torch.tensor([0, 0, 0, 1, 1]) + len(lengths)
-    layout = StepLayout(store, entering, (extra, torch.tensor([0, 1, 2, 0, 1])), live)
+    layout = StepLayout(
+        (store.prompts, store.answers), entering, (extra, torch.tensor([0, 1, 2, 0, 1])), live
+    )
     query = heads(HEADS, 5 + len(slots), generator)
     new = [
         torch.cat([a[0], torch.stack([x[:, r, end] for r, end in enumerate(ends)], dim=1)], dim=1)
@@ -114,11 +117,13 @@ def test_memory_that_nothing_was_written_to_is_not_read(
 
 def test_layers_may_differ_in_their_heads() -> None:
     live = DecodeRows(np.array([0, 0, 1]), np.array([0, 0, 0]), np.array([2, 1]), CPU)
-    store = KVCache(2, 4)
+    store = SimpleNamespace(prompts=KVStore(2), answers=KVStore(4))
     store.prompts.reserve(2, 2, 0)
     store.answers.reserve(3, 4, 0)
     generator = torch.Generator().manual_seed(0)
-    layout = StepLayout(store, None, (torch.arange(0), torch.arange(0)), live)
+    layout = StepLayout(
+        (store.prompts, store.answers), None, (torch.arange(0), torch.arange(0)), live
+    )
     for layer, count in enumerate((2, 1, 4)):
         first, own = (heads(count, 3, generator) for _ in range(2))
         places = (torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]))

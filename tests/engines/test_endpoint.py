@@ -86,38 +86,6 @@ def test_time_changes_nothing() -> None:
     assert plain(sample(engine(), program, limit=4)) == once
 
 
-@pytest.mark.parametrize("text", ["x" * 2_000_000, "é" * 300_000, "<eos>" * 200_000])
-def test_large_texts_are_refused_before_they_are_encoded(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    after = ChatEncoder.after
-
-    def small(encoder: Any, messages: Any, *given: Any, **keywords: Any) -> list[int]:
-        assert len(str(messages)) < 100_000
-        return after(encoder, messages, *given, **keywords)
-
-    monkeypatch.setattr(ChatEncoder, "after", small)
-    refusals: list[str] = []
-
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        messages.append(post(given, messages, max_tokens=5))
-        tool = {"role": "tool", "content": text}
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            post(given, [*messages, tool])
-        with caught.value as error:
-            refusals.append(error.read().decode())
-        if given.index:
-            messages.append({"role": "tool", "content": "shorter"})
-            post(given, messages, max_tokens=5)
-
-    for group in sample(engine(), program):
-        assert group.completions[0].finish == "length"
-        assert group.completions[1].turns[1]["content"] == "shorter"
-    assert len(refusals) == 6
-    assert all("context_length_exceeded" in body for body in refusals)
-
-
 def hangs(given: ProgramInput) -> None:
     time.sleep(5)
 

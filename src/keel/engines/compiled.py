@@ -190,7 +190,11 @@ def _weight(norm: Any) -> Tensor | None:
 
 
 class CompiledRunner:
-    """`ModelRunner` of a Llama-like backbone."""
+    """`ModelRunner` of a Llama-like backbone.
+
+    `functions` are compiled code, `layers` its pointers to the weights, and `step` its other
+    arguments; `embed` and `norm` are the model's own. `MultiStep` runs with them too.
+    """
 
     def __init__(
         self,
@@ -200,21 +204,21 @@ class CompiledRunner:
         dtype: torch.dtype,
         prefix_cache: PrefixCache,
     ) -> None:
-        self._functions = functions
-        self._embed: Tensor = backbone.embed_tokens.weight.detach()
-        self._norm = backbone.norm.weight.contiguous(), backbone.norm.variance_epsilon
+        self.functions = functions
+        self.embed: Tensor = backbone.embed_tokens.weight.detach()
+        self.norm = backbone.norm.weight.contiguous(), backbone.norm.variance_epsilon
         self._cos, self._sin = angles(backbone, torch.arange(longest))
-        self._like: Tensor = self._embed.new_empty(0, dtype=dtype)
+        self._like: Tensor = self.embed.new_empty(0, dtype=dtype)
         self._blocks = [block_of(n, layer, dtype) for n, layer in enumerate(backbone.layers)]
         self._heads = heads_of(backbone.layers[0])
-        self._layers = (Layer * len(self._blocks))(*(b.pointers() for b in self._blocks))
+        self.layers = (Layer * len(self._blocks))(*(b.pointers() for b in self._blocks))
         self._prefix_cache = prefix_cache
         self._recalled: deque[list[int]] = deque()
         numbers = page_numbers(len(self._blocks), *self._heads[1:])
         self._pool = prefix_cache.pool(numbers, self._like)
         self._prompts, self._answers = PageTable(self._pool), PageTable(self._pool)
         self._work: _Scratch | None = None
-        self._step = self._fixed()
+        self.step = self._fixed()
         self._arrays: dict[str, Ints] = {}
         """The arrays that the step points into."""
 
@@ -252,7 +256,7 @@ class CompiledRunner:
     def _copy(self, source: SlotMapping, target: SlotMapping) -> None:
         arrays = (source.page, source.place, target.page, target.place)
         shape = (len(self._blocks), *self._heads[1:], len(source.page))
-        self._functions.keel_copy(*shape, *(values.ctypes.data for values in arrays))
+        self.functions.keel_copy(*shape, *(values.ctypes.data for values in arrays))
 
     def drop(self, rows: Moves, rows_left: int, slots: Moves, slots_left: int) -> None:
         self._answers.close(rows, rows_left)
@@ -261,17 +265,17 @@ class CompiledRunner:
     def __call__(
         self, tokens: Tensor, positions: Tensor, entering: Prefill, live: DecodeRows | None
     ) -> Tensor:
-        x = self._embed.index_select(0, tokens)
+        x = self.embed.index_select(0, tokens)
         rows = _Rows(entering, live)
         work = self._scratch(len(tokens), rows)
         self._set(x, positions, self._mapping(entering, rows), self._own_pages(rows), rows)
-        step = addressof(self._step)
+        step = addressof(self.step)
         if len(entering.lengths) and len(entering.whole):
             self._layer_by_layer(work, entering)
         else:
-            self._functions.keel_decode(addressof(self._layers), len(self._layers), step)
-        weight, epsilon = self._norm
-        self._functions.keel_norm(pointer(weight), epsilon, step)
+            self.functions.keel_decode(addressof(self.layers), len(self.layers), step)
+        weight, epsilon = self.norm
+        self.functions.keel_norm(pointer(weight), epsilon, step)
         return x
 
     def prepare(self, positions: Tensor, live: DecodeRows, steps: int) -> PreparedStep:
@@ -279,15 +283,10 @@ class CompiledRunner:
         rows = _Rows(NO_PREFILL, live)
         rows.places += steps - 1
         self._scratch(len(positions), rows)
-        x = self._embed.new_empty(len(positions), self._embed.shape[1])
+        x = self.embed.new_empty(len(positions), self.embed.shape[1])
         mapping = SlotMapping(np.empty_like(rows.end), np.empty_like(rows.end))
         self._set(x, positions, mapping, self._answers.pages, rows)
         return PreparedStep(x, positions, rows.end, mapping, self._answers.pages)
-
-    @property
-    def fixed(self) -> Fixed:
-        """The arguments that every step shares."""
-        return Fixed(self, self._functions, self._layers, self._step, self._embed, self._norm)
 
     def _layer_by_layer(self, work: _Scratch, entering: Prefill) -> None:
         """Layers of a step in which whole prompts enter, which attend as in training."""
@@ -295,19 +294,19 @@ class CompiledRunner:
         split = layout.tokens
         queries, keys, _ = self._heads
         for block in self._blocks:
-            layer, step = addressof(self._layers[block.number]), addressof(self._step)
-            self._functions.keel_enter(layer, step)
+            layer, step = addressof(self.layers[block.number]), addressof(self.step)
+            self.functions.keel_enter(layer, step)
             if split:
                 query, key, value = work.qkv[:split].split_with_sizes((queries, keys, keys), dim=1)
                 work.seen[:split] = layout.attend_tokens(query, key, value, block.rules)
-            self._functions.keel_leave(layer, step)
+            self.functions.keel_leave(layer, step)
 
     def _scratch(self, tokens: int, rows: _Rows) -> _Scratch:
         """New memory for a step, which the step then points to."""
         self._work = None  # free the last step's first
         queries, keys, width = self._heads
         places = PAGE * (-(-rows.width // PAGE) + -(-rows.places // PAGE))
-        new = self._embed.new_empty
+        new = self.embed.new_empty
         self._work = work = _Scratch(
             qkv=new(tokens, queries + 2 * keys, width),
             seen=new(tokens, queries, width),
@@ -316,13 +315,13 @@ class CompiledRunner:
             taken=self._taken(tokens),
         )
         for name, tensor in vars(work).items():
-            setattr(self._step, name, pointer(tensor))
-        self._step.threads, self._step.score_room = work.scores.shape
+            setattr(self.step, name, pointer(tensor))
+        self.step.threads, self.step.score_room = work.scores.shape
         return work
 
     def _taken(self, tokens: int) -> Tensor:
         """Memory for the rounded inputs of any product."""
-        if self._like.dtype == self._embed.dtype:
+        if self._like.dtype == self.embed.dtype:
             return self._like
         block = self._blocks[0]
         most = max(part.shape[1] for part in (block.qkv, block.out, block.down))
@@ -353,13 +352,13 @@ class CompiledRunner:
         queries, keys, width = self._heads
         sizes = {"heads": queries, "shared_heads": keys, "width": width}
         tables = {"cos": pointer(self._cos), "sin": pointer(self._sin)}
-        return DecodeArguments(hidden=self._embed.shape[1], **sizes, **tables)
+        return DecodeArguments(hidden=self.embed.shape[1], **sizes, **tables)
 
     def _set(
         self, x: Tensor, positions: Tensor, mapping: SlotMapping, own: Ints, rows: _Rows
     ) -> None:
         """Point the step to these arrays."""
-        step, prompts = self._step, self._prompts.pages
+        step, prompts = self.step, self._prompts.pages
         step.tokens = len(positions)
         step.prompt_tokens = len(positions) - len(rows.end)
         step.prompt_most, step.answer_most = prompts.shape[1], own.shape[1]
@@ -384,18 +383,6 @@ class PreparedStep:
     end: Ints
     mapping: SlotMapping
     pages: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Fixed:
-    """The arguments of compiled code that all steps share."""
-
-    forward: CompiledRunner
-    functions: Any
-    layers: Any
-    step: DecodeArguments
-    embed: Float[Tensor, "V H"]
-    norm: tuple[Float[Tensor, "H"], float]
 
 
 @dataclass(frozen=True, eq=False)

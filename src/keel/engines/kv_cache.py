@@ -99,14 +99,6 @@ def _first(stored: Tensor, entries: int, places: int) -> Float[Tensor, "EH P D"]
     return stored.flatten(0, 1).narrow(0, 0, entries * stored.shape[1])[:, :places]
 
 
-class KVCache:
-    """Two stores: one entry for each prompt, and one for each answer."""
-
-    def __init__(self, longest_prompt: int, longest_answer: int) -> None:
-        self.prompts = KVStore(longest_prompt)
-        self.answers = KVStore(longest_answer)
-
-
 @dataclass(frozen=True, eq=False)
 class Prefill:
     """Prompts that enter at a step: the tokens of each, and the slot of the first.
@@ -234,11 +226,11 @@ class DecodeRows:
 class StepLayout:
     """One step: the prompts that enter, end to end, then one token of each live row.
 
-    `prompt_places` are entry and place of the prompts' tokens; `live` is None where no row is
-    decoded yet.
+    `stores` have an entry for each prompt, and one for each answer. `prompt_places` are entry and
+    place of the prompts' tokens; `live` is None if no row is decoded yet.
     """
 
-    cache: KVCache
+    stores: tuple[KVStore, KVStore]
     prompts: PackedLayout | None
     prompt_places: Places
     live: DecodeRows | None
@@ -258,12 +250,12 @@ class StepLayout:
         split = 0
         if self.prompts is not None:
             split = self.prompts.tokens
-            self.cache.prompts.write(layer, self.prompt_places, key[:split], value[:split])
+            self.stores[0].write(layer, self.prompt_places, key[:split], value[:split])
             own = (query[:split], key[:split], value[:split])
             parts.append(self.prompts.attend_tokens(*own, rules))
         if self.live is not None:
             places = self.live.once("written", self.live.written)
-            self.cache.answers.write(layer, places, key[split:], value[split:])
+            self.stores[1].write(layer, places, key[split:], value[split:])
             parts.append(self._rows(layer, query[split:], rules, self.live))
         return torch.cat(parts).unsqueeze(0)
 
@@ -271,8 +263,8 @@ class StepLayout:
         self, layer: int, query: Float[Tensor, "R H D"], rules: Rules, live: DecodeRows
     ) -> Float[Tensor, "R H D"]:
         """One softmax over both parts; the queries of all rows of a prompt in one product."""
-        prompt = self.cache.prompts.read(layer, len(live.length_G), live.width)
-        own = self.cache.answers.read(layer, live.rows, live.places)
+        prompt = self.stores[0].read(layer, len(live.length_G), live.width)
+        own = self.stores[1].read(layer, live.rows, live.places)
         heads = own[0].shape[0] // live.rows
         rows, back = live.once(("rows", heads), lambda: live.by_prompt(heads))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.engines.compiled import compiled
-from keel.engines.kv_cache import DecodeRows, KVCache, Prefill, PrefixCache, StepLayout
+from keel.engines.kv_cache import DecodeRows, KVStore, Prefill, PrefixCache, StepLayout
 from keel.engines.scheduler import Ended, Moves
 from keel.models.attention import PackedLayout
 
@@ -91,7 +91,7 @@ class ModuleRunner:
     ) -> None:
         self._backbone = model.base_model if dtype is None else cast_copy(model.base_model, dtype)
         self._device = model.device
-        self._cache = KVCache(longest_prompt, longest_answer)
+        self._prompts, self._answers = KVStore(longest_prompt), KVStore(longest_answer)
 
     def recall(self, prompts: Sequence[Ints]) -> Ints:
         return np.zeros(len(prompts), dtype=np.int64)
@@ -101,17 +101,17 @@ class ModuleRunner:
 
     def admit(self, entering: Prefill, ahead: int) -> None:
         most = int(entering.lengths.max())
-        self._cache.prompts.reserve(ahead, most, entering.first)
+        self._prompts.reserve(ahead, most, entering.first)
 
     def reserve(self, places_R: Ints, ahead: int) -> None:
-        self._cache.answers.reserve(ahead, int(places_R.max()), len(places_R))
+        self._answers.reserve(ahead, int(places_R.max()), len(places_R))
 
     def __call__(
         self, tokens: Tensor, positions: Tensor, entering: Prefill, live: DecodeRows | None
     ) -> Tensor:
         slot, place = (torch.from_numpy(x).to(self._device) for x in entering.places())
         layout = StepLayout(
-            cache=self._cache,
+            stores=(self._prompts, self._answers),
             prompts=PackedLayout(entering.lengths.tolist()) if len(entering.lengths) else None,
             prompt_places=(slot, place),
             live=live,
@@ -123,8 +123,8 @@ class ModuleRunner:
         return states
 
     def drop(self, rows: Moves, rows_left: int, slots: Moves, slots_left: int) -> None:
-        self._cache.answers.copy(*rows)
-        self._cache.prompts.copy(*slots)
+        self._answers.copy(*rows)
+        self._prompts.copy(*slots)
 
 
 def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from keel.engines.compiled import CompiledRunner, Fixed
+from keel.engines.compiled import CompiledRunner
 from keel.engines.kv_cache import DecodeRows
 from keel.engines.model_runner import ModelRunner
 from keel.engines.sampler import AHEAD, Uniforms
@@ -36,17 +36,16 @@ def make_multi_step(
 ) -> MultiStep | None:
     """None where compiled code cannot do a whole step: with another runner, a head with a scale or
     a soft cap, stop strings, or where a sampled token might lack an embedding."""
-    fixed = forward.fixed if isinstance(forward, CompiledRunner) else None
     plain = head.scale == 1.0 and head.softcap is None
     weight = compiled_weight(head) if plain else None
     ends_V = stops.by_token
-    if fixed is None or weight is None or ends_V is None:
+    if not isinstance(forward, CompiledRunner) or weight is None or ends_V is None:
         return None
-    outputs = weight.shape[0]
-    known = fixed.embed.is_contiguous() and outputs <= min(len(fixed.embed), len(ends_V))
+    embed, outputs = forward.embed, weight.shape[0]
+    known = embed.is_contiguous() and outputs <= min(len(embed), len(ends_V))
     if not (known and drawing.library() and compiled.library()):
         return None
-    return MultiStep(fixed, weight, sampling, ends_V)
+    return MultiStep(forward, weight, sampling, ends_V)
 
 
 class MultiStep:
@@ -54,26 +53,26 @@ class MultiStep:
 
     def __init__(
         self,
-        fixed: Fixed,
+        runner: CompiledRunner,
         weight: HeadWeight,
         sampling: Sampling,
         ends_V: npt.NDArray[np.int8],
     ) -> None:
-        self._fixed, self._weight = fixed, weight
+        self._runner, self._weight = runner, weight
         self._sampling, self._ends = sampling, ends_V
-        functions = fixed.functions
+        functions = runner.functions
         self._calls = {
             "decode": compiled.address(functions.keel_decode),
             "norm": compiled.address(functions.keel_norm),
             "logits": compiled.address(weight.function),
             "draw": compiled.address(drawing.library().keel_draw),
-            "layers": addressof(fixed.layers),
-            "step": addressof(fixed.step),
-            "count": len(fixed.layers),
-            "weight": pointer(fixed.norm[0]),
-            "epsilon": fixed.norm[1],
-            "hidden": fixed.embed.shape[1],
-            "embed": pointer(fixed.embed),
+            "layers": addressof(runner.layers),
+            "step": addressof(runner.step),
+            "count": len(runner.layers),
+            "weight": pointer(runner.norm[0]),
+            "epsilon": runner.norm[1],
+            "hidden": runner.embed.shape[1],
+            "embed": pointer(runner.embed),
             "room": PAGE,
             "ends": ends_V.ctypes.data,
         }
@@ -82,10 +81,10 @@ class MultiStep:
         """Tokens and log-probabilities (steps, R) of the live rows: at least one step, and no step
         after one in which a row ends."""
         most, rows = _most(batch), len(batch.sequence)
-        forward = self._fixed.forward
-        forward.reserve(batch.made + most - 1, batch.ahead)
+        runner = self._runner
+        runner.reserve(batch.made + most - 1, batch.ahead)
         live = DecodeRows(batch.slot, batch.made - 1, batch.length, torch.device("cpu"))
-        step = forward.prepare(torch.from_numpy(batch.place), live, most)
+        step = runner.prepare(torch.from_numpy(batch.place), live, most)
         numbers = torch.from_numpy(uniforms.take(batch.sequence, batch.made, most))
         product = self._weight.of(step.x)
         draw = drawing.draw_of(product.out, numbers.new_empty(rows), self._sampling)

@@ -151,14 +151,14 @@ class NativeEngine(Engine):
         if not prompts:
             return []
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
-            run = _Run(self.model, prompts, limits, n, sampling, seed, stops, self, prefix_cache)
+            run = _Run(self, prompts, limits, n, sampling, seed, stops, prefix_cache)
             groups: dict[int, Group | None] = {}
             while run.batch.live:
                 over = run.step()
                 heartbeat()
                 raise_if_cancelled()
                 for number in over.tolist():
-                    group = groups[number] = run.group(prompts[number], number, self)
+                    group = groups[number] = run.group(prompts[number], number)
                     if on_group is not None and group is not None:
                         on_group(number, group)
         done = []
@@ -226,17 +226,17 @@ class _Run:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        engine: NativeEngine,
         prompts: Sequence[Prompt],
         limits: Ints,
         n: int,
         sampling: Sampling,
         seed: int,
         stops: Stops,
-        engine: NativeEngine,
         prefix_cache: PrefixCache,
     ) -> None:
-        self.device = model.device
+        model = engine.model
+        self.device, self.tokenizer = model.device, engine.tokenizer
         # The trainer's own head: float32 logits, whatever the backbone computes in.
         head = replace(head_of(model), tokens=engine.tokens)
         self.logits = steady_logits(head)
@@ -280,14 +280,14 @@ class _Run:
             self.log_probs[sequence].extend(scores)
         return self._ended()
 
-    def group(self, prompt: Prompt, number: int, engine: NativeEngine) -> Group | None:
+    def group(self, prompt: Prompt, number: int) -> Group | None:
         """The finished group of a prompt; None where its logits were not finite."""
         sequences = range(number * self.batch.n, (number + 1) * self.batch.n)
         log_probs = [np.array(self.log_probs[s]).astype(np.float32) for s in sequences]
         if not all(np.isfinite(scores).all() for scores in log_probs):
             return None
         ids = [self.tokens[s].tolist() for s in sequences]
-        texts = completion_texts(engine.tokenizer, ids, [int(self.codes[s]) for s in sequences])
+        texts = completion_texts(self.tokenizer, ids, [int(self.codes[s]) for s in sequences])
         completions = [
             Completion(
                 tokens=np.array(self.tokens[sequence], dtype=np.int64),

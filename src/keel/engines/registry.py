@@ -19,11 +19,9 @@ from keel.config.sampling import Rollout
 from keel.engines.native import CAPABILITIES as NATIVE
 from keel.engines.native import build_native
 from keel.engines.vllm.engine import CAPABILITIES as VLLM
-from keel.engines.vllm.engine import build_vllm, check_vllm
+from keel.engines.vllm.engine import build_vllm
+from keel.engines.vllm.server import check_server
 from keel.types import Capabilities, Engine, KeelError, one_line
-
-
-def _nothing_to_check(rollout: Rollout, here: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,12 @@ class EngineKind:
 
     build: Callable[..., Engine]
     capabilities: Capabilities
-    check: Callable[[Rollout, bool], None] = _nothing_to_check
+    check: Callable[[Rollout, bool], None] = lambda rollout, here: None
 
 
 ENGINES: dict[str, EngineKind] = {
     "native": EngineKind(build_native, NATIVE),
-    "vllm": EngineKind(build_vllm, VLLM, check_vllm),
+    "vllm": EngineKind(build_vllm, VLLM, lambda rollout, here: check_server(rollout.vllm, here)),
 }
 
 

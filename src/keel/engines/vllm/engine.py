@@ -152,20 +152,23 @@ class VllmEngine(Engine):
                 f"by vLLM: set it to {LOWEST_TEMPERATURE} or above, or to 0 (greedy)"
             )
         limits = budgets(prompts, sampling, self.capabilities.context).tolist()
-        stops = {**_vllm_stops(self._stops(sampling), sampling), **self._without_padding}
+        vocabulary = int(self.model.config.get_text_config().vocab_size)
+        eos = () if sampling.ignore_eos else self.eos
+        stops = Stops(eos, sampling, self.tokenizer, vocabulary)
+        shared = {**_vllm_settings(stops, sampling), **self._without_padding}
         times = occurrences([prompt.id for prompt in prompts])
         requests: dict[tuple[int, int], tuple[list[int], dict[str, Any]]] = {}
         for p, prompt in enumerate(prompts):
             for i in range(n):
                 number = derive(seed, "vllm", prompt.id, times[p], i)
-                settings = {**stops, "max_tokens": limits[p], "seed": number}
+                settings = {**shared, "max_tokens": limits[p], "seed": number}
                 requests[p, i] = (list(prompt.tokens), settings)
         done: dict[tuple[int, int], Completion] = {}
         groups: dict[int, Group] = {}
 
         def take(place: tuple[int, int], sampled: Sampled) -> None:
-            p, _ = place
-            done[place] = self._completion(prompts[p], sampled, limits[p], sampling)
+            p, i = place
+            done[place] = self._completion(prompts[p], sampled, limits[p], stops, p * n + i)
             if all((p, i) in done for i in range(n)):
                 groups[p] = Group(prompts[p], tuple(done[p, i] for i in range(n)))
                 if on_group is not None:
@@ -316,16 +319,11 @@ class VllmEngine(Engine):
             for future in sent:
                 future.cancel()
 
-    def _stops(self, sampling: Sampling) -> Stops:
-        vocabulary = int(self.model.config.get_text_config().vocab_size)
-        eos = () if sampling.ignore_eos else self.eos
-        return Stops(eos, sampling, self.tokenizer, vocabulary)
-
     def _completion(
-        self, prompt: Prompt, sampled: Sampled, limit: int, sampling: Sampling
+        self, prompt: Prompt, sampled: Sampled, limit: int, stops: Stops, sequence: int
     ) -> Completion:
         """The completion in a reply, cut where the native engine would have ended it."""
-        stops, one = self._stops(sampling), np.zeros(1, dtype=np.int64)
+        one = np.array([sequence], dtype=np.int64)
         code, length = GOING, 0
         for length, token in enumerate(sampled.tokens, start=1):
             spent = np.array([length >= limit])
@@ -373,12 +371,7 @@ def build_vllm(
     )
 
 
-def check_vllm(rollout: Rollout, here: bool) -> None:
-    """Raise KeelError if no server is named, or not in a way that can work."""
-    check_server(rollout.vllm, here)
-
-
-def _vllm_stops(stops: Stops, sampling: Sampling) -> dict[str, Any]:
+def _vllm_settings(stops: Stops, sampling: Sampling) -> dict[str, Any]:
     """The settings of all requests of a call, in vLLM's terms."""
     return {
         "temperature": sampling.temperature,
