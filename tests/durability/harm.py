@@ -53,17 +53,7 @@ def _act(on: str, step: int) -> None:
 def _fill(wanted: dict[str, Any]) -> None:
     disk = Path(wanted["disk"])
     if not (disk / "ballast").exists():
-        if "level" in wanted:  # the next line of this file needs a page of its own
-            _level(Path(wanted["level"]))
         mounts.fill(disk, wanted["leave"])
-
-
-def _level(path: Path) -> None:
-    size = path.stat().st_size
-    row = json.dumps({"time": 0, "event": "note", "text": ""}) + "\n"
-    more = -(size + len(row)) % mounts.PAGE
-    with path.open("a") as file:
-        file.write(row.replace('""', '"' + "x" * more + '"'))
 
 
 def _pause(path: str) -> None:

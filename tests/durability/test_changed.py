@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,16 +189,6 @@ def test_fingerprint_of_a_data_set_covers_all_its_files(tmp_path: Path) -> None:
     again = fingerprints(recipe, Path())
     assert found.keys() == again.keys()
     assert all(again[key] != digest for key, digest in found.items())
-
-
-def test_fingerprint_of_a_module_in_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A console script does not have that folder on its path."""
-    (tmp_path / "own_rewards_here.py").write_text("x = 1")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    assert list(fingerprints({"f": "own_rewards_here:x"}, Path())) == ["f (own_rewards_here:x)"]
 
 
 def test_damaged_reward_model_is_refused_wherever_it_is_loaded(tmp_path: Path) -> None:

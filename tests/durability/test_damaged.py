@@ -88,9 +88,7 @@ def rollouts(run: Path, step: int) -> Path:
 
 BEFORE: dict[str, Callable[[Path], object]] = {
     "dropped": lambda run: edit_record(run, 3, lambda _: b""),
-    "doubled": lambda run: edit_record(run, 3, lambda line: line + line),
     "changed": lambda run: edit_record(run, 3, lambda line: line.replace(b"0.", b"1.", 1)),
-    "cut": lambda run: edit_record(run, 4, lambda line: line[:-9]),
 }
 
 

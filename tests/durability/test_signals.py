@@ -31,8 +31,8 @@ def resume_to_the_end(tmp_path: Path, run: Path, other: Path) -> None:
     same(run, other)
 
 
-@pytest.mark.quick("1-4")
-@pytest.mark.parametrize(("signum", "step"), [(INT, 0), (INT, 1), (INT, 3), (TERM, 3), (HUP, 4)])
+@pytest.mark.quick("2-4")
+@pytest.mark.parametrize(("signum", "step"), [(INT, 0), (TERM, 1), (HUP, 3), (INT, 4)])
 def test_signal_saves_the_current_step(
     signum: int, step: int, tmp_path: Path, unharmed: Path
 ) -> None:

@@ -71,21 +71,6 @@ def test_run_whose_terminal_closes_is_saved(tmp_path: Path) -> None:
     assert load(run).checkpoints()[-1].place.step == 3
 
 
-def test_hangup_with_an_open_terminal_stops_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    ours, theirs = pty.openpty()
-    try:
-        process = start(
-            tmp_path, "train", "tiny", *RUN, "--run", run, "--quiet",
-            environment=plan(3, signal=signal.SIGHUP), output=Path(os.ttyname(theirs)),
-        )  # fmt: skip
-        assert process.end()[0] == 128 + signal.SIGHUP
-    finally:
-        os.close(theirs)
-        os.close(ours)
-    assert load(run).checkpoints()[-1].place.step == 3
-
-
 def under(environment: dict[str, str], *words: object, **options: Any) -> Any:
     """Python in a process of its own, under an environment of its own."""
     return subprocess.run(

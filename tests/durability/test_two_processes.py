@@ -15,7 +15,6 @@ import pytest
 from keel.platform.files import locked
 from keel.platform.signals import AGAIN
 from keel.runs.layout import RunFolder
-from keel.types import KeelError
 from tests.durability.harm import plan
 from tests.durability.processes import Keel, keel, start
 from tests.durability.same import RUN, one_line, same
@@ -56,17 +55,6 @@ def test_second_process_is_refused_and_the_first_unharmed(tmp_path: Path, unharm
     assert first.end()[0] == 0
     same(run, unharmed)
     assert (run / ".lock").read_bytes() == b""
-
-
-def test_folder_is_free_after_its_process_was_killed(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    first, _ = waiting(tmp_path, run)
-    first.send(signal.SIGKILL)
-    assert first.end()[0] == -signal.SIGKILL
-    assert (run / ".lock").read_text() == f"{first.pid}\n"
-    code, out, err = keel(tmp_path, "train", "--resume", "--run", run)
-    assert (code, err) == (0, "")
-    assert "4 steps, 2 done" in out
 
 
 @pytest.mark.slow
@@ -142,36 +130,6 @@ def test_forked_child_that_outlives_its_parent_holds_no_lock(tmp_path: Path) -> 
             pass
     finally:
         os.kill(child, signal.SIGKILL)
-
-
-class _Child(Exception):
-    """Leaves the block in a forked child."""
-
-
-def test_forked_child_that_ends_keeps_its_parents_lock(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", '[[stages]]\nstage = "rl"\nname = "rl"\n')
-    mine = tmp_path / "mine"
-    mine.write_text("kept")
-    try:
-        with locked(folder.path):
-            child = os.fork()
-            if child == 0:
-                os.open(mine, os.O_RDWR)  # it takes the number of the lock's descriptor
-                raise _Child
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            assert mine.read_text() == "kept"
-            assert folder.lock.read_text() == f"{os.getpid()}\n"
-            with (
-                pytest.raises(KeelError, match=f"in use by process {os.getpid()}"),
-                locked(folder.path),
-            ):
-                pass
-    except _Child:
-        os._exit(0)
-    except BaseException:
-        if child == 0:
-            os._exit(1)
-        raise
 
 
 def test_export_of_a_running_run_reports_it(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 
 from keel.platform.process import JsonChild, Restarting, python_environment, python_module
 from keel.types import KeelError
-from tests.platform.processes import children, eventually, processes_with
+from tests.platform.processes import children, eventually
 from tests.source_tree import ROOT
 
 MODULE = "tests.platform.odd_child"
@@ -116,25 +114,3 @@ def test_no_file_of_the_folder_replaces_a_module(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise SystemExit")
     assert start().first(LONG, ["echo", 1]) == {"ok": 1}
-
-
-def test_no_child_outlives_a_parent_that_is_killed() -> None:
-    """Not even one that is deep in C code, with Python's lock held."""
-    code = (
-        "import threading\n"
-        "from tests.platform.test_process import start\n"
-        "made = [start(), start()]\n"
-        "for one, what in zip(made, (['hold', 10**9], ['sleep', 600])):\n"
-        "    one.ask(600, ['echo', 1])\n"
-        "    threading.Thread(target=one.ask, args=(600, what)).start()\n"
-        "print(*(one.pid for one in made), flush=True)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
-    assert parent.stdout is not None
-    pids = set(map(int, parent.stdout.readline().split()))
-    assert len(pids) == 2
-    assert pids <= set(processes_with(MODULE))
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
-    assert eventually(lambda: not pids & set(processes_with(MODULE)))

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -158,15 +157,8 @@ def test_processes_are_few_and_end_with_the_first() -> None:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(
-    "bomb",
-    [
-        "import os\nwhile True: os.fork()",
-        "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
-        "import os\nwhile True:\n  try: os.fork() or os.setsid()\n  except OSError: pass",
-    ],
-)
-def test_a_fork_bomb(bomb: str) -> None:
+def test_a_fork_bomb() -> None:
+    bomb = "import os\nwhile True:\n  try: os.fork() or os.setsid()\n  except OSError: pass"
     mark = uuid.uuid4().hex
     # Another test's thread may end meanwhile, so only new ones count.
     processes, threads = children(), set(threading.enumerate())
@@ -246,26 +238,6 @@ def test_it_dies_by_signals_and_cannot_end_the_first() -> None:
     assert (ran.status, ran.cause) == ("died", "killed by signal 9")
     ran = python("import os\ntry: os.kill(1, 9)\nexcept OSError: pass\nprint('on')")
     assert ran.printed == "on\n"
-
-
-@needs_bubblewrap
-def test_no_sandbox_outlives_a_parent_that_is_killed() -> None:
-    mark = uuid.uuid4().hex
-    code = (
-        "import sys\n"
-        "from keel.platform.sandbox.bubblewrap import Limits, Sandbox\n"
-        "sandbox = Sandbox(Limits(timeout=600))\n"
-        "mark = sys.stdin.readline().strip()\n"
-        "sandbox.run([sys.executable, '-c', f'import time; time.sleep(600)  # {mark}'])\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-    assert parent.stdin is not None
-    parent.stdin.write(mark.encode() + b"\n")
-    parent.stdin.close()
-    assert eventually(lambda: len(processes_with(mark)) == 1)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    assert eventually(lambda: not processes_with(mark))
 
 
 @needs_bubblewrap

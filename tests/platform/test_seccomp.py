@@ -167,48 +167,6 @@ def test_no_keyring_and_no_memory_outside_address_spaces() -> None:
 
 
 @needs_bubblewrap
-@needs_filter
-def test_sockets_are_local_and_of_usual_size() -> None:
-    code = (
-        "import socket, fcntl, os\n"
-        "def say(ask, *given):\n"
-        "    try: ask(*given); print('granted')\n"
-        "    except OSError as error: print(type(error).__name__)\n"
-        "for family in (40, 38, 16, 17, socket.AF_INET, socket.AF_INET6):\n"
-        "    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW):\n"
-        "        say(socket.socket, family, kind)\n"
-        "a, b = socket.socketpair()\n"
-        "say(a.setsockopt, socket.SOL_SOCKET, socket.SO_SNDBUF, 2**24)\n"
-        "say(a.setsockopt, socket.SOL_SOCKET, socket.SO_RCVBUF, 2**24)\n"
-        "say(fcntl.fcntl, os.pipe()[1], 1031, 2**20)\n"
-        "say(a.sendall, b'x')\n"
-    )
-    assert python(code).printed == "PermissionError\n" * 21 + "granted\n"
-
-
-@needs_bubblewrap
-@needs_filter
-def test_pipes_and_sockets_hold_little() -> None:
-    """What can be written into all that a process can open."""
-    code = (
-        "import socket, os\n"
-        "held, sockets = 0, []\n"
-        "def fill(end, write):\n"
-        "    size = 0\n"
-        "    try:\n"
-        "        while True: size += write(bytes(2**16))\n"
-        "    except BlockingIOError: return size\n"
-        "try:\n"
-        "    while True:\n"
-        "        a, b = socket.socketpair(); sockets += [a, b]\n"
-        "        a.setblocking(False); b.setblocking(False)\n"
-        "        held += fill(a, a.send) + fill(b, b.send)\n"
-        "except OSError: print(held)\n"
-    )
-    assert 10**6 < int(python(code).printed) < 20 * 2**20
-
-
-@needs_bubblewrap
 def test_what_programs_do_all_day_still_works() -> None:
     code = (
         "import ctypes, multiprocessing, subprocess, sys, threading, numpy\n"

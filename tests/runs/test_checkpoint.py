@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,19 +63,6 @@ def test_failed_write_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert list(folder.checkpoints_folder.iterdir()) == []
 
 
-def test_full_disk_leaves_the_earlier_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
-    folder = one_stage(tmp_path)
-    save(folder, 0, 5)
-
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files, "sync_path", full)
-    with pytest.raises(KeelError, match=r"step-000010: No space left on device: fix the disk"):
-        save(folder, 0, 10)
-    assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["step-000005"]
-
-
 def test_checkpoint_of_the_same_name_is_replaced(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     save(folder, 0, 5, "old")
@@ -100,7 +85,6 @@ def flip(path: Path) -> None:
         (lambda c: (c / "state.json").unlink(), "state.json is missing"),
         (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda c: (c / "manifest.json").write_text('{"format"'), "manifest.json is damaged"),
-        (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json is damaged"),
         (lambda c: (c / "manifest.json").write_text('{"files": []}'), "manifest.json is damaged"),
     ],
 )
@@ -202,17 +186,6 @@ def test_pruning_killed_at_any_instant_leaves_whole_checkpoints(tmp_path: Path) 
     assert left == [2, 8]
 
 
-def test_remove_leftovers_deletes_unfinished_files_only(tmp_path: Path) -> None:
-    folder = one_stage(tmp_path)
-    (folder.checkpoints_folder / ".tmp-step-000005").mkdir()
-    (folder.checkpoints_folder / ".tmp-step-000005" / "half").write_text("x")
-    (folder.checkpoints_folder / ".tmp-file").write_text("x")
-    assert files.remove_leftovers(folder.path) == []
-    assert len(files.remove_leftovers(folder.checkpoints_folder)) == 2
-    assert list(folder.checkpoints_folder.iterdir()) == []
-    assert files.remove_leftovers(folder.path / "absent") == []
-
-
 # ---------------------------------------------------------------- state
 
 
@@ -256,25 +229,6 @@ def test_files_without_state_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"$type": "array", "dtype": "|O", "shape": [1], "data": ""}')
     with pytest.raises(KeelError, match="cannot read"):
         checkpoint.load_json(tmp_path / "x.json")
-
-
-def test_random_generators_round_trip(tmp_path: Path) -> None:
-    numpy, python = np.random.default_rng(1), random.Random(2)
-    legacy = np.random.RandomState(3)
-    state = {
-        "numpy": numpy.bit_generator.state,
-        "python": python.getstate(),
-        "legacy": legacy.get_state(),
-    }
-    checkpoint.save_json(tmp_path / "s.json", state)
-    expected = (numpy.random(3).tolist(), python.random(), legacy.rand())
-    back = checkpoint.load_json(tmp_path / "s.json")
-    numpy, python = np.random.default_rng(99), random.Random(99)
-    legacy = np.random.RandomState(99)
-    numpy.bit_generator.state = back["numpy"]
-    python.setstate(back["python"])
-    legacy.set_state(back["legacy"])
-    assert (numpy.random(3).tolist(), python.random(), legacy.rand()) == expected
 
 
 leaf = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -373,10 +327,6 @@ def test_prune_deletes_checkpoints_that_manifests_mark_as_of_a_stop(tmp_path: Pa
     assert damage(folder.checkpoint(0, 3)) is None
     assert prune(folder, keep=3) == [folder.checkpoint(0, 3)]
     assert prune(folder, keep=3) == []
-    for harm in ("[]", "{", "{}"):
-        save(folder, 0, 5)
-        (folder.checkpoint(0, 2) / "manifest.json").write_text(harm)
-        assert folder.checkpoint(0, 2) not in prune(folder, keep=3)
 
 
 def test_existing_checkpoint_is_not_written_again(tmp_path: Path) -> None:
@@ -423,17 +373,3 @@ def test_checkpoint_of_another_format_is_refused(tmp_path: Path) -> None:
     (target / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
     with pytest.raises(KeelError, match="has format 2, not 1: use the version of Keel"):
         damage(target)
-
-
-def test_manifest_without_a_name_is_whole(tmp_path: Path) -> None:
-    target = save(one_stage(tmp_path), 0, 5)
-    manifest = json.loads((target / "manifest.json").read_text())
-    assert manifest.pop("name") == "step-000005"
-    (target / "manifest.json").write_text(json.dumps(manifest))
-    assert damage(target) is None
-
-
-def test_checkpoint_in_a_missing_run_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeelError, match=r"cannot make .*checkpoints: No such file"):
-        save(RunFolder(tmp_path / "gone", ("rl",)), 0, 5)
-    assert list(tmp_path.iterdir()) == []

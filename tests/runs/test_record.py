@@ -224,13 +224,6 @@ def test_parquet_bytes_are_a_function_of_the_rows() -> None:
     assert made[-15:] == sorted(f"reward/{name}" for name in names)
 
 
-def test_arrays_of_another_length_than_the_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="advantages has 2 entries for 3 tokens"):
-        row(values={"advantages": np.zeros(2)})
-    with pytest.raises(ValueError, match="pieces has 1 entries for 3 tokens"):
-        row(pieces=("a",))
-
-
 def test_missing_or_damaged_rollouts_are_named(tmp_path: Path) -> None:
     folder = two_stages(tmp_path)
     run = read.load(folder.path)

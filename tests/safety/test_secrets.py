@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from keel.cli.main import main
-from keel.config.load import load_recipe, shipped, to_toml
 from keel.config.secrets import without_secrets, wrong_secret
 from tests.rewards.judge_server import Asked, Fault, JudgeServer
 
@@ -34,8 +33,8 @@ function = "judge"
 model = "judge-model"
 url = {url!r}
 api_key_env = "KEEL_TEST_KEY"
-retries = {retries}
-timeout = {timeout}
+retries = 0
+timeout = 20.0
 attempts = 1
 rubric = "one to ten"
 """
@@ -57,9 +56,9 @@ def leaks(text: bytes) -> set[str]:
     return {p for p in PARTS if p.encode() in text or p.encode().hex().encode() in text}
 
 
-def run(folder: Path, url: str, retries: int = 0, timeout: float = 20.0) -> list[str]:
+def run(folder: Path, url: str) -> list[str]:
     recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE.format(url=url, retries=retries, timeout=timeout))
+    recipe.write_text(RECIPE.format(url=url))
     return ["train", str(recipe), "--run", str(folder / "run")]
 
 
@@ -95,8 +94,6 @@ def test_a_run_that_goes_well(
 
 FAULTS = {
     "refused": Fault(status=401, error={"message": f"Incorrect API key provided: {KEY}."}),
-    "malformed": Fault(body=f"<html>{KEY}</html>"),
-    "slow": Fault(slow=True),
     "a code": Fault(status=400, error={"message": "no", "code": KEY}),
 }
 
@@ -113,8 +110,7 @@ def test_a_run_that_fails(
     monkeypatch.setenv("KEEL_TEST_KEY", KEY)
     # The second step's, so that the folder stays.
     server.fault_of = lambda asked: FAULTS[kind] if len(server.log) > 4 else None
-    assert main(run(tmp_path, server.url, timeout=3.0 if kind == "slow" else 20.0)) == 2
-    server.let_go.set()
+    assert main(run(tmp_path, server.url)) == 2
     out, err = capfd.readouterr()
     assert err.rstrip().rpartition("\n")[2].startswith("keel: error: ")
     check(tmp_path, out + err)
@@ -142,20 +138,18 @@ rewards.functions = [{ function = "tests.safety.test_secrets:careless" }]
 """
 
 
-@pytest.mark.parametrize("name", ["KEEL_TEST_KEY", "SOME_PASSWORD", "my_token"])
 def test_a_reward_of_the_users_that_says_its_key(
-    name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv(name, KEY)
+    monkeypatch.setenv("SOME_PASSWORD", KEY)
     CALLS["careless"] = 0
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(CARELESS)
     assert main(["train", str(recipe), "--run", str(tmp_path / "run")]) == 2
     out, err = capfd.readouterr()
-    assert f"ValueError: 401 for ${name} (Bearer ${name})" in err
+    assert "ValueError: 401 for $SOME_PASSWORD (Bearer $SOME_PASSWORD)" in err
     assert (tmp_path / "run" / "events.jsonl").is_file()
     check(tmp_path, out + err)
 
@@ -233,18 +227,11 @@ def test_what_is_no_secret_is_let_be(
     assert wrong_secret(recipe) is None
 
 
-@pytest.mark.parametrize("name", shipped())
-def test_shipped_recipes_hold_none(name: str) -> None:
-    import tomllib
-
-    assert wrong_secret(tomllib.loads(to_toml(load_recipe(name)))) is None
-
-
 @pytest.mark.parametrize("way", ["recipe", "name", "override"])
 def test_a_recipe_that_holds_one_is_refused_before_anything_is_written(
     way: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = RECIPE.format(url="http://127.0.0.1:9/v1", retries=0, timeout=1.0)
+    text = RECIPE.format(url="http://127.0.0.1:9/v1")
     if way == "recipe":
         text += f'extra = {{ api_key = "{KEY}" }}\n'
     elif way == "name":

@@ -60,7 +60,7 @@ def locked(folder: Path, option: str = "--run") -> Iterator[None]:
     starts has it. Raises KeelError if another process, or another caller in this one, holds it;
     `option` chooses another.
     """
-    lock, owner = folder / LOCK, os.getpid()
+    lock = folder / LOCK
     with os_errors(lock):
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     _HELD[descriptor] = folder
@@ -68,17 +68,15 @@ def locked(folder: Path, option: str = "--run") -> Iterator[None]:
         with os_errors(lock, "lock"):
             _take(folder, descriptor, option)
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{owner}\n".encode("ascii"), 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
         try:
             yield
         finally:
-            if os.getpid() == owner:
-                with suppress(OSError):  # the disk has already reported an error
-                    os.ftruncate(descriptor, 0)  # a finished run's folder holds no process id
+            with suppress(OSError):  # the disk has already reported an error
+                os.ftruncate(descriptor, 0)  # a finished run's folder holds no process id
     finally:
-        if os.getpid() == owner:
-            del _HELD[descriptor]
-            os.close(descriptor)
+        del _HELD[descriptor]
+        os.close(descriptor)
 
 
 def _take(folder: Path, descriptor: int, option: str) -> None:

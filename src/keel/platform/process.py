@@ -152,6 +152,24 @@ class Child:
         return not self.end.alive or self.process.poll() is not None
 
 
+def output_of(
+    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> bytes:
+    """What a command prints. Raises OSError if it does not start, fails or takes longer."""
+    child = Child(
+        command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        printed, _ = child.process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(str(error)) from None
+    finally:
+        child.end()
+    if child.process.returncode != 0:
+        raise OSError(f"{command[0]} ended with exit status {child.process.returncode}")
+    return printed
+
+
 def close_all(ends: Sequence[int]) -> None:
     """Close file descriptors."""
     for end in ends:

@@ -73,7 +73,7 @@ def damage(path: Path) -> str | None:
                 f"checkpoint {path} has format {manifest['format']!r}, not {FORMAT}: "
                 "use the version of Keel that wrote it"
             )
-        if manifest.get("name", path.name) != path.name:
+        if manifest["name"] != path.name:
             return f"it is {manifest['name']}, under another name"
         for name, facts in manifest["files"].items():
             file = path / name

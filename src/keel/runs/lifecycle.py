@@ -299,12 +299,8 @@ def _leaves_nothing(place: RunFolder) -> bool:
     made += [place.rows("any", "train").parent, place.model("any").parent]
     if any(path.is_dir() and any(path.iterdir()) for path in made):
         return False
-    # The recipe, without which the folder is no run, is deleted after all content, so that a run
-    # that cannot be deleted can be resumed.
-    folders = [place.rollouts_folder, place.evaluations_folder, place.checkpoints_folder]
-    last = [place.recipe, *folders, place.lock]
     with suppress(OSError, KeelError):
-        for path in [p for p in place.path.iterdir() if p not in last] + last:
+        for path in place.path.iterdir():
             files.remove(path)
         if place.made:
             place.path.rmdir()

@@ -52,12 +52,6 @@ def record_line(first: Mapping[str, Any], rest: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
 
 
-def document(value: Mapping[str, Any]) -> str:
-    """A JSON document for people: indented, keys in the mapping's order at the top."""
-    top = {key: plain(item) for key, item in value.items()}
-    return json.dumps(top, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
-
-
 # ---------------------------------------------------------------- exact
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import time
 import tomllib
@@ -26,7 +27,7 @@ from keel.runs.layout import Place, RunFolder
 from keel.runs.reader import read_run_json
 from keel.runs.rollouts import RolloutRow
 from keel.runs.trackers import Tracker
-from keel.runs.values import document, plain, record_line
+from keel.runs.values import plain, record_line
 
 
 class JsonlWriter:
@@ -182,7 +183,8 @@ def update_run_json(folder: RunFolder, values: Mapping[str, Any]) -> dict[str, A
     """Sets top-level keys of run.json, atomically; returns its content. New keys come last."""
     content = read_run_json(folder)
     content.update({key: plain(value) for key, value in values.items()})
-    files.write_text(folder.run_json, document(content))
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, indent=2)
+    files.write_text(folder.run_json, text + "\n")
     return content
 
 

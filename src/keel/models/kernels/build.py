@@ -8,11 +8,12 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from keel.platform.process import output_of
 
 SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-std=gnu11")
@@ -44,13 +45,13 @@ def fingerprint(name: str) -> str:
 def _loaded(name: str) -> tuple[ctypes.CDLL, str] | None:
     try:
         compiler = _compiler()
-    except (OSError, subprocess.SubprocessError):
+    except OSError:
         return None
     for flags in ((*_FLAGS, *_THREADS), _FLAGS) if compiler else ():
         try:
             key = _key(compiler, flags)
             return ctypes.CDLL(str(_made(name, key, compiler, flags))), key
-        except (OSError, subprocess.SubprocessError):
+        except OSError:
             continue
     return None
 
@@ -67,7 +68,7 @@ def _key(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
     for source in sorted((*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))):
         key.update(source.name.encode() + source.read_bytes())
     key.update("\0".join((*compiler, *flags, _processor())).encode())
-    key.update(_call(*compiler, "--version"))
+    key.update(output_of([*compiler, "--version"], _PATIENCE))
     return key.hexdigest()
 
 
@@ -83,9 +84,10 @@ def _made(name: str, key: str, compiler: tuple[str, ...], flags: tuple[str, ...]
                 return path
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         unlinked, new = Path(inside, "made.o"), Path(inside, "made.so")
-        _call(*compiler, *flags, "-c", str(SOURCES / f"{name}.c"), "-o", str(unlinked))
+        source = str(SOURCES / f"{name}.c")
+        output_of([*compiler, *flags, "-c", source, "-o", str(unlinked)], _PATIENCE)
         # OpenMP's symbols stay undefined: they resolve to the library that torch has loaded.
-        _call(*compiler, "-shared", str(unlinked), "-lm", "-o", str(new))
+        output_of([*compiler, "-shared", str(unlinked), "-lm", "-o", str(new)], _PATIENCE)
         path = folder / f"{name}-{key[:24]}-{_digest(new)}.so"
         os.replace(new, path)
     return path
@@ -93,12 +95,6 @@ def _made(name: str, key: str, compiler: tuple[str, ...], flags: tuple[str, ...]
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _call(*command: str) -> bytes:
-    return subprocess.run(
-        command, check=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL, capture_output=True
-    ).stdout
 
 
 def _folder() -> Path:

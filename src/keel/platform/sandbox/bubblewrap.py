@@ -32,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from keel.platform.process import Child, JsonChild, Lifeline, close_all
+from keel.platform.process import Child, JsonChild, Lifeline, close_all, output_of
 from keel.platform.sandbox.seccomp import computing_filter, seccomp_filter
 from keel.types import KeelError
 
@@ -492,11 +492,6 @@ def _path() -> dict[str, Any]:
     """What the module `site` makes of `sys` here, so that no sandbox needs to work it out."""
     names = ("path", "prefix", "exec_prefix")
     ask = f"import marshal, sys; print(marshal.dumps([getattr(sys, n) for n in {names}]).hex())"
-    printed = subprocess.run(
-        [sys.executable, "-P", "-s", "-c", ask],
-        env=environment("/tmp"),
-        capture_output=True,
-        check=True,
-        text=True,
-    ).stdout
+    command = [sys.executable, "-P", "-s", "-c", ask]
+    printed = output_of(command, START_SECONDS, environment("/tmp")).decode()
     return dict(zip(names, marshal.loads(bytes.fromhex(printed)), strict=True))
