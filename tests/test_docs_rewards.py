@@ -11,11 +11,18 @@ from typing import Any
 
 import pytest
 
-from keel.config.entry import load_entry
 from keel.config.load import load_recipe
 from keel.graders.unit_tests import Status
 from keel.models.reward import reward_model_from
-from keel.rewards.registry import BUILT_IN, MADE, RESERVED, TASK, RewardContext, load_reward
+from keel.rewards.registry import (
+    BUILT_IN,
+    MADE,
+    RESERVED,
+    TASK,
+    RewardContext,
+    load_reward,
+    options_of,
+)
 from keel.rewards.scorer import Scorer
 from keel.training.stages.rl import RLStage
 from keel.types import Prompt
@@ -59,10 +66,12 @@ def table(text: str) -> dict[str, Any]:
 
 def options(name: str) -> dict[str, Any]:
     """The options of a reward, by name, with their defaults."""
-    made = load_entry(MADE[name], "reward") if name in MADE else BUILT_IN[name]
+    if name in MADE:
+        fields = options_of(name).model_fields.items()
+        return {key: ... if field.is_required() else field.default for key, field in fields}
     # A rule's options are the parameters that the run does not pass.
-    given = (*RESERVED, "answer", "context")
-    parameters = inspect.signature(made).parameters.values()
+    given = (*RESERVED, "answer")
+    parameters = inspect.signature(BUILT_IN[name]).parameters.values()
     return {
         p.name: ... if p.default is p.empty else p.default
         for p in parameters

@@ -15,10 +15,10 @@ from keel.learn.advantages import RolloutRewards, estimate, outcome, reads_steps
 from keel.learn.batch import from_groups
 from keel.learn.loss import prepare
 from keel.rewards.combine import compose
-from keel.rewards.registry import NamedReward
 from keel.rewards.validation import RewardOutput, read_rewards
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.learn.flat import blank, sample
+from tests.rewards.made import named
 
 LENGTHS, GROUPS = (2, 3, 1, 1, 2), (0, 0, 1, 1, 1)
 NAN = float("nan")
@@ -193,8 +193,8 @@ def test_outcomes_that_are_all_zero_are_steps_where_a_reward_gave_them() -> None
 
 
 def test_composed_rewards_keep_the_outcome_apart_from_steps() -> None:
-    plain, gate = NamedReward("steps", None), NamedReward("format", None, gate_below=1.0)
-    functions = [plain, NamedReward("right", None, weight=2.0)]
+    plain, gate = named(None, "steps"), named(None, "format", gate_below=1.0)
+    functions = [plain, named(None, "right", weight=2.0)]
     of_steps = [RewardOutput(1.0, (Step(0, 1.0),)), RewardOutput(0.0, (Step(0, 0.0),))]
     first, second = compose(
         functions, {"steps": of_steps, "right": [RewardOutput(0.0), RewardOutput()]}, [0, 0]
@@ -211,7 +211,7 @@ def test_composed_rewards_keep_the_outcome_apart_from_steps() -> None:
 
 def test_empty_list_of_steps_is_no_outcome() -> None:
     values = read_rewards([[(0, 1.0), (1, 0.0)], [(0, 0.0), (1, 1.0)], []], [range(2)] * 3)
-    composed = compose([NamedReward("steps", None)], {"steps": values}, [0, 0, 0])
+    composed = compose([named(None, "steps")], {"steps": values}, [0, 0, 0])
     assert [(c.reward, c.outcome) for c in composed] == [(1.0, None), (1.0, None), (0.0, None)]
     results = [RewardResult(c.reward, {}, c.steps, c.outcome) for c in composed]
     first, second, third = advantages(algorithm("grpo_process"), *results, tokens=2)

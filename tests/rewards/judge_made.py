@@ -11,6 +11,7 @@ from typing import Any
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scored, Scorer, load_reward
+from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.judge.reward import Judge, judge
 from keel.rewards.judge.store import Account, JudgeStore
 from keel.rewards.registry import RewardContext
@@ -21,7 +22,7 @@ from tests.data.tasks.made import completion
 def made(url: str | None, folder: Path | None = None, **options: Any) -> Judge:
     """A judge."""
     keys = {"model": "judge-1", "url": url, "timeout": 30.0, **options}
-    return judge(RewardContext(folder=folder), **keys)
+    return judge(RewardContext(folder=folder), JudgeOptions.model_validate(keys))
 
 
 def group(answers: Sequence[str], at: int = 0, **columns: Any) -> Group:

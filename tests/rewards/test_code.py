@@ -33,7 +33,7 @@ class Asked:
         message: list[float | None] = self.reward.function(
             completions=completions,
             log_extra=self.extras.__setitem__,
-            log_metric=self.metrics.__setitem__,
+            log_summary=lambda found, summary: self.metrics.update(summary(found)),
             **columns,
         )
         return message
@@ -47,7 +47,7 @@ class Asked:
 @needs_bubblewrap
 def test_rewards() -> None:
     asked = Asked()
-    assert asked.reward.required == ("completions", "tests", "log_extra", "log_metric")
+    assert asked.reward.required == ("completions", "tests", "log_extra", "log_summary")
     message = [
         f"So:\n```python\n{RIGHT}```\n",
         [{"role": "assistant", "content": RIGHT}],
@@ -124,14 +124,14 @@ def test_invalid_tests_and_options_stop_before_anything_runs() -> None:
         asked([RIGHT], tests=["def test_it(): assert double(1) == 2"])
     for options, words in (
         ({"memory_mb": 1}, "memory_mb = 1:"),
-        ({"timeout": math.inf}, "timeout = inf: give a number from"),
-        ({"timeout": "5"}, "timeout = '5': give a number from"),
-        ({"workers": "2"}, "workers = '2': give a whole number"),
-        ({"trusted": "false"}, "trusted = 'false': give true or false"),
-        ({"partial": 1}, "partial = 1: give true or false"),
-        ({"tests": 5}, "tests = 5: name a column"),
-        ({"isolation": "none"}, "isolation = 'none': give 'process' or 'shared'"),
-        ({"entry_point": "my name"}, "entry_point = 'my name' cannot be an argument's name"),
+        ({"timeout": math.inf}, "timeout = inf: input should be a finite number"),
+        ({"timeout": "5"}, "timeout = '5': input should be a valid number"),
+        ({"workers": "2"}, "workers = '2': input should be a valid integer"),
+        ({"trusted": "false"}, "trusted = 'false': input should be a valid boolean"),
+        ({"partial": 1}, "partial = 1: input should be a valid boolean"),
+        ({"tests": 5}, "tests = 5: input should be a valid string"),
+        ({"isolation": "none"}, "isolation = 'none': input should be 'process' or 'shared'"),
+        ({"entry_point": "my name"}, "entry_point: 'my name' cannot be an argument's name"),
     ):
         with pytest.raises(KeelError, match=f"reward 'code': {words}"):
             Asked(**options)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from keel.rewards import Scorer
-from keel.rewards.registry import NamedReward, named_reward
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 from tests.rewards import functions
+from tests.rewards.made import named
 from tests.rewards.test_score import BadTask, group, reward, two_groups, values
 
 
@@ -50,7 +50,7 @@ def test_what_a_call_that_failed_logged_is_lost() -> None:
         log_extra("raises", [1] * len(completions))
         raise ValueError("no")
 
-    rewards = [named_reward(leaves), named_reward(raises), reward("by_length")]
+    rewards = [named(leaves), named(raises), reward("by_length")]
     scorer = Scorer(rewards, timeout=0.3, on_error="skip")
     for step in range(2):
         scored = scorer(two_groups(), step)
@@ -64,7 +64,7 @@ def test_function_that_cancels_itself_is_reported_as_an_error() -> None:
         raise asyncio.CancelledError("by itself")
 
     with pytest.raises(KeelError, match=r"'cancels' .* raised CancelledError: by itself \(test_f"):
-        Scorer([named_reward(cancels)], timeout=60)(two_groups(), 0)
+        Scorer([named(cancels)], timeout=60)(two_groups(), 0)
 
 
 def test_function_may_call_one_completion_wrong() -> None:
@@ -73,8 +73,8 @@ def test_function_may_call_one_completion_wrong() -> None:
 
     says = r"'picky' at step 5: sample 2 \(prompt 't/train/0'\): three is too many$"
     with pytest.raises(KeelError, match=says):
-        Scorer([named_reward(picky)])(two_groups(), 5)
-    skipped = Scorer([named_reward(picky)], on_error="skip")(two_groups(), 5)
+        Scorer([named(picky)])(two_groups(), 5)
+    skipped = Scorer([named(picky)], on_error="skip")(two_groups(), 5)
     assert values(skipped) == [[1.0, 1.0, None], [1.0]]
     assert skipped.failures == {"picky": 1}
 
@@ -86,7 +86,7 @@ def test_numbers_too_large_for_a_float_are_not_finite() -> None:
             return [1.0, value]
 
         with pytest.raises(KeelError, match=r"sample 1 .* not (a )?finite"):
-            Scorer([named_reward(huge)])([group(["a", "b"])], 0)
+            Scorer([named(huge)])([group(["a", "b"])], 0)
 
 
 def test_sample_number_counts_completions_that_a_gate_rejected() -> None:
@@ -96,10 +96,10 @@ def test_sample_number_counts_completions_that_a_gate_rejected() -> None:
     def bad(completions: list[str]) -> list[float]:
         return [float("nan") if c == "c" else 1.0 for c in completions]
 
-    gate = dataclasses.replace(named_reward(fmt), gate_below=1.0)
+    gate = named(fmt, gate_below=1.0)
     with pytest.raises(KeelError, match=r"'bad' at step 0: sample 2 .*nan is not finite"):
-        Scorer([gate, named_reward(bad)])([group(["a", "b", "c"])], 0)
-    task = NamedReward("task", None)
+        Scorer([gate, named(bad)])([group(["a", "b", "c"])], 0)
+    task = named(None, "task")
     with pytest.raises(KeelError, match=r"'task' at step 0: sample 3 .*RuntimeError: oh"):
         Scorer([gate, task], {"t": BadTask("raises")})([group(["a", "a", "b", "ccc"])], 0)
 
@@ -121,7 +121,7 @@ def test_a_sync_error_leaves_no_async_call_waiting() -> None:
         assert began.wait(60)
         raise ValueError("no")
 
-    scorer = Scorer([named_reward(waits), named_reward(raises)], timeout=600)
+    scorer = Scorer([named(waits), named(raises)], timeout=600)
     with pytest.raises(KeelError, match=r"'raises' at step 0 .* ValueError: no"):
         scorer(two_groups(), 0)
     assert ended == ["waits"]
@@ -151,7 +151,7 @@ def test_close_ends_the_event_loop_after_the_functions() -> None:
             if self.wrong:
                 raise ValueError("cannot close")
 
-    judges = [named_reward(Judge(wrong), str(wrong)) for wrong in (True, False)]
+    judges = [named(Judge(wrong), str(wrong)) for wrong in (True, False)]
     scorer = Scorer(judges)
     scorer(two_groups(), 0)
     with pytest.raises(ValueError, match="cannot close"):
@@ -176,7 +176,7 @@ def test_call_that_times_out_is_abandoned() -> None:
             self.abandoned.set()
 
     starts = Starts()
-    scorer = Scorer([named_reward(starts)], timeout=0.5, on_error="skip")
+    scorer = Scorer([named(starts)], timeout=0.5, on_error="skip")
     for step in range(3):
         failed = scorer(two_groups(), step).failures
         assert failed == ({"Starts": 4} if step == 1 else {})
@@ -195,7 +195,7 @@ def test_completion_whose_program_failed_is_shown_to_no_function() -> None:
     failed = dataclasses.replace(first.completions[1], failed="ValueError: no")
     first = dataclasses.replace(first, completions=(first.completions[0], failed))
     gone = dataclasses.replace(second, completions=(failed,))
-    gate = dataclasses.replace(named_reward(own), gate_below=0.5)
+    gate = named(own, gate_below=0.5)
     scored = Scorer([gate], overlong_buffer=1, max_tokens=9)([first, gone], 0)
     assert seen == ["aa"]
     assert values(scored) == [[2.0, None], [None]]

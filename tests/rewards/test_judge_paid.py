@@ -18,10 +18,11 @@ from keel.rewards import Scorer, load_reward
 from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.judge.reward import Judge
 from keel.rewards.judge.store import Account, Cost, JudgeStore, StoredAnswer
-from keel.rewards.registry import RewardContext, named_reward
+from keel.rewards.registry import RewardContext
 from keel.types import KeelError
 from tests.rewards.judge_made import account_of, call, group, made, rewards, scored
 from tests.rewards.judge_server import JudgeServer
+from tests.rewards.made import named
 from tests.shared import ROOT
 
 pytestmark = pytest.mark.slow
@@ -125,7 +126,7 @@ def side_by_side(url: str, folder: Path, timeout: float, *others: Any) -> tuple[
     keys = {"model": "judge-1", "url": url, "low": 0, "high": 20}
     reward = load_reward(RewardSource(function="judge", options=keys), RewardContext(folder=folder))
     assert isinstance(reward.function, Judge)
-    scorer = Scorer([*map(named_reward, others), reward], timeout=timeout)
+    scorer = Scorer([*map(named, others), reward], timeout=timeout)
     return scorer, reward.function
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import load_reward
-from keel.rewards.registry import NamedReward, named_reward
+from keel.rewards.registry import NamedReward
 from keel.types import KeelError
+from tests.rewards.made import named
 
 HERE = "tests.rewards.functions"
 
@@ -19,7 +20,11 @@ def load(function: str, **keys: Any) -> NamedReward:
 
 def test_by_module_by_file_and_built_in(tmp_path: Path) -> None:
     by_module = load(f"{HERE}:by_length", weight=0.5)
-    assert (by_module.name, by_module.weight, by_module.is_async) == ("by_length", 0.5, False)
+    assert (by_module.name, by_module.source.weight, by_module.is_async) == (
+        "by_length",
+        0.5,
+        False,
+    )
     file = Path(__file__).with_name("functions.py")
     assert load(f"{file}:slow_async", name="slow").name == "slow"
     assert load(f"{file}:slow_async").is_async
@@ -52,7 +57,7 @@ def test_signature_decides_the_arguments() -> None:
     def plain(prompts: Any, answer: Any, level: Any = None) -> list[float]:
         return []
 
-    reward = named_reward(plain, options={"level": 3})
+    reward = named(plain, options={"level": 3})
     assert reward.required == ("prompts", "answer")
     assert not reward.wants("level")
     assert not reward.wants("completions")
@@ -62,7 +67,7 @@ def test_signature_decides_the_arguments() -> None:
         async def __call__(self, completions: Any) -> list[float]:
             return []
 
-    judge = named_reward(Judge())
+    judge = named(Judge())
     assert (judge.name, judge.is_async, judge.required) == ("Judge", True, ("completions",))
 
 

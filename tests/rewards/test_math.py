@@ -15,7 +15,7 @@ def test_rewards() -> None:
     reward = load_reward(RewardSource(function="math", options={"timeout": 300.0}))
     assert (reward.required, reward.optional) == (
         ("completions", "answer"),
-        ("prompts", "openings", "log_metric", "log_extra"),
+        ("prompts", "openings", "log_summary", "log_extra"),
     )
     logged: dict[str, float] = {}
     extras: dict[str, object] = {}
@@ -27,7 +27,7 @@ def test_rewards() -> None:
         values = reward.function(
             completions=completions,
             answer=gold,
-            log_metric=logged.__setitem__,
+            log_summary=lambda found, summary: logged.update(summary(found)),
             log_extra=extras.__setitem__,
         )
         assert values == [1, 0, None, 0]
@@ -50,7 +50,11 @@ def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
         r"<answer>$p + 9^{9^{9^{9}}}$</answer>",
         r"<answer>\boxed{p-q}</answer>",
     ]
-    values = reward.function(completions=texts, answer=["p - q"] * 4, log_metric=logged.__setitem__)
+    values = reward.function(
+        completions=texts,
+        answer=["p - q"] * 4,
+        log_summary=lambda found, summary: logged.update(summary(found)),
+    )
     assert values == [1, 0, 0, 1]
     assert sum(logged.values()) == 1  # out of time, or of memory: as fast as the machine is
     texts = ["<answer>Answer: **3**</answer>", "<answer>it is 3</answer>", "<answer></answer>"]

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,11 @@ import pytest
 from keel.config.sources import RewardSource
 from keel.rewards import Scored, Scorer, load_reward
 from keel.rewards.calls import PARTS
-from keel.rewards.registry import NamedReward, RewardContext, named_reward
+from keel.rewards.registry import NamedReward, RewardContext
 from keel.types import Group, KeelError, Prompt
 from tests.data.tasks.made import completion
 from tests.rewards.judge_server import JudgeServer, longer, score
+from tests.rewards.made import named
 
 WAIT = 60.0
 """Seconds after which a test that hangs fails."""
@@ -40,7 +40,7 @@ def overlapped(scorer: Scorer, step: Sequence[Group], order: Sequence[int]) -> S
     with scorer.overlapping([group.prompt for group in step], 3) as overlap:
         for at in order:
             overlap.add(at, step[at])
-        return scorer.conclude(step, 3, overlap.calls())
+        return scorer.results(step, overlap.finish())
 
 
 def threads() -> list[str]:
@@ -79,17 +79,17 @@ def partly_wrong(completions: list[str]) -> list[float]:
 
 
 MANY = [
-    replace(named_reward(length), normalise="batch"),
-    replace(named_reward(later), weight=0.5, normalise="group", clip=(0.0, 4.0)),
-    replace(named_reward(short), gate_below=0.5, gated_reward=-1.0),
-    named_reward(optional_column),
+    named(length, normalise="batch"),
+    named(later, weight=0.5, normalise="group", clip=(0.0, 4.0)),
+    named(short, gate_below=0.5, gated_reward=-1.0),
+    named(optional_column),
 ]
 SHUFFLED = [7, 0, 3, 11, 1, 2, 10, 4, 9, 6, 5, 8]
 
 
 @pytest.mark.parametrize("order", [range(12), range(11, -1, -1), SHUFFLED])
 def test_overlap_does_not_depend_on_the_order_of_groups(order: Sequence[int]) -> None:
-    functions = [*MANY, named_reward(partly_wrong)]
+    functions = [*MANY, named(partly_wrong)]
     scorer = Scorer(functions, overlong_buffer=3, max_tokens=6, on_error="skip")
     at_its_end = scorer(groups(), 3)
     assert len(at_its_end.metrics) > 8
@@ -108,7 +108,7 @@ def test_parts_are_of_equal_size_and_in_order(many: int) -> None:
         return [0.0] * len(number)
 
     step = groups(many)
-    overlapped(Scorer([named_reward(remembers)]), step, range(many - 1, -1, -1))
+    overlapped(Scorer([named(remembers)]), step, range(many - 1, -1, -1))
     assert [n for part in seen for n in part] == [n for n in range(many) for _ in range(3)]
     assert len(seen) <= PARTS
     assert len({len(part) for part in seen[:-1]}) <= 1
@@ -119,7 +119,7 @@ def test_wrong_value_is_named_by_its_place() -> None:
     def wrong_at_seven(number: list[int]) -> list[float]:
         return [float("nan") if n == 7 else 1.0 for n in number]
 
-    scorer = Scorer([named_reward(wrong_at_seven)])
+    scorer = Scorer([named(wrong_at_seven)])
     with pytest.raises(KeelError) as whole:
         scorer(groups(), 3)
     with pytest.raises(KeelError) as part:
@@ -152,7 +152,7 @@ def numbers_of(step: Sequence[Group], order: Sequence[int]) -> tuple[Scored, Sco
         log_metric("mean", float(np.mean([len(text) for text in completions])))
         return [0.0] * len(completions)
 
-    scorer = Scorer([named_reward(logs)])
+    scorer = Scorer([named(logs)])
     return scorer(step, 3), overlapped(scorer, step, order)
 
 
@@ -196,14 +196,14 @@ def test_parts_are_asked_before_the_last_group_is_there() -> None:
         return [0.0] * len(completions)
 
     step = groups(4)
-    scorer = Scorer([named_reward(waits)])
+    scorer = Scorer([named(waits)])
     with scorer.overlapping([group.prompt for group in step], 3) as overlap:
         for at, group in enumerate(step):
             overlap.add(at, group)
             assert began.wait(WAIT)
         until(lambda: len(active) == 4)  # all of them wait side by side
         drawn.set()
-        overlap.calls()
+        overlap.finish()
     assert active == [0, 1, 2, 3]
 
 
@@ -218,8 +218,8 @@ def test_sync_functions_are_called_one_at_a_time() -> None:
         inside.pop()
         return [0.0] * len(completions)
 
-    gate = replace(named_reward(slow, "gate"), gate_below=-1.0)
-    overlapped(Scorer([gate, named_reward(slow)]), groups(), range(12))
+    gate = named(slow, "gate", gate_below=-1.0)
+    overlapped(Scorer([gate, named(slow)]), groups(), range(12))
     assert max(most) == 1
     assert len(most) == 12  # six parts of two groups, asked twice each
 
@@ -244,7 +244,7 @@ def test_failure_ends_the_sampling_and_is_raised() -> None:
         return [0.0] * len(number)
 
     step = groups(6)
-    scorer = Scorer([named_reward(falls)])
+    scorer = Scorer([named(falls)])
 
     def draw() -> None:
         with scorer.overlapping([group.prompt for group in step], 3) as overlap:
@@ -281,7 +281,7 @@ def test_error_of_the_sampling_gives_up_running_calls(kind: str) -> None:
         return [0.0] * len(completions)
 
     step = groups(3)
-    reward = named_reward(hangs if kind == "function" else waits)
+    reward = named(hangs if kind == "function" else waits)
     scorer = Scorer([reward], timeout=10 * WAIT)
     start = time.monotonic()
 
@@ -311,7 +311,7 @@ def test_blocked_event_loop_is_named() -> None:
             release.wait(WAIT)
         return [0.0] * len(number)
 
-    scorer = Scorer([named_reward(blocks)], timeout=1.0, on_error="skip")
+    scorer = Scorer([named(blocks)], timeout=1.0, on_error="skip")
     failed = overlapped(scorer, groups(2), [0, 1]).failures
     assert failed["blocks"] >= 3
     release.set()

@@ -15,13 +15,12 @@ import torch
 
 from keel.config.sources import RewardSource
 from keel.data.tasks import build_task
-from keel.models.chat import encode
 from keel.rewards import Scorer, load_reward
-from keel.rewards.registry import NamedReward, named_reward
+from keel.rewards.registry import NamedReward
 from keel.types import Completion, Group, KeelError, Message, Prompt, Step
 from tests.data.tasks.made import Listed, completion, source
-from tests.models.published_templates import tokenizer_of
 from tests.rewards import functions
+from tests.rewards.made import named
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ def conversation(own: Sequence[str], reply: str) -> Completion:
 
 
 def reward(function: str, /, **keys: Any) -> NamedReward:
-    return replace(named_reward(getattr(functions, function)), **keys)
+    return named(getattr(functions, function), keys.pop("name", None), **keys)
 
 
 def values(scored: Any) -> list[list[float | None]]:
@@ -85,7 +84,7 @@ def test_functions_get_what_they_name_and_nothing_else() -> None:
         got["kwargs"] = kwargs
         return [0.0] * 4
 
-    Scorer([named_reward(some), named_reward(all_there_is)])(two_groups(), 12)
+    Scorer([named(some), named(all_there_is)])(two_groups(), 12)
     assert got["prompts"] == ["say", "say", "say", "go"]
     assert got["solution"] == ["aa", "aa", "aa", "b"]
     assert got["extra"] == "default"
@@ -107,7 +106,7 @@ def test_conversations_come_as_message_lists() -> None:
         return [0.0]
 
     turns = ({"role": "user", "content": "say"},)
-    Scorer([named_reward(look)])([group(["aa"], Prompt("p", turns))], 0)  # type: ignore[arg-type]
+    Scorer([named(look)])([group(["aa"], Prompt("p", turns))], 0)  # type: ignore[arg-type]
     assert got["prompts"] == [[{"role": "user", "content": "say"}]]
     assert got["completions"] == [[{"role": "assistant", "content": "aa"}]]
 
@@ -119,7 +118,7 @@ def test_arguments_of_a_function_are_copies() -> None:
         solution[:] = ["x"] * n
         return [0.0] * n
 
-    scored = Scorer([named_reward(spoils), reward("needs_gold")])(two_groups(), 0)
+    scored = Scorer([named(spoils), reward("needs_gold")])(two_groups(), 0)
     assert values(scored) == [[1, 0, 0], [1]]
 
     def deeper(completions: Any, prompts: Any, tests: Any) -> list[float]:
@@ -131,7 +130,7 @@ def test_arguments_of_a_function_are_copies() -> None:
 
     turns = ({"role": "user", "content": "say"},)
     prompt = Prompt("p", turns, {"tests": {"in": ["a"]}})  # type: ignore[arg-type]
-    scorer = Scorer([named_reward(deeper, name) for name in ("first", "second")])
+    scorer = Scorer([named(deeper, name) for name in ("first", "second")])
     for step in range(2):
         assert values(scorer([group(["a", "b"], prompt)], step)) == [[2.0, 2.0]]
     assert prompt.columns == {"tests": {"in": ["a"]}}
@@ -183,7 +182,7 @@ def test_process_rewards_become_steps() -> None:
     def more(completions: Any) -> list[Any]:
         return [[[2, 2.0]], 1.0, None]
 
-    scorer = Scorer([replace(named_reward(steps), weight=2.0), named_reward(more)])
+    scorer = Scorer([named(steps, weight=2.0), named(more)])
     first, second, third = scorer([group(["abc", "abc", "abc"])], 0).results[0]
     assert first.steps == (Step(0, 1.0), Step(2, 0.0))
     assert first.components == {"steps": -0.5, "more": 2.0}
@@ -205,7 +204,7 @@ def test_kinds_of_numbers(made: Any) -> None:
     def gives(completions: Any) -> Any:
         return made
 
-    scored = Scorer([named_reward(gives)])(two_groups(), 0)
+    scored = Scorer([named(gives)])(two_groups(), 0)
     assert values(scored)[0] == [1.0, 0.0, 1.0]
 
 
@@ -216,7 +215,7 @@ def test_what_functions_log() -> None:
         log_metric("share", 2.0)
         return [0.0] * len(completions)
 
-    scored = Scorer([named_reward(logs)])(two_groups(), 0)
+    scored = Scorer([named(logs)])(two_groups(), 0)
     assert scored.extras == {"text": ["AA", "B", "CCC", "B"]}
     assert scored.metrics["share"] == 1.5
 
@@ -227,7 +226,7 @@ def test_what_functions_log() -> None:
     with pytest.raises(
         KeelError, match=r"'odd' at step 0 .*: log_extra\('made'\): no JSON for obj"
     ):
-        Scorer([named_reward(odd)])(two_groups(), 0)
+        Scorer([named(odd)])(two_groups(), 0)
 
     def short(completions: list[str], log_extra: Any) -> list[float]:
         log_extra("text", ["x"])
@@ -236,8 +235,8 @@ def test_what_functions_log() -> None:
     with pytest.raises(
         KeelError, match=r"'short' at step 0 .*: log_extra\('text'\) got 1 values for 4 completions"
     ):
-        Scorer([named_reward(short)])(two_groups(), 0)
-    skipped = Scorer([named_reward(short), named_reward(logs)], on_error="skip")(two_groups(), 0)
+        Scorer([named(short)])(two_groups(), 0)
+    skipped = Scorer([named(short), named(logs)], on_error="skip")(two_groups(), 0)
     assert skipped.extras == scored.extras
     assert skipped.failures == {"short": 4}
     assert values(skipped) == [[0.0, 0.0, 0.0], [0.0]]
@@ -250,13 +249,13 @@ def test_what_two_functions_log_under_one_name() -> None:
         return [0.0] * len(completions)
 
     words = {"first": "a", "second": "bb", "third": "ccc"}
-    rewards = [named_reward(logs, name, options={"word": word}) for name, word in words.items()]
+    rewards = [named(logs, name, options={"word": word}) for name, word in words.items()]
     scored = Scorer(rewards)([group(["x"])], 0)
     assert scored.extras == {"why": ["a"], "second/why": ["bb"], "third/why": ["ccc"]}
     shares = {k: v for k, v in scored.metrics.items() if k.endswith("share")}
     assert shares == {"share": 1.0, "second/share": 2.0, "third/share": 3.0}
     # Gates are called first, so their names stay.
-    rewards[2] = replace(rewards[2], gate_below=0.0)
+    rewards[2] = rewards[2].changed(gate_below=0.0)
     gated = Scorer(rewards)([group(["x"])], 0)
     assert gated.extras == {"why": ["ccc"], "first/why": ["a"], "second/why": ["bb"]}
 
@@ -273,7 +272,7 @@ def test_async_functions_wait_together() -> None:
         await arrived[-1].wait()
         return [2.0] * len(completions)
 
-    functions_ = [named_reward(meets, f"slow{i}") for i in range(5)]
+    functions_ = [named(meets, f"slow{i}") for i in range(5)]
     scored = Scorer([*functions_, reward("by_length")])(two_groups(), 0)
     assert values(scored) == [[12.0, 11.0, 13.0], [11.0]]
 
@@ -397,7 +396,7 @@ def test_bad_steps_are_named(steps: Any, says: str) -> None:
         return [steps]
 
     with pytest.raises(KeelError) as error:
-        Scorer([named_reward(process)])([group(["abc"])], 0)
+        Scorer([named(process)])([group(["abc"])], 0)
     assert says in str(error.value)
 
 
@@ -409,7 +408,7 @@ def test_a_missing_column_is_named_before_any_call() -> None:
         return [0.0] * len(completions)
 
     groups = [group(["a"], Prompt("t/train/0", "say", {"solutions": "a", "level": 1}, "t"))]
-    scorer = Scorer([named_reward(first), reward("needs_gold")])
+    scorer = Scorer([named(first), reward("needs_gold")])
     with pytest.raises(KeelError) as error:
         scorer(groups, 0)
     message = "reward 'needs_gold' needs the column 'solution': unknown column 'solution'"
@@ -431,8 +430,8 @@ def test_a_column_turns_is_not_mistaken_for_the_conversation() -> None:
 
     groups = [group(["a"], Prompt("t/train/0", "say", {"turns": 3}, "t"))]
     with pytest.raises(KeelError, match=r"reward 'first' has an argument 'turns', .* rename the"):
-        Scorer([named_reward(first)])(groups, 0)
-    assert values(Scorer([named_reward(other)])(groups, 0)) == [[0.0]]
+        Scorer([named(first)])(groups, 0)
+    assert values(Scorer([named(other)])(groups, 0)) == [[0.0]]
 
 
 def test_column_of_another_task_is_none() -> None:
@@ -441,7 +440,7 @@ def test_column_of_another_task_is_none() -> None:
 
     here = Prompt("a/train/0", "say", {"solution": "a"}, "a")
     there = Prompt("b/train/0", "say", {}, "b")
-    scorer = Scorer([named_reward(picky)], {"a": Listed("a", 5), "b": Listed("b", 5)})
+    scorer = Scorer([named(picky)], {"a": Listed("a", 5), "b": Listed("b", 5)})
     assert values(scorer([group(["x"], here), group(["x"], there)], 0)) == [[1.0], [None]]
     # Even in a step that drew from the other task alone.
     assert values(scorer([group(["x"], there)], 0)) == [[None]]
@@ -459,12 +458,12 @@ def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
     code = (
         "import time\n"
         "from keel.rewards import Scorer\n"
-        "from keel.rewards.registry import named_reward\n"
+        "from tests.rewards.made import named\n"
         "from keel.types import Group, KeelError, Prompt\n"
         "from tests.data.tasks.made import completion\n"
         "async def waits(completions): time.sleep(600)\n"
         "def hangs(completions): time.sleep(600)\n"
-        "scorer = Scorer([named_reward(hangs), named_reward(waits)], timeout=0.2)\n"
+        "scorer = Scorer([named(hangs), named(waits)], timeout=0.2)\n"
         "try: scorer([Group(Prompt('p', 'say'), (completion('a'),))], 0)\n"
         "except KeelError as error: print(error)\n"
     )
@@ -492,7 +491,7 @@ def test_async_reward_keeps_its_event_loop() -> None:
     async def guarded(completions: list[str]) -> list[float]:
         return list(await asyncio.gather(*(one(text) for text in completions)))
 
-    scorer = Scorer([named_reward(guarded, "guarded")])
+    scorer = Scorer([named(guarded, "guarded")])
     for step in (1, 2, 3):
         scored = scorer([group(["a", "bb", "ccc"])], step)
         assert [v.reward for v in scored.results[0]] == [1.0, 2.0, 3.0]
@@ -515,7 +514,7 @@ def test_rewards_see_the_policys_words_and_turns_on_request() -> None:
     reported = conversation(["a?", "b"], "no, 12")
     talk = Prompt("t/train/1", ({"role": "user", "content": "go"},), {}, "t")
     groups = [Group(Prompt("t/train/0", "go", {}, "t"), (reported,)), Group(talk, (reported,))]
-    Scorer([named_reward(plain), named_reward(whole)])(groups, 1)
+    Scorer([named(plain), named(whole)])(groups, 1)
     completions, ids, rest = got["plain"]
     turns = [{"role": "assistant", "content": "a?"}, {"role": "assistant", "content": "b"}]
     assert completions == ["a?b", turns]
@@ -549,7 +548,7 @@ def test_step_ends_count_written_tokens() -> None:
         return [[(at, 1.0) for at in range(len(ids))] for ids in completion_ids]
 
     group = Group(Prompt("t/train/0", "go", {}, "t"), (conversation(["ab", "c"], "12"),))
-    [[result]] = Scorer([named_reward(each)])([group], 1).results
+    [[result]] = Scorer([named(each)])([group], 1).results
     assert result.steps == (Step(0, 1.0), Step(1, 1.0), Step(4, 1.0))
 
 
@@ -582,7 +581,7 @@ def test_functions_get_the_text_before_the_stop_string() -> None:
         seen.append([turn["content"] for turn in turns[-1]])
         return [0.0] * len(completions)
 
-    functions = [named_reward(own), load_reward(RewardSource(function="numeric_match"))]
+    functions = [named(own), load_reward(RewardSource(function="numeric_match"))]
     scorer = Scorer(functions, stop=("\nUser:", "</answer>", "</call>"))
     scored = scorer([Group(asked, tuple(found))], 1)
     assert [one.components["numeric_match"] for one in scored.results[0]] == [1, 0, 1, 0, 0]
@@ -605,7 +604,7 @@ def test_rewards_know_what_the_template_opened() -> None:
 
     options = {"tags": ["reasoning", "answer"]}
     functions = [
-        named_reward(own),
+        named(own),
         load_reward(RewardSource(function="format_match", options=options)),
         load_reward(RewardSource(function="numeric_match")),
     ]
@@ -615,24 +614,3 @@ def test_rewards_know_what_the_template_opened() -> None:
         {"own": 0.0, "format_match": 0.0, "numeric_match": 0.0},
     ]
     assert seen == texts  # as generated
-
-
-@pytest.mark.parametrize(("tag", "ending"), [("think", ""), ("think", "\n"), ("Thought", " ")])
-def test_thoughts_that_a_plain_prompt_opens(tag: str, ending: str) -> None:
-    ask = f"User: 17 + 19? Assistant: <{tag}>{ending}"
-    asked = encode(Prompt("p", ask, {"answer": "36"}, "t"), tokenizer_of("chatml"), {}, raw=True)
-    assert (asked.content, asked.opening) == (ask, f"<{tag}>{ending}")
-    texts = [f"35?</{tag}><answer>36</answer>", "<answer>36</answer>", f"36</{tag}>"]
-    options = {"tags": [tag, "answer"]}
-    functions = [
-        load_reward(RewardSource(function="format_match", options=options)),
-        load_reward(RewardSource(function="numeric_match")),
-    ]
-    scored = Scorer(functions)([group(texts, asked)], 1)
-    assert [list(one.components.values()) for one in scored.results[0]] == [[1, 1], [0, 0], [0, 0]]
-
-
-def test_other_tags_at_the_end_of_plain_prompts() -> None:
-    for ask, opening in (("Say <b>", ""), ("<think></think>", ""), ("A: <answer>", "<answer>")):
-        asked = encode(Prompt("p", ask, {}, "t"), tokenizer_of("chatml"), {}, raw=True)
-        assert asked.opening == opening

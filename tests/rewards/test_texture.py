@@ -170,13 +170,11 @@ def test_the_reward_of_a_language() -> None:
     assert isinstance(wrong, Wrong)
     assert wrong.why.startswith("no language 'xx'")
     assert right == 1
-    with pytest.raises(
-        KeelError, match=r"'language': column = 'my tongue' cannot .*: rename the c"
-    ):
+    with pytest.raises(KeelError, match=r"'language': column: 'my tongue' cannot .*: rename the c"):
         ask(message, {}, column="my tongue")
-    with pytest.raises(KeelError, match="column = 'class' cannot be an argument's name"):
+    with pytest.raises(KeelError, match="column: 'class' cannot be an argument's name"):
         ask(message, {}, column="class")
-    with pytest.raises(KeelError, match="column = 'completions' comes from the run"):
+    with pytest.raises(KeelError, match="column: 'completions' comes from the run"):
         ask(message, {}, column="completions")
 
 

@@ -48,7 +48,7 @@ def code(trusted: bool) -> Work:
 
     def score(before: str) -> Any:
         columns = {"completions": ["b = 1"], "tests": ["assert 1"], "before": [before]}
-        ignored = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
+        ignored = dict.fromkeys(("log_extra", "log_summary"), lambda *_: None)
         return call_with_time_limit(lambda: function(**columns, **ignored), ENDLESS)
 
     assert score("pass\n").value == [1.0]

@@ -11,13 +11,13 @@ import torch
 
 from keel.learn.batch import Estimates, from_groups
 from keel.preflight.check import check
-from keel.rewards.registry import named_reward
 from keel.rewards.scorer import Scorer
 from keel.runs.reader import load
 from keel.training.rl import minibatches
 from keel.training.rollout import all_alike
 from keel.training.run import train
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
+from tests.rewards.made import named
 from tests.training.small import info, run, small
 
 STEPS = "rewards.functions=[{function='tests.training.rewards:digits_in_order'}]"
@@ -94,7 +94,7 @@ def test_check_finds_step_rewards_unfit_for_the_advantage(
 
 def test_overlong_penalty_is_no_variance_for_dynamic_sampling() -> None:
     made = group((2, 6, 7, 8))
-    wrong = named_reward(lambda completions: [0.0] * len(completions), "right")
+    wrong = named(lambda completions: [0.0] * len(completions), "right")
     scorer = Scorer([wrong], overlong_buffer=4, max_tokens=8)
     [judged] = scorer([made], 0).results
     scorer.close()

@@ -40,7 +40,7 @@ from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.platform.calls import POLL, restart_time_limit
-from keel.rewards.batch import Log, Metrics
+from keel.rewards.logs import Log
 from keel.rewards.registry import TASK, NamedReward, load_reward
 from keel.types import Capabilities, Engine, Group, OnGroup, Prompt, Sampling
 
@@ -115,9 +115,15 @@ class RemoteReward:
         return replace(found, function=self, is_async=True)
 
     async def __call__(
-        self, *, log_extra: Any = None, log_metric: Metrics | None = None, **arguments: Any
+        self,
+        *,
+        log_extra: Any = None,
+        log_metric: Any = None,
+        log_summary: Any = None,
+        **arguments: Any,
     ) -> Any:
-        wanted = [n for n, to in (("log_extra", log_extra), ("log_metric", log_metric)) if to]
+        to = {"log_extra": log_extra, "log_metric": log_metric, "log_summary": log_summary}
+        wanted = [name for name, given in to.items() if given is not None]
         call = self.pool.submit(_RewardWorker.call, self.place, arguments, wanted)
         result = asyncio.wrap_future(call)
         begun = False
@@ -129,15 +135,14 @@ class RemoteReward:
                 await asyncio.wait((result,), timeout=POLL)
         finally:
             call.cancel()  # if it has not ended: the pool then replaces the worker
-        value, extras, metric = await result
-        if log_extra is not None:
-            for name, values in extras.items():
-                log_extra(name, values)
-        if log_metric is not None:
-            for name, numbers in metric.numbers.items():
-                log_metric.numbers.setdefault(name, []).extend(numbers)
-            log_metric.found += metric.found
-            log_metric.summary = metric.summary or log_metric.summary
+        value, log = await result
+        for name, values in log.extras.items():
+            log_extra(name, values)
+        for name, numbers in log.numbers.items():
+            for number in numbers:
+                log_metric(name, number)
+        if log.summary is not None:
+            log_summary(log.found, log.summary)
         return value
 
     def close(self) -> None:
@@ -235,18 +240,20 @@ class _RewardWorker:
     def named(self, place: int) -> NamedReward:
         return replace(self._rewards[place], function=None)
 
-    def call(
-        self, place: int, arguments: dict[str, Any], wanted: list[str]
-    ) -> tuple[Any, dict[str, list[Any]], Metrics]:
+    def call(self, place: int, arguments: dict[str, Any], wanted: list[str]) -> tuple[Any, Log]:
         log = Log()
-        logs = {"log_extra": log.extra, "log_metric": log.metric}
+        logs = {
+            "log_extra": log.extra,
+            "log_metric": log.metric,
+            "log_summary": log.summarise,
+        }
         reward = self._rewards[place]
         assert reward.function is not None
         with self._time():
             value = reward.function(**arguments, **{name: logs[name] for name in wanted})
             if reward.is_async:
                 value = self._loop.run_until_complete(value)
-        return value, log.extras, log.metric
+        return value, log
 
     def close(self, place: int) -> None:
         close = getattr(self._rewards[place].function, "close", None)

@@ -13,7 +13,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +67,7 @@ def call_with_time_limit(
 
 def call_each(
     functions: Sequence[Callable[[], Any]], seconds: float, given_up: GivesUp | None = None
-) -> Iterator[CallOutcome]:
+) -> Generator[CallOutcome, None, None]:
     """Call functions one after the other in one thread, each with its own time limit.
 
     After one that hangs, the rest go on in a new thread. Raises Cancelled as

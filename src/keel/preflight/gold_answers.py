@@ -193,7 +193,7 @@ def _scored(
 ) -> dict[str, list[float | None]]:
     """The values of each function, without gates and weights."""
     plain = [
-        replace(f, gate_below=None, gated_reward=0.0, weight=1.0, normalise="none")
+        f.changed(gate_below=None, gated_reward=0.0, weight=1.0, normalise="none")
         for _, f in functions
     ]
     # Not closed: the functions are the batch's scorer's, which closes them.

@@ -123,7 +123,7 @@ def check_sampled_rewards(context: StageContext, plan: SamplingPlan, scored: Sco
     never = [
         reward_zero(f.name, scored.values(f.name), scored.gold_values(f.name), key)
         for _, f in scored.rewards
-        if f.weight
+        if f.source.weight
     ]
     context.add(*never)
     if scored.partial:
@@ -151,13 +151,13 @@ def check_sampled_rewards(context: StageContext, plan: SamplingPlan, scored: Sco
 
 def _flattened(scored: ScoredBatch, key: str) -> tuple[str, str | None]:
     """The key of a gate or a clip that makes all rewards equal, and what it does."""
-    weighed = [function for _, function in scored.rewards if function.weight]
+    weighed = [function for _, function in scored.rewards if function.source.weight]
     for at, (_, function) in enumerate(scored.rewards):
         values = scored.values(function.name)
-        gate, clip = function.gate_below, function.clip
+        gate, clip = function.source.gate_below, function.source.clip
         if gate is not None and values and max(values) < gate:
             return f"{key}.{at}.gate_below", f"the gate {function.name!r} is shut for each of them"
-        if clip is not None and len(weighed) == 1 and function.weight and values:
+        if clip is not None and len(weighed) == 1 and function.source.weight and values:
             cut = {min(max(value, clip[0]), clip[1]) for value in values}
             if len(cut) == 1 and len(set(values)) > 1:
                 return f"{key}.{at}.clip", f"clip makes {next(iter(cut)):g} of every value"

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -220,8 +219,8 @@ def _scorer(
     plan: SamplingPlan, functions: Sequence[NamedReward], stats: PromptStats, partial: bool
 ) -> Scorer:
     """The stage's scorer; if rewards are missing, of the others, whatever their weights."""
-    if partial and functions and not any(f.weight for f in functions):
-        functions = [replace(f, weight=1.0) for f in functions]
+    if partial and functions and not any(f.source.weight for f in functions):
+        functions = [f.changed(weight=1.0) for f in functions]
     algorithm = plan.sampling.algorithm
     made = scorer(
         plan.rewards, functions, stats.tasks,

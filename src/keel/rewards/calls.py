@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,17 +20,11 @@ import numpy as np
 
 from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
-from keel.platform.calls import (
-    POLL,
-    AsyncCall,
-    CallOutcome,
-    GivesUp,
-    call_each,
-    call_with_time_limit,
-)
+from keel.platform.calls import POLL, AsyncCall, CallOutcome, call_each, call_with_time_limit
 from keel.platform.loop_thread import LoopThread
 from keel.platform.time_limit import Cancelled, Hung, place, raise_if_cancelled
-from keel.rewards.batch import Log, RewardBatch, arguments, column_names, without_stop
+from keel.rewards.batch import RewardBatch, arguments, column_names, without_stop
+from keel.rewards.logs import Log
 from keel.rewards.registry import NamedReward
 from keel.rewards.validation import BadReturn, RewardOutput, read_rewards
 from keel.types import Group, KeelError, Prompt, Task, one_line
@@ -40,94 +34,94 @@ PARTS = 8
 better the more it gets, so that many small ones could take longer than they save."""
 
 
-@dataclass(frozen=True, eq=False)
-class CallConfig:
-    """How functions are called; see `Scorer`."""
+class StepCalls:
+    """The calls of all functions on the parts of a step, and what they gave.
 
-    functions: Sequence[NamedReward]
-    tasks: dict[str, Task]
-    timeout: float
-    on_error: Literal["stop", "skip"]
-    loop: LoopThread
-    stop: Sequence[str] = ()
-
-
-class RewardCall:
-    """The call of all functions on one part of a step: `outputs` by function, and their `logs`
-    with the places of the completions in the step.
-
-    `start` calls gates first, and the others with the completions that pass; `finish` waits for the
-    coroutines. Both raise KeelError for a failure that stops the run, and Cancelled once
-    `given_up()`. Completions whose program failed are shown to no function.
+    `outputs` are by function and by the place of the completion in the step; `logs` are of each
+    call that succeeded, with the places of its completions. `add` and `finish` raise KeelError for
+    a failure that stops the run, and Cancelled once `given_up` is set.
     """
 
     def __init__(
-        self, config: CallConfig, batch: RewardBatch, given_up: GivesUp | None = None
+        self,
+        functions: Sequence[NamedReward],
+        tasks: Mapping[str, Task],
+        *,
+        timeout: float,
+        on_error: Literal["stop", "skip"],
+        loop: LoopThread,
     ) -> None:
-        self.batch = batch
-        self.outputs = {f.name: [RewardOutput()] * len(batch) for f in config.functions}
-        self.logs: dict[str, tuple[Log, tuple[int, ...]]] = {}
-        self._config = config
-        self._given_up = given_up
-        self._running: dict[str, AsyncCall] = {}
-        self._indices: list[int] = []
-        self._called = batch
+        self.functions, self.tasks = functions, tasks
+        self.timeout, self.on_error, self.loop = timeout, on_error, loop
+        self.outputs: dict[str, dict[int, RewardOutput]] = {f.name: {} for f in functions}
+        self.logs: dict[str, list[tuple[Log, tuple[int, ...]]]] = {f.name: [] for f in functions}
+        self.given_up = False
+        self._running: list[tuple[str, AsyncCall, RewardBatch, Log]] = []
 
-    def start(self) -> None:
-        """Call all functions; only coroutines of those that are no gates still run."""
-        gates = [f for f in self._config.functions if f.gate_below is not None]
-        others = [f for f in self._config.functions if f.gate_below is None]
-        passing = [at for at, one in enumerate(self.batch.completions) if not one.failed]
-        self._call_all(gates, passing)
-        self.finish()
-        passing = [
-            at
-            for at in passing
-            if not any(gate.gates(self.outputs[gate.name][at].value) for gate in gates)
-        ]
-        self._call_all(others, passing)
+    def add(self, part: RewardBatch) -> None:
+        """Call gates, and the other functions with the completions that pass.
+
+        Coroutines that are no gates still run after it. Completions whose program failed are shown
+        to no function.
+        """
+        gates = [f for f in self.functions if f.source.gate_below is not None]
+        others = [f for f in self.functions if f.source.gate_below is None]
+        part = part.select([at for at, one in enumerate(part.completions) if not one.failed])
+        if gates and part:
+            before = len(self._running)
+            self._start(gates, part)
+            self._finish_from(before)
+            part = part.select(
+                [
+                    at
+                    for at, place in enumerate(part.places)
+                    if not any(g.gates(self.outputs[g.name][place].value) for g in gates)
+                ]
+            )
+        if others and part:
+            self._start(others, part)
 
     def finish(self) -> None:
         """Wait for the coroutines, and read their outputs."""
-        while self._running:
-            name = next(iter(self._running))
-            outcome = self._running[name].outcome(self._given_up)
-            del self._running[name]
-            self._read(name, outcome)
+        self._finish_from(0)
 
     def cancel(self) -> None:
         """Give up the coroutines that still run."""
-        for call in self._running.values():
-            call.cancel()
+        for _, running, _, _ in self._running:
+            running.cancel()
 
-    def _call_all(self, functions: Sequence[NamedReward], indices: list[int]) -> None:
-        """Start coroutines on these completions of the part, and call the sync functions."""
-        if not functions or not indices:
-            return
-        self._indices, self._called = indices, self.batch.select(indices)
-        calls = {}
-        for function in functions:
-            log = Log(len(indices))
-            self.logs[function.name] = log, self._called.places
-            if function.function is not None:
-                bound = arguments(function, self._called, log)
-                calls[function.name] = functools.partial(function.function, **bound)
+    def _start(self, functions: Sequence[NamedReward], part: RewardBatch) -> None:
+        """Start coroutines, and call the other functions."""
+        logs = {f.name: Log(len(part)) for f in functions}
+        bound = {
+            f.name: functools.partial(f.function, **arguments(f, part, logs[f.name]))
+            for f in functions
+            if f.function is not None
+        }
         for function in functions:
             if function.is_async:
-                self._running[function.name] = AsyncCall(
-                    calls[function.name], self._config.timeout, self._config.loop
-                )
+                running = AsyncCall(bound[function.name], self.timeout, self.loop)
+                self._running.append((function.name, running, part, logs[function.name]))
         for function in functions:
             if function.function is None:
-                self._score_by_task(function.name)
+                self._score_by_task(function.name, part)
             elif not function.is_async:
-                self._read(function.name, self._call(function, calls[function.name]))
+                outcome = self._call(function, bound[function.name])
+                self._read(function.name, outcome, part, logs[function.name])
+
+    def _finish_from(self, first: int) -> None:
+        """Wait for the coroutines from a number on, and read their outputs."""
+        while len(self._running) > first:
+            name, running, part, log = self._running[first]
+            outcome = running.outcome(lambda: self.given_up)
+            del self._running[first]
+            self._read(name, outcome, part, log)
 
     def _call(self, function: NamedReward, bound: Callable[[], Any]) -> CallOutcome:
         # What it started outside of this process would go on.
         abandon = getattr(function.function, "abandon", lambda: None)
         try:
-            outcome = call_with_time_limit(bound, self._config.timeout, self._given_up)
+            outcome = call_with_time_limit(bound, self.timeout, lambda: self.given_up)
         except Cancelled:
             abandon()
             raise
@@ -135,57 +129,57 @@ class RewardCall:
             abandon()
         return outcome
 
-    def _read(self, name: str, outcome: CallOutcome) -> None:
+    def _read(self, name: str, outcome: CallOutcome, part: RewardBatch, log: Log) -> None:
         """Read the outputs of one call; a failure stops, or marks the completions and drops the
         log."""
-        batch = self._called
         wrong = self._failure(outcome)
         if wrong is None:
-            written = [np.flatnonzero(one.written).tolist() for one in batch.completions]
+            written = [np.flatnonzero(one.written).tolist() for one in part.completions]
             try:
                 outputs = read_rewards(outcome.value, written)
             except BadReturn as error:
                 wrong = str(error)
             else:
-                for index, output in enumerate(outputs):
-                    self._take(name, index, output, outcome)
+                for at, output in enumerate(outputs):
+                    self._take(name, part, at, output, outcome)
+                self.logs[name].append((log, part.places))
                 return
-        first, last = batch.prompts[0].id, batch.prompts[-1].id
-        self._stop(
-            name, f" ({len(batch)} completions, prompts {first!r} to {last!r})", wrong, outcome
-        )
-        del self.logs[name]
-        for index in range(len(batch)):
-            self.outputs[name][self._indices[index]] = RewardOutput(wrong=wrong)
+        first, last = part.prompts[0].id, part.prompts[-1].id
+        where = f" ({len(part)} completions, prompts {first!r} to {last!r})"
+        self._stop(name, part.step, where, wrong, outcome)
+        self.outputs[name] |= dict.fromkeys(part.places, RewardOutput(wrong=wrong))
 
-    def _score_by_task(self, name: str) -> None:
+    def _score_by_task(self, name: str, part: RewardBatch) -> None:
         """Read the tasks' own scores; each is a call with its own timeout."""
-        calls, tasks, batch = [], self._config.tasks, self._called
-        for prompt, completion in zip(batch.prompts, batch.completions, strict=True):
-            if prompt.task not in tasks:
-                raise KeelError(f"prompt {prompt.id!r}: {unknown('task', prompt.task, tasks)}")
-            calls.append(functools.partial(tasks[prompt.task].score, prompt, completion))
-        for index, outcome in enumerate(call_each(calls, self._config.timeout, self._given_up)):
-            wrong = self._failure(outcome)
-            if wrong is not None:
-                output = RewardOutput(wrong=wrong)
-            else:
-                (output,) = read_rewards([outcome.value], [range(len(batch.completions[index]))])
-            self._take(name, index, output, outcome)
+        calls = []
+        for prompt, completion in zip(part.prompts, part.completions, strict=True):
+            if prompt.task not in self.tasks:
+                known = unknown("task", prompt.task, self.tasks)
+                raise KeelError(f"prompt {prompt.id!r}: {known}")
+            calls.append(functools.partial(self.tasks[prompt.task].score, prompt, completion))
+        with closing(call_each(calls, self.timeout, lambda: self.given_up)) as outcomes:
+            for at, outcome in enumerate(outcomes):
+                output = RewardOutput(wrong=self._failure(outcome))
+                if output.wrong is None:
+                    (output,) = read_rewards([outcome.value], [range(len(part.completions[at]))])
+                self._take(name, part, at, output, outcome)
 
-    def _take(self, name: str, index: int, output: RewardOutput, outcome: CallOutcome) -> None:
-        """Keep the output for one completion of the call."""
+    def _take(
+        self, name: str, part: RewardBatch, at: int, output: RewardOutput, outcome: CallOutcome
+    ) -> None:
+        """Keep the output for one completion of a part."""
+        place = part.places[at]
         if output.wrong is not None:
-            place, prompt = self._called.places[index], self._called.prompts[index]
-            self._stop(name, f": sample {place} (prompt {prompt.id!r})", output.wrong, outcome)
-        self.outputs[name][self._indices[index]] = output
+            where = f": sample {place} (prompt {part.prompts[at].id!r})"
+            self._stop(name, part.step, where, output.wrong, outcome)
+        self.outputs[name][place] = output
 
-    def _stop(self, name: str, where: str, wrong: str, outcome: CallOutcome) -> None:
+    def _stop(self, name: str, step: int, where: str, wrong: str, outcome: CallOutcome) -> None:
         """Raise KeelError for a failure, if it stops the run."""
-        if self._config.on_error == "skip":
+        if self.on_error == "skip":
             return
         # The message of a user's function may hold a key of its own.
-        line = without_secrets(f"reward {name!r} at step {self.batch.step}{where}: {wrong}")
+        line = without_secrets(f"reward {name!r} at step {step}{where}: {wrong}")
         error = Hung(line, outcome.stack) if outcome.timed_out else KeelError(line)
         raise error from outcome.error
 
@@ -193,7 +187,7 @@ class RewardCall:
         if outcome.timed_out:
             where = f" ({place(outcome.stack)})" if outcome.stack else ""
             return (
-                f"hangs: no answer within {self._config.timeout:g} s{where}: fix it, or raise "
+                f"hangs: no answer within {self.timeout:g} s{where}: fix it, or raise "
                 "rewards.timeout"
             )
         if outcome.error is None:
@@ -220,41 +214,41 @@ class Failed(BaseException):
 
 class Overlap:
     """Scores a step while it is sampled, in one thread. To be entered; after leaving, no thread is
-    left but that of a function that hangs (`rewards.executor`).
+    left but that of a function that hangs (`keel.platform.calls`).
 
     Leaving with an error of the sampling gives up the calls that run.
     """
 
-    def __init__(self, config: CallConfig, prompts: Sequence[Prompt], step: int) -> None:
-        self._config = config
-        self._step = step
+    def __init__(
+        self, calls: StepCalls, prompts: Sequence[Prompt], step: int, stop: Sequence[str]
+    ) -> None:
+        self._calls = calls
+        self._step, self._stop = step, stop
         self._names = column_names(prompts)
         self._size = max(1, -(-len(prompts) // PARTS))
         self._groups: list[Group | None] = [None] * len(prompts)
         self._first = self._before = 0
         """Groups that are in parts, and the completions in them."""
-        self._parts: queue.SimpleQueue[RewardCall | None] = queue.SimpleQueue()
-        self._calls: list[RewardCall] = []
-        self._given_up = False
+        self._parts: queue.SimpleQueue[RewardBatch | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._score, name="keel-overlap", daemon=True)
 
     def add(self, place: int, group: Group) -> None:
         """Add a group by the place of its prompt. Raises Failed if a part could not be scored."""
-        self._groups[place] = without_stop(group, self._config.stop)
+        self._groups[place] = without_stop(group, self._stop)
         if self._error is not None:
             raise Failed
         while self._first < len(self._groups):
             ready = [g for g in self._groups[self._first :][: self._size] if g is not None]
             if len(ready) < min(self._size, len(self._groups) - self._first):
                 return
-            batch = RewardBatch.of(ready, self._step, self._names, self._before)
+            part = RewardBatch.of(ready, self._step, self._names, self._before)
             self._first += len(ready)
-            self._before += len(batch)
-            self._parts.put(RewardCall(self._config, batch, lambda: self._given_up))
+            self._before += len(part)
+            self._parts.put(part)
 
-    def calls(self) -> list[RewardCall]:
-        """The call of each part, once all groups are in. Raises the error of one that failed."""
+    def finish(self) -> StepCalls:
+        """The calls, once all groups are in and scored. Raises the error of a part that failed."""
         if self._first < len(self._groups):
             raise ValueError("not every group was added")
         self._parts.put(None)
@@ -274,7 +268,7 @@ class Overlap:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._given_up = kind is not None
+        self._calls.given_up = kind is not None
         self._parts.put(None)
         self._thread.join()
         if kind is Failed:
@@ -283,17 +277,14 @@ class Overlap:
     def _score(self) -> None:
         try:
             while (part := self._parts.get()) is not None:
-                self._calls.append(part)
-                part.start()
-            for part in self._calls:
-                part.finish()
+                self._calls.add(part)
+            self._calls.finish()
         except Cancelled:
             pass
         except BaseException as error:
             self._error = error
         finally:
-            for part in self._calls:
-                part.cancel()
+            self._calls.cancel()
 
     def _raise(self) -> None:
         if self._error is not None:

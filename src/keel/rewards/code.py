@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+from keel.algorithms.spec import FrozenModel
+from keel.config.fields import Count
+from keel.config.sources import Seconds
 from keel.graders.code_blocks import python_code
 from keel.graders.unit_tests import (
     Checked,
@@ -19,58 +22,52 @@ from keel.graders.unit_tests import (
     wanted_names,
 )
 from keel.platform.sandbox.bubblewrap import Limits, Sandbox
-from keel.rewards.batch import log_summary
-from keel.rewards.registry import RewardContext, check_column, keywords
+from keel.rewards.logs import Summary
+from keel.rewards.registry import Column, RewardContext, with_arguments
 from keel.rewards.rules import stated_texts
 from keel.types import KeelError
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+COLUMNS = ("tests", "entry_point", "prepend", "setup")
+"""Options that name data columns."""
 
 
-def code(
-    context: RewardContext,
-    *,
-    tests: str = "tests",
-    entry_point: str | None = None,
-    prepend: str | None = None,
-    setup: str | None = None,
-    isolation: Isolation = "process",
-    partial: bool = False,
-    timeout: float = 10.0,
-    memory_mb: int = 512,
-    processes: int = 8,
-    output_kb: int = 64,
-    workers: int = 2,
-    trusted: bool = False,
-) -> CodeReward:
+class CodeOptions(FrozenModel):
+    """The options of `code`; the first four name data columns, the limits are of one process."""
+
+    tests: Column = "tests"
+    """Python that raises if it fails, as one text or as a list (MBPP's `test_list`); or HumanEval's
+    `test`, which defines `check(candidate)`."""
+    entry_point: Column | None = None
+    """The function's name, for such a `check`."""
+    prepend: Column | None = None
+    """Put before the completion's code (HumanEval's `prompt`)."""
+    setup: Column | None = None
+    """Python that runs before the tests, on their side (MBPP's `test_setup_code`), a text or a
+    list."""
+    isolation: Isolation = "process"
+    """Whether the code has a process of its own, or shares that of the tests."""
+    partial: bool = False
+    """The reward is the share of a list's tests that pass."""
+    timeout: Seconds = 10.0
+    memory_mb: int = 512
+    processes: int = 8
+    output_kb: int = 64
+    workers: Count = 2
+    """Completions that run at a time."""
+    trusted: bool = False
+    """Run without a sandbox."""
+
+
+def code(context: RewardContext, options: CodeOptions) -> CodeReward:
     """The reward of code that passes its unit tests, run in a sandbox.
 
-    `tests`, `entry_point`, `prepend` and `setup` name data columns. `tests` holds Python that
-    raises if it fails, as one text or as a list (MBPP's `test_list`); HumanEval's `test`, which
-    defines `check(candidate)`, needs the function's name from `entry_point`. `prepend` is put
-    before the completion's code (HumanEval's `prompt`); `setup` is Python that runs before the
-    tests, on their side (MBPP's `test_setup_code`), a text or a list.
-    `isolation` gives the code a process of its own, or has it share that of the tests. With
-    `partial` the reward is the share of a list's tests that pass. The limits are those of one
-    process; `workers` completions run at a time. `trusted` runs them without a sandbox.
     Raises KeelError if there is no bubblewrap, or it can make no sandbox.
     """
-    if not isinstance(workers, int) or workers < 1:
-        raise KeelError(f"workers = {workers!r}: give a whole number of at least 1")
-    for option, value in {"trusted": trusted, "partial": partial}.items():
-        if not isinstance(value, bool):  # "false" would be true
-            raise KeelError(f"{option} = {value!r}: give true or false")
-    if isolation not in get_args(Isolation):
-        raise KeelError(f"isolation = {isolation!r}: give 'process' or 'shared'")
-    limits = Limits(timeout, memory_mb, processes, output_kb)
-    columns = {"tests": tests, "entry_point": entry_point, "prepend": prepend, "setup": setup}
-    named = {option: column for option, column in columns.items() if column is not None}
-    for option, column in named.items():
-        if not isinstance(column, str):
-            raise KeelError(f"{option} = {column!r}: name a column of the data")
-        check_column(option, column)
-    return CodeReward(Sandbox(limits, trusted=trusted), named, isolation, partial, workers)
+    o = options
+    limits = Limits(o.timeout, o.memory_mb, o.processes, o.output_kb)
+    return CodeReward(Sandbox(limits, trusted=o.trusted), options)
 
 
 class CodeReward:
@@ -83,26 +80,20 @@ class CodeReward:
     on until `abandon`, which ends it and all that it runs; the reward can be called again after.
     """
 
-    def __init__(
-        self,
-        sandbox: Sandbox,
-        columns: dict[str, str],
-        isolation: Isolation,
-        partial: bool,
-        workers: int,
-    ) -> None:
-        self._sandbox, self._columns, self._partial = sandbox, columns, partial
-        self._isolation, self._workers = isolation, workers
+    def __init__(self, sandbox: Sandbox, options: CodeOptions) -> None:
+        self._sandbox, self._options = sandbox, options
+        named = ((name, getattr(options, name)) for name in COLUMNS)
+        self._columns = {name: column for name, column in named if column is not None}
         self._running: set[threading.Event] = set()
-        names = dict.fromkeys(("completions", *columns.values(), "log_extra", "log_metric"))
-        self.__signature__ = keywords(names, ("openings",))
+        names = dict.fromkeys(("completions", *self._columns.values(), "log_extra", "log_summary"))
+        with_arguments(self, names, ("openings",))
 
     def __call__(
         self,
         *,
         completions: Sequence[Any],
         log_extra: Callable[[str, Sequence[Any]], None],
-        log_metric: Callable[[str, float], None],
+        log_summary: Callable[[Sequence[Any], Summary], None],
         openings: Sequence[str] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
@@ -119,13 +110,13 @@ class CodeReward:
             tested = in_threads(
                 lambda item: self._judge(*item, stop),
                 list(zip(stated, before, tests, strict=True)),
-                self._workers,
+                self._options.workers,
                 stop,
             )
         finally:
             self._running.discard(stop)
         log_extra("code/cause", ["" if one is None else one.cause for one in tested])
-        log_summary(log_metric, [one.status for one in tested if one is not None], _shares)
+        log_summary([one.status for one in tested if one is not None], _shares)
         return [None if one is None else self._worth(one) for one in tested]
 
     def trivial(self, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -138,13 +129,13 @@ class CodeReward:
             if read is None:
                 return found
             for answer, code in trivial_codes(read).items():
-                ran = run_tests(self._sandbox, code, read, isolation=self._isolation)
+                ran = run_tests(self._sandbox, code, read, isolation=self._options.isolation)
                 if ran.status == "timeout":
                     break  # further answers would take as long
                 found += [answer] if ran.status == "passed" else []
             return found
 
-        return in_threads(passed, list(enumerate(rows)), self._workers)
+        return in_threads(passed, list(enumerate(rows)), self._options.workers)
 
     def abandon(self) -> None:
         """Stop the calls that still run: their sandboxes are killed, and no further one starts."""
@@ -164,10 +155,12 @@ class CodeReward:
         code = python_code(text, wanted_names(tests))
         if before and code != text and not before.endswith("\n"):
             before += "\n"  # a fence begins a line; a text goes on where the prompt ends
-        return run_tests(self._sandbox, before + code, tests, isolation=self._isolation, stop=stop)
+        return run_tests(
+            self._sandbox, before + code, tests, isolation=self._options.isolation, stop=stop
+        )
 
     def _worth(self, tested: Checked) -> float:
-        return tested.share if self._partial else float(tested.status == "passed")
+        return tested.share if self._options.partial else float(tested.status == "passed")
 
 
 def _read(at: int, row: Mapping[str, Any]) -> UnitTests | None:
@@ -195,37 +188,19 @@ def in_threads(
 ) -> list[Out]:
     """Each item's value, by some threads at a time; the first error, once all have stopped.
 
-    Once `stop` is set no further item is begun, and the call ends in a KeelError. The threads are
-    daemons: an abandoned call does not hold up the end of the process.
+    Once `stop` is set no further item is begun, and the call ends in a KeelError.
     """
-    stop = stop or threading.Event()
-    waiting: queue.SimpleQueue[tuple[int, In]] = queue.SimpleQueue()
-    values: dict[int, Out] = {}
-    errors: list[BaseException] = []
-    for item in enumerate(items):
-        waiting.put(item)
 
-    def work() -> None:
-        while not errors and not stop.is_set():
-            try:
-                at, item = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                values[at] = function(item)
-            except BaseException as error:
-                errors.append(error)
+    failed = threading.Event()
 
-    threads = [
-        threading.Thread(target=work, name="keel-code", daemon=True)
-        for _ in range(min(workers, len(items)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    if stop.is_set():
-        raise KeelError("stopped before its end")
-    return [values[at] for at in range(len(items))]
+    def work(item: In) -> Out:
+        if failed.is_set() or (stop is not None and stop.is_set()):
+            raise KeelError("stopped before its end")
+        try:
+            return function(item)
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="keel-code") as pool:
+        return list(pool.map(work, items))

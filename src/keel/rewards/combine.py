@@ -66,20 +66,21 @@ def _result(
     components = {name: output.value for name, output in outputs.items()}
     for function in functions:
         if function.gates(components[function.name]):
-            gated = function.gated_reward
+            gated = function.source.gated_reward
             return RewardResult(gated, components, outcome=gated, unshaped=gated)
     weighted: list[float] = []
     outcomes: list[float] = []
     steps: dict[int, float] = {}
     for function in functions:
         value, of_steps = values[function.name], outputs[function.name].steps
-        if not function.weight or value is None:
+        weight = function.source.weight
+        if not weight or value is None:
             continue
-        weighted.append(function.weight * value)
+        weighted.append(weight * value)
         if of_steps is None:
             outcomes.append(weighted[-1])
         for step in of_steps or ():
-            share = function.weight * function.clipped(step.reward)
+            share = weight * function.clipped(step.reward)
             steps[step.end] = steps.get(step.end, 0.0) + share
     reward = float(sum(weighted)) if weighted else None
     return RewardResult(
@@ -95,9 +96,10 @@ def _values(
     function: NamedReward, outputs: Sequence[RewardOutput], groups: Sequence[int]
 ) -> list[float | None]:
     """A component's values, clipped and normalised; of steps, the sum of the clipped ones."""
-    if function.normalise != "none" and any(one.steps is not None for one in outputs):
+    normalise = function.source.normalise
+    if normalise != "none" and any(one.steps is not None for one in outputs):
         raise KeelError(
-            f'reward {function.name!r} rewards steps, and normalise = "{function.normalise}" '
+            f'reward {function.name!r} rewards steps, and normalise = "{normalise}" '
             "is of whole answers: drop it (process_group_relative normalises steps itself)"
         )
     found: list[float | None] = []
@@ -106,9 +108,9 @@ def _values(
             found.append(sum(function.clipped(step.reward) for step in one.steps))
         else:
             found.append(None if one.value is None else function.clipped(one.value))
-    if function.normalise == "none":
+    if normalise == "none":
         return found
-    keys = groups if function.normalise == "group" else [0] * len(found)
+    keys = groups if normalise == "group" else [0] * len(found)
     for key in set(keys):
         places = [at for at, k in enumerate(keys) if k == key and found[at] is not None]
         normal = _standardised(np.array([found[at] for at in places], dtype=np.float64))

@@ -6,34 +6,39 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from pydantic import model_validator
+
+from keel.algorithms.spec import FrozenModel
+from keel.config.fields import Count
+from keel.config.sources import Seconds
 from keel.graders.answers import final_answer
 from keel.graders.languages import check_language, language_of, language_share
 from keel.graders.mathematics import Mathematics
-from keel.rewards.batch import log_summary
-from keel.rewards.registry import RewardContext, check_column, keywords
+from keel.rewards.logs import Summary
+from keel.rewards.registry import Column, RewardContext, with_arguments
 from keel.rewards.rules import Sample, samples, texts
 from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
 
-def math(
-    context: RewardContext,
-    *,
-    timeout: float = 5.0,
-    workers: int = 2,
-    tag: str | None = None,
-    evaluated: bool = True,
-    strict: bool = True,
-) -> MathReward:
-    """The reward of a mathematically right answer.
+class MathOptions(FrozenModel):
+    """The options of `math`."""
 
-    `timeout` is in seconds for a completion, `workers` processes run at a time. `tag` takes as the
-    text what stands in the last `<tag>…</tag>` (without one, 0). With `evaluated`, an answer that
-    leaves arithmetic to do (`17 \\times 24`) is not that number. Not `strict`, math-verify reads
-    the text and compares, as accuracies are published.
-    """
-    mathematics = Mathematics(timeout=timeout, workers=workers, evaluated=evaluated, strict=strict)
-    return MathReward(mathematics, tag)
+    timeout: Seconds = 5.0
+    """Seconds for a completion."""
+    workers: Count = 2
+    """Processes that run at a time."""
+    tag: str | None = None
+    """The text is what stands in the last `<tag>…</tag>` (without one, 0)."""
+    evaluated: bool = True
+    """An answer that leaves arithmetic to do (`17 \\times 24`) is not that number."""
+    strict: bool = True
+    """False: math-verify reads the text and compares, as accuracies are published."""
+
+
+def math(context: RewardContext, options: MathOptions) -> MathReward:
+    """The reward of a mathematically right answer."""
+    return MathReward(Mathematics(**options.model_dump(exclude={"tag"})), options.tag)
 
 
 class MathReward:
@@ -57,7 +62,7 @@ class MathReward:
         answer: Sequence[Any],
         prompts: Sequence[Any] | None = None,
         openings: Sequence[str] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
+        log_summary: Callable[[Sequence[Any], Summary], None] | None = None,
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
     ) -> list[float | Wrong | None]:
         found = samples(completions, answer, self._tag, openings, prompts)
@@ -75,8 +80,8 @@ class MathReward:
                 )
             return float(finding == "same")
 
-        if log_metric is not None:
-            log_summary(log_metric, findings, _unfinished)
+        if log_summary is not None:
+            log_summary(findings, _unfinished)
         if log_extra is not None:
             answers = [final_answer(one.text or "", words=True) for one in found]
             log_extra("extracted", [None if one is None else one.text for one in answers])
@@ -87,74 +92,68 @@ def _unfinished(found: Sequence[str]) -> Mapping[str, float]:
     return {"math/timed_out": found.count("timed out"), "math/died": found.count("died")}
 
 
-def language(
-    context: RewardContext,
-    *,
-    wanted: str | None = None,
-    column: str | None = None,
-    share: bool = False,
-) -> LanguageReward:
+class LanguageOptions(FrozenModel):
+    """The options of `language`."""
+
+    wanted: str | None = None
+    """The code of the language (ISO 639-1), such as "en"."""
+    column: Column | None = None
+    """The column with such a code."""
+    share: bool = False
+    """The reward is the share of the text's letters in sentences of that language."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> LanguageOptions:
+        if (self.wanted is None) == (self.column is None):
+            raise ValueError("set exactly one of the options wanted and column")
+        return self
+
+
+def language(context: RewardContext, options: LanguageOptions) -> Callable[..., Any]:
     """The reward of a text in the language that was asked for.
 
-    `wanted` is an ISO 639-1 code such as "en", `column` a column of them. With `share` the reward
-    is the share of the text's letters in sentences of that language. Raises KeelError unless
-    exactly one of the first two is given, and if lingua is missing.
+    1 if the text is most likely in it, else 0; its code and formulas aside. None if the text shows
+    no language, such as a number, and if the column is empty; `Wrong` if the column names no
+    language. Raises KeelError if lingua is missing.
     """
-    if (wanted is None) == (column is None):
-        raise KeelError("set exactly one of the options wanted and column")
-    if column is not None:
-        check_column("column", column)
-    check_language(wanted or "en")
-    return LanguageReward(wanted, column, share)
+    check_language(options.wanted or "en")
 
-
-class LanguageReward:
-    """1 if the text is most likely in the wanted language, else 0; its code and formulas aside.
-
-    None if the text shows no language, such as a number, and if the column is empty; `Wrong` if
-    the column names no language.
-    """
-
-    def __init__(self, wanted: str | None, column: str | None, share: bool) -> None:
-        self._wanted, self._column, self._share = wanted, column, share
-        self.__signature__ = keywords(["completions", *([] if column is None else [column])])
-
-    def __call__(
-        self, *, completions: Sequence[Any], **columns: Sequence[Any]
-    ) -> list[float | Wrong | None]:
-        answers = texts(completions)
-        wanted = [self._wanted] * len(answers) if self._column is None else columns[self._column]
-        return list(map(self._score, answers, wanted))
-
-    def _score(self, text: str, code: Any) -> float | Wrong | None:
+    def score(text: str, code: Any) -> float | Wrong | None:
         if code is None:
             return None
         try:
             check_language(code)
         except KeelError as error:
             return Wrong(str(error))
-        if self._share:
+        if options.share:
             return language_share(text, code)
         found = language_of(text)
         return None if found is None else float(found == code)
 
+    def language(
+        *, completions: Sequence[Any], **columns: Sequence[Any]
+    ) -> list[float | Wrong | None]:
+        answers = texts(completions)
+        wanted = columns[options.column] if options.column else [options.wanted] * len(answers)
+        return list(map(score, answers, wanted))
 
-def returned(context: RewardContext, *, column: str = "reward") -> ReturnedReward:
+    return with_arguments(language, ["completions", *([options.column] if options.column else [])])
+
+
+class ReturnedOptions(FrozenModel):
+    """The options of `returned`."""
+
+    column: Column = "reward"
+    """The column of what the program returned."""
+
+
+def returned(context: RewardContext, options: ReturnedOptions) -> Callable[..., Any]:
     """What `rollout.program` returned with the completion: a number, or this column of a mapping.
 
-    Raises KeelError for a column that no argument can be.
+    None if the program returned none, as one that the budget ended.
     """
-    check_column("column", column)
-    return ReturnedReward(column)
 
+    def returned(*, completions: Sequence[Any], **columns: Sequence[Any] | None) -> list[Any]:
+        return list(columns.get(options.column) or [None] * len(completions))
 
-class ReturnedReward:
-    """The column as it is; None if the program returned none, as one that the budget ended."""
-
-    def __init__(self, column: str) -> None:
-        self._column = column
-        self.__signature__ = keywords(["completions"], [column])
-
-    def __call__(self, *, completions: Sequence[Any], **columns: Sequence[Any] | None) -> list[Any]:
-        values = columns.get(self._column)
-        return [None] * len(completions) if values is None else list(values)
+    return with_arguments(returned, ["completions"], [options.column])

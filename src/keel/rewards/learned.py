@@ -23,7 +23,7 @@ from keel.platform.process import (
     python_module,
     serve,
 )
-from keel.rewards.registry import RewardContext, with_options
+from keel.rewards.registry import RewardContext
 from keel.rewards.rules import texts
 from keel.rewards.steps import needs_tokenizer, on_tokens
 from keel.runs.checkpoint import check_model
@@ -233,13 +233,11 @@ class ProcessReward:
         ]
 
 
-@with_options(OutcomeOptions)
 def outcome(context: RewardContext, options: OutcomeOptions) -> OutcomeReward:
     """The score of an outcome reward model: a folder, a hub name, or the result of a stage."""
     return OutcomeReward(_load(context, options), options.stage)
 
 
-@with_options(ProcessOptions)
 def process(context: RewardContext, options: ProcessOptions) -> ProcessReward:
     """The score of a process reward model for each step, or for the answer by way of its steps."""
     if options.aggregate == "steps":

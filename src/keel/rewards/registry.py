@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import functools
 import importlib.util
 import inspect
 import keyword
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from keel.config.entry import load_entry
 from keel.config.errors import explain_validation
@@ -21,8 +20,7 @@ from keel.config.sources import RewardSource
 from keel.rewards.rules import BUILT_IN
 from keel.types import KeelError, one_line
 
-Made = TypeVar("Made")
-Options = TypeVar("Options", bound=BaseModel)
+F = TypeVar("F", bound=Callable[..., Any])
 
 TASK = "task"
 """The built-in reward that is the task's own verdict."""
@@ -40,7 +38,7 @@ MADE: Mapping[str, str] = {
 }
 """Built-ins with state (a model, processes, a connection), by the function that makes them.
 
-It takes the run's `RewardContext`, and the recipe's options as keyword-only arguments; it returns a
+It takes the run's `RewardContext` and the recipe's options as a pydantic model; it returns a
 function with TRL's signature, which may have a `close`.
 """
 RESERVED = (
@@ -52,8 +50,11 @@ RESERVED = (
     "trainer_state",
     "log_extra",
     "log_metric",
+    "log_summary",
 )
 """The arguments that are not data columns."""
+IF_NAMED = ("turns", "openings", "log_summary")
+"""Those that `**kwargs` does not get."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,27 +77,34 @@ class RewardContext:
 
 @dataclass(frozen=True, slots=True)
 class NamedReward:
-    """A reward function, its weight, and the keyword arguments that the recipe binds.
+    """A reward of a recipe with its function; None is the task's own verdict.
 
-    `function` None is the task's own verdict. `required` and `optional` are its named arguments
-    that are not bound; `everything` is whether it has `**kwargs`. `clip`, `normalise`, `gate_below`
-    and `gated_reward` are the recipe's (`RewardSource`). `correctness` is whether its value means
-    right or wrong; None: not declared.
+    `required` and `optional` are the function's arguments that no option binds; `everything` is
+    whether it has `**kwargs`.
     """
 
     name: str
-    function: Callable[..., Any] | None
-    weight: float = 1.0
-    options: Mapping[str, Any] = field(default_factory=dict)
+    source: RewardSource
+    function: Callable[..., Any] | None = None
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     everything: bool = False
     is_async: bool = False
-    clip: tuple[float, float] | None = None
-    normalise: Literal["none", "group", "batch"] = "none"
-    gate_below: float | None = None
-    gated_reward: float = 0.0
-    correctness: bool | None = None
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options that are arguments of the function."""
+        return {} if self.source.function in MADE else self.source.options
+
+    @property
+    def correctness(self) -> bool | None:
+        """Whether its value means right or wrong; None: not declared."""
+        declared = self.source.correctness
+        return (self.source.function in CORRECTNESS or None) if declared is None else declared
+
+    def changed(self, **keys: Any) -> NamedReward:
+        """The reward with other keys of its source."""
+        return replace(self, source=self.source.model_copy(update=keys))
 
     def wants(self, name: str) -> bool:
         """Whether the function is passed an argument of this name."""
@@ -104,15 +112,17 @@ class NamedReward:
             return False
         if name in (*self.required, *self.optional):
             return True
-        return self.everything and name not in ("turns", "openings")  # only if they are named
+        return self.everything and name not in IF_NAMED
 
     def gates(self, value: float | None) -> bool:
         """Whether this is a gate that rejects a completion of this value; None passes."""
-        return self.gate_below is not None and value is not None and value < self.gate_below
+        least = self.source.gate_below
+        return least is not None and value is not None and value < least
 
     def clipped(self, value: float) -> float:
-        """The value within `clip`."""
-        return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
+        """The value within the source's `clip`."""
+        ends = self.source.clip
+        return value if ends is None else min(max(value, ends[0]), ends[1])
 
 
 def catalogue() -> list[tuple[str, str]]:
@@ -130,24 +140,28 @@ def catalogue() -> list[tuple[str, str]]:
     return [(name, " ".join(doc.partition("\n\n")[0].split())) for name, doc in found]
 
 
-def check_column(option: str, column: str) -> None:
-    """Raise KeelError for a column that a reward's option names and that no argument can be."""
+def _column(column: str) -> str:
     if column in RESERVED:
-        raise KeelError(f"{option} = {column!r} comes from the run: name a column of the data")
+        raise ValueError(f"{column!r} comes from the run: name a column of the data")
     if not column.isidentifier() or keyword.iskeyword(column):
-        raise KeelError(
-            f"{option} = {column!r} cannot be an argument's name: rename the column in the data, "
-            "to letters, digits and _"
+        raise ValueError(
+            f"{column!r} cannot be an argument's name: rename the column in the data, to letters, "
+            "digits and _"
         )
+    return column
 
 
-def keywords(required: Iterable[str], optional: Iterable[str] = ()) -> inspect.Signature:
-    """The signature of a function whose options decide which columns are its arguments."""
+Column = Annotated[str, AfterValidator(_column)]
+"""An option that names a data column, which is an argument of the reward."""
+
+
+def with_arguments(function: F, required: Iterable[str], optional: Iterable[str] = ()) -> F:
+    """A function whose options decide which columns are its arguments, with its signature set."""
     kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [inspect.Parameter(name, kind) for name in required]
-        + [inspect.Parameter(name, kind, default=None) for name in optional]
-    )
+    parameters = [inspect.Parameter(name, kind) for name in required]
+    parameters += [inspect.Parameter(name, kind, default=None) for name in optional]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function
 
 
 def load_reward(source: RewardSource, context: RewardContext | None = None) -> NamedReward:
@@ -155,45 +169,31 @@ def load_reward(source: RewardSource, context: RewardContext | None = None) -> N
 
     Raises KeelError if there is none of that name, or its options do not fit.
     """
-    name, correctness = source.function, source.correctness
+    name = source.function
     if name == TASK:
         if source.options:
             raise KeelError(f"reward {TASK!r}: unknown option {next(iter(source.options))!r}")
-        reward = NamedReward(source.name or TASK, None)
-    elif ":" in name:
+        return NamedReward(source.name or TASK, source)
+    if ":" in name:
         function = load_entry(name, "reward")
         if not callable(function):
             raise KeelError(f"reward {name!r} is a {type(function).__name__}, not a function")
-        reward = named_reward(function, source.name, options=source.options)
-    elif name in BUILT_IN:
-        reward = _rule(source)
-    elif name in MADE:
-        reward = _made(source, context or RewardContext())
-    else:
-        guess = unknown("reward", name, [*BUILT_IN, *MADE, TASK])
-        raise KeelError(f"{guess}; functions of your own are module:function")
-    return replace(
-        reward,
-        weight=source.weight,
-        clip=source.clip,
-        normalise=source.normalise,
-        gate_below=source.gate_below,
-        gated_reward=source.gated_reward,
-        correctness=(name in CORRECTNESS or None) if correctness is None else correctness,
-    )
+        return named_reward(function, source)
+    if name in BUILT_IN:
+        return _rule(source)
+    if name in MADE:
+        return _made(source, context or RewardContext())
+    guess = unknown("reward", name, [*BUILT_IN, *MADE, TASK])
+    raise KeelError(f"{guess}; functions of your own are module:function")
 
 
-def named_reward(
-    function: Callable[..., Any],
-    name: str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> NamedReward:
-    """A function, or an object with `__call__`, as a reward; its own name unless one is given.
+def named_reward(function: Callable[..., Any], source: RewardSource) -> NamedReward:
+    """A function, or an object with `__call__`, as the reward of a source; its own name unless the
+    source has one.
 
     Raises KeelError for options that it does not take.
     """
-    name = name or str(getattr(function, "__name__", type(function).__name__))
-    options = dict(options or {})
+    name = source.name or str(getattr(function, "__name__", type(function).__name__))
     parameters = list(inspect.signature(function).parameters.values())
     everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -203,27 +203,26 @@ def named_reward(
                 f"reward {name!r}: {parameter.name!r} is positional only, but rewards are called "
                 "with keywords: remove the / from its signature"
             )
-    for option in options:
+    reward = NamedReward(
+        name, source, function, everything=everything, is_async=_is_async(function)
+    )
+    for option in reward.options:
         if option in RESERVED:
             raise KeelError(f"reward {name!r}: {option!r} comes from the run: drop the option")
         if not everything:
-            _check_option(name, option, named)
-    free = [p for p in named.values() if p.name not in options]
-    return NamedReward(
-        name=name,
-        function=function,
-        options=options,
+            _check_option(name, option, [n for n in named if n not in RESERVED])
+    free = [p for p in named.values() if p.name not in reward.options]
+    return replace(
+        reward,
         required=tuple(p.name for p in free if p.default is p.empty),
         optional=tuple(p.name for p in free if p.default is not p.empty),
-        everything=everything,
-        is_async=_is_async(function),
     )
 
 
 def _rule(source: RewardSource) -> NamedReward:
     """A built-in rule, its options tried on no completions."""
     function = BUILT_IN[source.function]
-    reward = named_reward(function, source.name, source.options)
+    reward = named_reward(function, source)
     for option in reward.required:
         if option not in ("completions", "completion_ids", "answer"):
             raise KeelError(
@@ -238,76 +237,44 @@ def _rule(source: RewardSource) -> NamedReward:
 
 def _made(source: RewardSource, context: RewardContext) -> NamedReward:
     """A built-in that is made from its options."""
-    maker = check_options(source)
     name = source.name or source.function
+    maker = load_entry(MADE[source.function], "reward")
+    options = read_options(source)
     try:
-        made = maker(context, **source.options)
+        made = maker(context, options)
     except (KeelError, TypeError, ValueError) as error:
         raise KeelError(f"reward {name!r}: {one_line(error)}") from error
-    return named_reward(made, name)
+    return named_reward(made, source.model_copy(update={"name": name}))
 
 
-def check_options(source: RewardSource) -> Callable[..., Any]:
-    """What makes a built-in of `MADE`. Raises KeelError for options that do not fit."""
-    maker: Callable[..., Any] = load_entry(MADE[source.function], "reward")
-    name = source.name or source.function
-    parameters = inspect.signature(maker).parameters.values()
-    named = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+def options_of(name: str) -> type[BaseModel]:
+    """The options of a built-in of `MADE`: the type of its maker's second argument."""
+    options: type[BaseModel] = get_type_hints(load_entry(MADE[name], "reward"))["options"]
+    return options
+
+
+def read_options(source: RewardSource) -> BaseModel:
+    """The options of a built-in of `MADE`. Raises KeelError if they do not fit."""
+    model, name = options_of(source.function), source.name or source.function
     for option in source.options:
-        _check_option(name, option, named)
-    for option, parameter in named.items():
-        if parameter.default is parameter.empty and option not in source.options:
+        _check_option(name, option, list(model.model_fields))
+    for option, info in model.model_fields.items():
+        if info.is_required() and option not in source.options:
             raise KeelError(f"reward {name!r}: the option {option!r} is not set: give it")
     try:
-        getattr(maker, "validate", lambda options: None)(source.options)
-    except KeelError as error:
-        raise KeelError(f"reward {name!r}: {error}") from None
-    return maker
+        return model.model_validate(source.options)
+    except ValidationError as error:
+        why = explain_validation(error, source.options, model)
+        raise KeelError(f"reward {name!r}: {why}") from None
 
 
-def with_options(model: type[Options]) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
-    """For a maker whose options are a pydantic model: it is called with the context and these.
-
-    The result takes them as keywords, and raises KeelError for options that do not fit.
-    """
-
-    def validate(options: Mapping[str, Any]) -> Options:
-        try:
-            return model.model_validate(options)
-        except ValidationError as error:
-            raise KeelError(explain_validation(error, options, model)) from None
-
-    def decorate(maker: Callable[[RewardContext, Options], Made]) -> Callable[..., Made]:
-        @functools.wraps(maker)
-        def made(context: RewardContext, **options: Any) -> Made:
-            return maker(context, validate(options))
-
-        kind = inspect.Parameter.KEYWORD_ONLY
-        made.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [
-                inspect.Parameter(
-                    name,
-                    kind,
-                    default=inspect.Parameter.empty
-                    if field.is_required()
-                    else field.get_default(call_default_factory=True),
-                )
-                for name, field in model.model_fields.items()
-            ]
-        )
-        made.validate = validate  # type: ignore[attr-defined]
-        return made
-
-    return decorate
-
-
-def _check_option(reward: str, option: str, named: Iterable[str]) -> None:
+def _check_option(reward: str, option: str, known: Sequence[str]) -> None:
     """Raise KeelError for an option that a reward does not have."""
-    known = [name for name in named if name not in RESERVED]
-    if option in known:
-        return
-    guess = unknown("option", option, known) if known else f"unknown option {option!r}: it has none"
-    raise KeelError(f"reward {reward!r}: {guess}")
+    if option not in known:
+        guess = (
+            unknown("option", option, known) if known else f"unknown option {option!r}: it has none"
+        )
+        raise KeelError(f"reward {reward!r}: {guess}")
 
 
 def _is_async(function: Any) -> bool:

@@ -11,13 +11,15 @@ from typing import Any, Literal
 import numpy as np
 
 from keel.config.fields import unknown
+from keel.config.sources import RewardSource
 from keel.platform.loop_thread import LoopThread
-from keel.rewards.batch import RewardBatch, column_names, join_logs, without_stop
-from keel.rewards.calls import CallConfig, Overlap, RewardCall
+from keel.rewards.batch import RewardBatch, column_names, without_stop
+from keel.rewards.calls import Overlap, StepCalls
 from keel.rewards.combine import OVERLONG, compose, with_length_penalty
-from keel.rewards.registry import RESERVED, TASK, NamedReward
+from keel.rewards.logs import join_logs
+from keel.rewards.registry import RESERVED, TASK, NamedReward, load_reward
 from keel.rewards.validation import RewardOutput
-from keel.types import Group, KeelError, Prompt, RewardResult, Task
+from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,22 +65,21 @@ class Scorer:
     ) -> None:
         self.tasks = dict(tasks or {})
         self.by_task_alone = not functions
-        self.functions = tuple(functions) or (NamedReward(TASK, None),)
+        self.functions = tuple(functions) or (load_reward(RewardSource(function=TASK)),)
         self.timeout = timeout
+        self.on_error = on_error
         self.overlong_buffer = overlong_buffer
         self.max_tokens = max_tokens
         self.needed = needed
         self.loop = loop or LoopThread()
-        self._config = CallConfig(
-            self.functions, self.tasks, timeout, on_error, self.loop, tuple(stop)
-        )
+        self.stop = stop
         names = [f.name for f in self.functions]
         for name in names:
             if names.count(name) > 1 or name == OVERLONG:
                 raise KeelError(
                     f"two rewards are named {name!r}: set a different `name` on one of them"
                 )
-        if needed and not any(f.weight for f in self.functions):
+        if needed and not any(f.source.weight for f in self.functions):
             raise KeelError(
                 f"every reward has weight 0 ({', '.join(names)}), so nothing is learned from: "
                 "give one a weight"
@@ -88,37 +89,34 @@ class Scorer:
         """Score the groups of a step. Completions whose program failed have no reward."""
         prompts = [group.prompt for group in groups if group.completions]
         self.check(prompts)
-        ended = [without_stop(group, self._config.stop) for group in groups]
-        call = RewardCall(self._config, RewardBatch.of(ended, step, column_names(prompts)))
+        ended = [without_stop(group, self.stop) for group in groups]
+        calls = self._calls()
         try:
-            call.start()
-            call.finish()
+            calls.add(RewardBatch.of(ended, step, column_names(prompts)))
+            calls.finish()
         except BaseException:
-            call.cancel()
+            calls.cancel()
             raise
-        return self.conclude(groups, step, [call])
+        return self.results(groups, calls)
 
     def overlapping(self, prompts: Sequence[Prompt], step: int) -> Overlap:
-        """Scores the groups of a step, of these prompts, as they are added; then `conclude`."""
+        """Scores the groups of a step, of these prompts, as they are added; then `results`."""
         self.check(prompts)
-        return Overlap(self._config, prompts, step)
+        return Overlap(self._calls(), prompts, step, self.stop)
 
-    def conclude(self, groups: Sequence[Group], step: int, calls: Sequence[RewardCall]) -> Scored:
-        """The results of a step from the calls on its parts, in their order."""
-        batch = RewardBatch.of(groups, step, ())
-        completions = batch.completions
+    def results(self, groups: Sequence[Group], calls: StepCalls) -> Scored:
+        """The results of a step from the calls on its completions."""
+        completions = [one for group in groups for one in group.completions]
+        nothing = RewardOutput()
         outputs = {
-            f.name: [output for call in calls for output in call.outputs[f.name]]
-            for f in self.functions
+            name: [found.get(place, nothing) for place in range(len(completions))]
+            for name, found in calls.outputs.items()
         }
         if self.by_task_alone and self.needed:
-            _check_results(batch, outputs[TASK])
+            _check_results(groups, outputs[TASK])
         # In the order of the calls: gates first.
-        called = sorted(self.functions, key=lambda f: f.gate_below is None)
-        logs = {
-            f.name: [call.logs[f.name] for call in calls if f.name in call.logs] for f in called
-        }
-        extras, metrics = join_logs(logs, len(batch))
+        called = sorted(self.functions, key=lambda f: f.source.gate_below is None)
+        extras, metrics = join_logs({f.name: calls.logs[f.name] for f in called}, len(completions))
         groups_S = [g for g, group in enumerate(groups) for _ in group.completions]
         results = compose(self.functions, outputs, groups_S)
         if self.overlong_buffer:
@@ -133,7 +131,7 @@ class Scorer:
         ends = np.cumsum([0, *(len(group.completions) for group in groups)])
         return Scored(
             results=tuple(tuple(results[a:b]) for a, b in itertools.pairwise(ends)),
-            metrics={**metrics, **_spread(results), **_gated(called, outputs, batch)},
+            metrics={**metrics, **_spread(results), **_gated(called, outputs, completions)},
             extras=extras,
             failures={name: count for name, count in counts.items() if count},
         )
@@ -149,6 +147,15 @@ class Scorer:
             if declared and component in (None, function.name):
                 return function
         return None
+
+    def _calls(self) -> StepCalls:
+        return StepCalls(
+            self.functions,
+            self.tasks,
+            timeout=self.timeout,
+            on_error=self.on_error,
+            loop=self.loop,
+        )
 
     def close(self) -> None:
         """Close all rewards, even if some fail, and then the event loop that some use for it."""
@@ -183,13 +190,14 @@ class Scorer:
                     )
 
 
-def _check_results(batch: RewardBatch, outputs: Sequence[RewardOutput]) -> None:
+def _check_results(groups: Sequence[Group], outputs: Sequence[RewardOutput]) -> None:
     """Raise KeelError for a task that is the only reward and scored no answer."""
     scored: dict[str, bool] = {}
-    for prompt, completion, one in zip(batch.prompts, batch.completions, outputs, strict=True):
+    asked = [(group.prompt.task, one) for group in groups for one in group.completions]
+    for (task, completion), one in zip(asked, outputs, strict=True):
         if not completion.failed:
             known = one.value is not None or one.wrong is not None
-            scored[prompt.task] = scored.get(prompt.task, False) or known
+            scored[task] = scored.get(task, False) or known
     for task, it_did in scored.items():
         if not it_did:
             raise KeelError(
@@ -201,20 +209,16 @@ def _check_results(batch: RewardBatch, outputs: Sequence[RewardOutput]) -> None:
 def _gated(
     functions: Sequence[NamedReward],
     outputs: Mapping[str, Sequence[RewardOutput]],
-    batch: RewardBatch,
+    completions: Sequence[Completion],
 ) -> dict[str, float]:
     """The share of the completions that each gate rejects."""
+    called = [at for at, one in enumerate(completions) if not one.failed]
     return {
-        f"rewards/{f.name}/gated": float(np.mean(rejected))
-        for f in functions
-        if f.gate_below is not None
-        and (
-            rejected := [
-                f.gates(output.value)
-                for output, one in zip(outputs[f.name], batch.completions, strict=True)
-                if not one.failed
-            ]
+        f"rewards/{f.name}/gated": float(
+            np.mean([f.gates(outputs[f.name][at].value) for at in called])
         )
+        for f in functions
+        if f.source.gate_below is not None and called
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keel.algorithms.spec import FrozenModel
 from keel.data.gold import gold_entries, read_gold
 from keel.graders.steps import split_steps
 from keel.models.text import token_ends
@@ -45,16 +46,22 @@ def needs_tokenizer(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def step_match(
-    context: RewardContext, *, separator: str = "\n", strict: bool = True
-) -> Callable[..., Any]:
+class StepMatchOptions(FrozenModel):
+    """The options of `step_match`."""
+
+    separator: str = "\n"
+    """Steps stand between separators."""
+    strict: bool = True
+    """A step counts only if all before it were right: the labels are of a first wrong step."""
+
+
+def step_match(context: RewardContext, options: StepMatchOptions) -> Callable[..., Any]:
     """A rule that judges an answer step by step against the gold one.
 
-    1 for each step that is the `answer` column's, in its place, and 0 for the others. With `strict`
-    a step counts only if all before it were right, so that the labels are those of a first wrong
-    step. Steps stand between `separator`s. None if the column is empty.
+    1 for each step that is the `answer` column's, in its place, and 0 for the others. None if the
+    column is empty.
     """
-    tokenizer = needs_tokenizer(context.tokenizer)
+    tokenizer, separator = needs_tokenizer(context.tokenizer), options.separator
     split_steps("", separator)  # refuses a separator that divides nothing, before the run
 
     def step_match(
@@ -66,7 +73,11 @@ def step_match(
         rewards: list[Judged | None] = []
         for text, ids, value in zip(texts(completions), completion_ids, answer, strict=True):
             golds = map(str, gold_entries(read_gold(value)))
-            marks = max((_marks(text, g, separator, strict) for g in golds), key=sum, default=None)
+            marks = max(
+                (_marks(text, gold, separator, options.strict) for gold in golds),
+                key=sum,
+                default=None,
+            )
             judged = None if marks is None else on_tokens(tokenizer, ids, text, separator, marks)
             rewards.append(judged)
         return rewards

@@ -24,7 +24,7 @@ from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
 from keel.models.reward import check_classifier
 from keel.models.teacher import check_teacher
-from keel.rewards.registry import MADE, NamedReward, check_options, load_reward
+from keel.rewards.registry import MADE, NamedReward, load_reward, read_options
 from keel.rewards.scorer import Scorer
 from keel.types import KeelError, Split
 
@@ -130,8 +130,8 @@ def _named(source: RewardSource) -> NamedReward:
     checked."""
     if source.function not in MADE:
         return load_reward(source)
-    check_options(source)
-    return NamedReward(source.name or source.function, None, source.weight)
+    read_options(source)
+    return NamedReward(source.name or source.function, source)
 
 
 # ---------------------------------------------------------------- leaks between splits

@@ -102,7 +102,7 @@ class Sampler:
             return groups, scorer(groups, step)
         with scorer.overlapping(prompts, step) as overlap:
             groups = self.sample(prompts, n, sampling, seed, overlap.add)
-            return groups, scorer.conclude(groups, step, overlap.calls())
+            return groups, scorer.results(groups, overlap.finish())
 
     def sample(
         self,

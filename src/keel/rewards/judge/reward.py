@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from keel.data.gold import shown_gold
-from keel.rewards.batch import log_summary
 from keel.rewards.judge.options import GROUP, JudgeOptions
 from keel.rewards.judge.pairs import (
     ComparedPair,
@@ -22,7 +21,8 @@ from keel.rewards.judge.pairs import (
 from keel.rewards.judge.prompts import Judgement, score_question
 from keel.rewards.judge.requests import Asker
 from keel.rewards.judge.store import Account
-from keel.rewards.registry import NamedReward, RewardContext, keywords, with_options
+from keel.rewards.logs import Summary
+from keel.rewards.registry import NamedReward, RewardContext, with_arguments
 from keel.rewards.rules import stated_texts
 
 
@@ -34,10 +34,8 @@ class Judge:
         self.options = options
         own = (options.reference, options.against if options.mode == "pairwise" else None)
         columns = dict.fromkeys(name for name in own if name not in (None, GROUP))
-        self.__signature__ = keywords(
-            dict.fromkeys(("prompts", "completions", *map(str, columns))),
-            ("openings", "log_extra", "log_metric"),
-        )
+        required = dict.fromkeys(("prompts", "completions", *map(str, columns)))
+        with_arguments(self, required, ("openings", "log_extra", "log_summary"))
 
     async def __call__(
         self,
@@ -46,7 +44,7 @@ class Judge:
         completions: Sequence[Any],
         openings: Sequence[str] | None = None,
         log_extra: Callable[[str, Sequence[Any]], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None,
+        log_summary: Callable[[Sequence[Any], Summary], None] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | None]:
         """A reward in [0, 1] a completion; None without a verdict. The judge sees no thoughts.
@@ -81,8 +79,8 @@ class Judge:
         if log_extra is not None:
             log_extra(f"{label}_reason", ["\n".join(lines) for lines in reasons])
             log_extra(f"{label}_unparsed", ["\n".join(lines) for lines in wrong])
-        if log_metric is not None:
-            log_summary(log_metric, found, partial(_metrics, label))
+        if log_summary is not None:
+            log_summary(found, partial(_metrics, label))
         return [math.fsum(some) / len(some) if some else None for some in values]
 
     def account(self) -> Account:
@@ -144,7 +142,6 @@ class Judge:
         return list(zip(places, verdicts, strict=True))
 
 
-@with_options(JudgeOptions)
 def judge(context: RewardContext, options: JudgeOptions) -> Judge:
     """A language model as the judge: scores by a rubric, or which of two answers is better."""
     path = Path(options.cache).expanduser() if options.cache else None
