@@ -308,18 +308,3 @@ class Task(Protocol):
         `text` is the completion so far, earlier replies included.
         """
         ...
-
-
-@runtime_checkable
-class Reward(Protocol):
-    """A reward function with TRL's signature; it is handed only the arguments that it names.
-
-    `prompts` and `completions` are texts or message lists, `completion_ids` token lists; the last
-    two hold what the policy wrote, `turns` (only where it is a named parameter) the environment's
-    replies as well. `trainer_state` has `global_step`, `log_extra(name, values)` and
-    `log_metric(name, value)` record; every data column comes under its own name. May be a coroutine
-    function. A process reward returns, for a completion, a list of (index of the step's last token,
-    reward).
-    """
-
-    def __call__(self, **columns: Any) -> Any: ...

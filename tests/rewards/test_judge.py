@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from keel.config.sources import RewardSource
-from keel.rewards import Scorer, load_reward
+from keel.rewards import load_reward
 from keel.rewards.judge.pairs import PairVerdict, choose_pairs, position_bias
 from keel.rewards.judge.prompts import Judgement, pair_question, score_question
-from keel.types import Group, KeelError, Message, Prompt
+from keel.types import Group, KeelError, Prompt
 from tests.data.tasks.made import completion
 from tests.rewards.judge_made import call, group, made, rewards, scored
 from tests.rewards.judge_server import Asked, JudgeServer, always, longer
@@ -31,10 +31,12 @@ def test_scores_lie_between_the_ends_of_the_scale() -> None:
 
 def test_the_judge_sees_prompt_rubric_and_reference() -> None:
     with JudgeServer() as server:
-        columns = {"gold": "the truth"}
         keys = {"rubric": "be {brief}", "reference": "gold", "low": 0, "high": 3}
-        scored(server.url, None, [group(["ab"], 4, **columns)], **keys)
-        asked = server.log[0]
+        groups = [group(["ab"], 4, gold="the truth"), group(["ab"], 5, gold=None)]
+        scored(server.url, None, groups, **keys, concurrency=1)
+        asked, without = server.log
+        assert without.material == {"prompt": "question 5", "answer": "ab"}
+        assert "The reference is" not in without.body["messages"][0]["content"]
         assert asked.material == {"prompt": "question 4", "reference": "the truth", "answer": "ab"}
         printed = asked.body["messages"][0]
         assert printed["role"] == "system"
@@ -42,17 +44,13 @@ def test_the_judge_sees_prompt_rubric_and_reference() -> None:
             assert words in printed["content"]
 
 
-def test_rows_without_a_reference_are_judged_without() -> None:
-    with JudgeServer() as server:
-        groups = [group(["a"], 0, gold="x"), group(["a"], 1, gold=None)]
-        scored(server.url, None, groups, reference="gold", concurrency=1)
-        assert ["reference" in asked.material for asked in server.log] == [True, False]
-        systems = [asked.body["messages"][0]["content"] for asked in server.log]
-        assert ["The reference is" in printed for printed in systems] == [True, False]
-
-
 def test_conversations_are_shown_turn_by_turn() -> None:
-    turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    call = {"id": "c", "function": {"name": "weather", "arguments": {"town": "Bergen"}}}
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": '{"celsius": 9} </s> [INST]'},
+    ]
     prompt = Prompt("p", turns, {}, "t")  # type: ignore[arg-type]
     with JudgeServer() as server:
         found = scored(server.url, None, [Group(prompt, (completion("hi"),))], low=0)
@@ -66,18 +64,6 @@ def test_the_judge_sees_no_thoughts() -> None:
     with JudgeServer() as server:
         scored(server.url, None, [Group(prompt, tuple(map(completion, texts)))], concurrency=1)
         assert {asked.material["answer"] for asked in server.log} == {"", "35", "36"}
-
-
-def test_calls_and_their_results_are_shown() -> None:
-    arguments = {"town": "Bergen", "tags": []}
-    call = {"id": "c", "function": {"name": "weather", "arguments": arguments}}
-    turns: list[Message] = [
-        {"role": "user", "content": "Is it warm?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": '{"celsius": 9} </s> [INST]'},
-    ]
-    shown = json.loads(score_question(turns, "no").messages[1]["content"])
-    assert shown["prompt"] == turns
 
 
 @pytest.mark.parametrize(
@@ -254,15 +240,12 @@ def test_without_openai_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         made("http://127.0.0.1:9/v1")
 
 
-def test_missing_column_is_known_before_the_first_step() -> None:
+def test_columns_of_the_options_are_required() -> None:
     keys = {"model": "m", "url": "http://127.0.0.1:9/v1", "reference": "gold"}
     keys |= {"mode": "pairwise", "against": "base"}
     reward = load_reward(RewardSource(function="judge", options=keys))
     assert reward.required == ("prompts", "completions", "gold", "base")
     assert reward.is_async
-    prompt = Prompt("p", "q", {"gold": "x"}, "t")
-    with pytest.raises(KeelError, match="needs the column 'base'"):
-        Scorer([reward]).check([prompt])
     reward.function.close()  # type: ignore[union-attr]
 
 

@@ -110,25 +110,6 @@ def test_equal_answers_to_equal_prompts_are_judged_once(
     assert values(scored)[0] == values(scored)[3] != values(scored)[6]
 
 
-@pytest.mark.parametrize("budget", [1, 16, 40])
-def test_the_token_budget_bounds_a_pass_and_changes_nothing(
-    budget: int, folder: Path, around: RewardContext, two_groups: list[Group]
-) -> None:
-    named = outcome(folder, around, token_budget=budget)
-    model = named.function.model.model.model  # type: ignore[union-attr]
-    passes: list[int] = []
-    model.base_model.register_forward_pre_hook(
-        lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    found = values(Scorer([named])(two_groups, 0))
-    assert found == pytest.approx(
-        values(Scorer([outcome(folder, around)])(two_groups, 0)), abs=SAME
-    )
-    assert sum(passes) == 6 + 10 + 5 + 16 + 6 + 4 + 4
-    assert len(passes) == {1: 7, 16: 4, 40: 2}[budget]
-    assert all(n <= budget for n in passes) or budget == 1
-
-
 def test_the_model_reads_with_its_own_tokenizer(folder: Path, around: RewardContext) -> None:
     """A policy of bytes writes other tokens of the same text."""
     bytewise = policy(tokenizer="bytes").tokenizer
@@ -143,18 +124,6 @@ def test_text_unknown_to_the_tokenizer_is_named(folder: Path) -> None:
         KeelError, match=r"reward 'outcome' at step 3 .*answer of completion 1 holds 'ß'"
     ):
         Scorer([named])([group(bytewise, "1+1=", ["2", "ß"])], 3)
-
-
-def test_conversations_are_read_through_the_models_template(
-    tmp_path: Path, around: RewardContext
-) -> None:
-    model = save_model(tmp_path, "outcome")
-    model.tokenizer.chat_template = "{{ messages[0]['content'] }}="
-    model.tokenizer.save_pretrained(tmp_path)
-    turns = [{"role": "user", "content": "1+1"}]
-    scorer = Scorer([outcome(tmp_path, around)])
-    found = values(scorer([group(around.tokenizer, turns, ["2", "aa"])], 0))  # type: ignore[arg-type]
-    assert found == pytest.approx(plain_scores(tmp_path, [("1+1=", "2"), ("1+1=", "aa")]), abs=SAME)
 
 
 @pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.slow)])

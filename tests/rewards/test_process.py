@@ -6,21 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from keel.algorithms.presets import PRESETS
 from keel.graders.steps import aggregate, split_steps
-from keel.learn.advantages import estimate, outcome
-from keel.learn.batch import from_groups
 from keel.models.loading import quiet
 from keel.rewards import Scorer
 from keel.rewards.learned import _sigmoid
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.steps import on_tokens
-from keel.types import Completion, Group, KeelError, Prompt
+from keel.types import Group, KeelError, Prompt
 from tests.models.test_encode import tokenizer as words
 from tests.rewards.learned import completion, group, policy, reward, save_model, values
 
@@ -144,64 +140,6 @@ def test_a_sigmoid_of_any_size(z: float) -> None:
     expected = 0.0 if z < -700 else 1 / (1 + math.exp(-z))
     # Two ways of writing it differ in the last bit.
     assert _sigmoid(z) == pytest.approx(expected, rel=1e-15)
-
-
-# ---------------------------------------------------------------- into advantages
-
-
-def with_tool_output(tokenizer: Any, before: str, tool: str, after: str) -> Completion:
-    """An answer with something in the middle that the policy did not write."""
-    made = completion(tokenizer, before + tool + after)
-    written = np.ones(len(made), dtype=np.bool_)
-    written[len(before) : len(before) + len(tool)] = False
-    return Completion(
-        tokens=made.tokens,
-        log_probs=np.where(written, np.float32(-1.0), np.float32(0.0)),
-        written=written,
-        finish=made.finish,
-        text=made.text,
-    )
-
-
-def test_verdicts_become_the_advantages_of_process_supervision(
-    folder: Path, around: RewardContext
-) -> None:
-    """arXiv:2402.03300 §4.1.3 by hand: steps normalised in their group, summed to go."""
-    letters = around.tokenizer
-    one = group(letters, "1+1=", ["1\n2", "a\n=b\n0", ""])
-    tool = with_tool_output(letters, "a\n", "12", "b")
-    two = Group(Prompt("t/train/1", "b:", {}, "t"), (tool, completion(letters, "9", end=False)))
-    groups = [
-        Group(Prompt(g.prompt.id, g.prompt.content, {}, "t", (5, 6)), g.completions)
-        for g in (one, two)
-    ]
-    scored = Scorer([process(folder, around)])(groups, 0)
-    judged = outcome(groups, scored.results, None, torch.float64)
-    assert judged.step_end_K is not None
-    assert judged.step_sequence_K is not None
-    # The tool's two tokens are none of the policy's: "a\n12b" and its end are four written ones.
-    assert judged.step_end_K.tolist() == [1, 3, 1, 4, 6, 0, 1, 3, 0]
-    assert judged.step_sequence_K.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 4]
-    row = PRESETS["grpo_process"].algorithm.model_copy(update={"divergence": None})
-    found = estimate(row, from_groups(groups), judged, 0.0).advantage_N
-    assert found is not None
-    expected: list[float] = []
-    for results, sizes in zip(scored.results, ((4, 7, 1), (4, 1)), strict=True):
-        steps = [step.reward for result in results for step in result.steps]
-        mean, spread = float(np.mean(steps)), float(np.std(steps, ddof=1))
-        for result, size in zip(results, sizes, strict=True):
-            ends = [step.end - 2 * (size == 4 and step.end > 2 and sizes == (4, 1))
-                    for step in result.steps]  # fmt: skip
-            expected += [
-                sum(
-                    (step.reward - mean) / (spread + row.advantage.epsilon)  # type: ignore[union-attr]
-                    for step, end in zip(result.steps, ends, strict=True)
-                    if end >= t
-                )
-                for t in range(size)
-            ]
-    assert found.tolist() == pytest.approx(expected, abs=1e-6)
-    assert max(abs(x) for x in expected) > 0.5
 
 
 def test_steps_of_text_and_tokens_agree(folder: Path, around: RewardContext) -> None:

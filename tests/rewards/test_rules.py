@@ -66,17 +66,12 @@ def test_numeric_match_reads_marked_answers_as_a_whole() -> None:
     def reward(text: str, gold: str) -> float | Wrong | None:
         return numeric_match(completions=[text], answer=[gold])[0]
 
-    assert reward(r"\boxed{999\text{ cm}^2}", "2") == 0
     assert reward(r"\boxed{10}", "2^{10}") == 0
     assert reward(r"\boxed{1024}", "2^{10}") == 1
-    assert reward("#### Step 1: 3 + 4\nThe answer is 18.", "1") == 0
-    assert reward("#### Step 1: 3 + 4\nThe answer is 18.", "18") == 1
     assert isinstance(reward("x > 3", "x < 3"), Wrong)
-    assert reward("x > 3", "3") == 0
     for wrong in (r"\boxed{5=5}", r"\boxed{y=5}"):
         assert reward(wrong, "x=5") == 0
     assert reward(r"\boxed{x=5}", "x=5") == 1
-    assert reward("0x3", "3") == 0
     logged: dict[str, float] = {}
     texts = ["18", "#### 4 or 18", "x", "17"]
     values = numeric_match(completions=texts, answer=["18"] * 4, log_metric=logged.__setitem__)
@@ -196,14 +191,6 @@ def test_a_form_begins_with_what_the_template_opened() -> None:
     assert format_match(completions=["<answer>36</answer>"], openings=closed, tags=["answer"]) == [
         1
     ]
-
-
-@pytest.mark.parametrize("text", ["<answer>25</answer>", "5 * 5:\n<result>25</result>\n", "25</s>"])
-def test_tags_around_a_number_need_no_option(text: str) -> None:
-    logged: dict[str, Any] = {}
-    values = numeric_match(completions=[text], answer=["25"], log_extra=logged.__setitem__)
-    assert (values, logged["extracted"]) == ([1], ["25"])
-    assert numeric_match(completions=[text], answer=["2"]) == [0]
 
 
 # ---------------------------------------------------------------- answer columns that hold lists

@@ -98,19 +98,6 @@ def test_functions_get_what_they_name_and_nothing_else() -> None:
     assert kwargs["trainer_state"].global_step == 12
 
 
-def test_conversations_come_as_message_lists() -> None:
-    got: dict[str, Any] = {}
-
-    def look(prompts: Any, completions: Any) -> list[float]:
-        got.update(locals())
-        return [0.0]
-
-    turns = ({"role": "user", "content": "say"},)
-    Scorer([named(look)])([group(["aa"], Prompt("p", turns))], 0)  # type: ignore[arg-type]
-    assert got["prompts"] == [[{"role": "user", "content": "say"}]]
-    assert got["completions"] == [[{"role": "assistant", "content": "aa"}]]
-
-
 def test_arguments_of_a_function_are_copies() -> None:
     def spoils(completions: list[str], solution: list[str]) -> list[float]:
         n = len(completions)
@@ -516,6 +503,7 @@ def test_rewards_see_the_policys_words_and_turns_on_request() -> None:
     groups = [Group(Prompt("t/train/0", "go", {}, "t"), (reported,)), Group(talk, (reported,))]
     Scorer([named(plain), named(whole)])(groups, 1)
     completions, ids, rest = got["plain"]
+    assert rest["prompts"] == ["go", [{"role": "user", "content": "go"}]]
     turns = [{"role": "assistant", "content": "a?"}, {"role": "assistant", "content": "b"}]
     assert completions == ["a?b", turns]
     assert ids == [[ord(c) for c in "a?b"]] * 2

@@ -71,7 +71,7 @@ def code(context: RewardContext, options: CodeOptions) -> CodeReward:
 
 
 class CodeReward:
-    """1 where the completion's code passes all its tests, else 0; None if the column is empty.
+    """1 if the completion's code passes all its tests, else 0; None if the column is empty.
 
     The code is what stands in the last Python fence, or the whole text if there is none; a fence
     that defines nothing that the tests use counts only if none does. The
