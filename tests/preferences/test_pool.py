@@ -125,7 +125,7 @@ def numbers(rows: list[dict[str, object]]) -> list[int]:
 def test_the_chosen_pairs_are_leased_first(tmp_path: Path) -> None:
     with store_of(tmp_path / "a.db", 120, 60) as store:
         found = select_batch(store, SelectionPlan("d_optimal", 7), features)
-        assert (found.labelled, found.unlabelled, found.method.method) == (60, 60, "d_optimal")
+        assert (found.labelled, found.unlabelled, found.method) == (60, 60, "d_optimal")
         chosen = numbers(found.rows)
         assert len(set(chosen)) == 7
         assert set(chosen) <= set(range(60, 120))
@@ -144,15 +144,12 @@ def test_the_chosen_pairs_are_leased_first(tmp_path: Path) -> None:
     assert order == chosen
 
 
-def test_the_default_method_follows_the_pool(tmp_path: Path) -> None:
-    """Near-copies of six pairs: d_optimal, which takes no copy while others are left."""
+def test_near_copies_are_chosen_once(tmp_path: Path) -> None:
+    """Copies of six pairs: d_optimal takes none while others are left."""
     with store_of(tmp_path / "a.db", 80, 0, kinds=6) as store:
-        found = select_batch(store, SelectionPlan(count=6), features)
-        assert found.method.method == "d_optimal"
+        found = select_batch(store, SelectionPlan("d_optimal", 6), features)
         assert {number % 6 for number in numbers(found.rows)} == set(range(6))
         assert "no pair is labelled" in found.hints[0]
-    with store_of(tmp_path / "b.db", 80, 30) as store:
-        assert select_batch(store, SelectionPlan(), features).method.method == "random"
 
 
 def test_without_features_the_seed_decides(tmp_path: Path) -> None:

@@ -13,13 +13,11 @@ from keel.preferences.posterior import laplace_posterior, likeliest_posterior
 from keel.preferences.selection import (
     METHODS,
     PRECISION_PAIRS,
-    choose_method,
     d_optimal_batch,
     gaussian_uncertainty,
     held_out_check,
     hints,
     laplace_beliefs,
-    near_copies,
     pool_beliefs,
     select_pairs,
     top_batch,
@@ -231,25 +229,3 @@ def test_few_labels_say_so() -> None:
     assert "every held-out pair is a tie" in hints(40, ties)[0]
     assert "too few" in hints(19, None)[0]
     assert "no pair is labelled" in hints(0, None)[0]
-
-
-# ---------------------------------------------------------------- near-copies
-
-
-def test_near_copies_are_counted_turned_round_too() -> None:
-    generator = np.random.default_rng(0)
-    alone = generator.normal(size=(60, 20))
-    few = generator.normal(size=(4, 20))
-    copies = few[np.arange(40) % 4] * generator.choice([-2.0, 0.5], size=(40, 1))
-    copies += 0.02 * generator.normal(size=copies.shape)
-    assert near_copies(alone) == 0
-    assert near_copies(np.concatenate([alone, copies])) == pytest.approx(0.4)
-    assert near_copies(np.concatenate([copies, np.zeros((5, 20))])) == 1
-    assert near_copies(alone[:0]) == near_copies(np.zeros((3, 20))) == 0
-
-
-def test_the_method_follows_what_was_measured() -> None:
-    assert choose_method(None, 0.9).method == "d_optimal"
-    assert choose_method(None, 0.2).method == "random"
-    assert "20 % of the pool's pairs" in choose_method(None, 0.2).reason
-    assert choose_method("bald", 0.9) == choose_method("bald", 0.2)

@@ -140,8 +140,7 @@ prefs select -- Choose which pairs of a store people label next.
   store STORE
   --model RUN|FOLDER -- an outcome reward model, whose hidden states are the features
   --stage NAME -- the run's stage that made the model
-  --by d_optimal|bald|margin|random -- default: d_optimal if half of the pairs or more have
-      near-copies, else random; without a model random
+  --by d_optimal|bald|margin|random -- default: d_optimal, without a model random
   --count N = 100 -- how many pairs
   --round INDEX -- choose among the pairs of this round
   --source {_SOURCES} ... -- only these labels teach

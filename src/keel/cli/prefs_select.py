@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
     out = None if arguments.out is None else new_file(arguments.out)
     plan = SelectionPlan(
-        arguments.by,
+        arguments.by or ("random" if arguments.model is None else "d_optimal"),
         arguments.count,
         arguments.round,
         arguments.source or None,
@@ -69,7 +69,7 @@ def _lines(result: Mapping[str, Any]) -> list[str]:
             f"{100 * pairs['ece']:.1f} %, log loss {pairs['log_loss']:.3f} (ln 2 = 0.693: no "
             f"knowledge), gain of the variance {gain}"
         )
-    lines.append(f"by {result['by']}: {result['reason']}")
+    lines.append(f"by {result['by']}")
     lines += [f"hint: {hint}" for hint in result["hints"]]
     chosen = result["chosen"]
     lines.append(f"{'pair':<34}{'score':>9}{'p(first)':>10}{'s.d.':>8}")

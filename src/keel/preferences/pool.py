@@ -18,11 +18,8 @@ from keel.preferences.posterior import scaled_features
 from keel.preferences.selection import (
     HeldOutCheck,
     Method,
-    MethodChoice,
-    choose_method,
     held_out_check,
     hints,
-    near_copies,
     pool_beliefs,
     select_pairs,
 )
@@ -54,13 +51,13 @@ class LabelPool:
 
 @dataclass(frozen=True, slots=True)
 class SelectionPlan:
-    """How to choose `count` pairs: `by` a method (None: by what the pool is like).
+    """How to choose `count` pairs `by` a method, of which only "random" needs no features.
 
     Only pairs of a `round` are chosen, only labels of `sources` teach; None: all. `pool` pairs at
     random are chosen among, and as many learned from (None: all).
     """
 
-    by: Method | None = None
+    by: Method = "random"
     count: int = 100
     round: int | None = None
     sources: Collection[Source] | None = None
@@ -77,7 +74,7 @@ class SelectedBatch:
 
     labelled: int
     unlabelled: int
-    method: MethodChoice
+    method: Method
     rows: list[dict[str, Any]]
     long: int = 0
     check: HeldOutCheck | None = None
@@ -91,8 +88,7 @@ class SelectedBatch:
             "labelled": self.labelled,
             "unlabelled": self.unlabelled,
             "left_out_long": self.long,
-            "by": self.method.method,
-            "reason": self.method.reason,
+            "by": self.method,
             "held_out": check and {"learned": check.learned, "n": check.held_out, **report},
             "hints": list(self.hints),
             "chosen": self.rows,
@@ -111,8 +107,7 @@ def select_batch(
     if features is None:
         order = np.random.default_rng(plan.seed).permutation(candidates)[: plan.count]
         chosen = [{"pair": pool.ids[place]} for place in order]
-        method = MethodChoice("random", "asked for" if plan.by else "there is no --model")
-        batch = SelectedBatch(len(labelled), len(candidates), method, chosen)
+        batch = SelectedBatch(len(labelled), len(candidates), "random", chosen)
     else:
         batch = _by_features(store, pool, plan, features, candidates, labelled)
     priorities = prefer_pairs(store, [row["pair"] for row in batch.rows], pool.priority)
@@ -140,9 +135,8 @@ def _by_features(
     known = feature_CH[[at[p] for p in labelled]], pool.label_C[labelled]
     pool_CH = feature_CH[[at[p] for p in candidates]]
     check = held_out_check(*known, [pool.prompts[p] for p in labelled], plan.seed)
-    method = choose_method(plan.by, near_copies(pool_CH, plan.seed))
     beliefs = pool_beliefs(*known, pool_CH, plan.seed)
-    picked = select_pairs(method.method, plan.count, beliefs, plan.seed)
+    picked = select_pairs(plan.by, plan.count, beliefs, plan.seed)
     deviation_C = np.sqrt(beliefs.variance_C)
     rows = [
         {
@@ -155,7 +149,7 @@ def _by_features(
     ]
     advice = tuple(hints(len(labelled), check))
     long = int((~fits).sum())
-    return SelectedBatch(len(labelled), len(candidates), method, rows, long, check, advice)
+    return SelectedBatch(len(labelled), len(candidates), plan.by, rows, long, check, advice)
 
 
 def _places(

@@ -25,20 +25,12 @@ NODES, REACH = 65, 8.0
 """Nodes of the quadrature, and how many standard deviations to either side it goes."""
 SAME = 1e-9
 """Pairs whose factors differ by less than this share of their size are one pair."""
-BLOCK = 64
-"""Gains that are computed at a time, at first."""
 APART = 1e6
-"""What puts the repeated pairs after all others; no gain is near it."""
+"""What puts pairs that equal a chosen one after all others; no gain is near it."""
 PRECISION_PAIRS = 5_000
 """Labelled pairs, at most, by which the prior precision is chosen."""
 HELD_OUT, FEWEST = 5, 20
 """One prompt in `HELD_OUT` is held out; fewer labelled pairs than `FEWEST` show nothing."""
-NEAR = 0.95
-"""The |cosine| from which on two pairs are near-copies."""
-SAMPLED, AMONG = 500, 10_000
-"""Pairs whose near-copies are counted, and among how many."""
-REDUNDANT = 0.5
-"""The share of pairs with near-copies from which on a batch is chosen by uncertainty."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,14 +69,6 @@ class PairSelection:
 
     index: Index
     score: Array
-
-
-@dataclass(frozen=True, slots=True)
-class MethodChoice:
-    """How the pairs are chosen, and why so."""
-
-    method: Method
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,33 +161,6 @@ def held_out_check(
     return HeldOutCheck(int((~held).sum()), int(held.sum()), report)
 
 
-def near_copies(feature_CH: Array, seed: int = 0) -> float:
-    """The share of a pool's pairs that have a near-copy in it, on a sample; 0 of an empty pool.
-
-    A near-copy has features of a |cosine| of `NEAR` or more: a pair turned round is one too. Pairs
-    without features (equal answers) are left out.
-    """
-    length_C = np.linalg.norm(feature_CH, axis=1)
-    kept = np.random.default_rng([seed, 2]).permutation(np.flatnonzero(length_C > 0))[:AMONG]
-    unit_CH = feature_CH[kept] / length_C[kept, None]
-    cosine = np.abs(unit_CH[:SAMPLED] @ unit_CH.T)
-    return float(((cosine >= NEAR).sum(axis=1) > 1).mean()) if kept.size else 0.0
-
-
-def choose_method(asked: Method | None, copies: float | None) -> MethodChoice:
-    """The method that was asked for, or else the one whose gain over random is measured."""
-    if asked is not None:
-        return MethodChoice(asked, "asked for")
-    share = 0.0 if copies is None else copies
-    found = f"{100 * share:.0f} % of the pool's pairs have a near-copy in it"
-    if share >= REDUNDANT:
-        return MethodChoice("d_optimal", f"{found}, and d_optimal counts near-copies once")
-    return MethodChoice(
-        "random",
-        f"{found}, and a gain over random labels was measured only if half or more have one",
-    )
-
-
 def hints(labelled: int, check: HeldOutCheck | None) -> list[str]:
     """What cannot be known from so few labels or from such features."""
     if not labelled:
@@ -273,12 +230,11 @@ def d_optimal_batch(
 
     g is the information of a label about its difference, p (1 − p) for a logistic one (1 unless
     given). s² = ψᵀ M ψ is the variance given the pairs chosen so far: M = I at first, and after
-    pair j it falls by g_j (M ψ_j)(M ψ_j)ᵀ / (1 + g_j s_j²). Since gains only fall, one that was
-    computed earlier bounds it from above, and only the pairs with the largest bounds are computed
-    again (Minoux 1978). Memory C X; time C X, and at worst C X² a pair chosen.
+    pair j it falls by g_j (M ψ_j)(M ψ_j)ᵀ / (1 + g_j s_j²), so that s_i² falls by
+    g_j (ψ_iᵀ M ψ_j)² / (1 + g_j s_j²). Memory C X + X²; time C X + X² a pair chosen.
     The greedy choice has at least 1 − 1/e of the best batch's log det. A pair that equals a chosen
     one (ψ or −ψ) is only taken if no other is left.
-    Source: MacKay 1992, Neural Computation 4:590; the bound: Nemhauser et al. 1978, Math.
+    Source: MacKay 1992, Neural Computation 4:590; the greedy choice: Nemhauser et al. 1978, Math.
     Programming 14:265, for the monotone submodular log det.
     """
     factor = np.asarray(factor_CX, dtype=np.float64)
@@ -288,44 +244,19 @@ def d_optimal_batch(
     order = np.random.default_rng(seed).permutation(count)
     factor, g = factor[order], g[order]
     length = (factor**2).sum(axis=1)
-    bound, fresh = np.log1p(g * length), np.zeros(count, dtype=np.int64)
-    repeated = np.zeros(count, dtype=bool)
+    variance_C = length.copy()  # s²
     left_XX = np.eye(factor.shape[1])  # M
+    later_C = np.zeros(count)
     index, score = np.zeros(size, dtype=np.int64), np.zeros(size)
     for taken in range(size):
-        block = BLOCK
-        while True:
-            pick = int(np.argmax(bound))
-            if fresh[pick] < taken:
-                stale = _largest(np.where(fresh < taken, bound, -np.inf), block)
-                gain = np.log1p(g[stale] * _squares(factor[stale], left_XX))
-                bound[stale], fresh[stale] = np.where(repeated[stale], gain - APART, gain), taken
-                block *= 2
-            elif not repeated[pick] and _equals_one(factor, length, pick, index[:taken]):
-                repeated[pick] = True
-                bound[pick] -= APART
-            else:
-                break
+        gain_C = np.log1p(g * variance_C)
+        pick = int(np.argmax(gain_C - later_C))
+        index[taken], score[taken] = pick, gain_C[pick]
         down_X = left_XX @ factor[pick]
-        variance = max(float(factor[pick] @ down_X), 0.0)
-        index[taken], score[taken] = pick, np.log1p(g[pick] * variance)
-        left_XX -= np.outer(down_X, down_X) * (g[pick] / (1 + g[pick] * variance))
-        bound[pick] = -np.inf
+        fall = g[pick] / (1 + g[pick] * variance_C[pick])
+        variance_C = np.maximum(variance_C - fall * (factor @ down_X) ** 2, 0.0)
+        left_XX -= fall * np.outer(down_X, down_X)
+        apart_C = length + length[pick] - 2 * np.abs(factor @ factor[pick])
+        later_C[(apart_C <= SAME * length[pick]) & (later_C == 0)] = APART
+        later_C[pick] = np.inf
     return PairSelection(order[index], score)
-
-
-def _largest(bound_C: Array, size: int) -> Index:
-    """The indices of the `size` largest, those of -inf left out."""
-    size = min(size, int(np.isfinite(bound_C).sum()))
-    return np.asarray(np.argpartition(-bound_C, size - 1)[:size], dtype=np.int64)
-
-
-def _squares(factor_CX: Array, left_XX: Array) -> Array:
-    """ψᵀ M ψ, not below 0."""
-    return np.asarray(np.maximum(((factor_CX @ left_XX) * factor_CX).sum(axis=1), 0.0))
-
-
-def _equals_one(factor: Array, length: Array, pick: int, chosen: Index) -> bool:
-    """Whether a pair's ψ is that of a chosen one, or its opposite."""
-    product = np.abs(factor[chosen] @ factor[pick])
-    return bool((length[chosen] + length[pick] - 2 * product <= SAME * length[chosen]).any())
