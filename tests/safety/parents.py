@@ -62,7 +62,7 @@ def arithmetic(*_: str) -> Work:
     from tests.data.tasks.made import completion
 
     gym.SCORE_PATIENCE = gym.SCORE_SECONDS = ENDLESS
-    task = gym.gym_task(gym.PREFIX + "rubiks_cube", 0, Presentation(), {}, gym.GymProcess())
+    task = gym.GymTask(gym.PREFIX + "rubiks_cube", 0, Presentation(), {}, gym.GymProcess())
     prompt = task.prompt("train", 0)
     task.score(prompt, completion("F2"))
     return lambda: task.score(prompt, completion("F20000000"))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from keel.data.tasks.base import Presentation
-from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_task
+from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed
 from keel.data.tasks.gym_worker import COMPARING
 from keel.graders.answers import final_answer, stated_number
 from keel.graders.formats import has_tags, tag_content
@@ -130,7 +130,7 @@ def process() -> GymProcess:
 
 @pytest.fixture(scope="module")
 def tasks(process: GymProcess) -> dict[str, GymTask]:
-    return {n: gym_task(PREFIX + n, 0, Presentation(), {}, process) for n in scorers()}
+    return {n: GymTask(PREFIX + n, 0, Presentation(), {}, process) for n in scorers()}
 
 
 def prompt(task: GymTask) -> Prompt:
@@ -185,7 +185,7 @@ def test_a_composite_of_data_sets_evaluates_nothing_either(
 ) -> None:
     for name in ("string_insertion", "countdown"):
         options = {"datasets": [{"name": name, "weight": 1.0}]}
-        task = gym_task(f"{PREFIX}composite", 0, Presentation(), options, process)
+        task = GymTask(f"{PREFIX}composite", 0, Presentation(), options, process)
         for text in (f"open('{tmp_path}/x', 'w')", "9**9**9"):
             assert score(task, text) < 0.5
         assert score(task, str(task.gold(prompt(task)))) == 1.0
@@ -312,7 +312,7 @@ def test_a_process_killed_from_outside_scores_nothing_by_itself(
 ) -> None:
     """One kill is made good; that it is killed again and again is an error, not a wrong answer."""
     process = GymProcess()
-    task = gym_task(PREFIX + "countdown", 0, Presentation(), {}, process)
+    task = GymTask(PREFIX + "countdown", 0, Presentation(), {}, process)
     answer = task.gold(prompt(task))
     assert answer is not None
     assert score(task, answer) == 1.0

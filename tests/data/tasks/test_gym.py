@@ -13,7 +13,7 @@ import pytest
 
 from keel.data.tasks import build_task, catalogue
 from keel.data.tasks.base import Presentation, split_of
-from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names, gym_task
+from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names
 from keel.types import KeelError, Split
 from tests.data.tasks.made import completion, source
 from tests.safety.processes import descendants, gone
@@ -34,7 +34,7 @@ def process() -> GymProcess:
 
 
 def make(name: str, process: GymProcess, seed: int = 0, **options: object) -> GymTask:
-    return gym_task(PREFIX + name, seed, Presentation(), options, process)
+    return GymTask(PREFIX + name, seed, Presentation(), options, process)
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_wrong_names_and_options(
     name: str, options: dict[str, object], says: str, process: GymProcess
 ) -> None:
     with pytest.raises(KeelError) as error:
-        gym_task(PREFIX + name, 0, Presentation(), options, process).prompt("train", 0)
+        GymTask(PREFIX + name, 0, Presentation(), options, process).prompt("train", 0)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -8,7 +8,7 @@ from keel.config.fields import unknown
 from keel.config.sources import TaskSource
 from keel.data.tasks.base import BaseTask, Presentation
 from keel.data.tasks.generated import Addition, Generated, take_options
-from keel.data.tasks.gym import PREFIX, GymProcess, gym_installed, gym_names, gym_task
+from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names
 from keel.data.tasks.splits import KINDS
 from keel.data.tasks.stored import DataTask, data_task, entry_task
 from keel.data.tasks.symbols import Reverse, SortDigits
@@ -65,7 +65,7 @@ def _build(source: TaskSource, seed: int, process: GymProcess) -> BaseTask:
     if source.name.startswith(PREFIX):
         _no_files(source)
         presentation = Presentation(source.prompt, source.system)
-        task = gym_task(source.name, seed, presentation, source.options, process)
+        task = GymTask(source.name, seed, presentation, source.options, process)
         task.prompt("train", 0)  # wrong options show here, before anything is spent
         return task
     if source.name in GENERATORS:

@@ -37,19 +37,27 @@ class Generated(BaseTask):
         """A question and its answer."""
         raise NotImplementedError
 
+    def columns(self, rng: np.random.Generator, split: Split, index: int) -> dict[str, Any]:
+        """The columns of a prompt; `prompt` is the question."""
+        question, answer = self.draw(rng)
+        return {"prompt": question, "answer": answer}
+
     def prompt(self, split: Split, index: int) -> Prompt:
-        """The prompt at an index. Raises KeelError where no draw falls on the split."""
+        """The prompt at an index. Raises KeelError if no draw falls on the split."""
         for attempt in range(ATTEMPTS):
             key = [self.seed, int(split == "validation"), index, attempt]
-            question, answer = self.draw(np.random.default_rng(np.random.SeedSequence(key)))
-            if split_of(question) == split:
-                columns = {"prompt": question, "answer": answer}
+            rng = np.random.default_rng(np.random.SeedSequence(key))
+            columns = self.columns(rng, split, index)
+            if split_of(columns["prompt"]) == split:
                 body = self.presentation.body(columns, self.name)
                 content = self.presentation.frame(body, self.name)
                 return Prompt(prompt_id(self.name, split, index), content, columns, self.name)
-        raise no_draw(self.name, split, ATTEMPTS)
+        raise KeelError(
+            f"task {self.name!r}: none of {ATTEMPTS} draws is on the {split} split, since there "
+            "are too few different prompts: widen its options"
+        )
 
-    def gold(self, prompt: Prompt) -> str:
+    def gold(self, prompt: Prompt) -> str | None:
         """The right answer."""
         return str(prompt.columns["answer"])
 
@@ -57,14 +65,6 @@ class Generated(BaseTask):
         """1 for the right answer and nothing but it, else 0."""
         stated = answer_part(completion.text, prompt.opening) or ""
         return float(stated.strip() == self.gold(prompt))
-
-
-def no_draw(name: str, split: Split, attempts: int) -> KeelError:
-    """There are too few different prompts for two splits."""
-    return KeelError(
-        f"task {name!r}: none of {attempts} draws is on the {split} split, since there are too few "
-        "different prompts: widen its options"
-    )
 
 
 def take_options(

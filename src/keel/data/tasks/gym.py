@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from keel.config.fields import unknown
-from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_and_index, split_of
-from keel.data.tasks.generated import ATTEMPTS, no_draw
+from keel.data.tasks.base import Presentation, split_and_index
+from keel.data.tasks.generated import Generated
 from keel.graders.formats import tag_content
 from keel.graders.stated import answer_part
 from keel.platform.process import Restarting
@@ -79,15 +79,12 @@ class GymError(Exception):
         self.known = known
 
 
-class GymTask(BaseTask):
-    """One data set of reasoning-gym; endless, its verdict that of its own scorer.
+class GymTask(Generated):
+    """The task `reasoning_gym:NAME`; its verdict is that of the data set's own scorer.
 
-    The prompt at (seed, split, index) is the first of the items drawn by
-    `SeedSequence([seed, split, index, attempt])` from the block of `index` whose question the hash
-    puts on that split. The answer is what stands in `<answer>…</answer>`, else the whole text.
+    A draw is an item of the block of the prompt's index. The answer is what stands in
+    `<answer>…</answer>`, else the whole text. Raises KeelError for a wrong name or option.
     """
-
-    correctness = True
 
     def __init__(
         self,
@@ -97,28 +94,42 @@ class GymTask(BaseTask):
         options: Mapping[str, Any],
         process: GymProcess,
     ) -> None:
-        self.name = name
-        self.seed = seed
-        self.presentation = presentation
+        super().__init__(name, seed, presentation)
         self.dataset = name.removeprefix(PREFIX)
+        known = gym_names(process)
+        if self.dataset not in known:
+            raise KeelError(unknown("reasoning-gym data set", self.dataset, known))
+        for fixed in ("seed", "size"):
+            if fixed in options:
+                raise KeelError(
+                    f"task {name!r}: {fixed} is not an option: the recipe's seed decides"
+                )
         self.options = dict(options)
         self.process = process
         self._addresses: dict[tuple[Split, int], dict[str, Any]] = {}
 
-    def prompt(self, split: Split, index: int) -> Prompt:
-        """The prompt at an index; the item's `answer` and `metadata` are among its columns."""
-        for attempt in range(ATTEMPTS):
-            address = self._address(split, index, attempt)
-            item = self._item(address)
-            if split_of(item["question"]) == split:
-                if len(self._addresses) >= ADDRESSES_KEPT:
-                    self._addresses.clear()
-                self._addresses[split, index] = address
-                columns = {"prompt": item["question"], **item}
-                body = self.presentation.body(columns, self.name)
-                content = self.presentation.frame(body, self.name)
-                return Prompt(prompt_id(self.name, split, index), content, columns, self.name)
-        raise no_draw(self.name, split, ATTEMPTS)
+    def columns(self, rng: np.random.Generator, split: Split, index: int) -> dict[str, Any]:
+        """The item's columns, `answer` and `metadata` among them; its address is kept."""
+        block = np.random.SeedSequence([self.seed, index // BLOCK]).generate_state(1)[0]
+        address = {
+            "name": self.dataset,
+            "options": self.options,
+            "seed": int(block) >> 1,
+            "size": BLOCK,
+            "index": int(rng.integers(BLOCK)),
+        }
+        if len(self._addresses) >= ADDRESSES_KEPT:
+            self._addresses.clear()
+        self._addresses[split, index] = address
+        try:
+            item: dict[str, Any] = self.process.ask(START_SECONDS, op="item", **address)
+        except TimeoutError:
+            raise KeelError(
+                f"task {self.name!r}: no item within {START_SECONDS:.0f} s: change its options"
+            ) from None
+        except GymError as error:
+            raise self._refused(error) from None
+        return {"prompt": item["question"], **item}
 
     def gold(self, prompt: Prompt) -> str | None:
         """The item's own answer, if it has one."""
@@ -142,29 +153,6 @@ class GymTask(BaseTask):
         except GymError as error:
             raise self._refused(error) from None
 
-    def _address(self, split: Split, index: int, attempt: int) -> dict[str, Any]:
-        block = np.random.SeedSequence([self.seed, index // BLOCK]).generate_state(1)[0]
-        key = [self.seed, int(split == "validation"), index, attempt]
-        draw = np.random.default_rng(np.random.SeedSequence(key)).integers(BLOCK)
-        return {
-            "name": self.dataset,
-            "options": self.options,
-            "seed": int(block) >> 1,
-            "size": BLOCK,
-            "index": int(draw),
-        }
-
-    def _item(self, address: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            item: dict[str, Any] = self.process.ask(START_SECONDS, op="item", **address)
-        except TimeoutError:
-            raise KeelError(
-                f"task {self.name!r}: no item within {START_SECONDS:.0f} s: change its options"
-            ) from None
-        except GymError as error:
-            raise self._refused(error) from None
-        return item
-
     def _refused(self, error: GymError) -> KeelError:
         for option in self.options:
             if error.known and option not in error.known:
@@ -184,21 +172,3 @@ def gym_names(process: GymProcess) -> dict[str, str]:
         raise KeelError("reasoning-gym is not installed: pip install 'keel-rl[tasks]'")
     names: dict[str, str] = process.ask(START_SECONDS, op="names")
     return names
-
-
-def gym_task(
-    name: str,
-    seed: int,
-    presentation: Presentation,
-    options: Mapping[str, Any],
-    process: GymProcess,
-) -> GymTask:
-    """The task `reasoning_gym:NAME`. Raises KeelError for a wrong name or option."""
-    known = gym_names(process)
-    dataset = name.removeprefix(PREFIX)
-    if dataset not in known:
-        raise KeelError(unknown("reasoning-gym data set", dataset, known))
-    for fixed in ("seed", "size"):
-        if fixed in options:
-            raise KeelError(f"task {name!r}: {fixed} is not an option: the recipe's seed decides")
-    return GymTask(name, seed, presentation, options, process)
