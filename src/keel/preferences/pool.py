@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,32 +175,22 @@ def _places(
 
 def read_pool(store: PreferenceStore, sources: Collection[Source] | None = None) -> LabelPool:
     """The pairs and what is known of them; only labels of `sources` make `label_C`."""
-    pairs = store.database.rows("SELECT id, prompt, round, priority FROM pairs ORDER BY seq")
-    ids = tuple(row[0] for row in pairs)
-    at = {id: number for number, id in enumerate(ids)}
-    label, people = np.full(len(ids), np.nan), np.zeros(len(ids), dtype=bool)
-    other: dict[int, list[float]] = {}
-    for id, source, mean in store.database.rows(
-        "SELECT pair, source, AVG(value) FROM labels WHERE value IS NOT NULL GROUP BY pair, source"
-    ):
-        number = at[id]
-        people[number] |= source == "human"
-        if sources is not None and source not in sources:
-            continue
-        if source == "human":
-            label[number] = mean
-        else:
-            other.setdefault(number, []).append(mean)
-    for number, means in other.items():
-        if math.isnan(label[number]):
-            label[number] = math.fsum(means) / len(means)
+    counts = "l.source IN (SELECT value FROM json_each(?))" if sources is not None else "1"
+    rows = store.database.rows(
+        "SELECT p.id, p.prompt, p.round, p.priority, COUNT(l.value) FILTER (WHERE human),"
+        f" COALESCE(AVG(l.value) FILTER (WHERE human AND {counts}),"
+        f" AVG(l.value) FILTER (WHERE {counts}))"
+        " FROM pairs p LEFT JOIN (SELECT *, source = 'human' AS human FROM labels) l"
+        " ON l.pair = p.id GROUP BY p.seq ORDER BY p.seq",
+        () if sources is None else (json.dumps(list(sources)),) * 2,
+    )
     return LabelPool(
-        ids,
-        tuple(row[1] for row in pairs),
-        np.array([row[2] for row in pairs], dtype=np.int64),
-        label,
-        people,
-        max((row[3] for row in pairs), default=0.0),
+        tuple(row[0] for row in rows),
+        tuple(row[1] for row in rows),
+        np.array([row[2] for row in rows], dtype=np.int64),
+        np.array([row[5] for row in rows], dtype=np.float64),
+        np.array([row[4] > 0 for row in rows], dtype=bool),
+        max((row[3] for row in rows), default=0.0),
     )
 
 

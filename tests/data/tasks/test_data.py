@@ -69,26 +69,6 @@ def test_a_text_and_one_message_share_a_split() -> None:
     assert position([{**message, "role": "system"}]) != position("What is 2 + 2?")
 
 
-def test_few_rows_still_have_two_splits(tmp_path: Path) -> None:
-    for n in range(2, 8):
-        task = build("jsonl", path=jsonl(tmp_path / "few.jsonl", ROWS[:n]), **KEYS)
-        assert task.size("train") >= 1
-        assert task.size("validation") >= 1
-        assert task.size("train") + task.size("validation") == n
-    one = build("jsonl", path=jsonl(tmp_path / "one.jsonl", ROWS[:1]), **KEYS)
-    assert (one.size("train"), one.size("validation")) == (1, 0)
-
-
-def test_train_prompts_in_the_validation_split_are_left_out(tmp_path: Path) -> None:
-    train = jsonl(tmp_path / "train.jsonl", ROWS[:50])
-    test = jsonl(tmp_path / "test.jsonl", ROWS[45:60])
-    task = build("jsonl", path=train, validation_path=test, **KEYS)
-    assert (task.size("train"), task.size("validation"), task.overlap) == (45, 15, 5)
-    assert task.prompt("validation", 0).id == "jsonl:train/heldout/0"
-    with pytest.raises(KeelError, match="every train prompt is also in"):
-        build("jsonl", path=train, validation_path=train, **KEYS)
-
-
 def test_blanks_and_line_endings_make_no_other_prompt(tmp_path: Path) -> None:
     forms = ("{}", " {}\n", "{}\r\n", "\u00a0{}\t")
     texts = [
@@ -335,15 +315,6 @@ def test_a_mistyped_file_gets_a_suggestion(tmp_path: Path) -> None:
     jsonl(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(KeelError, match=r"did you mean '.*train\.jsonl'\?"):
         build("jsonl", path=str(tmp_path / "trian.jsonl"), **KEYS)
-
-
-def test_not_utf8_and_not_parquet(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"question": "\xff"}')
-    with pytest.raises(KeelError, match="not UTF-8"):
-        build("jsonl", path=str(tmp_path / "a.jsonl"), **KEYS)
-    (tmp_path / "a.parquet").write_bytes(b"PAR0")
-    with pytest.raises(KeelError, match=r"a\.parquet: not a Parquet file"):
-        build("parquet", path=str(tmp_path / "a.parquet"), **KEYS)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from keel.cli.main import main
 from keel.config.sources import PreferenceData
-from keel.data.preferences.dataset import read_labelled, read_pairs, read_steps
+from keel.data.preferences.dataset import read_pairs
 from keel.data.tasks import build_task, build_tasks, stored
 from keel.data.tasks.stored import DataTask
 from keel.runs.quarantine import SHOWN, LeftOut, counted, named_from, write_quarantine
@@ -142,24 +142,6 @@ def test_a_byte_order_mark_and_other_line_ends_are_no_fault(tmp_path: Path) -> N
     assert message == {"a", "b", "😀"}
 
 
-def test_a_row_without_a_gold_answer_is_bad_where_one_is_named(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "gold": "1"}, {"prompt": "b"}, {"prompt": "c", "gold": None}]
-    task = data_task(path=jsonl(tmp_path / "a.jsonl", rows), answer="gold", **QUARANTINE)
-    assert used(task) == [1]
-    assert [row.line for row in task.left_out] == [2, 3]
-    assert "the answer column 'gold' is empty" in task.left_out[1].reason
-
-
-def test_overlap_is_left_out_whatever_bad_rows_says(tmp_path: Path) -> None:
-    train = jsonl(tmp_path / "train.jsonl", [{"prompt": p} for p in "abc"])
-    held = jsonl(tmp_path / "held.jsonl", [{"prompt": "b"}])
-    task = data_task(path=train, validation_path=held)
-    assert task.overlap == 1
-    (row,) = task.left_out
-    assert (row.source, row.line, row.row, row.why) == (train, 2, {"prompt": "b"}, "overlap")
-    assert row.reason == f"{train}:2: the prompt or group is also in the validation split"
-
-
 def test_parquet_and_python_rows(tmp_path: Path) -> None:
     text = pa.array([b"a", b"\xff", b"c"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"prompt": text}), tmp_path / "rows.parquet")
@@ -187,33 +169,6 @@ def test_stored_sees_through_another_name(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- judged rows
-
-
-def test_judged_rows_of_every_kind(tmp_path: Path) -> None:
-    bad: dict[Any, tuple[dict[str, Any], dict[str, Any], str]] = {
-        read_pairs: (
-            {"prompt": "p", "chosen": "a", "rejected": "b"},
-            {"prompt": "p", "chosen": 5, "rejected": "b"},
-            "column 'chosen' = 5: give a text or messages",
-        ),
-        read_labelled: (
-            {"prompt": "p", "completion": "a", "label": True},
-            {"prompt": "p", "completion": "a", "label": 2},
-            "column 'label' = 2: give true, false or a number from 0 to 1",
-        ),
-        read_steps: (
-            {"prompt": "p", "completions": ["a"], "labels": [True]},
-            {"prompt": "p", "completions": [], "labels": []},
-            "column 'completions' = []: the list is empty",
-        ),
-    }
-    for reader, (good, wrong, reason) in bad.items():
-        path = jsonl(tmp_path / "rows.jsonl", [good, wrong, good])
-        splits = reader(PreferenceData(name="jsonl", path=path, bad_rows="quarantine"))
-        assert [row.origin.line for row in splits.train] == [1, 3]
-        (left,) = splits.left_out
-        assert (left.source, left.line, left.row, left.why) == (path, 2, wrong, "bad")
-        assert left.reason.startswith(f"{path}:2: {reason}")
 
 
 def test_empty_answers_overlap_and_double_ids(tmp_path: Path) -> None:
@@ -394,13 +349,6 @@ def test_the_command_line_says_the_same(
     assert message.count("\n") == 1
     assert len(message) < 2_100
     assert message[:-1].isprintable()
-
-
-def test_a_prompt_that_is_too_long_stops_no_run(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "1" * 20, "answer": "1"}])
-    train(recipe({**SFT, **tasks(path)}), tmp_path / "run")
-    (row,) = read(tmp_path / "run" / "quarantine" / "sft-prompts.jsonl")
-    assert row["line"] == 13
 
 
 def test_how_many_rows_are_looked_at_is_of_all_tasks_together(

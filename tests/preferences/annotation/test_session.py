@@ -301,10 +301,6 @@ def test_bad_names_are_refused(name: str) -> None:
         annotator_name(name)
 
 
-def test_names_are_taken_without_blanks_around() -> None:
-    assert annotator_name("  Ann \t Lee ") == "Ann Lee"
-
-
 @pytest.mark.parametrize(
     ("data", "wrong"),
     [

@@ -13,7 +13,7 @@ import pytest
 
 from keel.preferences.costs import describe_costs
 from keel.preferences.store.exports import preference_rows
-from keel.preferences.store.records import CompletionRecord, PromptRecord
+from keel.preferences.store.records import CompletionRecord
 from keel.preferences.store.store import PreferenceStore
 from keel.preferences.synthesis.forecast import Usage, forecast_costs
 from keel.preferences.synthesis.options import (
@@ -428,13 +428,6 @@ def test_half_a_character_in_a_reason_is_no_error(tmp_path: Path) -> None:
     assert report.left == {"completions": 0, "labels": 0}
     with PreferenceStore(tmp_path / "a.db") as store:
         assert {label.note for label in store.labels()} == {"? so"}
-
-
-def test_prompts_of_the_store_are_those_without_a_file(tmp_path: Path) -> None:
-    with server() as found, PreferenceStore(tmp_path / "a.db", create=True) as store:
-        store.add([PromptRecord("one"), PromptRecord("two")])
-        report = synthesize(store, options(found.url))
-        assert report.added["completions"] == 6
 
 
 def test_it_runs_within_an_event_loop(tmp_path: Path) -> None:
