@@ -21,7 +21,7 @@ from keel.models.chat import ChatEncoder
 from keel.platform.loop_thread import LoopThread
 from keel.runs import reader
 from keel.types import Group, KeelError, Prompt, Sampling
-from tests.engines.test_endpoint_openai import TOKENIZER, SpellingEngine
+from tests.engines.spelling import TOKENIZER, SpellingEngine
 
 pytest.importorskip("verifiers")
 pytestmark = [pytest.mark.verifiers, pytest.mark.slow]

@@ -14,7 +14,7 @@ import pytest
 
 from keel.platform.time_limit import Hung
 from keel.types import KeelError, ProgramInput
-from tests.engines.test_endpoint_openai import (
+from tests.engines.spelling import (
     TOKENIZER,
     TOOLS,
     USER,
@@ -275,3 +275,36 @@ def test_any_real_number_is_a_reward(value: Any) -> None:
 
     groups = run(SpellingEngine(lambda name, turn: "yes"), program)
     assert [float(group.completions[0].columns["reward"]) for group in groups] == [value, value]
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "kind"),
+    [
+        (lambda given: 1 / 0, "raised ZeroDivisionError", KeelError),
+        (lambda given: None, "made no request", KeelError),
+        (lambda given: time.sleep(3), "makes no request within 0.3 s", Hung),
+    ],
+)
+def test_programs_that_fail_are_named(program: Any, line: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=line) as caught:
+        run(SpellingEngine(lambda name, turn: "yes"), program, timeout=0.3, limit=1)
+    assert "'mine:run' (prompt 'p0', completion 0)" in str(caught.value)
+
+
+def test_program_that_raises_after_an_answer_is_skipped() -> None:
+    def program(given: ProgramInput) -> dict[str, float]:
+        with client_of(given) as client:
+            ask(client, given, given.messages)
+        if given.index == 1:
+            raise OSError("the tool is down")
+        return {"reward": 1.0}
+
+    engine = SpellingEngine(lambda name, turn: "yes")
+    groups = run(engine, program, n=3, skips=True)
+    failed = ["", "OSError: the tool is down", ""]
+    assert [[one.failed for one in group.completions] for group in groups] == [failed, failed]
+    assert all(len(one) for group in groups for one in group.completions)
+    with pytest.raises(KeelError, match="raised ZeroDivisionError"):
+        run(engine, lambda given: 1 / 0, skips=True)
+    with pytest.raises(KeelError, match="the tool is down"):
+        run(engine, program, n=3)
