@@ -102,10 +102,8 @@ def adapted() -> PreTrainedModel:
 
 MODELS = {
     "llama": lambda: wide("llama"),
-    "qwen2": lambda: wide("qwen2"),
     "qwen3": lambda: wide("qwen3"),
     "heads of 32": lambda: wide("llama", hidden_size=128),
-    "a window within a page": lambda: wide("mistral", head_dim=32, sliding_window=5),
     "a window over pages": lambda: wide("mistral", sliding_window=37),
     "an adapter": adapted,
 }
@@ -171,11 +169,9 @@ def test_it_says_what_it_says_without_a_memory(
     assert sum(fed) - with_memory > 1.5 * with_memory
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_its_log_probabilities_are_those_of_the_whole(family: str) -> None:
+def test_its_log_probabilities_are_those_of_the_whole() -> None:
     """As the trainer has them: each token after all earlier turns."""
-    changes = {"sliding_window": 21} if family == "mistral" else {}
-    model = wide(family, **changes)
+    model = wide("mistral", sliding_window=21)
     groups = talk(NativeEngine(model, TOKENIZER), prompts(16, 33, 40), 3)
     model.set_attn_implementation("eager")
     for group in groups:
@@ -188,10 +184,8 @@ def test_its_log_probabilities_are_those_of_the_whole(family: str) -> None:
             np.testing.assert_allclose(completion.log_probs[written], expected[written], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_pages_of_bfloat16_stay_too(family: str, fed: list[int]) -> None:
-    changes = {"sliding_window": 21} if family == "mistral" else {}
-    engine = NativeEngine(wide(family, **changes), TOKENIZER, dtype=torch.bfloat16)
+def test_pages_of_bfloat16_stay_too(fed: list[int]) -> None:
+    engine = NativeEngine(wide("mistral", sliding_window=21), TOKENIZER, dtype=torch.bfloat16)
     asked = prompts(15, 16, 17, 31, 33)
     groups = talk(engine, asked, 4)
     own = sum(len(c) - 1 for group in groups for c in group.completions)
@@ -201,9 +195,7 @@ def test_pages_of_bfloat16_stay_too(family: str, fed: list[int]) -> None:
     agree(groups, talk(Forgetful(engine), asked, 4), rounding=0.03, least=0.5)
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "prefill_tokens"), [(1, 16_384), (3, 40), (7, 1), (7, 90), (64, 25)]
-)
+@pytest.mark.parametrize(("max_num_seqs", "prefill_tokens"), [(1, 16_384), (3, 40), (64, 25)])
 def test_whatever_is_kept_and_enters_together(
     max_num_seqs: int, prefill_tokens: int, fed: list[int]
 ) -> None:

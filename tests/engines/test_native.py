@@ -188,15 +188,6 @@ def test_each_prompt_enters_once_and_each_token_once(max_num_seqs: int) -> None:
         assert len(counts) == max(lengths)
 
 
-def test_prompts_enter_within_the_prefill_budget() -> None:
-    engine = engine_for(tiny("qwen2"), prefill_tokens=20)
-    prompts = ragged_prompts(9)
-    with tokens_entering(engine.model) as counts:
-        engine.sample(prompts, 1, Sampling(1), seed=0)
-    assert sum(counts) == sum(len(prompt.tokens) for prompt in prompts)
-    assert max(counts) <= 20
-
-
 def test_eos_is_part_of_the_tokens_and_not_of_the_text() -> None:
     groups = engine_for(tiny("llama")).sample(ragged_prompts(20), 2, Sampling(30), seed=0)
     reasons = set()
@@ -231,18 +222,6 @@ def test_a_stop_string_cuts_where_the_text_first_holds_it(length: int) -> None:
         else:
             assert (len(cut), cut.finish) == (len(whole), whole.finish)
     assert stops > 0
-
-
-def test_stop_ids_end_a_completion_and_stay_in_it() -> None:
-    engine = engine_for(tiny("llama"))
-    stop = (5, 9, 20)
-    groups = engine.sample(ragged_prompts(30), 2, Sampling(30, stop_ids=stop), seed=2)
-    stopped = [c for _, c in completions(groups) if c.finish == "stop"]
-    assert stopped
-    for _, completion in completions(groups):
-        *before, last = completion.tokens.tolist()
-        assert not set(before) & set(stop)
-        assert (completion.finish == "stop") == (last in stop)
 
 
 def test_a_completion_stops_at_the_end_of_the_context() -> None:

@@ -99,14 +99,13 @@ SAMPLINGS = {
 }
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_any_sampling(
-    sampling: Sampling,
-    dtype: torch.dtype | None,
+    name: str,
     calls: list[int],
     one_by_one: Callable[..., list[Group]],
 ) -> None:
+    sampling, dtype = SAMPLINGS[name], torch.bfloat16 if name == "truncated" else None
     engine = NativeEngine(model_of("llama"), TOKENIZER, dtype=dtype)
     asked = (prompts(4, 7), 3, sampling, 2)
     assert message(engine.sample(*asked)) == message(one_by_one(engine, *asked))
@@ -124,26 +123,26 @@ def test_they_end_at_the_context(calls: list[int], one_by_one: Callable[..., lis
     assert max(calls) > 1
 
 
-def test_nobody_takes_a_page_long_before_it_needs_it(calls: list[int]) -> None:
+def test_no_row_takes_a_page_long_before_its_use(calls: list[int]) -> None:
     engine = NativeEngine(model_of("llama"), TOKENIZER, max_num_seqs=1)
     (group,) = engine.sample(prompts(4), 12, Sampling(max_tokens=75), 0)
     assert max(len(answer) for answer in group.completions) > 1 + 2 * PAGE
     assert max(calls) == PAGE
 
 
-@pytest.mark.parametrize("change", [{"scale": 0.5}, {"softcap": 2.0}], ids=["scale", "soft cap"])
-def test_a_head_that_does_more_is_its_own_step(
-    change: dict[str, Any], calls: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "stop"), [({"scale": 0.5}, ()), ({"softcap": 2.0}, ()), ({}, ("a b",))]
+)
+def test_what_compiled_code_does_not_know_goes_step_by_step(
+    change: dict[str, Any],
+    stop: tuple[str, ...],
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compiled logits know neither a scale nor a soft cap."""
+    """A scale or a soft cap of the head, and stop strings."""
     monkeypatch.setattr(native, "head_of", lambda model: replace(head_of(model), **change))
-    NativeEngine(model_of("llama"), TOKENIZER).sample(prompts(4), 2, Sampling(max_tokens=9), 0)
-    assert not calls
-
-
-def test_stop_strings_are_looked_for_at_every_token(calls: list[int]) -> None:
     engine = NativeEngine(model_of("llama"), TOKENIZER)
-    engine.sample(prompts(4), 2, Sampling(max_tokens=9, stop=("a b",)), 0)
+    engine.sample(prompts(4), 2, Sampling(max_tokens=9, stop=stop), 0)
     assert not calls
 
 
@@ -157,7 +156,7 @@ def test_a_call_ends_when_its_time_is_over(
     assert set(calls) == {1}
 
 
-def test_weights_that_break_are_told(calls: list[int]) -> None:
+def test_weights_that_break_are_reported(calls: list[int]) -> None:
     """Broken at a token that no prompt holds: the steps meet it, not the prompts."""
     model = model_of("llama")
     with torch.no_grad():
