@@ -20,7 +20,6 @@ from keel.config.control import Exploration
 from keel.control.q_learning import LOSSES, QLearning
 from keel.control.replay import Transitions
 from keel.objective import background
-from keel.types import KeelError
 from tests.control import stages, worlds
 from tests.control.test_environments import false_ones
 
@@ -127,7 +126,7 @@ def test_every_stored_transition_is_of_an_environment() -> None:
 
 @pytest.mark.parametrize(
     ("count", "every", "updates", "warmup"),
-    [(1, 4, 1, 20), (1, 4, 2, 22), (3, 4, 1, 20), (3, 1, 2, 1), (1, 1, 1, 0)],
+    [(1, 4, 2, 22), (3, 4, 1, 20), (1, 1, 1, 0)],
 )
 def test_updates_come_when_they_are_due(count: int, every: int, updates: int, warmup: int) -> None:
     settings = (f"environment.count={count}", f"update_every={every}", f"updates={updates}")
@@ -206,8 +205,7 @@ def played(q: QLearning, rows: int = 4) -> None:
 SHORT_EPISODES = ("environment.options.max_episode_steps=20", "replay.warmup=599")
 
 
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize(("double", "n_step"), [(True, 1), (False, 3), (True, 3)])
 def test_targets_are_those_of_a_loop(double: bool, n_step: int) -> None:
     settings = (f"double={str(double).lower()}", f"n_step={n_step}", "gamma=0.9")
     with learner(*settings, *SHORT_EPISODES) as q:
@@ -319,12 +317,3 @@ def test_targets_loss_and_gradient_are_stable_baselines(monkeypatch: pytest.Monk
     theirs = torch.cat([p.grad.reshape(-1) for p in model.q_net.parameters()])  # type: ignore[union-attr]
     assert q.trained.vector.grad is not None
     torch.testing.assert_close(q.trained.vector.grad, theirs, rtol=1e-5, atol=1e-6)
-
-
-# ---------------------------------------------------------------- the rest
-
-
-def test_continuous_actions_are_refused_in_one_line() -> None:
-    with pytest.raises(KeelError, match="continuous") as caught:
-        QLearning(stages.q_learning("Pendulum-v1"), 0)
-    assert "\n" not in str(caught.value)
