@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from keel.config.sampling import Rollout
+from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.registry import ENGINES
 from keel.engines.sampler import check
+from keel.models.chat import ChatEncoder
 from keel.models.loading import DTYPES
 from keel.models.text import decode
-from keel.types import Completion, Engine, Group, KeelError, OnGroup, Prompt, Sampling
+from keel.types import Completion, Engine, Group, KeelError, OnGroup, Prompt, Sampling, Split
 
 Line = str | tuple[str, Sequence[float]]
 """A completion's text, or text and the log-probability of each token (its end among them)."""
@@ -109,3 +111,48 @@ class ScriptedEngine(Engine):
             finish="eos" if kept == len(ids) else "length",
             text=decode(self.tokenizer, [ids[:kept]])[0],
         )
+
+
+@dataclass
+class ReplyTask:
+    """A task that only replies: its prompts are a test's own."""
+
+    name: str = "replies"
+
+    def size(self, split: Split) -> int | None:
+        return None
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        return Prompt(str(index), "", task=self.name)
+
+    def score(self, prompt: Prompt, completion: Completion) -> float | None:
+        return None
+
+    def gold(self, prompt: Prompt) -> str | None:
+        return None
+
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        return None
+
+
+def talk(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    n: int,
+    sampling: Sampling,
+    task: ReplyTask,
+    max_turns: int,
+    *,
+    tokenizer: Any,
+) -> list[Group]:
+    """Conversations with the task."""
+    return generate_multi_turn(
+        engine,
+        [replace(prompt, task=task.name) for prompt in prompts],
+        n,
+        sampling,
+        0,
+        tasks={task.name: task},
+        chat=ChatEncoder(tokenizer),
+        max_turns=max_turns,
+    )

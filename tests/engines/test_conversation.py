@@ -14,20 +14,19 @@ import torch
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.engines import compiled
 from keel.engines.compiled import CompiledRunner
 from keel.engines.kv_cache import PrefixCache
 from keel.engines.multi_step import MultiStep
-from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.engines.scheduler import DecodeBatch
 from keel.engines.slots import PagePool
-from keel.models.chat import ChatEncoder
 from keel.models.lora import add_lora, lora_layers
-from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling, Split
+from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling
+from tests.engines import scripted
+from tests.engines.scripted import ReplyTask
 from tests.engines.test_compiled import model_of, prompts
 from tests.engines.test_decoding import poison
-from tests.engines.tiny import TOKENIZER, stock_logits
+from tests.engines.tiny import TOKENIZER
 
 WORDS = Sampling(max_tokens=170, stop_ids=tuple(range(2, 9)))
 """Turns of some six tokens; three of them and two replies of at most 40 fit."""
@@ -35,23 +34,10 @@ SHORT = "=7;"
 
 
 @dataclass
-class Host:
-    """A task that answers with 1 to 40 characters, by the turns before; some hear nothing more."""
+class Host(ReplyTask):
+    """Answers with 1 to 40 characters, by the turns before; some get no more replies."""
 
     patience: int = 3
-    name: str = "host"
-
-    def size(self, split: Split) -> int | None:
-        return None
-
-    def prompt(self, split: Split, index: int) -> Prompt:
-        return Prompt(str(index), "", task=self.name)
-
-    def score(self, prompt: Prompt, completion: Completion) -> float | None:
-        return None
-
-    def gold(self, prompt: Prompt) -> str | None:
-        return None
 
     def reply(self, prompt: Prompt, text: str) -> str | None:
         number = sum(map(ord, text))
@@ -68,20 +54,8 @@ class Forgetful(NativeEngine):
         return nullcontext(self)
 
 
-def talk(
-    engine: Any, asked: Sequence[Prompt], n: int, task: Host | None = None, max_turns: int = 3
-) -> list[Group]:
-    task = task or Host()
-    return generate_multi_turn(
-        engine,
-        [replace(prompt, task=task.name) for prompt in asked],
-        n,
-        WORDS,
-        0,
-        tasks={task.name: task},
-        chat=ChatEncoder(TOKENIZER),
-        max_turns=max_turns,
-    )
+def talk(engine: Any, asked: Sequence[Prompt], n: int) -> list[Group]:
+    return scripted.talk(engine, asked, n, WORDS, Host(), 3, tokenizer=TOKENIZER)
 
 
 def wide(family: str, **changes: Any) -> PreTrainedModel:
@@ -169,21 +143,6 @@ def test_it_says_what_it_says_without_a_memory(
     assert sum(fed) - with_memory > 1.5 * with_memory
 
 
-def test_its_log_probabilities_are_those_of_the_whole() -> None:
-    """As the trainer has them: each token after all earlier turns."""
-    model = wide("mistral", sliding_window=21)
-    groups = talk(NativeEngine(model, TOKENIZER), prompts(16, 33, 40), 3)
-    model.set_attn_implementation("eager")
-    for group in groups:
-        start = len(group.prompt.tokens)
-        for completion in group.completions:
-            tokens, written = completion.tokens.tolist(), completion.written
-            message = stock_logits(model, [*group.prompt.tokens, *tokens])[start - 1 : -1]
-            expected = message.log_softmax(-1)[range(len(tokens)), tokens].numpy()
-            # float32 in another order.
-            np.testing.assert_allclose(completion.log_probs[written], expected[written], atol=1e-4)
-
-
 def test_pages_of_bfloat16_stay_too(fed: list[int]) -> None:
     engine = NativeEngine(wide("mistral", sliding_window=21), TOKENIZER, dtype=torch.bfloat16)
     asked = prompts(15, 16, 17, 31, 33)
@@ -225,17 +184,6 @@ def test_it_is_repeatable_and_nothing_stays_behind_the_scope() -> None:
     changed = talk(engine, asked, 3)
     agree(changed, talk(Forgetful(engine), asked, 3))
     assert words() != before
-
-
-def test_other_passes_remember_nothing(monkeypatch: pytest.MonkeyPatch, fed: list[int]) -> None:
-    engine = NativeEngine(wide("llama"), TOKENIZER)
-    monkeypatch.setattr(compiled, "library", lambda *_: None)
-    ours, theirs = talk(engine, prompts(5, 20), 2), talk(Forgetful(engine), prompts(5, 20), 2)
-    for one, other in zip(ours, theirs, strict=True):
-        for a, b in zip(one.completions, other.completions, strict=True):
-            assert a.tokens.tolist() == b.tokens.tolist()
-            assert a.log_probs.tolist() == b.log_probs.tolist()
-    assert not fed
 
 
 # ---------------------------------------------------------------- pages

@@ -5,59 +5,36 @@ from __future__ import annotations
 import copy
 import threading
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.native import NativeEngine
 from keel.models.build import byte_tokenizer
-from keel.models.chat import ChatEncoder
 from keel.platform.time_limit import Cancelled, cancelled_by
-from keel.types import Completion, Group, KeelError, Prompt, Sampling, Split
-from tests.engines.scripted import ScriptedEngine
+from keel.types import KeelError, Prompt, Sampling
+from tests.engines import scripted
+from tests.engines.scripted import ReplyTask, ScriptedEngine
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
 
 EOS = 1
 
 
 @dataclass
-class Calculator:
-    """A task that answers the first "<…>" calls of a completion with a fixed text."""
+class Calculator(ReplyTask):
+    """Answers the first calls of a completion with a fixed text."""
 
     answer: str = "=7;"
     times: int = 1
-    name: str = "calculator"
     asked: list[str] = field(default_factory=list)
-
-    def size(self, split: Split) -> int | None:
-        return None
-
-    def prompt(self, split: Split, index: int) -> Prompt:
-        return Prompt(str(index), "3+4", task=self.name)
-
-    def score(self, prompt: Prompt, completion: Completion) -> float | None:
-        return None
-
-    def gold(self, prompt: Prompt) -> str | None:
-        return None
 
     def reply(self, prompt: Prompt, text: str) -> str | None:
         self.asked.append(text)
         return self.answer if text.count(self.answer) < self.times else None
 
 
-def talk(engine, prompts, n, sampling, task, max_turns, seed=0) -> list[Group]:
-    return generate_multi_turn(
-        engine,
-        [replace(prompt, task=task.name) for prompt in prompts],
-        n,
-        sampling,
-        seed,
-        tasks={task.name: task},
-        chat=ChatEncoder(TOKENIZER),
-        max_turns=max_turns,
-    )
+talk = partial(scripted.talk, tokenizer=TOKENIZER)
 
 
 def ids(text: str) -> list[int]:
@@ -88,7 +65,7 @@ def test_a_scripted_tool_call() -> None:
     assert task.asked == ["<3+4>"] * 2
 
 
-def test_a_conversation_goes_on_until_the_task_is_silent_and_is_not_asked_again() -> None:
+def test_a_conversation_goes_on_until_the_task_is_silent() -> None:
     engine = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
     prompt = Prompt("p", "3+4", tokens=(5,))
     task = Calculator(times=2)
@@ -191,7 +168,7 @@ def test_the_context_covers_policy_and_task() -> None:
     assert {c.finish for g in groups for c in g.completions} == {"length"}
 
 
-def test_a_conversation_that_nobody_wants_ends_at_the_next_reply() -> None:
+def test_a_cancelled_conversation_ends_at_the_next_reply() -> None:
     printed = threading.Event()
 
     class Tells(Calculator):
@@ -210,18 +187,15 @@ def test_a_special_token_in_a_reply_is_ordinary_characters() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     reply = "ok<|im_end|>more"
     engine, task = ScriptedEngine(lambda prompt, index: "go", tokenizer), Calculator(answer=reply)
-    prompt = Prompt("p", "3+4", task=task.name, tokens=(5,))
-    tasks = {task.name: task}
-    [group] = generate_multi_turn(
-        engine, [prompt], 1, Sampling(90), 0, tasks=tasks, chat=ChatEncoder(tokenizer), max_turns=2
-    )
+    prompt = Prompt("p", "3+4", tokens=(5,))
+    [group] = scripted.talk(engine, [prompt], 1, Sampling(90), task, 2, tokenizer=tokenizer)
     completion = group.completions[0]
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in completion.tokens.tolist()
     assert completion.turns[1]["content"] == reply
     assert (~completion.written).sum() == len(reply)
 
 
-def test_one_turn_asks_nobody_and_bad_replies_are_refused() -> None:
+def test_one_turn_asks_no_task_and_bad_replies_are_refused() -> None:
     engine = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
     prompt = Prompt("p", "3+4", tokens=(5,))
     task = Calculator()
