@@ -54,7 +54,7 @@ class Experience(Actions):
 ChooseActions = Callable[[npt.NDArray[np.float32]], npt.NDArray[Any]]
 """Observations (E, O) -> actions."""
 LONGEST = 100_000
-"""Longest episode, where whole ones are collected."""
+"""Longest episode, if whole ones are collected."""
 BLOCK = 128
 """Time steps of a block of noise."""
 
@@ -177,7 +177,7 @@ class _Tape:
         self.finished: list[tuple[float, int, int]] = []
 
     def step(self, choose: ChooseActions) -> npt.NDArray[np.bool_]:
-        """Step every environment; True where an episode ended."""
+        """Step every environment; True if its episode ended."""
         environments = self.environments
         observation_EO, episode_E = (
             environments.observation_EO.copy(),

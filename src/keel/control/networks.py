@@ -27,7 +27,7 @@ class Perceptron(nn.Sequential):
     def quick(self) -> Callable[[Array], Array]:
         """The outputs for a few inputs, in numpy, which costs a fifth of torch per call.
 
-        It reads the weights where they lie: what an optimizer does to them in place, it sees.
+        It reads the weights in place, so it sees each optimizer step.
         """
         layers: list[Callable[[Array], Array]] = []
         for layer in self:

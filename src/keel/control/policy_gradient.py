@@ -39,7 +39,7 @@ from keel.objective.signals import Signals
 from keel.objective.value import explained_variance
 
 FALLBACK_BUDGET = 1_000
-"""C of `constant` weights, where neither the algorithm nor the environment gives a length."""
+"""C of `constant` weights, if neither the algorithm nor the environment gives a length."""
 
 
 class PolicyGradient(ControlLearner[PolicyGradientStage]):
@@ -170,7 +170,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         return Scores(log_prob_N, entropy_N, value_N, full_kl_N)
 
     def _update(self, part: TrainBatch[Experience], rate: float) -> dict[str, float]:
-        """One optimizer step; none (and no `grad_norm`) where the policy has moved too far."""
+        """One optimizer step; none (and no `grad_norm`) if the policy has moved too far."""
         made = loss(self.stage.algorithm, part, self.scores(part.actions), self.beta)
         metrics = dict(
             zip(made.metrics, torch.stack(list(made.metrics.values())).tolist(), strict=True)

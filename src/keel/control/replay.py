@@ -16,7 +16,7 @@ from torch import Tensor
 class Transitions:
     """Sampled transitions (B): state, action, up to K rewards, and the state after the last one.
 
-    `steps_B` is how many rewards count: less than K where an episode was cut off or the buffer
+    `steps_B` is how many rewards count: less than K if an episode was cut off or the buffer
     ends. What comes after counts unless one of them terminated the episode.
     """
 

@@ -94,7 +94,7 @@ def compiled(
     """A runner with the model's current weights, for positions below `longest`; weights, keys and
     values are stored as `dtype`.
 
-    None where the model is not like Llama, not float32 on a CPU, one of its modules has hooks, or
+    None if the model is not like Llama, not float32 on a CPU, one of its modules has hooks, or
     there is no compiler.
     """
     backbone = model.base_model
@@ -279,7 +279,7 @@ class CompiledRunner:
         return x
 
     def prepare(self, positions: Tensor, live: DecodeRows, steps: int) -> PreparedStep:
-        """Set the step to one token of each live row, to be repeated so many times."""
+        """Set the step to one token of each live row, to be repeated `steps` times."""
         rows = _Rows(NO_PREFILL, live)
         rows.places += steps - 1
         self._scratch(len(positions), rows)

@@ -43,7 +43,7 @@ class KVStore:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, entries: int, places: int, live: int) -> None:
-        """Make room for so many entries of so many places; the first `live` entries are kept."""
+        """Make room for these numbers of entries and places; the first `live` entries are kept."""
         if places > self._capacity:
             room = max(places + _CHUNK, self._capacity * 3 // 2)
             self._capacity = min(-(-room // _CHUNK) * _CHUNK, self._longest)
@@ -370,7 +370,7 @@ class PrefixCache:
 
 
 def _names(tokens: Ints, lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-    """Each length, ascending, and a hash of so many first tokens."""
+    """Each length, ascending, and a hash of that number of first tokens."""
     digest, done = sha256(), 0
     for length in lengths:
         digest.update(tokens[done:length].tobytes())

@@ -37,7 +37,7 @@ class ModelRunner(Protocol):
         ...
 
     def reserve(self, places_R: Ints, ahead: int) -> None:
-        """Make room for so many places of each live row; there will never be more than `ahead`."""
+        """Make room for these places of each live row; there will never be more than `ahead` rows."""
         ...
 
     def __call__(
@@ -66,7 +66,7 @@ def make_runner(
     dtype: torch.dtype | None = None,
     prefix_cache: PrefixCache | None = None,
 ) -> ModelRunner:
-    """A runner for the model's current weights: compiled code where it supports the model.
+    """A runner for the model's current weights: compiled code if it supports the model.
 
     With a `dtype` it works on a copy of the weights in that type. `prefix_cache` holds the keys and
     values of earlier calls, and receives this call's.

@@ -34,8 +34,8 @@ SLICE = 0.05
 def make_multi_step(
     forward: ModelRunner, head: Head, sampling: Sampling, stops: Stops
 ) -> MultiStep | None:
-    """None where compiled code cannot do a whole step: with another runner, a head with a scale or
-    a soft cap, stop strings, or where a sampled token might lack an embedding."""
+    """None if compiled code cannot do a whole step: with another runner, a head with a scale or a
+    soft cap, stop strings, or a token to sample that might lack an embedding."""
     plain = head.scale == 1.0 and head.softcap is None
     weight = compiled_weight(head) if plain else None
     ends_V = stops.by_token

@@ -68,7 +68,7 @@ def generate_multi_turn(
     ends the completion, as does the last turn. `sampling.max_tokens` and the engine's context
     limit all tokens of the completion; a reply that does not fit is cut. A special token spelled
     out in a reply is ordinary characters. `text` of a completion is what the policy wrote, `turns`
-    has the replies as well. `finish` is that of the last turn, or "length" where a reply used up
+    has the replies as well. `finish` is that of the last turn, or "length" if a reply used up
     the budget. An engine that keeps sequences is fed each token once.
 
     Raises KeelError for a reply that the tokenizer cannot encode.
@@ -119,7 +119,7 @@ def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> 
 
 
 def _reply(dialog: _Conversation, tasks: Mapping[str, Task]) -> str | None:
-    """The task's reply; None where the conversation is over."""
+    """The task's reply; None if the conversation is over."""
     raise_if_cancelled()
     record, prompt = dialog.record, dialog.prompt
     if record.finish == "length" or dialog.left <= 0 or prompt.task not in tasks:

@@ -71,7 +71,7 @@ class NativeEngine(Engine):
         autocast: Autocast = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Share `model`, with packed attention installed where it is not yet.
+        """Share `model`, with packed attention installed if it is not yet.
 
         `autocast` as in the policy: float32 weights on a GPU work in bfloat16; on a CPU compiled
         code samples in float32 all the same. With a `dtype` each
@@ -262,7 +262,7 @@ class _Run:
 
     def step(self) -> Ints:
         """Let sequences enter, run the model, and sample a token for every row; or several tokens
-        where no sequence enters and compiled code can do the whole step.
+        if no sequence enters and compiled code can do the whole step.
 
         Returns the prompts whose last answer is now done, in order.
         """
@@ -281,7 +281,7 @@ class _Run:
         return self._ended()
 
     def group(self, prompt: Prompt, number: int) -> Group | None:
-        """The finished group of a prompt; None where its logits were not finite."""
+        """The finished group of a prompt; None if its logits were not finite."""
         sequences = range(number * self.batch.n, (number + 1) * self.batch.n)
         log_probs = [np.array(self.log_probs[s]).astype(np.float32) for s in sequences]
         if not all(np.isfinite(scores).all() for scores in log_probs):

@@ -27,7 +27,7 @@ class PagePool:
         self._pages = 0
 
     def take(self, count: int) -> list[int]:
-        """So many pages of undefined content."""
+        """Pages of undefined content."""
         if count > len(self._free):
             self._grow(count - len(self._free))
         kept = len(self._free) - count
@@ -73,7 +73,7 @@ class PageTable:
         self._count: Ints = np.zeros(0, dtype=np.int64)
 
     def reserve(self, places_E: Ints, first: int = 0) -> None:
-        """Get pages for so many places of each entry from `first` on; new entries start empty."""
+        """Get pages for these places of each entry from `first` on; new entries start empty."""
         last = first + len(places_E)
         need = -(-places_E // PAGE)
         if last <= len(self._count) and not (need > self._count[first:last]).any():

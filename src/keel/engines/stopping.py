@@ -18,10 +18,10 @@ REASONS: dict[int, FinishReason] = {EOS: "eos", STOP: "stop", LENGTH: "length"}
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a sequence: those of the generation config, or where it has none of the
+    """The ids that end a sequence: those of the generation config, or if it has none of the
     model's config; and the tokenizer's.
 
-    Raises KeelError where there is none: completions would always use their whole budget.
+    Raises KeelError if there is none: completions would always use their whole budget.
     """
     config = model.config.get_text_config()
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

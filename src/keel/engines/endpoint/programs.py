@@ -88,7 +88,7 @@ def sample_with_program(
     Programs that are coroutines run in `loop`.
 
     `sampling.max_tokens` limits all tokens after a completion's first request; a program that
-    raises where none are left has ended. The prompt of a group has the tokens that its first
+    raises if none are left has ended. The prompt of a group has the tokens that its first
     requests begin with. Raises KeelError for a program that raises or makes no request, and Hung
     for one that makes none in time.
     """

@@ -145,10 +145,10 @@ def _compared(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def assistant_message(text: str, turn: int, tools: bool) -> dict[str, Any]:
-    """The policy's words as a message, its calls `<tool_call>{json}</tool_call>` read where the
+    """The policy's words as a message, its calls `<tool_call>{json}</tool_call>` read if the
     request had tools.
 
-    What is no call of a name with an object of arguments, both valid Unicode, stays text: a client
+    Anything but a call of a name with an object of arguments, both valid Unicode, stays text: a client
     could not repeat it, or a chat template not render it.
     """
     calls: list[dict[str, Any]] = []

@@ -68,7 +68,7 @@ class Endpoint(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error."""
+        """A client may go away."""
 
 
 class _Handler(BaseHTTPRequestHandler):
