@@ -37,7 +37,7 @@ class ModelRunner(Protocol):
         ...
 
     def reserve(self, places_R: Ints, ahead: int) -> None:
-        """Make room for these places of each live row; there will never be more than `ahead` rows."""
+        """Make room for these places of each live row; there will be at most `ahead` rows."""
         ...
 
     def __call__(

@@ -148,8 +148,8 @@ def assistant_message(text: str, turn: int, tools: bool) -> dict[str, Any]:
     """The policy's words as a message, its calls `<tool_call>{json}</tool_call>` read if the
     request had tools.
 
-    Anything but a call of a name with an object of arguments, both valid Unicode, stays text: a client
-    could not repeat it, or a chat template not render it.
+    Anything but a call of a name with an object of arguments, both valid Unicode, stays text: a
+    client could not repeat it, or a chat template not render it.
     """
     calls: list[dict[str, Any]] = []
 
