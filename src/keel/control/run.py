@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from keel.analysis.panels import stage_columns
 from keel.analysis.plots import stage_curve
-from keel.config.control import ControlRecipe, ControlStage
+from keel.config.control import ControlRecipe
 from keel.config.control_load import load_control
 from keel.config.fields import derive
 from keel.config.load import to_toml
@@ -34,16 +34,6 @@ LEARNERS: Mapping[str, Callable[[Any, int], ControlLearner[Any]]] = {
     "policy_gradient": PolicyGradient,
 }
 """The learner of each kind of stage, from its configuration and a seed."""
-
-
-@dataclass(frozen=True, eq=False)
-class ControlRun:
-    """The parts of a run."""
-
-    stage: ControlStage
-    learner: ControlLearner[Any]
-    writer: RunWriter
-    seed: int
 
 
 def control(
@@ -102,6 +92,7 @@ def _run(
     start: Path | None,
     resume: bool,
 ) -> None:
+    """The whole run: iterations, evaluations, checkpoints, and what it leaves."""
     progress = ControlProgress() if start is None else state.read(start)
     if start is not None and not state.restore(start, progress, learner):
         writer.note(
@@ -112,80 +103,76 @@ def _run(
     writer.recorder.event("resumed" if resume else "started", step=progress.step)
     lifecycle.write_metadata(writer, recipe.name, recipe.seed, torch.get_num_threads(), REPORTED)
     writer.callbacks.stage(stage.name, stage.environment.id, stage.steps, progress.steps)
-    work = ControlRun(stage, learner, writer, derive(recipe.seed, stage.name))
-    progress = _loop(work, progress)
-    _conclude(recipe, work, progress)
-    if progress.steps < stage.steps and writer.stopped():
-        return
-    update_run_json(writer.folder, {"finished": True})
-    writer.recorder.event("finished")
-    if stage.watching.film:
-        _record_video(work)
-
-
-def _loop(work: ControlRun, progress: ControlProgress) -> ControlProgress:
-    """Iterate until all steps are taken, or until the run is to stop."""
-    stage, learner, writer = work.stage, work.learner, work.writer
     while progress.steps < stage.steps and not writer.interrupted:
-        start = time.perf_counter()
-        number = progress.step + 1
-        before = progress.steps
+        clock = time.perf_counter()
+        number, before = progress.step + 1, progress.steps
         metrics = learner.iterate(number)
         metrics["environment_steps"] = float(learner.steps)
         progress = replace(progress, step=number, steps=learner.steps)
-        progress = _evaluate(work, progress, before, metrics)
-        writer.recorded(progress, metrics, [], time.perf_counter() - start)
+        progress = _evaluate(learner, writer, progress, before, metrics)
+        writer.recorded(progress, metrics, [], time.perf_counter() - clock)
         last = number if progress.steps >= stage.steps else -1
         if writer.checkpoint_due(progress, last, stage.checkpoints):
-            _save(work, progress)
+            _save(learner, writer, progress)
     if writer.interrupted and progress.step == 0:
-        _save(work, progress)
-    return progress
+        _save(learner, writer, progress)
+    folder = writer.folder
+    columns = stage_columns(load(folder.path), stage.name)
+    stage_curve(folder.curve, stage.stage, columns, recipe.name, stage.environment.id)
+    if progress.steps < stage.steps and writer.stopped():
+        return
+    update_run_json(folder, {"environment_steps": progress.steps, "finished": True})
+    writer.recorder.event("finished")
+    if stage.watching.film:
+        _record_video(learner, writer)
 
 
 def _evaluate(
-    work: ControlRun, progress: ControlProgress, before: int, metrics: dict[str, float]
+    learner: ControlLearner[Any],
+    writer: RunWriter,
+    progress: ControlProgress,
+    before: int,
+    metrics: dict[str, float],
 ) -> ControlProgress:
-    choice, last = work.stage.evaluation, progress.steps >= work.stage.steps
+    """Evaluate if it is due, and report it; the progress with the best evaluation."""
+    stage = learner.stage
+    choice, last = stage.evaluation, progress.steps >= stage.steps
     due = choice.every > 0 and progress.steps // choice.every > before // choice.every
     if not choice.episodes or not (due or last):
         return progress
-    with work.writer.clock("evaluation"):
-        draw = work.learner.greedy()
-        result = evaluate(draw, work.stage.environment, choice, work.seed)
+    with writer.clock("evaluation"):
+        result = evaluate(learner.greedy(), stage.environment, choice, learner.seed)
     metrics["eval/return"] = result["mean"]
     metrics["eval/return/low"], metrics["eval/return/high"] = result["low"], result["high"]
     metrics["eval/length"] = result["mean_length"]
-    work.writer.evaluated(progress, result, when="after" if last else "during")
+    writer.evaluated(progress, result, when="after" if last else "during")
     if progress.best is None or result["mean"] >= progress.best:
         return replace(progress, best=result["mean"], best_step=progress.step)
     return progress
 
 
-def _save(work: ControlRun, progress: ControlProgress) -> None:
-    learner = work.learner
+def _save(learner: ControlLearner[Any], writer: RunWriter, progress: ControlProgress) -> None:
     whole = replace(progress, learner=learner.facts(), environments=learner.environments.state())
-    last = progress.step if progress.steps >= work.stage.steps else -1
-    work.writer.checkpoint(
-        progress, lambda folder: state.save(folder, whole, learner), work.stage.checkpoints, last
+    last = progress.step if progress.steps >= learner.stage.steps else -1
+    writer.checkpoint(
+        progress,
+        lambda folder: state.save(folder, whole, learner),
+        learner.stage.checkpoints,
+        last,
     )
 
 
-def _conclude(recipe: ControlRecipe, work: ControlRun, progress: ControlProgress) -> None:
-    """Plot the curve, and record the number of steps."""
-    folder = work.writer.folder
-    columns = stage_columns(load(folder.path), work.stage.name)
-    stage_curve(folder.curve, work.stage.stage, columns, recipe.name, work.stage.environment.id)
-    if progress.steps >= work.stage.steps:
-        update_run_json(folder, {"environment_steps": progress.steps})
-
-
-def _record_video(work: ControlRun) -> None:
-    path = work.writer.folder.film
+def _record_video(learner: ControlLearner[Any], writer: RunWriter) -> None:
+    stage, seed = learner.stage, derive(learner.seed, "film")
     try:
-        seed, longest = derive(work.seed, "film"), work.stage.evaluation.longest
-        steps = record_video(path, work.learner.greedy(), work.stage.environment, seed, longest)
-        update_run_json(work.writer.folder, {"film": {"steps": steps}})
+        steps = record_video(
+            writer.folder.film,
+            learner.greedy(),
+            stage.environment,
+            seed,
+            stage.evaluation.longest,
+        )
+        update_run_json(writer.folder, {"film": {"steps": steps}})
     except Exception as error:  # the run is complete without it
         why = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
-        work.writer.note(f"no film: {why}{error}")
+        writer.note(f"no film: {why}{error}")
