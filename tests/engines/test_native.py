@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,21 +155,8 @@ def test_what_shares_the_batch_does_not_choose_the_draws() -> None:
     assert_same(fewer, [Group(g.prompt, g.completions[:2]) for g in together])
 
 
-def test_seed_id_occurrence_and_index_each_choose_the_draws() -> None:
-    engine = engine_for(tiny("llama"))
-    prompt = ragged_prompts(1)[0]
-    same_tokens = [prompt, prompt, replace(prompt, id="another")]
-
-    def texts(seed: int) -> list[str]:
-        groups = engine.sample(same_tokens, 3, Sampling(20), seed)
-        return [completion.text for _, completion in completions(groups)]
-
-    assert texts(0) == texts(0)
-    assert len({*texts(0), *texts(1)}) == 18
-
-
 @pytest.mark.quick("100")
-@pytest.mark.parametrize("max_num_seqs", [2, 5, 8, 100])
+@pytest.mark.parametrize("max_num_seqs", [5, 100])
 def test_each_prompt_enters_once_and_each_token_once(max_num_seqs: int) -> None:
     """No padding, no prompt recomputed, and rows that finish are not computed any more.
 
@@ -203,7 +189,7 @@ def test_eos_is_part_of_the_tokens_and_not_of_the_text() -> None:
     assert reasons == {"eos", "length"}
 
 
-@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 4])
 def test_a_stop_string_cuts_where_the_text_first_holds_it(length: int) -> None:
     """Also across tokens: here each token is one character."""
     engine = engine_for(tiny("llama"))

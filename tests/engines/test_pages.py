@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from keel.engines.scheduler import DecodeBatch
 from keel.engines.slots import PagePool, PageTable, page_numbers
 from keel.models.kernels.decode import PAGE
 
@@ -52,35 +51,3 @@ def test_an_entry_keeps_its_pages_as_it_grows_and_moves() -> None:
     # What the entry that is gone had is the next to be given.
     table.reserve(places(1, 1, 1))
     assert table.pages[2, 0] == gone
-
-
-def test_no_page_is_held_twice_in_a_long_life() -> None:
-    """Rows and prompts as a batch moves them, with lengths and ends at random."""
-    generator = np.random.default_rng(0)
-    lengths = generator.integers(1, 50, size=12)
-    batch = DecodeBatch(lengths, np.full(12, 70), 3, 7, 120)
-    pool = PagePool(4, LIKE)
-    prompts, answers = PageTable(pool), PageTable(pool)
-    held: dict[int, int] = {}
-    while batch.live:
-        entry = batch.waiting()
-        if len(batch.sequence):
-            answers.reserve(batch.made)
-            for row, sequence in enumerate(batch.sequence.tolist()):
-                first = int(answers.pages[row, 0])
-                assert held.setdefault(sequence, first) == first
-        prompts.reserve(lengths[entry.prompts.start : entry.prompts.stop], len(batch.prompt))
-        batch.add(entry)
-        batch.made += 1
-        own = [-(-int(n) // PAGE) for n in batch.made - 1]
-        used = [p for row, n in enumerate(own) if n for p in answers.pages[row, :n].tolist()]
-        used += [
-            p
-            for slot, n in enumerate(batch.length.tolist())
-            for p in prompts.pages[slot, : -(-n // PAGE)].tolist()
-        ]
-        assert len(used) == len(set(used))
-        assert 0 not in used
-        rows, slots = batch.drop(generator.random(len(batch.sequence)) < 0.1)
-        answers.close(rows, len(batch.sequence))
-        prompts.close(slots, len(batch.prompt))
