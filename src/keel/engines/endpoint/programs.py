@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -139,22 +139,26 @@ def _is_refusal(error: BaseException) -> bool:
     return False
 
 
-@dataclass(eq=False)
 class _ProgramRun:
-    """One run of the program, its session, and the answers to the request that waits for the
-    engine: a client that tries again waits for the same one."""
+    """One run of the program: its session, and the answers to the request that waits for the
+    engine, since a client that tries again waits for the same one.
 
-    session: Session
-    index: int
-    key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
-    answers: list[Answer] = field(default_factory=list)
-    budget: int = 0
-    silent: float = 0.0
-    repeats: int = 0
-    refusal: str = ""
-    failed: str = ""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    call: _ProgramCall = field(init=False)
+    A function runs in a thread, a coroutine in the event loop.
+    """
+
+    def __init__(self, session: Session, index: int) -> None:
+        self.session, self.index = session, index
+        self.key = secrets.token_urlsafe(16)
+        self.answers: list[Answer] = []
+        self.budget = self.repeats = 0
+        self.silent = 0.0
+        self.refusal = self.failed = ""
+        self.columns: Mapping[str, Any] = {}
+        self.done = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._served: Served | None = None
+        self._task: asyncio.Task[Any] | None = None
 
     def receive(self, request: ChatRequest, answer: Answer) -> None:
         """Take a request over. Raises RefusedRequest."""
@@ -182,44 +186,35 @@ class _ProgramRun:
             answer.set_exception(error)
         self.answers = []
 
-
-class _ProgramCall:
-    """A call of the program: a function in a thread, a coroutine in the event loop."""
-
-    def __init__(
+    def start(
         self, function: Program, given: ProgramInput, loop: LoopThread, ended: Callable[[], Any]
     ) -> None:
-        self._function, self._given = function, given
-        self._loop, self._ended = loop, ended
-        self._thread = threading.Thread(target=self._run, name="keel-program", daemon=True)
-        self._served: Served | None = None
-        self._task: asyncio.Task[Any] | None = None
-        self.done = False
-        self.result: Any = None
-        self.error: BaseException | None = None
+        """Call the program; `ended` is called at its end."""
+
+        async def wait(work: Any) -> None:
+            self._task = asyncio.current_task()
+            try:
+                self.result = await work
+            except BaseException as error:
+                self.error = error
+            end()
+
+        def call() -> None:
+            try:
+                self.result = function(given)
+            except BaseException as error:
+                self.error = error
+            if inspect.isawaitable(self.result):
+                self._served = loop.run(wait(self.result))[0]
+            else:
+                end()
+
+        def end() -> None:
+            self.done = True
+            ended()
+
+        self._thread = threading.Thread(target=call, name="keel-program", daemon=True)
         self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._function(self._given)
-        except BaseException as error:
-            self.error = error
-        if inspect.isawaitable(self.result):
-            self._served = self._loop.run(self._wait(self.result))[0]
-        else:
-            self._end()
-
-    async def _wait(self, work: Any) -> None:
-        self._task = asyncio.current_task()
-        try:
-            self.result = await work
-        except BaseException as error:
-            self.error = error
-        self._end()
-
-    def _end(self) -> None:
-        self.done = True
-        self._ended()
 
     @property
     def blocks(self) -> bool:
@@ -296,10 +291,8 @@ class _Programs:
                 prompt_id=prompt.id,
                 index=run.index,
             )
-            run.call = _ProgramCall(
-                self._config.function, given, self._loop, partial(self._submit, key, None)
-            )
             self._live[key] = run
+            run.start(self._config.function, given, self._loop, partial(self._submit, key, None))
 
     def _gather(self, endpoint: Endpoint) -> None:
         """Wait until every running program has a request. Raises what ends the call."""
@@ -319,7 +312,7 @@ class _Programs:
                 run.silent = 0.0 if run.answers else run.silent + passed
             hung = [run for run in self._live.values() if run.silent > self._config.timeout]
             if hung:
-                raise self._hung(next((run for run in hung if run.call.blocks), hung[0]))
+                raise self._hung(next((run for run in hung if run.blocks), hung[0]))
 
     def _receive(self, key: str, request: ChatRequest, answer: Answer) -> None:
         run = self._live.get(key)
@@ -353,7 +346,7 @@ class _Programs:
 
     def _ended(self, run: _ProgramRun) -> None:
         """Take what a program returned. Raises KeelError for one that failed."""
-        error, result = run.call.error, run.call.result
+        error, result = run.error, run.result
         run.refuse(RefusedRequest("the program has ended", "not_found", 404))
         if error is not None and not (run.session.full and _is_refusal(error)):
             line = without_secrets(one_line(error, named=True))
@@ -376,7 +369,7 @@ class _Programs:
             )
 
     def _hung(self, run: _ProgramRun) -> Hung:
-        stack, last = run.call.stack(), ""
+        stack, last = run.stack(), ""
         if run.refusal:
             last = f"; its last one was refused: {run.refusal}"
         elif run.repeats:
@@ -393,15 +386,15 @@ class _Programs:
 
     def _end(self) -> None:
         """End the programs that still run, after an error, and what waits for an answer."""
-        calls = [run.call for run in self._live.values()]
-        for run in self._live.values():
+        runs = list(self._live.values())
+        for run in runs:
             run.refuse(_stopped())
         self._closed = True
         self._drain()
-        for call in calls:
-            call.cancel()
+        for run in runs:
+            run.cancel()
         until = time.monotonic() + ENDING
-        while not all(call.done for call in calls) and time.monotonic() < until:
+        while not all(run.done for run in runs) and time.monotonic() < until:
             time.sleep(POLL / 10)
 
     def _drain(self) -> None:
