@@ -66,7 +66,7 @@ class ScriptedEngine(Engine):
         Raises KeelError for a prompt that the script does not know, and for log-probabilities that
         are not one a token.
         """
-        check(sampling)
+        check(sampling, n)
         return [
             Group(
                 prompt,

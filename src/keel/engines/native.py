@@ -141,9 +141,7 @@ class NativeEngine(Engine):
         on_group: OnGroup | None,
     ) -> list[Group]:
         """Start from the sequences in `prefix_cache`, and add those of this call."""
-        if n < 1:
-            raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
-        check(sampling)
+        check(sampling, n)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         eos = () if sampling.ignore_eos else self.eos
         stops = Stops(eos, sampling, self.tokenizer, vocabulary)

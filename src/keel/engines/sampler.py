@@ -30,8 +30,10 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-def check(sampling: Sampling) -> None:
-    """Raise KeelError for a setting that defines no distribution."""
+def check(sampling: Sampling, n: int) -> None:
+    """Raise KeelError for no completions, and for a setting that defines no distribution."""
+    if n < 1:
+        raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
     for name, good, want in (
         ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
         ("temperature", 0 <= sampling.temperature < float("inf"), "0 (greedy) or above"),

@@ -43,7 +43,6 @@ class VllmClient:
     """Sends requests; `timeout` seconds limit each. vLLM aborts one that is cancelled."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        check_address(url)
         self._http = HttpClient(url)
         self.url = url.rstrip("/")
         self.timeout = timeout

@@ -95,9 +95,9 @@ class VllmEngine(Engine):
         """Check the settings; nothing is started yet.
 
         `timeout` is in seconds, of each request. The server's output goes to `log`; without, to a
-        temporary file that is kept where the server fails. `note` gets a line for each restart.
+        temporary file that is kept if the server fails. `note` gets a line for each restart.
 
-        Raises KeelError where `server` names none, and for a model without an end-of-sequence
+        Raises KeelError if `server` names none, and for a model without an end-of-sequence
         token.
         """
         server = VllmServer() if server is None else server
@@ -143,9 +143,7 @@ class VllmEngine(Engine):
         Raises KeelError for invalid settings, a prompt without tokens or too long for the context,
         log-probs that are not finite, and a server that keeps failing.
         """
-        if n < 1:
-            raise KeelError(f"{n} completions a prompt were asked for: ask for at least 1")
-        check(sampling)
+        check(sampling, n)
         if 0 < sampling.temperature < LOWEST_TEMPERATURE:
             raise KeelError(
                 f"sampling.temperature = {sampling.temperature} is raised to {LOWEST_TEMPERATURE} "
@@ -204,7 +202,7 @@ class VllmEngine(Engine):
     # ---------------------------------------------------------------- the server
 
     def _redoing(self, call: Callable[[], None], restarts: int) -> None:
-        """Call, and again after each restart of a server that failed, at most so many."""
+        """Call, and again after each of at most `restarts` restarts of a server that failed."""
         for left in reversed(range(restarts + 1)):
             try:
                 if self._client is None:
@@ -233,7 +231,9 @@ class VllmEngine(Engine):
             self._note(f"{text}: see {self._log}")
 
     def _start(self) -> None:
-        self._transfer = self._choose_transfer()
+        device, started = self.model.device, self.server.url is None
+        base = adapters_base(self.model)
+        self._transfer = choose_transfer(device, self.server.gpus, base, started)
         if self.server.url is not None:
             client = VllmClient(self.server.url, self.timeout)
             self._name = client.model()
@@ -280,11 +280,6 @@ class VllmEngine(Engine):
         with quiet(), writing(self._folder):
             self.model.save_pretrained(folder, state_dict=plain_weights(self.model))
             self.tokenizer.save_pretrained(folder)
-
-    def _choose_transfer(self) -> WeightTransfer:
-        started = self.server.url is None
-        base = adapters_base(self.model)
-        return choose_transfer(self.model.device, self.server.gpus, base, started)
 
     def _send(self, weights: Mapping[str, Tensor]) -> None:
         assert self._client is not None

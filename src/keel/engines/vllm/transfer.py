@@ -51,7 +51,7 @@ class WeightTransfer(Protocol):
 
 
 class FileTransfer:
-    """By a safetensors file, in memory where the system has /dev/shm; for every device.
+    """By a safetensors file, in memory if the system has /dev/shm; for every device.
 
     `base` are the weights of the layers with adapters, and of all that vLLM may fuse them with. The
     server keeps them, so that the factors of adapters are all that has to be sent.
@@ -150,7 +150,7 @@ def choose_transfer(
 
 
 def new_folder(size: int, shared: Path = Path("/dev/shm")) -> Path:
-    """A new folder of this user's for a file of so many bytes: in memory where the system has
+    """A new folder of this user's for a file of `size` bytes: in memory if the system has
     /dev/shm and it has space for twice as many, else in the temporary folder."""
     inside = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 2 * size
     return Path(tempfile.mkdtemp(prefix="keel-vllm-", dir=shared if inside else None))
@@ -199,7 +199,7 @@ def adapter_factors(model: PreTrainedModel) -> dict[str, Tensor]:
 def checkpoint_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of the model under the names of its checkpoints, which vLLM reads.
 
-    They differ from the model's where transformers joins tensors, as those of experts. Weights that
+    They differ from the model's if transformers joins tensors, as those of experts. Weights that
     are another one under a second name are left out; a file cannot hold both.
     """
     first: dict[tuple[int, torch.Size], str] = {}
@@ -241,7 +241,7 @@ def _contiguous(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _in_file(weights: Mapping[str, Tensor]) -> Iterator[str]:
     """The path of a file with the weights, which is there within the block.
 
-    Raises KeelError where they cannot be written.
+    Raises KeelError if they cannot be written.
     """
     kept = {name: weight.cpu() for name, weight in _contiguous(weights).items()}
     folder = new_folder(sum(weight.nbytes for weight in kept.values()))

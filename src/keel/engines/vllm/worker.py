@@ -47,7 +47,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class FileWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Reads the weights of an update from a file, in memory where the path is in /dev/shm."""
+    """Reads the weights of an update from a file, in memory if the path is in /dev/shm."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
