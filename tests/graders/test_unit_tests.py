@@ -459,7 +459,7 @@ def test_what_the_tests_use_of_a_prompt() -> None:
     prompt += "def other(): pass\ndef f(x):"
     check = "def check(f):\n    assert helper(f(1)) == 2"
     helpers = read_tests(check, "f", prompt=prompt).helpers
-    assert helpers == ("import math, os\nN = 3\n\ndef helper(x):\n    return math.ceil(x) + N")
+    assert helpers == ("import math, os\nN = 3\ndef helper(x):\n    return math.ceil(x) + N")
     assert read_tests(check, "f", prompt="Write helper and f.").helpers == ""
     assert read_tests("assert helper(f(1))", None, prompt=prompt).helpers == ""
     own = f"def helper(x): return x\n{check}"

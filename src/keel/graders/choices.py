@@ -11,68 +11,23 @@ import re
 from keel.graders.answers import LONGEST, WITHDRAWN, final_answer, stated_part
 from keel.graders.prose import sentences
 from keel.graders.reading.notation import plain
+from keel.graders.reading.words import pattern
 
 LABELS = 40
 """Labels in a sentence, at the most."""
 
 _DRESS = re.compile(
     r"\\(?:text(?:bf|rm|it)?|math(?:bf|rm|sf)|mbox|bm|boldsymbol|left|right|quad|qquad)(?![a-z])"
-    r"|\\[()\[\],;:!]|[$*`~{}\"“”✅✓☑✔]|(?<![A-Za-z])_|_(?![A-Za-z])|^[ \t]*(?:[-•>]|#+)[ \t]+",
+    r"|\\[()\[\],;:!]|[$*`~{}\"“”✅✓☑✔]|(?<!\w)'|'(?!\w)|(?<![A-Za-z])_|_(?![A-Za-z])|^[ \t]*(?:[-•>]|#+)[ \t]+",
     re.MULTILINE,
 )
 _LABEL = re.compile(
     r"(?<![A-Za-z0-9'’^+])(?:[(\[【「]{1,3}\s?([A-Za-z])\s?[)\]】」]{1,3}|([A-Za-z])(?![A-Za-z0-9'’=^+]))"
 )
-_NOUN = (
-    r"(?:answer|ans|option|choice|letter|solution|statement|ответ|вариант|alternativa|letra|antwort|lösung|réponse|respuesta|opción|opcion"
-    r"|risposta|resposta|答案?|正确的|选项|選項|选择|答え|正解|解答|選択肢|정답|답은?|ตอบ(?:ที่ถูกต้อง)?|ข้อ)"
-)
-_ADVERB = (
-    r"(?:(?:therefore|thus|hence|clearly|indeed|actually|definitely|obviously|donc|quindi),? )"
-)
-_LEADS = re.compile(
-    rf"(?:{_NOUN}(?: (?:correct[ea]|correcta|corr?ett?a|richtige|here|to this question))?\s*"
-    r"(?:(?:is|(?:would|must|should|will|has to) be|lautet|ist|est|es|sería|[èé]|คือ"
-    r"|[是为為は은는=:–—-])\s*)*"
-    rf"{_ADVERB}?(?:(?:(?:the|la|el|die|a|correct|right|best|that) |l['’])*(?:{_NOUN}\s*)?:?\s*)?"
-    r"|\b(?:choose|pick|select|go with|chose|elijo|wähle|choisis)\s+(?:the )?"
-    r"|[→⇒]\s*|=>\s*|\b(?:also|somit|daher|damit) ist\s+|(?<!不)[选選][择擇]?\s*:?\s*"
-    r"|\b(?:it|this|that|which|correct|right|richtig|correcta?)"
-    rf"(?:['’]s| is| must be| ist| es| est)\s*{_ADVERB}?(?:(?:the )?{_NOUN}\s*)?"
-    r"|^(?:final|correct|result)\s*[:–—-]\s*"
-    r"|(?:^|(?P<clause>[,;]) )"
-    rf"(?P<so>(?:so|thus|therefore|hence|{_ADVERB}|only|also|and|,|\s)*))\Z",
-    re.IGNORECASE,
-)
-"""What leads to the label that is chosen: a statement, or the start of a sentence."""
-_SETTLES = re.compile(
-    r"answer|antwort|lösung|réponse|respuesta|risposta|resposta|[答解选選답]|ตอบ|choose|pick|select|go",
-    re.IGNORECASE,
-)
+_LEADS = pattern("choosing", around=r"(?:{})\Z")
+_SETTLES, _REASON, _RIGHT = pattern("settles"), pattern("reason"), pattern("right")
+_UNSURE, _DENIES, _VERB = pattern("unsure"), pattern("denies"), pattern("verb")
 _LISTED = re.compile(r"\W*[A-Z][).:]+ *\w")
-_REASON = re.compile(
-    r",? ?\b(?:because|since|as|for|given|denn|weil|da|car|puisque|porque|ya que|pues|although"
-    r"|though|while|whereas)\b|,? ?(?:因为|因為|なぜなら)",
-    re.IGNORECASE,
-)
-_RIGHT = re.compile(
-    r"(?:is|are|ist|est|es|can be|must be)? ?(?:the |la |le |die |only |one |best |single )*"
-    r"(?:correcta?|right|true|only|best|richtige?|correcte|answer|option|choice|one|here|bonne|works"
-    r"|fits|respuesta|réponse|antwort)\b|です|でした|だ|である|が正解|が正しい|입|이다|[이가] 정답"
-    r"|选项|正确|是正确|是对的|是正確|ครับ|ค่ะ",
-    re.IGNORECASE,
-)
-_UNSURE = re.compile(
-    r"\b(?:if|most(?! likely)|many|some(?:one)?|students|people|tempt\w*|mistake|almost|going to"
-    r"|might|may|could|never|cannot|avoid|rejects?|do(?:es)? not|would not|should not|did not)\b"
-    r"|n['’]t\b|[不别勿][能要]?[选選]",
-    re.IGNORECASE,
-)
-"""What makes a choice that it stands before none."""
-_DENIES = re.compile(
-    r"\b(?:not|wrong|incorrect|false|mistaken?|worst|least|if|too)\b|n['’]t\b|错|誤|不|아니",
-    re.IGNORECASE,
-)
 _RIVAL = re.compile(
     r"\b[A-Z]\)? (?:is|are|could|might|may)(?: be| also| the| even| only)* ?"
     r"(?:correct|right|possible|better|best|true)\b|\b(?:maybe|else|perhaps|good as|no:) \(?[A-Z]\b"
@@ -82,13 +37,6 @@ _NOT_OTHER = re.compile(
 )
 _VALUE = re.compile(r"\s*\((?![^()]*\b(?:not|but|maybe|or|if|[A-Z])\b)[^()]*\)\W*\Z")
 _ANOTHER = re.compile(r"(?<![\w'’^+\\])(?:[B-HJ-Z]|A(?! [a-z]))(?![\w'’=^+])")
-_VERB = re.compile(
-    r"\W*(?:is|are|was|were|can|cannot|can['’]t|could|do|does|did|has|have|had|would|may|might|must"
-    r"|will|should|isn['’]t|aren['’]t|not|nor|or|and|but|wrong|incorrect|false|falsch|ist|est|es"
-    r"|nicht|o|y|ou|oder|und|et|vs|through|to)\b"
-    r"|\s*(?:[+*^<>/&或和か與与到不]|でな|では|가 아|이 아)",
-    re.IGNORECASE,
-)
 _OTHER = re.compile(
     r"\A\W*[,;]\s*+(?![A-Za-z]{2,}\W+\w)"
     r"|[(\[][A-Z][)\]]|\b[A-Z]\)|(?:\b(?:or|and|oder|ou|und|et|o|y)\b|[,/&]) ?\(?[A-Z]\b"

@@ -21,7 +21,7 @@ from keel.graders.answers import final_answer, stated_number
 from keel.graders.choices import chosen, label_of
 from keel.graders.conclusions import formula_of
 from keel.graders.forms import formulas, left_to_do, squeezed, stands_in
-from keel.graders.numbers import Number, name_of, only_units, read_number, same_name
+from keel.graders.numbers import DECIMAL, Number, name_of, only_units, read_number, same_name
 from keel.graders.reading.notation import bare
 from keel.graders.reading.words import word_set
 
@@ -31,6 +31,7 @@ PARTS = 24
 """Parts of a list, at the most."""
 
 _OPEN, _CLOSE = "([{", ")]}"
+_INTERVALS = ("(]", "()", "[)", "[]")
 _WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z][A-Za-z'’ .-]*|[Nn][Oo]|\(([A-Z])\)")
 _OPTION = re.compile(r"\(?[A-Z]\)?|(?:\([A-Z]\)|[A-Z][).:]) .+")
 _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
@@ -149,14 +150,21 @@ def same_to_math_verify(gold: str, stated: str) -> bool:
 
 
 def _read(wanted: ParsedExpression, text: str, evaluated: bool, plain: bool) -> ParsedExpression:
-    """An answer taken apart; of a chain of equations that hold, the last side: `2(x+1) = 2x+2`."""
+    """An answer taken apart; of a chain of equations that hold, the last side: `2(x+1) = 2x+2`.
+
+    The first side may be its name.
+    """
     if wanted.kind != "time" and _TIME.fullmatch(bare(text)):
         text = bare(text).replace(":", " : ")  # a ratio
     *sides, last = _split(bare(text), "=")
-    if wanted.kind != "expression" or not sides or _SIDE.fullmatch(bare(sides[0])):
+    name = sides.pop(0) + "=" if sides and _SIDE.fullmatch(bare(sides[0])) else ""
+    if wanted.kind not in ("expression", "number") or not sides:
         return parse(text, evaluated=evaluated, plain=plain)
-    read = parse(last, evaluated=evaluated, plain=plain)
-    for side in map(parse, sides):
+    read = parse(name + last, evaluated=evaluated, plain=plain)
+    for one in sides:
+        side = parse(one, evaluated=False, plain=plain)
+        if re.fullmatch(rf" ?-?{DECIMAL} ?", one):
+            raise Unreadable  # 5 = 5 says nothing
         kinds = {side.kind, read.kind}
         if not kinds <= {"number", "expression"} or not _equal(
             _symbolic(side.value), _symbolic(read.value)
@@ -201,6 +209,8 @@ def parse(
 ) -> ParsedExpression:
     """Take an answer apart. Raises as `same_answer` does, and Unreadable."""
     text = _DOTTED.sub(r"\\overline{\1\2\3}", bare(text)).replace("\\varnothing", "\\emptyset")
+    if re.fullmatch(r"\\\{ ?\\\}", text):
+        text = r"\emptyset"
     text = _REPEATING.sub(_as_repeating, _FOR_ALL.sub("", text))
     if _REALS.fullmatch(text):
         text = r"(-\infty, \infty)"
@@ -247,11 +257,11 @@ def parse(
             flat = [one for i in items for one in (i.value if i.kind == "list" else [i])]
             names = {one.name for one in flat}
             either = "\\cup" not in text and re.search(r"(?<![a-z])or(?![a-z])", text)
-            if (either and len(names) > 1) or (
-                re.search(r"(?<![a-z])and(?![a-z])", text)
-                and any(one.kind in ("(]", "()", "[)", "[]") and one.name for one in flat)
-            ):
-                raise Unreadable  # x = 2 or y = 3 is not both; x < 2 and x > 5 is neither
+            if either and len(names) > 1:
+                raise Unreadable  # x = 2 or y = 3 is not both
+            bounds = [one for one in flat if one.kind in _INTERVALS and one.name]
+            if bounds and re.search(r"(?<![a-z])and(?![a-z])", text):
+                return _between(bounds, flat, text)
             return _listed(flat, text, name or (names.pop() if len(names) == 1 else ""))
     if text[0] in "([" and text[-1] in ")]" and 0 not in _depths(text)[:-1]:
         parts = _split(text[1:-1], ",;")
@@ -269,6 +279,18 @@ def parse(
         variable, ends, low, high = interval
         return ParsedExpression(ends, [parse(low, **again), parse(high, **again)], text, variable)
     return ParsedExpression(*_expression(text), text, name)
+
+
+def _between(
+    bounds: Sequence[ParsedExpression], flat: Sequence[ParsedExpression], text: str
+) -> ParsedExpression:
+    """The interval of `x > 1 and x < 3`."""
+    above = [one for one in bounds if one.value[1].text == r"\infty"]
+    below = [one for one in bounds if one.value[0].text == r"-\infty"]
+    if not (len(flat) == 2 and len(above) == len(below) == 1 and above[0].name == below[0].name):
+        raise Unreadable  # x < 2 and x < 5, or y = 3
+    ends = above[0].kind[0] + below[0].kind[1]
+    return ParsedExpression(ends, [above[0].value[0], below[0].value[1]], text, above[0].name)
 
 
 def gold_answer(gold: str, *, plain: bool = False) -> ParsedExpression:

@@ -43,7 +43,7 @@ _CHANGED_NUMBER = re.compile(
 )
 _PHRASE = re.compile(r"[^.:!?()=\n,]*")
 _DOUBTED = pattern("doubted")
-_OPERAND = re.compile(f"(?:{pattern('operand').pattern})\\Z")
+_OPERAND = pattern("operand", around=r"(?:{})\Z")
 
 
 def letters_of(found: list[Token]) -> str:

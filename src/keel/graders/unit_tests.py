@@ -25,7 +25,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType
@@ -80,7 +80,7 @@ class UnitTests:
     ends the code if the entry point is a method: `twoSum = Solution().twoSum`.
     """
 
-    texts: tuple[str, ...]
+    tests: tuple[str, ...]
     checks: tuple[bool, ...]
     imports: tuple[str, ...]
     shadow: bool
@@ -95,7 +95,7 @@ def wanted_names(tests: UnitTests) -> set[str]:
     """The function `entry_point`, or else all that the tests use of the code."""
     if tests.entry_point is not None:
         return names_in([parsed(tests.binding)], ast.Load) or {tests.entry_point}
-    trees = [parsed(text) for text in (tests.setup, *tests.texts)]
+    trees = [parsed(text) for text in (tests.setup, *tests.tests)]
     return names_in(trees, ast.Load) - names_in(trees, ast.Store) - set(dir(builtins))
 
 
@@ -160,7 +160,7 @@ def _read(each: tuple[str, ...], entry_point: str | None, setup: str, prompt: st
     helpers = _helpers(prompt, used, entry_point)
     trees.append(parsed(helpers))
     return UnitTests(
-        texts=each,
+        tests=each,
         checks=tuple(checks),
         imports=_imports(trees),
         shadow=shadow,
@@ -195,20 +195,14 @@ def _helpers(prompt: str, used: set[str], entry_point: str | None) -> str:
     for end in ("\n    pass\n", ""):  # a prompt may break off after the head of its function
         with suppress(*NOT_PYTHON):
             body = parsed(prompt + end).body
-    lines = _lines(prompt)
     wanted = set(used)
     kept: list[str] = []
     for node in reversed(body):
         bound = {node.name} if isinstance(node, DEFINING) else names_in([node], ast.Store)
         if bound & wanted and entry_point not in bound:
-            line, column = _start(node)
-            source = lines[line : node.end_lineno]
-            source[-1] = source[-1][: node.end_col_offset]
-            source[0] = source[0][column:]
-            blank = "\n" * isinstance(node, DEFINING)
-            kept.insert(0, blank + b"\n".join(source).decode())
+            kept.insert(0, ast.unparse(node))
             wanted |= names_in([node], ast.Load)
-    return "\n".join(kept).lstrip("\n")
+    return "\n".join(kept)
 
 
 def _texts(tests: object, what: str) -> tuple[str, ...]:
@@ -313,24 +307,10 @@ def run_tests(
     """
     read = tests if isinstance(tests, UnitTests) else read_tests(tests, entry_point)
     code = f"{code}\n{read.binding}" if read.binding else code
-    secret = [secrets.token_hex(16) for _ in read.texts]
-    orders: dict[str, Any] = {
-        "tests": read.texts,
-        "checks": read.checks,
-        "imports": read.imports,
-        "shadow": read.shadow,
-        "entry_point": read.entry_point,
-        "setup": read.setup,
-        "secrets": secret,
-        "seed": "\n".join((read.setup, *read.texts)),
-    }
+    secret = [secrets.token_hex(16) for _ in read.tests]
+    orders = {**asdict(read), "secrets": secret, "seed": "\n".join((read.setup, *read.tests))}
     if isolation == "process":
-        own = {
-            "helpers": read.helpers,
-            "alone": read.alone,
-            "used": _mentioned(read),
-        }
-        return _run_apart(sandbox, code, {**orders, **own}, stop)
+        return _run_apart(sandbox, code, {**orders, "used": _mentioned(read)}, stop)
     ran = sandbox.carry_out({**orders, "code": code}, stop=stop)
     passed = _passed(ran, secret)
     if all(passed) and ran.status == "ended":
@@ -340,7 +320,7 @@ def run_tests(
 
 def _mentioned(read: UnitTests) -> set[str]:
     """All names in the source of tests: of variables, attributes and what is imported."""
-    texts = (read.helpers, read.setup, *read.texts)
+    texts = (read.helpers, read.setup, *read.tests)
     nodes = [node for text in texts for node in ast.walk(parsed(text))]
     return {
         *(node.id for node in nodes if isinstance(node, ast.Name)),
@@ -428,17 +408,6 @@ def _cause(ran: SandboxResult, lines: Sequence[str]) -> tuple[Status, str]:
     elif "can't start new thread" in message:
         status = "processes"
     return status, f"{where}: {message}"[:300]
-
-
-def _lines(text: str) -> list[bytes]:
-    """The lines of a source, in which a tree's columns count bytes."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").encode().split(b"\n")
-
-
-def _start(node: ast.stmt) -> tuple[int, int]:
-    """Where a statement begins, its decorators included: line and column, both from 0."""
-    decorators = getattr(node, "decorator_list", ())
-    return (decorators[0] if decorators else node).lineno - 1, node.col_offset
 
 
 def _dotted(node: ast.AST) -> str:

@@ -151,7 +151,7 @@ class CodeReward:
             return None
         if text is None:
             unclosed = "no code: the completion ends within a thought"
-            return Checked((False,) * len(tests.texts), "error", unclosed)
+            return Checked((False,) * len(tests.tests), "error", unclosed)
         code = python_code(text, wanted_names(tests))
         if before and code != text and not before.endswith("\n"):
             before += "\n"  # a fence begins a line; a text goes on where the prompt ends

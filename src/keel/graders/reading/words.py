@@ -39,9 +39,14 @@ def word_set(name: str) -> frozenset[str]:
     return frozenset(_TABLE["words"][name].split())
 
 
-def pattern(name: str, flags: int = re.IGNORECASE) -> re.Pattern[str]:
-    """A list of patterns of words.toml as one."""
-    return re.compile("|".join(_TABLE["patterns"][name]), flags)
+def pattern(name: str, flags: int = re.IGNORECASE, around: str = "{}") -> re.Pattern[str]:
+    """A list of patterns of words.toml as one, set into what stands `around` it."""
+    return re.compile(around.format(_joined(name)), flags)
+
+
+def _joined(name: str) -> str:
+    every = "|".join(_TABLE["patterns"][name])
+    return re.sub("@([a-z]+)@", lambda found: f"(?:{_joined(found[1])})", every)
 
 
 _SCALED = pattern("scaled")
