@@ -18,7 +18,8 @@ LABELS = 40
 
 _DRESS = re.compile(
     r"\\(?:text(?:bf|rm|it)?|math(?:bf|rm|sf)|mbox|bm|boldsymbol|left|right|quad|qquad)(?![a-z])"
-    r"|\\[()\[\],;:!]|[$*`~{}\"“”✅✓☑✔]|(?<!\w)'|'(?!\w)|(?<![A-Za-z])_|_(?![A-Za-z])|^[ \t]*(?:[-•>]|#+)[ \t]+",
+    r"|\\[()\[\],;:!]|[$*`~{}\"“”✅✓☑✔]|(?<!\w)'|'(?!\w)"
+    r"|(?<![A-Za-z])_|_(?![A-Za-z])|^[ \t]*(?:[-•>]|#+)[ \t]+",
     re.MULTILINE,
 )
 _LABEL = re.compile(

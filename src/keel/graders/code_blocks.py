@@ -13,7 +13,8 @@ from contextlib import suppress
 from keel.graders.stated import ANSWER_NAME
 
 _OPENING = re.compile(
-    r"^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?:<\w+>|[^\n`]*:[ \t]+)?(`{3,}|~{3,})[ \t]*+(\w*+)[^\n`]*+\n",
+    r"^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?:<\w+>|[^\n`]*:[ \t]+)?"
+    r"(`{3,}|~{3,})[ \t]*+(\w*+)[^\n`]*+\n",
     re.MULTILINE,
 )
 _CLOSING = re.compile(r"^([ \t>]*+)(`{3,}|~{3,})([^\n]*+)", re.MULTILINE)
