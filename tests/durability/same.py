@@ -6,6 +6,7 @@ from pathlib import Path
 
 from keel.runs import checkpoint
 from keel.runs.reader import load
+from tests.soak.killing import FREE, differences
 
 TINY = (
     "threads=1",
@@ -17,21 +18,17 @@ TINY = (
     "rewards.functions=[{function='tests.durability.harm:digits'}]",
 )
 RUN = (*TINY, "steps=4")
-OWN_TIME = ("timings.jsonl", "events.jsonl", ".lock")
-"""What a run folder holds that is no function of recipe and seed."""
 
 
 def same(a: Path, b: Path) -> None:
     """All that both runs hold is the same, byte for byte, checkpoints and pictures too."""
-    assert contents(a) == contents(b)
-    for name in contents(a):
-        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+    assert differences(a, b) == []
 
 
 def contents(folder: Path) -> list[str]:
     files = (path for path in folder.rglob("*") if path.is_file())
     names = sorted(path.relative_to(folder).as_posix() for path in files)
-    return [name for name in names if name not in OWN_TIME]
+    return [name for name in names if name not in FREE]
 
 
 def whole(folder: Path) -> list[int]:

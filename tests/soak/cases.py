@@ -153,6 +153,22 @@ LOOPS: dict[str, tuple[Make, Shows]] = {
 }
 
 
+MORE: dict[str, tuple[Make, Shows]] = {
+    "ziegler": _rl(
+        "algorithm=ppo",
+        "algorithm.divergence.adaptive={rule='ziegler', target=0.001, horizon=10}",
+        shows=_varies("beta"),
+    ),
+    "value-warm-up": _rl("algorithm=ppo", "value.kind=head", "value.warmup_steps=2"),
+    "value-baseline": _rl(
+        "algorithm={preset='gspo', advantage={kind='value_baseline'}, value={coefficient=0.1}}"
+    ),
+    "bfloat16": _rl(
+        "rollout.dtype=bfloat16", "algorithm.correction.kind=truncate", "minibatches=2"
+    ),
+}
+
+
 def _stored(folder: Path) -> Recipe:
     """Epochs over ten rows, of which two are no prompts."""
     digits = ["310", "42", "9157", "63", "820", "15", "77", "604", "98", "21", "345", "60"]
@@ -309,6 +325,7 @@ def _every() -> dict[str, Case]:
         "stored": (_stored, lambda run: any(run.folder.quarantine.iterdir())),
         **{name: _rows(name) for name in JUDGED},
         **PIPELINES,
+        **MORE,
     }
     spacing = itertools.cycle(itertools.product((2, 1, 3), (1, 2)))
     cases = (Case(name, make, shows) for name, (make, shows) in parts.items())

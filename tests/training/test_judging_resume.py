@@ -15,7 +15,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
-from tests.soak.cases import CASES, IMITATE, JUDGE, JUDGED, REINFORCE, SAMPLED, spaced
+from tests.soak.cases import CASES, IMITATE, JUDGE, REINFORCE, SAMPLED, spaced
 from tests.soak.killing import differences
 from tests.training.judged import recipe
 from tests.training.small import Stop
@@ -25,44 +25,6 @@ from tests.training.test_resume import damage
 def made_of(case: str, folder: Path) -> Recipe:
     """The case with a checkpoint every second step, all kept."""
     return spaced(CASES[case], every=2, keep=9).make(folder)
-
-
-@pytest.mark.quick("reward-model-lora", "dpo")
-@pytest.mark.parametrize("case", JUDGED)
-def test_resume_from_the_previous_checkpoint_ends_the_same(case: str, tmp_path: Path) -> None:
-    """The last checkpoint is torn, and the model that came of it is gone."""
-    made = made_of(case, tmp_path)
-    whole = train(made, tmp_path / "whole")
-    again = train(made, tmp_path / "again")
-    assert differences(whole.path, again.path) == []
-    damage(again, 0, 4)
-    shutil.rmtree(again.path / "models", ignore_errors=True)
-    train(None, again.path, resume=True)
-    assert differences(whole.path, again.path) == []
-
-
-@pytest.mark.quick("1-dpo-ipo-lora")
-@pytest.mark.parametrize("case", ["process", "dpo-ipo-lora"])
-@pytest.mark.parametrize("step", [1, 4])
-def test_resume_of_an_interrupted_stage_ends_the_same(case: str, step: int, tmp_path: Path) -> None:
-    """At a step without a checkpoint of its own, and at the last."""
-    made = made_of(case, tmp_path)
-    whole = train(made, tmp_path / "whole")
-    stage = whole.stages[0]
-    again = RunFolder(tmp_path / "again", whole.stages)
-    if step == 4:
-        # Nothing is left to do, so the run ends as if no one had asked.
-        train(made, again.path, callbacks=[Stop(step, stage=stage)])
-    else:
-        with pytest.raises(Interrupted):
-            train(made, again.path, callbacks=[Stop(step, stage=stage)])
-        assert [e.place.step for e in load(again.path).checkpoints()] == [step]
-        assert not (again.path / "models").exists()
-        train(None, again.path, resume=True)  # the checkpoint that the stop left goes with the next
-    assert differences(whole.path, again.path) == []
-
-
-# ---------------------------------------------------------------- three stages
 
 
 @pytest.fixture(scope="module")

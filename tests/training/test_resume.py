@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from keel.algorithms.presets import PRESETS
 from keel.config.load import to_toml
 from keel.platform.signals import Interrupted
 from keel.runs.layout import RunFolder
@@ -20,58 +20,12 @@ from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from tests.shared import ROOT
+from tests.soak.cases import CASES, DENSE
 from tests.soak.killing import differences
 from tests.training import judged
-from tests.training.small import Notes, Stop, small
+from tests.training.small import Stop, small
 
-CASES = {
-    "grpo": ["algorithm=grpo"],
-    "ppo-critic": ["algorithm=ppo"],
-    "ppo-head": ["algorithm=ppo", "value.kind=head", "minibatches=2"],
-    "value-warm-up": ["algorithm=ppo", "value.kind=head", "value.warmup_steps=2"],
-    "value-baseline": [
-        "algorithm={preset='gspo', advantage={kind='value_baseline'}, value={coefficient=0.1}}"
-    ],
-    "adaptive": ["algorithm=ppo_kl_penalty", "algorithm.divergence.adaptive.target=1e-6"],
-    "lora": ["algorithm=grpo", "model.lora.rank=4", "optimizer.learning_rate=1e-2"],
-    "ziegler": [
-        "algorithm=ppo",
-        "algorithm.divergence.adaptive={rule='ziegler', target=0.001, horizon=10}",
-    ],
-    "lora-reset": [
-        "algorithm=grpo",
-        "model.lora.rank=4",
-        "reference.reset_every=1",
-        "minibatches=2",
-    ],
-    "dynamic": ["algorithm=dapo", "rollout.max_refills=2"],
-    "bfloat16": [
-        "algorithm=grpo",
-        "rollout.dtype=bfloat16",
-        "algorithm.correction.kind=truncate",
-        "minibatches=2",
-    ],
-}
-DENSE = "rewards.functions=[{function='place_match'}]"
-SAME = ("metrics.jsonl", "recipe.toml")
-
-
-def same(a: RunFolder, b: RunFolder) -> None:
-    """Rows, rollouts and the last weights and moments are byte for byte the same."""
-    for name in SAME:
-        assert (a.path / name).read_bytes() == (b.path / name).read_bytes(), name
-    files = [p.name for p in sorted(a.rollouts_folder.iterdir())]
-    assert files == [p.name for p in sorted(b.rollouts_folder.iterdir())]
-    for name in files:
-        left, right = (f.rollouts_folder / name for f in (a, b))
-        assert left.read_bytes() == right.read_bytes(), name
-    ends = [load(folder.path).checkpoints()[-1].path for folder in (a, b)]
-    tensors = sorted(p.name for p in ends[0].glob("*.safetensors"))
-    assert "trainable.safetensors" in tensors
-    for name in tensors:
-        left, right = (load_file(end / name) for end in ends)
-        assert left.keys() == right.keys()
-        assert all((left[k] == right[k]).all() for k in left), name
+RESUMED = [name for name in CASES if name not in PRESETS]
 
 
 def damage(folder: RunFolder, stage: int, step: int) -> None:
@@ -80,31 +34,20 @@ def damage(folder: RunFolder, stage: int, step: int) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.quick("ppo-head", "lora-reset", "bfloat16")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("ppo-head", "bfloat16", "ahead-lora-reset", "dynamic", "stored", "dpo-ipo-lora")
+@pytest.mark.parametrize("case", RESUMED)
 def test_resume_ends_as_the_uninterrupted_run(case: str, tmp_path: Path) -> None:
-    """The last checkpoint is damaged, so that the run goes on from the one before."""
-    recipe = small(DENSE, *CASES[case])
+    """Stopped after the second step of its last stage, or the one before the last."""
+    recipe = CASES[case].make(tmp_path)
     whole = train(recipe, tmp_path / "whole")
-    again = train(recipe, tmp_path / "again")
-    same(whole, again)
-    damage(again, 0, 4)
-    callback = Notes()
-    train(None, again.path, resume=True, callbacks=[callback])
-    assert "is damaged" in callback.notes[0]
-    same(whole, again)
-    assert json.loads(again.run_json.read_text())["finished"] is True
-
-
-def test_resume_from_within_the_first_of_two_stages(tmp_path: Path) -> None:
-    overrides = ["sft.steps=3", "sft.checkpoints.every=2", "sft.checkpoints.keep=9"]
-    recipe = small(DENSE, "steps=2", *overrides, recipe="quickstart")
-    whole = train(recipe, tmp_path / "whole")
-    again = train(recipe, tmp_path / "again")
-    for stage, step in ((1, 2), (0, 3)):
-        damage(again, stage, step)
-    train(None, again.path, resume=True)
-    same(whole, again)
+    assert CASES[case].shows(load(whole.path))
+    last = recipe.stages[-1]
+    step = min(2, last.steps - 1)
+    with pytest.raises(Interrupted):
+        train(recipe, tmp_path / "again", callbacks=[Stop(step, stage=last.name)])
+    assert load(tmp_path / "again").checkpoints()[-1].place.step == step
+    train(None, tmp_path / "again", resume=True)
+    assert differences(whole.path, tmp_path / "again") == []
 
 
 def test_resume_of_a_stopped_run_gives_the_same_files(tmp_path: Path) -> None:
@@ -175,20 +118,6 @@ def test_signal_saves_a_checkpoint_and_prints_how_to_resume(
     last = run.metrics()[-1]["step"]
     assert run.checkpoints()[-1].place.step == last >= 3
     assert "finished" not in [event["event"] for event in run.events()]
-
-
-@pytest.mark.slow
-def test_resume_of_a_killed_process(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(tmp_path, folder)
-    until(process, folder, 5)
-    process.kill()
-    process.communicate(timeout=60)
-    recipe = (folder / "recipe.toml").read_text()
-    (folder / "recipe.toml").write_text(recipe.replace("steps = 300", "steps = 8"))
-    train(None, folder, resume=True)
-    steps = [row["step"] for row in load(folder).metrics()]
-    assert steps == list(range(1, 9))
 
 
 def test_existing_run_folder_is_not_overwritten(tmp_path: Path) -> None:

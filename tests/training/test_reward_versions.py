@@ -10,15 +10,13 @@ import pytest
 from keel.config.judging import JudgingStage
 from keel.config.load import load_recipe
 from keel.data.preferences.dataset import read_pairs
-from keel.platform.signals import Interrupted
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.judging.training import is_newest, rows_of, versions, with_replay
 from keel.training.run import train
 from keel.types import KeelError
-from tests.durability.same import same
 from tests.training.judged import MODEL, data, ones, recipe
-from tests.training.small import Stop, info
+from tests.training.small import info
 
 TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
 SAMPLED: dict[str, Any] = {
@@ -143,14 +141,3 @@ def test_each_round_begins_with_the_reference_set_to_the_policy(folder: RunFolde
         assert all(row["reference_log_probs"] == row["old_log_probs"] for row in first)
     last = load(folder.path).rollouts(2, "grpo-2")
     assert any(row["reference_log_probs"] != row["old_log_probs"] for row in last)
-
-
-@pytest.mark.quick("update-2")
-@pytest.mark.parametrize("stage", ["grpo-1", "update-2"])
-def test_stopped_rounds_end_with_the_same_bytes(
-    folder: RunFolder, tmp_path: Path, stage: str
-) -> None:
-    with pytest.raises(Interrupted):
-        train(iterated(), tmp_path / "stopped", callbacks=[Stop(1, stage=stage)])
-    stopped = train(None, tmp_path / "stopped", resume=True)
-    same(folder.path, stopped.path)
