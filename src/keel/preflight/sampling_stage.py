@@ -37,7 +37,7 @@ from keel.rewards.code import CodeReward
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
 from keel.training.recipe_checks import check_component, check_rewards, check_rewards_of_steps
-from keel.training.setup import load_rewards, reward_context, scorer
+from keel.training.setup import build_scorer, load_rewards, reward_context
 from keel.types import KeelError, Prompt, RewardResult
 
 ROUNDED_TOKENS = 2048
@@ -222,11 +222,8 @@ def _scorer(
     if partial and functions and not any(f.source.weight for f in functions):
         functions = [f.changed(weight=1.0) for f in functions]
     algorithm = plan.sampling.algorithm
-    made = scorer(
-        plan.rewards, functions, stats.tasks,
-        max_tokens=plan.rollout.max_tokens, overlong_buffer=plan.rollout.overlong_buffer,
-        needed=algorithm is None or algorithm.needs_reward, stop=plan.rollout.stop,
-    )  # fmt: skip
+    needed = algorithm is None or algorithm.needs_reward
+    made = build_scorer(plan.sampling, functions, stats.tasks, needed=needed, shaped=True)
     made.check(stats.first)
     return made
 

@@ -16,7 +16,7 @@ from keel.preflight.finding import BudgetShare, Finding, holding, percent, quant
 from keel.preflight.prompts import SamplingPlan
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
-from keel.training.setup import PromptSource, build_sampler
+from keel.training.setup import PromptSource, build_sampler, rollout_engine
 from keel.types import Capabilities, Group, Prompt
 
 GROUPS = 8
@@ -132,7 +132,8 @@ def sample(
     size = size_for(prompts, rollout.group_size, budget, load)
     stream = PromptStream(list(stats.tasks.values()), [1.0] * len(stats.tasks), 0)
     source = PromptSource(dict(stats.tasks), [], stats.encoder, stream)
-    sampler = build_sampler(policy, source, scorer, rollout, plan.seed, model=policy.model)
+    engine = rollout_engine(policy, rollout, model=policy.model)
+    sampler = build_sampler(engine, source, scorer, rollout, plan.seed)
     sampling = replace(sampler.sampling, max_tokens=size.tokens)
     groups = sampler.sample(stats.first[: size.prompts], size.members, sampling, plan.first_seed)
     lengths = [len(c) for group in groups for c in group.completions]

@@ -35,10 +35,11 @@ from keel.training.judging.metrics import (
 )
 from keel.training.setup import (
     build_sampler,
+    build_scorer,
     load_rewards,
     prompt_source,
     reward_context,
-    scorer,
+    rollout_engine,
 )
 from keel.training.state import checkpoint_policy
 from keel.training.template_time import templates_at
@@ -187,14 +188,14 @@ def _run(
         policy, tasks, stage.tasks, stage.prompts, seed, max_tokens=rollout.max_tokens
     )
     functions = load_rewards(stage.rewards, around)
-    judge = scorer(
-        stage.rewards, functions, tasks, max_tokens=rollout.max_tokens, stop=rollout.stop
-    )
+    judge = build_scorer(stage, functions, tasks)
     left_out: list[str] = []
     chosen = source.validation(choice.prompts, left_out)
     judge.check(chosen)
     less = "lower --prompts or --max-tokens"
-    sampler = build_sampler(policy, source, judge, rollout, seed, less=less)
+    sampler = build_sampler(
+        rollout_engine(policy, rollout), source, judge, rollout, seed, less=less
+    )
     with closing(judge):
         evaluator = Evaluator(sampler, judge, chosen, choice)
         result = dict(evaluator(0).report)

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any, Literal
 
 from keel.analysis.statistics import mean_interval, wilson_interval
-from keel.config.fields import derive, unknown
+from keel.config.fields import derive
 from keel.config.sampling import Evaluation
 from keel.data.gold import shown_gold
 from keel.rewards.judge.reward import spending
@@ -17,8 +17,9 @@ from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.rollouts import RolloutRow
 from keel.training.loop import EvaluationResult
+from keel.training.recipe_checks import check_component
 from keel.training.rollout import Sampler, completion_rows
-from keel.types import Group, KeelError, Prompt, RewardResult, Sampling
+from keel.types import Group, Prompt, RewardResult, Sampling
 
 EXAMPLES = 4
 """How many completions an evaluation shows."""
@@ -34,9 +35,7 @@ class Evaluator:
     config: Evaluation
 
     def __post_init__(self) -> None:
-        name, names = self.config.component, [f.name for f in self.scorer.functions]
-        if name is not None and name not in names:
-            raise KeelError(f"evaluation.component: {unknown('reward', name, names)}")
+        check_component(self.config, [f.name for f in self.scorer.functions])
 
     @property
     def judging(self) -> NamedReward | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -42,12 +42,8 @@ POLL = 0.1
 """Seconds between two checks whether sampling is cancelled."""
 
 
-@dataclass(frozen=True, eq=False)
-class Pending:
-    """Rollouts for a step."""
-
-    step: int
-    rollouts: Rollouts
+Pending = Mapping[int, Rollouts]
+"""Rollouts that no step has trained on yet, by their step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,23 +89,23 @@ class RolloutPrefetcher:
         begin: Begin,
         level: int,
         at_once: bool = False,
-        pending: Sequence[Pending] = (),
+        pending: Pending | None = None,
     ) -> None:
         self._begin = begin
         self.level = level
         self._at_once = at_once
-        self._kept = {one.step: one.rollouts for one in pending}
+        self._kept = dict(pending or {})
         self._running: dict[int, _Thread] = {}
         self._last_turn = threading.Event()
         self._last_turn.set()
 
     @property
-    def pending(self) -> tuple[Pending, ...]:
+    def pending(self) -> Pending:
         """The rollouts that no step has trained on yet, once all are there."""
         with self._ended_on_error():
             for step in list(self._running):
                 self._finish(step)
-        return tuple(Pending(step, self._kept[step]) for step in sorted(self._kept))
+        return dict(sorted(self._kept.items()))
 
     def __call__(self, step: int, last: int) -> Rollouts:
         """The rollouts of a step, sampled before or now; those of later ones are begun."""
@@ -231,15 +227,15 @@ def as_kept(rollouts: Rollouts) -> Rollouts:
     )
 
 
-def save_pending(folder: Path, pending: Sequence[Pending]) -> None:
+def save_pending(folder: Path, pending: Pending) -> None:
     """Write rollouts, as they are kept, into a checkpoint."""
-    checkpoint.save_json(folder / PENDING, {"pending": [_state(one) for one in pending]})
+    states = [_state(step, rollouts) for step, rollouts in pending.items()]
+    checkpoint.save_json(folder / PENDING, {"pending": states})
 
 
-def _state(pending: Pending) -> dict[str, Any]:
-    rollouts = pending.rollouts
+def _state(step: int, rollouts: Rollouts) -> dict[str, Any]:
     return {
-        "step": pending.step,
+        "step": step,
         "groups": [_group(group) for group in rollouts.groups],
         "results": [[asdict(result) for result in judged] for judged in rollouts.results],
         "greedy": rollouts.greedy,
@@ -249,13 +245,13 @@ def _state(pending: Pending) -> dict[str, Any]:
     }
 
 
-def read_pending(folder: Path | None) -> tuple[Pending, ...]:
+def read_pending(folder: Path | None) -> Pending:
     """The rollouts that a checkpoint holds."""
     if folder is None or not (folder / PENDING).exists():
-        return ()
+        return {}
     state = checkpoint.load_json(folder / PENDING)
     try:
-        return tuple(Pending(one["step"], _read(one)) for one in state["pending"])
+        return {one["step"]: _read(one) for one in state["pending"]}
     except (KeyError, TypeError, ValueError) as error:
         raise KeelError(
             f"{folder / PENDING} was written by another version of Keel ({error}): resume with "

@@ -56,11 +56,11 @@ from keel.training.rollout import Sampler
 from keel.training.setup import (
     RunContext,
     build_sampler,
+    build_scorer,
     load_rewards,
     open_prompts,
     reward_context,
     rollout_engine,
-    scorer,
     token_budget,
 )
 from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
@@ -260,24 +260,14 @@ def build_parts(
         stage.rewards, reward_context(run.recipe, run.folder, policy), models.rewards
     )
     scored = partial(
-        scorer,
-        stage.rewards,
+        build_scorer,
+        stage.sampling,
         functions,
         source.tasks,
-        max_tokens=rollout.max_tokens,
         needed=stage.algorithm.needs_reward,
-        stop=rollout.stop,
     )
-    shaped = scored(overlong_buffer=rollout.overlong_buffer)
-    sampler = build_sampler(
-        policy,
-        source,
-        shaped,
-        rollout,
-        seed,
-        step=progress.step,
-        engine=models.engine,
-    )
+    shaped = scored(shaped=True)
+    sampler = build_sampler(models.engine, source, shaped, rollout, seed, step=progress.step)
     check_requests(stage.sampling, sampler.engine.capabilities)
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)
@@ -285,7 +275,8 @@ def build_parts(
     # Evaluation is of the policy itself, not of a rounded copy; but one server is enough.
     exact = sampler
     if rollout.dtype != "model" and sampler.engine.capabilities.in_process:
-        exact = build_sampler(policy, source, shaped, rollout, seed, step=progress.step)
+        exact = replace(sampler, engine=rollout_engine(policy, rollout))
+        exact.engine.weight_version = progress.step
     evaluator = Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None
     return rl.RLParts(
         algorithm=stage.algorithm,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from keel.cluster.parts import PlacedReward
 from keel.config.fields import derive
 from keel.config.judging import JudgingStage
-from keel.config.sampling import Rollout
+from keel.config.sampling import Rollout, SamplingSource
 from keel.config.schema import Recipe
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
@@ -246,28 +246,28 @@ def load_rewards(
     ]
 
 
-def scorer(
-    rewards: Rewards,
+def build_scorer(
+    sampling: SamplingSource,
     functions: Sequence[NamedReward],
     tasks: Mapping[str, Task],
     *,
-    max_tokens: int,
-    overlong_buffer: int = 0,
     needed: bool = True,
+    shaped: bool = False,
     loop: LoopThread | None = None,
-    stop: Sequence[str] = (),
 ) -> Scorer:
-    """The scorer of a stage's rewards; `needed`: the stage learns from them."""
+    """The scorer of what a stage samples; `needed`: it learns from rewards; `shaped`: less the
+    penalty of length."""
+    rewards, rollout = sampling.rewards, sampling.rollout
     return Scorer(
         functions,
         tasks,
         timeout=rewards.timeout,
         on_error=rewards.on_error,
-        max_tokens=max_tokens,
-        overlong_buffer=overlong_buffer,
+        max_tokens=rollout.max_tokens,
+        overlong_buffer=rollout.overlong_buffer if shaped else 0,
         needed=needed,
         loop=loop,
-        stop=stop,
+        stop=rollout.stop,
     )
 
 
@@ -296,24 +296,17 @@ def rollout_engine(
 
 
 def build_sampler(
-    policy: Policy,
+    engine: Engine,
     source: PromptSource,
     scorer: Scorer,
     rollout: Rollout,
     seed: int,
     *,
-    model: PreTrainedModel | None = None,
     less: str = "",
     step: int = 0,
-    engine: Engine | None = None,
-    log: Path | None = None,
-    note: Callable[[str], None] | None = None,
 ) -> Sampler:
-    """What samples completions, by an `engine` or by a new one (see `rollout_engine`).
-
-    The engine's count of syncs begins at `step`, the steps that the stage has taken.
-    """
-    engine = engine or rollout_engine(policy, rollout, model=model, log=log, note=note)
+    """What samples completions by an engine, whose count of syncs begins at `step`, the steps that
+    the stage has taken."""
     engine.weight_version = step
     program = None
     if rollout.program is not None:

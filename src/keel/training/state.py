@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class State:
     progress: Progress
     policy: Policy
     save_learned: Callable[[Path], None]
-    pending: Sequence[Pending] = ()
+    pending: Pending = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write the files of a checkpoint.

@@ -57,10 +57,11 @@ from keel.training.loop import EvaluationResult
 from keel.training.setup import (
     RunContext,
     build_sampler,
+    build_scorer,
     load_rewards,
     open_prompts,
     reward_context,
-    scorer,
+    rollout_engine,
 )
 from keel.training.state import Progress
 from keel.training.supervised import Examples, GradientStep, train_on_examples
@@ -262,10 +263,12 @@ def _sampled_files(
         key="sampled.max_tokens",
     )
     functions = load_rewards(choice.rewards, reward_context(run.recipe, folder, policy))
-    judge = scorer(choice.rewards, functions, source.tasks, max_tokens=choice.max_tokens)
+    judge = build_scorer(choice.sampling, functions, source.tasks)
     with closing(judge):
         less = f"lower {stage.name}.sampled.max_tokens or {stage.name}.sampled.group_size"
-        sampler = build_sampler(policy, source, judge, choice.sampling.rollout, seed, less=less)
+        rollout = choice.sampling.rollout
+        engine = rollout_engine(policy, rollout)
+        sampler = build_sampler(engine, source, judge, rollout, seed, less=less)
         prompts = source.validation(choice.validation)
         judge.check(prompts)
         parts = sampled.SampledDataSource(sampler, judge, prompts, choice, seed)
