@@ -159,15 +159,15 @@ def written(folder: Path, keys: dict[str, Any]) -> Pending:
     """Rollouts of which a user chose the keys, as a checkpoint will have them."""
     prompt = Prompt("p", ({"role": "user", **keys},), task="t", tokens=(1,))
     rollouts = Rollouts((Group(prompt, ()),), ((),), extras={"seen": [keys]})
-    return Pending(1, as_kept(rollouts))
+    return {1: as_kept(rollouts)}
 
 
 def test_saved_rollouts_keep_user_keys_and_turns(tmp_path: Path) -> None:
     keys = {"$type": "tuple", "items": [1]}
-    save_pending(tmp_path, [written(tmp_path, keys)])
-    (again,) = read_pending(tmp_path)
-    assert again.rollouts.extras == {"seen": [keys]}
-    assert again.rollouts.groups[0].prompt.content == [{"role": "user", **keys}]
+    save_pending(tmp_path, written(tmp_path, keys))
+    again = read_pending(tmp_path)[1]
+    assert again.extras == {"seen": [keys]}
+    assert again.groups[0].prompt.content == [{"role": "user", **keys}]
     words = (("assistant", "go"), ("environment", "no, 12"), ("assistant", ""))
     turns = tuple(Message(role=role, content=text) for role, text in words)
     completion = Completion(
@@ -179,12 +179,12 @@ def test_saved_rollouts_keep_user_keys_and_turns(tmp_path: Path) -> None:
         turns=turns,
     )
     group = Group(Prompt("p", "x", {}, "t", (5,)), (completion,))
-    both = [Pending(step, Rollouts((group,), ((RewardResult(0.0),),))) for step in (1, 2)]
+    both = {step: Rollouts((group,), ((RewardResult(0.0),),)) for step in (1, 2)}
     save_pending(tmp_path, both)
-    again, second = read_pending(tmp_path)
-    assert second.step == 2
-    assert again.rollouts.groups[0].completions[0].turns == turns
-    assert again.rollouts.groups[0].completions[0].transcript == "gono, 12"
+    found = read_pending(tmp_path)
+    assert list(found) == [1, 2]
+    assert found[1].groups[0].completions[0].turns == turns
+    assert found[1].groups[0].completions[0].transcript == "gono, 12"
 
 
 def test_saved_prompts_keep_tools_and_the_order_of_keys(tmp_path: Path) -> None:
@@ -196,16 +196,16 @@ def test_saved_prompts_keep_tools_and_the_order_of_keys(tmp_path: Path) -> None:
     )
     prompt = Prompt("p", turns, task="t", tokens=(1,), tools=({"name": "f", "description": "d"},))
     kept = as_kept(Rollouts((Group(prompt, ()),), ((),)))
-    save_pending(tmp_path, [Pending(1, kept)])
-    (again,) = read_pending(tmp_path)
-    for found in (kept.groups[0].prompt, again.rollouts.groups[0].prompt):
+    save_pending(tmp_path, {1: kept})
+    again = read_pending(tmp_path)[1]
+    for found in (kept.groups[0].prompt, again.groups[0].prompt):
         assert json.dumps(found.content) == json.dumps(turns)
         assert found.tools == prompt.tools
         assert json.dumps(found.tools[0]) == json.dumps(prompt.tools[0])
 
 
 def test_saved_rollouts_of_another_version_are_refused(tmp_path: Path) -> None:
-    save_pending(tmp_path, [written(tmp_path, {})])
+    save_pending(tmp_path, written(tmp_path, {}))
     path = tmp_path / PENDING
     path.write_text(path.read_text().replace('"columns"', '"surplus"'))
     with pytest.raises(KeelError, match=r"another version of Keel .*surplus.*resume with that"):
@@ -351,7 +351,7 @@ def test_steps_ahead_begin_in_order_with_the_weights_of_their_time() -> None:
         with sampling.prefetch(step, 6):
             version += 1
     assert begun == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2), (6, 3)]
-    assert sampling.pending == ()
+    assert sampling.pending == {}
     assert threads() == []
 
 
@@ -373,7 +373,7 @@ def test_rewards_of_steps_at_once_are_called_in_order() -> None:
 
     sampling = RolloutPrefetcher(begin, 3, at_once=True)
     sampling(1, 9)
-    assert [one.step for one in sampling.pending] == [2, 3]
+    assert list(sampling.pending) == [2, 3]
     assert scored == [1, 2, 3]
 
 
@@ -384,13 +384,13 @@ def test_what_a_checkpoint_held_is_not_sampled_again() -> None:
         begun.append(step)
         return lambda: rollouts_of(step)
 
-    held = [Pending(step, rollouts_of(-step)) for step in (4, 5)]
+    held = {step: rollouts_of(-step) for step in (4, 5)}
     sampling = RolloutPrefetcher(begin, 2, at_once=True, pending=held)
     assert sampling(4, 9).metrics == {"step": -4.0}
     with sampling.prefetch(4, 9):
         pass
     assert begun == [6]
-    assert [one.step for one in sampling.pending] == [5, 6]
+    assert list(sampling.pending) == [5, 6]
 
 
 def test_an_error_of_one_step_cancels_the_others() -> None:
