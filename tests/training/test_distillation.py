@@ -17,7 +17,6 @@ from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from keel.workflows.compare import plan
-from tests.soak.killing import differences
 from tests.training.small import Stop, info, metrics, notes, run, save_teacher, small
 
 pytestmark = pytest.mark.slow
@@ -92,21 +91,8 @@ def test_reward_of_weight_0_is_logged_and_changes_nothing(tmp_path: Path) -> Non
     ]
     assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
     assert all("rewards/place_match/mean" in record for record in metrics(watched))
-
-
-# ---------------------------------------------------------------- resume
-
-
-def test_resumed_run_is_the_same_and_holds_no_teacher(tmp_path: Path) -> None:
-    recipe = small(*OPD, DENSE, save_teacher(tmp_path / "teacher"), "steps=4", "minibatches=2")
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    train(recipe, whole)
-    with pytest.raises(Interrupted):
-        train(recipe, again, callbacks=[Stop(3)])
-    train(None, again, resume=True)
-    assert differences(whole, again) == []
-    saved = {path.name for path in load(whole).checkpoints()[-1].path.glob("*.safetensors")}
-    assert saved == {"trainable.safetensors", "optimizer.safetensors"}
+    saved = {path.name for path in load(watched.path).checkpoints()[-1].path.glob("*.safetensors")}
+    assert saved == {"trainable.safetensors", "optimizer.safetensors"}  # no teacher
 
 
 def test_changed_teacher_is_noted_at_resume(tmp_path: Path) -> None:

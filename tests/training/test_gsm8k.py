@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from keel.cli.main import main
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
 from keel.models.policy import load_policy
 from keel.runs.reader import load
-from keel.training.evaluation import evaluate
 from keel.training.run import train
 from tests.shared import shared_path
 
@@ -80,23 +78,3 @@ def test_a_recipe_runs_from_end_to_end(name: str, qwen: Path, tmp_path: Path) ->
     AutoModelForCausalLM.from_pretrained(policy)
     tokenizer = AutoTokenizer.from_pretrained(policy)
     assert tokenizer.chat_template == TEMPLATE
-
-
-def test_eval_and_export_of_a_run(
-    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = train(load_recipe("gsm8k-grpo", overrides(qwen)), tmp_path / "run")
-    again = evaluate(folder.path)
-    after = load(folder.path).info()["evaluation"]["rl"]["after"]
-    assert {k: again[k] for k in ("mean", "low", "high", "n")} == {
-        k: after[k] for k in ("mean", "low", "high", "n")
-    }
-    assert main(["eval", str(folder.path), "--samples", "2", "--prompts", "3"]) == 0
-    out = capsys.readouterr().out
-    assert "pass@2" in out
-    assert "greedy" in out
-    target = tmp_path / "plain"
-    assert main(["export", str(folder.path), str(target)]) == 0
-    AutoModelForCausalLM.from_pretrained(target)
-    assert main(["export", str(folder.path), str(target)]) == 2
-    assert main(["eval", str(target), "--task", "addition", "--max-tokens", "8"]) == 0

@@ -478,14 +478,6 @@ def test_data_is_written_to_a_file() -> None:
     ]
 
 
-def test_eval_data_is_the_validation_file() -> None:
-    rows = [{"prompt": "1", "chosen": "2", "rejected": "3"}]
-    given = collect_inputs(model="m", stage="dpo", data=rows, eval_data=rows)
-    source = load_recipe(given.recipe).stages[-1].preference_data
-    assert source is not None
-    assert source.validation_path == "$RUN/inputs/eval_data.jsonl"
-
-
 def test_functions_get_unique_names() -> None:
     def other(completions: list[str]) -> list[float]:
         return [0.0 for _ in completions]

@@ -47,6 +47,7 @@ def test_over_optimisation_plot(tmp_path: Path) -> None:
     assert [row["kl/sequence"] != 0 for row in load(folder).metrics("rl")] == [False] + [True] * 19
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("functions", "measured"),
     [((OUTCOME,), True), ((OUTCOME, WATCHING), False)],

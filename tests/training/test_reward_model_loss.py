@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from keel.config.optimisation import Optimizer
 from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.data.tasks.splits import Splits
-from keel.learn.optimizer import AdamW, trainable
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
 from keel.training.judging.data import (
     EncodedPair,
@@ -186,35 +184,6 @@ def test_loss_and_gradient_equal_plain_transformers(
 # ---------------------------------------------------------------- what comes of it
 
 
-def test_centring_moves_scores_to_zero() -> None:
-    """All scores start near 5, where the comparisons alone leave them free to stay."""
-
-    rate = 1e-3
-
-    def drift(centring: float) -> float:
-        model = model_of("outcome", "float32")
-        rows = encoded_pairs(model)
-        answers = [answer for row in rows for answer in (row.chosen, row.rejected)]
-        states: list[Tensor] = []
-        hook = model.model.base_model.register_forward_hook(
-            lambda module, args, out: states.append(out.last_hidden_state.detach()[0])
-        )
-        model.judge(answers, 10_000)
-        hook.remove()
-        ends = np.cumsum([len(answer.tokens) for answer in answers]) - 1
-        mean_H = states[0][torch.tensor(ends)].mean(0)
-        with torch.no_grad():
-            model.head.weight.copy_(5 * mean_H[None] / mean_H.square().sum())
-        optimizer = AdamW(trainable(model), Optimizer(learning_rate=rate))
-        for _ in range(60):
-            pairs_backward(model, centring, rows, 10_000)
-            optimizer.step(rate)
-        return abs(float(np.mean(model.judge(answers, 10_000))))
-
-    assert drift(0.0) > 1
-    assert drift(0.1) < 0.1
-
-
 def test_metrics_of_a_step_of_pairs() -> None:
     model = model_of("outcome")
     rows = encoded_pairs(model)
@@ -226,16 +195,6 @@ def test_metrics_of_a_step_of_pairs() -> None:
     decided = [gaps[0] > 0, gaps[5] < 0]
     metrics = pairs_backward(model, 0.0, [rows[0], rows[5]], 10_000).metrics
     assert metrics["accuracy"] == pytest.approx(np.mean(decided))
-
-
-def test_metrics_of_a_step_of_labels() -> None:
-    model = model_of("outcome")
-    rows = marked(model)
-    logits = [one[0] for one in model.judge([row.answer for row in rows], 10_000)]
-    metrics = labels_backward(model, rows, 15).metrics
-    assert metrics["mean_reward"] == pytest.approx(np.mean(logits), rel=EXACT)
-    right = [logits[0] > 0, logits[1] <= 0, logits[2] <= 0]
-    assert metrics["accuracy"] == pytest.approx(np.mean(right))
 
 
 # ---------------------------------------------------------------- rows in epochs
@@ -355,13 +314,6 @@ def test_measure_pairs() -> None:
     assert found["score"] == pytest.approx({"mean": 0.875, "std": np.std([2, 1, 0.5, 0])})
     assert found["length"]["model_longer"]["mean"] == 0.0
     assert found["score_and_length"]["pearson"] < 0
-
-
-def test_measure_labels() -> None:
-    rows = marked(model_of("outcome"))
-    found = measure_labels(rows, lambda answers: [[1.0], [-2.0], [-1.0]]).as_dict()
-    assert found["accuracy"]["mean"] == found["auc"]["mean"] == 1.0
-    assert found["base_rate"] == pytest.approx(1.3 / 3)
 
 
 def test_measure_steps() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from keel.learn.batch import Estimates, from_groups
-from keel.preflight.check import check
 from keel.rewards.scorer import Scorer
 from keel.runs.reader import load
 from keel.training.rl import minibatches
@@ -20,7 +19,6 @@ from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.rewards.made import named
 from tests.training.small import info, run, small
 
-STEPS = "rewards.functions=[{function='tests.training.rewards:digits_in_order'}]"
 BOTH = (
     "rewards.functions=[{function='tests.training.rewards:digits_in_order'}, "
     "{function='place_match', weight=0.5}]"
@@ -69,27 +67,6 @@ def test_step_rewards_unfit_for_the_advantage_are_refused(
     with pytest.raises(KeelError, match="needs rewards of steps"):
         train(small("algorithm=grpo_process"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "rewards", "message"),
-    [
-        ("grpo", STEPS, "whole answers"),
-        ("grpo_process", "rewards.functions=[{function='place_match'}]", "needs rewards of steps"),
-        ("grpo_process", STEPS, None),
-    ],
-)
-def test_check_finds_step_rewards_unfit_for_the_advantage(
-    algorithm: str, rewards: str, message: str | None
-) -> None:
-    words = [f"algorithm={algorithm}", rewards, "rollout.prompts_per_step=4", "threads=1"]
-    found = [f for f in check("tiny", words, runs=False).findings if f.kind == "would-stop"]
-    if message is None:
-        assert found == []
-        return
-    [one] = found
-    assert message in one.evidence
-    assert one.key == "rewards.functions"
 
 
 def test_overlong_penalty_is_no_variance_for_dynamic_sampling() -> None:
