@@ -15,6 +15,7 @@ import pytest
 from keel.algorithms.presets import PRESETS
 from keel.config.load import to_toml
 from keel.platform.signals import Interrupted
+from keel.preferences.labeller import PeopleLabeller
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.run import train
@@ -39,14 +40,16 @@ def damage(folder: RunFolder, stage: int, step: int) -> None:
 def test_resume_ends_as_the_uninterrupted_run(case: str, tmp_path: Path) -> None:
     """Stopped after the second step of its last stage, or the one before the last."""
     recipe = CASES[case].make(tmp_path)
-    whole = train(recipe, tmp_path / "whole")
+    people = PeopleLabeller()
+    whole = train(recipe, tmp_path / "whole", labeller=people)
     assert CASES[case].shows(load(whole.path))
     last = recipe.stages[-1]
     step = min(2, last.steps - 1)
+    stop = Stop(step, stage=last.name)
     with pytest.raises(Interrupted):
-        train(recipe, tmp_path / "again", callbacks=[Stop(step, stage=last.name)])
+        train(recipe, tmp_path / "again", callbacks=[stop], labeller=people)
     assert load(tmp_path / "again").checkpoints()[-1].place.step == step
-    train(None, tmp_path / "again", resume=True)
+    train(None, tmp_path / "again", resume=True, labeller=people)
     assert differences(whole.path, tmp_path / "again") == []
 
 
