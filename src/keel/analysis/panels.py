@@ -94,7 +94,7 @@ def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[P
     has the place of the variance in groups.
     """
     config = stage_kind(kind)
-    panels = tables()["control"] if config is None else config.panels()
+    panels = tables().get("control" if config is None else config.panels or "", ())
     if alone and has_rollouts(kind):
         reward, _, *rest, value = panels
         learned = any(name.startswith("value/") for name in names)

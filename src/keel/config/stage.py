@@ -7,7 +7,7 @@ kind is one module of `keel.training.stages` (see `keel.config.kinds`) with a su
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -63,6 +63,8 @@ class StageConfig(FrozenModel):
     """Whether the policy samples, is rewarded and learns, step by step, by an algorithm."""
     reward_model: ClassVar[Literal["outcome", "process"] | None] = None
     """The kind of reward model that the stage trains."""
+    panels: ClassVar[str | None] = None
+    """The plots that show the stage: a table of `keel.analysis.panels`."""
 
     if TYPE_CHECKING:  # fields of every kind, each with its own default
         stage: str
@@ -78,11 +80,6 @@ class StageConfig(FrozenModel):
         """Set the stage up, or restore it, and run it from `progress` to its last step, or until
         the run is to stop; returns the progress. `run` is a `keel.training.setup.RunContext`."""
         raise NotImplementedError
-
-    @classmethod
-    def panels(cls) -> Sequence[Any]:
-        """The plots that show the stage (`keel.analysis.panels.Panel`)."""
-        return ()
 
     def explain(self, lora: bool) -> Explanation | None:
         """What the stage optimises, its choices compared with the preset that they came from; None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,7 +13,6 @@ from keel.config.optimisation import Optimizer
 from keel.config.sources import TemplateKeywords
 
 if TYPE_CHECKING:
-    from keel.analysis.panels import Panel
     from keel.training.setup import RunContext
     from keel.training.state import Progress
 
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
 class DPOStage(JudgingStage):
     """Direct preference optimisation: the policy learns from pairs without a reward model."""
 
+    panels: ClassVar[str] = "preferences"
     stage: Literal["dpo"] = "dpo"
     name: StageName = "dpo"
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
@@ -89,12 +88,6 @@ class DPOStage(JudgingStage):
             budget=budget,
             reference=reference,
         )
-
-    @classmethod
-    def panels(cls) -> Sequence[Panel]:
-        from keel.analysis.panels import tables
-
-        return tables()["preferences"]
 
 
 STAGE = DPOStage

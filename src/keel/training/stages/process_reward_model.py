@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -13,7 +12,6 @@ from keel.config.model import BaseModelChoice
 from keel.config.stage import JudgedSource
 
 if TYPE_CHECKING:
-    from keel.analysis.panels import Panel
     from keel.training.setup import RunContext
     from keel.training.state import Progress
 
@@ -23,6 +21,7 @@ class ProcessRewardModelStage(JudgingStage):
 
     reward_model: ClassVar[Literal["process"]] = "process"
     trains_policy: ClassVar[bool] = False
+    panels: ClassVar[str] = "preferences"
     stage: Literal["process_reward_model"] = "process_reward_model"
     name: StageName = "process_reward_model"
     separator: str = "\n"
@@ -57,12 +56,6 @@ class ProcessRewardModelStage(JudgingStage):
         make = sampled.steps(self.separator, lambda ids: decode(tokenizer, [ids])[0])
         backward = partial(labels_backward, model)
         return train_reward_model(run, self, progress, model, make, backward)
-
-    @classmethod
-    def panels(cls) -> Sequence[Panel]:
-        from keel.analysis.panels import tables
-
-        return tables()["preferences"]
 
 
 STAGE = ProcessRewardModelStage

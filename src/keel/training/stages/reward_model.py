@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
@@ -13,7 +12,6 @@ from keel.config.judging import JudgingStage
 from keel.config.model import BaseModelChoice
 
 if TYPE_CHECKING:
-    from keel.analysis.panels import Panel
     from keel.training.setup import RunContext
     from keel.training.state import Progress
 
@@ -23,6 +21,7 @@ class RewardModelStage(JudgingStage):
 
     reward_model: ClassVar[Literal["outcome"]] = "outcome"
     trains_policy: ClassVar[bool] = False
+    panels: ClassVar[str] = "preferences"
     stage: Literal["reward_model"] = "reward_model"
     name: StageName = "reward_model"
     objective: Literal["pairs", "labels"] = "pairs"
@@ -61,12 +60,6 @@ class RewardModelStage(JudgingStage):
         else:
             make, backward = sampled.labels, partial(labels_backward, model)
         return train_reward_model(run, self, progress, model, make, backward)
-
-    @classmethod
-    def panels(cls) -> Sequence[Panel]:
-        from keel.analysis.panels import tables
-
-        return tables()["preferences"]
 
 
 STAGE = RewardModelStage

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from keel.config.rl import RolloutStage
 
 if TYPE_CHECKING:
-    from keel.analysis.panels import Panel
     from keel.training.setup import RunContext
     from keel.training.state import Progress
 
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
 class RLStage(RolloutStage):
     """Reinforcement learning."""
 
+    panels: ClassVar[str] = "rl"
     stage: Literal["rl"] = "rl"
 
     def train(self, run: RunContext, progress: Progress) -> Progress:
@@ -31,12 +30,6 @@ class RLStage(RolloutStage):
                 rl_stage.note_costs(self, parts)
             rl_stage.show(run, self, parts, progress)
         return progress
-
-    @classmethod
-    def panels(cls) -> Sequence[Panel]:
-        from keel.analysis.panels import tables
-
-        return tables()["rl"]
 
 
 STAGE = RLStage

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -14,7 +13,6 @@ from keel.config.sources import Prompts, TaskSource
 from keel.config.stage import DemonstrationSource, StageConfig
 
 if TYPE_CHECKING:
-    from keel.analysis.panels import Panel
     from keel.training.setup import RunContext
     from keel.training.state import Progress
 
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
 class SFTStage(StageConfig):
     """Supervised fine-tuning on the task's demonstrations."""
 
+    panels: ClassVar[str] = "sft"
     stage: Literal["sft"] = "sft"
     name: StageName = "sft"
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
@@ -91,12 +90,6 @@ class SFTStage(StageConfig):
             encoder=source.encoder,
         )
         return train_on_examples(run, self, progress, demonstrations.examples(), optimizer)
-
-    @classmethod
-    def panels(cls) -> Sequence[Panel]:
-        from keel.analysis.panels import tables
-
-        return tables()["sft"]
 
 
 STAGE = SFTStage
