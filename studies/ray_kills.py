@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tests.cluster.ray_runs import AHEAD, WORDS, finished, keel, kill, steps, until_step
+from tests.cluster.commands import AHEAD, WORDS, finished, keel, kill, steps, until_step
 from tests.soak.killing import differences
 
 KINDS = ("RolloutHost", "RewardHost", "TrainerHost", "loop")

@@ -13,7 +13,7 @@ import pytest
 from keel.cluster.ranks import _on_loopback, check, ranks_of
 from keel.learn.ranks import Ranks
 from keel.types import KeelError
-from tests.cluster.ray_runs import metrics, until_step
+from tests.cluster.commands import metrics, until_step
 from tests.cluster.test_processes import EVERY_TWO, train
 from tests.soak.killing import differences
 

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,19 +18,12 @@ from keel.config.load import load_recipe
 from keel.learn.shards import described, load_parts
 from keel.training.non_finite import MAX_DIAGNOSED
 from keel.types import KeelError
-from tests.cluster.ray_runs import metrics, until_step
+from tests.cluster.commands import finished, keel, metrics, until_step
 from tests.soak.killing import differences, whole
 
 TOLERANCE = 1e-5
 """float32 sums in another order, over 24 steps at most of the recipe `tiny`."""
 EVERY_TWO = ("threads=1", "checkpoints.every=2")
-
-
-def keel(*words: str | Path) -> subprocess.Popen[str]:
-    """A command of Keel."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "keel", *map(str, words)], stderr=subprocess.PIPE, text=True
-    )
 
 
 def train(folder: Path, processes: int, *keys: str) -> Path:
@@ -45,7 +36,7 @@ def by_command(folder: Path, processes: int, *keys: str) -> Path:
     """The same run by `keel train`, which prints nothing."""
     run = keel("train", "tiny", *EVERY_TWO, f"cluster.processes={processes}", *keys,
                "--run", folder, "--quiet")  # fmt: skip
-    assert (run.communicate(timeout=300)[1], run.returncode) == ("", 0)
+    assert finished(run) == ""
     return folder
 
 
@@ -188,7 +179,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resumes_to_the_same_bytes(tmp_path: 
     run.communicate(timeout=60)
     assert run.returncode == 130
     resumed = keel("train", "--resume", "--run", folder, "--quiet")
-    assert (resumed.communicate(timeout=300)[1], resumed.returncode) == ("", 0)
+    assert finished(resumed) == ""
     assert differences(sound, folder) == []
 
 

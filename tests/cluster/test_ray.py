@@ -12,7 +12,7 @@ import pytest
 
 from keel.config.load import load_recipe
 from keel.types import KeelError
-from tests.cluster.ray_runs import AHEAD, WAIT, WORDS, finished, keel, kill, metrics, until_step
+from tests.cluster.commands import AHEAD, WAIT, WORDS, finished, keel, kill, metrics, until_step
 from tests.soak.killing import differences, whole
 
 pytest.importorskip("ray")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.ray_runs import metrics
+from tests.cluster.commands import metrics
 from tests.cluster.test_processes import by_command
 from tests.cluster.test_ranks import updated
 from tests.gpu import needs_gpus

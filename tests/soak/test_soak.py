@@ -5,18 +5,14 @@ A dozen kills; `make soak` makes hundreds (studies/soak.py).
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from keel.config.load import to_toml
 from keel.runs.reader import load
-from tests.shared import ROOT
+from tests.cluster.commands import finished, keel, until_step
 from tests.soak.cases import CASES
 from tests.soak.killing import Instant, differences, killed, whole
 
@@ -91,26 +87,10 @@ def test_killed_and_resumed_on_the_command_line_ends_the_same(case: str, tmp_pat
     file, folder = tmp_path / "recipe.toml", tmp_path / "killed"
     file.write_text(to_toml(recipe))
     whole(recipe, tmp_path / "whole")
-    process = _keel("train", str(file), "--run", str(folder))
-    rows = folder / "metrics.jsonl"
-    while not rows.exists() or rows.read_bytes().count(b"\n") < 2:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
+    process = keel("train", file, "--run", folder)
+    until_step(process, folder, 2)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    again = _keel("train", "--resume", "--run", str(folder))
-    _, err = again.communicate(timeout=600)
-    assert again.returncode == 0, err
+    finished(keel("train", "--resume", "--run", folder))
     assert differences(tmp_path / "whole", folder) == []
-
-
-def _keel(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "keel", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )

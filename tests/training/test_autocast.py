@@ -11,7 +11,7 @@ from keel.models import precision
 from keel.platform.signals import Interrupted
 from keel.preflight.check import check
 from keel.training.run import train
-from tests.cluster.ray_runs import metrics as metrics_of
+from tests.cluster.commands import metrics as metrics_of
 from tests.cluster.test_processes import train as train_on
 from tests.soak.killing import differences
 from tests.training.small import FAST, Stop, info, metrics, notes, run, small

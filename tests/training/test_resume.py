@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from keel.algorithms.presets import PRESETS
-from keel.config.load import to_toml
 from keel.platform.signals import Interrupted
 from keel.preferences.labeller import PeopleLabeller
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
-from tests.shared import ROOT
-from tests.soak.cases import CASES, DENSE
+from tests.soak.cases import CASES
 from tests.soak.killing import differences
 from tests.training import judged
 from tests.training.small import Stop, small
@@ -53,21 +46,6 @@ def test_resume_ends_as_the_uninterrupted_run(case: str, tmp_path: Path) -> None
     assert differences(whole.path, tmp_path / "again") == []
 
 
-def test_resume_of_a_stopped_run_gives_the_same_files(tmp_path: Path) -> None:
-    """Stopped before its first step and amid: every file but those of times is the same."""
-    recipe = small(
-        DENSE, "evaluation.prompts=4", "checkpoints.every=2", "checkpoints.keep=1", "steps=5"
-    )
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    train(recipe, whole)
-    for at, stop in enumerate((Stop(evaluation=0), Stop(1), Stop(3, signum=signal.SIGINT))):
-        with pytest.raises(Interrupted):
-            train(recipe if at == 0 else None, again, resume=at > 0, callbacks=[stop])
-    assert [entry.place.step for entry in load(again).checkpoints()][-1] == 3
-    train(None, again, resume=True)
-    assert differences(whole, again) == []
-
-
 def test_stop_in_the_first_evaluation_saves_its_result(tmp_path: Path) -> None:
     stage = {"stage": "dpo", "steps": 2, "batch_size": 4, "checkpoints": {"every": 1}}
     stage["data"] = judged.data(tmp_path, judged.ones(24, 1), judged.ones(8, 2))
@@ -80,47 +58,6 @@ def test_stop_in_the_first_evaluation_saves_its_result(tmp_path: Path) -> None:
     train(None, again, resume=True)
     assert measured["dpo"].keys() == {"before"}
     assert differences(whole, again) == []
-
-
-def start(tmp_path: Path, folder: Path) -> subprocess.Popen[str]:
-    recipe = tmp_path / "long.toml"
-    recipe.write_text(to_toml(small(DENSE, "steps=300", "rollouts_every=0")))
-    return subprocess.Popen(
-        [sys.executable, "-m", "keel", "train", str(recipe), "--run", str(folder)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-
-
-def until(process: subprocess.Popen[str], folder: Path, rows: int) -> None:
-    """Wait until the run has recorded so many steps."""
-    path = folder / "metrics.jsonl"
-    while process.poll() is None:
-        if path.exists() and path.read_bytes().count(b"\n") >= rows:
-            return
-        time.sleep(0.02)
-    raise AssertionError(process.communicate()[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_saves_a_checkpoint_and_prints_how_to_resume(
-    signum: signal.Signals, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    process = start(tmp_path, folder)
-    until(process, folder, 3)
-    process.send_signal(signum)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signum, err
-    assert "--resume" in out
-    run = load(folder)
-    last = run.metrics()[-1]["step"]
-    assert run.checkpoints()[-1].place.step == last >= 3
-    assert "finished" not in [event["event"] for event in run.events()]
 
 
 def test_existing_run_folder_is_not_overwritten(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, and the processes that Ray has started for them."""
+"""The command `keel` in processes of its own, and the processes that Ray has started for it."""
 
 from __future__ import annotations
 
