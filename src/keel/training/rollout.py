@@ -22,7 +22,7 @@ from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
 from keel.models.chat import ChatEncoder
 from keel.models.text import token_texts
-from keel.platform.time_limit import Hung, time_limit
+from keel.platform.time_limit import time_limit
 from keel.rewards.judge.reward import spending
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.rollouts import RolloutRow
@@ -133,45 +133,35 @@ class Sampler:
         on_group: OnGroup | None,
     ) -> list[Group]:
         smaller = self.less or f"lower rollout.max_num_seqs (now {self.config.max_num_seqs})"
-        try:
-            with (
-                oom_context(f"{len(prompts)} prompts were answered", smaller),
-                time_limit(
-                    "the engine",
-                    self.config.timeout,
-                    "fix it, or raise rollout.timeout",
-                    in_c=True,
-                ),
-            ):
-                if on_group is not None:
-                    return self.engine.sample(prompts, n, sampling, seed, on_group=on_group)
-                if self.program is not None:
-                    return sample_with_program(
-                        self.engine,
-                        prompts,
-                        n,
-                        sampling,
-                        seed,
-                        program=self.program,
-                        chat=self.chat,
-                        loop=self.scorer.loop,
-                    )
-                return generate_multi_turn(
+        hint = f"fix it, or {self.less or 'raise rollout.timeout'}"
+        with (
+            oom_context(f"{len(prompts)} prompts were answered", smaller),
+            time_limit("the engine", self.config.timeout, hint, in_c=True),
+        ):
+            if on_group is not None:
+                return self.engine.sample(prompts, n, sampling, seed, on_group=on_group)
+            if self.program is not None:
+                return sample_with_program(
                     self.engine,
                     prompts,
                     n,
                     sampling,
                     seed,
-                    tasks=self.tasks,
+                    program=self.program,
                     chat=self.chat,
-                    max_turns=self.config.max_turns,
-                    reply_role=self.config.reply_role,
+                    loop=self.scorer.loop,
                 )
-        except Hung as error:
-            if not self.less:
-                raise
-            message = str(error).replace("raise rollout.timeout", self.less)
-            raise Hung(message, error.stack) from error
+            return generate_multi_turn(
+                self.engine,
+                prompts,
+                n,
+                sampling,
+                seed,
+                tasks=self.tasks,
+                chat=self.chat,
+                max_turns=self.config.max_turns,
+                reply_role=self.config.reply_role,
+            )
 
 
 @dataclass(frozen=True, slots=True)
