@@ -64,8 +64,8 @@ class Resources:
 def connected(address: str, cpus: float) -> Iterator[None]:
     """Connect to Ray while the block runs.
 
-    `address` is that of a cluster, or "local": then a Ray on this machine is started, with so many
-    CPUs to reserve, and ends with the block. Raises KeelError where there is none.
+    `address` is that of a cluster, or "local": then a Ray on this machine is started, with `cpus`
+    CPUs to reserve, and ends with the block. Raises KeelError if there is none.
     """
     local = address == "local"
     options = {"include_dashboard": False, "num_cpus": math.ceil(cpus)} if local else {}
@@ -193,7 +193,7 @@ class RayProcess:
         return f"{self.role} (process {self.where[0]} on {self.where[1]})"
 
     def missing(self, seconds: float) -> KeelError:
-        """The error where it is not there after so many seconds."""
+        """The error if it is not there after that many seconds."""
         free = ray.available_resources()
         return KeelError(
             f"{self.role} was not ready within {seconds:g} s: it needs {self.resources.cpus:g} "
@@ -226,7 +226,7 @@ class RayGroup:
     def meet(self) -> None:
         """Wait until all are there.
 
-        Raises KeelError where one is not there within the deadline.
+        Raises KeelError if one is not there within the deadline.
         """
         places = [worker.handle.place.remote() for worker in self._workers]
         for worker, place in zip(self._workers, places, strict=True):
@@ -287,7 +287,7 @@ class RayGroup:
         return results
 
     def _raise_lost(self, error: RayTaskError) -> None:
-        """Raise ProcessLost where the error of one came of the end of another, or of waiting."""
+        """Raise ProcessLost if the error of one came of the end of another, or of waiting."""
         until = time.monotonic() + PATIENCE
         places = {w.handle.place.remote(): w for w in self._workers}
         waiting = list(places)

@@ -50,7 +50,7 @@ SPLITS = {"validation_path", "validation_fraction"}
 ALONE = "evaluated"
 """The stage that stands for one that samples nothing."""
 SEPARATOR, THRESHOLD = "\n", 0.5
-"""How steps are read where no stage sets it."""
+"""How steps are read if no stage sets it."""
 
 
 def evaluate(
@@ -66,7 +66,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Greedy pass@1 and, with `samples`, sampled accuracy and pass@k, with 95 % intervals.
 
-    Where no reward is declared as correctness, the mean reward instead; `measure` says which, and
+    If no reward is declared as correctness, the mean reward instead; `measure` says which, and
     `reward` is the name of the reward that decided. `warning` is set if it is an exact match with
     worked solutions.
 
@@ -122,7 +122,7 @@ def evaluate(
 def _scored_whole(
     stage: SamplingSource, tasks: Mapping[str, Task], bounded: bool
 ) -> SamplingSource:
-    """The stage, evaluated on all rows of its stored tasks; `bounded`: on so many as it says."""
+    """The stage, evaluated on all rows of its stored tasks; `bounded`: on as many as it says."""
     rows = [data for task in tasks.values() if (data := stored(task)) is not None]
     for data in rows:
         data.validate_on_all()

@@ -185,13 +185,13 @@ def metrics(report: dict[str, Any]) -> dict[str, float]:
 
 
 def _mean_reward(rewards: Sequence[Sequence[float]]) -> dict[str, float | int | None]:
-    """The mean over prompts of each one's mean reward; None where there are too few rewards."""
+    """The mean over prompts of each one's mean reward; None if there are too few rewards."""
     interval = mean_interval([mean(one) for one in rewards if one]).as_dict()
     return {name: value if math.isfinite(value) else None for name, value in interval.items()}
 
 
 def _rate_interval(rates: Sequence[float]) -> dict[str, float | int]:
-    """The mean of rates by prompt; Wilson's interval where all are 0, or all 1."""
+    """The mean of rates by prompt; Wilson's interval if all are 0, or all 1."""
     if len(set(rates)) == 1 and rates[0] in (0.0, 1.0):
         return wilson_interval(round(sum(rates)), len(rates)).as_dict()
     return mean_interval(rates).as_dict()

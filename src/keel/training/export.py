@@ -124,7 +124,7 @@ def exported(
 def _write(
     place: RunFolder, source: Path, target: Path, adapter: bool, *, of_checkpoint: bool = False
 ) -> None:
-    """The model of a checkpoint, or one of a stage, in a new folder; nothing where that fails."""
+    """The model of a checkpoint, or one of a stage, in a new folder; nothing if that fails."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # A folder that this call alone made: what is next to the target stays as it is.

@@ -76,7 +76,7 @@ def check_rewards(sampling: SamplingSource) -> list[str]:
     """The names of a stage's rewards, without loading a model or calling a server.
 
     Raises KeelError as the stage would: for an unknown option, a duplicate name, or weights that
-    are all 0 where the stage learns from rewards.
+    are all 0 if the stage learns from rewards.
     """
     named = [replace(_named(source), function=None) for source in sampling.rewards.functions]
     with closing(Scorer(named, needed=sampling.needs_reward)) as scorer:

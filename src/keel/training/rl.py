@@ -317,7 +317,7 @@ def _staleness(parts: RLParts, rollouts: Rollouts, number: int) -> dict[str, flo
 
 
 def _reset_reference(parts: RLParts, number: int) -> None:
-    """Copy the policy to the reference where the schedule does after this step."""
+    """Copy the policy to the reference if the schedule does after this step."""
     every = parts.schedule.reference_reset_every
     if parts.learner.has_reference and every is not None and number % every == 0:
         parts.learner.refresh_reference()
@@ -378,9 +378,9 @@ def _engine_difference(
 ) -> dict[str, float]:
     """How far the log-probabilities of the trainer are from the engine's, before the update.
 
-    Where the trainer did not score the policy before the update, the first update that was taken
+    If the trainer did not score the policy before the update, the first update that was taken
     did: until then the weights are those before it. Its tokens are then all of the batch, or those
-    of its mini-batch where the engine's log-probabilities stand in for the trainer's.
+    of its mini-batch if the engine's log-probabilities stand in for the trainer's.
     """
     if config.score_old:
         trainer_N, engine_N = batch.old_log_prob_N, batch.engine_log_prob_N

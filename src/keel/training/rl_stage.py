@@ -330,7 +330,7 @@ def schedule(stage: RolloutStage) -> rl.Schedule:
 def build_prefetcher(
     stage: RolloutStage, sampler: Sampler, resume_from: Path | None
 ) -> RolloutPrefetcher:
-    """What samples a stage's rollouts ahead; several steps at once where the engine can."""
+    """What samples a stage's rollouts ahead; several steps at once if the engine can."""
     level = stage.rollout.async_level
     # With dynamic sampling a step decides which prompts are left for the next.
     in_order = stage.rollout.dynamic_sampling or level == 0
@@ -352,7 +352,7 @@ def titles(recipe: Recipe, stage: RolloutStage, model: PreTrainedModel) -> tuple
 def plot_over_optimisation(
     writer: RunWriter, stage: RolloutStage, names: Sequence[str], title: str
 ) -> None:
-    """Learned rewards, and one of weight 0, against KL, where a stage has both and KL grew."""
+    """Learned rewards, and one of weight 0, against KL, if a stage has both and KL grew."""
     sources = list(zip(names, stage.rewards.functions, strict=False))
     proxies = {n: s.weight for n, s in sources if s.function in LEARNED and s.weight}
     watching = [n for n, s in sources if not s.weight]

@@ -63,10 +63,10 @@ class Sampler:
     config: SamplingConfig
     seed: int
     less: str = ""
-    """The hint of an error, where the recipe has no table `rollout`."""
+    """The hint of an error, if the recipe has no table `rollout`."""
     program: ProgramConfig | None = None
     before_rewards: Callable[[], None] | None = None
-    """Where several steps are sampled at once: waits for the rewards of those before."""
+    """If several steps are sampled at once: waits for the rewards of those before."""
 
     @property
     def sampling(self) -> Sampling:
@@ -183,9 +183,9 @@ def collect(
 ) -> Rollouts:
     """The rollouts of a step, without groups that hold nothing to learn from.
 
-    `first` are its prompts where they have been taken before.
+    `first` are its prompts if they have been taken before.
 
-    A group without any reward is dropped and counted, where the advantage reads rewards; with
+    A group without any reward is dropped and counted, if the advantage reads rewards; with
     dynamic sampling (DAPO, arXiv:2503.14476 §3.2) so is one whose rewards before the length penalty
     are all equal (as all wrong or all right), and the step is refilled.
     """
@@ -281,7 +281,7 @@ def _flat(judged: Results) -> bool:
 def all_alike(judged: Sequence[RewardResult], of_steps: bool) -> bool:
     """Whether the rewards of a group are all equal before length is punished, or there are none.
 
-    Where advantages are `of_steps`, these are the rewards of the steps and of whole answers.
+    If advantages are `of_steps`, these are the rewards of the steps and of whole answers.
     """
     rewards: list[float] = []
     for result in judged:
@@ -311,7 +311,7 @@ def _gather_extras(
 ) -> None:
     """Append what rewards logged for the completions that are kept; `groups` are kept so far.
 
-    None where a round did not log a name that another did.
+    None if a round did not log a name that another did.
     """
     before = (groups - sum(keep)) * group_size
     for name in {**into, **extras}:

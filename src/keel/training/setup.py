@@ -191,7 +191,7 @@ def _quarantine_prompts(
 
 
 def token_budget(stage: StageConfig, progress: Progress, writer: RunWriter) -> TokenBudget:
-    """The stage's token budget, or what has fitted into memory since, where that is less."""
+    """The stage's token budget, or what has fitted into memory since, if that is less."""
     budget = TokenBudget(stage.token_budget, writer.note)
     budget.tokens = min(progress.token_budget or budget.asked, budget.asked)
     return budget

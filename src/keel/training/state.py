@@ -106,7 +106,7 @@ def restore_modules(folder: Path, modules: Mapping[str, nn.Module]) -> None:
 
 
 def read_reference(folder: Path) -> dict[str, Tensor]:
-    """The reference that a checkpoint holds; empty where the policy's own base is the reference."""
+    """The reference that a checkpoint holds; empty if the policy's own base is the reference."""
     there = described(folder, REFERENCE)
     whole = {name: torch.empty_like(tensor, device="cpu") for name, tensor in there.items()}
     load_parts(folder, REFERENCE, whole)
@@ -146,7 +146,7 @@ def holds_adapter(folder: Path) -> bool:
 def checkpoint_policy(model: Model, seed: int, folder: Path) -> Policy:
     """The policy of the checkpoint in `folder`; `model` and `seed` are those of its recipe.
 
-    Raises KeelError if it does not load; of an adapter also where its base is missing, or is
+    Raises KeelError if it does not load; of an adapter also if its base is missing, or is
     not the one that the adapter was trained on.
     """
     if not holds_adapter(folder):

@@ -47,7 +47,7 @@ class Examples(Generic[B]):
     """How a step reads its batch.
 
     `batch` gives that of a step (counted from 1); `backward` adds the gradient of a batch to the
-    parameters', so many tokens at a time; `sizes` are the batch's tokens, `split` its examples as
+    parameters', that many tokens at a time; `sizes` are the batch's tokens, `split` its examples as
     batches of one, `write` stores it in a folder; `state` is saved to resume the stream.
     """
 

@@ -151,7 +151,7 @@ def labels_backward(model: RewardModel, rows: Sequence[Marked], token_budget: in
 
 
 def _right(logit_K: Tensor, label_K: Tensor) -> Tensor:
-    """1 where the sign is that of the label, ½ at a logit of 0; 0 where the label is ½."""
+    """1 if the sign is that of the label, ½ at a logit of 0; 0 if the label is ½."""
     toward_K = torch.where(label_K > 0.5, logit_K, -logit_K).sign()
     return torch.where(label_K == 0.5, torch.zeros_like(toward_K), (toward_K + 1) / 2)
 

@@ -119,12 +119,12 @@ def measure_steps(rows: Sequence[Marked], judge: Judge, threshold: float) -> Mea
 
 
 def first_under(logits: Sequence[float], threshold: float) -> int | None:
-    """The first step whose probability σ(z) is under the threshold; None where there is none."""
+    """The first step whose probability σ(z) is under the threshold; None if there is none."""
     return next((i for i, z in enumerate(logits) if (1 + np.tanh(z / 2)) / 2 < threshold), None)
 
 
 def plot_calibration(measured: Measured, folder: Path, name: str, title: str) -> None:
-    """Plot NAME-reliability.png, of pairs NAME-margins.png, and NAME-accuracy-by-length.png where
+    """Plot NAME-reliability.png, of pairs NAME-margins.png, and NAME-accuracy-by-length.png if
     the report knows the lengths."""
     make_folder(folder)
     reliability_picture(measured.calibrated, folder / f"{name}-reliability.png", title)
