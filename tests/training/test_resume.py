@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from keel.algorithms.presets import PRESETS
+from keel.cli.main import main
 from keel.platform.signals import Interrupted
 from keel.preferences.labeller import PeopleLabeller
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
+from keel.training.evaluation import evaluate
 from keel.training.run import train
 from keel.types import KeelError
 from tests.soak.cases import CASES
@@ -66,3 +68,15 @@ def test_existing_run_folder_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match="--resume"):
         train(small("steps=1"), folder.path)
     assert folder.metrics.read_bytes() == before
+
+
+def test_resume_refuses_an_invalid_run_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(small("steps=1"), tmp_path / "run").path
+    (run / "run.json").write_text('{"evaluation": ')
+    assert main(["train", "--resume", "--run", str(run)]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert f"cannot read {run}/run.json: " in message
+    assert evaluate(run, prompts=4)["n"] == 4  # which does not read it
