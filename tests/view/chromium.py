@@ -22,6 +22,12 @@ sync_api = pytest.importorskip("playwright.sync_api")
 WAIT = 60_000
 """Milliseconds for which a page may take to show something: the machine may be busy."""
 sync_api.expect.set_options(timeout=WAIT)
+NAMELESS = """() => [...document.querySelectorAll('button, input, [role=slider], a')]
+    .filter(e => e.offsetParent !== null && e.type !== 'hidden')
+    .filter(e => !(e.innerText?.trim() || e.ariaLabel || e.title || e.labels?.length
+        || e.getAttribute('aria-labelledby')))
+    .map(e => e.outerHTML.slice(0, 200))"""
+"""Controls that have no name for a screen reader."""
 
 
 def launch(playwright: Any, *arguments: str) -> Any:

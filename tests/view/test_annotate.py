@@ -14,7 +14,7 @@ from keel.preferences.store.store import PreferenceStore
 from tests.shared import needs_chromium
 from tests.view import hostile
 from tests.view.annotating import MODEL, Annotator, Server, pair
-from tests.view.chromium import WAIT, sync_api, tab
+from tests.view.chromium import NAMELESS, WAIT, sync_api, tab
 
 expect = sync_api.expect
 pytestmark = [needs_chromium, pytest.mark.slow]
@@ -220,35 +220,6 @@ def test_keys_wait_while_a_note_is_written(server: Server, annotator: Open) -> N
     assert ann.page.url == address
 
 
-def test_a_kept_note_leaves_the_pair_as_it_was(
-    server: Server, store: PreferenceStore, annotator: Open
-) -> None:
-    show_first(store, 210, "word\n" * 2_000, "other\n" * 2_000)
-    ann = annotator(server, "scrolled")
-    ann.part("left").evaluate("e => { e.scrollTop = 1500 }")
-    write_note(ann, "read so far")
-    ann.page.keyboard.press("Enter")
-    expect(ann.part("note")).to_have_text("Note: read so far")
-    assert ann.part("left").evaluate("e => e.scrollTop") == 1500
-    expect(ann.part("note-box")).to_be_hidden()
-    ann.press("t")
-
-
-def test_a_refused_note_stays_in_its_field(server: Server, annotator: Open) -> None:
-    ann = annotator(server, "long")
-    write_note(ann, "x")
-    box = ann.part("note-box")
-    box.evaluate("e => e.removeAttribute('maxlength')")
-    box.fill("x" * 2_001)
-    ann.page.keyboard.press("Enter")
-    expect(ann.page.locator(".q-dialog")).to_contain_text("the note has 2,001 characters")
-    expect(box).to_have_value("x" * 2_001)
-    box.fill("short")
-    ann.page.keyboard.press("Enter")
-    expect(ann.part("note")).to_have_text("Note: short")
-    expect(box).to_be_hidden()
-
-
 def test_a_note_is_that_of_the_other_window(server: Server, annotator: Open) -> None:
     first, second = annotator(server, "windows"), annotator(server, "windows")
     for ann, added, whole in ((first, "one", "one"), (second, " two", "one two")):
@@ -403,24 +374,6 @@ def test_narrow_screen_shows_both_answers(
     assert ann.page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
-def test_theme_stays_with_the_address(server: Server, annotator: Open) -> None:
-    ann = annotator(server, "dark")
-    question = ann.question
-    ann.page.keyboard.press("d")
-    ann.page.wait_for_selector("body.body--dark")
-    ann.see()
-    assert ann.question == question
-    ann.press("t")
-    ann.page.reload()
-    ann.page.wait_for_selector("body.body--dark")
-
-
-NAMELESS = """() => [...document.querySelectorAll('button, input, a')]
-    .filter(e => e.offsetParent !== null && e.type !== 'hidden')
-    .filter(e => !(e.innerText?.trim() || e.ariaLabel || e.title || e.labels?.length))
-    .map(e => e.outerHTML.slice(0, 200))"""
-
-
 def test_controls_have_names_and_texts_take_the_focus(server: Server, annotator: Open) -> None:
     ann = annotator(server, "names")
     assert ann.page.evaluate(NAMELESS) == []
@@ -515,10 +468,3 @@ def test_other_hosts_need_the_token(tmp_path: Path, browser: sync_api.Browser) -
         page.locator("[data-testid=prompt]").wait_for()
         assert "token" not in page.url
         context.close()
-
-
-def test_loopback_refuses_other_hosts_and_sites(server: Server, browser: sync_api.Browser) -> None:
-    page = browser.new_page()
-    for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
-        assert page.request.get(server.url, headers=headers).status == 403
-    page.close()

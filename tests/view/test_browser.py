@@ -17,7 +17,7 @@ from keel.runs.writer import Recorder
 from tests.shared import needs_chromium
 from tests.training.small import run
 from tests.view import hostile
-from tests.view.chromium import WAIT, Served, part, serve, sync_api, tab
+from tests.view.chromium import NAMELESS, WAIT, Served, part, serve, sync_api, tab
 
 expect = sync_api.expect
 pytestmark = [needs_chromium, pytest.mark.slow]
@@ -93,7 +93,6 @@ def add_steps(folder: Path, *rewards: float) -> None:
             recorder.timings(0, step, {"total": 0.1})
 
 
-@pytest.mark.slow
 def test_every_page_follows_a_run_that_goes_on(
     browser: sync_api.Browser, page: sync_api.Page, served: Served
 ) -> None:
@@ -133,28 +132,6 @@ def test_rollouts_show_group_tokens_and_terms_of_the_loss(
     assert asked(page)["token"] == ["0"]
 
 
-def write_judged(folder: Path) -> None:
-    """A run with a judge and a reward model, of one step, unless it is there."""
-    if folder.exists():
-        return
-    place = RunFolder.create(folder, hostile.RECIPE.format(name="judged"))
-    with Recorder(place) as recorder:
-        recorder.metrics(0, 1, {"reward": 0.5})
-        recorder.rollouts(
-            0,
-            1,
-            [
-                hostile.row(
-                    f"answer {reward}",
-                    reward=reward,
-                    components={"judge": reward / 10, "outcome": -reward},
-                    extras={"judge_reason": f"worth {reward}", "judge_unparsed": ""},
-                )
-                for reward in (2.0, 10.0, -1.0, 0.5)
-            ],
-        )
-
-
 def test_groups_of_a_step_are_counted_and_turned(page: sync_api.Page, served: Served) -> None:
     rows = load(served.folder / "grpo").rollouts(3)
     groups = list(dict.fromkeys(row["group"] for row in rows))
@@ -181,30 +158,20 @@ def test_groups_of_a_step_are_counted_and_turned(page: sync_api.Page, served: Se
 
 
 def test_figures_sort_as_numbers(page: sync_api.Page, served: Served) -> None:
-    write_judged(served.folder / "judged")
-    page.goto(f"{served.url}/rollouts?run=judged")
+    place = RunFolder.create(served.folder / "sorted", hostile.RECIPE.format(name="sorted"))
+    with Recorder(place) as recorder:
+        recorder.metrics(0, 1, {"reward": 0.5})
+        rewards = (2.0, 10.0, -1.0, 0.5)
+        recorder.rollouts(0, 1, [hostile.row("answer", reward=one) for one in rewards])
+    page.goto(f"{served.url}/rollouts?run=sorted")
     head = part(page, "group").locator("th", has_text="reward").first
     head.click()
-    rewards = part(page, "group").locator("tbody tr td:nth-child(3)")
-    expect(rewards).to_have_text(["-1", "0.5", "2", "10"])
+    shown = part(page, "group").locator("tbody tr td:nth-child(3)")
+    expect(shown).to_have_text(["-1", "0.5", "2", "10"])
     head.click()
-    expect(rewards).to_have_text(["10", "2", "0.5", "-1"])
+    expect(shown).to_have_text(["10", "2", "0.5", "-1"])
 
 
-def test_judge_and_reward_model_stand_side_by_side(page: sync_api.Page, served: Served) -> None:
-    write_judged(served.folder / "judged")
-    page.goto(f"{served.url}/rollouts?run=judged&step=1&row=0")
-    cards = part(page, "verdicts").locator(".panel")
-    expect(cards).to_have_count(2)
-    assert cards.nth(0).inner_text().split("\n") == ["judge", "0.2", "reason", "worth 2.0"]
-    assert cards.nth(1).inner_text().split("\n") == ["outcome", "-2"]
-    boxes = [cards.nth(at).bounding_box() for at in (0, 1)]
-    assert boxes[0] is not None
-    assert boxes[1] is not None
-    assert boxes[0]["y"] == boxes[1]["y"]
-
-
-@pytest.mark.slow
 def test_new_steps_appear_while_the_page_is_open(page: sync_api.Page, served: Served) -> None:
     shutil.copytree(served.folder / "grpo", served.folder / "growing", dirs_exist_ok=True)
     folder = load(served.folder / "growing").folder
@@ -228,28 +195,6 @@ def test_new_steps_appear_while_the_page_is_open(page: sync_api.Page, served: Se
     expect(part(page, "problem")).to_have_text(left_out)
 
 
-def test_smoothing_is_in_the_address(page: sync_api.Page, served: Served) -> None:
-    page.goto(f"{served.url}/curves?run=grpo&smooth=3")
-    expect(page.get_by_text("mean of 3 steps")).to_be_visible()
-    slider = page.get_by_role("slider", name=re.compile("smoothing"))
-    slider.locator("[tabindex='0']").focus()  # the part of Quasar's slider that takes keys
-    page.keyboard.press("ArrowRight")
-    page.wait_for_url("**smooth=5**")
-    expect(page.get_by_text("mean of 5 steps")).to_be_visible()
-    chart = part(page, "panel-reward").locator(".chart")
-    means = [one["reward"] for one in load(served.folder / "grpo").metrics()]
-    mean = f"{sum(means) / len(means):.5g}"  # three steps, all in the window of each
-    expect(chart).to_have_attribute("aria-label", re.compile(re.escape(mean)))
-
-
-NAMELESS = """() => [...document.querySelectorAll('button, input, [role=slider], a')]
-    .filter(e => e.offsetParent !== null && e.type !== 'hidden')
-    .filter(e => !(e.innerText?.trim() || e.ariaLabel || e.title || e.labels?.length
-        || e.getAttribute('aria-labelledby')))
-    .map(e => e.outerHTML.slice(0, 200))"""
-
-
-@pytest.mark.slow
 def test_controls_have_names_and_keys(page: sync_api.Page, served: Served) -> None:
     for path in ("/", "/curves?run=ppo", "/rollouts?run=ppo&step=1&row=0"):
         page.goto(f"{served.url}{path}")
@@ -362,7 +307,6 @@ def test_dark_mode_stays_with_the_address(page: sync_api.Page, served: Served) -
 PAGES = ("curves", "rollouts", "diagnosis", "objective")
 
 
-@pytest.mark.slow
 def test_pages_name_their_run_and_fit_narrow_screens(page: sync_api.Page, served: Served) -> None:
     page.set_viewport_size({"width": 400, "height": 800})
     for path in ("/", *(f"/{name}?run=ppo" for name in PAGES)):
@@ -381,7 +325,6 @@ def test_diagnosis_of_a_run_is_shown(page: sync_api.Page, served: Served) -> Non
     )
 
 
-@pytest.mark.slow
 def test_hostile_texts_are_inert_text(page: sync_api.Page, served: Served) -> None:
     for path in ("/", "/curves", "/objective", "/diagnosis", "/rollouts"):
         page.goto(f"{served.url}{path}?run=hostile")
@@ -413,7 +356,6 @@ def test_a_line_of_a_megabyte_is_cut(page: sync_api.Page, served: Served) -> Non
 @pytest.mark.parametrize("path", ["..%2f..%2fetc%2fpasswd", "/etc/passwd"])
 def test_no_other_folder_can_be_opened(path: str, page: sync_api.Page, served: Served) -> None:
     page.goto(f"{served.url}/objective?run={path}")
-    page.wait_for_selector(".page")
-    assert "root:" not in page.content()
+    expect(part(page, "problem")).to_contain_text("no run")
     answer = page.request.get(f"{served.url}/{path}")
     assert "root:" not in answer.text()

@@ -173,14 +173,6 @@ learning_rate = {rate}
             ["grpo seed 0 learning_rate=0.01", "grpo seed 0 learning_rate=0.1"],
         ),
         (
-            [{"rate": 0.1}, {"steps": 8}, {"preset": "ppo"}],
-            [
-                "grpo seed 0 steps=9",
-                "grpo seed 0 steps=8",
-                "ppo seed 0",
-            ],
-        ),
-        (
             [{"rate": 0.1}, {"steps": 8}, {}],
             [
                 "grpo seed 0 steps=9 learning_rate=0.1",
@@ -212,20 +204,12 @@ def test_overlaid_runs_are_named_by_what_differs(
         ("min_reward", "nan", None),
     ],
 )
-def test_any_value_in_an_address_shows_the_page(
-    key: str, value: str, read: str | int | None, tmp_path: Path
+def test_values_of_an_address_are_read_or_left_out(
+    key: str, value: str, read: str | int | None
 ) -> None:
-    add(begin(tmp_path / "a"), 0, 2)
-    begin(tmp_path / "b")
-    library = Library([tmp_path])
-    address = Address.read([("run", "a"), ("run", "b"), (key, value)])
+    address = Address.read([("run", "a"), ("run", "b"), (key, value), ("other", "x")])
     assert getattr(address, key) == read
-
-    async def use(user: Any) -> None:
-        assert problems(user) == []
-
-    simulate(lambda: rollouts.RolloutsPage(library, address).build(), use)
-    simulate(lambda: curves.curves_page(library, address, None), use)
+    assert address.run == ("a", "b")
 
 
 def opened(library: Library, address: Address | None = None) -> RolloutsPage:
