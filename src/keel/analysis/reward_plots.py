@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +16,24 @@ from keel.analysis.statistics import Array, Interval
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+
+WORDS = {
+    PairReport: {
+        "rows": "pairs",
+        "right": "preferred answer is the better",
+        "predicted": "the answer it prefers",
+        "length": "tokens by which the better answer is longer",
+        "constant": "chance",
+    },
+    LabelReport: {
+        "rows": "answers",
+        "right": "answer is right",
+        "predicted": "that the answer is right",
+        "length": "tokens of the answer",
+        "constant": "constant answer",
+    },
+}
+"""What the axes of a kind of report are called."""
 PERCENT = ([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
 
 
@@ -27,29 +44,17 @@ def reliability_picture(report: PairReport | LabelReport, path: Path, title: str
     means what it says.
     Raises KeelError as `drawing` does.
     """
-    pairs = isinstance(report, PairReport)
-    full = any(b.n for b in report.bins)
-    low = report.bins[0].low
+    words, low = WORDS[type(report)], report.bins[0].low
     with drawing(path, 6.0) as figure:
         above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
         above.plot([low, 1], [low, 1], color=FAINT, linestyle="--", label="perfectly calibrated")
-        if full:
-            # NaN for an empty bin: the line has a gap there.
-            figures = [
-                (b.predicted, b.observed.mean, b.observed.low, b.observed.high)
-                if b.n
-                else (math.nan,) * 4
-                for b in report.bins
-            ]
-            at, share, *ends = np.array(figures).T
-            above.errorbar(
-                at,
-                share,
-                yerr=np.maximum(0.0, [share - ends[0], ends[1] - share]),
+        if report.n:
+            _plot_intervals(
+                above,
+                [b.predicted for b in report.bins],  # NaN for an empty bin: a gap in the line
+                [b.observed for b in report.bins],
                 color=COLOURS[0],
                 marker=MARKERS[0],
-                capsize=3,
-                elinewidth=1.2,
                 clip_on=False,
                 zorder=3,
                 label="model, 95 % interval",
@@ -67,14 +72,10 @@ def reliability_picture(report: PairReport | LabelReport, path: Path, title: str
         above.set_xlim(low - 0.01, 1.01)
         above.set_ylim(0, 1)
         above.set_yticks(*PERCENT)
-        above.set_ylabel("preferred answer is the better" if pairs else "answer is right")
+        above.set_ylabel(words["right"])
         above.legend(loc="lower right")
-        below.set_ylabel("pairs" if pairs else "answers")
-        below.set_xlabel(
-            "probability the model gives the answer it prefers"
-            if pairs
-            else "probability the model gives that the answer is right"
-        )
+        below.set_ylabel(words["rows"])
+        below.set_xlabel(f"probability the model gives {words['predicted']}")
         set_titles(figure, title, _figures(report))
 
 
@@ -125,38 +126,32 @@ def length_picture(report: PairReport | LabelReport, path: Path, title: str) -> 
     A model that goes by length is right where the better answer is longer and wrong elsewhere.
     Raises KeelError as `drawing` does.
     """
-    pairs, bins = isinstance(report, PairReport), report.by_length
-    constant = 0.5 if isinstance(report, PairReport) else report.constant_accuracy
-    share = np.array([b.accuracy.mean for b in bins])
-    ends = np.array([[b.accuracy.low, b.accuracy.high] for b in bins]).reshape(-1, 2).T
+    words, bins = WORDS[type(report)], report.by_length
+    constant = report.constant_accuracy if isinstance(report, LabelReport) else 0.5
+    signed = isinstance(report, PairReport)
     with drawing(path, 4.5) as figure:
         axes = figure.subplots()
-        places = np.arange(len(bins))
-        axes.bar(places, share, color=COLOURS[5], edgecolor="white", width=0.7)
-        axes.errorbar(
-            places,
-            share,
-            yerr=np.maximum(0.0, [share - ends[0], ends[1] - share]),
-            color=INK,
-            linestyle="none",
-            capsize=3,
-            elinewidth=1.2,
-            label="95 % interval",
-        )
-        axes.axhline(
-            constant, color=FAINT, linestyle="--", label="chance" if pairs else "constant answer"
-        )
+        places, right = range(len(bins)), [b.accuracy for b in bins]
+        axes.bar(places, [one.mean for one in right], color=COLOURS[5], width=0.7)
+        _plot_intervals(axes, places, right, color=INK, linestyle="none", label="95 % interval")
+        axes.axhline(constant, color=FAINT, linestyle="--", label=words["constant"])
         axes.set_ylim(0, 1)
         axes.set_yticks(*PERCENT)
-        axes.set_ylabel("preferred answer is the better" if pairs else "accuracy")
-        names = [_range(b.low, b.high, signed=pairs) for b in bins]
-        counts = [f"{name}\nn = {b.accuracy.n}" for name, b in zip(names, bins, strict=True)]
-        axes.set_xticks(places, counts)
-        axes.set_xlabel(
-            "tokens by which the better answer is longer" if pairs else "tokens of the answer"
-        )
+        axes.set_ylabel(words["right"])
+        names = [f"{_range(b.low, b.high, signed=signed)}\nn = {b.accuracy.n}" for b in bins]
+        axes.set_xticks(places, names)
+        axes.set_xlabel(words["length"])
         axes.figure.legend(loc="outside lower center", ncols=2)
         set_titles(figure, title, _figures(report))
+
+
+def _plot_intervals(
+    axes: Axes, at: Sequence[float], intervals: Sequence[Interval], **style: Any
+) -> None:
+    """Estimates with whiskers."""
+    mean, low, high = np.array([[one.mean, one.low, one.high] for one in intervals]).T
+    whiskers = np.maximum(0.0, [mean - low, high - mean])
+    axes.errorbar(at, mean, yerr=whiskers, capsize=3, elinewidth=1.2, **style)
 
 
 def _range(low: float, high: float, *, signed: bool) -> str:
@@ -256,10 +251,9 @@ def forgetting_picture(
 
 
 def _figures(report: PairReport | LabelReport) -> str:
-    if isinstance(report, PairReport):
-        rows = f"{report.n} pairs" + (f" ({report.ties} tied)" if report.ties else "")
-    else:
-        rows = f"{report.n} answers"
+    rows = f"{report.n} {WORDS[type(report)]['rows']}"
+    if isinstance(report, PairReport) and report.ties:
+        rows += f" ({report.ties} tied)"
     accuracy = report.accuracy
     if not accuracy.n:
         return rows
