@@ -76,14 +76,26 @@ class Series:
 def tables() -> dict[str, tuple[Panel, ...]]:
     """The panels of each table of panels.toml, by its name."""
     text = files("keel.analysis").joinpath("panels.toml").read_text(encoding="utf-8")
-    return {
-        name: tuple(Panel(**{**one, "lines": tuple(map(_line, one["lines"]))}) for one in panels)
-        for name, panels in tomllib.loads(text).items()
+    return {name: tuple(map(_panel, panels)) for name, panels in tomllib.loads(text).items()}
+
+
+def _panel(table: Mapping[str, Any]) -> Panel:
+    """A panel; what it leaves out of explanation and units is that of its metrics."""
+    lines = tuple(Line(**{**one, "band": tuple(one.get("band", ()))}) for one in table["lines"])
+    own = {
+        "title": "",
+        "explains": lines[0].metric,
+        "unit": _unit([line for line in lines if not line.right]),
+        "right_unit": _unit([line for line in lines if line.right]),
     }
+    return Panel(**{**own, **table, "lines": lines})
 
 
-def _line(table: Mapping[str, Any]) -> Line:
-    return Line(**{**table, "band": tuple(table.get("band", ()))})
+def _unit(lines: Sequence[Line]) -> str:
+    """The unit that the glossary gives all of the lines, without limits; empty if they differ."""
+    entries = [look_up(line.metric) for line in lines]
+    units = {entry.unit.partition(",")[0] for entry in entries if entry is not None}
+    return units.pop() if len(units) == 1 and units != {"1"} else ""
 
 
 def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[Panel]:

@@ -35,7 +35,7 @@ SHOWN = {
 
 
 @contextmanager
-def watching(console: Console) -> Iterator[Bar | Lines]:
+def watching(console: Console) -> Iterator[Lines]:
     """A bar on a terminal, and in a notebook that has ipywidgets; else lines."""
     live = find_spec("ipywidgets") is not None if console.is_jupyter else console.is_terminal
     if live and not console.quiet:
@@ -74,11 +74,11 @@ class Lines(Callback):
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class Bar(Callback):
+class Bar(Lines):
     """A live bar per stage, with the reward so far as a sparkline."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
+        super().__init__(console)
         self.bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
@@ -116,12 +116,6 @@ class Bar(Callback):
             curve=sparkline(self.curve, width=16) if self.drawn else "",
             line=summary(state.metrics),
         )
-
-    def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
-        self.on_note(_evaluation(state.stage, state.step, result))
-
-    def on_note(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False)
 
 
 def _done(state: RunState) -> int:

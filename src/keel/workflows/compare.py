@@ -301,11 +301,9 @@ def _cores() -> int:
 
 
 def _costs(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((path.parent / f"{path.name}.costs.json").read_bytes())
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
-        return {}
+    costs = path.parent / f"{path.name}.costs.json"
+    found: dict[str, Any] = json.loads(costs.read_bytes()) if costs.is_file() else {}
+    return found
 
 
 def _finished(path: Path) -> bool:
