@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.analysis.text import visible
-from keel.analysis.token_values import (
-    MEASURES,
-    loss_terms,
-    measures_of,
-    token_html,
-    values_of,
-)
+from keel.analysis.token_values import MEASURES, Tokens
 
 ROW = {
     "tokens": [5, 6, 7],
@@ -33,26 +27,25 @@ ROW = {
 
 
 def test_kl_is_k3_of_the_policy_to_the_reference() -> None:
-    values = values_of(ROW, "kl")
-    assert values is not None
+    (values,) = (found for measure, found in Tokens(ROW).values.items() if measure.key == "kl")
     assert values[0] == 0
     assert math.isnan(values[1]), "the environment's token"
     assert values[2] == pytest.approx(math.exp(0.5) - 1 - 0.5)
 
 
 def test_terms_of_the_loss_add_up() -> None:
-    terms = loss_terms(ROW, 2)
+    terms = Tokens(ROW).loss_terms(2)
     assert terms == pytest.approx({"loss/policy": 0.25, "loss/divergence": 0.2, "loss": 0.45})
-    assert loss_terms({"tokens": [1]}, 0) == {}
+    assert Tokens({"tokens": [1], "written": [True]}).loss_terms(0) == {}
 
 
 def test_only_recorded_measures_are_offered() -> None:
-    keys = [measure.key for measure in measures_of(ROW)]
+    keys = [measure.key for measure in Tokens(ROW).values]
     assert keys == ["advantages", "log_probs", "ratios", "kl", "loss"]
 
 
 def test_tokens_are_escaped_and_coloured_by_sign() -> None:
-    html = token_html(ROW, MEASURES[0])
+    html = Tokens(ROW).html(MEASURES[0])
     one = r'<span class="(.*?)" data-token="(\d)" style="(.*?)" title="(.*?)">(.*?)</span>'
     spans = re.findall(one, html, re.DOTALL)
     assert [span[4] for span in spans] == ["a", "&lt;b&gt;", r"\u202e"]

@@ -43,129 +43,96 @@ MEASURES = (
 )
 
 
-def values_of(row: Mapping[str, Any], key: str) -> Array | None:
-    """A value (N,) of each token of a recorded completion; None if it was not recorded.
+class Tokens:
+    """The tokens of a recorded completion: their texts, and the values that were recorded."""
 
-    `kl` is k3 = r − 1 − log r with log r = log π_ref − log π_old [Schulman 2020, joschu.net], and
-    `loss` the sum of the terms of the loss. Tokens that the policy did not write have NaN.
-    """
-    raw: Array | None
-    if key == "kl":
-        reference, policy = row.get("reference_log_probs"), _policy(row)
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.row = row
+        self.pieces: Sequence[str] = row.get("pieces") or [f"⟨{one}⟩" for one in row["tokens"]]
+        self.terms = {name: row[name] for name in TERMS if row.get(name) is not None}
+        """The terms of the loss by name."""
+        written = np.array(row["written"])
+        found = ((measure, self._recorded(measure.key)) for measure in MEASURES)
+        self.values = {
+            measure: np.where(written, value_N, np.nan)
+            for measure, value_N in found
+            if value_N is not None
+        }
+        """A value of each token by measure; NaN of tokens that the policy did not write."""
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def _recorded(self, key: str) -> Array | None:
+        """A value of each token; `kl` is k3 = r − 1 − log r with log r = log π_ref − log π_old
+        [Schulman 2020, joschu.net], and `loss` the sum of the terms of the loss."""
+        if key == "loss":
+            return np.sum([*self.terms.values()], axis=0) if self.terms else None
+        if key != "kl":
+            return None if self.row.get(key) is None else np.array(self.row[key], np.float64)
+        old, reference = self.row.get("old_log_probs"), self.row.get("reference_log_probs")
+        policy = self.row.get("log_probs") if old is None else old
         if reference is None or policy is None:
             return None
         gap = np.array(reference) - np.array(policy)
-        raw = np.expm1(gap) - gap
-    elif key == "loss":
-        terms = [np.array(row[name]) for name in TERMS if row.get(name) is not None]
-        raw = np.sum(terms, axis=0) if terms else None
-    else:
-        found = row.get(key)
-        raw = None if found is None else np.array(found, dtype=np.float64)
-    return None if raw is None else np.where(np.array(row["written"]), raw, np.nan)
+        return np.asarray(np.expm1(gap) - gap)
 
+    def loss_terms(self, at: int) -> dict[str, float]:
+        """The terms of the loss at a token, by name, and their sum as `loss`."""
+        found = {name: float(terms[at]) for name, terms in self.terms.items()}
+        return {**found, "loss": sum(found.values())} if found else {}
 
-def measures_of(row: Mapping[str, Any]) -> list[Measure]:
-    """The values that a recorded completion has."""
-    return [measure for measure in MEASURES if values_of(row, measure.key) is not None]
+    def describe(self, at: int) -> list[tuple[str, str]]:
+        """Name and figure of all that is recorded of a token."""
+        out = [("token", f"{at} of {len(self)}, id {self.row['tokens'][at]}")]
+        if not self.row["written"][at]:
+            return [*out, ("source", "the environment: never trained on")]
+        for measure, value_N in self.values.items():
+            text = f"{value_N[at]:.4g}"
+            if measure.key == "log_probs":
+                text += f" (p = {math.exp(value_N[at]):.3g})"
+            out += [] if measure.key == "loss" else [(measure.label, text)]
+        return out
 
+    def html(self, measure: Measure | None, *, first: int = 0, limit: int = 2_000) -> str:
+        """The tokens from `first` on as HTML spans, coloured, with their figures on hover.
 
-def pieces_of(row: Mapping[str, Any]) -> list[str]:
-    """The texts of the tokens; their ids if none were recorded."""
-    return row.get("pieces") or [f"⟨{token}⟩" for token in row["tokens"]]
+        All text is escaped. A token's `data-token` attribute is its place. Tokens of the
+        environment are grey.
+        """
+        colours = None if measure is None else self._colours(measure)
+        spans = []
+        for at in range(first, min(first + limit, len(self))):
+            title = "\n".join(f"{name}: {text}" for name, text in self.describe(at))
+            kind, style = "tok", "" if colours is None else f"background:rgba({colours[at]})"
+            if not self.row["written"][at]:
+                kind, style = "tok env", "opacity:.55"
+            text = escape(visible(self.pieces[at], 400, lines=True)).replace("\n", "⏎<br>")
+            spans.append(
+                f'<span class="{kind}" data-token="{at}" style="{style}" title="{escape(title)}">'
+                f"{text}</span>"
+            )
+        return "".join(spans)
 
+    def scale(self, measure: Measure) -> float:
+        """The value that has the full colour: the 98th percentile of the amounts."""
+        amounts = np.abs(self._centred(measure))
+        amounts = amounts[np.isfinite(amounts)]
+        return float(np.quantile(amounts, 0.98)) if amounts.size else 0.0
 
-def loss_terms(row: Mapping[str, Any], token: int) -> dict[str, float]:
-    """The terms of the loss at a token, by name, and their sum as `loss`."""
-    found = {name: float(row[name][token]) for name in TERMS if row.get(name) is not None}
-    return {**found, "loss": sum(found.values())} if found else {}
+    def _centred(self, measure: Measure) -> Array:
+        """Values with 0 where there is no colour."""
+        values = self.values[measure]
+        if measure.key == "ratios":
+            return np.asarray(np.log(np.clip(values, 1e-6, 1e6)))
+        return -values if measure.key == "log_probs" else values
 
-
-def describe_token(row: Mapping[str, Any], token: int) -> list[tuple[str, str]]:
-    """Name and figure of all that is recorded of a token."""
-    return _described(row, token, _values(row))
-
-
-def _values(row: Mapping[str, Any]) -> list[tuple[Measure, Array]]:
-    """The recorded measures with their values, but for the loss."""
-    found = ((measure, values_of(row, measure.key)) for measure in MEASURES)
-    return [(m, values) for m, values in found if values is not None and m.key != "loss"]
-
-
-def _described(
-    row: Mapping[str, Any], token: int, values: Sequence[tuple[Measure, Array]]
-) -> list[tuple[str, str]]:
-    out = [("token", f"{token} of {len(row['tokens'])}, id {row['tokens'][token]}")]
-    if not row["written"][token]:
-        return [*out, ("source", "the environment: never trained on")]
-    for measure, value_N in values:
-        text = f"{value_N[token]:.4g}"
-        if measure.key == "log_probs":
-            text += f" (p = {math.exp(value_N[token]):.3g})"
-        out.append((measure.label, text))
-    return out
-
-
-def token_html(
-    row: Mapping[str, Any], measure: Measure | None, *, first: int = 0, limit: int = 2_000
-) -> str:
-    """The tokens from `first` on as HTML spans, coloured, with their figures on hover.
-
-    All text is escaped. A token's `data-token` attribute is its place. Tokens of the environment
-    are grey.
-    """
-    pieces, written = pieces_of(row), row["written"]
-    values = None if measure is None else values_of(row, measure.key)
-    colours = None if values is None or measure is None else _colours(values, measure)
-    figures = _values(row)
-    spans = []
-    for at in range(first, min(first + limit, len(pieces))):
-        title = "\n".join(f"{name}: {text}" for name, text in _described(row, at, figures))
-        style = "opacity:.55" if not written[at] else ""
-        if written[at] and colours is not None:
-            style = f"background:rgba({colours[at]})"
-        text = escape(visible(pieces[at], 400, lines=True)).replace("\n", "⏎<br>")
-        kind = "tok" if written[at] else "tok env"
-        spans.append(
-            f'<span class="{kind}" data-token="{at}" style="{style}" title="{escape(title)}">'
-            f"{text}</span>"
-        )
-    return "".join(spans)
-
-
-def scale_of(row: Mapping[str, Any], measure: Measure) -> float:
-    """The value that has the full colour: the 98th percentile of the amounts."""
-    values = values_of(row, measure.key)
-    return 0.0 if values is None else _scale(_centred(values, measure))
-
-
-def _centred(values: Array, measure: Measure) -> Array:
-    """Values with 0 where there is no colour."""
-    if measure.key == "ratios":
-        return np.log(np.clip(values, 1e-6, 1e6))
-    return -values if measure.key == "log_probs" else values
-
-
-def _scale(values: Array) -> float:
-    finite = np.abs(values[np.isfinite(values)])
-    return float(np.quantile(finite, 0.98)) if finite.size else 0.0
-
-
-def _colours(values: Array, measure: Measure) -> list[str]:
-    """The colour of each token, as `r,g,b,alpha`."""
-    centred = _centred(values, measure)
-    full = _scale(centred) or 1.0
-    out = []
-    for value in centred:
-        if not math.isfinite(value):
-            out.append("0,0,0,0")
-            continue
-        alpha = min(abs(value) / full, 1.0) * 0.75
-        colour = AMOUNT if not measure.signed else POSITIVE if value > 0 else NEGATIVE
-        out.append(f"{colour},{alpha:.3f}")
-    return out
-
-
-def _policy(row: Mapping[str, Any]) -> Any:
-    old = row.get("old_log_probs")
-    return row["log_probs"] if old is None else old
+    def _colours(self, measure: Measure) -> list[str]:
+        """The colour of each token, as `r,g,b,alpha`."""
+        full = self.scale(measure) or 1.0
+        out = []
+        for value in self._centred(measure):
+            alpha = min(abs(value) / full, 1.0) * 0.75 if math.isfinite(value) else 0.0
+            colour = AMOUNT if not measure.signed else POSITIVE if value > 0 else NEGATIVE
+            out.append(f"{colour},{alpha:.3f}")
+        return out

@@ -15,7 +15,7 @@ from keel.analysis.diagnosis.table import diagnose
 from keel.analysis.panels import Panel, Series, series_of
 from keel.analysis.plots import drawing, plain_label, plot_panel, svg
 from keel.analysis.text import visible
-from keel.analysis.token_values import measures_of, token_html
+from keel.analysis.token_values import Tokens
 from keel.platform import files
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
@@ -149,7 +149,8 @@ def _short(name: str, line: Mapping[str, Any]) -> str:
 
 
 def _completion(row: Row) -> dict[str, Any]:
-    measure = next(iter(measures_of(row)), None)
+    tokens = Tokens(row)
+    measure = next(iter(tokens.values), None)
     line = summary(row)
     line.pop("completion")
     said = [one for one in verdicts(row) if one.name != "extracted"]  # it is in the line
@@ -158,9 +159,9 @@ def _completion(row: Row) -> dict[str, Any]:
             _short(name, line): value if isinstance(value, str | int) else number(value)
             for name, value in line.items()
         },
-        "tokens": Markup(token_html(row, measure, limit=TOKENS)),
-        "more": max(0, len(row["tokens"]) - TOKENS),
-        "legend": "" if measure is None else f"{measure.label}: {legend(row, measure)}",
+        "tokens": Markup(tokens.html(measure, limit=TOKENS)),
+        "more": max(0, len(tokens) - TOKENS),
+        "legend": "" if measure is None else f"{measure.label}: {legend(tokens, measure)}",
         "verdicts": said if any(one.words for one in said) else [],
     }
 

@@ -11,14 +11,7 @@ from nicegui import run as background
 from nicegui import ui
 
 from keel.analysis.text import visible
-from keel.analysis.token_values import (
-    MEASURES,
-    describe_token,
-    loss_terms,
-    measures_of,
-    pieces_of,
-    token_html,
-)
+from keel.analysis.token_values import Tokens
 from keel.types import KeelError
 from keel.view.address import CHOICES, LARGEST, NUMBERS, SEARCHED, Address
 from keel.view.frame import EVERY, Shown, page, problem
@@ -182,7 +175,7 @@ class RolloutsPage:
                 self.loss.text = _loss_text(found.loss)
                 self._prompt(found.one)
                 self._group(found.group)
-                self._tokens(found.one)
+                self._tokens(Tokens(found.one))
                 self._verdicts(found.one)
 
     def _read(self, step: int, row: int | None) -> Choice:
@@ -263,30 +256,30 @@ class RolloutsPage:
         table.columns[0]["label"] = ""
         table.on("rowClick", lambda e: self.choose(e.args[1]["id"]))
 
-    def _tokens(self, one: Row) -> None:
-        found = {measure.key: measure for measure in measures_of(one)}
+    def _tokens(self, tokens: Tokens) -> None:
+        found = {measure.key: measure for measure in tokens.values}
         colour = self.address.colour if self.address.colour in found else next(iter(found), None)
-        measure = found.get(colour or "")
+        measure, count = found.get(colour or ""), len(tokens)
         with ui.element("section").classes("panel w-full"):
             with ui.row().classes("items-center w-full").style("gap: 8px 14px"):
                 ui.label("Tokens").style("font-weight: 600")
-                labels = {m.key: m.label for m in MEASURES if m.key in found}
+                labels = {key: measure.label for key, measure in found.items()}
                 select = ui.select(labels, value=colour, label="colour by")
                 select.props("dense data-testid=colour")
                 select.on_value_change(lambda e: self._colour(e.value))
                 if measure is not None:
-                    ui.label(legend(one, measure)).classes("muted")
-            token = min(max(self.address.token or 0, 0), len(pieces_of(one)) - 1)
+                    ui.label(legend(tokens, measure)).classes("muted")
+            token = min(max(self.address.token or 0, 0), count - 1)
             first = max(token, 0) // TOKENS * TOKENS
-            html = ui.html(token_html(one, measure, first=first, limit=TOKENS), sanitize=False)
+            html = ui.html(tokens.html(measure, first=first, limit=TOKENS), sanitize=False)
             html.classes("tokens").props("data-testid=tokens")
             html.on(
                 "click",
-                lambda e: self._token(one, e.args),
+                lambda e: self._token(tokens, e.args),
                 js_handler="(e) => { const t = e.target.dataset.token; if (t) emit(Number(t)) }",
             )
-            count, row = len(pieces_of(one)), self.address.row or 0
             if count > TOKENS:
+                row = self.address.row or 0
                 with ui.row().classes("items-center"):
                     end = min(first + TOKENS, count)
                     ui.label(f"tokens {first:,} to {end - 1:,} of {count:,}").classes("muted")
@@ -295,7 +288,7 @@ class RolloutsPage:
                         button.props("flat dense no-caps").set_enabled(0 <= to < count)
             self.token_card = ui.column().classes("w-full").props("data-testid=token")
         if self.address.token is not None:
-            self._token(one, self.address.token)
+            self._token(tokens, self.address.token)
 
     async def _colour(self, key: str) -> None:
         self.shown.change(colour=key)
@@ -306,17 +299,17 @@ class RolloutsPage:
         token = self.address.token
         await self.choose(self.address.row or 0, 0 if token is None else max(token + by, 0))
 
-    def _token(self, one: Row, token: int) -> None:
+    def _token(self, tokens: Tokens, token: int) -> None:
         """The figures of a token: what is recorded, and its terms of the loss."""
-        if not isinstance(token, int) or not 0 <= token < len(pieces_of(one)):
+        if not 0 <= token < len(tokens):
             return
         self.shown.change(token=token)
         self.token_card.clear()
         with self.token_card:
-            piece = visible(pieces_of(one)[token], 200)
-            figures = [f"{name} {text}" for name, text in describe_token(one, token)]
+            piece = visible(tokens.pieces[token], 200)
+            figures = [f"{name} {text}" for name, text in tokens.describe(token)]
             ui.label(f"“{piece}”  " + " · ".join(figures)).classes("text figure")
-            terms = loss_terms(one, token)
+            terms = tokens.loss_terms(token)
             if terms:
                 parts = [f"{name.removeprefix('loss/')} {v:+.4g}" for name, v in terms.items()]
                 ui.label("terms of the loss: " + " · ".join(parts)).classes("text figure")

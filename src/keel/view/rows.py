@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.analysis.text import visible
-from keel.analysis.token_values import Measure, scale_of
+from keel.analysis.token_values import Measure, Tokens
 from keel.runs.rollouts import COMPONENT, EXTRA
 from keel.types import shown_text
 
@@ -32,9 +32,9 @@ def summary(row: Row) -> dict[str, Any]:
     return {**out, "turns": starts, "completion": visible(row["completion"], PREVIEW)}
 
 
-def legend(row: Row, measure: Measure) -> str:
+def legend(tokens: Tokens, measure: Measure) -> str:
     """What the colours mean."""
-    full = scale_of(row, measure)
+    full = tokens.scale(measure)
     if measure.key == "ratios":
         return f"blue above 1, vermilion below; full colour at a factor of {math.exp(full):.3g}"
     if measure.signed:
