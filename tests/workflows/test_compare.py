@@ -156,22 +156,32 @@ def test_remains_of_a_killed_start_are_accepted(
 
 
 @pytest.mark.slow
-def test_runs_are_compared_and_kept(tmp_path: Path) -> None:
-    notes: list[str] = []
-    found = run(small(), tmp_path / "out", jobs=2, note=notes.append)
+def test_runs_are_compared_and_kept_and_failures_named(tmp_path: Path) -> None:
+    out, notes = tmp_path / "out", list[str]()
+    run(small(seeds=1), out, jobs=2, note=notes.append)
+    blocked = out / "runs/ppo/seed-1"
+    blocked.write_text("no folder")
+    found = run(small(), out, jobs=2, note=notes.append)
+    assert [(one.arm, one.seed) for one in found.failed] == [("ppo", 1)]
+    assert "is a file" in found.failed[0].why
+    assert any("ppo seed 1 failed" in text for text in notes)
+    assert "left out, since they failed: ppo seed 1" in found.comparison.notes[-1]
+    assert outcome(small(seeds=1), out).comparison.seeds == 1
+    blocked.unlink()
+    found = run(small(), out, jobs=2, note=notes.append)
     assert found.failed == ()
     assert [one.arm for one in found.comparison.arms] == ["grpo", "ppo"]
-    score = load(tmp_path / "out/runs/ppo/seed-1").info()["evaluation"]["rl"]["after"]["mean"]
+    score = load(out / "runs/ppo/seed-1").info()["evaluation"]["rl"]["after"]["mean"]
     assert found.comparison.arms[1].scores[1] == score
     assert all((one.peak_bytes or 0) > 50e6 for one in found.comparison.arms)
     assert found.comparison.pairs[0].by_prompt is not None
-    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("metrics.jsonl")}
+    stamps = {path: path.stat().st_mtime_ns for path in out.rglob("metrics.jsonl")}
     assert len(stamps) == 4
-    again = run(small(), tmp_path / "out", note=notes.append)
+    again = run(small(), out, note=notes.append)
     assert again.comparison == found.comparison
     assert stamps == {path: path.stat().st_mtime_ns for path in stamps}, "runs were repeated"
     with pytest.raises(KeelError, match="holds another comparison"):
-        run(small(overrides=("steps=3", *SMALL[1:])), tmp_path / "out")
+        run(small(overrides=("steps=3", *SMALL[1:])), out)
 
 
 @pytest.mark.slow
@@ -196,23 +206,6 @@ def test_a_shared_start_is_trained_once_a_seed(tmp_path: Path) -> None:
     whole = plan([str(recipe)], ["grpo", "rloo"], seeds=(0,), shared_start=False)
     assert whole.shared is None
     assert len(whole.arms[0].recipe.stages) == 2
-
-
-@pytest.mark.slow
-def test_a_failed_run_is_named_and_the_others_count(tmp_path: Path) -> None:
-    notes: list[str] = []
-    chosen = small(seeds=1)
-    blocked = tmp_path / "out/runs/ppo/seed-0"
-    run(small(seeds=1), tmp_path / "out", note=notes.append)
-    more = small(seeds=2)
-    (blocked.parent / "seed-1").write_text("no folder")
-    found = run(more, tmp_path / "out", note=notes.append)
-    assert [(one.arm, one.seed) for one in found.failed] == [("ppo", 1)]
-    assert "is a file" in found.failed[0].why
-    assert any("ppo seed 1 failed" in text for text in notes)
-    assert "left out, since they failed: ppo seed 1" in found.comparison.notes[-1]
-    assert len(found.comparison.arms[0].scores) == 2
-    assert outcome(chosen, tmp_path / "out").comparison.seeds == 1
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ class OpenRun:
     metrics: FollowedFile
     timings: FollowedFile
     index: RolloutIndex
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @cached_property
     def recipe(self) -> dict[str, Any]:
@@ -49,8 +48,7 @@ class OpenRun:
 
     def update(self) -> tuple[int, int]:
         """Read what was written since; the versions of metrics and timings."""
-        with self._lock:
-            return self.metrics.update(), self.timings.update()
+        return self.metrics.update(), self.timings.update()
 
     def columns(self, stage: str) -> Mapping[str, Column]:
         """The metrics of a stage; evaluations begin with the one before its first step."""
