@@ -184,10 +184,10 @@ def pair_report(
         log loss = mean of −p log σ(d) − (1−p) log σ(−d),   Brier = mean of (σ(d) − p)²
         confidence = σ(|d|),   ECE = Σ_b n_b/n |mean p̃ − mean confidence|, b of [½, 1]
 
-    p is the label: 1 where chosen is better, ½ for a tie, between for a soft label. The accuracy
+    p is the label: 1 if chosen is better, ½ for a tie, between for a soft label. The accuracy
     leaves ties out, takes p > ½ as "chosen", and counts a difference of exactly 0 as ½. For the
     calibration each pair counts once, seen from the side that the model prefers: p̃ is p, or 1−p
-    where d < 0 (½ at d = 0), so nothing depends on which answer is named chosen. Ties count there,
+    if d < 0 (½ at d = 0), so nothing depends on which answer is named chosen. Ties count there,
     and in both losses, as p = ½: their least log loss is log 2, not 0.
     Intervals are Wilson's; with `clusters` (a name a pair, such as its prompt) the accuracy's and
     the length's come from `clustered_interval`. Those of `bins` are Wilson's always.

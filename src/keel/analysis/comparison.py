@@ -3,7 +3,7 @@
 Scores are means of few runs, so every statement comes with an interval over seeds: for an
 interquartile mean a percentile bootstrap whose levels are widened by Student's t; for a difference
 the bootstrap's standard error, with the same seeds drawn for both arms, and Student's t. A
-difference is only called one where its interval, corrected for the number of comparisons, leaves
+difference is only called one if its interval, corrected for the number of comparisons, leaves
 out 0 [Agarwal et al. 2021, 2108.13264; Hesterberg 2015, Am. Stat. 69:371]. One or two seeds give
 values and no interval.
 """

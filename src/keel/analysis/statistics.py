@@ -108,7 +108,7 @@ def clustered_interval(
     with u_i the influence of item i (they sum to 0): the cluster-robust variance, then Wilson's
     interval at the effective size n*, with Student's t of G−1 degrees for z. It stays inside
     [0, 1], draws nothing, and is never narrower than the items on their own would make it. Where
-    p̂ is 0 or 1 the variance says nothing: n* is then G, or `least` if that is less; where v̂ is 0
+    p̂ is 0 or 1 the variance says nothing: n* is then G, or `least` if that is less; if v̂ is 0
     and p̂ between, it is `least`. One cluster tells nothing: [0, 1].
     With `degrees` t has these, and v̂ no G/(G−1): the caller has put into u_i what stands for it.
     Source: Liang and Zeger 1986, Biometrika 73:13 (variance); Korn and Graubard 1998, Survey

@@ -121,7 +121,7 @@ class Tokens:
         return float(np.quantile(amounts, 0.98)) if amounts.size else 0.0
 
     def _centred(self, measure: Measure) -> Array:
-        """Values with 0 where there is no colour."""
+        """Values with 0 for no colour."""
         values = self.values[measure]
         if measure.key == "ratios":
             return np.asarray(np.log(np.clip(values, 1e-6, 1e6)))

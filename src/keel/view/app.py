@@ -26,7 +26,7 @@ def serve(
 
     `host` and `port` as in `serve_pages`. `price` is of an hour of the machine.
 
-    Raises KeelError where there is no run, NiceGUI is missing, or the address is taken.
+    Raises KeelError if there is no run, NiceGUI is missing, or the address is taken.
     """
     require_nicegui("keel view", " (keel report writes one HTML file without it)")
     from nicegui import app, ui

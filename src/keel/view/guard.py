@@ -17,7 +17,7 @@ COOKIE = "keel-view"
 
 
 class Guard:
-    """Refuses requests and websockets that do not come from where they may.
+    """Refuses requests and websockets from hosts and pages that may not ask.
 
     The `Host` header must name one of `hosts`, against a foreign name that resolves to this machine
     (DNS rebinding); an `Origin` must be the host, and what browsers say that another site asks

@@ -75,7 +75,7 @@ class OpenRun:
 
     @property
     def algorithm(self) -> str:
-        """The last stage's algorithm; its kind where it has none by name."""
+        """The last stage's algorithm; its kind if it has none by name."""
         stage = self.recipe["stages"][-1]
         algorithm = stage.get("algorithm")
         preset = algorithm.get("preset") if isinstance(algorithm, dict) else algorithm
@@ -105,7 +105,7 @@ class OpenRun:
         return [(self.run.stages[p.stage], p.step) for p in self.run.rollout_places()]
 
     def rows(self, stage: str, step: int) -> StepRows:
-        """The rollouts of a step. Raises KeelError where it has none, or the file is damaged."""
+        """The rollouts of a step. Raises KeelError if it has none, or the file is damaged."""
         return step_rows(self.run, stage, step)
 
     def state(self) -> str:
@@ -136,7 +136,7 @@ class Library:
     def get(self, name: str) -> OpenRun:
         """The run that has the name now.
 
-        Raises KeelError where there is none, or it cannot be read.
+        Raises KeelError if there is none, or it cannot be read.
         """
         with self._lock:
             identity = _identity(self._found.get(name))
@@ -176,7 +176,7 @@ class Library:
 
 
 def _identity(path: Path | None) -> _Identity | None:
-    """What tells a run from one that was in its folder before; None where there is no run."""
+    """What tells a run from one that was in its folder before; None if there is no run."""
     if path is None:
         return None
     try:
@@ -218,7 +218,7 @@ def pictures_of(run: OpenRun, stage: str) -> list[tuple[str, Path]]:
 
 
 def recipe_of(run: OpenRun) -> Any:
-    """The validated recipe of a run; None where this version of Keel does not accept it."""
+    """The validated recipe of a run; None if this version of Keel does not accept it."""
     try:
         return load_recipe(run.folder.recipe)
     except KeelError:

@@ -38,7 +38,7 @@ def write_report(run: Path | str, out: Path | None = None, price: float | None =
     """Write the report of a run folder to `out` (RUN/report.html), and its curves next to it as
     a PNG; returns the path of the first.
 
-    Raises KeelError where there is no run, it cannot be read, or the files cannot be written.
+    Raises KeelError if there is no run, it cannot be read, or the files cannot be written.
     """
     load(run)  # refuses a folder of runs
     library = Library([run])
@@ -153,7 +153,7 @@ def _completion(row: Row) -> dict[str, Any]:
     measure = next(iter(tokens.values), None)
     line = summary(row)
     line.pop("completion")
-    said = [one for one in verdicts(row) if one.name != "extracted"]  # it is in the line
+    found = [one for one in verdicts(row) if one.name != "extracted"]  # it is in the line
     return {
         "line": {
             _short(name, line): value if isinstance(value, str | int) else number(value)
@@ -162,7 +162,7 @@ def _completion(row: Row) -> dict[str, Any]:
         "tokens": Markup(tokens.html(measure, limit=TOKENS)),
         "more": max(0, len(tokens) - TOKENS),
         "legend": "" if measure is None else f"{measure.label}: {legend(tokens, measure)}",
-        "verdicts": said if any(one.words for one in said) else [],
+        "verdicts": found if any(one.words for one in found) else [],
     }
 
 

@@ -114,7 +114,7 @@ class RolloutsPage:
     # ------------------------------------------------------------ a step
 
     async def move(self, by: int) -> None:
-        """Show the next step, or the one before; the same prompt where the step has it."""
+        """Show the next step, or the one before; the same prompt if the step has it."""
         numbers = self.numbers
         if self.address.step in numbers:
             at = numbers.index(self.address.step) + by
@@ -122,7 +122,7 @@ class RolloutsPage:
                 await self.open(numbers[at], None)
 
     async def go(self, wanted: float | None) -> None:
-        """Show the step nearest to a number, or the newest; nothing where there are none."""
+        """Show the step nearest to a number, or the newest; nothing if there are none."""
         numbers = self.numbers
         if numbers:
             near = numbers[-1] if wanted is None else min(numbers, key=lambda n: abs(n - wanted))

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 def summary(row: Row) -> dict[str, Any]:
-    """A completion in a line of a table: only texts and numbers, None where there is none."""
+    """A completion in a line of a table: only texts and numbers, None if there is none."""
     components = {name: figure(value) for name, value in row.items() if name.startswith(COMPONENT)}
     own = [a for a, w in zip(row.get("advantages") or [], row["written"], strict=False) if w]
     mean = sum(own) / len(own) if own else None
@@ -64,7 +64,7 @@ def figure(value: float | None) -> float | None:
 
 
 def number(value: float | None) -> str:
-    """A number as text; a dash where there is none."""
+    """A number as text; a dash if there is none."""
     return "–" if value is None else f"{value:.4g}"
 
 

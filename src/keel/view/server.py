@@ -16,7 +16,7 @@ TOKEN = "KEEL_TOKEN"
 
 
 def require_nicegui(command: str, instead: str = "") -> None:
-    """Raises KeelError where NiceGUI is not installed; `instead` names another way."""
+    """Raises KeelError if NiceGUI is not installed; `instead` names another way."""
     if importlib.util.find_spec("nicegui") is None:
         raise KeelError(f"{command} needs NiceGUI: pip install 'keel-rl[view]'{instead}")
 
@@ -33,10 +33,10 @@ def serve_pages(
 ) -> None:
     """Serve the pages that were defined until interrupted; `start` and `others` are announced.
 
-    `port` None takes 8765, or a free one where that is taken. On another host than the loopback a
+    `port` None takes 8765, or a free one if that is taken. On another host than the loopback a
     token is needed, which the announced addresses hold: a new one, or that of `KEEL_TOKEN`.
 
-    Raises KeelError where the address is taken.
+    Raises KeelError if the address is taken.
     """
     from nicegui import app, ui
 
@@ -83,7 +83,7 @@ def _token() -> str:
 def listen(host: str, wanted: int | None) -> socket.socket:
     """A socket that listens on a port, which no other process can take from then on.
 
-    Raises KeelError where the port is taken, or the host is not of this machine.
+    Raises KeelError if the port is taken, or the host is not of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (8765, 0) if wanted is None else (wanted,):

@@ -13,7 +13,7 @@ from keel.view.library import OpenRun, recipe_of
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a run in figures; None where it is not known."""
+    """The state of a run in figures; None if it is not known."""
 
     state: str
     stage: str

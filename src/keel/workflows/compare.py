@@ -142,7 +142,7 @@ def plan(
 
 
 def _shared(arms: Sequence[Arm]) -> Recipe | None:
-    """The stages before the first of reinforcement learning, where all arms have the same."""
+    """The stages before the first of reinforcement learning, if all arms have the same."""
     starts = []
     for arm in arms:
         kinds = [stage.learns_from_rollouts for stage in arm.recipe.stages]

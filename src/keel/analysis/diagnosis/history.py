@@ -70,7 +70,7 @@ class StageHistory:
         return {}
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """A key of the stage's recipe by its dotted name; `default` where it is absent or none."""
+        """A key of the stage's recipe by its dotted name; `default` if it is absent or none."""
         found: Any = self.recipe
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None

@@ -36,9 +36,9 @@ class StepRollouts:
 
     `written` counts the tokens of the policy, `context` those of the environment. `repetition` is
     the share of 4-grams of tokens that occurred before in the same completion (NaN for short ones),
-    `advantage` that of its first token, `mass` the sum of |w_n s(ρ_n, A_n)| over its tokens, where
+    `advantage` that of its first token, `mass` the sum of |w_n s(ρ_n, A_n)| over its tokens, if
     the terms of the loss were recorded, and `bare` whether the completion holds markers and nothing
-    else. `sketch` has a row of min-hashes of the set of tokens that the policy wrote, where the
+    else. `sketch` has a row of min-hashes of the set of tokens that the policy wrote, if the
     environment wrote some too: the share of equal entries of two rows estimates the sets' Jaccard
     similarity (Broder 1997).
     """
