@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from keel.analysis.diagnosis.completions import similarities
 from keel.analysis.diagnosis.rollout_summary import (
     MOST_ROWS,
     StepRollouts,
@@ -101,12 +102,15 @@ def test_bare_completions_hold_markers_alone(text: str, bare: bool) -> None:
     assert summary(completion(0, 1.0, completion=text)).bare.tolist() == [bare]
 
 
-def test_sketches_estimate_the_similarity_of_token_sets() -> None:
-    rows = [completion(0, 1.0, tuple(range(a, a + 90)), context=1) for a in (0, 30, 500)]
-    sketch = summary(*rows).sketch
-    assert np.mean(sketch[0] == sketch[1]) == pytest.approx(60 / 120, abs=0.2)
-    assert np.mean(sketch[0] == sketch[2]) < 0.1
-    assert not summary(completion(0, 1.0)).sketch.any()  # nothing of the environment's
+def test_similarity_is_that_of_the_policys_token_sets() -> None:
+    rows = [completion(0, 1.0, (*range(a, a + 9), a), context=1) for a in (0, 3, 50)]
+    words = summary(*rows, completion(0, 1.0)).words
+    assert similarities(words).tolist() == [
+        [1, 6 / 12, 0, 0],
+        [6 / 12, 1, 0, 0],
+        [0, 0, 1, 0],
+        [0, 0, 0, 1],  # nothing of the environment's, so nothing to compare
+    ]
 
 
 def test_centred_values_have_mean_zero_in_each_group() -> None:

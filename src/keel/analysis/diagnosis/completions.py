@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from keel.analysis.diagnosis.history import StageHistory
+from keel.analysis.diagnosis.history import Array, StageHistory
 from keel.analysis.diagnosis.rollout_summary import StepRollouts
 from keel.analysis.diagnosis.trends import WINDOW, trend
 from keel.analysis.diagnosis.values import RolloutSample, Symptom, newest
@@ -168,10 +170,11 @@ def environment_words(history: StageHistory) -> Symptom | None:
         figures["reward_of_others"] = float(others.mean())
         if figures["reward"] < figures["reward_of_others"]:
             return None
-    sketch = np.concatenate([r.sketch for r in last])[paid][:MOST_COMPARED]
-    same = group[paid][:MOST_COMPARED, None] == group[paid][:MOST_COMPARED]
-    alike = np.mean(sketch[:, None, :] == sketch[None, :, :], axis=2)
-    pairs = ~np.eye(len(sketch), dtype=bool)
+    compared = np.flatnonzero(paid)[:MOST_COMPARED]
+    words = [one for r in last for one in r.words]
+    alike = similarities([words[at] for at in compared])
+    same = group[compared][:, None] == group[compared]
+    pairs = ~np.eye(len(compared), dtype=bool)
     if not (same & pairs).any() or not (~same).any():
         return None
     within, between = float(alike[same & pairs].mean()), float(alike[~same].mean())
@@ -181,6 +184,16 @@ def environment_words(history: StageHistory) -> Symptom | None:
     places = [(r.step, row) for r in last for row in range(len(r))]
     samples = tuple(RolloutSample(*places[at]) for at in np.flatnonzero(paid)[-3:])
     return Symptom([r.step for r in last], figures, samples)
+
+
+def similarities(sets: Sequence[npt.NDArray[Any]]) -> Array:
+    """Jaccard's |A ∩ B| / |A ∪ B| of all pairs of sets of tokens; 1 of two empty ones."""
+    tokens, at = np.unique(np.concatenate(sets), return_inverse=True)
+    has = np.zeros((len(sets), len(tokens)))
+    has[np.repeat(np.arange(len(sets)), [len(one) for one in sets]), at] = 1
+    shared, sizes = has @ has.T, has.sum(axis=1)
+    union = sizes[:, None] + sizes - shared
+    return np.where(union > 0, shared / np.maximum(union, 1), 1.0)
 
 
 def _lower_when_cut(history: StageHistory) -> tuple[str, dict[str, float]] | None:

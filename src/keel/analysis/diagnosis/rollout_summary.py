@@ -19,8 +19,6 @@ MOST_ROWS = 256
 """Completions of a step that are looked at, from the first: medians need no more."""
 MOST_STEPS = 24
 """Steps whose rollouts are read of a finished run, evenly spread."""
-HASHES = 64
-_SALTS = np.arange(1, HASHES + 1, dtype=np.uint64) << np.uint64(40)
 NGRAM = 4
 MARKERS = re.compile(r"<[^<>]*>|\\boxed|[^\w\s]+")
 """What frames an answer: tags, `\\boxed`, `####` and signs other than letters and digits."""
@@ -38,9 +36,7 @@ class StepRollouts:
     the share of 4-grams of tokens that occurred before in the same completion (NaN for short ones),
     `advantage` that of its first token, `mass` the sum of |w_n s(ρ_n, A_n)| over its tokens, if
     the terms of the loss were recorded, and `bare` whether the completion holds markers and nothing
-    else. `sketch` has a row of min-hashes of the set of tokens that the policy wrote, if the
-    environment wrote some too: the share of equal entries of two rows estimates the sets' Jaccard
-    similarity (Broder 1997).
+    else. `words` are the different tokens that the policy wrote, if the environment wrote some too.
     """
 
     step: int
@@ -52,7 +48,7 @@ class StepRollouts:
     repetition: Array
     advantage: Array
     mass: Array
-    sketch: npt.NDArray[np.uint64]
+    words: Sequence[npt.NDArray[Any]]
     bare: Bools
     components: Mapping[str, Array]
 
@@ -106,9 +102,10 @@ def summarise(step: int, rows: Sequence[Mapping[str, Any]]) -> StepRollouts:
             _first(row.get("advantages"), mask) for row, mask in zip(rows, own, strict=True)
         ),
         mass=_numbers(_mass(row.get(_POLICY)) for row in rows),
-        sketch=np.stack(
-            [_sketch(one if n else one[:0]) for one, n in zip(tokens, context, strict=True)]
-        ),
+        words=[
+            np.unique(one if others else one[:0])
+            for one, others in zip(tokens, context, strict=True)
+        ],
         bare=np.array([_bare(row.get("completion") or "") for row in rows], dtype=bool),
         components={
             name.removeprefix(COMPONENT): _numbers(row.get(name) for row in rows) for name in names
@@ -139,14 +136,3 @@ def _repeated(tokens: npt.NDArray[Any]) -> float | None:
 
 def _bare(text: str) -> bool:
     return bool(text.strip()) and not MARKERS.sub("", text).strip()
-
-
-def _sketch(tokens: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """The smallest of each of `HASHES` hashes (multiply and xor-shift) over the tokens."""
-    if not len(tokens):
-        return np.zeros(HASHES, dtype=np.uint64)
-    mixed = (np.unique(tokens).astype(np.uint64)[:, None] + _SALTS) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    smallest: npt.NDArray[np.uint64] = (mixed ^ (mixed >> np.uint64(32))).min(axis=0)
-    return smallest
