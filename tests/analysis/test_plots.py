@@ -121,14 +121,6 @@ def test_marked_lines_each_have_their_colour(tmp_path: Path) -> None:
     assert pixels(tmp_path / "a.png", COLOURS[3]) == 0
 
 
-def test_a_plot_leaves_what_another_process_writes(tmp_path: Path) -> None:
-    other = tmp_path / ".tmp-a.png"
-    other.write_text("half")
-    stage_curve(tmp_path / "a.png", "rl", columns(*rows()), "quickstart")
-    assert other.read_text() == "half"
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_a_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"cannot write .*No such file"):
         stage_curve(tmp_path / "x" / "a.png", "rl", columns(*rows()), "quickstart")

@@ -130,37 +130,6 @@ def test_two_presses_label_one_pair(
     assert [f"question {pair[1:]}" for pair in pairs] == labelled
 
 
-PRESS_ON_CHANGE = """(key) => {
-    const pair = document.querySelector('[data-testid=pair]');
-    const press = () => document.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
-    const before = pair.innerText;
-    new MutationObserver((_, observer) => {
-        if (pair.innerText.includes('question') && pair.innerText !== before) {
-            observer.disconnect();
-            press();
-        }
-    }).observe(pair, {childList: true, subtree: true});
-    press();
-}"""
-
-
-def test_second_press_on_the_next_pair_is_ignored(
-    server: Server, store: PreferenceStore, annotator: Open
-) -> None:
-    """A key comes as soon as the next pair is there; on a busy machine some may come late."""
-    counts: list[int] = []
-    while 1 not in counts:
-        attempt = len(counts)
-        assert attempt < 4
-        ann = annotator(server, f"bounce{attempt}")
-        ann.ready()
-        before = ann.question
-        ann.page.evaluate(PRESS_ON_CHANGE, "1")
-        expect(ann.part("prompt")).not_to_have_text(before)
-        ann.page.wait_for_timeout(300)
-        counts.append(len(list(store.labels(annotator=ann.name))))
-
-
 def test_undo_and_note(server: Server, store: PreferenceStore, annotator: Open) -> None:
     ann = annotator(server, "undo")
     ann.ready()
@@ -220,14 +189,6 @@ def test_keys_wait_while_a_note_is_written(server: Server, annotator: Open) -> N
     assert ann.page.url == address
 
 
-def test_a_note_is_that_of_the_other_window(server: Server, annotator: Open) -> None:
-    first, second = annotator(server, "windows"), annotator(server, "windows")
-    for ann, added, whole in ((first, "one", "one"), (second, " two", "one two")):
-        write_note(ann, added)
-        ann.page.keyboard.press("Enter")
-        expect(ann.part("note")).to_have_text(f"Note: {whole}")
-
-
 def test_help_shows_rubric_set_and_keys_wait(
     server: Server, store: PreferenceStore, annotator: Open
 ) -> None:
@@ -273,22 +234,6 @@ def test_name_is_asked_for(server: Server, browser: sync_api.Browser) -> None:
     page.goto(f"{server.url}/?annotator={'x' * 70}")
     expect(page.locator("[data-testid=problem]")).to_contain_text("70 characters")
     page.close()
-
-
-def test_reload_and_second_browser_show_the_same_pair(
-    server: Server, store: PreferenceStore, annotator: Open
-) -> None:
-    ann = annotator(server, "again")
-    question, left = ann.question, ann.part("left").inner_text()
-    other = annotator(server, "again")
-    assert (other.question, other.part("left").inner_text()) == (question, left)
-    assert annotator(server, "someone").question != question
-    ann.press("1")
-    # The other tab still shows it: what it says of a labelled pair is not stored.
-    other.press("2")
-    expect(other.part("status")).to_contain_text("has labelled it")
-    assert other.question == ann.question
-    assert len(list(store.labels(annotator="again"))) == 1
 
 
 @pytest.mark.parametrize("at", range(len(hostile.TEXTS)))

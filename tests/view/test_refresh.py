@@ -87,18 +87,6 @@ def test_list_without_runs_is_empty_and_says_so(tmp_path: Path) -> None:
     simulate(lambda: runs.runs_page(library, Address()), use)
 
 
-def test_links_of_the_list_keep_the_theme(tmp_path: Path) -> None:
-    hostile.write(tmp_path / "a")
-    (hostile.write(tmp_path / "b").metrics).write_text("no record\n")
-
-    async def use(user: Any) -> None:
-        (table,) = marked(user, "runs")
-        links = [row["link"] for row in table.rows]
-        assert links == [f"/curves?run={name}&theme=dark" for name in "ab"]
-
-    simulate(lambda: runs.runs_page(Library([tmp_path]), Address(theme="dark")), use)
-
-
 def test_curves_go_on_with_the_next_stage_unless_the_address_names_one(tmp_path: Path) -> None:
     folder = begin(tmp_path / "a")
     library, address = Library([tmp_path]), Address()

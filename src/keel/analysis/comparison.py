@@ -202,13 +202,10 @@ def iqm_interval(scores: Array, confidence: float = 0.95, seed: int = 0) -> Inte
     Infinite for one or two seeds, and for a few that happen to agree (see `around`).
     """
     n = len(scores)
-    if n < LEAST:
-        return Interval(float(scores.mean()) if n else math.nan, -math.inf, math.inf, n)
-    drawn = iqm(scores[_places(n, seed)], axis=1)
-    low, high = np.quantile(drawn, levels(n, confidence))
+    middle, low, high = (float(ends[0]) for ends in band(scores[:, None], confidence, seed))
     if n < ENOUGH and low == high:
         low, high = -math.inf, math.inf
-    return Interval(float(iqm(scores)), float(low), float(high), n)
+    return Interval(middle, low, high, n)
 
 
 def band(values: Array, confidence: float = 0.95, seed: int = 0) -> tuple[Array, Array, Array]:
