@@ -12,8 +12,7 @@ import pytest
 from keel.runs.layout import RunFolder
 from keel.runs.writer import Recorder
 from keel.types import KeelError
-from keel.view.library import Library, OpenRun
-from keel.view.status import status_of
+from keel.view.library import Library, OpenRun, status_of
 
 RECIPE = 'name = "x"\n\n[[stages]]\nstage = "rl"\nname = "{}"\nsteps = {}\n'
 

@@ -17,8 +17,8 @@ from keel.runs.writer import Recorder, update_run_json
 from keel.types import KeelError
 from keel.view import library
 from keel.view.library import Library
+from keel.view.rollout_index import StepRows, step_rows
 from keel.view.rows import columns_of, summary, verdicts
-from keel.view.steps import StepRows, step_rows
 from tests.view.hostile import RECIPE, row
 
 

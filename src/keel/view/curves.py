@@ -19,8 +19,7 @@ from keel.types import KeelError
 from keel.view import charts
 from keel.view.address import Address
 from keel.view.frame import EVERY, Problems, Shown, page
-from keel.view.library import Library, OpenRun, pictures_of
-from keel.view.status import formula_of, panels, status_of
+from keel.view.library import Library, OpenRun, formula_of, panels, pictures_of, status_of
 
 WIDEST = 101
 """Steps that the slider's mean is of at most."""

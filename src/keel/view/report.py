@@ -21,10 +21,16 @@ from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
 from keel.types import KeelError
 from keel.view.formula import STYLE, font_face
-from keel.view.library import Library, OpenRun, pictures_of
+from keel.view.library import (
+    Library,
+    OpenRun,
+    formula_of,
+    panels,
+    pictures_of,
+    status_of,
+)
+from keel.view.rollout_index import StepRows
 from keel.view.rows import Row, legend, number, prompt_text, summary, verdicts
-from keel.view.status import formula_of, panels, status_of
-from keel.view.steps import StepRows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

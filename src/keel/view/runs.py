@@ -13,10 +13,9 @@ from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
 from keel.view.frame import EVERY, Problems, Shown, page, problem
-from keel.view.library import Library
+from keel.view.library import Library, formula_of, status_of
 from keel.view.linked_table import LinkedTable
 from keel.view.rows import figure
-from keel.view.status import formula_of, status_of
 
 SHOWN = ("reward", "episode/return", "eval/return", "loss")
 ACCURACY = ("eval/pass@1", "eval/accuracy")
