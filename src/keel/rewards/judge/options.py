@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from keel.algorithms.spec import Coefficient, FrozenModel, Positive
-from keel.config.fields import Count, Index, Words
+from keel.config.fields import AsTuple, Count, Index
 from keel.rewards.judge.prompts import RUBRIC, Structured
 from keel.rewards.judge.store import Cost, SpendLimitReached
 
@@ -50,10 +50,10 @@ class JudgeOptions(FrozenModel):
     limit_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """The server's name of the limit on a reply's length."""
     seed: Index = 0
-    extra: dict[str, Any] = Field(default_factory=dict)
+    extra: dict[str, JsonValue] = Field(default_factory=dict)
     """More keys of a request, such as reasoning_effort or top_p."""
-    without: Words = ()
-    """Keys that the server does not take: seed, temperature."""
+    without: Annotated[tuple[Literal["seed", "temperature"], ...], AsTuple] = ()
+    """Keys that the server does not take."""
     structured: Structured = "json_schema"
     attempts: Count = 2
     """How often a question is asked whose answer holds no verdict; each is paid for."""
@@ -81,18 +81,14 @@ class JudgeOptions(FrozenModel):
         for key in self.extra:
             if key in (*RESERVED, *LIMITS, "temperature"):
                 raise ValueError(f"extra.{key}: it is an option of its own, or would not be read")
-            _check_json(key, self.extra[key])
-        for key in self.without:
-            if key not in ("seed", "temperature"):
-                raise ValueError(f"without = {key!r}: only seed and temperature can be left out")
         if self.budget is not None and not self.price_in + self.price_out:
             raise ValueError(f"budget = {self.budget:g}: set price_in and price_out, or drop it")
         return self
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """The keys of a request besides model, messages, format and seed."""
-        keys = {"temperature": self.temperature, self.limit_name: self.max_tokens, **self.extra}
+    def parameters(self, sample: int) -> dict[str, Any]:
+        """The keys of the request for a sample besides model, messages and format."""
+        keys: dict[str, Any] = {"temperature": self.temperature, self.limit_name: self.max_tokens}
+        keys |= {"seed": self.seed + sample, **self.extra}
         return {key: value for key, value in keys.items() if key not in self.without}
 
     def cost(self, tokens_in: int, tokens_out: int) -> Cost:
@@ -129,14 +125,3 @@ def most_tokens(body: Mapping[str, Any]) -> int:
     parts = [*body["messages"], body.get("response_format")]
     bytes_in = sum(len(json.dumps(part, ensure_ascii=False).encode()) for part in parts if part)
     return bytes_in + FRAME * (len(body["messages"]) + 1)
-
-
-def _check_json(key: str, value: Any) -> None:
-    """Raise ValueError if a request cannot carry a value."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        raise ValueError(
-            f"extra.{key} = {value!r:.60}: JSON has no such value: write a string, a finite number "
-            "or the like"
-        ) from None

@@ -6,24 +6,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keel.rewards.judge.prompts import RUBRIC, Judgement, pair_question
-from keel.rewards.judge.requests import Asker
+from keel.rewards.judge.prompts import Judgement
 from keel.rewards.judge.store import Cost
-from keel.types import Content
 
 SWAPPED = {"first": "second", "second": "first", "tie": "tie"}
 WORTH = {"first": 1.0, "second": 0.0, "tie": 0.5}
 PLACES = ("first", "second")
-
-
-@dataclass(frozen=True, slots=True)
-class ComparedPair:
-    """Two answers `a` and `b` to a prompt."""
-
-    prompt: Content
-    a: str
-    b: str
-    reference: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +81,20 @@ class PairVerdict:
         return "\n".join(found)
 
 
-async def judge_pairs(
-    asker: Asker, pairs: Sequence[ComparedPair], *, rubric: str = RUBRIC, both_orders: bool = True
-) -> list[PairVerdict]:
-    """The verdict on each pair.
+def asked_orders(a: str, b: str, both: bool) -> tuple[bool, bool]:
+    """Whether a pair is asked about with `a` first, and with `b` first.
 
-    With one order, a hash of the pair's content chooses which answer stands first, so that a
-    preference for a place favours neither side. Equal answers are a tie and are not asked about.
-    Raises KeelError as asking does.
+    Equal answers are a tie and are not asked about. With one order, a hash of the two answers
+    chooses which stands first, so that a preference for a place favours neither side.
     """
-    orders = [
-        (False, False) if pair.a == pair.b else (True, True) if both_orders else _coin(pair)
-        for pair in pairs
-    ]
-    questions = [
-        pair_question(pair.prompt, one, other, rubric=rubric, reference=pair.reference)
-        for pair, order in zip(pairs, orders, strict=True)
-        for asked, one, other in ((order[0], pair.a, pair.b), (order[1], pair.b, pair.a))
-        if asked
-    ]
-    found = iter(await asker.judge(questions))
-    return [
-        PairVerdict((next(found) if first else None, next(found) if second else None))
-        for first, second in orders
-    ]
+    if a == b:
+        return False, False
+    if both:
+        return True, True
+    digests = [hashlib.sha256(x.encode("utf-8", "replace")).digest() for x in (a, b)]
+    flip = hashlib.sha256(min(digests) + max(digests)).digest()[0] % 2 == 0
+    a_first = (digests[0] <= digests[1]) == flip
+    return a_first, not a_first
 
 
 def position_bias(verdicts: Sequence[PairVerdict]) -> float | None:
@@ -149,11 +127,3 @@ def choose_pairs(n: int, rivals: int) -> list[tuple[int, int]]:
                     count[pair[0]] += 1
                     count[pair[1]] += 1
     return sorted(pairs)
-
-
-def _coin(pair: ComparedPair) -> tuple[bool, bool]:
-    """(True, False) or (False, True), by the content of the two answers, whichever is a."""
-    digests = [hashlib.sha256(x.encode("utf-8", "replace")).digest() for x in (pair.a, pair.b)]
-    flip = hashlib.sha256(min(digests) + max(digests)).digest()[0] % 2 == 0
-    a_first = (digests[0] <= digests[1]) == flip
-    return (a_first, not a_first)

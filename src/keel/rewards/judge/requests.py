@@ -241,9 +241,7 @@ class Asker:
 
     def _body(self, question: Question, sample: int, form: Structured) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.options.model, "messages": list(question.messages)}
-        body |= self.options.sampling
-        if "seed" not in self.options.without:
-            body["seed"] = self.options.seed + sample
+        body |= self.options.parameters(sample)
         if (shape := question.format(form)) is not None:
             body["response_format"] = shape
         return body

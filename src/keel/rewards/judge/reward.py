@@ -11,14 +11,8 @@ from typing import Any
 
 from keel.data.gold import shown_gold
 from keel.rewards.judge.options import GROUP, JudgeOptions
-from keel.rewards.judge.pairs import (
-    ComparedPair,
-    PairVerdict,
-    choose_pairs,
-    judge_pairs,
-    position_bias,
-)
-from keel.rewards.judge.prompts import Judgement, score_question
+from keel.rewards.judge.pairs import PairVerdict, asked_orders, choose_pairs, position_bias
+from keel.rewards.judge.prompts import Judgement, pair_question, score_question
 from keel.rewards.judge.requests import Asker
 from keel.rewards.judge.store import Account
 from keel.rewards.logs import Summary
@@ -130,15 +124,18 @@ class Judge:
         else:
             fixed = self._column(options.against, columns, len(answers))
             places = [(at, None) for at, text in enumerate(fixed) if text is not None]
-        pairs = [
-            ComparedPair(
-                prompts[a], answers[a], str(fixed[a]) if b is None else answers[b], references[a]
-            )
-            for a, b in places
+        pairs = [(a, answers[a], str(fixed[a]) if b is None else answers[b]) for a, b in places]
+        orders = [asked_orders(one, other, options.both_orders) for _, one, other in pairs]
+        questions = [
+            pair_question(prompts[at], *shown, rubric=options.rubric, reference=references[at])
+            for (at, one, other), asked in zip(pairs, orders, strict=True)
+            for shown in itertools.compress(((one, other), (other, one)), asked)
         ]
-        verdicts = await judge_pairs(
-            self.asker, pairs, rubric=options.rubric, both_orders=options.both_orders
-        )
+        found = iter(await self.asker.judge(questions))
+        verdicts = [
+            PairVerdict((next(found) if first else None, next(found) if second else None))
+            for first, second in orders
+        ]
         return list(zip(places, verdicts, strict=True))
 
 
