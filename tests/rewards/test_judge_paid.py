@@ -121,30 +121,6 @@ def test_two_processes_repeat_only_requests_in_flight(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the end
 
 
-def side_by_side(url: str, folder: Path, timeout: float, *others: Any) -> tuple[Scorer, Judge]:
-    """A scorer with a judge whose twenty answers are all different, after other rewards."""
-    keys = {"model": "judge-1", "url": url, "low": 0, "high": 20}
-    reward = load_reward(RewardSource(function="judge", options=keys), RewardContext(folder=folder))
-    assert isinstance(reward.function, Judge)
-    scorer = Scorer([*map(named, others), reward], timeout=timeout)
-    return scorer, reward.function
-
-
-def close_late(scorer: Scorer, judge: Judge, server: JudgeServer) -> None:
-    """Close while the server holds what was sent; that must wait until it is let go."""
-    closing = threading.Thread(target=scorer.close)
-    closing.start()
-    while closing.is_alive() and not judge.asker._closing:
-        closing.join(0.01)
-    closing.join(0.3)
-    assert closing.is_alive()
-    server.let_go.set()
-    closing.join()
-
-
-TWENTY = [group(["a" * n for n in range(20)])]
-
-
 def test_closing_keeps_what_was_sent_when_another_reward_failed(tmp_path: Path) -> None:
     with JudgeServer() as server:
         server.holds = lambda number: True
@@ -153,11 +129,22 @@ def test_closing_keeps_what_was_sent_when_another_reward_failed(tmp_path: Path) 
             server.wait_for(lambda: server.active == 8)
             raise ValueError("boom")
 
-        scorer, judge = side_by_side(server.url, tmp_path, 60.0, broken)
+        source = RewardSource(function="judge", options={"model": "m", "url": server.url})
+        judging = load_reward(source, RewardContext(folder=tmp_path))
+        assert isinstance(judging.function, Judge)
+        scorer = Scorer([named(broken), judging])
         with pytest.raises(KeelError, match="boom"):
-            scorer(TWENTY, 1)
-        close_late(scorer, judge, server)
-        assert len(server.log) == 8
+            scorer([group(["a" * n for n in range(20)])], 1)
+        # The server holds what was sent; closing waits until it is let go.
+        closing = threading.Thread(target=scorer.close)
+        closing.start()
+        while closing.is_alive() and not judging.function.asker._closing:
+            closing.join(0.01)
+        closing.join(0.3)
+        assert closing.is_alive()
+        server.let_go.set()
+        closing.join()
+        assert len(server.log) == 8  # the other twelve were not sent
         assert account_of(tmp_path).answers == 8
         scorer.close()  # once more does nothing
 

@@ -44,7 +44,7 @@ def overlapped(scorer: Scorer, step: Sequence[Group], order: Sequence[int]) -> S
 
 
 def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name == "keel-overlap"]
+    return [t.name for t in threading.enumerate() if t.name.startswith("keel-overlap")]
 
 
 def same(one: Scored, other: Scored) -> None:
@@ -145,22 +145,23 @@ def test_task_without_verdicts_is_reported_of_the_whole_step() -> None:
         overlapped(scorer, step[:11], range(11))
 
 
-def numbers_of(step: Sequence[Group], order: Sequence[int]) -> tuple[Scored, Scored]:
-    def logs(completions: list[str], number: list[int], log_metric: Any) -> list[float]:
+def test_numbers_of_several_calls_weigh_by_their_completions() -> None:
+    """Nine groups make parts of two, and one of one."""
+
+    def logs(
+        completions: list[str], number: list[int], log_metric: Any, log_summary: Any
+    ) -> list[float]:
         if number[0] == 0:
             log_metric("once", 5.0)
         log_metric("mean", float(np.mean([len(text) for text in completions])))
+        log_summary(number, lambda found: {"different": len(set(found))})
         return [0.0] * len(completions)
 
     scorer = Scorer([named(logs)])
-    return scorer(step, 3), overlapped(scorer, step, order)
-
-
-def test_numbers_of_several_calls_weigh_by_their_completions() -> None:
-    """Nine groups make parts of two, and one of one."""
-    whole, parts = numbers_of(groups(9), range(9))
+    whole, parts = scorer(groups(9), 3), overlapped(scorer, groups(9), range(9))
     assert parts.metrics["once"] == 5.0
     assert parts.metrics["mean"] == pytest.approx(whole.metrics["mean"], rel=1e-12)
+    assert parts.metrics["different"] == whole.metrics["different"] == 9.0
 
 
 @pytest.mark.parametrize("mode", ["rubric", "pairwise"])

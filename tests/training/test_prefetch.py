@@ -44,7 +44,9 @@ KEYS = (*AHEAD, DENSE, FAST_RATE, "evaluation.prompts=4")
 
 
 def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name in ("keel-ahead", "keel-overlap")]
+    return [
+        t.name for t in threading.enumerate() if t.name.startswith(("keel-ahead", "keel-overlap"))
+    ]
 
 
 # ---------------------------------------------------------------- which weights

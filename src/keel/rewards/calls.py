@@ -9,9 +9,8 @@ at a time; coroutines of several parts run concurrently.
 from __future__ import annotations
 
 import functools
-import queue
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from types import TracebackType
 from typing import Any, Literal
@@ -229,9 +228,8 @@ class Overlap:
         self._groups: list[Group | None] = [None] * len(prompts)
         self._first = self._before = 0
         """Groups that are in parts, and the completions in them."""
-        self._parts: queue.SimpleQueue[RewardBatch | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._score, name="keel-overlap", daemon=True)
+        self._thread = ThreadPoolExecutor(1, "keel-overlap")
 
     def add(self, place: int, group: Group) -> None:
         """Add a group by the place of its prompt. Raises Failed if a part could not be scored."""
@@ -245,21 +243,19 @@ class Overlap:
             part = RewardBatch.of(ready, self._step, self._names, self._before)
             self._first += len(ready)
             self._before += len(part)
-            self._parts.put(part)
+            self._thread.submit(self._run, functools.partial(self._calls.add, part))
 
     def finish(self) -> StepCalls:
         """The calls, once all groups are in and scored. Raises the error of a part that failed."""
         if self._first < len(self._groups):
             raise ValueError("not every group was added")
-        self._parts.put(None)
-        while self._thread.is_alive():
-            self._thread.join(POLL)
+        last = self._thread.submit(self._run, self._calls.finish)
+        while not wait([last], POLL).done:
             raise_if_cancelled()
         self._raise()
         return self._calls
 
     def __enter__(self) -> Overlap:
-        self._thread.start()
         return self
 
     def __exit__(
@@ -269,22 +265,18 @@ class Overlap:
         trace: TracebackType | None,
     ) -> None:
         self._calls.given_up = kind is not None
-        self._parts.put(None)
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=kind is not None)
+        self._calls.cancel()
         if kind is Failed:
             self._raise()
 
-    def _score(self) -> None:
-        try:
-            while (part := self._parts.get()) is not None:
-                self._calls.add(part)
-            self._calls.finish()
-        except Cancelled:
-            pass
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._calls.cancel()
+    def _run(self, work: Callable[[], None]) -> None:
+        """In the thread; after an error nothing more is done."""
+        if self._error is None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
 
     def _raise(self) -> None:
         if self._error is not None:
