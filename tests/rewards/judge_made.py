@@ -17,6 +17,7 @@ from keel.rewards.judge.store import Account, JudgeStore
 from keel.rewards.registry import RewardContext
 from keel.types import Group, Prompt
 from tests.data.tasks.made import completion
+from tests.rewards.made import flat
 
 
 def made(url: str | None, folder: Path | None = None, **options: Any) -> Judge:
@@ -46,11 +47,6 @@ def scored(url: str, folder: Path | None, groups: Sequence[Group], **options: An
         reward.function.close()
 
 
-def rewards(found: Scored) -> list[float | None]:
-    """Flat."""
-    return [verdict.reward for verdicts in found.results for verdict in verdicts]
-
-
 def call(reward: Judge, answers: Sequence[str], **columns: Any) -> list[float | None]:
     """Rewards of answers to one prompt, in an event loop of their own."""
 
@@ -75,7 +71,7 @@ def main(url: str, folder: str, options: str) -> None:
     keys = json.loads(options)
     groups = forty()[::-1] if keys.pop("backwards", False) else forty()
     found = scored(url, Path(folder), groups, **keys)
-    print(json.dumps({"rewards": rewards(found), "metrics": dict(found.metrics)}))
+    print(json.dumps({"rewards": flat(found), "metrics": dict(found.metrics)}))
 
 
 if __name__ == "__main__":

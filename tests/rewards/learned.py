@@ -68,8 +68,3 @@ def reward(
     """A reward of a recipe."""
     source = RewardSource.model_validate({"function": function, "options": options or {}, **keys})
     return load_reward(source, around)
-
-
-def values(scored: Any) -> list[float | None]:
-    """The rewards of a step, one after the other."""
-    return [result.reward for results in scored.results for result in results]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keel.config.sources import RewardSource
+from keel.rewards import Scored
 from keel.rewards.registry import NamedReward, named_reward
 
 
@@ -15,3 +16,8 @@ def named(function: Callable[..., Any] | None, name: str | None = None, **keys: 
     assert name is not None
     source = RewardSource(function=name, name=name, **keys)
     return NamedReward(name, source) if function is None else named_reward(function, source)
+
+
+def flat(scored: Scored) -> list[float | None]:
+    """The rewards of a step, one after the other."""
+    return [result.reward for results in scored.results for result in results]

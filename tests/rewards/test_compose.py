@@ -11,11 +11,10 @@ import pytest
 from keel.rewards import Scorer
 from keel.rewards.combine import compose
 from keel.rewards.registry import NamedReward
-from keel.rewards.scorer import Scored
 from keel.rewards.validation import RewardOutput
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.data.tasks.made import completion
-from tests.rewards.made import named
+from tests.rewards.made import flat, named
 
 ABOUT = {"rel": 1e-12, "abs": 1e-12}
 
@@ -161,10 +160,6 @@ def groups(*texts: Sequence[str]) -> list[Group]:
         Group(Prompt(f"p{n}", "say"), tuple(completion(text) for text in some))
         for n, some in enumerate(texts)
     ]
-
-
-def flat(scored: Scored) -> list[float | None]:
-    return [result.reward for results in scored.results for result in results]
 
 
 def starts_with_x(text: str) -> float:

@@ -14,8 +14,9 @@ from keel.rewards.judge.pairs import PairVerdict, choose_pairs, position_bias
 from keel.rewards.judge.prompts import Judgement, pair_question, score_question
 from keel.types import Group, KeelError, Prompt
 from tests.data.tasks.made import completion
-from tests.rewards.judge_made import call, group, made, rewards, scored
+from tests.rewards.judge_made import call, group, made, scored
 from tests.rewards.judge_server import Asked, JudgeServer, always, longer
+from tests.rewards.made import flat
 
 # ---------------------------------------------------------------- rubric
 
@@ -23,7 +24,7 @@ from tests.rewards.judge_server import Asked, JudgeServer, always, longer
 def test_scores_lie_between_the_ends_of_the_scale() -> None:
     with JudgeServer() as server:
         found = scored(server.url, None, [group(["a", "aaa", "aaaaa"])], low=1, high=5)
-        assert rewards(found) == [0.0, 0.5, 1.0]
+        assert flat(found) == [0.0, 0.5, 1.0]
         assert found.extras["judge_reason"] == ["counted"] * 3
         assert found.metrics["judge/asked"] == 3
         assert found.metrics["judge/unparsed"] == 0.0
@@ -55,7 +56,7 @@ def test_conversations_are_shown_turn_by_turn() -> None:
     with JudgeServer() as server:
         found = scored(server.url, None, [Group(prompt, (completion("hi"),))], low=0)
         assert server.log[0].material == {"prompt": turns, "answer": "hi"}
-        assert rewards(found) == [0.2]
+        assert flat(found) == [0.2]
 
 
 def test_the_judge_sees_no_thoughts() -> None:
@@ -88,7 +89,7 @@ def test_the_better_of_a_group_wins_in_both_orders() -> None:
     with JudgeServer(longer) as server:
         groups = [group(["a", "aaa", "aa"]), group(["bb", "bb", "b"], 1)]
         found = scored(server.url, None, groups, mode="pairwise", rivals=2)
-        assert rewards(found) == [0.0, 1.0, 0.5, 0.75, 0.75, 0.0]
+        assert flat(found) == [0.0, 1.0, 0.5, 0.75, 0.75, 0.0]
         assert len(server.log) == 8  # (a, aaa), (a, aa), (aaa, aa), (bb, b); bb and bb are equal
         shown = {(a.material["first"], a.material["second"]) for a in server.log}
         assert {("a", "aaa"), ("aaa", "a")} <= shown
@@ -105,7 +106,7 @@ def test_the_better_of_a_group_wins_in_both_orders() -> None:
 def test_judge_that_prefers_a_place_gives_ties(place: str, bias: float) -> None:
     with JudgeServer(always(place)) as server:
         found = scored(server.url, None, [group(["a", "b", "c"])], mode="pairwise")
-        assert rewards(found) == [0.5, 0.5, 0.5]
+        assert flat(found) == [0.5, 0.5, 0.5]
         assert found.metrics["judge/position_bias"] == bias
         assert found.metrics["judge/inconsistent"] == float(place != "tie")
         assert found.metrics["judge/ties"] == 1.0
@@ -115,14 +116,14 @@ def test_against_a_fixed_answer() -> None:
     with JudgeServer(longer) as server:
         groups = [group(["a", "aaa", "bb"], 0, base="aa"), group(["a"], 1, base=None)]
         found = scored(server.url, None, groups, mode="pairwise", against="base")
-        assert rewards(found) == [0.0, 1.0, 0.5, None]
+        assert flat(found) == [0.0, 1.0, 0.5, None]
         assert len(server.log) == 6
 
 
 def test_equal_answers_are_a_tie_that_costs_nothing() -> None:
     with JudgeServer(always("first")) as server:
         found = scored(server.url, None, [group(["a", "a", "a"])], mode="pairwise")
-        assert rewards(found) == [0.5, 0.5, 0.5]
+        assert flat(found) == [0.5, 0.5, 0.5]
         assert server.log == []
         assert "judge/position_bias" not in found.metrics
 
@@ -131,12 +132,12 @@ def test_one_order_costs_half_and_favours_neither_side() -> None:
     with JudgeServer(always("first")) as server:
         answers = [f"answer {n}" for n in range(64)]
         keys = {"mode": "pairwise", "against": "base", "both_orders": False}
-        found = rewards(scored(server.url, None, [group(answers, base="fixed")], **keys))
+        found = flat(scored(server.url, None, [group(answers, base="fixed")], **keys))
         assert len(server.log) == 64
         assert set(found) == {0.0, 1.0}
         # 64 coins: within four standard deviations of a half.
         assert abs(sum(found) / 64 - 0.5) < 4 * 0.5 / 8  # type: ignore[arg-type]
-        again = rewards(scored(server.url, None, [group(answers, base="fixed")], **keys))
+        again = flat(scored(server.url, None, [group(answers, base="fixed")], **keys))
         assert again == found
 
 
@@ -146,7 +147,7 @@ def test_pair_with_one_verdict_is_left_out() -> None:
 
     with JudgeServer(half) as server:
         found = scored(server.url, None, [group(["a", "aaa", "aa"])], mode="pairwise")
-        assert rewards(found) == [0.0, None, 1.0]
+        assert flat(found) == [0.0, None, 1.0]
         assert found.metrics["judge/unparsed"] == pytest.approx(2 / 3)
         assert found.metrics["judge/inconsistent"] == 0.0
         assert found.extras["judge_unparsed"][2] == "not one JSON object: '?'"

@@ -11,8 +11,9 @@ import pytest
 from keel.rewards.judge.prompts import parse, score_question
 from keel.rewards.judge.store import Cost, StoredAnswer
 from keel.types import KeelError
-from tests.rewards.judge_made import account_of, group, made, rewards, scored
+from tests.rewards.judge_made import account_of, group, made, scored
 from tests.rewards.judge_server import Asked, Fault, JudgeServer
+from tests.rewards.made import flat
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def test_request_without_an_answer_is_repeated(
 ) -> None:
     server.faults = [None, fault]
     found = scored(server.url, tmp_path, [group(["a", "bb"])], concurrency=1, **FIVE)
-    assert rewards(found) == [0.1, 0.2]
+    assert flat(found) == [0.1, 0.2]
     assert len(server.log) == 3
     assert server.names[1] == server.names[2]  # a server may know it and not bill it twice
     account = account_of(tmp_path)
@@ -76,7 +77,7 @@ def test_request_without_an_answer_is_repeated(
 def test_a_server_that_is_slow_is_asked_again(tmp_path: Path) -> None:
     with JudgeServer(faults=[Fault(slow=True)]) as server:
         found = scored(server.url, tmp_path, [group(["aaaa"])], timeout=1.0, **FIVE)
-        assert rewards(found) == [0.4]
+        assert flat(found) == [0.4]
         # It may be at work still: the same name, so that it need not bill twice. (More than two
         # if this machine is slow too.)
         assert len(server.log) >= 2
@@ -146,20 +147,20 @@ def test_reply_without_a_verdict_is_not_paid_twice(
 ) -> None:
     server.fault_of = lambda asked: fault if asked.material["answer"] == "bb" else None
     found = scored(server.url, tmp_path, [group(["a", "bb"])], **FIVE)
-    assert rewards(found) == [0.1, None]
+    assert flat(found) == [0.1, None]
     assert found.metrics["judge/unparsed"] == 0.5
     assert found.extras["judge_unparsed"][0] == ""
     assert found.extras["judge_unparsed"][1] != ""
     assert found.metrics["judge/asked"] == 3  # the second sample of bb is counted
     assert found.metrics["judge/tokens"] == sum(server.billed)
-    assert rewards(scored(server.url, tmp_path, [group(["a", "bb"])], **FIVE)) == [0.1, None]
+    assert flat(scored(server.url, tmp_path, [group(["a", "bb"])], **FIVE)) == [0.1, None]
     assert len(server.log) == 3
 
 
 def test_second_sample_may_hold_a_verdict(server: JudgeServer) -> None:
     server.faults = [Fault(text="hm"), Fault(text='```json\n{"score": 7.0}\n```')]
     found = scored(server.url, None, [group(["a"])], attempts=3, seed=5, **FIVE)
-    assert rewards(found) == [0.7]
+    assert flat(found) == [0.7]
     assert [asked.body["seed"] for asked in server.log] == [5, 6]
     assert found.metrics["judge/unparsed"] == 0.0
 
@@ -174,7 +175,7 @@ def test_halves_of_characters_are_kept_as_question_marks(
         Fault(choice={"finish_reason": half}),
     ]
     found = scored(server.url, tmp_path, [group(["a", "bb", "ccc"])], concurrency=1, **FIVE)
-    assert rewards(found) == [0.3, None, 0.3]
+    assert flat(found) == [0.3, None, 0.3]
     assert found.extras["judge_reason"][0] == "x?"
     assert found.extras["judge_unparsed"][1] == "refused: x?"
     assert account_of(tmp_path).answers == 3
@@ -195,7 +196,7 @@ def test_refusals_are_no_verdict_and_are_not_asked_again(
     server.fault_of = lambda asked: fault if asked.material["answer"] == "bb" else None
     for _ in range(2):
         found = scored(server.url, tmp_path, [group(["a", "bb"])], attempts=5, **FIVE)
-        assert rewards(found) == [0.1, None]
+        assert flat(found) == [0.1, None]
         assert found.extras["judge_unparsed"][1].startswith("refused: ")
     assert len(server.log) == 2
 
@@ -219,7 +220,7 @@ def test_too_long_a_prompt_is_known_by_its_words(
     fault = Fault(status=400, error=error)
     server.fault_of = lambda asked: fault if asked.material["answer"] == "bb" else None
     found = scored(server.url, tmp_path, [group(["a", "bb"])], **FIVE)
-    assert rewards(found) == [0.1, None]
+    assert flat(found) == [0.1, None]
     assert found.extras["judge_unparsed"][1] == "refused: context_length_exceeded"
     assert len(server.log) == 2
 
@@ -242,7 +243,7 @@ def test_servers_that_know_no_schema_are_asked_in_words(
 
     server.fault_of = plain
     found = scored(server.url, tmp_path, [group(["a", "bb", "ccc"])], concurrency=1, **FIVE)
-    assert rewards(found) == [0.1, 0.2, 0.3]
+    assert flat(found) == [0.1, 0.2, 0.3]
     assert ["response_format" in a.body for a in server.log] == [True, False, False, False]
     scored(server.url, tmp_path, [group(["a", "bb", "ccc"])], **FIVE)
     assert len(server.log) == 4  # found, though the server is not asked what it knows
@@ -275,7 +276,7 @@ def test_without_usage_the_worst_case_is_paid(server: JudgeServer, usage: Any) -
     server.faults = [Fault(usage=usage)]
     found = scored(server.url, None, [group(["a"])], max_tokens=100, **FIVE)
     sent = sum(len(m["content"].encode()) for m in server.log[0].body["messages"])
-    assert rewards(found) == [0.1]
+    assert flat(found) == [0.1]
     assert found.metrics["judge/tokens"] > sent + 100
 
 

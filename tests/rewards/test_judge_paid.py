@@ -20,9 +20,9 @@ from keel.rewards.judge.reward import Judge
 from keel.rewards.judge.store import Account, Cost, JudgeStore, StoredAnswer
 from keel.rewards.registry import RewardContext
 from keel.types import KeelError
-from tests.rewards.judge_made import account_of, call, group, made, rewards, scored
+from tests.rewards.judge_made import account_of, call, group, made, scored
 from tests.rewards.judge_server import JudgeServer
-from tests.rewards.made import named
+from tests.rewards.made import flat, named
 from tests.shared import ROOT
 
 pytestmark = pytest.mark.slow
@@ -155,7 +155,7 @@ def test_closing_keeps_what_was_sent_when_another_reward_failed(tmp_path: Path) 
 def test_equal_answers_are_asked_once(tmp_path: Path) -> None:
     with JudgeServer() as server:
         found = scored(server.url, tmp_path, [group(["aa", "aa", "b", "aa"])], **SCALE)
-        assert rewards(found) == [0.2, 0.2, 0.1, 0.2]
+        assert flat(found) == [0.2, 0.2, 0.1, 0.2]
         assert len(server.log) == 2
         assert found.metrics["judge/asked"] == 2
         assert found.metrics["judge/tokens"] == sum(server.billed)
@@ -221,7 +221,7 @@ def test_concurrency_bounds_the_requests_at_a_time(concurrency: int) -> None:
         server.wait_for(lambda: server.active == concurrency)
         server.let_go.set()
         thread.join()
-        assert rewards(done[0]) == [n / 10 for n in range(10)]
+        assert flat(done[0]) == [n / 10 for n in range(10)]
         assert server.peak == concurrency
 
 
@@ -247,7 +247,7 @@ def test_the_budget_is_hard(tmp_path: Path) -> None:
             scored(server.url, tmp_path, groups, budget=0.02, **prices, **SCALE)
         assert len(server.log) == asked
         found = scored(server.url, tmp_path, groups, budget=5.0, **prices, **SCALE)
-        assert None not in rewards(found)
+        assert None not in flat(found)
 
 
 def test_budget_waits_for_requests_in_progress() -> None:

@@ -21,7 +21,8 @@ from keel.rewards import Scorer
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.types import Group, KeelError, Message
 from tests.platform.processes import eventually
-from tests.rewards.learned import group, policy, reward, save_model, values
+from tests.rewards.learned import group, policy, reward, save_model
+from tests.rewards.made import flat
 
 SAME = 1e-5
 """Float32 in packed attention and in transformers' own."""
@@ -83,9 +84,9 @@ def test_scores_are_those_of_plain_transformers_in_order(
 ) -> None:
     expected = plain_scores(folder, [*(("1+1=", t) for t in TEXTS), ("a:", "2"), ("a:", "b")])
     scored = Scorer([outcome(folder, around)])(two_groups, 0)
-    assert values(scored) == pytest.approx(expected, abs=SAME)
+    assert flat(scored) == pytest.approx(expected, abs=SAME)
     assert len({round(x, 3) for x in expected}) == 7  # only the two equal ones agree
-    assert scored.results[0][0].components == {"outcome": values(scored)[0]}
+    assert scored.results[0][0].components == {"outcome": flat(scored)[0]}
     assert scored.results[0][0].steps == ()
 
 
@@ -94,7 +95,7 @@ def test_the_opening_of_a_plain_prompt_is_read_once(
 ) -> None:
     opened = [replace(g, prompt=replace(g.prompt, opening=g.prompt.content)) for g in two_groups]
     plain = Scorer([outcome(folder, around)])(two_groups, 0)
-    assert values(Scorer([outcome(folder, around)])(opened, 0)) == values(plain)
+    assert flat(Scorer([outcome(folder, around)])(opened, 0)) == flat(plain)
 
 
 def test_equal_answers_to_equal_prompts_are_judged_once(
@@ -107,13 +108,13 @@ def test_equal_answers_to_equal_prompts_are_judged_once(
     assert len(asked) == 7  # "2" came twice for one prompt, and once for another
     lengths = [len(answer.tokens) for answer in asked]
     assert lengths == sorted(lengths)
-    assert values(scored)[0] == values(scored)[3] != values(scored)[6]
+    assert flat(scored)[0] == flat(scored)[3] != flat(scored)[6]
 
 
 def test_the_model_reads_with_its_own_tokenizer(folder: Path, around: RewardContext) -> None:
     """A policy of bytes writes other tokens of the same text."""
     bytewise = policy(tokenizer="bytes").tokenizer
-    found = values(Scorer([outcome(folder, around)])([group(bytewise, "1+1=", TEXTS)], 0))
+    found = flat(Scorer([outcome(folder, around)])([group(bytewise, "1+1=", TEXTS)], 0))
     assert found == pytest.approx(plain_scores(folder, [("1+1=", t) for t in TEXTS]), abs=SAME)
 
 
@@ -143,7 +144,7 @@ def test_tools_of_a_prompt_are_read_through_the_template(
         for one, own in zip(groups, tools, strict=True)
     ]
     with closing(Scorer([outcome(tmp_path, around, process=process)])) as scorer:
-        found = values(scorer(groups, 0))
+        found = flat(scorer(groups, 0))
     rows = [("a:1+1=", "2"), ("b:1+1=", "2"), (":1+1=", "2")]
     assert found == pytest.approx(plain_scores(tmp_path, rows), abs=SAME)
 
@@ -154,7 +155,7 @@ def test_an_answer_beyond_the_models_context_is_refused(
     save_model(tmp_path, "outcome", context=16)
     scorer = Scorer([outcome(tmp_path, around)])
     fits, filled = "a" * 11, "a" * 12
-    assert None not in values(scorer([group(around.tokenizer, "1+1=", [fits, filled])], 0))
+    assert None not in flat(scorer([group(around.tokenizer, "1+1=", [fits, filled])], 0))
     says = r"completion 1 is 18 tokens with its prompt.*context of 16: lower rollout.max_tokens"
     with pytest.raises(KeelError, match=says):
         scorer([group(around.tokenizer, "1+1=", [fits, "a" * 13])], 0)
@@ -166,8 +167,8 @@ def test_an_answer_beyond_the_models_context_is_refused(
 def test_the_model_of_a_stage_before(folder: Path, two_groups: list[Group]) -> None:
     around = RewardContext(tokenizer=policy().tokenizer, models={"judge": folder})
     named = reward("outcome", around, options={"stage": "judge"})
-    expected = values(Scorer([outcome(folder, around)])(two_groups, 0))
-    assert values(Scorer([named])(two_groups, 0)) == expected
+    expected = flat(Scorer([outcome(folder, around)])(two_groups, 0))
+    assert flat(Scorer([named])(two_groups, 0)) == expected
 
 
 @pytest.mark.parametrize(
@@ -231,10 +232,10 @@ def test_own_process_gives_the_same_scores_and_ends(
 ) -> None:
     assert elsewhere.function.model.child.child is None  # type: ignore[union-attr]
     scorer = Scorer([elsewhere], timeout=600.0)
-    here = values(Scorer([outcome(folder, around)])(two_groups, 0))
-    assert values(scorer(two_groups, 0)) == pytest.approx(here, abs=SAME)
+    here = flat(Scorer([outcome(folder, around)])(two_groups, 0))
+    assert flat(scorer(two_groups, 0)) == pytest.approx(here, abs=SAME)
     pid = worker_of(elsewhere)
-    turned = values(scorer(two_groups[::-1], 1))
+    turned = flat(scorer(two_groups[::-1], 1))
     assert turned == pytest.approx([*here[6:], *here[:6]], abs=SAME)
     assert worker_of(elsewhere) == pid != os.getpid()  # and keeps the model
     assert address_space(pid) == "unlimited"  # memory_mb is 0 unless given
@@ -257,13 +258,13 @@ def test_errors_of_the_own_process_are_reported(tmp_path: Path, around: RewardCo
     assert address_space(pid) == "20000000000"
     shutil.rmtree(tmp_path)
     save_model(tmp_path, "outcome", context=16)
-    assert None not in values(scorer(groups, 1))
+    assert None not in flat(scorer(groups, 1))
     with pytest.raises(KeelError, match="completion 1 is 25 tokens with its prompt") as error:
         scorer([group(around.tokenizer, "1+1=", ["2", "a" * 20])], 2)
     assert "\n" not in str(error.value)
     assert worker_of(named) == pid  # a refusal costs no process
     os.kill(pid, signal.SIGKILL)
-    assert None not in values(scorer(groups, 3))  # in a new one
+    assert None not in flat(scorer(groups, 3))  # in a new one
     assert worker_of(named) != pid
     scorer.close()
 

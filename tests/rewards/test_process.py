@@ -18,7 +18,8 @@ from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.steps import on_tokens
 from keel.types import Group, KeelError, Prompt
 from tests.models.test_encode import tokenizer as words
-from tests.rewards.learned import completion, group, policy, reward, save_model, values
+from tests.rewards.learned import completion, group, policy, reward, save_model
+from tests.rewards.made import flat
 
 SAME = 1e-5
 """Float32 in packed attention and in transformers' own."""
@@ -77,7 +78,7 @@ def test_an_aggregate_is_one_number(how: Any, folder: Path, around: RewardContex
     named = process(folder, RewardContext(), aggregate=how)  # no tokens of a policy needed
     scored = Scorer([named])([group(around.tokenizer, "1+1=", TEXTS)], 0)
     expected = [aggregate(plain_steps(folder, "1+1=", s), how) if s else 0.0 for s in STEPS]
-    assert values(scored) == pytest.approx(expected, abs=SAME)
+    assert flat(scored) == pytest.approx(expected, abs=SAME)
     assert all(result.steps == () for result in scored.results[0])
 
 
@@ -113,7 +114,7 @@ def test_steps_are_not_normalised_here(folder: Path, around: RewardContext) -> N
     # One number an answer may be.
     options = {"model": str(folder), "aggregate": "min"}
     named = reward("process", around, options=options, normalise="group")
-    scored = values(Scorer([named])([group(around.tokenizer, "1+1=", TEXTS)], 0))
+    scored = flat(Scorer([named])([group(around.tokenizer, "1+1=", TEXTS)], 0))
     assert sum(x for x in scored if x is not None) == pytest.approx(0.0, abs=1e-9)
 
 

@@ -11,7 +11,8 @@ from keel.rewards import Scorer
 from keel.rewards.registry import RewardContext
 from keel.rewards.steps import on_tokens
 from keel.types import KeelError
-from tests.rewards.learned import group, policy, reward, values
+from tests.rewards.learned import group, policy, reward
+from tests.rewards.made import flat
 
 LETTERS = policy().tokenizer
 GOLD = "1+1\n=2\n2"
@@ -84,7 +85,7 @@ def test_answers_of_several_prompts_keep_their_order() -> None:
         group(LETTERS, "b:", ["1\n3"], "t/train/1", answer="1\n3"),
     ]
     scored = Scorer([named])(groups, 0)
-    assert values(scored) == [4.0, 2.0, 4.0]
+    assert flat(scored) == [4.0, 2.0, 4.0]
     assert scored.metrics["rewards/step_match/mean"] == pytest.approx(5 / 3)
 
 
