@@ -114,7 +114,7 @@ def read_jsonl(path: Path) -> Table:
     bad: list[LeftOut] = []
     rows: list[SourceRow] = []
     try:
-        # A byte that is no UTF-8 becomes half of a character, so that the line it is in is known.
+        # A byte that is not UTF-8 becomes half of a character, so that the line it is in is known.
         with path.open("rb") as raw:
             if raw.read(4) == b"PAR1":
                 raise KeelError(f'{path}: a Parquet file: read it by name = "parquet"')
@@ -265,7 +265,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _shown(text: str) -> str:
-    """A line as it stands, bytes that are no UTF-8 as \\xff."""
+    """A line as it stands, bytes that are not UTF-8 as \\xff."""
     line = text.rstrip("\n")
     return line.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 

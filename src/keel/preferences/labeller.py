@@ -107,7 +107,7 @@ class PeopleLabeller:
     def check(self, folder: RunFolder) -> None:
         """`PairLabeller.check`: later rounds would choose and pay for other pairs.
 
-        Labels that were added since are no difference.
+        Labels that were added since make no difference.
         """
         for stage in folder.stages:
             path = folder.labels(stage)

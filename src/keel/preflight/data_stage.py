@@ -13,7 +13,6 @@ from keel.config.fields import derive
 from keel.config.stage import DemonstrationSource, JudgedSource
 from keel.data.messages import prompt_columns
 from keel.data.preferences.dataset import READERS, encode_row, without_bad
-from keel.data.preferences.schema import Labelled, Preference, Stepwise
 from keel.data.tasks.splits import KINDS
 from keel.models.policy import Policy
 from keel.models.reward import Reader, check_classifier
@@ -114,7 +113,7 @@ def inspect_preference_data(context: StageContext, source: JudgedSource) -> None
     ]
     if fitting:
         longest, record = max(fitting, key=lambda pair: pair[0].length)
-        context.work.longest = LongestExample(longest.length, _as_columns(record), source.raw)
+        context.work.longest = LongestExample(longest.length, record.columns, source.raw)
     if held and limit is not None and min(held) > limit:
         error = KeelError(
             f"each of the {len(held)} validation rows is longer than {limit} tokens: raise "
@@ -155,25 +154,8 @@ def _check_row_tokens(
     prompts = [reader.prompt(row.prompt, row.id, row.tools) for row in rows[:32]]
     check_tokens(context, tokenizer, prompts, template, {prompt.task: key for prompt in prompts})
     specials = [str(token) for token in tokenizer.all_special_tokens]
-    answers = [(row.id, text) for row in rows for text in _answers(row)]
+    answers = [(row.id, text) for row in rows for text in row.answers.values()]
     context.add(tokens.special_in_answers(answers, specials, key, letters=True))
-
-
-def _answers(row: Preference | Labelled | Stepwise) -> tuple[str, ...]:
-    if isinstance(row, Preference):
-        return row.chosen, row.rejected
-    return row.steps if isinstance(row, Stepwise) else (row.completion,)
-
-
-def _as_columns(row: Preference | Labelled | Stepwise) -> dict[str, Any]:
-    """A row as the readers of preference data take it."""
-    prompt = prompt_columns(row.prompt, row.tools)
-    if isinstance(row, Preference):
-        answers: dict[str, Any] = {"chosen": row.chosen, "rejected": row.rejected}
-        return {**prompt, **answers, "probability": row.probability, "margin": row.margin}
-    if isinstance(row, Stepwise):
-        return {**prompt, "completions": list(row.steps), "labels": list(row.labels)}
-    return {**prompt, "completion": row.completion, "label": row.label}
 
 
 def _base(context: StageContext) -> Policy:

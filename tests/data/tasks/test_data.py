@@ -188,7 +188,7 @@ def test_an_answer_without_content_is_empty(value: Any, tmp_path: Path) -> None:
 def test_lists_of_anything_else_are_no_answers(value: Any, tmp_path: Path) -> None:
     with (
         passed({"rows": lambda: [{"prompt": "p", "gold": value}]}),
-        pytest.raises(KeelError, match=r"row 1: the answer column 'gold' is no text, and no l"),
+        pytest.raises(KeelError, match=r"row 1: the answer column 'gold' is not a text or a l"),
     ):
         build("python:rows", answer="gold")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from keel.config.sources import PreferenceData
 from keel.config.stage import Records
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
-from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.preferences.schema import JudgedRow, Labelled, Preference, Stepwise
 from keel.data.tables import SourceRow, Table, all_bad, list_rows, rows_table
 from keel.data.tasks.base import position
 from keel.data.tasks.generated import call_entry
@@ -21,7 +21,7 @@ from keel.data.tasks.splits import KINDS, Placed, Splits, read_splits, source_ta
 from keel.runs.quarantine import LeftOut
 from keel.types import KeelError
 
-T = TypeVar("T", bound=Preference | Labelled | Stepwise)
+T = TypeVar("T", bound=JudgedRow)
 E = TypeVar("E")
 
 
@@ -67,7 +67,7 @@ def without_bad(splits: Splits[T], encode: Callable[[T], Any]) -> Splits[T]:
 
 
 VALIDATION = "validation/"
-"""Begins the ids of a validation file of its own: both files may number their rows from 0."""
+"""Begins the ids of a separate validation file: both files may number their rows from 0."""
 
 
 def read_pairs(source: PreferenceData, seed: int = 0) -> Splits[Preference]:
@@ -137,7 +137,7 @@ def _read(
 def _is_kept(source: PreferenceData, item: T, fields: Fields) -> bool:
     """Whether a row is used; one with an empty answer may be dropped. Raises KeelError for one
     that is refused."""
-    empty = [name for name, text in _answers(item) if not text.strip()]
+    empty = [name for name, text in item.answers.items() if not text.strip()]
     if not empty or source.empty == "keep":
         return True
     if source.empty == "refuse":
@@ -164,15 +164,6 @@ def _check_names(source: PreferenceData, table: Table, known: tuple[str, ...]) -
         if not any(column in row.values for row in table.rows):
             there = {str(key) for row in table.rows for key in row.values}
             raise KeelError(f"{table.source}: columns.{name}: {unknown('column', column, there)}")
-
-
-def _answers(item: Preference | Labelled | Stepwise) -> Iterable[tuple[str, str]]:
-    """The columns of the answers (alternatives joined by a stroke) and their texts."""
-    if isinstance(item, Preference):
-        return (("chosen", item.chosen), ("rejected", item.rejected))
-    if isinstance(item, Labelled):
-        return (("completion", item.completion),)
-    return (("completions/steps", "".join(item.steps)),)
 
 
 def _id(fields: Fields, number: str, prefix: str) -> str:

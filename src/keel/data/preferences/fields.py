@@ -237,14 +237,14 @@ def stepwise(fields: Fields, id: str) -> Stepwise:
     name = fields.first("completions", "steps")
     steps = fields.texts(name)
     error = next((e for e in FIRST_ERROR if fields.there(e)), None)
-    if not fields.has("labels"):
-        # With neither, it is the labels that are asked for.
-        if error is None:
-            raise fields.wrong("labels", "give a list with a label a step, or a first_error column")
-        return _until(fields, error, id, prompt, steps)
-    if error is not None and fields.has(error):
-        raise fields.wrong(error, "the row has labels as well: drop one of the two")
-    labels = _labels(fields, name, len(steps))
+    if fields.has("labels"):
+        if error is not None and fields.has(error):
+            raise fields.wrong(error, "the row has labels as well: drop one of the two")
+        labels = _labels(fields, name, len(steps))
+    elif error is not None:
+        labels = _until(fields, error, len(steps))
+    else:
+        raise fields.wrong("labels", "give a list with a label a step, or a first_error column")
     return Stepwise(id, prompt, steps, labels, tools=fields.tools(), origin=fields.origin)
 
 
@@ -266,15 +266,18 @@ def _labels(fields: Fields, steps: str, count: int) -> tuple[float | None, ...]:
     return labels
 
 
-def _until(
-    fields: Fields, column: str, id: str, prompt: Content, steps: tuple[str, ...]
-) -> Stepwise:
-    """Some writers of Parquet keep integers that may be null as floats, so 3.0 is 3."""
+def _until(fields: Fields, column: str, count: int) -> tuple[float | None, ...]:
+    """From the index of the first wrong step: right before it, wrong there, unjudged after.
+
+    Some writers of Parquet keep integers that may be null as floats, so 3.0 is 3.
+    """
     found = fields.value(column)
     index = finite(found)
-    if found is not None and (index is None or index not in range(len(steps))):
+    if found is None:
+        return (1.0,) * count
+    if index is None or index not in range(count):
         raise fields.wrong(
-            column, f"give the index of a step, 0 to {len(steps) - 1}, or null if all are right"
+            column, f"give the index of a step, 0 to {count - 1}, or null if all are right"
         )
-    at = None if index is None else int(index)
-    return Stepwise.until(id, prompt, steps, at, fields.origin, fields.tools())
+    at = int(index)
+    return (*[1.0] * at, 0.0, *[None] * (count - at - 1))

@@ -1,88 +1,109 @@
 """The rows that reward models learn from. Torch-free.
 
 Named as TRL names its columns: `prompt/chosen/rejected`, `prompt/completion/label`,
-`prompt/completions/labels`. Rows with the same `group` hang together, by a column that the data
-names; if it names none (None), rows of one prompt do. `tools` are described to the model by the
-chat template.
+`prompt/completions/labels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from keel.data.messages import prompt_columns
 from keel.data.tables import SourceRow
 from keel.types import Content, Tools
 
 
 @dataclass(frozen=True, slots=True)
-class Preference:
-    """Two answers to one prompt.
+class JudgedRow:
+    """What rows of every kind have.
 
-    `probability` is that of `chosen` being the better one: 1 for a plain preference, between for a
-    soft label, ½ for a tie. `margin` is by how much its score is to lie above (Bradley–Terry with
-    margin). `id` names the row; rows of one prompt share a `prompt`.
+    `id` names the row; rows of one prompt share a `prompt`. Rows with the same `group` hang
+    together, by a column that the data names; if it names none (None), rows of one prompt do.
+    `tools` are described to the model by the chat template.
     """
 
     id: str
     prompt: Content
+    group: str | None = field(default=None, kw_only=True)
+    tools: Tools = field(default=(), kw_only=True)
+    origin: SourceRow | None = field(default=None, compare=False, repr=False, kw_only=True)
+
+    @property
+    def answers(self) -> Mapping[str, str]:
+        """The texts of the answers by their columns; names of one column are joined by a stroke."""
+        raise NotImplementedError
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The row as readers take it, without its id and group."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Preference(JudgedRow):
+    """Two answers to one prompt.
+
+    `probability` is that of `chosen` being the better one: 1 for a plain preference, between for a
+    soft label, ½ for a tie. `margin` is by how much its score is to lie above (Bradley–Terry with
+    margin).
+    """
+
     chosen: str
     rejected: str
     probability: float = 1.0
     margin: float = 0.0
-    group: str | None = None
-    tools: Tools = ()
-    origin: SourceRow | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def answers(self) -> Mapping[str, str]:
+        return {"chosen": self.chosen, "rejected": self.rejected}
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        more = {"probability": self.probability, "margin": self.margin}
+        return {**prompt_columns(self.prompt, self.tools), **self.answers, **more}
 
 
 @dataclass(frozen=True, slots=True)
-class Labelled:
+class Labelled(JudgedRow):
     """One answer, right (1) or wrong (0); between, a share of judges."""
 
-    id: str
-    prompt: Content
     completion: str
     label: float
-    group: str | None = None
-    tools: Tools = ()
-    origin: SourceRow | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def answers(self) -> Mapping[str, str]:
+        return {"completion": self.completion}
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {**prompt_columns(self.prompt, self.tools), **self.answers, "label": self.label}
 
 
 @dataclass(frozen=True, slots=True)
-class Stepwise:
+class Stepwise(JudgedRow):
     """An answer in steps, each right (1) or wrong (0); None if it was not judged.
 
     The completion is the steps joined by a separator.
     """
 
-    id: str
-    prompt: Content
     steps: tuple[str, ...]
     labels: tuple[float | None, ...]
-    group: str | None = None
-    tools: Tools = ()
-    origin: SourceRow | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def answers(self) -> Mapping[str, str]:
+        return {"completions/steps": "".join(self.steps)}
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        answers = {"completions": list(self.steps), "labels": list(self.labels)}
+        return {**prompt_columns(self.prompt, self.tools), **answers}
 
     @property
     def first_error(self) -> int | None:
         """The index (from 0) of the first wrong step; None if every judged step is right."""
         return first_wrong(self.labels)
-
-    @staticmethod
-    def until(
-        id: str,
-        prompt: Content,
-        steps: tuple[str, ...],
-        first_error: int | None,
-        origin: SourceRow | None = None,
-        tools: Tools = (),
-    ) -> Stepwise:
-        """From the index of the first wrong step: right before it, wrong there, unjudged after."""
-        if first_error is not None and not 0 <= first_error < len(steps):
-            raise ValueError(f"first wrong step {first_error} is none of the {len(steps)} steps")
-        at = len(steps) if first_error is None else first_error
-        labels = (*[1.0] * at, 0.0, *[None] * len(steps))[: len(steps)]
-        return Stepwise(id, prompt, steps, labels, tools=tools, origin=origin)
 
 
 def first_wrong(labels: Sequence[float | None]) -> int | None:

@@ -22,7 +22,7 @@ VALIDATION_FRACTION = 0.1
 
 
 class BaseTask:
-    """A task that cannot tell anything; tasks override what they know."""
+    """The defaults of the Task protocol; tasks override those that differ."""
 
     name: str
     correctness = False
@@ -45,7 +45,7 @@ class BaseTask:
         return None
 
     def reply(self, prompt: Prompt, text: str) -> str | None:
-        """The environment says nothing: the conversation ends."""
+        """No answer of the environment: the conversation ends."""
         return None
 
 
@@ -72,7 +72,7 @@ def _trimmed(text: str) -> str:
 
 def places(content: Content) -> Iterator[float]:
     """Where a prompt lies in any form that a task's rows may have: with and without its system
-    message, and as text where one turn is left."""
+    message, and as text if one turn is left."""
     yield position(content)
     if isinstance(content, str):
         return
@@ -123,7 +123,7 @@ class Presentation:
 
     `template` is a format string over the row's columns, or the name of a column; one that holds
     messages is taken as they are. `system` makes the prompt a conversation, with that system
-    message or, where it is empty, with none.
+    message or, if it is empty, with none.
     """
 
     template: str = "{prompt}"

@@ -22,7 +22,7 @@ GENERATORS: dict[str, type[Generated]] = {
 
 
 def build_tasks(sources: Sequence[TaskSource], seed: int) -> tuple[Task, ...]:
-    """The tasks of a mixture, each with a name of its own (`#2`, … for the second of a name).
+    """The tasks of a mixture, each with its own name (`#2`, … for the second of a name).
 
     Raises KeelError for whatever is wrong with a source.
     """
@@ -44,12 +44,12 @@ def build_task(source: TaskSource, seed: int) -> Task:
 
 
 def stored(task: Task) -> DataTask | None:
-    """The task as one of stored rows; None where it is of another kind."""
+    """The task as one of stored rows; None if it is of another kind."""
     return task if isinstance(task, DataTask) else None
 
 
 def catalogue() -> list[tuple[str, str]]:
-    """Every task by name, with one line on it; reasoning-gym's where it is installed."""
+    """Every task by name, with one line on it; reasoning-gym's if it is installed."""
     rows = [(name, _first_line(task)) for name, task in sorted(GENERATORS.items())]
     rows += list(KINDS.items())
     rows.append(("module:function", "a Python function that returns a task, or rows of dicts"))

@@ -1,4 +1,4 @@
-"""Every reasoning-gym data set as a task, run in a sandbox of its own.
+"""Every reasoning-gym data set as a task, run in its own sandbox.
 
 Three reasons: some of its scorers evaluate the answer as Python, and some of its data sets run code
 that a model wrote; some of its generators depend on Python's hash seed, which only a new process

@@ -53,10 +53,10 @@ def arithmetic(text: str) -> Any:
 
 
 def formula(text: str, local_dict: Mapping[str, Any] | None = None) -> Any:
-    """The formula of a text; with functions where it has symbols of its own (`local_dict`).
+    """The formula of a text; with functions if it has its own symbols (`local_dict`).
 
     Other names than those are symbols too, unless they are sympy's or Python's. Raises ValueError
-    for what is no such formula.
+    for any other text.
     """
     return _read(text, dict(local_dict or {}), FUNCTIONS if local_dict else {})
 
@@ -99,7 +99,7 @@ def _symbol(name: str, names: dict[str, Any] | None) -> Any:
     if name in CONSTANTS:
         return CONSTANTS[name]
     if hasattr(sympy, name) or hasattr(builtins, name):
-        raise ValueError(f"{name} is no symbol")
+        raise ValueError(f"{name} is not a symbol")
     return sympy.Symbol(name)
 
 
@@ -123,8 +123,8 @@ def _bits(node: ast.expr) -> float:
 def prepare() -> None:
     """Replace what scorers evaluate an answer with; for this process alone.
 
-    Formulas are read, not evaluated; other scorers get a literal of Python, or nothing. And where
-    a comparison with what is no number would pass for equality, there is no such number.
+    Formulas are read, not evaluated; other scorers get a literal of Python, or nothing. NaN is
+    refused where a comparison with it would pass for equality.
     """
     sympy.parse_expr = formula
     for path, name, replacement in (

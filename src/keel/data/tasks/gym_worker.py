@@ -50,7 +50,7 @@ So does the scorer of the base class, which most of the others have.
 
 
 def bounded(value: Any) -> float:
-    """A verdict: from 0 to 1, and 0 for what is no number."""
+    """A verdict: from 0 to 1, and 0 for NaN."""
     number = float(value)
     return min(max(number, 0.0), 1.0) if number == number else 0.0
 
@@ -202,7 +202,7 @@ def seed_everything(seed: int) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it; what it cannot becomes text."""
+    """A value as JSON can hold it; anything else becomes text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

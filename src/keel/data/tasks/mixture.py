@@ -13,9 +13,9 @@ Prepare = Callable[[Prompt], Prompt | None]
 """Makes a prompt ready (encodes it); None leaves it out."""
 
 LEFT_OUT_IN_A_ROW = 1_000
-"""So many prompts of an endless task left out one after the other mean that none will do."""
+"""After this number of prompts left out one after the other, an endless task is given up."""
 REPEATS_IN_A_ROW = 1_000
-"""So many known prompts in a row mean that an endless task has shown all its validation ones."""
+"""After this number of known prompts in a row, an endless task has no other validation ones."""
 
 
 class PromptStream:
@@ -46,7 +46,7 @@ class PromptStream:
     def take(self, k: int) -> list[Prompt]:
         """The next `k` prompts that were not left out.
 
-        Raises KeelError where a task has no prompt that is not left out.
+        Raises KeelError if every prompt of a task is left out.
         """
         return [self._next() for _ in range(k)]
 
@@ -64,7 +64,7 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state()`. Raises KeelError where it is of another mixture."""
+        """Go on from a `state()`. Raises KeelError if it is of another mixture."""
         names = [task.name for task in self.tasks]
         if set(state.get("taken", {})) != set(names):
             raise KeelError(
@@ -120,8 +120,8 @@ def validation_prompts(
 ) -> list[Prompt]:
     """The first `n` different validation prompts, each task in proportion to its weight.
 
-    Fewer where the validation splits have no more. No chance is in it. Raises KeelError where there
-    is none at all.
+    Fewer if the validation splits have no more. Nothing is random. Raises KeelError if there is
+    none at all.
     """
     _check(tasks, weights)
     found: list[Prompt] = []
@@ -129,7 +129,7 @@ def validation_prompts(
     walks = [_walk(task, prepare) for task in tasks]
     live = set(range(len(tasks)))
     while live and len(found) < n:
-        # The task that lags furthest behind its weight; the earlier one where two do alike.
+        # The task that lags furthest behind its weight; the earlier one of two equal ones.
         at = min(live, key=lambda i: ((counts[i] + 1) / weights[i], i))
         prompt = next(walks[at], None)
         if prompt is None:

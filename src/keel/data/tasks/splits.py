@@ -88,7 +88,7 @@ def read_splits(
     """Both splits, by the hash of the prompt or group, or of a table each.
 
     Raises KeelError for a bad row unless the source drops them (its `key` in the recipe), and if a
-    split of its own table, or the train split, is left without rows.
+    table or the train split is left without rows.
     """
     train, validation = tables
     kept, left = _rows(train, make, False, name, source, key)

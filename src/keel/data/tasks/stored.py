@@ -176,12 +176,12 @@ def _check_answer(row: Row, answer: str, place: str) -> None:
         texts = [str(gold) for gold in golds]
     except Exception as error:  # also of a value's own class, or of too many digits
         message = one_line(error)[:300]
-        raise KeelError(f"{column} is no text, and no list of texts: {message}") from None
+        raise KeelError(f"{column} is not a text or a list of texts: {message}") from None
     if not golds:
         raise KeelError(_no_answer(place, answer, row))
     pairs = zip(golds, texts, strict=True)
     if not all((text or isinstance(gold, str)) and encodable(text) for gold, text in pairs):
-        raise KeelError(f"{column} is no text: leave the row out")
+        raise KeelError(f"{column} is not a text: leave the row out")
 
 
 def _no_answer(place: str, name: str, columns: Row) -> str:

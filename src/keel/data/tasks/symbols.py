@@ -11,7 +11,7 @@ from keel.data.tasks.generated import Generated, check_range
 
 
 class SortDigits(Generated):
-    """Sort the digits: `7301>` asks for `0137`, with `separator` between them where one is set."""
+    """Sort the digits: `7301>` asks for `0137`, with `separator` between them if one is set."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A task that a user wrote: what it raises is named as its own."""
+"""A task that a user wrote: its exceptions are reported as its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keel.types import Completion, KeelError, Prompt, Split, one_line
 
 
 class UserTask(BaseTask):
-    """Hands every question on to the user's object; what it lacks, it cannot tell.
+    """Hands every question on to the user's object; the defaults hold for what it lacks.
 
     If it is given another `name`, the ids of its prompts get it too.
     """

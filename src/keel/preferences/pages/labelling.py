@@ -30,7 +30,7 @@ EVERY = 5.0
 """Seconds between two looks at the progress."""
 LONGEST = 200_000
 """Characters of a text that is shown."""
-SAID: dict[Choice, str] = {
+MESSAGES: dict[Choice, str] = {
     "left": "answer 1 is better",
     "right": "answer 2 is better",
     "tie": "tie",
@@ -184,7 +184,7 @@ class LabellingPage:
         async def do() -> None:
             assert shown is not None
             wrong, _ = await self._call(partial(self.session.submit, shown, choice))
-            self.status, self.failed = wrong or f"Saved: {SAID[choice]}", bool(wrong)
+            self.status, self.failed = wrong or f"Saved: {MESSAGES[choice]}", bool(wrong)
 
         if shown is not None:
             await self._act(do)

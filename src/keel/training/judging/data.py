@@ -12,7 +12,7 @@ import torch
 
 from keel.config.stage import Records
 from keel.data.preferences.dataset import encode_row, without_bad
-from keel.data.preferences.schema import Labelled, Preference, Stepwise
+from keel.data.preferences.schema import JudgedRow, Labelled, Preference, Stepwise
 from keel.data.tasks.splits import Splits
 from keel.models.packed import PackedSizes, sizes_on
 from keel.models.reward import Answered, Reader, joined
@@ -148,7 +148,7 @@ def encoder(records: Records, reader: Reader, separator: str = "\n") -> Callable
     return pair_encoder(reader) if records == "pairs" else label_encoder(reader)
 
 
-def cluster_of(row: Preference | Labelled | Stepwise) -> str:
+def cluster_of(row: JudgedRow) -> str:
     """What related examples have in common: their group, or else their prompt."""
     if row.group is not None:
         return row.group
