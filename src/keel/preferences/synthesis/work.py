@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,27 +40,29 @@ class Work:
 
 
 def missing_completions(
-    store: PreferenceStore, options: SynthesisOptions, prompts: Iterable[PromptRecord]
+    store: PreferenceStore, options: SynthesisOptions, prompts: Sequence[PromptRecord]
 ) -> list[Work]:
-    """The samples that are not in the store, by model and prompt."""
+    """The samples that are not in the store with these settings, by model and prompt."""
+    sampling = {model.model: options.sampling_of(model) for model in options.models}
     there = [
-        {(one.model, *_settings(one)) for one in store.completions(prompt.id)} for prompt in prompts
+        {
+            (one.model, one.columns.get("sample"))
+            for one in store.completions(prompt.id)
+            if one.sampling == sampling.get(one.model)
+        }
+        for prompt in prompts
     ]
     return [
         Work(model, prompt, sample)
         for model in options.models
         for prompt, found in zip(prompts, there, strict=True)
         for sample in range(options.samples)
-        if (model.model, content_id(options.sampling_of(model)), sample) not in found
+        if (model.model, sample) not in found
     ]
 
 
-def _settings(completion: CompletionRecord) -> tuple[str, Any]:
-    return content_id(completion.sampling), completion.columns.get("sample")
-
-
 def missing_pairs(
-    store: PreferenceStore, options: SynthesisOptions, prompts: Iterable[PromptRecord]
+    store: PreferenceStore, options: SynthesisOptions, prompts: Sequence[PromptRecord]
 ) -> list[PairRecord]:
     """The pairs of prompts that are to be added."""
     known: dict[str, list[PairRecord]] = {}
@@ -80,7 +82,7 @@ def missing_pairs(
 
 
 def missing_labels(
-    store: PreferenceStore, options: SynthesisOptions, prompts: Iterable[PromptRecord]
+    store: PreferenceStore, options: SynthesisOptions, prompts: Sequence[PromptRecord]
 ) -> list[Work]:
     """The pairs in the store that the judge has not labelled by this rubric."""
     if (judge := options.judge) is None:
