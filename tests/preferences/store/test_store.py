@@ -326,7 +326,7 @@ def test_files_that_are_no_store_are_refused(tmp_path: Path) -> None:
         (tmp_path, False, "it is not a store"),
         (text, True, "not a database: name another file"),
         (other, True, "belongs to another program"),
-        (old, False, "it is of version 99, and this Keel needs 1: name another file"),
+        (old, False, "it is of version 99, and this Keel needs 2: name another file"),
     ):
         before = path.read_bytes() if path.is_file() else None
         with pytest.raises(KeelError, match=what) as caught:

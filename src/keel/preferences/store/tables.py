@@ -122,7 +122,7 @@ _STATEMENTS = (
 )
 FORMAT = Format(
     application=0x4B505246,  # KPRF
-    version=1,
+    version=2,
     statements=_STATEMENTS,
     tables=frozenset((*(layout.table for layout in LAYOUTS), "leases")),
 )
