@@ -324,6 +324,7 @@ def test_a_mistyped_file_gets_a_suggestion(tmp_path: Path) -> None:
         ("def make(): return ['x']", "row 1 is a str, not a dict"),
         ("def make(): return []", "no rows"),
         ("def make(): raise ValueError('gone')", "raises ValueError: gone"),
+        ("def make():\n yield {}\n raise ValueError('gone')", "raises ValueError: gone"),
         ("def maker(): return []", "did you mean 'maker'?"),
         ("make = 5", "is a int, not a function"),
         ("import nowhere_to_be_found", "ModuleNotFoundError"),

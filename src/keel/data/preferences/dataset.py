@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from keel.config.stage import Records
 from keel.data.preferences import fields as judged
 from keel.data.preferences.fields import Fields
 from keel.data.preferences.schema import JudgedRow, Labelled, Preference, Stepwise
-from keel.data.tables import SourceRow, Table, all_bad, list_rows, rows_table
+from keel.data.tables import SourceRow, Table, all_bad, rows_table
 from keel.data.tasks.base import position
 from keel.data.tasks.generated import call_entry
 from keel.data.tasks.splits import KINDS, Placed, Splits, read_splits, source_tables
@@ -193,10 +193,4 @@ def _entry(source: PreferenceData, seed: int) -> Table:
     for key, value in (("path", source.path), ("validation_path", source.validation_path)):
         if value is not None:
             raise KeelError(f"{where}: {key} is not read by a function: put it into options")
-
-    def rows(made: Any) -> list[Any]:
-        if isinstance(made, str | bytes | Mapping):
-            raise KeelError(f"{where} returns a {type(made).__name__}: return rows of dicts")
-        return list_rows(made)
-
-    return rows_table(call_entry(source, "preference data", seed, rows), where)
+    return rows_table(call_entry(source, "preference data", seed), where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.sources import PreferenceData, TaskSource
+from keel.data.tables import list_rows
 from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_of
 from keel.graders.stated import answer_part
 from keel.types import Completion, KeelError, Prompt, Split, one_line
@@ -81,13 +82,8 @@ def take_options(
             raise KeelError(f"{where}: {unknown('option', option, names) if names else none}")
 
 
-def call_entry(
-    source: TaskSource | PreferenceData,
-    what: str,
-    seed: int,
-    read: Callable[[Any], Any] = lambda made: made,
-) -> Any:
-    """What a Python entry returns, as `read` takes it; `what` says what it is for ("task").
+def call_entry(source: TaskSource | PreferenceData, what: str, seed: int) -> Any:
+    """What a Python entry returns: a task, or rows as a list; `what` is "task" or the data's name.
 
     It is called with the options, and with `seed` if it has a parameter of that name. Raises
     KeelError.
@@ -101,11 +97,22 @@ def call_entry(
     if "seed" in inspect.signature(function).parameters:
         options.setdefault("seed", seed)
     try:
-        return read(function(**options))
+        made = function(**options)
+        if what == "task" and is_task(made):
+            return made
+        if isinstance(made, Iterable) and not isinstance(made, str | bytes | Mapping):
+            return list_rows(made)
     except KeelError:
         raise
     except Exception as error:
         raise KeelError(f"{where} raises {one_line(error, named=True)}") from error
+    wanted = "a task or rows of dicts" if what == "task" else "rows of dicts"
+    raise KeelError(f"{where} returns a {type(made).__name__}: return {wanted}")
+
+
+def is_task(made: Any) -> bool:
+    """Whether an object is a task and not rows."""
+    return all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score"))
 
 
 def check_range(where: str, **bounds: int) -> None:

@@ -18,11 +18,10 @@ from keel.data.tables import (
     Table,
     all_bad,
     encodable,
-    list_rows,
     rows_table,
 )
 from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id
-from keel.data.tasks.generated import call_entry
+from keel.data.tasks.generated import call_entry, is_task
 from keel.data.tasks.splits import Placed, read_splits, source_tables
 from keel.data.tasks.user import UserTask
 from keel.graders.formats import same_text
@@ -140,15 +139,9 @@ def entry_task(source: TaskSource, seed: int) -> UserTask | DataTask:
     """
     made = call_entry(source, "task", seed)
     name = source.name.rpartition("/")[2]  # ids of prompts do not depend on the file's folder
-    if all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score")):
+    if is_task(made):
         return UserTask(name, made)
-    try:
-        rows = list_rows(made)
-    except TypeError:
-        raise KeelError(
-            f"task {source.name!r} returns a {type(made).__name__}: return a task or rows of dicts"
-        ) from None
-    return DataTask(name, source, rows_table(rows, source.name))
+    return DataTask(name, source, rows_table(made, source.name))
 
 
 def _gold(row: Row, answer: str) -> Any:
