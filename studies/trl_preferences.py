@@ -77,7 +77,8 @@ def main() -> None:
                 for part in ([[row] for row in rows] if case["loss_type"] == "aot" else [rows])
             ],
         }
-    TARGET.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(found).replace("}, {", "},\n{")  # a case a line
+    TARGET.write_text(f"{text}\n", encoding="utf-8")
     print(f"{TARGET}: {len(found['reward'])} and {len(found['dpo'])} cases")
 
 
