@@ -73,14 +73,6 @@ def test_preferred_pairs_are_leased_first_and_in_order(tmp_path: Path) -> None:
     assert order == ["p4", "p3", "p1", "urgent", "p0", "p2"]
 
 
-def test_an_empty_store_has_an_empty_pool(tmp_path: Path) -> None:
-    with made(tmp_path / "a.db") as store:
-        pool = read_pool(store)
-        assert (pool.ids, pool.priority) == ((), 0.0)
-        assert list(read_texts(store, [])) == []
-        assert prefer_pairs(store, [], pool.priority) == {}
-
-
 # ---------------------------------------------------------------- a batch
 
 GOOD, BAD = ["clear", "short", "right"], ["vague", "long", "wrong"]

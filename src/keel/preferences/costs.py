@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from keel.config.repeat import round_of
 from keel.preferences.store.records import CostKind, Source
@@ -19,6 +18,13 @@ KINDS: dict[Source, CostKind] = {
 TIMED: tuple[CostKind, ...] = ("human", "gpu")
 """Kinds that are paid by the hour; the seconds of an API's calls overlap and cost nothing."""
 HOUR = 3600.0
+CELLS = {
+    "forecast_dollars": "forecast $",
+    "actual_dollars": "actual $",
+    "forecast_hours": "forecast h",
+    "actual_hours": "actual h",
+}
+"""The cells of the table, and their titles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +85,21 @@ def cost_table(items: Sequence[CostItem]) -> list[dict[str, Any]]:
 
     The last row is of all kinds: dollars alone, since hours of people and of GPUs do not add up.
     """
+    sums: dict[tuple[int | None, CostKind | None], dict[str, float | None]] = {}
+    for item in items:
+        when = "forecast" if item.forecast else "actual"
+        for place in ((item.round, item.kind), (None, item.kind), (None, None)):
+            cells = sums.setdefault(place, dict.fromkeys(CELLS))
+            for unit, amount in (("dollars", item.dollars), ("hours", item.hours)):
+                if amount is not None and (unit == "dollars" or place[1] is not None):
+                    cells[f"{when}_{unit}"] = (cells[f"{when}_{unit}"] or 0.0) + amount
     rounds: list[int | None] = [*sorted({item.round for item in items}), None]
-    rows = []
-    for round in rounds:
-        for kind in ("api", "human", "gpu", None):
-            some = [
-                item for item in items if round in (None, item.round) and kind in (None, item.kind)
-            ]
-            if not some or (kind is None and round is not None):
-                continue
-            row: dict[str, Any] = {"round": round, "kind": kind}
-            for forecast in (True, False):
-                for unit in ("dollars", "hours"):
-                    amounts = [getattr(item, unit) for item in some if item.forecast == forecast]
-                    known = [amount for amount in amounts if amount is not None]
-                    name = f"{'forecast' if forecast else 'actual'}_{unit}"
-                    adds_up = kind is not None or unit == "dollars"
-                    row[name] = math.fsum(known) if known and adds_up else None
-            rows.append(row)
-    return rows
+    return [
+        {"round": round, "kind": kind, **sums[round, kind]}
+        for round in rounds
+        for kind in (*get_args(CostKind), None)
+        if (round, kind) in sums
+    ]
 
 
 def describe_costs(store: PreferenceStore, training: Sequence[CostItem] = ()) -> dict[str, Any]:
@@ -111,14 +113,9 @@ def describe_costs(store: PreferenceStore, training: Sequence[CostItem] = ()) ->
 
 def cost_lines(result: dict[str, Any]) -> list[str]:
     """`describe_costs` for people, a line each."""
-    titles = ("forecast $", "actual $", "forecast h", "actual h")
-    lines = [f"{'round':>5}  {'kind':<6}" + "".join(f"{title:>13}" for title in titles)]
+    lines = [f"{'round':>5}  {'kind':<6}" + "".join(f"{title:>13}" for title in CELLS.values())]
     for row in result["table"]:
-        cells = [
-            _cell(row[f"{when}_{unit}"], 2 if unit == "dollars" else 3)
-            for unit in ("dollars", "hours")
-            for when in ("forecast", "actual")
-        ]
+        cells = [_cell(row[name], 2 if name.endswith("dollars") else 3) for name in CELLS]
         round = "all" if row["round"] is None else row["round"]
         lines.append(f"{round:>5}  {row['kind'] or 'all':<6}" + "".join(f"{c:>13}" for c in cells))
     lines.append("counted:")
