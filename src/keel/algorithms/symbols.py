@@ -16,7 +16,8 @@ _COMMANDS: Final = {
     "lambda": "λ", "mu": "μ", "pi": "π", "rho": "ρ", "sigma": "σ", "tau": "τ", "phi": "φ",
     "ell": "ℓ", "nabla": "∇", "sum": "Σ", "cdot": "·", "times": "×", "pm": "±", "geq": "≥",
     "leq": "≤", "neq": "≠", "in": "∈", "leftarrow": "←", "Vert": "‖", "quad": "\0", "omega": "ω",
-    "min": "min", "max": "max", "exp": "exp", "log": "log", "left": "", "right": "",
+    "min": "min", "max": "max", "exp": "exp", "log": "log", "ln": "ln", "tanh": "tanh",
+    "left": "", "right": "",
 }  # fmt: skip
 _UPRIGHT: Final = frozenset({"mathrm", "text"})
 _ACCENTS: Final = {"tilde": "\u0303", "hat": "\u0302"}
