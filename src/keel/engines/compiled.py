@@ -27,7 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from keel.engines.kv_cache import DecodeRows, Prefill, PrefixCache
-from keel.engines.scheduler import Ended, Moves
+from keel.engines.scheduler import DecodeBatch, Moves
 from keel.engines.slots import PageTable, SlotMapping, joined, page_numbers
 from keel.models.attention import PackedLayout, Rules
 from keel.models.kernels.decode import (
@@ -235,23 +235,24 @@ class CompiledRunner:
     def reserve(self, places_R: Ints, ahead: int) -> None:
         self._answers.reserve(places_R)
 
-    def keep(self, ended: Ended) -> None:
-        """Copy the prompt's places and then the row's own to new pages."""
+    def keep(self, batch: DecodeBatch, row: int) -> None:
+        """Copy the prompt's places and then the row's own, all but its last token's, to new pages."""
         if self._prefix_cache.full:
             return
-        kept, places = PageTable(self._pool), np.arange(ended.prompt + ended.own)
-        own = places[ended.prompt :]
-        source = self._answers.locate(np.full(ended.own, ended.row), own - ended.prompt)
-        if ended.alone:  # no other row reads the prompt's pages: take them over
-            kept.adopt(0, self._prompts.release(ended.slot))
-            places = own
+        sequence, slot = int(batch.sequence[row]), int(batch.slot[row])
+        prompt, own = int(batch.length[slot]), int(batch.made[row]) - 1
+        kept, places = PageTable(self._pool), np.arange(prompt + own)
+        source = self._answers.locate(np.full(own, row), np.arange(own))
+        if batch.left(batch.prompt[slot]) == 1:
+            # No other row reads the prompt's pages: take them over.
+            kept.adopt(0, self._prompts.release(slot))
+            places = places[prompt:]
         else:
-            before = places[: ended.prompt]
-            slots = np.full(ended.prompt, ended.slot)
-            source = joined(self._prompts.locate(slots, before), source)
-        kept.reserve(np.array([ended.prompt + ended.own]))
+            before = self._prompts.locate(np.full(prompt, slot), places[:prompt])
+            source = joined(before, source)
+        kept.reserve(np.array([prompt + own]))
         self._copy(source, kept.locate(np.zeros_like(places), places))
-        self._prefix_cache.hold(ended.sequence, kept.release(0))
+        self._prefix_cache.hold(sequence, kept.release(0))
 
     def _copy(self, source: SlotMapping, target: SlotMapping) -> None:
         arrays = (source.page, source.place, target.page, target.place)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from keel.engines.compiled import compiled
 from keel.engines.kv_cache import DecodeRows, KVStore, Prefill, PrefixCache, StepLayout
-from keel.engines.scheduler import Ended, Moves
+from keel.engines.scheduler import DecodeBatch, Moves
 from keel.models.attention import PackedLayout
 
 Ints = npt.NDArray[np.int64]
@@ -50,7 +50,7 @@ class ModelRunner(Protocol):
         """The hidden states of the prompt tokens that enter, then of one token of each live row."""
         ...
 
-    def keep(self, ended: Ended) -> None:
+    def keep(self, batch: DecodeBatch, row: int) -> None:
         """Keep the keys and values of a row for a later call, before it is dropped."""
         ...
 
@@ -96,7 +96,7 @@ class ModuleRunner:
     def recall(self, prompts: Sequence[Ints]) -> Ints:
         return np.zeros(len(prompts), dtype=np.int64)
 
-    def keep(self, ended: Ended) -> None:
+    def keep(self, batch: DecodeBatch, row: int) -> None:
         pass
 
     def admit(self, entering: Prefill, ahead: int) -> None:

@@ -316,7 +316,7 @@ class _Run:
         self.codes[batch.sequence[done]] = codes[done]
         # Nothing continues a sequence whose budget is used up.
         for row in np.flatnonzero(done & (codes != LENGTH)).tolist():
-            self.forward.keep(batch.ended(row))
+            self.forward.keep(batch, row)
         touched = np.unique(batch.sequence[done] // batch.n)
         rows, slots = batch.drop(done)
         self.forward.drop(rows, len(batch.sequence), slots, len(batch.prompt))

@@ -20,20 +20,6 @@ class DecodeEntry:
     held: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A finished row: its sequence, its prompt's slot and tokens, and its own tokens that went
-    through the model, all but the last."""
-
-    sequence: int
-    row: int
-    slot: int
-    prompt: int
-    own: int
-    alone: bool
-    """Whether it was the last answer to its prompt."""
-
-
 Moves = tuple[Ints, Ints]
 """The old and the new numbers of entries that move."""
 
@@ -100,19 +86,6 @@ class DecodeBatch:
     def ahead(self) -> int:
         """The most rows that can be live from now on."""
         return min(self._max_num_seqs, len(self.sequence) + self._total - self._next)
-
-    def ended(self, row: int) -> Ended:
-        """A row as it is before it is dropped."""
-        sequence = int(self.sequence[row])
-        prompt = sequence // self.n
-        return Ended(
-            sequence=sequence,
-            row=row,
-            slot=int(self._slot_P[prompt]),
-            prompt=int(self._lengths_P[prompt]),
-            own=int(self.made[row]) - 1,
-            alone=bool(self._left_P[prompt] == 1),
-        )
 
     def prompts_ahead(self, entry: DecodeEntry) -> int:
         """The most slots that will be in use from this entry on."""
