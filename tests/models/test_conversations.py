@@ -152,11 +152,11 @@ def _by_requests(prompt: Prompt, made: list[list[int]], replies: list[str], chat
     messages: tuple[dict[str, Any], ...] = tuple(dict(turn) for turn in ASK)
     for reply in [*replies, None]:
         session.prepare(ChatRequest(messages))
-        [group] = engine.sample([session.asked], 1, Sampling(3000), 0)
+        [group] = engine.sample([session.next_turn()], 1, Sampling(3000), 0)
         message = session.add(group.completions[0])["choices"][0]["message"]
         said = {"role": "assistant", "content": message["content"]}
         messages = (*messages, said, {"role": "user", "content": reply})
-    found = session.completion(len(session.first), {})
+    found = session.whole(len(session.first), {})
     assert session.first == list(prompt.tokens)
     texts = [t["content"] for t in found.turns if t["role"] == "assistant"]
     return found.tokens.tolist(), found.written.tolist(), texts

@@ -236,7 +236,7 @@ class CompiledRunner:
         self._answers.reserve(places_R)
 
     def keep(self, batch: DecodeBatch, row: int) -> None:
-        """Copy the prompt's places and then the row's own, all but its last token's, to new pages."""
+        """Copy the places of the prompt and of the row, without its last token, to new pages."""
         if self._prefix_cache.full:
             return
         sequence, slot = int(batch.sequence[row]), int(batch.slot[row])

@@ -3,47 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
-from keel.engines.sampler import occurrences
-from keel.engines.turns import TurnRecord, sample_turns
+from keel.engines.turns import Conversation, conversation_names, sample_turns
 from keel.models.chat import ChatEncoder
 from keel.models.text import decode, encode_text
 from keel.platform.time_limit import raise_if_cancelled
-from keel.types import (
-    Completion,
-    Engine,
-    Group,
-    KeelError,
-    Message,
-    Prompt,
-    Sampling,
-    Task,
-    text_of,
-)
-
-
-@dataclass(frozen=True, eq=False)
-class _Conversation:
-    """One conversation: its prompt, a name that is unique in the call, and the turns so far."""
-
-    prompt: Prompt
-    name: str
-    budget: int
-    first: Completion
-    record: TurnRecord
-
-    @property
-    def left(self) -> int:
-        return self.budget - len(self.record)
-
-    def asked(self, turn: int) -> Prompt:
-        """The conversation so far as a prompt."""
-        tokens = (*self.prompt.tokens, *self.record.tokens)
-        return replace(self.prompt, id=f"{self.name}/{turn}", tokens=tokens)
-
-    def completion(self) -> Completion:
-        return self.first if len(self.record.turns) == 1 else self.record.completion()
+from keel.types import Engine, Group, KeelError, Message, Prompt, Sampling, Task, text_of
 
 
 def generate_multi_turn(
@@ -79,57 +44,39 @@ def generate_multi_turn(
         return engine.sample(prompts, n, sampling, seed)
     with engine.conversation() as sampler:
         groups = sampler.sample(prompts, n, sampling, seed)
-        dialogs = _begin(groups, sampling, engine.capabilities.context)
-        going = list(range(len(dialogs)))
-        for turn in range(1, max_turns):
-            replies = {number: _reply(dialogs[number], tasks) for number in going}
-            answered = {number: text for number, text in replies.items() if text is not None}
-            for number, text in answered.items():
-                _add_reply(dialogs[number], text, chat, reply_role)
-            going = [number for number in answered if dialogs[number].left > 0]
+        dialogs = []
+        written = [completion for group in groups for completion in group.completions]
+        for (prompt, _, name), first in zip(conversation_names(prompts, n), written, strict=True):
+            limit, context = sampling.max_tokens, engine.capabilities.context
+            dialogs.append(Conversation(prompt, name, limit, context))
+            dialogs[-1].add_answer(first)
+        going = dialogs
+        for _ in range(1, max_turns):
+            going = [one for one in going if _reply(one, tasks, chat, reply_role) and one.left > 0]
             if not going:
                 break
-            prompts = [dialogs[number].asked(turn) for number in going]
-            left = [dialogs[number].left for number in going]
-            turns = sample_turns(sampler, prompts, left, sampling, seed, chat.tokenizer)
-            for number, made in zip(going, turns, strict=True):
-                dialogs[number].record.add_answer(made)
+            asked, left = [one.asked() for one in going], [one.left for one in going]
+            turns = sample_turns(sampler, asked, left, sampling, seed, chat.tokenizer)
+            for one, made in zip(going, turns, strict=True):
+                one.add_answer(made)
+    whole = [
+        first if len(one.turns) == 1 else one.completion()
+        for one, first in zip(dialogs, written, strict=True)
+    ]
     return [
-        Group(
-            group.prompt,
-            tuple(dialog.completion() for dialog in dialogs[p * n : (p + 1) * n]),
-        )
-        for p, group in enumerate(groups)
+        Group(group.prompt, tuple(whole[p * n : (p + 1) * n])) for p, group in enumerate(groups)
     ]
 
 
-def _begin(groups: Sequence[Group], sampling: Sampling, context: int | None) -> list[_Conversation]:
-    """The conversations after the first turn, in order of prompts and of their groups."""
-    dialogs = []
-    times = occurrences([group.prompt.id for group in groups])
-    for group, time in zip(groups, times, strict=True):
-        prompt = group.prompt
-        room = sampling.max_tokens if context is None else context - len(prompt.tokens)
-        for index, completion in enumerate(group.completions):
-            record = TurnRecord()
-            record.add_answer(completion)
-            name, budget = f"{prompt.id}/{time}/{index}", min(sampling.max_tokens, room)
-            dialogs.append(_Conversation(prompt, name, budget, completion, record))
-    return dialogs
-
-
-def _reply(dialog: _Conversation, tasks: Mapping[str, Task]) -> str | None:
-    """The task's reply; None if the conversation is over."""
+def _reply(one: Conversation, tasks: Mapping[str, Task], chat: ChatEncoder, role: str) -> bool:
+    """Add the task's reply as context; whether there was one."""
     raise_if_cancelled()
-    record, prompt = dialog.record, dialog.prompt
-    if record.finish == "length" or dialog.left <= 0 or prompt.task not in tasks:
-        return None
-    return tasks[prompt.task].reply(prompt, record.transcript)
-
-
-def _add_reply(dialog: _Conversation, text: str, chat: ChatEncoder, role: str) -> None:
-    """Add the task's reply as context."""
-    prompt, record, left = dialog.prompt, dialog.record, dialog.left
+    prompt, left = one.prompt, one.left
+    if one.finish == "length" or left <= 0 or prompt.task not in tasks:
+        return False
+    text = tasks[prompt.task].reply(prompt, one.transcript)
+    if text is None:
+        return False
     name = f"the reply of task {prompt.task!r} to prompt {prompt.id!r}"
     if isinstance(prompt.content, str):
         found = encode_text(text, name, chat.tokenizer, literal="all", continues=True)
@@ -140,11 +87,12 @@ def _add_reply(dialog: _Conversation, text: str, chat: ChatEncoder, role: str) -
             Message(
                 role=turn["role"] if turn["role"] == "assistant" else role, content=text_of(turn)
             )
-            for turn in record.turns
+            for turn in one.turns
         ]
         messages = [*prompt.content, *turns, Message(role=role, content=text)]
-        last = record.tokens[-1] if record.tokens else -1
+        last = one.tokens[-1] if one.tokens else -1
         found = chat.after(messages, len(messages) - 1, last, name, prompt.tools)
-    record.add_context(found[:left], text)
+    one.add_context(found[:left], text)
     if len(found) >= left:
-        record.finish = "length"
+        one.finish = "length"
+    return True

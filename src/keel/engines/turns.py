@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from keel.engines.sampler import occurrences
 from keel.models.text import decode
 from keel.types import Completion, Engine, FinishReason, Message, Prompt, Sampling, text_of
 
 
-class TurnRecord:
-    """What the policy wrote, and the context that arrived in between, as it comes."""
+class Conversation:
+    """One completion's turns: what the policy wrote, and the context that arrived in between.
 
-    def __init__(self) -> None:
+    `name` is unique in the call of the engine. `first` are the tokens before the turns, `limit` is
+    that of all tokens after them, and `context` the engine's.
+    """
+
+    def __init__(self, prompt: Prompt, name: str, limit: int, context: int | None) -> None:
+        self.prompt, self.name = prompt, name
+        self.limit, self.context = limit, context
+        self.first: list[int] = list(prompt.tokens)
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.written: list[bool] = []
         self.turns: list[Message] = []
         self.finish: FinishReason = "eos"
         """That of the policy's last turn."""
+        self.count = 0
+        """The policy's turns."""
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    @property
+    def left(self) -> int:
+        """How many tokens may follow."""
+        room = self.limit if self.context is None else self.context - len(self.first)
+        return min(self.limit, room) - len(self.tokens)
+
+    def asked(self, new: Sequence[int] = ()) -> Prompt:
+        """The conversation so far, and new tokens, as a prompt whose id names the turn."""
+        tokens = (*self.first, *self.tokens, *new)
+        return replace(self.prompt, id=f"{self.name}/{self.count}", tokens=tokens)
 
     @property
     def transcript(self) -> str:
@@ -38,6 +56,7 @@ class TurnRecord:
         self.written += made.written.tolist()
         self.turns.append(Message(role="assistant", content=made.text))
         self.finish = made.finish
+        self.count += 1
 
     def add_context(self, tokens: Sequence[int], *texts: str) -> None:
         """What others said, and its tokens with what the chat template puts around it."""
@@ -58,6 +77,13 @@ class TurnRecord:
             turns=tuple(self.turns),
             **record,
         )
+
+
+def conversation_names(prompts: Sequence[Prompt], n: int) -> Iterator[tuple[Prompt, int, str]]:
+    """The prompt, the index in its group, and the name of each conversation."""
+    for prompt, time in zip(prompts, occurrences([p.id for p in prompts]), strict=True):
+        for index in range(n):
+            yield prompt, index, f"{prompt.id}/{time}/{index}"
 
 
 def sample_turns(

@@ -25,8 +25,7 @@ from keel.config.secrets import without_secrets
 from keel.engines.endpoint.protocol import MODEL, TOO_LONG, ChatRequest, RefusedRequest
 from keel.engines.endpoint.server import Endpoint
 from keel.engines.endpoint.session import Session
-from keel.engines.sampler import occurrences
-from keel.engines.turns import sample_turns
+from keel.engines.turns import conversation_names, sample_turns
 from keel.models.chat import ChatEncoder
 from keel.platform.loop_thread import LoopThread, Served
 from keel.platform.time_limit import (
@@ -99,18 +98,16 @@ def sample_with_program(
         )
     runs: list[_ProgramRun] = []
     context = engine.capabilities.context
-    for prompt, time_ in zip(prompts, occurrences([p.id for p in prompts]), strict=True):
-        for index in range(n):
-            name = f"{prompt.id}/{time_}/{index}"
-            session = Session(prompt, name, chat, sampling.max_tokens, context)
-            runs.append(_ProgramRun(session, index))
+    for prompt, index, name in conversation_names(prompts, n):
+        session = Session(prompt, name, chat, sampling.max_tokens, context)
+        runs.append(_ProgramRun(session, index))
     _Programs(engine, runs, program, sampling, seed, loop).run()
     groups = []
     for at, prompt in enumerate(prompts):
         own = runs[at * n : (at + 1) * n]
         shared = _shared([run.session.first for run in own])
         completions = tuple(
-            replace(run.session.completion(shared, run.columns), failed=run.failed) for run in own
+            replace(run.session.whole(shared, run.columns), failed=run.failed) for run in own
         )
         tokens = tuple(own[0].session.first[:shared])
         groups.append(Group(replace(prompt, tokens=tokens), completions))
@@ -332,7 +329,7 @@ class _Programs:
             return
         made = sample_turns(
             source,
-            [run.session.asked for run in runs],
+            [run.session.next_turn() for run in runs],
             [run.budget for run in runs],
             self._sampling,
             self._seed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from keel.engines.endpoint.protocol import (
@@ -14,14 +13,14 @@ from keel.engines.endpoint.protocol import (
     first_difference,
     response,
 )
-from keel.engines.turns import TurnRecord
+from keel.engines.turns import Conversation
 from keel.models.chat import ChatEncoder
 from keel.platform.time_limit import Hung
 from keel.types import Completion, KeelError, Prompt, text_of
 
 
-class Session:
-    """The conversation of one completion.
+class Session(Conversation):
+    """The conversation of one completion, which a program leads by requests.
 
     `first` are the tokens of its first request. A later request must repeat the messages before it
     and the answers to them; their tokens are those recorded. What a request adds is recorded with
@@ -31,17 +30,13 @@ class Session:
     def __init__(
         self, prompt: Prompt, name: str, chat: ChatEncoder, limit: int, context: int | None
     ) -> None:
-        self.prompt, self.name, self.chat = prompt, name, chat
-        self.limit, self.context = limit, context
-        self.first: list[int] = []
+        super().__init__(prompt, name, limit, context)
+        self.chat = chat
         self.request: ChatRequest | None = None
         self.response: dict[str, Any] = {}
         self.full = False
         """Whether a request found no budget left, and none was accepted after it."""
-        self.count = 0
         self._new: list[int] = []
-        self._left = 0
-        self._record = TurnRecord()
         self._messages: tuple[dict[str, Any], ...] = ()
 
     def prepare(self, request: ChatRequest) -> int:
@@ -49,20 +44,19 @@ class Session:
 
         Raises RefusedRequest, and then nothing changes but `full`.
         """
-        if not self.count:
-            first, new = self._encoded(request), []
-        else:
-            first, new = self.first, self._continued(request)
-        left = self.limit
-        if self.context is not None:
-            left = min(left, self.context - len(first))
-        left -= len(self._record) + len(new)
-        self.full = left <= 0 and self.count > 0
+        known = len(self._messages)
+        new = self._continued(request) if known else []
+        before = self.first
+        if not known:
+            self.first = self._encoded(request)
+        left = self.left - len(new)
+        self.full = left <= 0 and known > 0
         if left <= 0:
+            self.first = before
             raise RefusedRequest(
                 f"no token is left for an answer (rollout.max_tokens = {self.limit})", TOO_LONG
             )
-        self.first, self.request, self._new, self._left = first, request, new, left
+        self.request, self._new = request, new
         return left if request.max_tokens is None else min(left, request.max_tokens)
 
     def _continued(self, request: ChatRequest) -> list[int]:
@@ -86,36 +80,34 @@ class Session:
         try:
             if not known:
                 return self.chat.prompt(messages, "a request", tools, mask=True, **keywords)
-            last = self._record.tokens[-1]
+            last = self.tokens[-1]
             return self.chat.after(messages, known, last, "a request", tools, **keywords)
         except Hung:
             raise
         except KeelError as error:
             raise RefusedRequest(str(error)) from None
 
-    @property
-    def asked(self) -> Prompt:
-        """The conversation so far as a prompt, whose id names the turn."""
-        tokens = (*self.first, *self._record.tokens, *self._new)
-        return replace(self.prompt, id=f"{self.name}/{self.count}", tokens=tokens)
+    def next_turn(self) -> Prompt:
+        """The conversation with the request that waits, as a prompt."""
+        return self.asked(self._new)
 
     def add(self, completion: Completion) -> dict[str, Any]:
         """Record the policy's turn; returns the response."""
         assert self.request is not None
         request, made, text = self.request, len(completion), completion.text
-        before = len(self.first) + len(self._record) + len(self._new)
+        before, left = len(self.first) + len(self.tokens) + len(self._new), self.left
         message = assistant_message(text, self.count, bool(request.tools))
         added = request.messages[len(self._messages) :] if self._messages else ()
-        self._record.add_context(self._new, *map(text_of, added))
-        self._record.add_answer(completion)
+        self.add_context(self._new, *map(text_of, added))
+        self.add_answer(completion)
         self._messages = (*request.messages, message)
-        if completion.finish == "length" and made == request.max_tokens and made < self._left:
-            self._record.finish = "stop"
-        self.count += 1
+        capped = made == request.max_tokens and made < left - len(self._new)
+        if completion.finish == "length" and capped:
+            self.finish = "stop"
         self.response = response(message, completion.finish, before, made)
         return self.response
 
-    def completion(self, prefix: int, columns: Mapping[str, Any]) -> Completion:
+    def whole(self, prefix: int, columns: Mapping[str, Any]) -> Completion:
         """All turns as one completion, after the first `prefix` tokens of the first request."""
-        finish = "length" if self.full else self._record.finish
-        return self._record.completion(self.first[prefix:], finish=finish, columns=columns)
+        finish = "length" if self.full else self.finish
+        return self.completion(self.first[prefix:], finish=finish, columns=columns)
