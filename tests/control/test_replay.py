@@ -73,7 +73,7 @@ def test_the_oldest_is_overwritten() -> None:
     kept = sorted(row.number for column in columns for row in column[-5:])
     assert sorted(replay.observation_TEO.reshape(-1).tolist()) == kept
     assert len(filled(3, 2, 10)[0]) == 6
-    # A capacity that is no multiple of the environments is rounded down, never up.
+    # A capacity that is not a multiple of the environments is rounded down, never up.
     assert len(filled(9, 2, 11)[0]) == 10
 
 

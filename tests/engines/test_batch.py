@@ -17,7 +17,7 @@ from keel.engines.scheduler import DecodeBatch
     budget=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
-def test_every_sequence_enters_once_and_every_prompt_is_computed_once(
+def test_every_sequence_and_every_prompt_enters_once(
     lengths: list[int], n: int, max_num_seqs: int, budget: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)

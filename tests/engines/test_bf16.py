@@ -152,9 +152,7 @@ def test_compiled_states_are_those_of_the_rounding_written_out(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
-def test_modules_on_a_copy_say_nearly_what_the_model_says(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_on_a_copy_are_near_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All activations are rounded there, some 30 times a layer: 1e-3 · √(2 · 60) = 1e-2."""
     monkeypatch.setattr(compiled, "library", lambda dtype: None)
     model = tiny(family, num_hidden_layers=2).float()
@@ -171,7 +169,7 @@ def test_modules_on_a_copy_say_nearly_what_the_model_says(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_copy_keeps_ties_and_buffers_and_shares_what_has_the_type() -> None:
+def test_a_copy_keeps_ties_and_buffers() -> None:
     model = model_of("llama", tie_word_embeddings=True)
     add_lora(model, Lora(rank=2, targets=("q_proj",)), 0)
     backbone: Any = model.base_model

@@ -103,7 +103,7 @@ def test_what_is_built_otherwise_goes_through_its_own_modules() -> None:
         assert compiled.compiled(model, 64) is None
 
 
-def test_layers_that_differ_and_other_linears_go_through_the_modules() -> None:
+def test_unlike_layers_and_other_linears_use_the_modules() -> None:
     class Twice(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
@@ -147,7 +147,7 @@ def test_token_by_token_in_any_size(
 
 
 def test_large_scores() -> None:
-    """Scores beyond 88, where e^x is no float32."""
+    """Scores beyond 88, where e^x is not a float32."""
     model = model_of("llama")
     with torch.no_grad():
         for layer in model.base_model.layers:
@@ -184,7 +184,7 @@ def states_of(found: compiled.CompiledRunner, tokens: Tensor, prompt: int) -> Te
 @pytest.mark.parametrize(
     ("family", "dtype"), [("llama", torch.bfloat16), ("mistral", torch.float32)]
 )
-def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str, dtype: torch.dtype) -> None:
+def test_other_rows_and_threads_change_no_bit(family: str, dtype: torch.dtype) -> None:
     """Ten rows of three prompts in one step, against each in a step of its own."""
     # Heads of 32 and 8, whose code differs.
     model = model_of(family, hidden_size=64, num_attention_heads=2 if family == "llama" else 4)
@@ -219,7 +219,7 @@ def test_neither_company_nor_threads_change_a_bit_of_a_row(family: str, dtype: t
         torch.set_num_threads(before)
 
 
-def test_company_changes_no_bit_of_what_is_drawn_and_said() -> None:
+def test_other_prompts_change_no_bit_of_a_completion() -> None:
     model, asked = model_of("qwen2"), prompts(3, 17, 40, 25)
     sampling = Sampling(max_tokens=24)
 

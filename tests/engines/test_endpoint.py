@@ -228,7 +228,7 @@ def test_a_refused_request_changes_nothing(
     ],
     ids=["changed", "reasoning dropped", "answer dropped", "inserted", "begun again"],
 )
-def test_an_edited_history_is_refused_and_the_conversation_goes_on(edit: Any, line: str) -> None:
+def test_an_edited_history_is_refused(edit: Any, line: str) -> None:
     """The third request edits what the first two said. Beginning again is a retry only while
     nothing was added."""
 

@@ -77,7 +77,7 @@ def test_any_call_of_the_policy_can_be_repeated(call: str, arguments: str | None
         assert group.completions[0].text == f"{text}yes"
 
 
-def test_a_retry_of_a_request_that_waits_gets_its_answer() -> None:
+def test_a_retry_of_a_waiting_request_is_answered() -> None:
     """The other program holds the batch up until the client has tried again."""
     tried = threading.Event()
 
@@ -164,7 +164,7 @@ def _capped_at(given: ProgramInput, limit: int) -> None:
         ask(client, given, given.messages, max_tokens=limit)
 
 
-def test_a_user_keeps_the_first_token_where_the_template_ends_no_turn(
+def test_a_template_without_turns_keeps_the_first_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may be the token that the policy wrote last."""
@@ -248,9 +248,7 @@ def test_a_program_that_repeats_a_request_is_named() -> None:
         ([USER], "its last one was refused: messages[0] differs"),
     ],
 )
-def test_a_program_that_makes_no_new_request_is_named_with_its_last(
-    messages: Any, line: str
-) -> None:
+def test_a_silent_program_is_named_with_its_last_request(messages: Any, line: str) -> None:
     """A program that catches the refusal, and one that waits after a repeated request."""
 
     def program(given: ProgramInput) -> None:

@@ -174,7 +174,7 @@ def test_each_prompt_enters_once_and_each_token_once(max_num_seqs: int) -> None:
         assert len(counts) == max(lengths)
 
 
-def test_eos_is_part_of_the_tokens_and_not_of_the_text() -> None:
+def test_eos_is_a_token_and_not_text() -> None:
     groups = engine_for(tiny("llama")).sample(ragged_prompts(20), 2, Sampling(30), seed=0)
     reasons = set()
     for _, completion in completions(groups):
@@ -190,7 +190,7 @@ def test_eos_is_part_of_the_tokens_and_not_of_the_text() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 4])
-def test_a_stop_string_cuts_where_the_text_first_holds_it(length: int) -> None:
+def test_a_stop_string_cuts_at_its_first_place(length: int) -> None:
     """Also across tokens: here each token is one character."""
     engine = engine_for(tiny("llama"))
     prompts = ragged_prompts(30)
@@ -263,7 +263,7 @@ def test_weights_that_are_not_numbers_are_reported_by_prompt() -> None:
         engine_for(model).sample(prompts, 2, sampling, seed=0)
 
 
-def test_no_prompts_give_no_groups_and_the_engine_is_an_engine() -> None:
+def test_no_prompts_give_no_groups() -> None:
     engine = engine_for(tiny("llama"))
     assert isinstance(engine, Engine)
     assert engine.sample([], 4, Sampling(4), seed=0) == []
@@ -285,7 +285,7 @@ def test_the_model_is_left_as_found() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_sync_copies_what_is_not_shared_and_checks_the_rest() -> None:
+def test_sync_copies_weights_that_are_not_shared() -> None:
     model, other = tiny("llama", seed=0), tiny("llama", seed=1)
     engine = engine_for(model)
     prompts, sampling = ragged_prompts(6), Sampling(10)

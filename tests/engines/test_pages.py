@@ -34,7 +34,7 @@ def test_pages_lie_apart_and_are_given_out_again() -> None:
     assert set(pool.take(3)) == set(more[:3])
 
 
-def test_an_entry_keeps_its_pages_as_it_grows_and_moves() -> None:
+def test_an_entry_that_grows_or_moves_keeps_its_pages() -> None:
     table = PageTable(PagePool(4, LIKE))
     table.reserve(places(1, PAGE, PAGE + 1))
     one, two, three = (table.pages[e, :n].tolist() for e, n in enumerate((1, 1, 2)))

@@ -58,7 +58,7 @@ def test_frequencies_on_a_grid_are_the_distribution(
     np.testing.assert_allclose(log_probs, np.log(prob[tokens]), atol=1e-6)
 
 
-def test_greedy_takes_the_first_of_the_largest_at_temperature_one() -> None:
+def test_greedy_takes_the_first_of_the_largest() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
     tokens, log_probs = sample_tokens(
         logits, torch.tensor([0.99]).double(), Sampling(1, temperature=0)

@@ -133,7 +133,7 @@ def test_no_row_takes_a_page_long_before_its_use(calls: list[int]) -> None:
 @pytest.mark.parametrize(
     ("change", "stop"), [({"scale": 0.5}, ()), ({"softcap": 2.0}, ()), ({}, ("a b",))]
 )
-def test_what_compiled_code_does_not_know_goes_step_by_step(
+def test_what_compiled_code_lacks_goes_step_by_step(
     change: dict[str, Any],
     stop: tuple[str, ...],
     calls: list[int],

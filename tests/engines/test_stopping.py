@@ -51,13 +51,13 @@ def test_a_character_of_several_tokens_is_a_stop_string() -> None:
     assert codes(stops_for("é"), tokens)[:3] == [GOING, GOING, STOP]
 
 
-def test_special_tokens_are_not_text_and_do_not_part_it() -> None:
+def test_special_tokens_do_not_part_the_text() -> None:
     a, b = BYTES.encode("ab", add_special_tokens=False)
     pad = BYTES.pad_token_id
     assert codes(stops_for("ab"), [a, *[pad] * 20, b]) == [GOING] * 21 + [STOP]
 
 
-def test_a_stop_string_that_is_a_special_token_is_its_id() -> None:
+def test_a_special_token_as_stop_is_its_id() -> None:
     tokenizer = byte_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")

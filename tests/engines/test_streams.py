@@ -35,7 +35,7 @@ def numbers(ids: list[str], n: int, seed: int, sequence: int, count: int = 80) -
     return [float(number[0, 0]) for number in each]
 
 
-def test_numbers_depend_on_seed_id_occurrence_index_and_place_only() -> None:
+def test_numbers_depend_on_their_stream_and_place_only() -> None:
     base = numbers(["a"], 1, 0, 0)
     assert base == numbers(["b", "a"], 3, 0, 3)  # other company, same name
     others = [

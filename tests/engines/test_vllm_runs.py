@@ -155,7 +155,7 @@ def test_of_adapters_only_factors_are_sent(family: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.vllm_long
-def test_experts_that_the_server_cannot_load_again_are_an_error() -> None:
+def test_experts_that_cannot_be_loaded_again_are_an_error() -> None:
     """vLLM 0.32's CPU build changes their layout, and its reload cannot restore it."""
     model = tiny("qwen3_moe", dtype=torch.float32, hidden_size=64, head_dim=32)
     engine = VllmEngine(model, TOKENIZER, server=VllmServer(start_timeout=3000.0), max_num_seqs=8)
