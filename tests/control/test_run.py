@@ -191,7 +191,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
 
 def test_environment_without_rendering_is_noted(tmp_path: Path) -> None:
     folder = control(
-        load_control("dqn", "tests.control.blind:Blind-v0", (*SHORT, *Q, "watching.film=true")),
+        load_control("dqn", "tests.control.worlds:Counter-v0", (*SHORT, *Q, "watching.film=true")),
         tmp_path / "run",
     )
     assert not folder.film.exists()
@@ -293,7 +293,7 @@ def test_an_environment_that_fails_is_named(tmp_path: Path) -> None:
     text = ("steps=64", "rollout_steps=8", "watching.film=false")
     for name, words in (("Raises-v0", "ValueError: broken"), ("NaN-v0", "not finite")):
         with pytest.raises(KeelError, match=words):
-            control(load_control("ppo", f"tests.control.blind:{name}", text), tmp_path / name)
+            control(load_control("ppo", f"tests.control.worlds:{name}", text), tmp_path / name)
 
 
 def test_the_early_stop_works_without_a_ratio_too(tmp_path: Path) -> None:

@@ -102,6 +102,23 @@ class Drifter(Counter):
         return np.array([Drifter.drift % MARKS, self.count], dtype=np.float32)
 
 
+class Raises(Counter):
+    """Fails at its second step."""
+
+    def step(self, action: int) -> Result:
+        if self.count == 1:
+            raise ValueError("broken")
+        return super().step(action)
+
+
+class NaN(Counter):
+    """Pays a NaN."""
+
+    def step(self, action: int) -> Result:
+        observation, _, *ends = super().step(action)
+        return observation, float("nan"), *ends
+
+
 class _Still(gym.Env[Any, Any]):
     """Three steps of nothing; shows the last action as it arrived."""
 
@@ -217,6 +234,8 @@ for name, kind in (
     (COUNTER, Counter),
     (DRIFTER, Drifter),
     (DRAWN, Drawn),
+    ("Raises-v0", Raises),
+    ("NaN-v0", NaN),
     (SHIFTED, Shifted),
     (REACH, Reach),
     (PARTS, Parts),
