@@ -36,6 +36,7 @@ NAMED = DOC.replace("```", "```py", 1)
         ("```py\na(\n```\nb\n```text\n)\n```", "a(\n"),
         ('````py\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
         ("<answer>```python\nx = 1\n```</answer>", "x = 1\n"),
+        ("Here it is: ```python\nx = 1\n```", "x = 1\n"),
     ],
 )
 def test_the_code_of_a_text(text: str, code: str) -> None:

@@ -30,7 +30,7 @@ _LEADS = re.compile(
 _NOUN = "[wuxzbMBlDhO%]"
 _CHANGED = rf"""
     [+] [9x(\\] | [hH] y? [9(\\] | x 9          # 25 * 2, 25 - x, 25 times 3, 25 x 3
-    | \\ | [|] 9 | , o | [cdmnHDR]                  # 25 \alpha, 25 or, 25 dozen, 25 wrong
+    | \\ | [|] 9 | [)] [9x] | , o | [cdmnHDR]  # 25 \alpha, 25 or, 25 dozen, 25 wrong
     | {_NOUN}* [&tH] [9caS\\]                     # 25 apples and a half, 25 to 30, 25 weeks plus 3
     | {_NOUN}* [%O] F 9                         # 25 percent of 80, 25 out of 30
     | {_NOUN}? [(]? o | {_NOUN}* o [9caS\\]       # 25 apples (or 26)
@@ -102,7 +102,7 @@ def follows(text: str, end: int, *, marked: bool = False) -> bool:
             return (
                 after[1:2] != [] and after[1].letter in "xw" if first.letter == "=" else not glued
             )
-    if len(letters) < len(after) and after[len(letters)].letter in "(,":
+    if len(letters) < len(after) and after[len(letters)].letter in "(,)":
         letters += letters_of(after[len(letters) : len(letters) + 2])
     changed = _CHANGED_MARK if marked else _CHANGED_NUMBER
     return changed.match(letters) is None
