@@ -19,7 +19,7 @@ from keel.runs.layout import FolderEntry, RunFolder
 from keel.runs.reader import Run, rows_of
 from keel.runs.rollouts import TERMS
 from keel.view.address import Address
-from keel.view.rows import Row, score
+from keel.view.rows import Row
 
 KEPT = 2**30
 """Bytes of tables that a search keeps; the files of what is beyond are read at each search."""
@@ -153,7 +153,11 @@ class StepRows:
     def __init__(self, table: pa.Table) -> None:
         self.table = table
         self.groups: list[int] = table["group"].to_pylist()
-        self.scores = [score({"reward": reward}) for reward in table["reward"].to_pylist()]
+        self.scores = [
+            -math.inf if reward is None or math.isnan(reward) else float(reward)
+            for reward in table["reward"].to_pylist()
+        ]
+        """The rewards to rank by: a completion without one comes last."""
 
     def __len__(self) -> int:
         return int(self.table.num_rows)

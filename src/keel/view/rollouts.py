@@ -38,11 +38,11 @@ class Choice:
     that among the groups, and the best completion of each group."""
 
     row: int
-    one: Row | None
+    one: Row
     group: list[dict[str, Any]]
     loss: dict[str, float]
-    place: int = 0
-    groups: tuple[int, ...] = ()
+    place: int
+    groups: tuple[int, ...]
 
 
 class RolloutsPage:
@@ -55,7 +55,7 @@ class RolloutsPage:
         stage = address.stage if address.stage in stages else (stages[-1] if stages else None)
         self.shown = Shown("/rollouts", address.but(run=(self.run.name,), stage=stage))
         self.asked = 0
-        self.choice = Choice(0, None, [], {})
+        self.choice: Choice | None = None
         self.searches = 0
 
     @property
@@ -147,6 +147,8 @@ class RolloutsPage:
 
     async def turn(self, by: int) -> None:
         """Show the next group of the step, or the one before."""
+        if self.choice is None:
+            return
         at = self.choice.place + by
         if 0 <= at < len(self.choice.groups):
             await self.choose(self.choice.groups[at])
@@ -169,20 +171,21 @@ class RolloutsPage:
         with self.body:
             if wrong is not None:
                 problem(wrong)
-            elif found is not None and found.one is not None:
+            elif found is not None:
                 self.choice = found
                 self.shown.change(row=found.row)
                 self.loss.text = _loss_text(found.loss)
-                self._prompt(found.one)
+                self._prompt(found)
                 self._group(found.group)
                 self._tokens(Tokens(found.one))
                 self._verdicts(found.one)
 
-    def _read(self, step: int, row: int | None) -> Choice:
-        """What is shown of a completion. Runs in a thread: a large step takes a second."""
+    def _read(self, step: int, row: int | None) -> Choice | None:
+        """What is shown of a completion; None of an empty step. Runs in a thread: a large step
+        takes a second."""
         rows = self.run.rows(str(self.address.stage), step)
         if not len(rows):
-            return Choice(0, None, [], {})
+            return None
         at = rows.widest[0][0] if row is None else min(max(row, 0), len(rows) - 1)
         groups = tuple(members[0] for members in rows.by_group.values())
         group = [
@@ -228,10 +231,10 @@ class RolloutsPage:
 
     # ------------------------------------------------------------ a completion
 
-    def _prompt(self, one: Row) -> None:
+    def _prompt(self, choice: Choice) -> None:
+        one, place, count = choice.one, choice.place, len(choice.groups)
         with ui.element("section").classes("panel w-full"):
             with ui.row().classes("items-center"):
-                place, count = self.choice.place, len(self.choice.groups)
                 back = _icon("chevron_left", "previous group", lambda: self.turn(-1))
                 ui.label(f"{place + 1} of {count}").classes("figure").props("data-testid=place")
                 on = _icon("chevron_right", "next group", lambda: self.turn(1))

@@ -50,12 +50,6 @@ def prompt_text(content: Any) -> str:
     return "\n".join(f"{turn['role']}: {shown_text(turn)}" for turn in content)
 
 
-def score(row: Row) -> float:
-    """The reward to rank by; a completion without one comes last."""
-    reward = row["reward"]
-    return -math.inf if reward is None or math.isnan(reward) else float(reward)
-
-
 def figure(value: float | None) -> float | None:
     """A number of four figures, whole from 10,000 on, which a table sorts as a number."""
     if value is None or not math.isfinite(value):
