@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from keel.analysis.calibration import (
     first_error_report,
     label_report,
-    length_correlation,
     pair_report,
     predictive_report,
 )
@@ -300,7 +299,7 @@ def test_nothing_is_known_of_no_rows() -> None:
     assert found.as_dict()["accuracy"] == {"mean": None, "low": 0.0, "high": 1.0, "n": 0}
     assert found.as_dict()["ece"] is None
     assert found.as_dict()["margins"]["counts"] == [0]
-    for report in (label_report([], []), first_error_report([], []), length_correlation([], [])):
+    for report in (label_report([], []), first_error_report([], [])):
         text = json.dumps(report.as_dict(), allow_nan=False)
         assert json.loads(text)["n"] == 0
     # Ties alone leave nothing for the accuracy and a log loss of log 2 at best.

@@ -136,15 +136,6 @@ class LabelReport(ProbabilityReport):
 
 
 @dataclass(frozen=True, slots=True)
-class LengthCorrelation(CalibrationReport):
-    """Of scores with lengths; None if either is constant."""
-
-    n: int
-    pearson: float | None
-    spearman: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class FirstErrorReport(CalibrationReport):
     """How well the first wrong step is found, compared with always giving the most frequent answer.
 
@@ -273,14 +264,13 @@ def label_report(
     )
 
 
-def length_correlation(score_S: npt.ArrayLike, length_S: npt.ArrayLike) -> LengthCorrelation:
-    """Pearson's and Spearman's correlation of scores with lengths (in tokens).
-
-    Equations in `ranks.pearson` and `ranks.spearman`.
-    Raises ValueError for a value that is not finite.
+def length_correlation(score_S: npt.ArrayLike, length_S: npt.ArrayLike) -> dict[str, Any]:
+    """Pearson's and Spearman's correlation of scores with lengths (in tokens), None if either is
+    constant, with their number. Raises ValueError for a value that is not finite.
     """
     scores, lengths = _finite(score_S), _finite(length_S)
-    return LengthCorrelation(scores.size, pearson(scores, lengths), spearman(scores, lengths))
+    correlations = {"pearson": pearson(scores, lengths), "spearman": spearman(scores, lengths)}
+    return {"n": scores.size, **correlations}
 
 
 def first_error_report(

@@ -75,7 +75,7 @@ def measure_pairs(rows: Sequence[EncodedPair], judge: Judge) -> Measured:
         [row.cluster for row in rows],
     )
     score = {"mean": float(score_S.mean()), "std": float(score_S.std())}
-    lengths = length_correlation(score_S, length_S).as_dict()
+    lengths = length_correlation(score_S, length_S)
     return Measured("pairs", report, report, {"score": score, "score_and_length": lengths})
 
 
@@ -90,7 +90,7 @@ def measure_labels(rows: Sequence[Marked], judge: Judge) -> Measured:
         [row.cluster for row in rows],
         length_S,
     )
-    lengths = length_correlation(logit_S, length_S).as_dict()
+    lengths = length_correlation(logit_S, length_S)
     return Measured("labels", report, report, {"score_and_length": lengths})
 
 
