@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Self, get_args, get_type_hints
 from urllib.parse import urlencode
 
-NUMBERS = ("step", "row", "token", "smooth", "min_length", "max_length", "first_step", "last_step")
-LIMITS = ("min_reward", "max_reward")
 CHOICES = {
     "overlay": ("runs", "algorithms"),
     "theme": ("dark", "light"),
     "finish": ("eos", "stop", "length"),
 }
-SEARCHED = (
-    "text",
-    "prompt",
-    "finish",
-    *LIMITS,
-    "min_length",
-    "max_length",
-    "first_step",
-    "last_step",
-)
-"""What limits a search of the rollouts."""
 LARGEST = 1e9
 """Numbers beyond it are left out of an address: nothing here is as large."""
 
@@ -75,16 +62,24 @@ class Address(Parts):
     @staticmethod
     def read(items: Sequence[tuple[str, str]]) -> Address:
         """The address of query parameters; what is not known or not a valid value is left out."""
-        known = {f.name for f in fields(Address)}
         values: dict[str, Any] = {"run": tuple(v for k, v in items if k == "run")}
         for key, value in items:
-            if key not in known or key == "run" or not value:
+            if key not in KINDS or key == "run" or not value:
                 continue
-            kind = int if key in NUMBERS else float if key in LIMITS else str
             try:
-                found: Any = kind(value.lower() if key in CHOICES else value)
+                found: Any = KINDS[key](value.lower() if key in CHOICES else value)
             except ValueError:
                 continue
-            if found in CHOICES.get(key, (found,)) and (kind is str or abs(found) <= LARGEST):
+            number = isinstance(found, int | float)
+            if found in CHOICES.get(key, (found,)) and (not number or abs(found) <= LARGEST):
                 values[key] = found
         return Address(**values)
+
+
+KINDS = {
+    name: int if int in get_args(kind) else float if float in get_args(kind) else str
+    for name, kind in get_type_hints(Address).items()
+}
+"""The type of each part of an address, but for None."""
+SEARCHED = tuple(KINDS)[list(KINDS).index("text") :]
+"""What limits a search of the rollouts."""

@@ -13,7 +13,7 @@ from nicegui import ui
 from keel.analysis.text import visible
 from keel.analysis.token_values import Tokens
 from keel.types import KeelError
-from keel.view.address import CHOICES, LARGEST, NUMBERS, SEARCHED, Address
+from keel.view.address import CHOICES, KINDS, LARGEST, SEARCHED, Address
 from keel.view.frame import EVERY, Shown, page, problem
 from keel.view.library import Library
 from keel.view.linked_table import LinkedTable
@@ -427,5 +427,4 @@ def _limit(key: str, value: Any) -> Any:
     """A condition of the search as an address can hold it."""
     if not isinstance(value, int | float):
         return value
-    near = min(max(value, -LARGEST), LARGEST)
-    return int(near) if key in NUMBERS else near
+    return KINDS[key](min(max(value, -LARGEST), LARGEST))
