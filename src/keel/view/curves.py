@@ -177,22 +177,21 @@ def _curves(
     address: Address, runs: Sequence[OpenRun], stage: str, panel: Panel
 ) -> list[tuple[str, Sequence[Series]]]:
     """The series of each run; with several, of one line: the first that all have, or any."""
-    points = 600 if len(runs) < 4 else 200
-    made = []
-    for run in runs:
-        columns = run.columns(run.stage(stage))
-        series = series_of(panel, columns, window=_window(address), points=points)
-        made.append((run.name, series))
+    window, points = _window(address), 600 if len(runs) < 4 else 200
+    made = [
+        series_of(panel, run.columns(run.stage(stage)), window=window, points=points)
+        for run in runs
+    ]
     if len(runs) > 1:
-        of_runs = [[one.line for one in series] for _, series in made]
+        of_runs = [[one.line for one in series] for series in made]
         some = [line for line in panel.lines if any(line in lines for lines in of_runs)]
         common = [line for line in some if all(line in lines for lines in of_runs)]
         chosen = (common or some)[:1]
-        made = [(name, [s for s in series if s.line in chosen]) for name, series in made]
+        made = [[one for one in series if one.line in chosen] for series in made]
     if len(runs) == 1 or address.overlay != "algorithms":
-        return [(name, series) for name, (_, series) in zip(names_of(runs), made, strict=True)]
+        return list(zip(names_of(runs), made, strict=True))
     groups: dict[str, list[Series]] = {}
-    for run, (_, series) in zip(runs, made, strict=True):
+    for run, series in zip(runs, made, strict=True):
         groups.setdefault(run.algorithm, []).extend(series)
     return [(name, [_mean(several)]) for name, several in groups.items() if several]
 

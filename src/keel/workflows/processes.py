@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from keel.platform.process import Child, python_environment, python_module
@@ -58,4 +59,5 @@ class Children:
         self.stopped.set()
         with self._lock:
             for child in self._running:
-                os.kill(child.pid, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(child.pid, signal.SIGTERM)
