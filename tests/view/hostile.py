@@ -22,6 +22,18 @@ stage = "rl"
 name = "rl"
 steps = 4
 """
+TWO_STAGES = """name = "two"
+
+[[stages]]
+stage = "rl"
+name = "one"
+steps = 9
+
+[[stages]]
+stage = "rl"
+name = "two"
+steps = 9
+"""
 
 
 def row(text: str, **changes: object) -> RolloutRow:
@@ -63,3 +75,10 @@ def write(path: Path, texts: tuple[str, ...] = TEXTS) -> RunFolder:
             recorder.rollouts(0, step, rows)
     update_run_json(folder, {"name": MARKUP, "objective": MARKUP, "versions": {MARKUP: ANSI}})
     return folder
+
+
+def add_step(folder: RunFolder, stage: int, step: int, reward: float = 0.5) -> None:
+    """Go on with a run by one step of one completion."""
+    with Recorder(folder) as recorder:
+        recorder.metrics(stage, step, {"reward": reward})
+        recorder.rollouts(stage, step, [row("some words")])

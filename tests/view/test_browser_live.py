@@ -7,25 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from keel.runs.layout import RunFolder
-from keel.runs.writer import Recorder
 from tests.shared import needs_chromium
-from tests.view import hostile
 from tests.view.chromium import WAIT, Served, part, serve, sync_api
+from tests.view.hostile import TWO_STAGES, add_step
 
 expect = sync_api.expect
 pytestmark = [needs_chromium, pytest.mark.slow]
-RECIPE = """name = "live"
-
-[[stages]]
-stage = "rl"
-name = "one"
-steps = 9
-
-[[stages]]
-stage = "rl"
-name = "two"
-steps = 9
-"""
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +20,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of three runs of two stages, each with a step of the first."""
     folder = tmp_path_factory.mktemp("runs")
     for at, name in enumerate("abc"):
-        RunFolder.create(folder / name, RECIPE)
-        add_step(folder, name, 0, 1, reward=at / 10)
+        add_step(RunFolder.create(folder / name, TWO_STAGES), 0, 1, reward=at / 10)
     with serve(folder) as server:
         yield server
-
-
-def add_step(folder: object, name: str, stage: int, step: int, reward: float = 0.5) -> None:
-    with Recorder(RunFolder.open(f"{folder}/{name}")) as recorder:
-        recorder.metrics(stage, step, {"reward": reward})
-        recorder.rollouts(stage, step, [hostile.row("some words")])
 
 
 def test_focus_stays_with_a_row_that_moves(page: sync_api.Page, served: Served) -> None:
@@ -52,7 +32,7 @@ def test_focus_stays_with_a_row_that_moves(page: sync_api.Page, served: Served) 
     links = table.locator("tbody a")
     expect(links).to_have_text(["a", "b", "c"])
     table.get_by_role("link", name="c").focus()
-    add_step(served.folder, "c", 0, 2, reward=-1.0)
+    add_step(RunFolder.open(served.folder / "c"), 0, 2, reward=-1.0)
     expect(links).to_have_text(["c", "a", "b"], timeout=WAIT)
     expect(links.first).to_be_focused()
 
@@ -76,7 +56,7 @@ def test_controls_stay_when_the_next_stage_begins(page: sync_api.Page, served: S
     expect(stages).to_be_hidden()
     step = part(page, "step")
     step.fill("12")
-    add_step(served.folder, "b", 1, 1)
+    add_step(RunFolder.open(served.folder / "b"), 1, 1)
     expect(stages).to_be_visible(timeout=WAIT)
     expect(step).to_be_focused()
     expect(step).to_have_value("12")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from keel.runs.layout import RunFolder
-from keel.runs.writer import Recorder, truncate_after
+from keel.runs.writer import truncate_after
 from keel.types import KeelError
 from keel.view import curves, rollouts, runs
 from keel.view.address import Address
@@ -19,22 +19,10 @@ from keel.view.library import Library
 from keel.view.rollout_index import Hits, RolloutIndex
 from keel.view.rollouts import RolloutsPage
 from tests.view import hostile
+from tests.view.hostile import TWO_STAGES, add_step
 from tests.view.simulated import SECONDS, marked, simulate, trigger, until
 
 pytestmark = pytest.mark.slow
-
-RECIPE = """name = "two"
-
-[[stages]]
-stage = "rl"
-name = "one"
-steps = 9
-
-[[stages]]
-stage = "rl"
-name = "two"
-steps = 9
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +38,9 @@ def problems(user: Any) -> list[str]:
 
 def begin(path: Path) -> RunFolder:
     """A run of two stages, with the first step of the first."""
-    folder = RunFolder.create(path, RECIPE)
-    add(folder, 0, 1)
+    folder = RunFolder.create(path, TWO_STAGES)
+    add_step(folder, 0, 1)
     return folder
-
-
-def add(folder: RunFolder, stage: int, step: int) -> None:
-    with Recorder(folder) as recorder:
-        recorder.metrics(stage, step, {"reward": 0.5})
-        recorder.rollouts(stage, step, [hostile.row("some words")])
 
 
 def status(user: Any) -> str:
@@ -93,11 +75,11 @@ def test_curves_go_on_with_the_next_stage_unless_the_address_names_one(tmp_path:
 
     async def use(user: Any) -> None:
         assert "one: step 1 of 9" in status(user)
-        add(folder, 1, 1)
+        add_step(folder, 1, 1)
         if address.stage is None:
             await until(lambda: "two: step 1 of 9" in status(user))
         else:
-            add(folder, 0, 2)
+            add_step(folder, 0, 2)
             await until(lambda: "one: step 2 of 9" in status(user))
 
     simulate(lambda: curves.curves_page(library, address, None), use)
@@ -130,7 +112,7 @@ def test_curves_follow_runs_while_one_of_them_is_damaged(tmp_path: Path) -> None
         await until(lambda: problems(user))
         (first,) = marked(user, "problem")
         assert "a line is damaged" in first.text
-        add(good, 0, 2)
+        add_step(good, 0, 2)
         await until(lambda: "step 2 of 9" in status(user))
         assert marked(user, "problem") == [first]
         torn.metrics.write_bytes(whole)
@@ -221,7 +203,7 @@ def test_controls_of_deleted_rollouts_do_nothing(tmp_path: Path) -> None:
         trigger(user, "click", "aria-label", "later step")
         trigger(user, "keydown.enter", "data-testid", "step")
         assert marked(user, "newest")[0].text == ""
-        add(folder, 0, 2)
+        add_step(folder, 0, 2)
         await until(lambda: marked(user, "newest")[0].text == "newest: step 2")
         trigger(user, "click", "aria-label", "newest step")
         await until(lambda: page.address.step == 2)
