@@ -50,7 +50,8 @@ def stage_curve(
         for axes, panel in zip(all_axes, found, strict=True):
             series = series_of(panel, columns, window=window)
             plot_panel(axes, panel, [_with_window(one, window) for one in series])
-            axes.legend(loc="best")
+            if axes.get_legend_handles_labels()[0]:  # a stage without rewards has no curve
+                axes.legend(loc="best")
             axes.set_xlabel("")
         all_axes[-1].set_xlabel("environment steps" if "environment_steps" in columns else "step")
         figure.align_ylabels(all_axes)
