@@ -11,13 +11,12 @@ from safetensors.torch import load_file
 
 from keel.analysis.diagnosis.table import diagnose
 from keel.models.policy import load_policy
-from keel.platform.signals import Interrupted
 from keel.preflight.check import check
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from keel.workflows.compare import plan
-from tests.training.small import Stop, info, metrics, notes, run, save_teacher, small
+from tests.training.small import info, metrics, run, save_teacher, small
 
 pytestmark = pytest.mark.slow
 
@@ -93,16 +92,6 @@ def test_reward_of_weight_0_is_logged_and_changes_nothing(tmp_path: Path) -> Non
     assert all("rewards/place_match/mean" in record for record in metrics(watched))
     saved = {path.name for path in load(watched.path).checkpoints()[-1].path.glob("*.safetensors")}
     assert saved == {"trainable.safetensors", "optimizer.safetensors"}  # no teacher
-
-
-def test_changed_teacher_is_noted_at_resume(tmp_path: Path) -> None:
-    recipe = small(*OPD, DENSE, save_teacher(tmp_path / "teacher"), "steps=4")
-    with pytest.raises(Interrupted):
-        train(recipe, tmp_path / "run", callbacks=[Stop(2)])
-    save_teacher(tmp_path / "teacher", seed=6)
-    folder = train(None, tmp_path / "run", resume=True)
-    (note,) = (text for text in notes(folder) if "there changed" in text)
-    assert "teacher.name" in note
 
 
 # ---------------------------------------------------------------- refused, checked

@@ -264,51 +264,6 @@ def test_lora_gradient_with_the_base_as_reference() -> None:
     assert all(p.grad is None for n, p in policy.named_parameters() if ".lora_" not in n)
 
 
-# ---------------------------------------------------------------- conversations
-
-
-CHAT = (
-    "{% for m in messages %}{{ m['content'] }}> {% endfor %}"
-    "{% if add_generation_prompt %}0 {% endif %}"
-)
-
-
-def test_conversations_use_the_chat_template(tmp_path: Path) -> None:
-    """The answer stands after the header of the assistant's turn, with an end after it."""
-
-    def chat(made: list[dict[str, Any]], whole: bool) -> list[dict[str, Any]]:
-        out = []
-        for row in made:
-            asked = [{"role": "user", "content": row["prompt"].rstrip(">")}]
-            answers = {
-                split: [*(asked if whole else []), {"role": "assistant", "content": row[split]}]
-                for split in ("chosen", "rejected")
-            }
-            out.append(answers if whole else {"prompt": asked, **answers})
-        return out
-
-    read = sum(2 * (5 + 4 + 1) + len(row["chosen"]) + len(row["rejected"]) for row in ones(48, 1))
-    losses = []
-    for whole in (False, True):
-        folder = tmp_path / str(whole)
-        folder.mkdir()
-        source = data(folder, chat(ones(48, 1), whole), chat(ones(24, 2), whole))
-        stage = {"stage": "dpo", "data": source, **BRIEF, "steps": 6}
-        made = train(recipe(stage, chat_template=CHAT), folder / "run")
-        assert rows(made)[-1]["num_tokens"] == read
-        losses.append([row["loss"] for row in rows(made)])
-    assert losses[0] == losses[1]
-    # The same as the template's text, written out as a prompt.
-    folder = tmp_path / "text"
-    folder.mkdir()
-    texts = [
-        [{**r, "prompt": f"{r['prompt']} 0 "} for r in ones(n, s)] for n, s in ((48, 1), (24, 2))
-    ]
-    stage = {"stage": "dpo", "data": data(folder, *texts), **BRIEF, "steps": 6}
-    made = train(recipe(stage), folder / "run")
-    assert [row["loss"] for row in rows(made)] == pytest.approx(losses[0], rel=1e-6)
-
-
 def _toward(gap: Tensor) -> float:
     """By how much the better answer lies above, over pairs that are no tie."""
     sign = {0.5: np.nan, 1.0: 1.0, 0.7: 1.0, 0.0: -1.0}

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from keel.config.load import load_recipe
-from keel.learn.learner import Learner
 from keel.training.stages.rl import RLStage
 from tests.training.small import metrics, notes, run
 
@@ -29,21 +28,6 @@ def test_gspo_has_two_minibatches_by_default(tmp_path: Path) -> None:
     assert metrics(still)[0]["ratio/mean"] == 1.0
     assert "importance ratio stays 1" not in "".join(notes(moved))
     assert "importance ratio stays 1" in "".join(notes(still))
-
-
-def test_uneven_minibatches_differ_by_one_completion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-    update = Learner.update
-
-    def watched(learner, row, batch, *rest):  # type: ignore[no-untyped-def]
-        sizes.append(batch.sequences)
-        return update(learner, row, batch, *rest)
-
-    monkeypatch.setattr(Learner, "update", watched)
-    run(tmp_path, "algorithm=grpo", DENSE, "steps=1", "minibatches=3")
-    assert sorted(sizes) == [5, 5, 6]
 
 
 def test_preset_minibatches_are_at_most_the_completions() -> None:

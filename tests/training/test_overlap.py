@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from keel.engines.native import NativeEngine
-from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import Group, KeelError, Sampling
 from tests.engines.scripted import ScriptedEngine, replace_native
 from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
-from tests.rewards.judge_server import JudgeServer
 from tests.soak.cases import COMPOSED, DENSE
 from tests.soak.killing import differences
 from tests.training.small import small
@@ -48,14 +46,6 @@ def recorded(completions: list[str], answer: list[str], log_extra: Any) -> list[
 def alternates(completion_ids: list[list[int]]) -> list[float]:
     """Leaves most groups without variance."""
     return [float(len(ids) < 3) for ids in completion_ids]
-
-
-def spoils_one(completion_ids: list[list[int]]) -> list[float]:
-    return [float("nan") if len(ids) == 9 else 1.0 * len(ids) for ids in completion_ids]
-
-
-def stops_at_once(completions: list[str]) -> list[float]:
-    raise KeyboardInterrupt
 
 
 CASES: dict[str, Sequence[str]] = {
@@ -93,18 +83,6 @@ def test_run_with_overlap_writes_the_same_bytes(case: str, tmp_path: Path) -> No
     assert all(line.endswith(of_recipe) for line in found), found
     if case == "refills":
         assert max(row["rollout/refills"] for row in load(off.path).metrics()) > 0
-
-
-def test_judge_costs_are_the_same_with_overlap(tmp_path: Path) -> None:
-    rows = []
-    for name, keys in (("off", []), ("on", [ON])):
-        with JudgeServer() as server:
-            judge = f"{{function='judge', options={{model='m', url='{server.url}', price_in=1.0}}}}"
-            recipe = small(f"rewards.functions=[{judge}]", "steps=2", "evaluation.prompts=4", *keys)
-            folder = train(recipe, tmp_path / name)
-        rows.append(folder.metrics.read_bytes())
-    assert b"judge/dollars" in rows[0]
-    assert rows[1] == rows[0]
 
 
 def test_rewards_are_asked_during_generation(
@@ -156,27 +134,6 @@ def end(folder: Path, *keys: str) -> str:
         train(small(*keys, "steps=2", "evaluation.prompts=0"), folder)
     assert [t.name for t in threading.enumerate() if t.name.startswith("keel-overlap")] == []
     return str(caught.value)
-
-
-def test_invalid_reward_gives_the_same_error(tmp_path: Path) -> None:
-    reward = f"rewards.functions=[{{function='{HERE}:spoils_one'}}]"
-    message, *_ = end(tmp_path / "off", reward).split("; resume with")
-    assert "at step 2: sample" in message
-    assert end(tmp_path / "on", reward, ON).split("; resume with")[0] == message
-
-
-def test_keyboard_interrupt_in_a_reward_is_reported(tmp_path: Path) -> None:
-    message = end(tmp_path / "on", f"rewards.functions=[{{function='{HERE}:stops_at_once'}}]", ON)
-    assert "'stops_at_once' at step 1 (4 completions, prompts" in message
-    assert "raised KeyboardInterrupt" in message
-
-
-def test_hanging_reward_saves_its_stack(tmp_path: Path) -> None:
-    hangs = "rewards.functions=[{function='tests.training.rewards:hangs'}]"
-    message = end(tmp_path / "on", hangs, "rewards.timeout=0.3", ON)
-    assert "hangs: no answer within 0.3 s (in hangs (rewards.py" in message
-    (stack,) = RunFolder.open(tmp_path / "on").faults.glob("hang-*.txt")
-    assert "time.sleep(600)" in stack.read_text()
 
 
 def test_engine_failure_cancels_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,19 +184,6 @@ def test_loss_and_gradient_equal_plain_transformers(
 # ---------------------------------------------------------------- what comes of it
 
 
-def test_metrics_of_a_step_of_pairs() -> None:
-    model = model_of("outcome")
-    rows = encoded_pairs(model)
-    message = [[one[0] for one in model.judge([row.chosen, row.rejected], 10_000)] for row in rows]
-    gaps = [chosen - rejected for chosen, rejected in message]
-    metrics = pairs_backward(model, 0.0, rows, 30).metrics
-    assert metrics["margin"] == pytest.approx(np.mean(gaps), rel=EXACT)
-    assert metrics["mean_reward"] == pytest.approx(np.mean(message), rel=EXACT)
-    decided = [gaps[0] > 0, gaps[5] < 0]
-    metrics = pairs_backward(model, 0.0, [rows[0], rows[5]], 10_000).metrics
-    assert metrics["accuracy"] == pytest.approx(np.mean(decided))
-
-
 # ---------------------------------------------------------------- rows in epochs
 
 

@@ -70,13 +70,6 @@ def test_answer_of_the_higher_reward_is_chosen(tmp_path: Path) -> None:
     assert notes == [f"reward_model: {message}"]
 
 
-def test_pairs_per_prompt_are_limited_by_the_key(tmp_path: Path) -> None:
-    """Five answers are ten pairs at the most, fewer where two are worth the same."""
-    folder = train(recipe(stage(pairs=9)), tmp_path / "run")
-    counts = Counter(row["prompt"] for row in rows(folder, "train"))
-    assert 5 <= max(counts.values()) <= 9
-
-
 def judged(row: dict[str, Any]) -> tuple[Any, list[float]]:
     """What was judged in a row, and its labels; of a pair, whether its first text is chosen."""
     if "chosen" in row:

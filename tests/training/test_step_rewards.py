@@ -53,11 +53,6 @@ def test_process_advantages_follow_from_recorded_rewards(tmp_path: Path) -> None
             assert row["advantages"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_run_without_step_rewards_has_no_such_columns(tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", "steps=1", "evaluation.prompts=0")
-    assert "step_ends" not in load(folder.path).rollouts(1)[0]
-
-
 def test_step_rewards_unfit_for_the_advantage_are_refused(
     tmp_path: Path,
 ) -> None:
