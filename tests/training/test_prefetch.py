@@ -78,7 +78,7 @@ def test_rollouts_ahead_use_the_weights_of_the_step_before(
     left: list[float] = []
     real = rl.sync
 
-    def sync(loop: rl.RLParts, number: int) -> None:
+    def sync(loop: rl.RLLoop, number: int) -> None:
         model = loop.learner.policy.model
         assert all(
             a.data_ptr() != b.data_ptr()

@@ -49,12 +49,16 @@ class OwnStage(StageConfig):
         from keel.training import loop
         from keel.training.state import State
 
-        def take_step(progress, number):
-            return StepResult({"loss": 1.0 / number}, tokens=3)
+        class OwnLoop(Loop):
+            def take_step(self, progress, number):
+                return StepResult({"loss": 1.0 / number}, tokens=3)
 
-        made = Loop(
-            self.steps, self.checkpoints, self.on_nonfinite, TokenBudget(64), run.writer,
-            take_step, lambda progress: State(progress, run.policy, lambda folder: None),
+            def state(self, progress):
+                return State(progress, run.policy, lambda folder: None)
+
+        made = OwnLoop(
+            steps=self.steps, checkpoints=self.checkpoints, on_nonfinite=self.on_nonfinite,
+            budget=TokenBudget(64), writer=run.writer,
         )
         return loop.run(made, progress)
 
@@ -152,7 +156,7 @@ def test_recipe_passes_few_files_before_the_first_step(
         sys.setprofile(None)
         raise KeelError("the first step")
 
-    monkeypatch.setattr("keel.training.rl.take_step", first_step)
+    monkeypatch.setattr("keel.training.rl.RLLoop.take_step", first_step)
     sys.setprofile(look)
     try:
         with pytest.raises(KeelError, match="the first step"):

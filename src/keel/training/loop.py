@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -49,12 +50,11 @@ class EvaluationResult:
     """Plots it, if it is the one after the last step."""
 
 
-@dataclass(frozen=True, eq=False)
-class Loop:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Loop(ABC):
     """A stage as the loop runs it; nothing of it is replaced while it runs.
 
-    `take_step` gets the progress and the number of the step (from 1), `evaluate` the number of
-    steps taken.
+    `evaluate` gets the number of steps taken.
     """
 
     steps: int
@@ -62,11 +62,17 @@ class Loop:
     on_nonfinite: OnNonfinite
     budget: TokenBudget
     writer: RunWriter
-    take_step: Callable[[Progress, int], StepResult]
-    state: Callable[[Progress], State]
     evaluate: Callable[[int], EvaluationResult] | None = None
     evaluate_every: int = 0
     rollouts_every: int = 0
+
+    @abstractmethod
+    def take_step(self, progress: Progress, number: int) -> StepResult:
+        """Step `number`, counted from 1."""
+
+    @abstractmethod
+    def state(self, progress: Progress) -> State:
+        """Everything that later steps depend on."""
 
 
 def run(loop: Loop, progress: Progress) -> Progress:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
-from keel.config.optimisation import OnNonfinite, Optimizer
+from keel.config.optimisation import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import Cause, NotFinite
@@ -29,10 +29,9 @@ from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
 from keel.objective.value import explained_variance
 from keel.runs.rollouts import LOSS, RolloutRow
-from keel.runs.writer import RunWriter
 from keel.training import non_finite
 from keel.training.evaluator import Evaluator
-from keel.training.loop import StepResult
+from keel.training.loop import Loop, StepResult
 from keel.training.prefetch import RolloutPrefetcher
 from keel.training.rollout import Rollouts, Sampler, rollout_records
 from keel.training.state import Progress, State
@@ -78,20 +77,59 @@ class Schedule:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class RLParts:
-    """The parts of a stage; none of them is replaced while it runs."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RLLoop(Loop):
+    """The loop of a stage, with its parts."""
 
     algorithm: Algorithm
     loss: LossConfig
     schedule: Schedule
-    on_nonfinite: OnNonfinite
     learner: Trainer
     sampler: Sampler
     prefetcher: RolloutPrefetcher
-    evaluator: Evaluator | None
-    writer: RunWriter
+    evaluate: Evaluator | None = None
     seed: int
+
+    def take_step(self, progress: Progress, number: int) -> StepResult:
+        """Rollouts with their rewards, the updates on them, and the engines' new weights."""
+        algorithm, schedule, beta = self.algorithm, self.schedule, progress.beta
+        clock, skipped = self.writer.clock, 0
+        records: Callable[[], Sequence[RolloutRow]] = tuple
+        with clock("rollout"):
+            rollouts = self.prefetcher(number, schedule.steps)
+        metrics = {**rollouts.metrics, **_staleness(self, rollouts, number), "step/tokens": 0.0}
+        with self.prefetcher.prefetch(number, schedule.steps):
+            if rollouts.groups:
+                with clock("score"):
+                    batch = score(self, rollouts)
+                    rewards = outcome(rollouts.groups, rollouts.results, rollouts.greedy)
+                    estimates = estimate(algorithm, batch, rewards, beta)
+                with clock("update"):
+                    updated = update_models(self, batch, estimates, rollouts, progress, number)
+                metrics |= updated.metrics
+                metrics["step/tokens"] = float(sum(batch.input_lengths))
+                skipped = updated.skipped
+                values, tokenizer = _token_values(batch, updated), self.sampler.chat.tokenizer
+                records = partial(rollout_records, rollouts, batch, values, tokenizer)
+                if number > schedule.value_warmup_steps:  # before, the policy did not move
+                    beta = adapted(self, updated.minibatches, metrics, beta)
+            else:
+                self.writer.note(f"step {number}: no group had anything to learn from")
+            _reset_reference(self, number)
+        with clock("sync"):
+            sync(self, number)
+        return StepResult(
+            metrics,
+            int(metrics["step/tokens"]),
+            skipped,
+            beta,
+            self.sampler.stream.state(),
+            records,
+        )
+
+    def state(self, progress: Progress) -> State:
+        learner = self.learner
+        return State(progress, learner.policy, learner.save, self.prefetcher.pending)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,59 +151,21 @@ class UpdateResult:
     skipped: int = 0
 
 
-def take_step(parts: RLParts, progress: Progress, number: int) -> StepResult:
-    """One step: rollouts with their rewards, the updates on them, and the engines' new weights."""
-    algorithm, schedule, beta = parts.algorithm, parts.schedule, progress.beta
-    clock, skipped = parts.writer.clock, 0
-    records: Callable[[], Sequence[RolloutRow]] = tuple
-    with clock("rollout"):
-        rollouts = parts.prefetcher(number, schedule.steps)
-    metrics = {**rollouts.metrics, **_staleness(parts, rollouts, number), "step/tokens": 0.0}
-    with parts.prefetcher.prefetch(number, schedule.steps):
-        if rollouts.groups:
-            with clock("score"):
-                batch = score(parts, rollouts)
-                rewards = outcome(rollouts.groups, rollouts.results, rollouts.greedy)
-                estimates = estimate(algorithm, batch, rewards, beta)
-            with clock("update"):
-                updated = update_models(parts, batch, estimates, rollouts, progress, number)
-            metrics |= updated.metrics
-            metrics["step/tokens"] = float(sum(batch.input_lengths))
-            skipped = updated.skipped
-            values, tokenizer = _token_values(batch, updated), parts.sampler.chat.tokenizer
-            records = partial(rollout_records, rollouts, batch, values, tokenizer)
-            if number > schedule.value_warmup_steps:  # before, the policy did not move
-                beta = adapted(parts, updated.minibatches, metrics, beta)
-        else:
-            parts.writer.note(f"step {number}: no group had anything to learn from")
-        _reset_reference(parts, number)
-    with clock("sync"):
-        sync(parts, number)
-    return StepResult(
-        metrics,
-        int(metrics["step/tokens"]),
-        skipped,
-        beta,
-        parts.sampler.stream.state(),
-        records,
-    )
-
-
 @oom_context("the engine took the weights over", LESS)
-def sync(parts: RLParts, number: int) -> None:
+def sync(loop: RLLoop, number: int) -> None:
     """Copy the weights after step `number` into the engines of rollouts and of evaluation."""
-    weights = parts.learner.weights()
-    engines = [parts.sampler.engine]
-    if parts.evaluator is not None and parts.evaluator.sampler.engine is not engines[0]:
-        engines.append(parts.evaluator.sampler.engine)
+    weights = loop.learner.weights()
+    engines = [loop.sampler.engine]
+    if loop.evaluate is not None and loop.evaluate.sampler.engine is not engines[0]:
+        engines.append(loop.evaluate.sampler.engine)
     for engine in engines:
         engine.sync(weights)
         engine.weight_version = number
 
 
-def score(parts: RLParts, rollouts: Rollouts) -> Batch:
+def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
     """The rollouts as a batch, with the scores that the algorithm needs before the first update."""
-    learner, config = parts.learner, parts.loss
+    learner, config = loop.learner, loop.loss
     batch = from_groups(rollouts.groups, learner.device)
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
@@ -173,7 +173,7 @@ def score(parts: RLParts, rollouts: Rollouts) -> Batch:
 
 
 def update_models(
-    parts: RLParts,
+    loop: RLLoop,
     batch: Batch,
     estimates: Estimates,
     rollouts: Rollouts,
@@ -181,18 +181,18 @@ def update_models(
     number: int,
 ) -> UpdateResult:
     """The optimizer steps on a batch: its mini-batches, once in every epoch."""
-    keep = _learnable(parts, rollouts)
+    keep = _learnable(loop, rollouts)
     if not keep:
         return UpdateResult([], {})
-    schedule, algorithm = parts.schedule, parts.algorithm
-    seed = derive(parts.seed, "minibatches", number)
+    schedule, algorithm = loop.schedule, loop.algorithm
+    seed = derive(loop.seed, "minibatches", number)
     batches = minibatches(
         algorithm,
         batch,
         estimates,
         keep,
         count=schedule.minibatches,
-        max_tokens=parts.loss.max_tokens,
+        max_tokens=loop.loss.max_tokens,
         seed=seed,
     )
     rates = schedule.rates(number)
@@ -200,19 +200,19 @@ def update_models(
     skipped = 0
     for at, part in enumerate([*batches] * schedule.epochs):
         try:
-            made = parts.learner.update(algorithm, part.batch, progress.beta, rates)
+            made = loop.learner.update(algorithm, part.batch, progress.beta, rates)
             taken.append((part, made))
         except NotFinite as error:
-            stage = parts.writer.folder.stages[progress.stage]
+            stage = loop.writer.folder.stages[progress.stage]
             non_finite.report(
-                parts.writer,
+                loop.writer,
                 non_finite.NonFiniteStep(stage, number, at, error.names),
                 error,
-                action=parts.on_nonfinite,
+                action=loop.on_nonfinite,
                 skipped=progress.skipped + skipped,
-                began=parts.learner.began,
-                weight=parts.learner.bad_weight,
-                diagnose=partial(_diagnose, parts, rollouts, part, progress.beta),
+                began=loop.learner.began,
+                weight=loop.learner.bad_weight,
+                diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
                 keep=partial(non_finite.write_batch, batch=part.batch),
             )
             skipped += 1
@@ -221,10 +221,10 @@ def update_models(
     kept = estimates.select(batch.action_index(keep))
     watched = {
         **_before_update(batch.select(keep), kept),
-        **_engine_difference(parts.loss, batch.select(keep), taken),
+        **_engine_difference(loop.loss, batch.select(keep), taken),
         **metrics,
         "learning_rate": rates[0] or 0.0,
-        **({"value/learning_rate": rates[1]} if parts.learner.learns_values else {}),
+        **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
         "beta": progress.beta,
     }
     tokens = [(part, losses.tokens) for part, losses in taken]
@@ -266,13 +266,13 @@ def minibatches(
 
 
 def adapted(
-    parts: RLParts,
+    loop: RLLoop,
     batches: Sequence[Minibatch],
     metrics: dict[str, float],
     beta: float,
 ) -> float:
     """β for the next step: fixed, or by PPO's or Ziegler's rule."""
-    divergence = parts.algorithm.divergence
+    divergence = loop.algorithm.divergence
     if divergence is None or divergence.adaptive is None or not batches:
         return beta
     rule = divergence.adaptive
@@ -287,24 +287,18 @@ def adapted(
             horizon=rule.horizon,
             sequences=sequences,
         )
-    kl = metrics["kl/after"] = _divergence_now(parts, [part.batch.actions for part in batches])
+    kl = metrics["kl/after"] = _divergence_now(loop, [part.batch.actions for part in batches])
     if not math.isfinite(kl):
         return beta
     return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
 
 
-def state_of(parts: RLParts, progress: Progress) -> State:
-    """Everything that later steps depend on."""
-    learner = parts.learner
-    return State(progress, learner.policy, learner.save, parts.prefetcher.pending)
-
-
 # ---------------------------------------------------------------- details
 
 
-def _staleness(parts: RLParts, rollouts: Rollouts, number: int) -> dict[str, float]:
+def _staleness(loop: RLLoop, rollouts: Rollouts, number: int) -> dict[str, float]:
     """How many updates the weights that completions were begun with are behind the policy's."""
-    if parts.prefetcher.level == 0:
+    if loop.prefetcher.level == 0:
         return {}
     versions = [c.weight_version for group in rollouts.groups for c in group.completions]
     if not versions:
@@ -316,18 +310,16 @@ def _staleness(parts: RLParts, rollouts: Rollouts, number: int) -> dict[str, flo
     }
 
 
-def _reset_reference(parts: RLParts, number: int) -> None:
+def _reset_reference(loop: RLLoop, number: int) -> None:
     """Copy the policy to the reference if the schedule does after this step."""
-    every = parts.schedule.reference_reset_every
-    if parts.learner.has_reference and every is not None and number % every == 0:
-        parts.learner.refresh_reference()
+    every = loop.schedule.reference_reset_every
+    if loop.learner.has_reference and every is not None and number % every == 0:
+        loop.learner.refresh_reference()
 
 
-def _diagnose(
-    parts: RLParts, rollouts: Rollouts, part: Minibatch, beta: float
-) -> tuple[Cause, str]:
+def _diagnose(loop: RLLoop, rollouts: Rollouts, part: Minibatch, beta: float) -> tuple[Cause, str]:
     """The cause of a loss or gradient that is not finite, and the sequence that it comes from."""
-    cause = parts.learner.cause_of(parts.algorithm, part.batch, beta)
+    cause = loop.learner.cause_of(loop.algorithm, part.batch, beta)
     if cause.sequence is None:
         return cause, ""
     prompts = [group.prompt.id for group in rollouts.groups for _ in group.completions]
@@ -335,19 +327,19 @@ def _diagnose(
     return cause, f"sequence {place} (prompt {prompts[place]!r})"
 
 
-def _learnable(parts: RLParts, rollouts: Rollouts) -> list[int]:
+def _learnable(loop: RLLoop, rollouts: Rollouts) -> list[int]:
     """The sequences that are in the loss.
 
     Truncated ones are left out if the recipe masks them; those without a reward are left out unless
     the advantage compares a group, which gives them 0, or reads no reward.
     """
-    algorithm = parts.algorithm
+    algorithm = loop.algorithm
     needed = algorithm.needs_reward and not algorithm.needs_groups
     results = [v for judged in rollouts.results for v in judged]
     completions = [c for group in rollouts.groups for c in group.completions]
     keep = []
     for i, (completion, result) in enumerate(zip(completions, results, strict=True)):
-        cut = parts.loss.mask_truncated and completion.finish == "length"
+        cut = loop.loss.mask_truncated and completion.finish == "length"
         unrewarded = needed and result.reward is None
         if not cut and not unrewarded and completion.written.any():
             keep.append(i)
@@ -397,11 +389,11 @@ def _engine_difference(
     }
 
 
-def _divergence_now(parts: RLParts, batches: Sequence[Batch]) -> float:
+def _divergence_now(loop: RLLoop, batches: Sequence[Batch]) -> float:
     """KL(old‖π), token mean, of the updated policy (arXiv:1707.06347 §4)."""
     total, count = 0.0, 0
     for part in batches:
-        now = parts.learner.score(part, old=True, reference=False, others=False)
+        now = loop.learner.score(part, old=True, reference=False, others=False)
         assert part.old_log_prob_N is not None
         assert now.old_log_prob_N is not None
         total += float(divergences.k3(part.old_log_prob_N, now.old_log_prob_N).sum())

@@ -44,7 +44,6 @@ from keel.runs.reader import load
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training import rl
 from keel.training.evaluator import Evaluator
-from keel.training.loop import Loop
 from keel.training.prefetch import (
     RolloutPrefetcher,
     begin_alone,
@@ -203,36 +202,20 @@ def begin(run: RunContext, stage: RolloutStage, progress: Progress) -> Progress:
     return progress if divergence is None else replace(progress, beta=divergence.beta)
 
 
-def loop_of(stage: RolloutStage, parts: rl.RLParts) -> Loop:
-    """The loop over the steps of a stage."""
-    return Loop(
-        steps=stage.steps,
-        checkpoints=stage.checkpoints,
-        on_nonfinite=stage.on_nonfinite,
-        budget=parts.learner.budget,
-        writer=parts.writer,
-        take_step=partial(rl.take_step, parts),
-        state=partial(rl.state_of, parts),
-        evaluate=parts.evaluator,
-        evaluate_every=stage.evaluation.every,
-        rollouts_every=stage.rollouts_every,
-    )
-
-
-def show(run: RunContext, stage: RolloutStage, parts: rl.RLParts, progress: Progress) -> None:
+def show(run: RunContext, stage: RolloutStage, loop: rl.RLLoop, progress: Progress) -> None:
     """Plot the rewards of a stage that has ended, and learned rewards against those watched."""
     title, subtitle = titles(run.recipe, stage, run.policy.model)
     columns = stage_columns(load(run.writer.folder.path), stage.name)
     stage_curve(run.writer.folder.curve, stage.stage, columns, title, subtitle)
-    names = [function.name for function in parts.sampler.scorer.functions]
+    names = [function.name for function in loop.sampler.scorer.functions]
     plot_over_optimisation(run.writer, stage, names, title)
 
 
-def note_costs(stage: RolloutStage, parts: rl.RLParts) -> None:
+def note_costs(stage: RolloutStage, loop: rl.RLLoop) -> None:
     """A line for each judge of the stage, with its cost."""
-    for function in parts.sampler.scorer.functions:
+    for function in loop.sampler.scorer.functions:
         if isinstance(function.function, Judge):
-            parts.writer.note(f"{stage.name}: {paid(function.function)}")
+            loop.writer.note(f"{stage.name}: {paid(function.function)}")
 
 
 def paid(judge: Judge) -> str:
@@ -241,10 +224,10 @@ def paid(judge: Judge) -> str:
     return f"judge {judge.options.label!r}: {account.answers} answers for {account.spent}"
 
 
-def build_parts(
+def build_loop(
     run: RunContext, stage: RolloutStage, models: PlacedStage, progress: Progress
-) -> rl.RLParts:
-    """The parts of a stage, with its tasks, rewards and engines."""
+) -> rl.RLLoop:
+    """The loop of a stage, with its tasks, rewards and engines."""
     seed = derive(run.recipe.seed, stage.name)
     policy, rollout = run.policy, stage.rollout
     source = open_prompts(
@@ -277,17 +260,21 @@ def build_parts(
     if rollout.dtype != "model" and sampler.engine.capabilities.in_process:
         exact = replace(sampler, engine=rollout_engine(policy, rollout))
         exact.engine.weight_version = progress.step
-    evaluator = Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None
-    return rl.RLParts(
+    return rl.RLLoop(
+        steps=stage.steps,
+        checkpoints=stage.checkpoints,
+        on_nonfinite=stage.on_nonfinite,
+        budget=models.learner.budget,
+        writer=run.writer,
+        evaluate=Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None,
+        evaluate_every=stage.evaluation.every,
+        rollouts_every=stage.rollouts_every,
         algorithm=stage.algorithm,
         loss=loss_config(stage),
         schedule=schedule(stage),
-        on_nonfinite=stage.on_nonfinite,
         learner=models.learner,
         sampler=sampler,
         prefetcher=build_prefetcher(stage, sampler, run.resume_from),
-        evaluator=evaluator,
-        writer=run.writer,
         seed=seed,
     )
 

@@ -24,11 +24,11 @@ class RLStage(RolloutStage):
 
         with rl_stage.place(run, self, progress) as models:
             progress = rl_stage.begin(run, self, progress)
-            parts = rl_stage.build_parts(run, self, models, progress)
-            with closing(parts.sampler.scorer), closing(parts.prefetcher):
-                progress = loop.run(rl_stage.loop_of(self, parts), progress)
-                rl_stage.note_costs(self, parts)
-            rl_stage.show(run, self, parts, progress)
+            made = rl_stage.build_loop(run, self, models, progress)
+            with closing(made.sampler.scorer), closing(made.prefetcher):
+                progress = loop.run(made, progress)
+                rl_stage.note_costs(self, made)
+            rl_stage.show(run, self, made, progress)
         return progress
 
 
