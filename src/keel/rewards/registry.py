@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import inspect
 import keyword
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -126,17 +124,11 @@ class NamedReward:
 
 
 def catalogue() -> list[tuple[str, str]]:
-    """Every built-in reward by name, with one line on it. Imports none that is made."""
+    """Every built-in reward by name, with one line on it."""
     found = [(TASK, "The task's own score: the reward if a recipe names no other.")]
     found += [(name, inspect.getdoc(function) or "") for name, function in BUILT_IN.items()]
     for name, entry in MADE.items():
-        module, _, maker = entry.partition(":")
-        spec = importlib.util.find_spec(module)
-        assert spec is not None
-        assert spec.origin is not None
-        body = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
-        made = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == maker)
-        found.append((name, ast.get_docstring(made) or ""))
+        found.append((name, inspect.getdoc(load_entry(entry, "reward")) or ""))
     return [(name, " ".join(doc.partition("\n\n")[0].split())) for name, doc in found]
 
 
