@@ -241,7 +241,7 @@ def test_it_dies_by_signals_and_cannot_end_the_first() -> None:
 
 
 @needs_bubblewrap
-def test_it_buries_its_dead() -> None:
+def test_no_zombie_is_left_for_init() -> None:
     """No process is left for the host's init, which in a container may reap none."""
     code = (
         "import ctypes, sys\n"

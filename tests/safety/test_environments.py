@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 from keel.config.control import Environment  # noqa: E402
 from keel.control.environments import Environments  # noqa: E402
 from keel.types import KeelError  # noqa: E402
-from tests.safety.processes import descendants, gone  # noqa: E402
+from tests.platform.processes import descendants, gone  # noqa: E402
 
 
 class Odd(gym.Env[Any, Any]):
@@ -64,7 +64,7 @@ def opened(name: str, count: int = 2, **options: Any) -> Iterator[Environments]:
         environments.close()
 
 
-def test_they_say_the_same_as_copies_in_this_process() -> None:
+def test_processes_return_what_copies_here_return() -> None:
     one, two = (Environment(id="Odd-v0", count=3, vectorization=v) for v in ("sync", "async"))
     here, there = Environments(one, 3, 7), Environments(two, 3, 7)
     assert len({os.getpid(), *(one.pid for one in there.vector.processes)}) == 4
@@ -97,7 +97,7 @@ def test_they_say_the_same_as_copies_in_this_process() -> None:
         ("leave", "fails in step: its process ended"),
     ],
 )
-def test_what_goes_wrong_there_is_told_here(doing: str, says: str) -> None:
+def test_errors_of_the_process_are_reported_here(doing: str, says: str) -> None:
     before = descendants(os.getpid())
     with opened("Odd-v0", doing=doing) as environments:
         environments.begin([0, 1])

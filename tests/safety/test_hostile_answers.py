@@ -29,7 +29,7 @@ from keel.rewards.judge.prompts import Question, parse
 from keel.rewards.judge.store import Cost, StoredAnswer
 from keel.types import KeelError, Prompt
 from tests.data.tasks.made import completion
-from tests.safety.processes import descendants, gone
+from tests.platform.processes import descendants, gone
 from tests.shared import needs_bubblewrap
 
 EVALUATED = (

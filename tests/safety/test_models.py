@@ -220,7 +220,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("where", [*RECIPES, "eval", "eval of rows"])
-def test_every_door_to_a_model_says_so_and_runs_nothing(
+def test_no_command_runs_the_code_of_a_model(
     where: str, folder: Path, marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_code(folder, marker, model=True, tokenizer=True)

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from keel.platform.process import Lifeline
-from tests.platform.processes import eventually
+from tests.platform.processes import Process, descendants, end, eventually, gone, look
 from tests.rewards.learned import save_model
 from tests.safety.parents import KINDS, LOOP
-from tests.safety.processes import Process, descendants, end, gone, look
 from tests.shared import needs_bubblewrap
 from tests.source_tree import ROOT
 

@@ -154,7 +154,7 @@ def test_a_reward_of_the_users_that_says_its_key(
     check(tmp_path, out + err)
 
 
-def test_an_error_of_any_other_code_is_told_without_the_key(
+def test_errors_of_other_code_hide_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The last door: a path, here, that holds it."""
@@ -219,7 +219,7 @@ def test_what_looks_like_a_secret_is_found_and_not_repeated(
         {"options": {"secret": "blue", "api_key": 12, "start": "sk-learn-style-estimator-names"}},
     ],
 )
-def test_what_is_no_secret_is_let_be(
+def test_other_texts_are_not_secrets(
     recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANY_TOKEN", "short")

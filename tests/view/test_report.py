@@ -105,10 +105,10 @@ def test_large_groups_show_their_best_and_worst(tmp_path: Path) -> None:
 
 
 def test_report_without_a_run_says_so(tmp_path: Path) -> None:
-    with pytest.raises(KeelError, match="is no run folder"):
+    with pytest.raises(KeelError, match="is not a run folder"):
         write_report(tmp_path)
     folder = write(tmp_path / "run")
-    with pytest.raises(KeelError, match="is no run folder"):
+    with pytest.raises(KeelError, match="is not a run folder"):
         write_report(tmp_path)  # the one in it is not meant
     with pytest.raises(KeelError, match=r"give a name that ends in \.html"):
         write_report(folder.path, tmp_path / "x.png")

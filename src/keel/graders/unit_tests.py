@@ -26,13 +26,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache
-from pathlib import Path
-from types import CodeType
+from functools import lru_cache
 from typing import Any, Literal
 
 from keel.graders.code_blocks import DEFINING, NOT_PYTHON, names_in, parsed
-from keel.platform.sandbox import inside
 from keel.platform.sandbox.bubblewrap import Sandbox, SandboxResult
 from keel.platform.sandbox.inside import CODE
 from keel.types import KeelError
@@ -333,7 +330,7 @@ def _run_apart(
     sandbox: Sandbox, code: str, orders: dict[str, Any], stop: threading.Event | None
 ) -> Checked:
     """Run code and tests in a sandbox each, at the same time, with a pipe either way."""
-    common = {"program": _boundary(), "module": CODE}
+    common = {"module": CODE}
     done = secrets.token_hex(16)
     (asked, asking), (replies, replying) = os.pipe(), os.pipe()
     served: list[SandboxResult | BaseException] = []
@@ -369,12 +366,6 @@ def _run_apart(
     if tested.status == "ended" and printed[:1] == ["gone"]:
         return _failed(ran, passed, raised[:1])
     return _failed(tested, passed, printed)
-
-
-@cache
-def _boundary() -> CodeType:
-    path = Path(inside.__file__).with_name("boundary.py")
-    return compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
 
 
 def _passed(ran: SandboxResult, secret: Sequence[str]) -> tuple[bool, ...]:

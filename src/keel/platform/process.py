@@ -3,7 +3,7 @@
 No child outlives the process that started it, however that ends. Each is given a pipe of which the
 parent holds the other end; when that closes, the kernel sends SIGKILL to the child's group. Neither
 of the usual ways does that: `prctl(PR_SET_PDEATHSIG)` fires when the *thread* ends that started the
-child, and rewards are called in passing threads; a thread of the child that waits for standard
+child, and rewards are called in short-lived threads; a thread of the child that waits for standard
 input to close stands still while C code holds Python's lock.
 """
 

@@ -40,7 +40,7 @@ def writing(target: Path, stop: bool = False) -> Iterator[Path]:
 
     At the end a manifest with the SHA-256 and size of every file is added, all is synced and the
     folder renamed; one of this name is deleted before. With `stop` the checkpoint is deleted once
-    there is a newer one (see `prune`). Raises KeelError where the folder cannot be written.
+    there is a newer one (see `prune`). Raises KeelError if the folder cannot be written.
     """
     aside = files.aside(target)
     with files.os_errors(target):
@@ -63,7 +63,7 @@ def writing(target: Path, stop: bool = False) -> Iterator[Path]:
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint; None when every file is there, byte for byte.
 
-    Further files are no damage. Raises KeelError where it cannot be judged: it may not be read, or
+    Further files are no damage. Raises KeelError if it cannot be judged: it may not be read, or
     another version of Keel wrote it.
     """
     try:
@@ -115,7 +115,7 @@ def unknown(folder: RunFolder) -> list[Path]:
 
 
 def check_model(path: Path) -> None:
-    """Raises KeelError where a reward model that a stage wrote, with a manifest, is damaged."""
+    """Raises KeelError if a reward model that a stage wrote, with a manifest, is damaged."""
     wrong = damage(path) if (path / MANIFEST).exists() else None
     if wrong is not None:
         raise KeelError(
@@ -189,7 +189,7 @@ def save_tensors(
 
 
 def load_tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a file. Raises KeelError where it is no safetensors file."""
+    """The tensors of a file. Raises KeelError if it is not a safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -255,7 +255,7 @@ def read(checkpoint: Path) -> Recorded:
 
 
 def changed(known: Recorded, recipe: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    """How recipe and inputs differ from those of a checkpoint; empty where they do not."""
+    """How recipe and inputs differ from those of a checkpoint; empty if they do not."""
     parts = [f"{c.name} = {c.b} (was {c.a})" for c in changes(known.recipe, recipe)]
     # A name that only one of them has is a change of the recipe.
     both = sorted(known.inputs.keys() & inputs.keys())
@@ -282,7 +282,7 @@ def check(folder: RunFolder, newest: FolderEntry, known: Recorded) -> list[str]:
 
     Nothing that follows depends on rollouts and evaluations before a checkpoint: those missing or
     changed are only reported, each as `PATH is missing` or `PATH is damaged`. Raises KeelError
-    where metrics, sampled examples, labels or reward models from before the checkpoint are.
+    if metrics, sampled examples, labels or reward models from before the checkpoint are.
     """
     if known.metrics != _metrics_hash(folder, newest.place):
         changed = [

@@ -58,7 +58,7 @@ class FirstDifference:
     """The first place at which two runs differ.
 
     `file` is the name in the run folder of a file that differs, `change` the first value in it that
-    does: its `at` is (sequence,) or (sequence, token) of rollouts, the element of a tensor. Where
+    does: its `at` is (sequence,) or (sequence, token) of rollouts, the element of a tensor. If
     one run lacks what it must have had, the change is of "present" and None. `prompt_id` is the
     sequence's.
     """
@@ -292,7 +292,7 @@ def _first_in_rollouts(
 
 
 def _first_unequal(a: Any, b: Any) -> int | None:
-    """The first token at which two cells of a table differ; 0 where they are no lists."""
+    """The first token at which two cells of a table differ; 0 if they are not lists."""
     if same(a, b):
         return None
     if not isinstance(a, list) or not isinstance(b, list):
@@ -345,7 +345,7 @@ def _first_element(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Cha
 
 
 def _number(dtype: str, element: bytes) -> Any:
-    """The value of an element; its bytes in hexadecimal where numpy has no such type."""
+    """The value of an element; its bytes in hexadecimal if numpy does not have its type."""
     if dtype == "BF16":  # the upper half of a float32
         dtype, element = "F32", b"\0\0" + element
     return np.frombuffer(element, _NUMPY[dtype])[0].item() if dtype in _NUMPY else element.hex()

@@ -6,7 +6,7 @@
     inputs/  preferences.db  rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/
     quarantine/  faults/  logs/
 
-Steps count from 1 within a stage. Where a recipe has several stages, rollouts and checkpoints carry
+Steps count from 1 within a stage. If a recipe has several stages, rollouts and checkpoints carry
 the stage's name; records of the .jsonl files always do. All but timings.jsonl, events.jsonl,
 trackers/, faults/ and logs/, which log what happened, is a function of recipe and seed (on a GPU as
 far as its kernels are: atomics add in no fixed order).
@@ -27,7 +27,7 @@ from keel.types import KeelError, Split
 STEP_DIGITS = 6
 RECIPE = "recipe.toml"
 _TRIES = 100
-"""Attempts to make the next folder, where other processes make theirs at the same time."""
+"""Attempts to make the next folder, if other processes make theirs at the same time."""
 _STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STEP_NAME = re.compile(r"(?:(?P<stage>.+)-)?step-(?P<step>\d{6,})")
 
@@ -97,9 +97,9 @@ class RunFolder:
     ) -> RunFolder:
         """A new run folder that holds the recipe (TOML, every default written out).
 
-        `inputs` writes what was passed as Python objects into the folder that it is given. Where
+        `inputs` writes what was passed as Python objects into the folder that it is given. If
         other processes may use the folder, call it under its lock, as `lifecycle.create_run` does.
-        Raises KeelError where the folder is not empty or the recipe is none.
+        Raises KeelError if the folder is not empty or the recipe is not valid.
         """
         path = Path(path)
         stages = stages_of(recipe)
@@ -129,7 +129,7 @@ class RunFolder:
             text = recipe.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise KeelError(
-                f"{path} is no run folder (it has no {RECIPE}): give one that keel train made"
+                f"{path} is not a run folder (it has no {RECIPE}): give one that keel train made"
             ) from None
         except (OSError, UnicodeDecodeError) as error:
             raise KeelError(f"cannot read {recipe}: {error}") from error
@@ -206,7 +206,7 @@ def next_free(root: Path | str, recipe_name: str) -> Path:
 
 
 def stages_of(recipe: str, where: str = "the recipe") -> tuple[str, ...]:
-    """The names of the stages of a recipe (TOML). Raises KeelError where it is none."""
+    """The names of the stages of a recipe (TOML). Raises KeelError if it is not valid."""
     try:
         stages = tomllib.loads(recipe).get("stages")
     except tomllib.TOMLDecodeError as error:
@@ -226,7 +226,7 @@ def stages_of(recipe: str, where: str = "the recipe") -> tuple[str, ...]:
 
 
 def make_free(path: Path) -> bool:
-    """Makes the folder for a new run; False where it exists and is empty, else KeelError."""
+    """Makes the folder for a new run; False if it exists and is empty, else KeelError."""
     if path.exists() and not path.is_dir():
         raise KeelError(f"run folder {path} is a file: choose another with --run DIR")
     with files.os_errors(path, "make"):

@@ -220,7 +220,7 @@ def write_metadata(
 def _where_to_begin(place: RunFolder) -> tuple[FolderEntry | None, Damage]:
     """The newest whole checkpoint, and the damaged ones that were passed over.
 
-    Raises KeelError where none is whole: starting again would discard them.
+    Raises KeelError if none is whole: starting again would discard them.
     """
     damaged: Damage = []
     newest = checkpoint.newest_whole(place, lambda path, wrong: damaged.append((path, wrong)))

@@ -27,7 +27,7 @@ Record = dict[str, Any]
 
 
 def read_run_json(folder: RunFolder) -> dict[str, Any]:
-    """The content of run.json; empty where it is not written yet.
+    """The content of run.json; empty if it is not written yet.
 
     Raises:
         KeelError: the file cannot be read.
@@ -65,7 +65,7 @@ class Run:
         return tomllib.loads(self.folder.recipe.read_text(encoding="utf-8"))
 
     def info(self) -> Record:
-        """run.json; empty where it is not written yet."""
+        """run.json; empty if it is not written yet."""
         return read_run_json(self.folder)
 
     def metrics(self, stage: str | None = None) -> list[Record]:
@@ -92,9 +92,9 @@ class Run:
     def column(
         self, name: str, stage: str | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Steps and values of a metric, where records have it; null (not finite) reads as NaN.
+        """Steps and values of a metric, in records that have it; null (not finite) reads as NaN.
 
-        Steps count within a stage: name the stage where the recipe has several.
+        Steps count within a stage: name the stage if the recipe has several.
         """
         found = [record for record in self.metrics(stage) if name in record]
         steps = np.array([record["step"] for record in found], dtype=np.int64)
@@ -108,7 +108,7 @@ class Run:
     def rollouts(self, step: int, stage: str | None = None) -> list[Record]:
         """The rollouts of a step, a dict per completion with messages and arrays as lists.
 
-        Raises KeelError where the step has none, or the file is damaged.
+        Raises KeelError if the step has none, or the file is damaged.
         """
         return rows_of(self.rollout_table(step, stage))
 
@@ -130,8 +130,8 @@ class Run:
     def evaluation(self, step: int, stage: str | None = None) -> list[Record]:
         """The completions of the evaluation after a step (0: before the first), as `rollouts`.
 
-        `mode` is "greedy" or "sampled", `passed` whether the completion is correct (None where no
-        reward is declared as correctness). Empty where the stage was not evaluated there.
+        `mode` is "greedy" or "sampled", `passed` whether the completion is correct (None if no
+        reward is declared as correctness). Empty if the stage was not evaluated there.
         """
         name = self.stages[-1] if stage is None else stage
         path = self.folder.evaluation(self._stage_of_rollouts(name), step)
@@ -170,5 +170,5 @@ def rows_of(table: pa.Table) -> list[Record]:
 
 
 def load(path: Path | str) -> Run:
-    """The run in a folder. Raises KeelError where there is none."""
+    """The run in a folder. Raises KeelError if there is none."""
     return Run(RunFolder.open(path))

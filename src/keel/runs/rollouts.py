@@ -36,13 +36,13 @@ class RolloutRow:
     """One completion with its results. All arrays have the completion's length in tokens.
 
     `group` counts the groups of the step, or of the evaluation, from 0. `pieces` are the texts of
-    the tokens, `log_probs` the engine's. `values` are further values of tokens, 0 where `written`
+    the tokens, `log_probs` the engine's. `values` are further values of tokens, 0 if `written`
     is false: `old_log_probs`, those that the ratio divides by, `reference_log_probs`,
     `teacher_log_probs`, `values` (of the value model), `advantages`, and means over the updates of
     `ratios`, `divergences` (D_n) and `entropies`, in nats; `loss/policy`, `loss/divergence`,
     `loss/value` and `loss/entropy` are the terms of the loss, which add up to the step's metric
     `loss`. `expected` is the answer that the data has. `reward` is None without any reward. `steps`
-    are the rewards of steps, `outcome` the part of the reward that is of the whole answer, where
+    are the rewards of steps, `outcome` the part of the reward that is of the whole answer, if
     the advantage has one (None: it does not). `mode` and `passed` are of evaluations: how it was
     sampled, and whether it is correct. `weight_version` is the number of syncs that the engine had
     taken.
@@ -84,7 +84,7 @@ def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
     Columns: stage, step, group, prompt_id, task, prompt_format ("text", or "messages" in JSON),
     prompt, expected, completion, tokens, pieces, log_probs, each of the rows' values, written,
     finish, weight_version, reward, `reward/NAME` for each component and `extra/NAME` for each
-    extra. Where some row has rewards of steps also step_ends (the index of each step's last token),
+    extra. If some row has rewards of steps also step_ends (the index of each step's last token),
     step_rewards and outcome; in evaluations mode and passed.
     """
     import pyarrow as pa
@@ -147,7 +147,7 @@ def encode(stage: str, step: int, rows: Sequence[RolloutRow]) -> bytes:
 
 
 def read_table(path: Path) -> pa.Table:
-    """The table of a rollouts file. Raises KeelError where it is damaged."""
+    """The table of a rollouts file. Raises KeelError if it is damaged."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -112,7 +112,7 @@ class WeightsAndBiases:
 def open_trackers(
     wanted: Trackers, folder: RunFolder, *, name: str, recipe: Mapping[str, Any]
 ) -> list[Tracker]:
-    """The trackers of a stage. Raises KeelError where one is missing or does not start."""
+    """The trackers of a stage. Raises KeelError if one is missing or does not start."""
     trackers: list[Tracker] = []
     if wanted.tensorboard:
         trackers.append(TensorBoard(folder))

@@ -75,12 +75,12 @@ def exact(value: Any) -> Any:
         return [exact(item) for item in value]
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
-            raise TypeError("an array of Python objects is no state: use a list")
+            raise TypeError("an array of Python objects is not state: use a list")
         shape = list(value.shape)
         return {TAG: "array", "dtype": value.dtype.str, "shape": shape, "data": _packed(value)}
     if isinstance(value, Mapping):
         return {_text_key(key): exact(item) for key, item in value.items()}
-    raise TypeError(f"{type(value).__name__} is no JSON state: tensors go into safetensors")
+    raise TypeError(f"{type(value).__name__} is not JSON state: tensors go into safetensors")
 
 
 def restore(value: Any) -> Any:
@@ -116,7 +116,7 @@ def _packed(array: np.ndarray) -> str:
 def _unpacked(value: Mapping[str, Any], shape: Sequence[int]) -> np.ndarray:
     dtype = np.dtype(value["dtype"])
     if dtype.hasobject:
-        raise ValueError("an array of Python objects is no state")
+        raise ValueError("an array of Python objects is not state")
     flat = np.frombuffer(base64.b64decode(value["data"], validate=True), dtype=dtype)
     return flat.reshape(tuple(shape)).copy()
 
@@ -126,7 +126,7 @@ def _unpacked(value: Mapping[str, Any], shape: Sequence[int]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A named value that differs: `a` and `b`, None where absent and "null" where null.
+    """A named value that differs: `a` and `b`, None if absent and "null" where null.
 
     `at` is the place of the value within what has the name: (sequence,) or (sequence, token) of a
     column of rollouts, the element of a tensor. `difference` is absolute, of finite floats.

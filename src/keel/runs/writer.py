@@ -272,7 +272,7 @@ class RunWriter:
         return bool(self.interrupt)
 
     def stopped(self) -> bool:
-        """Whether a callback has ended the run. Raises Interrupted where a signal has."""
+        """Whether a callback has ended the run. Raises Interrupted if a signal has."""
         if self.interrupt.signum is not None:
             self.recorder.event("interrupted", signal=self.interrupt.signum)
             raise Interrupted(self.interrupt.signum, self.folder.path)
@@ -340,7 +340,7 @@ class RunWriter:
         self.callbacks.step(step, metrics, seconds)
 
     def checkpoint_due(self, progress: RunProgress, steps: int, choice: Checkpoints) -> bool:
-        """Every so many steps, at the end, at the best, and when asked to stop."""
+        """Every N steps, at the end, at the best, and when asked to stop."""
         return _scheduled(progress, steps, choice) or self.interrupted
 
     def checkpoint(

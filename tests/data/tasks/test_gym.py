@@ -16,7 +16,7 @@ from keel.data.tasks.base import Presentation, split_of
 from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names
 from keel.types import KeelError, Split
 from tests.data.tasks.made import completion, source
-from tests.safety.processes import descendants, gone
+from tests.platform.processes import descendants, gone
 from tests.shared import needs_bubblewrap
 
 pytestmark = [

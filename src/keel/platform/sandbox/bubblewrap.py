@@ -12,7 +12,9 @@ processes of the sandbox, when its lifeline closes, so also when this process is
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import marshal
 import math
 import os
@@ -41,7 +43,7 @@ Status = Literal["ended", "timeout", "output", "died"]
 
 PASSED_ON = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DYNAMIC_UIDS = range(61184, 65520)
-"""User ids that systemd keeps for passing users: no one's files and no one's processes."""
+"""User ids that systemd keeps for temporary users: no one's files and no one's processes."""
 MOST = 10**9
 """The largest limit."""
 START_SECONDS = 120.0
@@ -69,7 +71,7 @@ COMMON = {
 class Limits:
     """What a run may take.
 
-    `timeout` is in seconds of wall time, from when the sandbox stands; processor time has the same
+    `timeout` is in seconds of wall time, from the sandbox's start; processor time has the same
     limit, in each process. `memory_mb` is the address space of a process, so that all of them
     together can have `processes · memory_mb` (threads count as processes), `disk_mb` in each of the
     private folders, `/tmp` and `/dev/shm`, which lie in memory too, and at most about 15 MB a
@@ -144,7 +146,7 @@ class Enclosure(contextlib.ExitStack):
     def __init__(self, program: str, disk_mb: int, files: Mapping[str, Path] | None = None) -> None:
         super().__init__()
         # The limit on processes does not bind root, nor a user namespace of root's. So root's
-        # sandbox has no user namespace; its first process becomes a passing user instead.
+        # sandbox has no user namespace; its first process becomes a temporary user instead.
         self.uid = self.enter_context(_pick_uid()) if os.geteuid() == 0 else None
         self.ends: tuple[int, ...] = ()
         self.command = [program, *_isolation(self.uid, disk_mb, files or {})]
@@ -161,7 +163,7 @@ class Enclosure(contextlib.ExitStack):
 class Sandbox:
     """Runs commands, each in a sandbox of its own; from any thread, several at a time.
 
-    With `trusted` there is no sandbox: a plain process group in a passing folder, with the limits
+    With `trusted` there is no sandbox: a plain process group in a temporary folder, with the limits
     (but that on processes) and a time. Neither outlives this process. Raises KeelError if
     bubblewrap is missing or can make no sandbox here, and says how to fix that.
     """
@@ -288,7 +290,7 @@ class Sandbox:
             if self.trusted:
                 raise KeelError(f"the code's process does not start: {message}")
             if status == "timeout":
-                raise KeelError(f"no sandbox stood within {START_SECONDS:.0f} s: {message}")
+                raise KeelError(f"no sandbox started within {START_SECONDS:.0f} s: {message}")
             raise no_sandbox(message, code)
         if status == "ended" and (code < 0 or code > 128):
             # What runs inside ends on 128 and the signal that ended the command.
@@ -397,8 +399,8 @@ def no_sandbox(message: str, exit_status: int) -> KeelError:
     """Why bubblewrap made no sandbox, from its message and exit status."""
     if _signal(exit_status):
         return KeelError(
-            f"bubblewrap was killed by signal {_signal(exit_status)} before the sandbox stood: see "
-            "whether this machine is out of memory, and start again"
+            f"bubblewrap was killed by signal {_signal(exit_status)} before the sandbox started: "
+            "see whether this machine is out of memory, and start again"
         )
     if "execvp" in message:
         shown = ", ".join(map(str, _shown()))
@@ -422,7 +424,7 @@ def _signal(exit_status: int) -> int:
 def _shown() -> list[Path]:
     """What of the host is seen inside: folders and files, and the links that lead to them.
 
-    The system's folders; this interpreter's, where those do not hold them (a venv's, and its
+    The system's folders; this interpreter's, if those do not hold them (a venv's, and its
     base's); and each link on the way from the names by which Python knows them.
     """
     prefixes = (sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix)
@@ -481,17 +483,22 @@ def environment(home: str) -> dict[str, str]:
 
 @cache
 def _inside() -> str:
-    """`inside.py` for `python -c`, compiled: each sandbox would compile it at its start."""
-    path = Path(__file__).with_name("inside.py")
-    code = compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
-    return f"import marshal;exec(marshal.loads(bytes.fromhex({marshal.dumps(code).hex()!r})))"
+    """`inside.py` for `python -c`, with `boundary.py`, compiled once and not at each start."""
+    paths = (HERE / "inside.py", HERE / "boundary.py")
+    codes = [
+        compile(path.read_text(encoding="utf-8"), path.name, "exec", dont_inherit=True)
+        for path in paths
+    ]
+    text = base64.b64encode(marshal.dumps(codes)).decode()
+    load = f"inside, BOUNDARY = marshal.loads(binascii.a2b_base64({text!r}))"
+    return f"import binascii, marshal\n{load}\nexec(inside)"
 
 
 @cache
 def _path() -> dict[str, Any]:
     """What the module `site` makes of `sys` here, so that no sandbox needs to work it out."""
     names = ("path", "prefix", "exec_prefix")
-    ask = f"import marshal, sys; print(marshal.dumps([getattr(sys, n) for n in {names}]).hex())"
+    ask = f"import json, sys; print(json.dumps({{n: getattr(sys, n) for n in {names}}}))"
     command = [sys.executable, "-P", "-s", "-c", ask]
-    printed = output_of(command, START_SECONDS, environment("/tmp")).decode()
-    return dict(zip(names, marshal.loads(bytes.fromhex(printed)), strict=True))
+    found: dict[str, Any] = json.loads(output_of(command, START_SECONDS, environment("/tmp")))
+    return found

@@ -126,7 +126,7 @@ def serve(
     """Answer requests, JSON lines on stdin, until it ends: {"ok": value} or {"error", "known"}.
 
     `start` is given the filter of system calls, and returns what answers a request; `known` are
-    the options to name where a request is refused.
+    the options to name if a request is refused.
     """
     lifeline = int(sys.argv[-1])
     run_as_init(lifeline)

@@ -1,7 +1,7 @@
 """What runs inside the sandbox: it limits itself, then runs a command, or code and its tests.
 
 Handed to the interpreter as text (`-c`), with its orders on standard input; standard library only,
-and of that little: every import is paid for at each start.
+and of that little: every import is paid for at each start (`json` would be 5 ms).
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import CodeType
     from typing import Any
+
+    BOUNDARY: CodeType
+    """`boundary.py`, compiled; it comes with this text."""
 
 CODE = "completion"
 """The module that the code under test becomes; not `__main__`, so that no main block runs."""
@@ -45,9 +49,9 @@ def main() -> None:
     vars(sys).update(orders.pop("path"))  # this interpreter was started without the module site
     for names in (site.setquit, site.sethelper, site.setcopyright):
         names()
-    if "program" in orders:
+    if "side" in orders:
         space: dict[str, Any] = {"__name__": "boundary"}
-        exec(orders["program"], space)
+        exec(BOUNDARY, space)  # noqa: F821  (declared above)
         space[orders["side"]](orders)
     else:
         _test(orders)
@@ -57,7 +61,7 @@ def run_as_init(lifeline: int) -> None:
     """Fork; the child goes on, and this process waits for it, as a process space's first must.
 
     It ends, and with it all of the process space, when the other end of the lifeline closes. The
-    child, a passing user's, cannot end it, nor read the orders from its standard input.
+    child, a temporary user's, cannot end it, nor read the orders from its standard input.
     """
     child = os.fork()
     if child == 0:
@@ -105,7 +109,7 @@ def _test(orders: dict[str, Any]) -> None:
     pristine = dict(vars(builtins))
 
     def say(line: str) -> None:
-        if process() == this:  # a fork of the code under test is no judge of it
+        if process() == this:  # a fork of the code under test does not judge it
             write(report, " ".join(line.split()).encode(errors="replace")[:500] + b"\n")
 
     put_back = _keep(orders["imports"])

@@ -166,12 +166,12 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
     for numbers in DENIED.values():
         program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _REFUSE)]
     program += [(_EQUAL, 0, 1, CLONE3), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)]
-    program += _refuse_where(CLONE[column], 0, _ANY_BIT, (CLONE_NEW,))
+    program += _refuse_if(CLONE[column], 0, _ANY_BIT, (CLONE_NEW,))
     for numbers in SOCKETS.values():
         program += _refuse_unless(numbers[column], 0, AF_UNIX)
-    program += _refuse_where(FCNTL[column], 1, _EQUAL, (F_SETPIPE_SZ,))
+    program += _refuse_if(FCNTL[column], 1, _EQUAL, (F_SETPIPE_SZ,))
     # The level is not looked at: what has these numbers elsewhere is for families refused above.
-    program += _refuse_where(SETSOCKOPT[column], 2, _EQUAL, BUFFER_SIZES)
+    program += _refuse_if(SETSOCKOPT[column], 2, _EQUAL, BUFFER_SIZES)
     return _assembled([*program, (_RETURN, 0, 0, _ALLOW)])
 
 
@@ -191,7 +191,7 @@ def computing_filter(machine: str | None = None) -> bytes | None:
             program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
     for numbers, flags in ((OPENAT, 2), (OPEN, 1)):
         if numbers[column]:
-            program += _refuse_where(numbers[column], flags, _ANY_BIT, (WRITING,))
+            program += _refuse_if(numbers[column], flags, _ANY_BIT, (WRITING,))
             program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _ALLOW)]
     return _assembled([*program, (_RETURN, 0, 0, _REFUSE)])
 
@@ -214,7 +214,7 @@ def _beginning(machine: str) -> list[_Step]:
     return steps
 
 
-def _refuse_where(number: int, argument: int, test: int, values: tuple[int, ...]) -> list[_Step]:
+def _refuse_if(number: int, argument: int, test: int, values: tuple[int, ...]) -> list[_Step]:
     """Refuse a call if the low half of an argument passes a test with any of some values."""
     steps = [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument)]
     for value in values:
