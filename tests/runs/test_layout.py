@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.runs.layout import Place, RunFolder, next_free
+from keel.runs.layout import Place, RunFolder, make_next
 from keel.types import KeelError
 from tests.runs.example import ONE, TWO, one_stage, two_stages
 
@@ -89,10 +89,10 @@ def test_folder_without_a_valid_recipe_is_refused(
         RunFolder.open(tmp_path / "run")
 
 
-def test_next_free_counts_up(tmp_path: Path) -> None:
-    assert next_free(tmp_path / "runs", "sort").name == "sort-1"
+def test_next_folder_counts_up(tmp_path: Path) -> None:
+    assert make_next(tmp_path / "runs", "sort").name == "sort-1"
     for name in ("sort-1", "sort-3", "sort-x", "other-9"):
         (tmp_path / name).mkdir()
-    assert next_free(tmp_path, "sort").name == "sort-4"
-    assert next_free(tmp_path, "a/b c").name == "a-b-c-1"
-    assert next_free(tmp_path, "../..").name == "run-1"
+    assert make_next(tmp_path, "sort").name == "sort-4"
+    assert make_next(tmp_path, "a/b c").name == "a-b-c-1"
+    assert make_next(tmp_path, "../..").name == "run-1"

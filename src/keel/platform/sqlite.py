@@ -32,15 +32,11 @@ FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Whose file it is: SQLite's application_id, a version, and the statements that make it.
-
-    The statements are executed at each opening, so they begin with CREATE ... IF NOT EXISTS.
-    """
+    """Whose file it is: SQLite's application_id, a version, and the statements that make it."""
 
     application: int
     version: int
     statements: Sequence[str]
-    tables: frozenset[str]
 
 
 class Database:
@@ -79,13 +75,13 @@ class Database:
 
     def _open(self, form: Format, timeout: float) -> None:
         # One statement, so that no other process writes between; it changes nothing.
-        application, version, names = self._db.execute(
+        application, version, tables = self._db.execute(
             "SELECT (SELECT application_id FROM pragma_application_id),"
             " (SELECT user_version FROM pragma_user_version),"
-            " (SELECT COALESCE(GROUP_CONCAT(name), '') FROM sqlite_master)"
+            " (SELECT COUNT(*) FROM sqlite_master)"
         ).fetchone()
-        ours = application == form.application and form.tables <= set(names.split(","))
-        if (not ours or version != form.version) and (application or version or names):
+        ours = application == form.application
+        if (not ours or version != form.version) and (application or version or tables):
             other = f"version {version}, and this Keel needs {form.version}"
             raise sqlite3.DatabaseError(
                 f"it is of {other}" if ours else "it belongs to another program or version"

@@ -196,15 +196,6 @@ class RunFolder:
         return sorted(found, key=lambda entry: entry.place)
 
 
-def next_free(root: Path | str, recipe_name: str) -> Path:
-    """`ROOT/RECIPE-K` with K one above the highest there is."""
-    root = Path(root)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe_name).strip("-.") or "run"
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    matches = (re.fullmatch(re.escape(name) + r"-(\d+)", other) for other in names)
-    return root / f"{name}-{max((int(m[1]) for m in matches if m), default=0) + 1}"
-
-
 def stages_of(recipe: str, where: str = "the recipe") -> tuple[str, ...]:
     """The names of the stages of a recipe (TOML). Raises KeelError if it is not valid."""
     try:
@@ -242,9 +233,16 @@ def make_free(path: Path) -> bool:
 
 
 def make_next(root: Path | str, recipe_name: str) -> Path:
-    """Makes the folder `next_free`; another process that does so at the same time gets another."""
+    """Makes the folder `ROOT/RECIPE-K`, with K one above the highest there is.
+
+    Another process that does so at the same time gets another.
+    """
+    root = Path(root)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", recipe_name).strip("-.") or "run"
     for _ in range(_TRIES):
-        path = next_free(root, recipe_name)
+        names = [path.name for path in root.iterdir()] if root.is_dir() else []
+        matches = (re.fullmatch(re.escape(name) + r"-(\d+)", other) for other in names)
+        path = root / f"{name}-{max((int(m[1]) for m in matches if m), default=0) + 1}"
         with files.os_errors(path, "make"), suppress(FileExistsError):
             path.mkdir(parents=True)
             return path

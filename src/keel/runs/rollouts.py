@@ -69,14 +69,6 @@ class RolloutRow:
     outcome: float | None = None
     weight_version: int = 0
 
-    def __post_init__(self) -> None:
-        arrays = {"log_probs": self.log_probs, "written": self.written, **self.values}
-        if self.pieces:
-            arrays["pieces"] = np.array(self.pieces)
-        for name, array in arrays.items():
-            if len(array) != len(self.tokens):
-                raise ValueError(f"{name} has {len(array)} entries for {len(self.tokens)} tokens")
-
 
 def table(stage: str, step: int, rows: Sequence[RolloutRow]) -> pa.Table:
     """The rows as an Arrow table.

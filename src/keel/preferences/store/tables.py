@@ -124,5 +124,4 @@ FORMAT = Format(
     application=0x4B505246,  # KPRF
     version=2,
     statements=_STATEMENTS,
-    tables=frozenset((*(layout.table for layout in LAYOUTS), "leases")),
 )

@@ -11,7 +11,6 @@ from keel.types import KeelError
 FORMAT = Format(
     application=0x4B4C4A47,  # "KLJG"
     version=3,
-    tables=frozenset(("answers",)),
     statements=(
         """CREATE TABLE IF NOT EXISTS answers (
             id INTEGER PRIMARY KEY, key TEXT, model TEXT, text TEXT, finish TEXT, refusal TEXT,
