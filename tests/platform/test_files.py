@@ -1,4 +1,4 @@
-"""Files that several processes replace at the same time."""
+"""Files that several processes replace at the same time, and the lock of a folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from keel.platform import files
+from keel.types import KeelError
+from tests.runs.example import one_stage
 
 OURS, THEIRS = b"ours " * 1_000, b"theirs " * 1_000
 
@@ -70,3 +72,18 @@ def test_the_holder_of_a_folder_writes_under_one_name(tmp_path: Path) -> None:
     """A start that was killed is known by the names of what it left."""
     with files.locked(tmp_path), files.replacing(tmp_path / "recipe.toml"):
         assert files.aside(tmp_path / "recipe.toml").is_file()
+
+
+def test_one_process_locks_a_folder_once(tmp_path: Path) -> None:
+    folder = one_stage(tmp_path)
+    with (
+        files.locked(folder.path),
+        pytest.raises(KeelError, match="is in use"),
+        files.locked(folder.path),
+    ):
+        pass
+    with pytest.raises(ZeroDivisionError), files.locked(folder.path):
+        raise ZeroDivisionError
+    with files.locked(folder.path):
+        pass
+    assert folder.lock.read_bytes() == b""
