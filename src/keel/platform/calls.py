@@ -20,7 +20,6 @@ from typing import Any
 
 from keel.platform.loop_thread import LoopThread
 from keel.platform.time_limit import (
-    Cancelled,
     Deadline,
     KillTimer,
     raise_if_cancelled,
@@ -32,10 +31,7 @@ NOTICE = 5.0
 """Seconds that an event loop gets to act on a timeout. One that takes longer is blocked, not merely
 short of processor time; what it has on its way to a server is then lost. Below `GRACE`."""
 POLL = 0.1
-"""Seconds between two checks whether a call is given up."""
-
-GivesUp = Callable[[], bool]
-"""Whether the outcome is no longer needed."""
+"""Seconds between two checks whether a call is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +44,16 @@ class CallOutcome:
     stack: str = ""
 
 
-def _check(given_up: GivesUp | None) -> None:
-    """Raise Cancelled if the outcome is no longer needed."""
-    raise_if_cancelled()
-    if given_up is not None and given_up():
-        raise Cancelled
-
-
-def call_with_time_limit(
-    function: Callable[[], Any], seconds: float, given_up: GivesUp | None = None
-) -> CallOutcome:
+def call_with_time_limit(function: Callable[[], Any], seconds: float) -> CallOutcome:
     """Call a function in a thread and wait at most some seconds.
 
-    Raises Cancelled once `given_up` says so.
+    Raises Cancelled if the caller's work is cancelled (`cancelled_by`).
     """
-    return next(call_each([function], seconds, given_up))
+    return next(call_each([function], seconds))
 
 
 def call_each(
-    functions: Sequence[Callable[[], Any]], seconds: float, given_up: GivesUp | None = None
+    functions: Sequence[Callable[[], Any]], seconds: float
 ) -> Generator[CallOutcome, None, None]:
     """Call functions one after the other in one thread, each with its own time limit.
 
@@ -85,7 +72,7 @@ def call_each(
             thread.start()
             try:
                 while left and not stop.is_set():
-                    outcome = _next(outcomes, seconds, timer, given_up)
+                    outcome = _next(outcomes, seconds, timer)
                     if outcome is None:
                         outcome = CallOutcome(timed_out=True, stack=stack_of(thread.ident))
                         stop.set()
@@ -96,10 +83,7 @@ def call_each(
 
 
 def _next(
-    outcomes: queue.SimpleQueue[CallOutcome],
-    seconds: float,
-    timer: KillTimer,
-    given_up: GivesUp | None,
+    outcomes: queue.SimpleQueue[CallOutcome], seconds: float, timer: KillTimer
 ) -> CallOutcome | None:
     """The next outcome; None if there is none in time."""
     deadline = Deadline(seconds)
@@ -107,7 +91,7 @@ def _next(
         timer.renew(deadline.left)
         with contextlib.suppress(queue.Empty):
             return outcomes.get(timeout=min(wait, POLL))
-        _check(given_up)
+        raise_if_cancelled()
     return None
 
 
@@ -153,15 +137,15 @@ class AsyncCall:
         self._until = time.monotonic() + self._seconds
         self._timer.renew(self._seconds)
 
-    def outcome(self, given_up: GivesUp | None = None) -> CallOutcome:
+    def outcome(self) -> CallOutcome:
         """Wait until it has ended, or its time is over.
 
-        Raises Cancelled once `given_up` says so; `cancel` is then still to be called.
+        Raises Cancelled if the caller's work is cancelled; `cancel` is then still to be called.
         """
         while (left := self._until - time.monotonic()) > 0:
             if concurrent.futures.wait([self._future], min(left, POLL)).done:
                 break
-            _check(given_up)
+            raise_if_cancelled()
         self._timer.__exit__()
         if self._future.done():
             return self._future.result()

@@ -9,6 +9,7 @@ at a time; coroutines of several parts run concurrently.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
@@ -21,7 +22,7 @@ from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
 from keel.platform.calls import POLL, AsyncCall, CallOutcome, call_each, call_with_time_limit
 from keel.platform.loop_thread import LoopThread
-from keel.platform.time_limit import Cancelled, Hung, place, raise_if_cancelled
+from keel.platform.time_limit import Cancelled, Hung, cancelled_by, place, raise_if_cancelled
 from keel.rewards.batch import RewardBatch, arguments, column_names, without_stop
 from keel.rewards.logs import Log
 from keel.rewards.registry import NamedReward
@@ -38,7 +39,7 @@ class StepCalls:
 
     `outputs` are by function and by the place of the completion in the step; `logs` are of each
     call that succeeded, with the places of its completions. `add` and `finish` raise KeelError for
-    a failure that stops the run, and Cancelled once `given_up` is set.
+    a failure that stops the run, and Cancelled if the thread's work is.
     """
 
     def __init__(
@@ -54,7 +55,6 @@ class StepCalls:
         self.timeout, self.on_error, self.loop = timeout, on_error, loop
         self.outputs: dict[str, dict[int, RewardOutput]] = {f.name: {} for f in functions}
         self.logs: dict[str, list[tuple[Log, tuple[int, ...]]]] = {f.name: [] for f in functions}
-        self.given_up = False
         self._running: list[tuple[str, AsyncCall, RewardBatch, Log]] = []
 
     def add(self, part: RewardBatch) -> None:
@@ -112,7 +112,7 @@ class StepCalls:
         """Wait for the coroutines from a number on, and read their outputs."""
         while len(self._running) > first:
             name, running, part, log = self._running[first]
-            outcome = running.outcome(lambda: self.given_up)
+            outcome = running.outcome()
             del self._running[first]
             self._read(name, outcome, part, log)
 
@@ -120,7 +120,7 @@ class StepCalls:
         # What it started outside of this process would go on.
         abandon = getattr(function.function, "abandon", lambda: None)
         try:
-            outcome = call_with_time_limit(bound, self.timeout, lambda: self.given_up)
+            outcome = call_with_time_limit(bound, self.timeout)
         except Cancelled:
             abandon()
             raise
@@ -156,7 +156,7 @@ class StepCalls:
                 known = unknown("task", prompt.task, self.tasks)
                 raise KeelError(f"prompt {prompt.id!r}: {known}")
             calls.append(functools.partial(self.tasks[prompt.task].score, prompt, completion))
-        with closing(call_each(calls, self.timeout, lambda: self.given_up)) as outcomes:
+        with closing(call_each(calls, self.timeout)) as outcomes:
             for at, outcome in enumerate(outcomes):
                 output = RewardOutput(wrong=self._failure(outcome))
                 if output.wrong is None:
@@ -229,6 +229,7 @@ class Overlap:
         self._first = self._before = 0
         """Groups that are in parts, and the completions in them."""
         self._error: BaseException | None = None
+        self._cancelled = threading.Event()
         self._thread = ThreadPoolExecutor(1, "keel-overlap")
 
     def add(self, place: int, group: Group) -> None:
@@ -264,7 +265,8 @@ class Overlap:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._calls.given_up = kind is not None
+        if kind is not None:
+            self._cancelled.set()
         self._thread.shutdown(cancel_futures=kind is not None)
         self._calls.cancel()
         if kind is Failed:
@@ -274,7 +276,8 @@ class Overlap:
         """In the thread; after an error nothing more is done."""
         if self._error is None:
             try:
-                work()
+                with cancelled_by(self._cancelled):
+                    work()
             except BaseException as error:
                 self._error = error
 
