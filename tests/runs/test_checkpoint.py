@@ -102,20 +102,6 @@ def test_newest_whole_passes_over_damaged_checkpoints(
     assert reports == [(folder.checkpoint(0, 15), printed)]
 
 
-def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path) -> None:
-    folder = two_stages(tmp_path)
-    assert newest_whole(folder) is None
-    saved = [save(folder, stage, step) for stage, step in ((0, 50), (0, 100), (1, 5), (1, 10))]
-    newest = newest_whole(folder)
-    assert newest is not None
-    assert newest.path == saved[-1]
-    assert prune(folder, keep=2, protect=[saved[0]]) == [saved[1]]
-    assert [entry.path for entry in folder.list_checkpoints()] == [saved[0], *saved[2:]]
-    assert not list(folder.checkpoints_folder.glob(".tmp-*"))
-    with pytest.raises(ValueError, match="would delete the newest"):
-        prune(folder, keep=0)
-
-
 def dying_after(survive: int) -> None:
     """In a child: it dies at the call after `survive` that open a file or change the disk."""
     calls = 0

@@ -77,15 +77,6 @@ def test_incomplete_last_line_is_removed_on_opening(tmp_path: Path) -> None:
     assert path.read_bytes() == b""
 
 
-def test_full_disk_is_one_line() -> None:
-    writer = JsonlWriter(Path("/dev/full"))
-    with pytest.raises(KeelError, match="cannot write /dev/full: No space left on device") as error:
-        writer.write({"step": 1}, {})
-    writer.close()
-    assert str(error.value).endswith(": fix the disk or folder")
-    assert "\n" not in str(error.value)
-
-
 # ---------------------------------------------------------------- truncation
 
 
@@ -110,23 +101,6 @@ def test_truncation_deletes_what_follows_the_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in folder.checkpoints_folder.iterdir()] == ["rl-step-000001"]
     assert not list(folder.path.rglob(".tmp-*"))
     assert len(list(folder.path.rglob("whole"))) == 6
-
-
-def test_records_after_truncation_have_the_same_bytes(tmp_path: Path) -> None:
-    straight = two_stages(tmp_path / "a")
-    fill(straight)
-    resumed = two_stages(tmp_path / "b")
-    fill(resumed)
-    with resumed.metrics.open("ab") as file:
-        file.write(b'{"stage": "rl", "st')
-    truncate_after(resumed, 0, 2)
-    with Recorder(resumed) as recorder:
-        for step in (1, 2, 3):
-            recorder.metrics(1, step, {"reward": step / 3, "loss": 0.1})
-            recorder.rollouts(1, step, [row()])
-    assert resumed.metrics.read_bytes() == straight.metrics.read_bytes()
-    for entry in straight.list_rollouts():
-        assert (resumed.rollouts_folder / entry.path.name).read_bytes() == entry.path.read_bytes()
 
 
 @pytest.mark.parametrize("line", ["{", '{"stage": "other", "step": 1}'])

@@ -20,12 +20,6 @@ def start(wanted: Trackers, folder: RunFolder) -> list[Tracker]:
     return open_trackers(wanted, folder, name="sort-1", recipe={"seed": 3})
 
 
-def test_none_are_opened_unless_asked_for(tmp_path: Path) -> None:
-    folder = two_stages(tmp_path)
-    assert start(Trackers(), folder) == []
-    assert not folder.trackers.exists()
-
-
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -130,8 +130,6 @@ def prune(folder: RunFolder, keep: int, protect: Collection[Path] = ()) -> list[
     Those written because of a stop are deleted first, unless one is the newest: a run that was
     never stopped has none.
     """
-    if keep < 1:
-        raise ValueError(f"keep = {keep} would delete the newest checkpoint")
     found = [entry.path for entry in folder.list_checkpoints()]
     deleted = [path for path in found[:-1] if _of_a_stop(path)]
     old = [path for path in found if path not in deleted][:-keep]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -91,9 +91,9 @@ class FollowedFile:
             found = self._columns.get(stage, {})
             return {name: Column(np.array(s), np.array(v)) for name, (s, v) in found.items()}
 
-    def _ends_as_before(self, file: object) -> bool:
-        file.seek(self._offset - len(self._tail))  # type: ignore[attr-defined]
-        return bool(file.read(len(self._tail)) == self._tail)  # type: ignore[attr-defined]
+    def _ends_as_before(self, file: BinaryIO) -> bool:
+        file.seek(self._offset - len(self._tail))
+        return file.read(len(self._tail)) == self._tail
 
     def _parsed(self, line: bytes) -> tuple[str, float, dict[str, Any]]:
         try:

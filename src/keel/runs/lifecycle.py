@@ -136,18 +136,21 @@ def run_lifecycle(
         interrupt = stack.enter_context(catching())
         stack.enter_context(locked(place.path))
         start, damaged = _where_to_begin(place) if resume else (None, [])
-        known = None if start is None else checkpoint.read(start.path)
-        files_known, lost = _compare(place, start, known)
         recipe = tomllib.loads(place.recipe.read_text("utf-8"))
         inputs = fingerprints(recipe, place.path)
-        reached = Reached()
+        reached, notes = Reached(), list[str]()
+        known: Mapping[str, str] = {}
         if start is not None:
+            recorded = checkpoint.read(start.path)
+            lost = checkpoint.check(place, start, recorded)
+            notes += _notes(start, recorded, recipe, inputs, lost)
+            known = recorded.files  # a lost file keeps its hash, as in an unharmed run
             reached.step = reached.checkpoint = start.place
         stack.enter_context(_reporting(place, recipe, reached, resume, command))
         if resume:
             stage, step = (0, -1) if start is None else (start.place.stage, start.place.step)
             truncate_after(place, stage, step)
-        recorder = stack.enter_context(Recorder(place, inputs=inputs, known=files_known))
+        recorder = stack.enter_context(Recorder(place, inputs=inputs, known=known))
         called = Callbacks(place.path, callbacks, interrupt.stop, recorder.event)
         writer = RunWriter(place, recorder, called, interrupt, reached=reached)
         for path, wrong in damaged:
@@ -155,9 +158,8 @@ def run_lifecycle(
             writer.callbacks.note(
                 f"checkpoint {path} is damaged ({wrong}): going on from the one before"
             )
-        if start is not None and known is not None:
-            for note in _notes(start, known, recipe, inputs, lost):
-                writer.note(note)
+        for note in notes:
+            writer.note(note)
         yield writer, None if start is None else start.path
 
 
@@ -238,18 +240,6 @@ def _where_to_begin(place: RunFolder) -> tuple[FolderEntry | None, Damage]:
             "back, or delete them all and --resume begins at the first step"
         )
     return newest, damaged
-
-
-def _compare(
-    place: RunFolder, start: FolderEntry | None, known: Recorded | None
-) -> tuple[dict[str, str], list[str]]:
-    """The hashes of what was recorded before a checkpoint, and the rollouts that are lost since.
-
-    A lost file keeps its hash, so that later checkpoints are those of an unharmed run.
-    """
-    if start is None or known is None:
-        return {}, []
-    return dict(known.files), checkpoint.check(place, start, known)
 
 
 @contextmanager
