@@ -55,8 +55,8 @@ def ask_server(
                 usage.add(item.role, server.model, item.prompt.id, _amounts(key, cost, asker))
             notes.add(item.size)
 
-        workers = asker.options.concurrency // work[0].size
-        in_parallel(work, one, max(1, workers))
+        # A pair is as many requests as labels.
+        in_parallel(work, one, math.ceil(asker.options.concurrency / work[0].size))
 
 
 def _amounts(key: str, cost: Cost, asker: Asker) -> dict[Unit, float]:
