@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.preferences.store.records import CompletionRecord, PairRecord
-from keel.preferences.synthesis.pairing import different_texts, new_pairs
+from keel.preferences.synthesis.work import different_texts, new_pairs
 
 
 def completions(*texts: str, model: str = "m") -> list[CompletionRecord]:
