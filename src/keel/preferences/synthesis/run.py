@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keel.data.preferences.fields import Fields
-from keel.data.tables import read_file
+from keel.data.tables import Gathered, read_file
 from keel.preferences.store.audit import audit_judges
 from keel.preferences.store.records import PromptRecord, content_id
 from keel.preferences.store.store import PreferenceStore
@@ -71,7 +71,7 @@ def read_prompts(path: str) -> list[PromptRecord]:
 
     Other columns stay with the prompt. Raises KeelError for a row that cannot be read.
     """
-    table = read_file(path)
+    table, bad = read_file(path), Gathered("stop")
     found = {}
     for row in table.rows:
         columns = {k: value for k, value in row.values.items() if k not in ("prompt", "tools")}
@@ -79,8 +79,10 @@ def read_prompts(path: str) -> list[PromptRecord]:
             fields = Fields(row.values, row.place)
             record = PromptRecord(fields.prompt("prompt"), {**columns, **fields.tools_column()})
         except KeelError as error:
-            raise KeelError(row.left_out(str(error)).reason) from None
+            bad.rows.append(row.left_out(str(error)))
+            continue
         found[record.id] = record
+    bad.check()
     return list(found.values())
 
 
