@@ -15,7 +15,7 @@ from keel.version import VERSION
 if TYPE_CHECKING:
     from keel.algorithms.explain import explain
     from keel.config.load import load_recipe
-    from keel.config.objective import explain_recipe
+    from keel.config.schema import explain_recipe
     from keel.learn.advantages import estimate
     from keel.learn.batch import from_groups
     from keel.learn.loss import prepare
@@ -63,7 +63,7 @@ _HOMES = {
     "estimate": "keel.learn.advantages",
     "evaluate": "keel.python",
     "explain": "keel.algorithms.explain",
-    "explain_recipe": "keel.config.objective",
+    "explain_recipe": "keel.config.schema",
     "export": "keel.training.export",
     "from_groups": "keel.learn.batch",
     "load": "keel.python",

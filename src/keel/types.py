@@ -30,7 +30,16 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
 
 
 class KeelError(Exception):
-    """A user's mistake or a refused input: one line that says what, where, and how to fix it."""
+    """A user's mistake or a refused input: one line that says what, where, and how to fix it.
+
+    `key` is the recipe key to change, within its stage; empty if it is not known.
+    """
+
+    key: str = ""
+
+    def __init__(self, message: object = "", *, key: str = "") -> None:
+        super().__init__(message)
+        self.key = key
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +170,3 @@ def test_what_the_commands_refuse(here: Path, capsys: Capture) -> None:
         db.execute("CREATE TABLE a (b)")
     db.close()
     assert "belongs to another program" in tried(["prefs", "stats", "other.db"], capsys)
-
-
-def test_the_verb_needs_no_torch(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "rows.jsonl", PAIRS)
-    code = (
-        "import sys; from keel.cli.main import main; "
-        f"code = main(['prefs', 'stats', {path!r}]); "
-        "print(code, 'torch' in sys.modules, file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.split() == ["0", "False"]

@@ -21,12 +21,12 @@ from keel.engines.native import NativeEngine
 from keel.models.build import character_tokenizer
 from keel.models.chat import Encoder
 from keel.models.policy import load_policy
+from keel.preflight.batch import GROUPS, MEMBERS, SHORTEST, Size, longest_of, sample, size_for
 from keel.preflight.check import Report
 from keel.preflight.check import check as whole_check
 from keel.preflight.context import StageContext
 from keel.preflight.gold_answers import gold_of, shapes
-from keel.preflight.prompts import read_prompts, sampling_plan
-from keel.preflight.trial_batch import GROUPS, MEMBERS, SHORTEST, Load, Size, sample, size_for
+from keel.preflight.prompts import read_prompts
 from keel.rewards.registry import load_reward
 from keel.rewards.scorer import Scorer
 from keel.training.evaluation import evaluate
@@ -219,19 +219,20 @@ def test_batch_is_that_of_the_first_step(made: dict[str, Case]) -> None:
     loaded = load_recipe(made["half-trained"].recipe, ["rollout.prompts_per_step=4"])
     policy, stage = load_policy(loaded.model, loaded.seed), loaded.stages[0]
     assert isinstance(stage, RLStage)
-    plan = sampling_plan(loaded, stage)
+    context = StageContext(loaded, stage, policy)
+    plan = context.plan
     assert plan is not None
     stats = read_prompts(
-        StageContext(loaded, stage, policy), stage.tasks, stage.prompts, plan.seed,
-        prefix="", answer_key="", answer_tokens=10, take=4,
+        context, stage.tasks, stage.prompts, plan.seed,
+        prefix="", answer_key="rollout.max_tokens", answer_tokens=10, take=4,
     )  # fmt: skip
-    scorer = Scorer((), stats.tasks, max_tokens=10)
+    scorer = Scorer((), stats.source.tasks, max_tokens=10)
     batch = sample(policy, plan, stats, scorer, trial=False)
-    tasks = list(stats.tasks.values())
+    tasks = list(stats.source.tasks.values())
     stream = PromptStream(tasks, [1.0], derive(plan.seed, "prompts"), Encoder(policy.tokenizer, 30))
     engine = NativeEngine(policy.model, policy.tokenizer)
     sampler = Sampler(
-        engine, policy.tokenizer, dict(stats.tasks), stream, scorer, stage.rollout, plan.seed
+        engine, policy.tokenizer, stats.source.tasks, stream, scorer, stage.rollout, plan.seed
     )
     step = collect(sampler, stage.algorithm, 1)
     for mine, theirs in zip(batch.groups, step.groups, strict=True):
@@ -252,16 +253,15 @@ def test_cut_completions_are_sampled_on_to_their_end(made: dict[str, Case]) -> N
 
 
 def test_size_of_the_batch_depends_on_model_and_device() -> None:
-    small = Load(800_000, 4, 4, "cpu")
-    assert size_for(32, 8, 10, small) == Size(prompts=32, members=8, tokens=10)
-    half = Load(500_000_000, 4, 24, "cpu")
-    size = size_for(32, 8, 512, half)
+    assert size_for(32, 8, 10, 800_000, "cpu") == Size(prompts=32, members=8, tokens=10)
+    half = 500_000_000
+    size = size_for(32, 8, 512, half, "cpu")
     assert size.prompts == GROUPS
     assert MEMBERS <= size.members < 8
-    assert SHORTEST <= size.tokens <= half.steps == 100
+    assert SHORTEST <= size.tokens <= longest_of(half, "cpu") == 100
     assert size.prompts * size.members * size.tokens <= 4_000
-    assert size_for(128, 1, 512, half).members == 1
-    assert size_for(32, 8, 512, replace(half, device="cuda")) == Size(32, 8, 512)
+    assert size_for(128, 1, 512, half, "cpu").members == 1
+    assert size_for(32, 8, 512, half, "cuda") == Size(32, 8, 512)
 
 
 def test_shapes_of_gold_answers_follow_the_rewards() -> None:
@@ -461,20 +461,10 @@ def test_late_demonstration_that_is_too_long_would_stop(tmp_path: Path) -> None:
     assert "tokens, more than the model's context of 48" in line
 
 
-def test_preference_rows_are_measured_and_unknown_characters_stop(tmp_path: Path) -> None:
-    """Four tokens of prompt, the answer, its end: 12 fit, 13 do not."""
-    lines = [
-        {"prompt": f"{at}>", "chosen": "1" * (7 if at % 4 else 8), "rejected": "2"}
-        for at in range(100, 160)
-    ]
+def test_preference_rows_of_unknown_characters_would_stop(tmp_path: Path) -> None:
+    lines = [{"prompt": "1>", "chosen": "Z", "rejected": "2"}] * 9
     data = {"name": "jsonl", "path": write_rows(tmp_path / "pairs.jsonl", lines)}
-    model = recipe({"stage": "reward_model", "max_tokens": 12, "data": data})
-    (found,) = check(model).findings
-    assert (found.kind, found.key) == ("rows-over-length", "max_tokens")
-    assert "the longest 13" in found.evidence
-    lines[0] = {"prompt": "1>", "chosen": "Z", "rejected": "2"}
-    write_rows(tmp_path / "pairs.jsonl", lines)
-    assert "'Z'" in stops(check(model))[1]
+    assert "'Z'" in stops(check(recipe({"stage": "reward_model", "data": data})))[1]
 
 
 def test_validation_rows_that_are_all_too_long_would_stop(tmp_path: Path, pairs: str) -> None:

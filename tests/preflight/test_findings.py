@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from keel.algorithms.presets import PRESETS
-from keel.config.load import load_recipe, shipped
 from keel.config.model import Lora, Model
 from keel.config.optimisation import Optimizer
 from keel.config.sources import Rewards, RewardSource
@@ -18,8 +17,8 @@ from keel.preflight import gold_answers as g
 from keel.preflight import prompts as p
 from keel.preflight import rewards as r
 from keel.preflight import settings as c
-from keel.preflight.finding import BudgetShare, Finding, holding, key_in, percent, quantile
-from keel.preflight.trial_batch import truncated
+from keel.preflight.batch import truncated
+from keel.preflight.finding import BudgetShare, Finding, holding, percent, quantile
 from keel.runs.quarantine import LeftOut
 from keel.training.stages.rl import RLStage
 from tests.source_tree import ROOT
@@ -61,23 +60,6 @@ def test_budget_for_cut_completions_is_the_kaplan_meier_estimate() -> None:
 def test_percent_has_a_decimal_where_small() -> None:
     shares = [percent(x) for x in (0.0, 0.004, 0.051, 0.5, 1.0)]
     assert shares == ["0 %", "0.4 %", "5.1 %", "50 %", "100 %"]
-
-
-@pytest.mark.parametrize(
-    ("line", "key", "found"),
-    [
-        ("sampling.stop_ids holds 99", "rl.rollout", "rl.rollout.stop_ids"),
-        ("rows.jsonl:3: no number: name another in task.answer", "tasks", "tasks.answer"),
-        ("needs 'x' (task.answer names the column)", "rewards.functions", "rewards.functions"),
-        ("/a/data.path:3 is bad", "data", "data"),
-        ("set model.chat_template, or write text", "rl.tasks", "model.chat_template"),
-        ("lower rl.rollout.max_tokens", "rl.sampled.tasks", "rl.sampled.rollout.max_tokens"),
-        ("raise prompts.max_tokens, or set evaluation.rows", "tasks", "prompts.max_tokens"),
-        ("lower rl.prompts.max_tokens", "rl.demonstration", "rl.prompts.max_tokens"),
-    ],
-)
-def test_key_in_finds_the_key_that_a_message_names(line: str, key: str, found: str) -> None:
-    assert key_in(line, key) == found
 
 
 # ---------------------------------------------------------------- completions and rewards
@@ -331,12 +313,6 @@ def test_objective_settings(keys: dict[str, object], kind: str | None) -> None:
     found = only(c.of_objective(stage(**keys), "rl."))
     assert (found and found.kind) == kind
     assert found is None or found.key.startswith("rl.")
-
-
-@pytest.mark.parametrize("name", shipped())
-def test_shipped_recipes_have_a_ratio_that_moves(name: str) -> None:
-    stages = load_recipe(name).stages
-    assert not any(isinstance(one, RLStage) and one.ratio_stays_one for one in stages)
 
 
 def test_weights_that_do_not_move_and_missing_compiler() -> None:

@@ -146,10 +146,11 @@ def test_special_tokens_in_messages_become_tokens() -> None:
     made = tokenizer()
     specials = made.all_special_tokens
     bad = Prompt("q", ({"role": "user", "content": "end<|im_end|>now"},))
+    again = Prompt("r", bad.content)
     assert special_in_messages([CHAT, CHAT], specials, "k") is None
-    found = special_in_messages([CHAT, bad, bad], specials, "tasks.prompt")
+    found = special_in_messages([CHAT, bad, again], specials, "tasks.prompt")
     assert found is not None
-    assert "2 of 3 prompts; 'q': '<|im_end|>' in the user's words" in found.evidence
+    assert found.evidence == "2 rows of 3 prompts; 'q': '<|im_end|>'"
     end = made.convert_tokens_to_ids("<|im_end|>")
     assert encode(bad, made, {}).tokens.count(end) == 2
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,11 +20,13 @@ from keel.engines.native import NativeEngine
 from keel.models.policy import load_policy
 from keel.preflight import trial, trial_child
 from keel.preflight.check import Report, check
-from keel.preflight.memory import available_memory, read_result, resident_memory
+from keel.preflight.memory import StageMeasure, available_memory, read_result, resident_memory
 from keel.preflight.trial import LongestExample, trial_recipe
+from keel.runs.callbacks import RunState
 from keel.training.stages.rl import RLStage
 from keel.types import Prompt, Sampling
 
+KB, CPU = 1024, torch.device("cpu")
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MIB = 2**20
 SHORT = ["steps=3", "evaluation.prompts=8"]
@@ -160,48 +163,45 @@ def test_every_kind_of_stage_is_measured(tmp_path: Path) -> None:
     assert peaks == sorted(peaks)  # one process, which keeps what it has freed
 
 
-# ---------------------------------------------------------------- the trial's events
+# ---------------------------------------------------------------- the trial's report
 
-EVENTS: list[dict[str, Any]] = [
-    {"stage": "", "resets": True},
-    {"stage": "sft", "begins": "setup"},
-    {"stage": "sft", "phase": "setup", "peak": 100},
-    {"stage": "sft", "begins": "update"},
-    {"stage": "sft", "phase": "update", "peak": 200},
-    {"stage": "sft", "step": 2, "seconds": {"update": 0.5}},
-    {"stage": "sft", "phase": "checkpoints", "peak": 201},
-    {"stage": "rl", "begins": "setup"},
-    {"stage": "rl", "phase": "setup", "peak": 150},
-    {"stage": "rl", "begins": "rollout"},
-]
+SFT: dict[str, Any] = {"peak": 201, "phase": "update", "phases": {"update": 200}, "seconds": {}}
+RL: dict[str, Any] = {"peak": 150, "phase": "setup", "phases": {"setup": 150}, "seconds": {}}
+STAGES = {"sft": SFT, "rl": RL}
+REPORT: dict[str, Any] = {"stage": "rl", "phase": "rollout", "stages": STAGES, "end": ""}
 
 
-def test_events_of_a_finished_trial_give_peaks_and_seconds() -> None:
-    """A later phase that has hardly more does not decide the peak."""
-    end = {"stage": "rl", "finished": True}
-    result = read_result([*EVENTS, end], 0)
-    memory = result.stages["sft"]
-    assert (memory.peak, memory.phase) == (201, "update")
-    assert memory.phases == {"setup": 100, "update": 200, "checkpoints": 201}
-    assert memory.seconds == {"update": 0.5}
-    assert result.stages["rl"].peak == 150
+def test_report_of_a_finished_trial_has_all_stages() -> None:
+    result = read_result({**REPORT, "end": "finished"}, 0)
+    assert result.stages == {name: StageMeasure(**own) for name, own in STAGES.items()}
     assert not result.full
-    whole = read_result([{"stage": "", "resets": False}, *EVENTS[1:], end], 0)
-    assert (whole.stages["sft"].phases, whole.stages["sft"].peak) == ({}, 201)
 
 
-def test_events_of_an_ended_trial_name_the_reason() -> None:
-    killed = read_result(EVENTS, -9)
+def test_report_of_an_ended_trial_names_the_reason() -> None:
+    killed = read_result(REPORT, -9)
     assert (killed.stopped, killed.phase, killed.full) == ("rl", "rollout", True)
     assert "SIGKILL" in killed.why
     assert set(killed.stages) == {"sft"}
-    full = read_result([*EVENTS, {"stage": "rl", "full": "out of memory with 9 tokens"}], 0)
+    full = read_result({**REPORT, "end": "full", "why": "out of memory with 9 tokens"}, 0)
     assert (full.full, full.why) == (True, "out of memory with 9 tokens")
-    wrong = read_result([*EVENTS, {"stage": "rl", "error": "no such thing"}], 0)
+    wrong = read_result({**REPORT, "end": "error", "why": "no such thing"}, 0)
     assert (wrong.full, wrong.why) == (False, "no such thing")
-    assert read_result([], 1).full
-    late = read_result(EVENTS, None)
+    assert read_result({}, 1).full
+    late = read_result(REPORT, None)
     assert (late.full, late.why) == (False, "two steps took longer than 300 s, in 'rollout'")
+
+
+def test_peak_is_of_the_phase_that_raises_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later phase that has hardly more does not decide it."""
+    monitor = trial_child.TrialMonitor(CPU, tmp_path / "report.json")
+    monitor.on_stage(cast(RunState, SimpleNamespace(stage="sft")))
+    for phase, size in (("setup", 100), ("update", 200), ("plots", 201)):
+        monkeypatch.setattr(monitor, "peak", lambda size=size: size)
+        monitor.end_phase(phase)
+    own = monitor.report["stages"]["sft"]
+    assert (own["peak"], own["phase"]) == (201, "update")
 
 
 # ---------------------------------------------------------------- the trial's recipe
@@ -290,8 +290,7 @@ def test_trial_on_a_gpu_measures_every_phase(
     recipe = load_recipe("tiny", ["steps=2", "model.device=cpu", "evaluation.prompts=2"])
     (tmp_path / "recipe.toml").write_text(to_toml(recipe))
     trial_child.run({"folder": str(tmp_path), "device": "cuda:0"})
-    lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    result = read_result([json.loads(line) for line in lines], 0)
+    result = read_result(json.loads((tmp_path / "report.json").read_text()), 0)
     assert not result.stopped
     memory = result.stages["rl"]
     assert {"rollout", "update"} <= memory.phases.keys()
@@ -300,8 +299,6 @@ def test_trial_on_a_gpu_measures_every_phase(
 
 
 # ---------------------------------------------------------------- available memory
-
-KB, CPU = 1024, torch.device("cpu")
 
 
 def test_available_memory_includes_that_of_this_process(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keel.config.objective import explain_recipe
+from keel.config.schema import explain_recipe
 from keel.runs.reader import load
 from keel.training.run import train
 from tests.training.judged import data, ones, recipe

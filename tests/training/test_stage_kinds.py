@@ -29,7 +29,7 @@ OWN_KIND = """
 from typing import Literal
 
 from keel.config.fields import StageName
-from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
+from keel.config.kinds import stage_kinds
 from keel.config.stage import StageConfig
 
 
@@ -37,11 +37,6 @@ class OwnStage(StageConfig):
     stage: Literal["own"] = "own"
     name: StageName = "own"
     steps: int = 2
-    token_budget: int = 64
-    optimizer: Optimizer = Optimizer()
-    on_nonfinite: OnNonfinite = "stop"
-    checkpoints: Checkpoints = Checkpoints()
-    trackers: Trackers = Trackers()
 
     def train(self, run, progress):
         from keel.learn.token_budget import TokenBudget

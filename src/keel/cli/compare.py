@@ -20,7 +20,7 @@ INTERRUPTED = 130
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare; returns 1 where runs failed, 130 after an interruption."""
+    """Compare; returns 1 if runs failed, 130 after an interruption."""
     console = Console(stderr=arguments.json, highlight=False)
     recipes = [word for word in arguments.recipes if "=" not in word]
     overrides = [*(word for word in arguments.recipes if "=" in word), *arguments.overrides]

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def lines(found: Sequence[Diagnosis], run: Run) -> Iterator[str]:
-    """A block for each diagnosis, or one line where there is none."""
+    """A block for each diagnosis, or one line if there is none."""
     if not found:
         yield NOTHING
     for at, one in enumerate(found):
@@ -44,7 +44,7 @@ def lines(found: Sequence[Diagnosis], run: Run) -> Iterator[str]:
 
 
 def _samples(one: Diagnosis, run: Run) -> Iterator[str]:
-    """The completions that show it, each on a line, where they can be read."""
+    """The completions that show it, each on a line, if they can be read."""
     for sample in one.samples:
         try:
             row = run.rollouts(sample.step, one.stage)[sample.row]

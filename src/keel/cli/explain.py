@@ -11,7 +11,7 @@ from keel.algorithms.explain import Explanation, explain_preset
 from keel.algorithms.presets import PRESETS
 from keel.config.fields import unknown
 from keel.config.load import load_recipe, shipped
-from keel.config.objective import explain_recipe
+from keel.config.schema import explain_recipe
 from keel.types import KeelError
 
 

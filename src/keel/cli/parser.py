@@ -232,13 +232,14 @@ HELP: Final = {
 }
 """Of arguments whose line has none."""
 MODULES: Final = {
+    **dict.fromkeys(("recipes", "tasks", "rewards", "models"), "lists"),
     "prefs annotate": "annotate",
     "prefs audit": "prefs_synthesize",
     "prefs costs": "prefs_costs",
     "prefs select": "prefs_select",
     "prefs synthesize": "prefs_synthesize",
 }
-"""Of an action; of others, and of commands, it is the command's name."""
+"""The file of a command or action; of others it has the command's name."""
 
 
 def _number(kind: Callable[[str], float], least: float, most: float, wanted: str) -> Any:
@@ -312,7 +313,8 @@ def build_parser() -> argparse.ArgumentParser:
                     dest="action", metavar="ACTION", required=True, parser_class=Parser
                 )
             command = subparsers[above].add_parser(name, help=help, description=help)
-            command.set_defaults(module=f"keel.cli.{MODULES.get(text, above or name)}")
+            module = f"keel.cli.{MODULES.get(text, above or name)}"
+            command.set_defaults(module=module, command=text)
             place = made[text] = command
         elif text == "one of:":
             place = command.add_mutually_exclusive_group()

@@ -34,7 +34,7 @@ OPTIONS = ("samples", "pairs", "rubric", "reference", "round", "seed", "budget",
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The action that the command line names; `STOPPED` where the budget is used up."""
+    """The action that the command line names; `STOPPED` if the budget is used up."""
     if arguments.action == "audit":
         with PreferenceStore(Path(arguments.store)) as store:
             found = audit_judges(store)

@@ -47,7 +47,7 @@ def lines(records: Sequence[dict[str, Any]], shown: int) -> Iterator[str]:
 
 
 def _advantage(record: dict[str, Any]) -> str:
-    """One number where it is the same for all tokens of the policy, else the range."""
+    """One number if it is the same for all tokens of the policy, else the range."""
     if record["advantages"] is None:
         return "-"
     of_policy = [

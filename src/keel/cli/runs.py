@@ -19,7 +19,7 @@ DIFFERENT = 1
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare two runs; returns 0 where they are the same and 1 where they differ."""
+    """Compare two runs; returns 0 if they are the same and 1 if they differ."""
     found = diff(arguments.a, arguments.b)
     print_result(arguments, found.as_dict(), _lines(found))
     return 0 if found.same else DIFFERENT

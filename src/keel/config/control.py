@@ -76,7 +76,7 @@ class Exploration(FrozenModel):
     """Share of the steps over which ε decays linearly."""
 
     def epsilon(self, step: int, steps: int) -> float:
-        """ε at an environment step (from 0) of so many."""
+        """ε at an environment step (from 0) of `steps`."""
         done = min(step / max(self.share * steps, 1), 1.0)
         return self.initial + (self.final - self.initial) * done
 
@@ -246,7 +246,7 @@ class PolicyGradientStage(FrozenModel):
 
     @property
     def episodes(self) -> int:
-        """Episodes to an iteration, where the advantage needs whole ones."""
+        """Episodes to an iteration, if the advantage needs whole ones."""
         return self.rollout_episodes or self.environment.count
 
 

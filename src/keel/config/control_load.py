@@ -7,21 +7,26 @@ for that environment; what the user sets goes on top.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from keel.algorithms.presets import PRESETS, Preset
-from keel.config.address import gather, layer
+from keel.config.address import gather, layer, overlay
 from keel.config.control import ControlRecipe
-from keel.config.errors import explain_validation
 from keel.config.fields import unknown
 from keel.config.kinds import DEFAULT_KIND, stage_kind
-from keel.config.load import parse_override, parse_toml, read_toml, refuse_secrets
+from keel.config.load import (
+    SHIPPED,
+    names_in,
+    parse_toml,
+    read_toml,
+    split_override,
+    validated,
+)
 from keel.config.presets import DEFAULT_PRESET, merge
 from keel.types import KeelError
+
+FOLDER = SHIPPED / "control"
 
 
 def load_control(
@@ -31,21 +36,15 @@ def load_control(
 
     Raises KeelError, in one line, on whatever is wrong with it.
     """
-    data = _read(str(source), environment)
-    for override in overrides:
-        data = layer(data, parse_override(override))
+    data = overlay(_read(str(source), environment), map(split_override, overrides))
     if environment is not None:
         data = layer(data, {"environment": {"id": environment}})
-    refuse_secrets(data)
-    try:
-        return ControlRecipe.model_validate(data)
-    except ValidationError as error:
-        raise KeelError(explain_validation(error, data, ControlRecipe)) from None
+    return validated(data, ControlRecipe)
 
 
 def algorithms() -> list[str]:
     """What `keel control` knows by name."""
-    own = {name for name in _shipped() if "." not in name}
+    own = {name for name in names_in(FOLDER) if "." not in name}
     rows = {
         name
         for name, p in PRESETS.items()
@@ -56,7 +55,7 @@ def algorithms() -> list[str]:
 
 def tuned() -> list[tuple[str, str]]:
     """The pairs of algorithm and environment whose settings are tuned."""
-    parts = (name.partition(".") for name in _shipped())
+    parts = (name.partition(".") for name in names_in(FOLDER))
     return sorted((algorithm, environment) for algorithm, dot, environment in parts if dot)
 
 
@@ -68,10 +67,12 @@ def _read(source: str, environment: str | None) -> dict[str, Any]:
     if environment is None:
         raise KeelError(f"{source} on which environment? name one with --env, as in CartPole-v1")
     name = f"{source}-{environment.rpartition(':')[2]}".replace("/", "-")
-    data = {"name": name, "stages": [_start(source)]}
+    start = {} if source in names_in(FOLDER) else _of_preset(PRESETS[source])
+    data = {"name": name, "stages": [start]}
     for name in (source, f"{source}.{environment}"):
-        if name in _shipped():
-            data = layer(data, parse_toml(_text(name), name))
+        path = FOLDER / f"{name}.toml"
+        if path.is_file():
+            data = layer(data, parse_toml(path.read_text(encoding="utf-8"), name))
     return data
 
 
@@ -102,10 +103,6 @@ def _read_file(source: str) -> dict[str, Any]:
     return {**data, "stages": [merge(_of_preset(PRESETS[preset]), first)]}
 
 
-def _start(source: str) -> dict[str, Any]:
-    return {} if source in _shipped() else _of_preset(PRESETS[source])
-
-
 def _of_preset(preset: Preset) -> dict[str, Any]:
     """A preset of language models as it goes on environments: γ < 1, and no reference policy."""
     row: dict[str, Any] = {"preset": preset.name}
@@ -121,15 +118,3 @@ def _of_preset(preset: Preset) -> dict[str, Any]:
         "environment": {"count": 8},
         "group_size": 8 if preset.algorithm.needs_groups else 1,
     }
-
-
-def _folder() -> Any:
-    return resources.files("keel.config") / "recipes" / "control"
-
-
-def _shipped() -> list[str]:
-    return sorted(e.name.removesuffix(".toml") for e in _folder().iterdir())
-
-
-def _text(name: str) -> str:
-    return str((_folder() / f"{name}.toml").read_text(encoding="utf-8"))

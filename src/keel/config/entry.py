@@ -77,7 +77,7 @@ def load_module(place: str, entry: str, what: str) -> ModuleType:
 
 
 def source_of(place: str) -> Path | None:
-    """The file that a module, or the file itself, is read from; None where it has none.
+    """The file that a module, or the file itself, is read from; None if it has none.
 
     Imports the packages that the module is in, which may raise whatever they do.
     """

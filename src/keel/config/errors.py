@@ -118,7 +118,7 @@ def _mistyped_table(
     model: type[BaseModel] | None,
     data: Mapping[str, Any],
 ) -> str | None:
-    """The key that was meant by one in a table of a mistyped name; None where none is like it.
+    """The key that was meant by one in a table of a mistyped name; None if none is like it.
 
     The table is one of the model that holds it, one that the recipe's stages share, or a stage.
     """
@@ -195,7 +195,7 @@ def _tagged(options: list[type[BaseModel]], tag: str) -> type[BaseModel] | None:
 
 
 def _shorten(parts: list[str], data: Mapping[str, Any]) -> str:
-    """`stages.1.steps` as `rl.steps`, or `steps` where there is one stage."""
+    """`stages.1.steps` as `rl.steps`, or `steps` if there is one stage."""
     if len(parts) > 1 and parts[0] == "stages" and parts[1].isdigit():
         stages = data.get("stages", [])
         at = int(parts[1])

@@ -25,7 +25,7 @@ Index = Annotated[int, Field(ge=0, le=1_000_000_000)]
 """Steps, intervals and examples: a billion is more than any run counts to."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
-"""OpenMP ends the process where it cannot start as many as it is asked for."""
+"""OpenMP ends the process if it cannot start as many as it is asked for."""
 Tokens = Annotated[int, Field(ge=1, le=2**24)]
 """Tokens of one sequence or one micro-batch, which are addressed together in memory."""
 Answers = Annotated[int, Field(ge=1, le=65_536)]

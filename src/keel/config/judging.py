@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Coefficient, FrozenModel, Unit, UnusedIf
 from keel.config.fields import Answers, AsTuple, Count, Index, StageName, Temperature, Tokens
-from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 from keel.config.sampling import PAST_THE_END, Rollout, SamplingSource
 from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource
 from keel.config.stage import JudgedSource, Records, StageConfig
@@ -111,19 +110,9 @@ class JudgingStage(StageConfig):
     max_tokens: Tokens | None = None
     """Longer examples (prompt and answer) are left out and counted; None: what the context allows.
     """
-    steps: Count = 100
-    """Optimizer steps."""
     batch_size: Count = 32
     """Examples in a step."""
-    token_budget: Tokens = 16_384
-    """Largest number of model-input tokens in a micro-batch; a longer example is computed alone."""
-    optimizer: Optimizer = Optimizer(learning_rate=1e-5)
-    on_nonfinite: OnNonfinite = "stop"
-    """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
-    skipped."""
     evaluation: JudgedEvaluation = JudgedEvaluation()
-    checkpoints: Checkpoints = Checkpoints()
-    trackers: Trackers = Trackers()
 
     @model_validator(mode="after")
     def _one_source(self) -> JudgingStage:
@@ -196,7 +185,7 @@ class JudgingStage(StageConfig):
     def raw(self) -> bool:
         """Whether plain prompts of the rows go without the chat template.
 
-        Sampled rows hold conversations where the policy read some, and text where it did not.
+        Sampled rows hold conversations if the policy read some, else text.
         """
         if self.sampled is not None:
             return any(source.raw for source in self.sampled.tasks)

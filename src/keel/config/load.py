@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
@@ -24,6 +24,8 @@ from keel.config.secrets import wrong_secret
 from keel.types import KeelError
 
 Source = str | Path | Mapping[str, Any]
+R = TypeVar("R", bound=FrozenModel)
+SHIPPED: Any = resources.files("keel.config") / "recipes"
 FOREIGN_FORMATS = (".yaml", ".yml", ".json", ".py")
 RUN_FOLDER = "$RUN/"
 """How a recipe names a file of its own run folder, as of a model that was passed to keel.train."""
@@ -45,12 +47,19 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
     stages = data.get("stages")
     if isinstance(stages, list) and any(_of_control(stage) for stage in stages):
         raise KeelError("this is a recipe of keel control: run it with that")
-    refuse_secrets(data)
-    data = write_out(data)
+    return validated(write_out(data), Recipe)
+
+
+def validated(data: Mapping[str, Any], root: type[R]) -> R:
+    """A recipe's data as a frozen `root`. Raises KeelError, also if it holds a secret, before it is
+    written anywhere."""
+    wrong = wrong_secret(data)
+    if wrong is not None:
+        raise KeelError(wrong)
     try:
-        return Recipe.model_validate(data)
+        return root.model_validate(data)
     except ValidationError as error:
-        raise KeelError(explain_validation(error, data)) from None
+        raise KeelError(explain_validation(error, data, root)) from None
 
 
 def in_run_folder(value: Any, folder: Path) -> Any:
@@ -90,13 +99,6 @@ def located(value: Any, folder: Path, key: str = "", judge: bool = False) -> Any
     return path if is_path else value
 
 
-def refuse_secrets(data: Mapping[str, Any]) -> None:
-    """Raises KeelError where a recipe holds a key, before it is written anywhere."""
-    wrong = wrong_secret(data)
-    if wrong is not None:
-        raise KeelError(wrong)
-
-
 def _of_control(stage: Any) -> bool:
     kinds = ("policy_gradient", "q_learning")
     return isinstance(stage, Mapping) and stage.get("stage") in kinds
@@ -104,21 +106,18 @@ def _of_control(stage: Any) -> bool:
 
 def shipped() -> dict[str, str]:
     """Name and description of every recipe that comes with Keel."""
-    names = sorted(
-        entry.name.removesuffix(".toml")
-        for entry in _folder().iterdir()
-        if entry.name.endswith(".toml") and not entry.name.startswith("_")
-    )
-    return {name: str(read_recipe(name).get("description", "")) for name in names}
+    return {name: str(read_recipe(name).get("description", "")) for name in names_in(SHIPPED)}
+
+
+def names_in(folder: Any) -> list[str]:
+    """The names of the recipes in a folder."""
+    found = (entry.name for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return sorted(name.removesuffix(".toml") for name in found)
 
 
 def to_toml(recipe: FrozenModel) -> str:
     """The recipe with every default written out; it loads back to an equal recipe."""
     return tomli_w.dumps(_writable(recipe.model_dump()))
-
-
-def _folder() -> Any:
-    return resources.files("keel.config") / "recipes"
 
 
 def read_own(source: Source) -> tuple[dict[str, Any], str]:
@@ -158,14 +157,14 @@ def _is_file(label: str) -> bool:
 def _text(label: str) -> str:
     if _is_file(label):
         return _file_text(label)
-    entry = _folder() / f"{label}.toml"
+    entry = SHIPPED / f"{label}.toml"
     if not entry.is_file():
         raise KeelError(_no_recipe(label))
     return str(entry.read_text(encoding="utf-8"))
 
 
 def _no_recipe(label: str) -> str:
-    """Why a name is no shipped recipe, and what was probably meant."""
+    """Why a name is not that of a shipped recipe, and what was probably meant."""
     if Path(label).suffix in FOREIGN_FORMATS:
         return f"recipe {label!r}: recipes are TOML files: write it as one, with the suffix .toml"
     if label == "control":

@@ -82,10 +82,10 @@ class Model(FrozenModel):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of the master weights. bfloat16 weights hardly change at small learning rates."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is CUDA where there is a GPU."""
+    """`auto` is CUDA if there is a GPU."""
     autocast: Annotated[Autocast, _ON_CPU, _NOT_FLOAT32] = True
     """Compute in bfloat16 on a GPU; weights, log-probabilities and losses stay in float32. On a CPU
-    only `bfloat16` does so, or `auto`, where a timing at the start of the run finds it faster."""
+    only `bfloat16` does so, or `auto`, if a timing at the start of the run finds it faster."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
     activation_checkpointing: bool = False

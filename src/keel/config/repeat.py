@@ -29,7 +29,7 @@ def write_out(data: Mapping[str, Any]) -> dict[str, Any]:
 
     In them and after them the name of a reward model's stage, in `base.stage` and in rewards, means
     its newest version: the last stage before that has the name or trains its model further.
-    `base.stage` and `base.replay` are left out where there is none before. Raises KeelError where
+    `base.stage` and `base.replay` are left out if there is none before. Raises KeelError if
     the stages do not follow each other.
     """
     rest = {key: value for key, value in data.items() if key != "repeat"}
@@ -71,7 +71,7 @@ def _block(repeat: Repeat, names: list[str]) -> tuple[int, int]:
 
 
 def _one_chain(stages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises KeelError where two stages of a round train one model further."""
+    """Raises KeelError if two stages of a round train one model further."""
     bases = [stage["base"].get("stage") for stage in stages if isinstance(stage.get("base"), dict)]
     for base in bases:
         if base is not None and bases.count(base) > 1:

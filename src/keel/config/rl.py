@@ -10,7 +10,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import FrozenModel, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, StageName, Tokens
 from keel.config.model import TeacherModel
-from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
+from keel.config.optimisation import Optimizer
 from keel.config.presets import resolve_algorithm
 from keel.config.sampling import (
     PAST_THE_END,
@@ -100,16 +100,11 @@ class RolloutStage(StageConfig):
     """Largest number of model-input tokens in a micro-batch; a longer sequence is computed alone.
     On a CPU at most 640, unless more share a prompt."""
     optimizer: Optimizer = Optimizer()
-    on_nonfinite: OnNonfinite = "stop"
-    """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
-    skipped."""
     value: Annotated[Value, _NO_VALUE] = Value()
     reference: MeasuredReferenceConfig = MeasuredReferenceConfig()
     teacher: TeacherModel | None = None
     """The teacher of on-policy distillation."""
     evaluation: Evaluation = Evaluation()
-    checkpoints: Checkpoints = Checkpoints()
-    trackers: Trackers = Trackers()
     rollouts_every: Annotated[Index, PAST_THE_END] = 1
     """Write the rollouts of every n-th step; 0 writes none."""
 

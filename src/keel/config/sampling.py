@@ -70,7 +70,7 @@ class VllmServer(FrozenModel):
     @property
     def interpreter(self) -> str | None:
         """The Python that has vLLM, as an absolute path unless it is to be found in PATH; None
-        where none is named."""
+        if none is named."""
         name = self.python or os.environ.get("KEEL_VLLM_PYTHON") or None
         # Not resolved: a virtual environment's Python is a link.
         return os.path.abspath(os.path.expanduser(name)) if name and "/" in name else name
@@ -141,9 +141,9 @@ class Rollout(FrozenModel):
     """Score the first groups while the last ones are still being sampled."""
     async_level: Annotated[int, Field(ge=0, le=64)] = 0
     """How many steps ahead rollouts are sampled: with 1 those of the next step, by a copy of the
-    model, while this step is trained on. No completion is trained on more than so many updates
-    after the weights that it was begun with. Needs `algorithm.correction`; more than 1 needs
-    an engine that pins weights, as those of `cluster.ray`."""
+    model, while this step is trained on. No completion is trained on more than this number of
+    updates after the weights that it was begun with. Needs `algorithm.correction`; more than 1
+    needs an engine that pins weights, as those of `cluster.ray`."""
     vllm: Annotated[VllmServer, _OTHER_ENGINE] = VllmServer()
     """The vLLM server."""
 
@@ -165,7 +165,7 @@ class Rollout(FrozenModel):
 
 
 class Evaluation(FrozenModel):
-    """Greedy pass@1 and sampled pass@k on the validation split; where no reward is declared as
+    """Greedy pass@1 and sampled pass@k on the validation split; if no reward is declared as
     correctness, the mean reward."""
 
     every: Annotated[Index, _NO_EVALUATION, PAST_THE_END] = 50

@@ -17,6 +17,8 @@ from keel.config.model import Model
 from keel.config.stage import StageConfig
 
 if TYPE_CHECKING:
+    from keel.algorithms.explain import Explanation
+
     Stage = StageConfig
 else:
     Stage = Annotated[Union[stage_kinds()], Field(discriminator="stage")]
@@ -56,7 +58,7 @@ class Recipe(FrozenModel):
 
     @model_validator(mode="after")
     def _bases_exist(self) -> Recipe:
-        """A reward model learns on only where a stage before has made one of its kind."""
+        """A reward model learns on only if a stage before has made one of its kind."""
         for at, stage in enumerate(self.stages):
             base = None if stage.base_model is None else stage.base_model.stage
             if base is None:
@@ -64,7 +66,7 @@ class Recipe(FrozenModel):
             before = {s.name: s for s in self.stages[:at] if s.reward_model == stage.reward_model}
             if base not in before:
                 raise ValueError(
-                    f'{stage.name}.base.stage = "{base}" is no {stage.stage} stage '
+                    f'{stage.name}.base.stage = "{base}" is not a {stage.stage} stage '
                     f"before this one ({', '.join(before) or 'there is none'})"
                 )
             _one_split(before[base], stage)
@@ -83,10 +85,18 @@ class Recipe(FrozenModel):
                 if name not in before:
                     raise ValueError(
                         f'{stage.name}: the reward "{function.function}" is of stage = "{name}", '
-                        "which is no stage before this one that makes such a model "
+                        "which is not a stage before this one that makes such a model "
                         f"({', '.join(before) or 'there is none'})"
                     )
         return self
+
+
+def explain_recipe(recipe: Recipe) -> list[Explanation]:
+    """What a recipe optimises, with its numbers: one explanation for each
+    reinforcement-learning stage, in order."""
+    lora = recipe.model.lora is not None
+    found = [stage.explain(lora) for stage in recipe.stages]
+    return [one for one in found if one is not None]
 
 
 def _one_split(base: StageConfig, stage: StageConfig) -> None:

@@ -30,7 +30,7 @@ def _option_unread(key: KeyUse) -> bool:
     return leaf in ("low", "high") or (leaf == "rivals" and fixed)
 
 
-# A run's `keel eval` evaluates as its last stage says, even where training does not evaluate.
+# A run's `keel eval` evaluates as its last stage says, even if training does not evaluate.
 NEVER_EVALUATED = UnusedIf(
     lambda key: key.stage.evaluation.prompts == 0 and key.stage is not key.recipe.stages[-1],
     "evaluation.prompts = 0 disables evaluation",

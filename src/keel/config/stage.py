@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from keel.algorithms.spec import FrozenModel
+from keel.config.fields import Count, StageName, Tokens
+from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
 
 if TYPE_CHECKING:
     from typing import Self
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from keel.algorithms.explain import Explanation
     from keel.config.cluster import Cluster
     from keel.config.model import BaseModelChoice, Model
-    from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
     from keel.config.sampling import SamplingSource
     from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource
 
@@ -66,15 +67,18 @@ class StageConfig(FrozenModel):
     panels: ClassVar[str | None] = None
     """The plots that show the stage: a table of `keel.analysis.panels`."""
 
-    if TYPE_CHECKING:  # fields of every kind, each with its own default
-        stage: str
-        name: str
-        steps: int
-        token_budget: int
-        optimizer: Optimizer
-        on_nonfinite: OnNonfinite
-        checkpoints: Checkpoints
-        trackers: Trackers
+    stage: str
+    name: StageName
+    steps: Count = 100
+    """Optimizer steps."""
+    token_budget: Tokens = 16_384
+    """Largest number of model-input tokens in a micro-batch; a longer example is computed alone."""
+    optimizer: Optimizer = Optimizer(learning_rate=1e-5)
+    on_nonfinite: OnNonfinite = "stop"
+    """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
+    skipped."""
+    checkpoints: Checkpoints = Checkpoints()
+    trackers: Trackers = Trackers()
 
     def train(self, run: Any, progress: Any) -> Any:
         """Set the stage up, or restore it, and run it from `progress` to its last step, or until
@@ -91,7 +95,7 @@ class StageConfig(FrozenModel):
 
     @property
     def sampling(self) -> SamplingSource | None:
-        """What the stage samples; None where it samples nothing."""
+        """What the stage samples; None if it samples nothing."""
         return None
 
     @property
@@ -116,7 +120,7 @@ class StageConfig(FrozenModel):
 
     @property
     def prompts_in_step(self) -> int | None:
-        """How many prompts of its tasks a step takes; None where steps take no prompts."""
+        """How many prompts of its tasks a step takes; None if steps take no prompts."""
         return None
 
     @property
@@ -153,5 +157,5 @@ class StageConfig(FrozenModel):
         prompts: int | None,
     ) -> Self:
         """The stage on other examples, as `keel check` runs it: without evaluation, completions as
-        long as they may be, at most so many `prompts` a step."""
+        long as they may be, at most `prompts` prompts a step."""
         raise NotImplementedError

@@ -75,7 +75,9 @@ def build_engine(
         raise
     except Exception as error:
         message = one_line(error, named=True)
-        raise KeelError(f"rollout.engine = {name!r} raised {message}") from error
+        raise KeelError(
+            f"rollout.engine = {name!r} raised {message}", key="rollout.engine"
+        ) from error
     if not isinstance(engine, Engine):
         raise KeelError(
             f"rollout.engine = {name!r} returned a {type(engine).__name__}: return an object of a "

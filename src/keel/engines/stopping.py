@@ -55,7 +55,8 @@ def budgets(
         if context is not None and len(prompt.tokens) >= context:
             raise KeelError(
                 f"prompt '{prompt.id}' has {len(prompt.tokens)} tokens, which leaves no room in "
-                f"the model's context of {context}: shorten it, or set prompts.max_tokens"
+                f"the model's context of {context}: shorten it, or set prompts.max_tokens",
+                key="prompts.max_tokens",
             )
     room = [sampling.max_tokens] * len(prompts)
     if context is not None:
@@ -105,7 +106,8 @@ class Stops:
         if outside:
             raise KeelError(
                 f"sampling.stop_ids holds {outside[0]}, which is not a token: "
-                f"give ids from 0 to {vocabulary - 1}"
+                f"give ids from 0 to {vocabulary - 1}",
+                key="rollout.stop_ids",
             )
         self._table = np.full(vocabulary, GOING, dtype=np.int8)
         self._table[stops] = STOP

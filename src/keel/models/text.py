@@ -107,7 +107,7 @@ def encode_text(
         error = None
     except Exception as raised:  # tokenizers raises bare Exception
         error = raised
-    raise KeelError(_unreadable(text, name, tokenizer, error))
+    raise _unreadable(text, name, tokenizer, error)
 
 
 def _bare(
@@ -174,7 +174,7 @@ def joins(special: str, tokenizer: Any) -> bool:
     return _adds_prefix(tokenizer) and _ids(f"{special}a", tokenizer)[-len(own) :] != own
 
 
-def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -> str:
+def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -> KeelError:
     """The error for a text, with the first character that the tokenizer does not know."""
     for character in dict.fromkeys(text):
         try:
@@ -183,13 +183,16 @@ def _unreadable(text: str, name: str, tokenizer: Any, error: Exception | None) -
                 continue
         except Exception:
             pass
-        return (
+        return KeelError(
             f"{name} holds {character!r}, which the tokenizer does not know: add it to "
-            "model.build.alphabet, or use another tokenizer"
+            "model.build.alphabet, or use another tokenizer",
+            key="model.build.alphabet",
         )
     if error is None:
-        return f"{name} holds a word that the tokenizer does not know: use another tokenizer"
-    return f"{name} cannot be encoded: {' '.join(str(error).split())[:300]}"
+        return KeelError(
+            f"{name} holds a word that the tokenizer does not know: use another tokenizer"
+        )
+    return KeelError(f"{name} cannot be encoded: {' '.join(str(error).split())[:300]}")
 
 
 def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:

@@ -35,7 +35,7 @@ from keel.preflight.data_stage import inspect_demonstrations, inspect_preference
 from keel.preflight.finding import Finding
 from keel.preflight.judge_cost import dollars, over_budget
 from keel.preflight.memory import measure
-from keel.preflight.prompts import sampling_plan, trained_on_validation
+from keel.preflight.prompts import trained_on_validation
 from keel.preflight.sampling_stage import inspect_sampling_stage
 from keel.preflight.tokens import eos_pair
 from keel.preflight.trial import TrialProcess
@@ -129,7 +129,7 @@ def check(
         *of_keys,
         *of_model,
         *_leaks(recipe),
-        *over_budget([forecast for context in contexts for forecast in context.work.forecasts]),
+        *over_budget([forecast for context in contexts for forecast in context.forecasts]),
         *(one for context in contexts for one in context.findings),
     ]
     findings = sorted(dict.fromkeys(findings), key=lambda one: one.severity != "error")
@@ -140,7 +140,7 @@ def check(
             c.figures,
             tuple(c.skipped_checks),
             own,
-            dollars(c.work.forecasts),
+            dollars(c.forecasts),
         )
         for c, own in zip(contexts, measured, strict=True)
     )
@@ -194,7 +194,7 @@ def _inspect(context: StageContext) -> None:
         (stage.demonstrations, inspect_demonstrations),
         (stage.judged, inspect_preference_data),
         (rollouts, _check_objective),
-        (sampling_plan(context.recipe, stage), inspect_sampling_stage),
+        (context.plan, inspect_sampling_stage),
     )
     for part, inspect in parts:
         if part is not None:
@@ -211,9 +211,9 @@ def _check_settings(context: StageContext) -> None:
     context.add(*settings.of_optimizer(stage.optimizer, stage.steps, key))
     if stage.trains_policy:
         context.add(*settings.of_adapter(model, stage.optimizer, key))
-    plan = sampling_plan(context.recipe, stage)
+    plan = context.plan
     if plan is not None:
-        context.add(*settings.of_rewards(plan.rewards, f"{plan.key}rewards"))
+        context.add(*settings.of_rewards(plan.sampling.rewards, f"{plan.key}rewards"))
 
 
 def _check_objective(context: StageContext, stage: RolloutStage) -> None:

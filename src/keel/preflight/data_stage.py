@@ -18,7 +18,6 @@ from keel.models.policy import Policy
 from keel.models.reward import Reader, check_classifier
 from keel.preflight import tokens
 from keel.preflight.context import StageContext
-from keel.preflight.finding import quantile
 from keel.preflight.prompts import (
     encoded_prompts,
     few_rows,
@@ -48,33 +47,30 @@ def inspect_demonstrations(context: StageContext, source: DemonstrationSource) -
     seed = derive(context.recipe.seed, context.stage.name)
     stats = read_prompts(
         context, source.tasks, source.prompts, seed,
-        prefix=prefix, answer_key=f"{prefix}prompts.max_tokens", answer_tokens=1,
-        take=source.batch_size,
+        prefix=prefix, answer_key="prompts.max_tokens", answer_tokens=1, take=source.batch_size,
     )  # fmt: skip
-    keys = {name: f"{prefix}tasks.{at}.prompt" for at, name in enumerate(stats.tasks)}
+    tasks, encoder = stats.source.tasks, stats.source.encoder
+    keys = {name: f"{prefix}tasks.{at}.prompt" for at, name in enumerate(tasks)}
     check_tokens(context, policy.tokenizer, stats.first, source.prompts.chat_template, keys)
     lengths: list[int] = []
     texts: list[tuple[str, str]] = []
     with context.stops("as its demonstrations are made", f"{prefix}demonstration"):
         demonstrate = load_entry(source.entry, "demonstration")
         rng = np.random.default_rng(derive(seed, "demonstrations", 1))
-        later = (p for task in stats.tasks.values() for p in encoded_prompts(task, stats.encoder))
+        later = (p for task in tasks.values() for p in encoded_prompts(task, encoder))
         for number, prompt in enumerate(chain(stats.first, later)):
-            text = demonstration(prompt, stats.tasks[prompt.task], source.entry, demonstrate, rng)
-            found = encode_demonstration(prompt, text, stats.encoder, policy.context, prefix)
+            text = demonstration(prompt, tasks[prompt.task], source.entry, demonstrate, rng)
+            found = encode_demonstration(prompt, text, encoder, policy.context, prefix)
             lengths.append(len(found.answer))
             whole = len(prompt.tokens) + lengths[-1]
             if number < len(stats.first):
                 texts.append((prompt.id, text))
-            if context.work.longest is None or whole > context.work.longest.tokens:
+            if context.longest is None or whole > context.longest.tokens:
                 data = {**prompt_columns(prompt.content, prompt.tools), "answer": text}
-                context.work.longest = LongestExample(whole, data, prompt.task in stats.raw)
+                context.longest = LongestExample(whole, data, prompt.task in encoder.raw)
     specials = [str(token) for token in policy.tokenizer.all_special_tokens]
     context.add(tokens.special_in_answers(texts, specials, f"{prefix}tasks.0.answer"))
-    context.figures |= {
-        "demonstration tokens (median)": quantile(lengths, 0.5),
-        "demonstration tokens (longest)": max(lengths),
-    }
+    context.add_lengths("demonstration tokens", lengths)
 
 
 def inspect_preference_data(context: StageContext, source: JudgedSource) -> None:
@@ -113,11 +109,12 @@ def inspect_preference_data(context: StageContext, source: JudgedSource) -> None
     ]
     if fitting:
         longest, record = max(fitting, key=lambda pair: pair[0].length)
-        context.work.longest = LongestExample(longest.length, record.columns, source.raw)
+        context.longest = LongestExample(longest.length, record.columns, source.raw)
     if held and limit is not None and min(held) > limit:
         error = KeelError(
             f"each of the {len(held)} validation rows is longer than {limit} tokens: raise "
-            f"{prefix}max_tokens, or set {prefix}evaluation.rows = 0"
+            f"{prefix}max_tokens, or set {prefix}evaluation.rows = 0",
+            key="evaluation.rows",
         )
         context.add_stop("as its rows are read", error, f"{prefix}max_tokens")
     _check_row_tokens(context, base, source, chosen, key)
@@ -129,12 +126,7 @@ def inspect_preference_data(context: StageContext, source: JudgedSource) -> None
         "plain prompts are read": how_read(base.tokenizer, source.raw),
         "epochs": round(context.stage.steps * source.batch_size / max(rows, 1), 2),
     }
-    if lengths:
-        context.figures |= {
-            "row tokens (median)": quantile(lengths, 0.5),
-            "row tokens (95 %)": quantile(lengths, 0.95),
-            "row tokens (longest)": max(lengths),
-        }
+    context.add_lengths("row tokens", lengths)
     context.add(
         few_rows(rows, source.batch_size, f"{key}.path"),
         over_length(

@@ -1,17 +1,12 @@
-"""What `keel check` reports, and how shares, lengths and recipe keys are written in it."""
+"""What `keel check` reports, and how shares and lengths are judged and written in it."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
-from pydantic import BaseModel
-
-from keel.config.errors import models_in
-from keel.config.model import Model
-from keel.config.schema import Stage
+from keel.analysis.statistics import wilson_interval
 
 Severity = Literal["error", "warning"]
 """An error: the run would stop, or learn nothing. A warning: it would waste or mislead."""
@@ -37,6 +32,17 @@ def percent(share: float) -> str:
     """A share as `42 %`; small ones with one decimal."""
     digits = 1 if 0 < share < 0.1 else 0
     return f"{100 * share:.{digits}f} %"
+
+
+def surely_more(count: int, n: int, share: float) -> bool:
+    """Whether `count` of `n` shows more than a share: by the lower end of its 95 % interval."""
+    return n > 0 and wilson_interval(count, n).low > share
+
+
+def interval(count: int, n: int) -> str:
+    """The 95 % interval of a share, in words."""
+    share = wilson_interval(count, n)
+    return f"95 % interval {percent(share.low)} to {percent(share.high)}"
 
 
 def shorten(text: str, width: int = 80) -> str:
@@ -84,44 +90,3 @@ def holding(lengths: Sequence[int], ended: Sequence[bool], share: float = 0.95) 
 def quantile(lengths: Sequence[int], share: float) -> int:
     """The smallest length that `share` of the lengths do not exceed. Raises ValueError for none."""
     return holding(lengths, [True] * len(lengths), share).tokens
-
-
-# ---------------------------------------------------------------- keys in error messages
-
-DOTTED = re.compile(r"(?<![\w./-])[a-z_][\w-]*(?:\.[\w-]+)+")
-ASIDE = re.compile(r"\([^()]*\)|'[^']*'|\"[^\"]*\"")
-"""Parts of a message that add an explanation or quote data."""
-
-
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, info in model.model_fields.items():
-        yield prefix + name
-        for inner in models_in(info):
-            yield from _keys(inner, f"{prefix}{name}.")
-
-
-KEYS: Final = frozenset(
-    {key for stage in models_in(Stage) for key in _keys(stage)} | set(_keys(Model, "model."))
-)
-TABLES: Final = frozenset(key.split(".")[0] for key in KEYS if "." in key)
-ALIASES: Final = {"task": "tasks", "sampling": "rollout"}
-"""Messages about data name one task and the sampling; the schema has these tables."""
-
-
-def key_in(message: str, default: str) -> str:
-    """The first key of the schema that an error message names, in the stage of `default`; else
-    `default`."""
-    for match in DOTTED.finditer(ASIDE.sub("", message)):
-        parts = match[0].split(".")
-        for at in range(len(parts) - 1):
-            known = ".".join((ALIASES.get(parts[at], parts[at]), *parts[at + 1 :]))
-            if known in KEYS:
-                return known if known.startswith("model.") else f"{_table_prefix(default)}{known}"
-    return default
-
-
-def _table_prefix(key: str) -> str:
-    """What precedes the name of the key's own table: its stage, and `sampled`."""
-    parts = key.split(".")
-    tables = [at for at, part in enumerate(parts) if part in TABLES and part != "sampled"]
-    return "".join(f"{part}." for part in parts[: tables[0] if tables else -1])

@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from keel.analysis.statistics import wilson_interval
 from keel.config.sources import Rewards, RewardSource
 from keel.data.tasks import stored
 from keel.models.text import encode_text
-from keel.preflight.finding import Finding, percent, quantile, shorten
+from keel.preflight.batch import CUT
+from keel.preflight.finding import Finding, percent, quantile, shorten, surely_more
 from keel.preflight.prompts import inspected_places
-from keel.preflight.trial_batch import CUT
 from keel.rewards.code import CodeReward
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
@@ -146,7 +145,9 @@ def check_readable(tasks: Mapping[str, Task], functions: Sequence[Rated]) -> Non
             for at, value in zip(places, values, strict=True):
                 if isinstance(value, Wrong):
                     place = data.splits["train"][at].row.place
-                    raise KeelError(f"{place}: reward {reader.name!r}: {value.why}")
+                    raise KeelError(
+                        f"{place}: reward {reader.name!r}: {value.why}", key="tasks.answer"
+                    )
 
 
 def weak_tests(
@@ -228,7 +229,7 @@ def _answered(prompt: Prompt, text: str, tokenizer: Any) -> Group:
 def gold_over_budget(lengths: Sequence[int], budget: int, key: str) -> Finding | None:
     """Gold answers, their end included, that do not fit into the budget."""
     over = sum(n > budget for n in lengths)
-    if not lengths or wilson_interval(over, len(lengths)).low <= CUT:
+    if not surely_more(over, len(lengths), CUT):
         return None
     held = quantile(lengths, 0.95)
     return Finding(
@@ -280,7 +281,7 @@ def gold_refused(
         for t, v, w in judged
         if v < full and (full >= 1 or (v <= worst and (w is None or v <= w)))
     ]
-    if not judged or wilson_interval(len(refused), len(judged)).low <= REFUSED:
+    if not surely_more(len(refused), len(judged), REFUSED):
         return None
     text, value = refused[0]
     got = f"{value:g}" if math.isfinite(value) else "an error"

@@ -99,9 +99,7 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
         shared = [f for f in forecasts if (f.options.label, f.options.cache) == cache]
         if one is not shared[0]:
             continue
-        low = sum((f.low for f in shared), Cost())
-        estimate = sum((f.estimate for f in shared), Cost())
-        high = sum((f.high for f in shared), Cost())
+        low, estimate, high = totals(shared)
         limits = one.options
         if limits.covers(high):
             continue
@@ -122,14 +120,19 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
         )
 
 
+def totals(forecasts: Sequence[Forecast]) -> tuple[Cost, Cost, Cost]:
+    """Low end, estimate and high end of several judges together."""
+    low = sum((one.low for one in forecasts), Cost())
+    estimate = sum((one.estimate for one in forecasts), Cost())
+    return low, estimate, sum((one.high for one in forecasts), Cost())
+
+
 def dollars(forecasts: Sequence[Forecast]) -> dict[str, float]:
     """The dollars of several judges, in JSON types; empty if none has a price."""
-    if not any(one.high.dollars for one in forecasts):
+    costs = dict(zip(("low", "estimate", "high"), totals(forecasts), strict=True))
+    if not costs["high"].dollars:
         return {}
-    return {
-        name: round(sum(getattr(one, name).dollars for one in forecasts), 4)
-        for name in ("low", "estimate", "high")
-    }
+    return {name: round(cost.dollars, 4) for name, cost in costs.items()}
 
 
 def evaluations_of(stage: StageConfig) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -99,49 +99,22 @@ class TrialResult:
     why: str = ""
 
 
-def read_result(events: Sequence[Mapping[str, Any]], status: int | None) -> TrialResult:
-    """The result that a trial's events give; `status` is the exit status of its process, None if it
-    took too long."""
-    by_stage: dict[str, list[Mapping[str, Any]]] = {}
-    for event in events:
-        by_stage.setdefault(event["stage"], []).append(event)
-    resets = any(event.get("resets") for event in events)
-    begins = next((e for e in reversed(events) if "begins" in e), {"stage": "", "begins": "start"})
-    last = events[-1] if events else {}
-    finished = "finished" in last
-    done = {
-        name: _stage_measure(own, resets)
-        for name, own in by_stage.items()
-        if name and (finished or name != begins["stage"])
-    }
-    if finished:
-        return TrialResult(done)
-    full = "error" not in last
+def read_result(report: Mapping[str, Any], status: int | None) -> TrialResult:
+    """The result that a trial's report gives; `status` is the exit status of its process, None if
+    it took too long."""
+    stages = {name: StageMeasure(**own) for name, own in report.get("stages", {}).items()}
+    end, stopped, phase = (report.get(name, "") for name in ("end", "stage", "phase"))
+    if end == "finished":
+        return TrialResult(stages)
+    stages.pop(stopped, None)
     if status is None:
-        full, why = False, f"two steps took longer than {LIMIT:.0f} s, in {begins['begins']!r}"
-    elif full and "full" not in last:
-        ended = (
-            f"with exit status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-        )
-        why = f"its process was ended {ended}"
+        end, why = "error", f"two steps took longer than {LIMIT:.0f} s, in {phase!r}"
+    elif end:
+        why = report["why"]
     else:
-        why = last.get("full") or last["error"]
-    return TrialResult(done, begins["stage"], begins["begins"], full, why)
-
-
-def _stage_measure(events: Sequence[Mapping[str, Any]], resets: bool) -> StageMeasure:
-    phases: dict[str, int] = {}
-    peak, deciding = 0, OUTSIDE
-    for event in events:
-        if "peak" not in event:
-            continue
-        phase, size = event["phase"], event["peak"]
-        phases[phase] = max(phases.get(phase, 0), size)
-        if size > peak * RAISED:
-            deciding = phase
-        peak = max(peak, size)
-    steps: list[Mapping[str, float]] = [event["seconds"] for event in events if "seconds" in event]
-    return StageMeasure(peak, deciding, phases if resets else {}, steps[-1] if steps else {})
+        ended = f"with exit status {status}" if status >= 0 else f"by {Signals(-status).name}"
+        why = f"its process was ended {ended}"
+    return TrialResult(stages, stopped, phase, end != "error", why)
 
 
 # ---------------------------------------------------------------- the stages' reports
@@ -154,15 +127,15 @@ def measure(
 
     A lack of memory is added to the stage's findings. `process` may have been started before.
     """
-    examples = {c.stage.name: c.work.longest for c in contexts if c.work.longest is not None}
-    prompts = {c.stage.name: c.work.prompts for c in contexts if c.work.prompts is not None}
+    examples = {c.stage.name: c.longest for c in contexts if c.longest is not None}
+    prompts = {c.stage.name: c.step_prompts for c in contexts if c.step_prompts is not None}
     with process or TrialProcess() as process:
         recipe = trial_recipe(contexts[0].recipe, examples, prompts, process.folder)
         if recipe is None:
             return [{} for _ in contexts]
         room = available_memory(device)
-        events, status = process.run(recipe, examples, str(device), room)
-    result = read_result(events, status)
+        report, status = process.run(recipe, examples, str(device), room)
+    result = read_result(report, status)
     return [_measured(context, result, device, room) for context in contexts]
 
 
@@ -171,12 +144,12 @@ def _measured(
 ) -> dict[str, Any]:
     """What the trial of a stage took; findings and what was left out go into its context."""
     name, key = context.stage.name, f"{context.prefix}token_budget"
-    found, work = result.stages.get(name), context.work
+    found = result.stages.get(name)
     if result.full and name == (result.stopped or context.recipe.stages[0].name):
         evidence = f"a step stopped in the phase {result.phase!r}: {result.why}"
         context.add(out_of_memory(None, room, evidence, key))
     if found is None:
-        if work.longest is not None:
+        if context.longest is not None:
             why = " ran out of memory" if result.full else f": {result.why}"
             context.skipped_checks.append(
                 f"memory and time: {result.stopped or 'its process'!r}{why}"
@@ -185,11 +158,11 @@ def _measured(
     if room is not None and found.peak > room:
         context.add(out_of_memory(found.peak, room, f"in the phase {found.phase!r}", key))
     step = dict(found.seconds)
-    if work.scoring:
-        step["rewards"] = work.scoring
+    if context.scoring:
+        step["rewards"] = context.scoring
     share = 1.0
-    if context.stage.prompts_in_step and work.prompts is not None:
-        share = context.stage.prompts_in_step / work.prompts
+    if context.stage.prompts_in_step and context.step_prompts is not None:
+        share = context.stage.prompts_in_step / context.step_prompts
     seconds = {phase: round(share * time, 3) for phase, time in step.items()}
     return {
         "memory": {

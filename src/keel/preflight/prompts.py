@@ -5,23 +5,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
 from typing import Any
 
-from keel.analysis.statistics import wilson_interval
 from keel.config.fields import derive
-from keel.config.sampling import Rollout, SamplingSource
-from keel.config.schema import Recipe
-from keel.config.sources import Prompts, Rewards, TaskSource
-from keel.config.stage import StageConfig
-from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
+from keel.config.sources import Prompts, TaskSource
+from keel.data.tasks import build_tasks, stored
 from keel.data.tasks.base import position
 from keel.models.chat import Encoder
-from keel.preflight.context import PromptStats, StageContext, StageStops
-from keel.preflight.finding import Finding, percent, quantile
+from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops
+from keel.preflight.finding import Finding, percent, quantile, surely_more
 from keel.runs.quarantine import WORDS, LeftOut
 from keel.training.recipe_checks import Leak
-from keel.training.setup import longest_prompt, raw_tasks
+from keel.training.setup import prompt_source
 from keel.types import KeelError, Prompt, Task, text_of
 
 STORED, GENERATED = 1_000, 128
@@ -37,44 +33,6 @@ PROBED = 32
 SPELLED = 0.1
 """A reply may hold an answer by chance; from one in ten on, surely (the interval's lower end), it
 gives answers away."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingPlan:
-    """What a stage samples, with its seeds.
-
-    `key` is the prefix of its keys in the recipe, `seed` that of the stage's prompts, `first_seed`
-    that of the first step's rollouts.
-    """
-
-    key: str
-    sampling: SamplingSource
-    seed: int
-    first_seed: int
-
-    @property
-    def rollout(self) -> Rollout:
-        return self.sampling.rollout
-
-    @property
-    def rewards(self) -> Rewards:
-        return self.sampling.rewards
-
-    def setting(self, name: str) -> str:
-        """The key of a setting of the rollouts."""
-        return f"{self.key.removesuffix(self.sampling.key)}{self.sampling.setting(name)}"
-
-
-def sampling_plan(recipe: Recipe, stage: StageConfig) -> SamplingPlan | None:
-    """What a stage samples; None if it samples nothing."""
-    sampling = stage.sampling
-    if sampling is None:
-        return None
-    prefix = f"{stage.name}." if len(recipe.stages) > 1 else ""
-    seed = derive(recipe.seed, stage.name, *sampling.seed_name)
-    return SamplingPlan(
-        f"{prefix}{sampling.key}", sampling, seed, derive(seed, *sampling.first_draw)
-    )
 
 
 def read_prompts(
@@ -94,20 +52,16 @@ def read_prompts(
     `prefix` is that of the keys of tasks and prompts; `answer_key` sets `answer_tokens`.
     Raises StageStops if the first step has no prompts.
     """
-    key, policy = f"{prefix}tasks", context.policy
+    key, tokenizer = f"{prefix}tasks", context.policy.tokenizer
     with context.stops("as its tasks are read", key):
         tasks = {task.name: task for task in build_tasks(sources, context.recipe.seed)}
-        limit = longest_prompt(choice.max_tokens, policy.context, answer_tokens)
-    every, weights = list(tasks.values()), [source.weight for source in sources]
-    lenient = {n for n, s in zip(tasks, sources, strict=True) if s.bad_rows == "quarantine"}
-    raw = raw_tasks(tasks, sources)
-    encoder, unlimited = (
-        Encoder(
-            policy.tokenizer, tokens, choice.chat_template, forgiven=lenient, raw=raw,
-            served=policy.served,
-        )
-        for tokens in (limit, None)
-    )  # fmt: skip
+        source = prompt_source(
+            context.policy, tasks, sources, choice, derive(stage_seed, "prompts"),
+            max_tokens=answer_tokens, key=answer_key,
+        )  # fmt: skip
+    encoder, limit = source.encoder, source.encoder.max_tokens
+    unlimited = copy(encoder)
+    unlimited.max_tokens = None
     prompts: dict[str, list[Prompt]] = {name: [] for name in tasks}
     first: list[Prompt] = []
     held: list[Prompt] = []
@@ -115,21 +69,20 @@ def read_prompts(
     try:
         for name, task in tasks.items():
             prompts[name] = encoded_prompts(task, unlimited)
-        stream = PromptStream(every, weights, derive(stage_seed, "prompts"), encoder)
-        taken = stream.take(take)
+        taken = source.stream.take(take)
         _check_task_names(taken, tasks)
         first = taken
-        held = validation_prompts(every, weights, validation, encoder) if validation else []
+        held = source.validation(validation) if validation else []
     except KeelError as error:
         stopped = error
-    sizes = [task.size("train") for task in every]
+    sizes = [task.size("train") for task in tasks.values()]
     rows = None if None in sizes else sum(n for n in sizes if n is not None)
     if rows is not None:
         context.figures["train rows"] = rows
         context.add(few_rows(rows, context.stage.prompts_in_step or 1, f"{key}.0.path"))
     lengths = {name: [len(p.tokens) for p in own] for name, own in prompts.items()}
     fits = _check_lengths(context, lengths, limit, choice, prefix, (answer_key, answer_tokens))
-    read = how_read(policy.tokenizer, any(source.raw for source in sources))
+    read = how_read(tokenizer, any(source.raw for source in sources))
     context.figures["plain prompts are read"] = read
     differs = unlimited.differs or encoder.differs
     if differs is not None:
@@ -138,12 +91,12 @@ def read_prompts(
         )
     if stopped is not None and fits:
         context.add_stop("as its prompts are read", stopped, key)
-    _check_rows(context, every, rows, key)
+    _check_rows(context, list(tasks.values()), rows, key)
     if not first:
         raise StageStops
     within = [p for own in prompts.values() for p in own if limit is None or len(p.tokens) <= limit]
     longest = max(within, key=lambda p: len(p.tokens), default=None)
-    context.prompts = PromptStats(tasks, encoder, first, held, longest, rows, raw)
+    context.prompts = PromptStats(source, first, held, longest, rows)
     return context.prompts
 
 
@@ -156,18 +109,13 @@ def _check_lengths(
     answer: tuple[str, int],
 ) -> bool:
     """Figures and findings of the prompts' lengths; whether any prompt of each task fits."""
-    lengths = [n for own in by_task.values() for n in own]
-    if lengths:
-        context.figures |= {
-            "prompt tokens (median)": quantile(lengths, 0.5),
-            "prompt tokens (95 %)": quantile(lengths, 0.95),
-            "prompt tokens (longest)": max(lengths),
-        }
+    context.add_lengths("prompt tokens", [n for own in by_task.values() for n in own])
     if choice.max_tokens is not None:
         key = bound = f"{prefix}prompts.max_tokens"
         fix = "raise it to {held}, or give shorter prompts"
     else:
-        key, bound = answer[0], f"what {answer[1]} tokens of answer leave of the context"
+        key = f"{context.prefix}{answer[0]}"
+        bound = f"what {answer[1]} tokens of answer leave of the context"
         fix = (
             "leave {held} tokens for prompts: lower the budget for answers, use a longer context, "
             "or give shorter prompts"
@@ -242,16 +190,15 @@ def over_length(
     """Examples longer than `limit`; `of` and `bound` are examples and limit in words, and `fix`
     may name the length `{held}` that holds 95 %."""
     over = 0 if limit is None else sum(n > limit for n in lengths)
-    share = wilson_interval(over, len(lengths))
     every = over == len(lengths)
-    if over == 0 or (not every and share.low <= RARE):
+    if over == 0 or not (every or surely_more(over, len(lengths), RARE)):
         return None
     held = quantile(lengths, 0.95)
     return Finding(
         kind,
         f"none of the {of} fits: each is left out"
         if every
-        else f"{percent(share.mean)} of the {of} are left out for their length",
+        else f"{percent(over / len(lengths))} of the {of} are left out for their length",
         f"{over} of {len(lengths)} inspected are longer than {limit} tokens ({bound}); 95 % have "
         f"at most {held}, the longest {max(lengths)}",
         key,
@@ -264,7 +211,7 @@ def unreadable(left: Sequence[LeftOut], rows: int, key: str) -> Finding | None:
     """Rows that are left out because they cannot be read."""
     bad = [row for row in left if row.why == "bad"]
     every = rows + len(bad)
-    if not bad or wilson_interval(len(bad), every).low <= RARE:
+    if not surely_more(len(bad), every, RARE):
         return None
     return Finding(
         "unreadable-rows",
@@ -290,7 +237,7 @@ def few_rows(rows: int, step: int, key: str) -> Finding | None:
 
 def repeated(count: int, rows: int, key: str) -> Finding | None:
     """Rows with the prompt of an earlier row."""
-    if rows == 0 or wilson_interval(count, rows).low <= REPEATED:
+    if not surely_more(count, rows, REPEATED):
         return None
     return Finding(
         "duplicate-prompts",
@@ -332,7 +279,7 @@ def reply_holds_answer(stats: PromptStats, plan: SamplingPlan) -> Finding | None
     has turns. An answer that is in the prompt, or in the reply to a prompt of another answer as
     well (an option, a count), is no sign.
     """
-    golds = [(p, stats.tasks[p.task].gold(p)) for p in stats.first[:PROBED]]
+    golds = [(p, stats.source.tasks[p.task].gold(p)) for p in stats.first[:PROBED]]
     known = [(prompt, gold) for prompt, gold in golds if gold is not None and gold.strip()]
     if len({gold for _, gold in known}) < 2:
         return None
@@ -341,21 +288,22 @@ def reply_holds_answer(stats: PromptStats, plan: SamplingPlan) -> Finding | None
         for at, (_, own) in enumerate(known)
     ]
     replies = [
-        _probe(stats.tasks[prompt.task], prompt, ("", other), plan.rollout.max_turns)
+        _probe(
+            stats.source.tasks[prompt.task], prompt, ("", other), plan.sampling.rollout.max_turns
+        )
         for (prompt, _), other in zip(known, others, strict=True)
     ]
     hits = [at for at in range(len(known)) if _spells(at, known, replies)]
-    if wilson_interval(len(hits), len(known)).low <= SPELLED:
+    if not surely_more(len(hits), len(known), SPELLED):
         return None
     prompt, gold = known[hits[0]]
     reply = next(text for _, text in replies[hits[0]] if _holds(text, gold))
-    number = list(stats.tasks).index(prompt.task)
     return Finding(
         "reply-holds-answer",
         "the environment's reply spells the right answer, which the policy need only repeat",
         f"{len(hits)} of {len(known)} prompts, in reply to words that do not hold it; "
         f"{prompt.id!r}: {gold[:40]!r} in {reply[:80]!r}",
-        f"{plan.key}tasks.{number}.name",
+        f"{plan.key}{stats.task_key(prompt)}.name",
         "let `reply` state whether an answer is right, not what the right one is",
     )
 

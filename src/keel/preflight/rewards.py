@@ -10,8 +10,9 @@ import numpy as np
 
 from keel.analysis.statistics import wilson_interval
 from keel.data.tasks.user import UserTask
-from keel.preflight.context import PromptStats, StageContext
-from keel.preflight.finding import Finding, percent
+from keel.preflight.batch import SAMPLES, TrialBatch
+from keel.preflight.context import PromptStats, SamplingPlan, StageContext
+from keel.preflight.finding import Finding, interval, percent, surely_more
 from keel.preflight.gold_answers import (
     OTHER_COLUMN,
     RIGHT,
@@ -23,8 +24,6 @@ from keel.preflight.gold_answers import (
     own_reward_fix,
     threshold_unreached,
 )
-from keel.preflight.prompts import SamplingPlan
-from keel.preflight.trial_batch import SAMPLES, TrialBatch
 from keel.rewards.registry import TASK, NamedReward
 from keel.training.rollout import all_alike
 from keel.types import RewardResult
@@ -37,12 +36,14 @@ of 32, are so sure."""
 
 @dataclass(frozen=True, eq=False)
 class ScoredBatch:
-    """A batch, its rewards, and what they give to the gold answers.
+    """What a stage's first step samples, its rewards, and what they give to the gold answers.
 
     `results` are empty if no reward was called; `judging` is the reward that evaluation counts
     right answers by; `partial`: some rewards could not be called.
     """
 
+    plan: SamplingPlan
+    stats: PromptStats
     batch: TrialBatch
     results: Sequence[Sequence[RewardResult]]
     gold: Gold | None
@@ -61,11 +62,9 @@ class ScoredBatch:
         return [value for value in best if value is not None]
 
 
-def check_gold(
-    context: StageContext, plan: SamplingPlan, scored: ScoredBatch, stats: PromptStats
-) -> None:
+def check_gold(context: StageContext, scored: ScoredBatch) -> None:
     """What the gold answers show of the tokenizer, the budget and the rewards."""
-    gold = scored.gold
+    plan, stats, gold = scored.plan, scored.stats, scored.gold
     if gold is None:
         return
     n = len(gold.known) + len(gold.unwritable)
@@ -73,9 +72,9 @@ def check_gold(
     budget_key = plan.setting("max_tokens")
     context.add(
         gold_unwritable(gold.unwritable, n, "model.build.alphabet"),
-        gold_over_budget(gold.lengths, plan.rollout.max_tokens, budget_key),
+        gold_over_budget(gold.lengths, plan.sampling.rollout.max_tokens, budget_key),
     )
-    users = any(isinstance(task, UserTask) for task in stats.tasks.values())
+    users = any(isinstance(task, UserTask) for task in stats.source.tasks.values())
     refused, texts = False, [text for _, text in gold.known]
     for reward, function in scored.rewards:
         name = function.name
@@ -87,7 +86,7 @@ def check_gold(
             context.figures[f"gold answers, {name}"] = round(float(np.mean(finite)), 3)
         full = reward.function in RIGHT and not (reward.function == TASK and users)
         own = ":" in reward.function
-        task = f"{plan.key}tasks.{list(stats.tasks).index(gold.known[0][0].task)}"
+        task = f"{plan.key}{stats.task_key(gold.known[0][0])}"
         finding = gold_refused(
             name, texts, gold.best[name], 1.0 if full else 1e-9, scored.values(name),
             f"{plan.key}rewards.functions" if own else f"{task}.answer", gold.wrong.get(name, ()),
@@ -105,9 +104,10 @@ def check_gold(
     )
 
 
-def check_sampled_rewards(context: StageContext, plan: SamplingPlan, scored: ScoredBatch) -> None:
+def check_sampled_rewards(context: StageContext, scored: ScoredBatch) -> None:
     """What the batch's rewards show, as far as policy and rewards are those of the stage."""
-    batch, key = scored.batch, f"{plan.key}rewards.functions"
+    plan, batch = scored.plan, scored.batch
+    key, rollout = f"{plan.key}rewards.functions", plan.sampling.rollout
     for _, function in scored.rewards:
         values = scored.values(function.name)
         if values:
@@ -135,16 +135,13 @@ def check_sampled_rewards(context: StageContext, plan: SamplingPlan, scored: Sco
         context.add(constant)
     if any(never) or any(one.kind == "gold-refused" for one in context.findings):
         return
-    dynamic = plan.rollout.dynamic_sampling
+    dynamic = rollout.dynamic_sampling
     of_steps = algorithm is not None and algorithm.needs_steps
     flat = sum(all_alike(one, of_steps) if dynamic else _flat(one) for one in scored.results)
     groups = len(scored.results)
-    share = wilson_interval(flat, groups)
-    context.figures["groups with equal rewards"] = (
-        f"{flat} of {groups} (95 % interval {share.low:.0%} to {share.high:.0%})"
-    )
+    context.figures["groups with equal rewards"] = f"{flat} of {groups} ({interval(flat, groups)})"
     if context.stage.compares or dynamic:
-        refills = plan.rollout.max_refills if dynamic else None
+        refills = rollout.max_refills if dynamic else None
         size_key = plan.setting("group_size")
         context.add(zero_variance(flat, groups, batch.size.members, refills, size_key))
 
@@ -240,13 +237,9 @@ def zero_variance(
     flat: int, groups: int, members: int, refills: int | None, key: str
 ) -> Finding | None:
     """Groups in which all completions have the same reward; `refills` if these are replaced."""
-    share = wilson_interval(flat, groups)
-    if groups == 0 or members < 2 or share.low <= FLAT:
+    if members < 2 or not surely_more(flat, groups, FLAT):
         return None
-    evidence = (
-        f"{flat} of {groups} groups of {members} (95 % interval {percent(share.low)} to "
-        f"{percent(share.high)})"
-    )
+    evidence = f"{flat} of {groups} groups of {members} ({interval(flat, groups)})"
     if refills is not None:
         rounds = groups / (groups - flat) if flat < groups else None
         wanted = (
@@ -255,7 +248,7 @@ def zero_variance(
         evidence += f"; dynamic sampling replaces them: {wanted} a step, {refills + 1} are made"
     return Finding(
         "zero-variance",
-        f"{percent(share.mean)} of the groups have equal rewards, and teach nothing",
+        f"{percent(flat / groups)} of the groups have equal rewards, and teach nothing",
         evidence,
         key,
         "raise it, or the temperature too, mix in prompts of another difficulty, or add a reward "

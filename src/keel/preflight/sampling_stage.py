@@ -21,18 +21,14 @@ from keel.models.chat import ChatEncoder
 from keel.models.families import uses_autocast
 from keel.models.precision import rounding_effect
 from keel.preflight import settings, tokens
-from keel.preflight.context import PromptStats, StageContext, StageStops
+from keel.preflight.batch import TrialBatch, check_ends, load_of, sample, size_for
+from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops
 from keel.preflight.finding import Finding
 from keel.preflight.gold_answers import SHOWN, Gold, check_readable, gold_of, weak_tests
 from keel.preflight.judge_cost import forecast_judge
-from keel.preflight.prompts import (
-    SamplingPlan,
-    read_prompts,
-    reply_holds_answer,
-)
+from keel.preflight.prompts import read_prompts, reply_holds_answer
 from keel.preflight.rewards import ScoredBatch, check_gold, check_sampled_rewards
 from keel.preflight.trial import LongestExample
-from keel.preflight.trial_batch import TrialBatch, check_ends, load_of, sample, size_for
 from keel.rewards.code import CodeReward
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
@@ -49,23 +45,24 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
 
     Raises StageStops if the stage would stop before it samples.
     """
-    sampling, rollout = plan.sampling, plan.rollout
+    sampling, rollout = plan.sampling, plan.sampling.rollout
     stats = read_prompts(
         context, sampling.tasks, sampling.prompts, plan.seed,
-        prefix=plan.key, answer_key=plan.setting("max_tokens"), answer_tokens=rollout.max_tokens,
-        take=rollout.prompts_per_step, validation=sampling.validation_prompts,
+        prefix=plan.key, answer_key=sampling.setting("max_tokens"),
+        answer_tokens=rollout.max_tokens, take=rollout.prompts_per_step,
+        validation=sampling.validation_prompts,
     )  # fmt: skip
-    template = sampling.prompts.chat_template
-    prompt_keys = {name: f"{plan.key}tasks.{at}.prompt" for at, name in enumerate(stats.tasks)}
+    tasks, template = stats.source.tasks, sampling.prompts.chat_template
+    prompt_keys = {name: f"{plan.key}tasks.{at}.prompt" for at, name in enumerate(tasks)}
     check_tokens(context, context.policy.tokenizer, stats.first, template, prompt_keys)
     if sampling.algorithm is not None and stats.conversations:
         _check_end_of_turn(context, plan)
     _check_names(context, plan)
-    ready, waiting = _split_rewards(plan.rewards.functions)
+    ready, waiting = _split_rewards(sampling.rewards.functions)
     for reward, why in waiting:
         context.skipped_checks.append(f"reward {reward.name or reward.function!r}: {why}")
     callable_now = bool(ready) or not waiting  # without a reward it is the task's own score
-    choice = plan.rewards.model_copy(update={"functions": ready})
+    choice = sampling.rewards.model_copy(update={"functions": ready})
     key = f"{plan.key}rewards.functions"
     with context.stops("as its rewards are made", key):
         functions = load_rewards(choice, reward_context(context.recipe, None, context.policy))
@@ -82,7 +79,7 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
         _check_rounding(context, plan, batch)
         with suppress(StageStops), context.stops("as its rewards are asked", key):
             called = rewards if callable_now else []
-            gold = gold_of(stats.first, stats.tasks, called, context.policy.tokenizer, plan.rewards)
+            gold = gold_of(stats.first, tasks, called, context.policy.tokenizer, sampling.rewards)
             for _, function in called:
                 if isinstance(function.function, CodeReward):
                     tried = stats.first[:SHOWN]
@@ -90,20 +87,20 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
             if callable_now:
                 start = time.perf_counter()
                 results = judge(batch.groups, 1).results
-                context.work.scoring = time.perf_counter() - start
+                context.scoring = time.perf_counter() - start
                 _check_steps(context, plan, results, bool(waiting))
-            if plan.rewards.on_error == "stop":
-                check_readable(stats.tasks, rewards)
+            if sampling.rewards.on_error == "stop":
+                check_readable(tasks, rewards)
     _forecast_judges(context, plan, [one for one, _ in waiting], batch, stats)
     _set_work(context, plan, batch, stats)
     evaluation = sampling.evaluation
     judging = None if evaluation is None else judge.judging(evaluation.component)
     if rollout.max_turns > 1 and stats.replies:
         context.add(reply_holds_answer(stats, plan))
-    scored = ScoredBatch(batch, results, gold, rewards, judging, partial=bool(waiting))
-    check_gold(context, plan, scored, stats)
+    scored = ScoredBatch(plan, stats, batch, results, gold, rewards, judging, bool(waiting))
+    check_gold(context, scored)
     if results and context.trained_by is None:
-        check_sampled_rewards(context, plan, scored)
+        check_sampled_rewards(context, scored)
 
 
 def _check_requests(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> None:
@@ -125,7 +122,10 @@ def _check_rounding(context: StageContext, plan: SamplingPlan, batch: TrialBatch
     part = whole.micro_batches(ROUNDED_TOKENS)[0]
     signs = torch.arange(part.sequences, device=policy.device) % 2 * 2.0 - 1.0
     effect = rounding_effect(
-        policy, part.packed, signs.repeat_interleave(part.lengths_S), plan.rollout.temperature
+        policy,
+        part.packed,
+        signs.repeat_interleave(part.lengths_S),
+        plan.sampling.rollout.temperature,
     )
     context.figures["bfloat16 autocast"] = str(effect)
     algorithm = plan.sampling.algorithm
@@ -161,8 +161,8 @@ def _check_end_of_turn(context: StageContext, plan: SamplingPlan) -> None:
     """Whether what closes a turn ends a completion."""
     policy = context.policy
     with suppress(KeelError):  # a finding when the batch is sampled
-        texts, ids = split_stops(plan.rollout.stop, policy.tokenizer)
-        stops = (*eos_ids(policy.model, policy.tokenizer), *plan.rollout.stop_ids, *ids)
+        texts, ids = split_stops(plan.sampling.rollout.stop, policy.tokenizer)
+        stops = (*eos_ids(policy.model, policy.tokenizer), *plan.sampling.rollout.stop_ids, *ids)
         closing = ChatEncoder(policy.tokenizer, plan.sampling.prompts.chat_template).closing
         key = f"{plan.key}rollout"
         context.add(tokens.end_of_turn(closing, policy.tokenizer, stops, texts, key))
@@ -223,7 +223,7 @@ def _scorer(
         functions = [f.changed(weight=1.0) for f in functions]
     algorithm = plan.sampling.algorithm
     needed = algorithm is None or algorithm.needs_reward
-    made = build_scorer(plan.sampling, functions, stats.tasks, needed=needed, shaped=True)
+    made = build_scorer(plan.sampling, functions, stats.source.tasks, needed=needed, shaped=True)
     made.check(stats.first)
     return made
 
@@ -237,12 +237,12 @@ def _forecast_judges(
 ) -> None:
     """The cost of the stage's judges."""
     validation = min(plan.sampling.validation_prompts, len(stats.validation))
-    for at, reward in enumerate(plan.rewards.functions):
+    for at, reward in enumerate(plan.sampling.rewards.functions):
         if reward.function == "judge" and any(reward is one for one in waiting):
             key = f"{plan.key}rewards.functions.{at}"
             forecast = forecast_judge(reward, batch.groups, context.stage, validation, key)
             if forecast is not None:
-                context.work.forecasts.append(forecast)
+                context.forecasts.append(forecast)
                 context.figures[f"judge {forecast.name!r}"] = str(forecast)
 
 
@@ -251,22 +251,24 @@ def _set_work(
 ) -> None:
     """What a trial of the stage runs on: its longest prompt, and as many prompts a step as take
     seconds to sample."""
-    work, rollout, longest = context.work, plan.rollout, stats.longest
-    work.scoring *= rollout.prompts_per_step * rollout.group_size / max(batch.completions, 1)
+    sampling, longest = plan.sampling, stats.longest
+    rollout = sampling.rollout
+    asked = rollout.prompts_per_step * rollout.group_size
+    context.scoring *= 0 if sampling.algorithm is None else asked / max(batch.completions, 1)
     load = load_of(context.policy)
-    work.prompts = size_for(
-        rollout.prompts_per_step, rollout.group_size, rollout.max_tokens, load
+    context.step_prompts = size_for(
+        rollout.prompts_per_step, rollout.group_size, rollout.max_tokens, *load
     ).prompts
     if longest is None:
         return
     data = prompt_columns(longest.content, longest.tools)
-    if plan.sampling.algorithm is None:  # rows of one prompt are all in the same split
-        work.scoring = 0.0
+    if sampling.algorithm is None:  # rows of one prompt are all in the same split
         others = (p for p in (*stats.validation, *stats.first) if p.content != longest.content)
         other = next(others, None)
         if other is not None:
             data["validation"] = prompt_columns(other.content, ())["prompt"]
-    work.longest = LongestExample(len(longest.tokens), data, longest.task in stats.raw)
+    raw = longest.task in stats.source.encoder.raw
+    context.longest = LongestExample(len(longest.tokens), data, raw)
     if rollout.program is not None:
         context.skipped_checks.append("memory and time of rollout.program and of its requests")
     elif rollout.max_turns > 1:

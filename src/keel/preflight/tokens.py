@@ -84,25 +84,45 @@ def special_in_messages(
     prompts: Sequence[Prompt], specials: Sequence[str], key: str
 ) -> Finding | None:
     """Messages whose words are special tokens: a turn may end, or another begin, inside of them."""
-    spelled = [
-        (at, turn["role"], token)
-        for at, prompt in enumerate(prompts)
+    texts = [
+        (prompt.id, text_of(turn))
+        for prompt in prompts
         if not isinstance(prompt.content, str)
         for turn in prompt.content
-        for token in specials
-        if token and token in text_of(turn)
     ]
-    if not spelled:
+    what = "a message spells a special token, and the model reads it as one"
+    fix = "the template sets these itself: take them out of the data"
+    return _spelled(texts, specials, f"{len(prompts)} prompts", what, key, fix)
+
+
+def special_in_answers(
+    answers: Sequence[tuple[str, str]], specials: Sequence[str], key: str, letters: bool = False
+) -> Finding | None:
+    """Answers to learn from, each with its row's name, whose words are special tokens.
+
+    `letters`: they are read as the characters that they are spelled with, as judged rows are.
+    """
+    learned = "to spell it letter by letter" if letters else "to write it there"
+    what = f"an answer spells a special token, and the model learns {learned}"
+    fix = "the end of an answer is added to it: take them out of the data"
+    return _spelled(answers, specials, f"{len(answers)} answers", what, key, fix)
+
+
+def _spelled(
+    texts: Sequence[tuple[str, str]],
+    specials: Sequence[str],
+    of: str,
+    what: str,
+    key: str,
+    fix: str,
+) -> Finding | None:
+    """Texts, each with its row's name, that spell a special token."""
+    found = [(name, token) for name, text in texts for token in specials if token and token in text]
+    if not found:
         return None
-    first, role, token = spelled[0]
-    many = len({at for at, _, _ in spelled})
-    return Finding(
-        "special-token-in-message",
-        "a message spells a special token, and the model reads it as one",
-        f"{many} of {len(prompts)} prompts; {prompts[first].id!r}: {token!r} in the {role}'s words",
-        key,
-        "the template sets these itself: take them out of the data",
-    )
+    name, token = found[0]
+    evidence = f"{len({name for name, _ in found})} rows of {of}; {name!r}: {token!r}"
+    return Finding("special-token-in-message", what, evidence, key, fix)
 
 
 def template_text(
@@ -172,29 +192,6 @@ def template_prefix(
         f"prompt {first.id!r} ends {asked[-60:]!r}; with the answer it reads {whole[-120:]!r}",
         key,
         "make the template write the same header for a future answer and a given one",
-    )
-
-
-def special_in_answers(
-    answers: Sequence[tuple[str, str]], specials: Sequence[str], key: str, letters: bool = False
-) -> Finding | None:
-    """Answers to learn from, each with its row's name, whose words are special tokens.
-
-    `letters`: they are read as the characters that they are spelled with, as judged rows are.
-    """
-    spelled = [
-        (name, token) for name, text in answers for token in specials if token and token in text
-    ]
-    if not spelled:
-        return None
-    name, token = spelled[0]
-    return Finding(
-        "special-token-in-message",
-        "an answer spells a special token, and the model learns "
-        + ("to spell it letter by letter" if letters else "to write it there"),
-        f"{len({name for name, _ in spelled})} rows of {len(answers)} answers; {name!r}: {token!r}",
-        key,
-        "the end of an answer is added to it: take them out of the data",
     )
 
 

@@ -64,10 +64,10 @@ class TrialProcess:
 
     def run(
         self, recipe: Recipe, examples: Mapping[str, LongestExample], device: str, room: int | None
-    ) -> tuple[list[dict[str, Any]], int | None]:
+    ) -> tuple[dict[str, Any], int | None]:
         """Run a recipe of `trial_recipe` in `room` bytes of memory.
 
-        Returns the events that it wrote, and its exit status; None if it took longer than `LIMIT`.
+        Returns its report, and its exit status; None if it took longer than `LIMIT`.
         """
         data = {name: one.data for name, one in examples.items()}
         (self.folder / "examples.json").write_text(json.dumps(data), "utf-8")
@@ -79,9 +79,8 @@ class TrialProcess:
             status: int | None = process.returncode
         except subprocess.TimeoutExpired:
             status = None
-        events = self.folder / "events.jsonl"
-        lines = events.read_text("utf-8").splitlines() if events.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")], status
+        report = self.folder / "report.json"
+        return json.loads(report.read_text("utf-8")) if report.exists() else {}, status
 
 
 # ---------------------------------------------------------------- its recipe

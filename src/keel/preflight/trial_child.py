@@ -1,7 +1,7 @@
 """The process of a trial: `python -m keel.preflight.trial_child`.
 
-It reads one line of JSON from its standard input, trains the trial's recipe, and appends what each
-phase took to `events.jsonl` in the trial's folder, where it can be read after the process was
+It reads one line of JSON from its standard input, trains the trial's recipe, and keeps what each
+phase took in `report.json` in the trial's folder, where it can be read after the process was
 killed.
 """
 
@@ -20,7 +20,8 @@ import torch
 
 from keel.config.load import load_recipe, to_toml
 from keel.learn.token_budget import out_of_memory
-from keel.preflight.memory import OUTSIDE, PROC, resident_memory
+from keel.platform.files import write_text
+from keel.preflight.memory import OUTSIDE, PROC, RAISED, resident_memory
 from keel.runs import lifecycle
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.writer import Clock, RunWriter
@@ -32,24 +33,25 @@ from keel.types import KeelError, one_line
 class TrialMonitor(Clock, Callback):
     """Records the peak and the seconds of each phase: the run's clock and a callback of it.
 
-    The peak is that of torch's allocations on a GPU, else of the process's memory.
+    The peak is that of torch's allocations on a GPU, else of the process's memory. `report` is what
+    the trial's file holds (`keel.preflight.memory.read_result`), rewritten as phases begin and end.
     """
 
-    def __init__(self, device: torch.device, events: Path) -> None:
+    def __init__(self, device: torch.device, path: Path) -> None:
         super().__init__()
         self.device = device
-        self.events = events.open("a", encoding="utf-8")
-        self.stage = ""
+        self.path = path
         self.seconds: dict[str, float] = {}
         if device.type == "cuda":
             # Before it there are no statistics to reset.
             torch.cuda.init()  # type: ignore[no-untyped-call]
-        self.emit(resets=self.reset())
+        self.separate = self.reset()
+        self.report: dict[str, Any] = {"stage": "", "phase": "start", "stages": {}, "end": ""}
 
-    def emit(self, **event: Any) -> None:
-        """Append an event; on the disk when this returns."""
-        self.events.write(json.dumps({"stage": self.stage, **event}) + "\n")
-        self.events.flush()
+    def write(self, **changes: Any) -> None:
+        """Change the report, and write it to its file."""
+        self.report |= changes
+        write_text(self.path, json.dumps(self.report))
 
     def peak(self) -> int:
         """The most bytes since the last reset, or of all until now if there are no resets."""
@@ -72,13 +74,19 @@ class TrialMonitor(Clock, Callback):
 
     def end_phase(self, phase: str) -> None:
         """Record the peak since the last phase ended, as that of this one."""
-        self.emit(phase=phase, peak=self.peak())
+        own, size = self.report["stages"].get(self.report["stage"]), self.peak()
+        if own is not None:
+            if size > own["peak"] * RAISED:
+                own["phase"] = phase
+            own["peak"] = max(own["peak"], size)
+            if self.separate:
+                own["phases"][phase] = max(own["phases"].get(phase, 0), size)
         self.reset()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         self.end_phase(OUTSIDE)
-        self.emit(begins=phase)
+        self.write(phase=phase)
         start = time.perf_counter()
         with super().__call__(phase):
             yield
@@ -86,13 +94,17 @@ class TrialMonitor(Clock, Callback):
         self.end_phase(phase)
 
     def on_stage(self, state: RunState) -> None:
-        if self.stage:
-            self.end_phase(OUTSIDE)
-        self.stage = state.stage
-        self.emit(begins=OUTSIDE)
+        self.end_phase(OUTSIDE)
+        self.report["stages"][state.stage] = {
+            "peak": 0,
+            "phase": OUTSIDE,
+            "phases": {},
+            "seconds": {},
+        }
+        self.write(stage=state.stage, phase=OUTSIDE)
 
     def on_step(self, state: RunState) -> None:
-        self.emit(step=state.step, seconds=self.seconds)
+        self.report["stages"][state.stage]["seconds"] = self.seconds
         self.seconds = {}
 
     def on_note(self, text: str) -> None:
@@ -108,9 +120,9 @@ class WithoutCheckpoints(RunWriter):
 
 
 def run(job: Mapping[str, Any]) -> None:
-    """Run the trial; its last event is how it ends."""
+    """Run the trial; its report says how it ends."""
     folder, device = Path(job["folder"]), torch.device(job["device"])
-    monitor = TrialMonitor(device, folder / "events.jsonl")
+    monitor = TrialMonitor(device, folder / "report.json")
     kind = WithoutCheckpoints if device.type == "cuda" else RunWriter
     try:
         recipe = load_recipe(folder / "recipe.toml")
@@ -119,15 +131,13 @@ def run(job: Mapping[str, Any]) -> None:
             watched = kind(**{**vars(writer), "clock": monitor})
             run_stages(recipe, watched, Progress(stage=0), None)
         monitor.end_phase(OUTSIDE)
-        monitor.emit(finished=True)
+        monitor.write(end="finished")
     except Exception as caught:
         # The cause is without the advice on how to resume.
         error = caught.__cause__ if isinstance(caught.__cause__, KeelError) else caught
         line = one_line(error, named=not isinstance(error, KeelError))
         full = out_of_memory(error) or line.startswith("out of memory")
-        monitor.emit(**{"full" if full else "error": line})
-    finally:
-        monitor.events.close()
+        monitor.write(end="full" if full else "error", why=line)
 
 
 def main() -> None:

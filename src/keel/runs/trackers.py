@@ -135,13 +135,14 @@ def check_trackers(wanted: Trackers) -> None:
 
     offline = wandb.setup().settings.mode in ("offline", "dryrun", "disabled")
     if not offline and not wandb.login(prompt=False):
-        raise KeelError(f"trackers.wandb: not logged in: {_LOGIN}")
+        raise KeelError(f"trackers.wandb: not logged in: {_LOGIN}", key="trackers.wandb")
 
 
 def _missing(tracker: str) -> KeelError:
     return KeelError(
         f"trackers.{tracker} = true needs the package {tracker}: "
-        f"pip install 'keel-rl[{tracker}]', or set trackers.{tracker} = false"
+        f"pip install 'keel-rl[{tracker}]', or set trackers.{tracker} = false",
+        key=f"trackers.{tracker}",
     )
 
 

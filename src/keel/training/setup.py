@@ -209,12 +209,14 @@ def longest_prompt(
     if context <= max_tokens:
         raise KeelError(
             f"{key} = {max_tokens} leaves no room for a prompt in the model's "
-            f"context of {context} tokens: lower it"
+            f"context of {context} tokens: lower it",
+            key=key if "." in key else "prompts.max_tokens",
         )
     if wanted is not None and wanted + max_tokens > context:
         raise KeelError(
             f"prompts.max_tokens = {wanted} and {key} = {max_tokens} are more than "
-            f"the model's context of {context} tokens: lower one of them"
+            f"the model's context of {context} tokens: lower one of them",
+            key="prompts.max_tokens",
         )
     return context - max_tokens if wanted is None else wanted
 

@@ -101,7 +101,8 @@ def demonstration(
     if gold is None:
         raise KeelError(
             f"task {prompt.task!r} has no gold answer to imitate: name the answer column in "
-            "tasks.answer, or leave the sft stage out"
+            "tasks.answer, or leave the sft stage out",
+            key="tasks.answer",
         )
     try:
         return demonstrate(prompt, gold, rng)
@@ -131,6 +132,7 @@ def encode_demonstration(
     if context is not None and length > context:
         raise KeelError(
             f"prompt {prompt.id!r} and its demonstration are {length} tokens, more than the "
-            f"model's context of {context}: lower {prefix}prompts.max_tokens, or drop the row"
+            f"model's context of {context}: lower {prefix}prompts.max_tokens, or drop the row",
+            key="prompts.max_tokens",
         )
     return found

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from keel.algorithms.spec import EntryPoint
-from keel.config.fields import AsTuple, Count, StageName, Tokens
-from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Trackers
+from keel.config.fields import AsTuple, Count, StageName
 from keel.config.sources import Prompts, TaskSource
 from keel.config.stage import DemonstrationSource, StageConfig
 
@@ -28,19 +27,8 @@ class SFTStage(StageConfig):
     demonstration: EntryPoint = "keel.data.tasks.generated:gold"
     """`module:function` of (prompt, gold answer, random generator) that returns the text to
     imitate."""
-    steps: Count = 100
-    """Optimizer steps."""
     batch_size: Count = 32
     """Demonstrations in a step."""
-    token_budget: Tokens = 16_384
-    """Largest number of model-input tokens in a micro-batch; a longer sequence is computed alone.
-    """
-    optimizer: Optimizer = Optimizer(learning_rate=1e-5)
-    on_nonfinite: OnNonfinite = "stop"
-    """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
-    skipped."""
-    checkpoints: Checkpoints = Checkpoints()
-    trackers: Trackers = Trackers()
 
     @property
     def trained_tasks(self) -> tuple[TaskSource, ...]:

@@ -8,15 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from keel.analysis.statistics import wilson_interval
-from keel.data.tasks import PromptStream
 from keel.models.families import context_length
 from keel.models.policy import Policy
-from keel.preflight.context import PromptStats, StageContext
-from keel.preflight.finding import BudgetShare, Finding, holding, percent, quantile
-from keel.preflight.prompts import SamplingPlan
+from keel.preflight.context import PromptStats, SamplingPlan, StageContext
+from keel.preflight.finding import (
+    BudgetShare,
+    Finding,
+    holding,
+    interval,
+    percent,
+    quantile,
+    surely_more,
+)
 from keel.rewards.scorer import Scorer
 from keel.training.rollout import Sampler
-from keel.training.setup import PromptSource, build_sampler, rollout_engine
+from keel.training.setup import build_sampler, rollout_engine
 from keel.types import Capabilities, Group, Prompt
 
 GROUPS = 8
@@ -27,12 +33,10 @@ LONGER = 4
 """How many times the budget cut completions are sampled on, to see where they end."""
 SHORTEST = 32
 """The fewest tokens, however large the model."""
-OPERATIONS: Final = {"cpu": 4e12, "cuda": 4e15}
-"""Floating-point operations that a batch may take: at most half a minute on a laptop."""
-BYTES: Final = {"cpu": 2e11, "cuda": 4e13}
-"""Bytes of weights that a batch may read: every step of its decoding reads all of them once."""
-LAYERS: Final = {"cpu": 16_000, "cuda": 40_000}
-"""Layers that its decoding may run: each takes half a millisecond or more, however small."""
+WORK: Final = {"cpu": 2e12, "cuda": 2e15}
+"""Parameters times tokens that a batch may take: at most half a minute on a laptop."""
+LONGEST: Final = {"cpu": 5e10, "cuda": 1e13}
+"""Parameters times steps of its decoding, each of which reads all weights."""
 TRIED = 64
 """Tokens of answers that only try the rewards out."""
 SAMPLES = 32
@@ -76,39 +80,17 @@ class TrialBatch:
         return sum(len(group.completions) for group in self.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What decoding with a model costs: its parameters, the bytes of each, its layers."""
-
-    parameters: int
-    width: int
-    layers: int
-    device: str
-
-    @property
-    def steps(self) -> int:
-        """How many steps of decoding take seconds."""
-        read = BYTES[self.device] / (self.width * self.parameters)
-        return max(SHORTEST, int(min(read, LAYERS[self.device] / self.layers)))
+def longest_of(parameters: int, device: str) -> int:
+    """How many steps of decoding with this number of parameters take seconds."""
+    return max(SHORTEST, int(LONGEST[device] / parameters))
 
 
-def load_of(policy: Policy) -> Load:
-    """What decoding with the policy costs."""
-    weights = list(policy.model.parameters())
-    return Load(
-        sum(p.numel() for p in weights),
-        weights[0].element_size(),
-        int(policy.model.config.get_text_config().num_hidden_layers),
-        policy.device.type,
-    )
-
-
-def size_for(prompts: int, members: int, budget: int, load: Load) -> Size:
+def size_for(prompts: int, members: int, budget: int, parameters: int, device: str) -> Size:
     """As much of a step as takes seconds: all, or fewer prompts, then fewer answers to each, then
     shorter ones. A function of its arguments, so that a recipe always gives the same report.
     """
-    tokens = OPERATIONS[load.device] / (2 * load.parameters)
-    length = min(budget, load.steps)
+    tokens = WORK[device] / parameters
+    length = min(budget, longest_of(parameters, device))
     fits = max(1, int(tokens / length))
     if prompts * members > fits:
         prompts = min(prompts, max(GROUPS, fits // members))
@@ -126,20 +108,18 @@ def sample(
 
     A `trial` is of a policy that an earlier stage will train: a few short ones, to try the rewards.
     """
-    rollout, load = plan.rollout, load_of(policy)
+    rollout, load = plan.sampling.rollout, load_of(policy)
     prompts = min(GROUPS, len(stats.first)) if trial else len(stats.first)
     budget = min(TRIED, rollout.max_tokens) if trial else rollout.max_tokens
-    size = size_for(prompts, rollout.group_size, budget, load)
-    stream = PromptStream(list(stats.tasks.values()), [1.0] * len(stats.tasks), 0)
-    source = PromptSource(dict(stats.tasks), [], stats.encoder, stream)
+    size = size_for(prompts, rollout.group_size, budget, *load)
     engine = rollout_engine(policy, rollout, model=policy.model)
-    sampler = build_sampler(engine, source, scorer, rollout, plan.seed)
+    sampler = build_sampler(engine, stats.source, scorer, rollout, plan.seed)
     sampling = replace(sampler.sampling, max_tokens=size.tokens)
     groups = sampler.sample(stats.first[: size.prompts], size.members, sampling, plan.first_seed)
     lengths = [len(c) for group in groups for c in group.completions]
     ended = [c.finish != "length" for group in groups for c in group.completions]
     if not trial and size.tokens == rollout.max_tokens:
-        longest = min(size.tokens * LONGER, load.steps)
+        longest = min(size.tokens * LONGER, longest_of(*load))
         context = context_length(policy.model)
         for at, group in _sampled_on(sampler, groups, size, plan.first_seed, longest, context):
             own = slice(at * size.members, (at + 1) * size.members)
@@ -153,6 +133,11 @@ def sample(
         tuple(ended),
         sampler.engine.capabilities,
     )
+
+
+def load_of(policy: Policy) -> tuple[int, str]:
+    """What decoding with the policy costs: its parameters, and where they are."""
+    return sum(p.numel() for p in policy.model.parameters()), policy.device.type
 
 
 def _sampled_on(
@@ -217,7 +202,6 @@ def check_ends(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> 
 
 def truncated(cut: int, n: int, budget: int, held: BudgetShare, key: str) -> Finding | None:
     """Completions cut at the budget, or not one that ends; `held` is the budget that holds 95 %."""
-    share = wilson_interval(cut, n)
     raised = f"raise it to {held.tokens}"
     if n >= SAMPLES and cut == n:
         low = percent(wilson_interval(0, n).high)
@@ -233,13 +217,12 @@ def truncated(cut: int, n: int, budget: int, held: BudgetShare, key: str) -> Fin
             "stage that teaches the end",
             "error",
         )
-    if n == 0 or share.low <= CUT:
+    if not surely_more(cut, n, CUT):
         return None
     return Finding(
         "truncated",
-        f"{percent(share.mean)} of the completions are cut at the budget of {budget} tokens",
-        f"{cut} of {n} (95 % interval {percent(share.low)} to {percent(share.high)}); {held} "
-        "tokens hold 95 % of them",
+        f"{percent(cut / n)} of the completions are cut at the budget of {budget} tokens",
+        f"{cut} of {n} ({interval(cut, n)}); {held} tokens hold 95 % of them",
         key,
         raised if held.known else f"{raised} or more",
     )

@@ -1,0 +1,77 @@
+"""`keel recipes`, `tasks`, `rewards` and `models`: what there is."""
+
+from __future__ import annotations
+
+import argparse
+
+from keel.cli.output import columns, print_result
+
+SHOWN = 5
+"""Prompts of a task that are printed."""
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The list that the command names."""
+    lists = {"recipes": _recipes, "tasks": _tasks, "rewards": _rewards, "models": _models}
+    lists[arguments.command](arguments)
+
+
+def _recipes(arguments: argparse.Namespace) -> None:
+    """The recipes of `keel train`, and what `keel control` has tuned settings for."""
+    from keel.config.control_load import tuned
+    from keel.config.load import shipped
+
+    recipes = shipped()
+    lines = [*columns(recipes), "", "tuned, for keel control:"]
+    lines += [f"  keel control {name} --env {environment}" for name, environment in tuned()]
+    print_result(arguments, recipes, lines)
+
+
+def _tasks(arguments: argparse.Namespace) -> None:
+    """The tasks there are, or a few prompts of one."""
+    from keel.config.sources import TaskSource
+    from keel.data.tasks import build_task, catalogue
+
+    if arguments.show is None:
+        found = dict(catalogue())
+        print_result(arguments, found, columns(found))
+        return
+    task = build_task(TaskSource(name=arguments.show), seed=0)
+    prompts = [task.prompt("train", index) for index in range(SHOWN)]
+    pairs = [{"prompt": p.content, "gold": task.gold(p)} for p in prompts]
+    lines = [f"prompt  {one['prompt']!r}\ngold    {one['gold']!r}\n" for one in pairs]
+    print_result(arguments, pairs, lines)
+
+
+def _rewards(arguments: argparse.Namespace) -> None:
+    """The built-in rewards, a line each."""
+    from keel.rewards.registry import catalogue
+
+    found = dict(catalogue())
+    own = "\nfunctions of your own: module:function, or path/to/file.py:function"
+    print_result(arguments, found, [*columns(found), own])
+
+
+def _models(arguments: argparse.Namespace) -> None:
+    """The model families, and which reward models can be made of each."""
+    from transformers import CONFIG_MAPPING
+
+    from keel.models.families import FAMILIES
+    from keel.models.reward import STOCK, has_classifier
+
+    kinds = {
+        family: {kind: has_classifier(CONFIG_MAPPING[family], kind) for kind in STOCK}
+        for family in sorted(FAMILIES)
+    }
+    width = max(map(len, kinds))
+    lines = [f"{'family':<{width}}  policy  LoRA  value model  reward model  process reward model"]
+    for family, has in kinds.items():
+        outcome, process = ("yes" if has[kind] else "no" for kind in ("outcome", "process"))
+        lines.append(f"{family:<{width}}  yes     yes   yes          {outcome:<12}  {process}")
+    lines.append(
+        "\nThe family is model_type in the model's config.json. Tests on a CPU, with a small model"
+        "\nof each: packed log-probabilities equal those of transformers; with LoRA the reference"
+        "\nis the base; a value model has gradients. A loaded model is compared with transformers"
+        "\nagain, and refused if it differs. A family that is not listed is refused."
+    )
+    print_result(arguments, kinds, lines)
