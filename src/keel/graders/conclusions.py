@@ -46,7 +46,7 @@ _CLAUSE = re.compile(
 )
 _RELATIVE = re.compile(r"\b(?:who|that|which)(?: \w+)? ?(?:not\b|n['’]t)", re.IGNORECASE)
 _CONTRAST = re.compile(
-    r"(?:\b(?:is|are|was|were)|['’]s)(?:n['’]t| not) [^,;.]{1,30} but (?:rather )?"
+    r"(?:(?:\b(?:is|are|was|were)|['’]s)(?:n['’]t| not)|^not) [^,;.]{1,30} but (?:rather )?"
 )
 _UNSURE = re.compile(r"\b(?:or|not|either|n't)\b|[<>]", re.IGNORECASE)
 _FORMULA_END = re.compile(
@@ -69,7 +69,7 @@ def shortened(answer: str) -> str:
 
 def number_of(sentence: str, *, evaluated: bool = True) -> Number | None:
     """The number that a sentence comes to. Candidates in turn (`4 or 3`; `4, 3`) are not one."""
-    sentence = _CONTRAST.sub("is ", sentence)
+    sentence = _CONTRAST.sub("is ", sentence).replace("=>", ": ")
     sentence = shortened(_DELIMITERS.sub("", spaced(sentence).replace("\\approx ", "= ")))
     sentence = sentence.rpartition("\\equiv")[2]
     before, equals, after = sentence.rpartition("=")
@@ -172,6 +172,8 @@ def formula_of(sentence: str, *, words: bool) -> str | None:
         return None
     if not leads(before) or not follows(sentence, last.end(), marked=True):
         return None
+    if re.match(r" of \d", sentence[last.end() :]):
+        return None  # a part of another number
     if len(joined) < len(formulas) and not re.search(r"(?:\b[a-z]+|=)\Z", before.rstrip(" :,")):
         return None
     after = sentence[last.end() :] if len(joined) == 1 and words else ""

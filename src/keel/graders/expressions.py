@@ -247,7 +247,7 @@ def parse(
             for row in rows
         ]
         return ParsedExpression("matrix", cells, text, name)
-    if text.startswith("\\{") and text.endswith("\\}"):
+    if text.startswith("\\{") and text.endswith("\\}") and "\\emptyset" not in text:
         text = text[2:-2].strip()
     if not text:
         raise Unreadable

@@ -141,14 +141,14 @@ def _cost(part: Any) -> int:
 
 
 def _cancels(made: Any) -> bool:
-    """Whether it is one fraction, of which numerator and denominator share a factor with names."""
+    """Whether it is one fraction with names, of which numerator and denominator share a factor."""
     from sympy import PolynomialError, gcd
 
     if type(made).__name__ != "Mul":
         return False
     try:
         numerator, denominator = made.as_numer_denom()
-        return bool(denominator.free_symbols and gcd(numerator, denominator).free_symbols)
+        return bool(made.free_symbols) and abs(gcd(numerator, denominator)) != 1
     except (PolynomialError, AttributeError, TypeError):
         return False
 

@@ -71,7 +71,7 @@ def start(program: bytes) -> Callable[[Request], Any]:
 
 
 def reads(gold: str) -> float:
-    """1 where a gold answer can be read, else 0."""
+    """1 if a gold answer can be read, else 0."""
     try:
         return float(can_be_read(gold))
     except Exception:
@@ -79,7 +79,7 @@ def reads(gold: str) -> float:
 
 
 def judge(gold: str, stated: str, evaluated: bool, question: str = "") -> float:
-    """1 where an answer is the gold answer, else 0."""
+    """1 if an answer is the gold answer, else 0."""
     seed(0)  # sympy may try random numbers, and has a seed of the system's
     try:
         same = same_answer(gold, stated, evaluated=evaluated, question=question)

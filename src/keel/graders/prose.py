@@ -1,4 +1,4 @@
-r"""What may stand around an answer in prose: before it, after it, and in later sentences.
+r"""What may stand around an answer in prose: before it, and after it.
 
 Before an answer stand articles, currency, names, verbs, `=`; after it, units and nouns. Operands,
 bounds, labels, denials and other numbers do not leave it as it is. The grammars are in the letters
@@ -19,23 +19,24 @@ END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s(?! *=)|\Z)|\n")
 """What ends a sentence or line."""
 
 _LEADS = re.compile(
-    r"""(?: \A                                  # nothing, or articles and verbs alone
-    | [wupfAzsMBDR=:%O)&c|]                      # a noun or a verb: she has, the total is, x =
-    | [bhHqr9x\\] [alt]* v                       # the price per egg is, step 3 is, x is
-    | (?: M | a [wM]? [wuMR] | v l* ) F | B y       # a total of, a group of, est de, decreased by
-    | (?P<marked> [Aw] p h | \A o )                   # has at least: of a mark alone
+    r"""(?: \A                                    # nothing, or articles and verbs alone
+    | [wupjfAzsMBDR=:%O)&c|]                      # a noun or a verb: she has, the total is, x =
+    | [bhHqr9x\\] [alt]* v                        # the price per egg is, step 3 is, x is
+    | (?: M | a [wM]? [wuMR] | v l* ) F | B y     # a total of, a group of, est de, decreased by
+    | (?P<marked> [Aw] p h | \A o )               # has at least, or: of a mark alone
     ) [alvt]*\Z""",
     re.VERBOSE,
 )
 _NOUN = "[wuxzbMBlDhO%]"
 _CHANGED = rf"""
-    [+] [9x(\\] | [hH] y? [9(\\] | x 9          # 25 * 2, 25 - x, 25 times 3, 25 x 3
-    | \\ | [|] 9 | [)] [9x] | , o | [cdmnHDR]  # 25 \alpha, 25 or, 25 dozen, 25 wrong
-    | {_NOUN}* [&tH] [9caS\\]                     # 25 apples and a half, 25 to 30, 25 weeks plus 3
-    | {_NOUN}* [%O] F 9                         # 25 percent of 80, 25 out of 30
+    [+] [9x(\\] | [hH] y? [9(\\] | x 9 | h j      # 25 * 2, 25 times 3, 25 x 3, 25 times as
+    | \\ | [|] 9 | [)] [9x] | & \Z                # 25 \alpha, 25 | 26, (25)x
+    | , o | [cdmnHDR]                             # 25, or; 25 dozen, 25 wrong
+    | {_NOUN}* [&tH] [9caS\\]                     # 25 apples and a half, 25 to 30
+    | {_NOUN}* [%O] F 9                           # 25 percent of 80, 25 out of 30
     | {_NOUN}? [(]? o | {_NOUN}* o [9caS\\]       # 25 apples (or 26)
-    | .{{0,3}} q (?: [9x] | \Z )                # 25 more than 3
-    | [vA] a? [ndD]                             # 25 is not, 25 is rejected
+    | .{{0,3}} q (?: [9x] | \Z )                  # 25 more than 3
+    | [vA] a? [ndD]                               # 25 is not, 25 is rejected
 """
 _CHANGED_MARK = re.compile(rf"{_CHANGED} | 9 | {_NOUN}* [ux] 9 | {_NOUN}? S", re.VERBOSE)
 _CHANGED_NUMBER = re.compile(
@@ -98,10 +99,10 @@ def follows(text: str, end: int, *, marked: bool = False) -> bool:
             return WORD.search(text[max(0, end - 100) : end]) is not None
         if first.letter in "wxuz" and (glued or len(first.text) == 1):
             return only_units(first.text)
-        if first.letter in "=(":
-            return (
-                after[1:2] != [] and after[1].letter in "xw" if first.letter == "=" else not glued
-            )
+        if first.letter == "(" and glued:
+            return False
+        if first.letter == "=" and letters_of(after)[1:2] not in ("x", "w"):
+            return False
     if len(letters) < len(after) and after[len(letters)].letter in "(,)":
         letters += letters_of(after[len(letters) : len(letters) + 2])
     changed = _CHANGED_MARK if marked else _CHANGED_NUMBER
