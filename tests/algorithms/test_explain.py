@@ -171,16 +171,14 @@ def test_a_preset_states_its_sources(name: str) -> None:
     found = explain_preset(name)
     stated = {term.key: term.source for term in found.terms}
     assert stated == dict(PRESETS[name].sources)
+    unchanged = explain_algorithm(
+        PRESETS[name].algorithm, name, Setting(epochs=PRESETS[name].epochs)
+    )
+    assert {term.key: term.source for term in unchanged.terms} == stated
     marked = {term.key for term in found.terms if term.keels_choice}
     assert marked == {key for key, text in stated.items() if CHOICE in text}
     assert (f"† {CHOICE}" in found.unicode()) == bool(marked)
     assert found.unicode().count("Source †") == len(marked)
-
-
-def test_an_unchanged_row_keeps_the_presets_sources() -> None:
-    for name, preset in PRESETS.items():
-        found = explain_algorithm(preset.algorithm, name, Setting(epochs=preset.epochs))
-        assert {t.key: t.source for t in found.terms} == dict(preset.sources)
 
 
 def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:

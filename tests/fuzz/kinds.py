@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,17 +33,19 @@ task_keys = st.fixed_dictionaries(
 )
 
 
-def _recipe(value: tuple[bytes, list[str], str], folder: Path) -> held.Outcome:
-    content, overrides, command = value
-    return held.recipe(content, overrides, folder, command)
-
-
-def _task(value: tuple[bytes, dict[str, Any]], folder: Path) -> held.Outcome:
-    content, keys = value
-    path = folder / "rows.jsonl"
+def _file(
+    kind: str, content: bytes, keys: dict[str, Any], folder: Path, name: str = "jsonl"
+) -> held.Outcome:
+    """The rows of a file of this kind."""
+    path = folder / f"rows.{name}"
     path.write_bytes(content)
-    every = list(held.lines_of(content))
-    return held.task(every, folder / "q" / "rows.jsonl", name="jsonl", path=str(path), **keys)
+    every: Sequence[int] = list(held.lines_of(content))
+    if name == "parquet":
+        every = range(1, (held.parquet_rows(content) or 0) + 1)
+    target, where = folder / "q" / "rows.jsonl", {"name": name, "path": str(path)}
+    if kind == "task":
+        return held.task(every, target, **where, **keys)
+    return held.judged(kind, every, target, **where, **keys)
 
 
 def _python(value: tuple[list[Any], dict[str, Any]], folder: Path) -> held.Outcome:
@@ -55,28 +57,9 @@ def _python(value: tuple[list[Any], dict[str, Any]], folder: Path) -> held.Outco
 
 def _parquet(value: tuple[bytes, dict[str, Any], str], folder: Path) -> held.Outcome:
     content, keys, kind = value
-    path = folder / "rows.parquet"
-    path.write_bytes(content)
-    every = range(1, (held.parquet_rows(content) or 0) + 1)
-    where: dict[str, Any] = {"name": "parquet", "path": str(path)}
-    target = folder / "q" / "rows.jsonl"
-    if kind == "task":
-        return held.task(every, target, **where, **keys)
-    keys = {name: keys[name] for name in ("bad_rows", "validation_fraction") if name in keys}
-    return held.judged(kind, every, target, **where, **keys)
-
-
-def _judged(value: tuple[str, bytes, dict[str, Any]], folder: Path) -> held.Outcome:
-    kind, content, keys = value
-    path = folder / "rows.jsonl"
-    path.write_bytes(content)
-    every = list(held.lines_of(content))
-    target = folder / "q" / "rows.jsonl"
-    return held.judged(kind, every, target, name="jsonl", path=str(path), **keys)
-
-
-def _encoded(value: tuple[str, str, Any, str, list[str]], folder: Path) -> held.Outcome:
-    return tokenizers.encoded(*value)
+    if kind != "task":
+        keys = {name: keys[name] for name in ("bad_rows", "validation_fraction") if name in keys}
+    return _file(kind, content, keys, folder, "parquet")
 
 
 def _command(words: list[str], folder: Path) -> held.Outcome:
@@ -114,12 +97,12 @@ KINDS: dict[str, Kind] = {
             st.lists(strategies.overrides, max_size=2),
             st.sampled_from(["explain", "explain", "train"]),
         ),
-        _recipe,
+        lambda value, folder: held.recipe(value[0], value[1], folder, value[2]),
     ),
     "task rows": Kind(
         20,
         st.tuples(strategies.jsonl(strategies.good_tasks, strategies.task_rows), task_keys),
-        _task,
+        lambda value, folder: _file("task", *value, folder),
     ),
     "python rows": Kind(5, st.tuples(strategies.python_rows(), task_keys), _python),
     "parquet": Kind(
@@ -127,7 +110,7 @@ KINDS: dict[str, Kind] = {
         st.tuples(strategies.parquet(), task_keys, st.sampled_from(["task", *held.READERS])),
         _parquet,
     ),
-    "preferences": Kind(18, judged_inputs, _judged),
+    "preferences": Kind(18, judged_inputs, lambda value, folder: _file(*value, folder)),
     "tokenizers": Kind(
         12,
         st.tuples(
@@ -137,7 +120,7 @@ KINDS: dict[str, Kind] = {
             answers,
             st.lists(strategies.lone, max_size=3),
         ),
-        _encoded,
+        lambda value, folder: tokenizers.encoded(*value),
     ),
     "commands": Kind(8, strategies.commands, _command),
 }

@@ -14,7 +14,7 @@ from keel.models.policy import Policy, load_policy
 from keel.models.precision import rounding_effect
 from tests.gpu import needs_gpus
 from tests.models.test_attention import LAYOUTS, inputs
-from tests.models.test_precision import GRADIENT, LOG_PROB
+from tests.models.test_precision import GRADIENT, LOG_PROB, ROUNDED
 from tests.models.tiny import batch, deep_model, spec, stir
 
 pytestmark = needs_gpus(1)
@@ -95,12 +95,7 @@ def test_log_probs_in_float32_equal_those_on_the_cpu(family: str) -> None:
     torch.testing.assert_close(found.entropy_N.cpu(), wanted.entropy_N, rtol=0, atol=FLOAT32)
 
 
-@pytest.mark.parametrize(
-    ("family", "keys"),
-    [("llama", {}), ("llama", {"rank": 4}), ("llama", {"activation_checkpointing": True}),
-     ("gpt2", {}), ("gemma2", {}), ("gpt_oss", {})],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("family", "keys"), ROUNDED, ids=str)
 def test_autocast_moves_log_probs_and_gradient_within_a_bound(
     family: str, keys: dict[str, object]
 ) -> None:

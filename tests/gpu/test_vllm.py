@@ -39,11 +39,20 @@ def model() -> PreTrainedModel:
     return made
 
 
-@pytest.fixture(scope="module")
-def engine(model: PreTrainedModel) -> Iterator[VllmEngine]:
-    server = VllmServer(gpu_memory_utilization=0.2)
+@pytest.fixture(
+    scope="module",
+    params=[("ipc", ()), pytest.param(("nccl", (1,)), marks=pytest.mark.slow)],
+    ids=["ipc", "nccl"],
+)
+def engine(request: pytest.FixtureRequest, model: PreTrainedModel) -> Iterator[VllmEngine]:
+    """A server on the trainer's GPU, and one on another, which no machine of the tests had yet."""
+    backend, gpus = request.param
+    if max(gpus, default=0) >= torch.cuda.device_count():
+        pytest.skip("needs a second GPU")
+    server = VllmServer(gpus=gpus, gpu_memory_utilization=0.2)
     engine = VllmEngine(model, TOKENIZER, server=server, max_num_seqs=32, timeout=120.0)
     yield engine
+    assert engine._transfer.backend == backend
     engine.close()
 
 

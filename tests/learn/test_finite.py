@@ -22,6 +22,7 @@ from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, bad_weight, step_all, trainable
 from keel.learn.token_budget import TokenBudget
 from keel.types import KeelError
+from tests.learn.flat import blank
 from tests.models import tiny
 
 ALGORITHM = Algorithm(
@@ -29,21 +30,13 @@ ALGORITHM = Algorithm(
 )
 
 
-def batch_of(*lengths: int, prompt: int = 2) -> Batch:
+def batch_of(*lengths: int) -> Batch:
     """Sequences of a prompt and so many written tokens each."""
-    tokens = [1 + (7 * i) % 11 for i in range(sum(lengths) + prompt * len(lengths))]
-    targets, at = [], 0
-    for length in lengths:
-        targets += range(at + prompt, at + prompt + length)
-        at += prompt + length
-    count = sum(lengths)
-    return Batch(
-        tokens_T=torch.tensor(tokens),
-        input_lengths=tuple(prompt + length for length in lengths),
-        target_N=torch.tensor(targets),
-        lengths=lengths,
-        groups_S=torch.zeros(len(lengths), dtype=torch.long),
-        engine_log_prob_N=torch.full((count,), -2.0),
+    made = blank(lengths, [0] * len(lengths))
+    return replace(
+        made,
+        tokens_T=1 + (7 * made.tokens_T) % 11,
+        engine_log_prob_N=torch.full((sum(lengths),), -2.0),
     )
 
 

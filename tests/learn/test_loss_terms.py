@@ -20,7 +20,6 @@ from keel.algorithms.spec import (
     Divergence,
     Geometric,
     GroupRelative,
-    MonteCarlo,
     Weights,
 )
 from keel.learn.advantages import RolloutRewards, estimate
@@ -66,16 +65,6 @@ def test_correction_multiplies_the_surrogate_and_not_the_divergence(level: str) 
     expected = plain * gap_N.exp().clamp(max=1.0) + kl_alone
     assert (gap_N.exp() > 1.0).any()
     torch.testing.assert_close(both, expected, rtol=0, atol=1e-15)
-
-
-def test_correction_of_equal_log_probs_is_a_bitwise_no_op() -> None:
-    made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.1))
-    assert made.batch.old_log_prob_N is not None
-    engine_N = made.batch.old_log_prob_N.clone()
-    made = replace(made, batch=replace(made.batch, engine_log_prob_N=engine_N))
-    for kind in ("truncate", "mask"):
-        corrected = algorithm(correction=Correction(kind=kind))  # type: ignore[arg-type]
-        assert torch.equal(grad(corrected, made), grad(algorithm(), made))
 
 
 def test_masked_token_counts_in_the_normaliser() -> None:
@@ -128,24 +117,6 @@ def test_error_in_a_users_function_is_named(function: str, reason: str) -> None:
     judged = RolloutRewards(torch.zeros(4, dtype=torch.float64))
     with pytest.raises(KeelError, match=reason):
         estimate(algorithm(advantage=custom), blank(LENGTHS, GROUPS), judged, 0.0)
-
-
-def test_kl_in_the_reward_is_in_each_return_to_go() -> None:
-    made = sample(LENGTHS, GROUPS, 0, shift=0.0)
-    chosen = algorithm(
-        advantage=MonteCarlo(baseline="none"),
-        divergence=Divergence(where="reward", estimator="k1", beta=0.5),
-    )
-    judged = RolloutRewards(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64))
-    found = estimate(chosen, made.batch, judged, 0.5).advantage_N
-    assert made.batch.old_log_prob_N is not None
-    k1_N = made.batch.old_log_prob_N - made.batch.reference_log_prob_N
-    expected = []
-    for part, reward in zip(k1_N.split(LENGTHS), (1.0, 2.0, 3.0, 4.0), strict=True):
-        expected += [reward - 0.5 * float(part[t:].sum()) for t in range(len(part))]
-    torch.testing.assert_close(
-        found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12
-    )
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,6 @@ def test_plain_text_keeps_bos_and_never_ends_in_eos(frame: str, tokens: tuple[in
     assert prompt.tokens == ()
 
 
-def test_an_eos_that_the_author_wrote_stays() -> None:
-    assert encode(Prompt("p", "hi </s>"), tokenizer(), {}).tokens == (7, 2)
-
-
 def test_plain_text_is_the_users_turn_where_there_is_a_chat_template() -> None:
     made = tokenizer("<s> $A", TEMPLATE)
     turn = ({"role": "user", "content": "hi you"},)

@@ -86,6 +86,8 @@ def test_the_window_matters_here(family: str) -> None:
 
 # ---------------------------------------------------------------- refused
 
+PREPARE = {"logits": probe.prepare, "hidden states": probe.prepare_backbone}
+
 
 def test_the_probe_refuses_a_leak_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
@@ -95,12 +97,16 @@ def test_the_probe_refuses_a_leak_between_sequences(monkeypatch: pytest.MonkeyPa
         load_policy(spec("llama"), 0)
 
 
-def test_the_probe_refuses_positions_that_do_not_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["logits", "hidden states"])
+def test_the_probe_refuses_positions_that_do_not_restart(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "keel.models.packed.Packed.positions", lambda self: torch.arange(len(self.tokens_T))
     )
-    with pytest.raises(KeelError, match="'gpt2' fails the packing probe"):
-        load_policy(spec("gpt2"), 0)
+    model = stir(build_model(build("gpt2"), 0, torch.float32))
+    with pytest.raises(KeelError, match=f"'gpt2' fails the packing probe: the {what}"):
+        PREPARE[what](model, False)
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
@@ -130,7 +136,7 @@ def test_the_probe_does_not_measure_rounding(
 ) -> None:
     model = deep_model(dtype)
     before = copy.deepcopy(model.state_dict())
-    (probe.prepare if what == "logits" else probe.prepare_backbone)(model, autocast)
+    PREPARE[what](model, autocast)
     for name, weight in model.state_dict().items():
         assert weight.dtype == dtype
         assert torch.equal(weight, before[name]), name

@@ -16,8 +16,7 @@ from keel.models.policy import load_policy
 from keel.models.reward import reward_model_from
 from keel.training.evaluation import evaluate
 from keel.types import KeelError, Prompt
-from tests.models.test_loading import _own_bpe
-from tests.models.tiny import policy
+from tests.models.test_loading import edit, own_bpe, refused
 
 LLAMA_2 = (
     "{% for m in messages %}{% if m['role'] == 'user' %}"
@@ -26,25 +25,8 @@ LLAMA_2 = (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    policy("llama").save(tmp_path / "model")
-    return tmp_path / "model"
-
-
 def load(folder: Path) -> None:
     load_policy(Model(name=str(folder), device="cpu"), 0)
-
-
-def refused(folder: Path | str) -> str:
-    with pytest.raises(KeelError) as caught:
-        load_policy(Model(name=str(folder), device="cpu"), 0)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def edit(file: Path, **keys: object) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
 
 
 # ---------------------------------------------------------------- templates
@@ -52,7 +34,7 @@ def edit(file: Path, **keys: object) -> None:
 
 def test_a_template_that_names_special_tokens_is_no_difference(tmp_path: Path) -> None:
     """tokenizer.json does not know which token is called bos_token; the template needs it."""
-    _own_bpe(tmp_path)
+    own_bpe(tmp_path)
     edit(tmp_path / "tokenizer_config.json", bos_token="<eos>", chat_template=LLAMA_2)
     made = load_policy(Model(name=str(tmp_path), device="cpu"), 0)
     assert made.served.written is not None  # there are rules to compare

@@ -55,14 +55,15 @@ def naive(
     return chosen, -(log_p.exp() * log_p).sum(1), (log_p.exp() * (log_p - log_q)).sum(1)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.5])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_values_and_gradients_are_those_of_the_whole_matrix(
-    softcap: float | None, temperature: float, chunk: int
-) -> None:
-    hidden, head, token, reference = problem(0, scale=1.7, softcap=softcap)
-    inputs = (hidden, head.weight, head.bias)
+def everything(
+    hidden: Tensor,
+    head: Head,
+    token: Tensor,
+    temperature: float,
+    reference: tuple[Tensor, Head],
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same three of the chunked head."""
     out = readout(
         hidden,
         head,
@@ -75,7 +76,18 @@ def test_values_and_gradients_are_those_of_the_whole_matrix(
     )
     assert out.entropy_N is not None
     assert out.full_kl_N is not None
-    ours = (out.log_prob_N, out.entropy_N, out.full_kl_N)
+    return out.log_prob_N, out.entropy_N, out.full_kl_N
+
+
+@pytest.mark.parametrize("softcap", [None, 2.5])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_values_and_gradients_are_those_of_the_whole_matrix(
+    softcap: float | None, temperature: float, chunk: int
+) -> None:
+    hidden, head, token, reference = problem(0, scale=1.7, softcap=softcap)
+    inputs = (hidden, head.weight, head.bias)
+    ours = everything(hidden, head, token, temperature, reference, chunk)
     theirs = naive(hidden, head, token, temperature, reference)
     weights = torch.randn(3, len(token), generator=torch.Generator().manual_seed(5)).double()
     for a, b in zip(ours, theirs, strict=True):
@@ -92,19 +104,7 @@ def test_gradcheck(softcap: float | None) -> None:
     assert head.bias is not None
 
     def f(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out = readout(
-            h,
-            Head(w, b, head.scale, head.softcap),
-            token,
-            0.7,
-            entropy=True,
-            reference=reference,
-            chunk_bytes=0,
-            chunk_tokens=2,
-        )
-        assert out.entropy_N is not None
-        assert out.full_kl_N is not None
-        return out.log_prob_N, out.entropy_N, out.full_kl_N
+        return everything(h, Head(w, b, head.scale, head.softcap), token, 0.7, reference, 2)
 
     assert torch.autograd.gradcheck(f, (hidden, head.weight, head.bias))
 
@@ -184,19 +184,7 @@ def test_no_tensor_of_tokens_by_vocabulary_ever_lives() -> None:
         sum(x.sum() for x in naive(hidden, head, token, 1.0, reference)).backward()  # type: ignore[union-attr]
     assert whole.most == tokens * words, "the detector must see the naive matrix"
     with largest_allocation() as seen:
-        out = readout(
-            hidden,
-            head,
-            token,
-            0.7,
-            entropy=True,
-            reference=reference,
-            chunk_bytes=0,
-            chunk_tokens=chunk,
-        )
-        assert out.entropy_N is not None
-        assert out.full_kl_N is not None
-        (out.log_prob_N + out.entropy_N + out.full_kl_N).sum().backward()
+        sum(everything(hidden, head, token, 0.7, reference, chunk)).sum().backward()  # type: ignore[union-attr]
     # The weight's gradient is the largest thing that may be made.
     assert seen.most == max(words * width, chunk * words) < tokens * words / 10
 

@@ -32,7 +32,7 @@ from keel.models.policy import load_policy
 from keel.models.reward import load_reward_model
 from keel.models.tokenizer_round_trip import PROBES, Served, reloaded, served
 from keel.types import KeelError, Prompt
-from tests.models.tiny import build, policy, spec
+from tests.models.tiny import build, spec
 
 ALPHABET = BuildModel().alphabet
 CHARACTERS, BYTES = character_tokenizer(ALPHABET, 64), byte_tokenizer(64)
@@ -117,7 +117,7 @@ def test_characters_are_refused_where_they_could_not_be_served() -> None:
         build_tokenizer(build("qwen2", tokenizer="characters"))
 
 
-def _own_bpe(folder: Path) -> PreTrainedTokenizerFast:
+def own_bpe(folder: Path) -> PreTrainedTokenizerFast:
     """A Qwen2 folder whose tokenizer.json joins digits, which Qwen2's own rules keep apart."""
     characters = byte_tokenizer(64).get_vocab()
     vocabulary = {token: number for token, number in characters.items() if number < 256}
@@ -135,7 +135,7 @@ def _own_bpe(folder: Path) -> PreTrainedTokenizerFast:
 def test_a_folder_is_read_by_what_autotokenizer_loads(tmp_path: Path) -> None:
     """Not by its tokenizer.json, where AutoTokenizer loads another class for the family: what is
     trained would be served on other tokens than it has learned."""
-    own = _own_bpe(tmp_path)
+    own = own_bpe(tmp_path)
     policy = load_policy(Model(name=str(tmp_path), device="cpu"), 0)
     stock = AutoTokenizer.from_pretrained(tmp_path)
     text = "1212 and 12 more"
@@ -154,7 +154,7 @@ def test_a_folder_is_read_by_what_autotokenizer_loads(tmp_path: Path) -> None:
     assert "read prompt 'is 12' differently" in notes[0]
 
 
-def test_a_tokenizer_that_would_be_served_as_another_is_refused() -> None:
+def test_a_tokenizer_that_would_be_served_as_another_isrefused() -> None:
     """Qwen2's rules take the place of those of a tokenizer that joins what they keep apart."""
     tokenizer, config = byte_tokenizer(64), build_config(build("qwen2"))
     with pytest.raises(KeelError, match="makes other tokens once it is saved and loaded by Auto"):
@@ -229,72 +229,65 @@ def test_a_wrong_build(changes: dict[str, object], reason: str) -> None:
 # ---------------------------------------------------------------- folders and the hub
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    policy("llama").save(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def _refused(name: str | Path, reason: str, **keys: object) -> None:
+def refused(name: str | Path, reason: str | None = None) -> str:
     with pytest.raises(KeelError, match=reason) as caught:
-        load_policy(Model(name=str(name), device="cpu", **keys), 0)  # type: ignore[arg-type]
+        load_policy(Model(name=str(name), device="cpu"), 0)
     assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:
-    _refused(tmp_path / "nothing", "does not exist")
-    _refused("./nothing", "does not exist")
+    refused(tmp_path / "nothing", "does not exist")
+    refused("./nothing", "does not exist")
     (tmp_path / "file").write_text("")
-    _refused(tmp_path / "file", "is no folder")
+    refused(tmp_path / "file", "is no folder")
 
 
 def test_a_folder_without_a_config(folder: Path) -> None:
     (folder / "config.json").unlink()
-    _refused(folder, "has no config.json: give a folder")
-    (folder / "adapter_config.json").write_text("{}")
-    _refused(folder, "holds only an adapter")
+    refused(folder, "has no config.json: give a folder")
 
 
 def test_pickled_weights_only(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    _refused(folder, "holds no weights")
+    refused(folder, "holds no weights")
     torch.save({}, folder / "pytorch_model.bin")
-    _refused(folder, "pickled weights only")
+    refused(folder, "pickled weights only")
 
 
 def test_broken_files(folder: Path) -> None:
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(weights[:100])
-    _refused(folder, "does not load")
+    refused(folder, "does not load")
     (folder / "model.safetensors").write_bytes(weights)
     (folder / "tokenizer.json").unlink()
-    _refused(folder, "has no tokenizer that loads")
+    refused(folder, "has no tokenizer that loads")
     (folder / "config.json").write_text("{")
-    _refused(folder, "has no config that loads")
+    refused(folder, "has no config that loads")
 
 
 def test_incomplete_weights(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _refused(folder, "lacks 1 weights, lm_head.weight among them")
+    refused(folder, "lacks 1 weights, lm_head.weight among them")
 
 
-def _edit(file: Path, **changes: object) -> None:
+def edit(file: Path, **changes: object) -> None:
     content = json.loads(file.read_text())
     content |= changes
     file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "qwen3_moe"])
-def test_layers_that_the_config_leaves_out_are_refused(family: str, tmp_path: Path) -> None:
+def test_layers_that_the_config_leaves_out_arerefused(family: str, tmp_path: Path) -> None:
     load_model(spec(family), 0).save_pretrained(tmp_path)
     BYTES.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     key = "n_layer" if family == "gpt2" else "num_hidden_layers"
     cut = {k: v[:1] for k, v in content.items() if k == "layer_types" and v}
-    _edit(tmp_path / "config.json", **{key: 1}, **cut)
-    _refused(tmp_path, r"weights that its config.json has no place for, .*\.1\.")
+    edit(tmp_path / "config.json", **{key: 1}, **cut)
+    refused(tmp_path, r"weights that its config.json has no place for, .*\.1\.")
 
 
 def test_stored_heads_and_computed_buffers_do_not_stop_a_load(folder: Path) -> None:
@@ -314,7 +307,7 @@ def test_a_classifier_from_a_language_models_backbone_ignores_its_output_layer(
 ) -> None:
     weights = load_file(folder / "model.safetensors") | {"score.weight": torch.ones(1, 32)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    _edit(folder / "config.json", id2label={"0": "score"}, label2id={"score": 0})
+    edit(folder / "config.json", id2label={"0": "score"}, label2id={"score": 0})
     load_reward_model(Model(name=str(folder), device="cpu"), "outcome")
 
 
@@ -330,38 +323,32 @@ def test_a_classifier_from_a_language_models_backbone_ignores_its_output_layer(
         ),
     ],
 )
-def test_a_generation_config_that_cannot_be_used_is_refused(
+def test_a_generation_config_that_cannot_be_used_isrefused(
     folder: Path, content: str, reason: str
 ) -> None:
     """transformers passes it over, and completions would no longer end at its tokens."""
     (folder / "generation_config.json").write_text(content)
-    _refused(folder, reason)
+    refused(folder, reason)
 
 
 def test_no_end_of_sequence_token(folder: Path) -> None:
-    _edit(folder / "tokenizer_config.json", eos_token=None)
+    edit(folder / "tokenizer_config.json", eos_token=None)
     load_policy(Model(name=str(folder), device="cpu"), 0)  # the generation config has one
-    _edit(folder / "generation_config.json", eos_token_id=None)
-    _edit(folder / "config.json", eos_token_id=None)
-    _refused(folder, "has no end-of-sequence token")
+    edit(folder / "generation_config.json", eos_token_id=None)
+    edit(folder / "config.json", eos_token_id=None)
+    refused(folder, "has no end-of-sequence token")
 
 
 def test_another_models_tokenizer(folder: Path) -> None:
     BYTES.save_pretrained(folder)
-    _refused(folder, "embeddings for 17 tokens but its tokenizer makes 258")
+    refused(folder, "embeddings for 17 tokens but its tokenizer makes 258")
 
 
 def test_an_unsupported_family(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "bloom"}))
-    _refused(folder, "'bloom' is not supported: use one of .*llama")
+    refused(folder, "'bloom' is not supported: use one of .*llama")
     (folder / "config.json").write_text(json.dumps({"model_type": "nosuch"}))
-    _refused(folder, "has no config that loads")
-
-
-def test_a_rope_that_packing_would_get_wrong(folder: Path) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    _edit(folder / "config.json", rope_parameters=rope)
-    _refused(folder, "rope_type 'dynamic'")
+    refused(folder, "has no config that loads")
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -371,10 +358,10 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path:
     # The top-level domain .invalid never resolves (RFC 2606).
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    _refused("someone/nothing", r"model hub \(hub.invalid\) cannot be reached")
+    refused("someone/nothing", r"model hub \(hub.invalid\) cannot be reached")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1")
-    _refused("someone/nothing", "cannot be reached")
+    refused("someone/nothing", "cannot be reached")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

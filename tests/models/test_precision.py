@@ -39,18 +39,17 @@ def test_only_bfloat16_rounds_on_a_cpu(autocast: Autocast, dtype: str, expected:
     assert same is not expected
 
 
-@pytest.mark.parametrize(
-    ("family", "keys"),
-    [
-        ("llama", {}),
-        ("llama", {"rank": 4}),
-        ("llama", {"activation_checkpointing": True}),
-        ("gpt2", {}),
-        ("gemma2", {}),  # soft caps
-        ("gpt_oss", {}),  # sinks
-    ],
-    ids=str,
-)
+ROUNDED: list[tuple[str, dict[str, object]]] = [
+    ("llama", {}),
+    ("llama", {"rank": 4}),
+    ("llama", {"activation_checkpointing": True}),
+    ("gpt2", {}),
+    ("gemma2", {}),  # soft caps
+    ("gpt_oss", {}),  # sinks
+]
+
+
+@pytest.mark.parametrize(("family", "keys"), ROUNDED, ids=str)
 def test_rounding_moves_log_probs_and_gradient_within_a_bound(
     family: str, keys: dict[str, object]
 ) -> None:

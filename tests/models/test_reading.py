@@ -27,10 +27,11 @@ same = settings(deadline=None, derandomize=True)
 wide = st.text(alphabet="a\nß→😀", max_size=12)
 
 
-def pad_is_eos() -> Any:
-    """The letters, padded with the end-of-sequence token, as many published models are."""
+def changed(**special: str | None) -> Any:
+    """The letters with other special tokens, as many published models have them."""
     made = copy.deepcopy(LETTERS)
-    made.pad_token = made.eos_token
+    for name, token in special.items():
+        setattr(made, name, token)
     return made
 
 
@@ -55,26 +56,24 @@ class Counting:
 # ---------------------------------------------------------------- answers
 
 
-def test_an_answer_stands_behind_its_prompt_and_is_judged_at_the_end() -> None:
-    read = Reader(LETTERS).answer("a:", "ba", "row 0")
-    assert read == Answered((A, COLON, B, A, EOS), begins=2, ends=(4,))
-
-
-def test_an_answer_of_nothing_is_its_end() -> None:
-    assert Reader(LETTERS).answer("a:", "", "row 0") == Answered((A, COLON, EOS), 2, (2,))
-
-
-def test_where_padding_is_the_end_the_last_other_token_is_judged() -> None:
-    """As the stock classes look for it: from the right, past every padding token."""
-    read = Reader(pad_is_eos()).answer("a:", "ba", "row 0")
-    assert read == Answered((A, COLON, B, A, EOS), begins=2, ends=(3,))
-    assert Reader(pad_is_eos()).answer("a:", "", "row 0").ends == (1,)
-
-
-def test_a_model_may_have_another_padding_token_than_its_tokenizer() -> None:
-    """The stock classes go by the model's."""
-    assert Reader(LETTERS).answer("a:", "ba", "row 0").ends == (4,)
-    assert Reader(LETTERS, pad=EOS).answer("a:", "ba", "row 0").ends == (3,)
+@pytest.mark.parametrize(
+    ("reader", "answer", "tokens", "end"),
+    [
+        (Reader(LETTERS), "ba", (B, A, EOS), 4),
+        (Reader(LETTERS), "", (EOS,), 2),
+        # The stock classes look from the right, past every padding token of the model.
+        (Reader(changed(pad_token="<eos>")), "ba", (B, A, EOS), 3),
+        (Reader(changed(pad_token="<eos>")), "", (EOS,), 1),
+        (Reader(LETTERS, pad=EOS), "ba", (B, A, EOS), 3),
+        (Reader(changed(eos_token=None)), "ba", (B, A), 3),
+        (Reader(LETTERS, context=4), "b", (B, EOS), 3),
+        (Reader(LETTERS, context=4), "ba", (B, A), 3),
+    ],
+)
+def test_an_answer_stands_behind_its_prompt_and_is_judged_at_the_end(
+    reader: Reader, answer: str, tokens: tuple[int, ...], end: int
+) -> None:
+    assert reader.answer("a:", answer, "row 0") == Answered((A, COLON, *tokens), 2, (end,))
 
 
 def test_special_tokens_spelled_in_an_answer_are_characters() -> None:
@@ -91,17 +90,9 @@ def test_special_tokens_spelled_in_an_answer_are_characters() -> None:
 
 def test_a_full_context_leaves_no_room_for_the_end() -> None:
     reader = Reader(LETTERS, context=4)
-    assert reader.answer("a:", "b", "row 0").tokens == (A, COLON, B, EOS)
-    assert reader.answer("a:", "ba", "row 0") == Answered((A, COLON, B, A), 2, (3,))
     assert reader.steps("a:", ["b\n"], "row 0") == Answered((A, COLON, B, NEWLINE), 2, (3,))
     # Longer ones are whole: the caller refuses them with their length.
     assert len(reader.answer("a:", "baa", "row 0").tokens) == 6
-
-
-def test_a_tokenizer_without_an_end_adds_none() -> None:
-    made = copy.deepcopy(LETTERS)
-    made.eos_token = None
-    assert Reader(made).answer("a:", "ba", "row 0") == Answered((A, COLON, B, A), 2, (3,))
 
 
 def test_a_character_that_is_unknown_names_the_row() -> None:
@@ -146,7 +137,7 @@ def test_each_step_is_judged_at_its_last_token_and_the_last_at_the_end() -> None
 
 def test_steps_are_judged_at_the_end_also_where_it_is_the_padding_token() -> None:
     """Token classification speaks at every token, so no token has to be looked for."""
-    assert Reader(pad_is_eos()).steps("a:", ["b\n", "a"], "row 0").ends == (3, 5)
+    assert Reader(changed(pad_token="<eos>")).steps("a:", ["b\n", "a"], "row 0").ends == (3, 5)
 
 
 def test_an_answer_without_steps_is_its_prompt() -> None:

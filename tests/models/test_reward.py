@@ -5,25 +5,22 @@ from __future__ import annotations
 import copy
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-)
+from transformers import AutoTokenizer
 
 from keel.config.model import Lora, Model
 from keel.models.families import FAMILIES
 from keel.models.loading import quiet
 from keel.models.packed import pack
 from keel.models.policy import Policy, load_policy
-from keel.models.probe import prepare_backbone
 from keel.models.reward import (
+    STOCK,
     Answered,
+    Kind,
     Reader,
     RewardModel,
     continued_reward_model,
@@ -34,11 +31,6 @@ from keel.models.reward import (
 from keel.types import KeelError
 from tests.models.tiny import build, stir
 
-Kind = Literal["outcome", "process"]
-STOCK: dict[str, Any] = {
-    "outcome": AutoModelForSequenceClassification,
-    "process": AutoModelForTokenClassification,
-}
 NO_SEQUENCE = ("cohere", "cohere2", "ernie4_5", "granite", "olmoe")
 NO_TOKEN = (*NO_SEQUENCE, "gemma3_text", "hunyuan_v1_dense", "olmo", "olmo2", "olmo3", "opt")
 """Families without the class in transformers 5."""
@@ -103,8 +95,8 @@ def made(kind: Kind, family: str = "llama", **keys: Any) -> RewardModel:
     return reward
 
 
-def answers(reward: RewardModel) -> list[Answered]:
-    reader = Reader(reward.tokenizer, reward.context)
+def answers(reward: RewardModel, reader: Reader | None = None) -> list[Answered]:
+    reader = reader or Reader(reward.tokenizer, reward.context)
     if reward.kind == "outcome":
         return [reader.answer(p, c, "row") for p, c in ROWS]
     return [reader.split(p, c, "\n", "row") for p, c in ROWS]
@@ -194,9 +186,7 @@ def test_batch_is_scored_without_the_policys_padding_token(
     source = policy(family, pad=False)
     ours = reward_model_from(source, kind, 0, Lora(rank=rank) if rank else None)
     learn(ours.model)
-    reader = ours.reader()
-    read = reader.answer if kind == "outcome" else lambda p, c, n: reader.split(p, c, "\n", n)
-    rows = [read(prompt, completion, "row") for prompt, completion in ROWS]
+    rows = answers(ours, ours.reader())
     ours.save(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).pad_token == source.tokenizer.eos_token
     close(batch_by_transformers(tmp_path, kind, rows), ours.judge(rows, 1000))
@@ -213,9 +203,7 @@ def test_continued_reward_model_gets_a_padding_token(kind: Kind, tmp_path: Path)
     frozen = load_reward_model(model_spec(tmp_path / "first"), kind)
     assert frozen.model.config.pad_token_id is None  # one that only scores stays as it is
     again = continued_reward_model(model_spec(tmp_path / "first"), kind, source, 0)
-    reader = again.reader()
-    read = reader.answer if kind == "outcome" else lambda p, c, n: reader.split(p, c, "\n", n)
-    rows = [read(prompt, completion, "row") for prompt, completion in ROWS]
+    rows = answers(again, again.reader())
     again.save(tmp_path / "again")
     close(batch_by_transformers(tmp_path / "again", kind, rows), again.judge(rows, 1000))
 
@@ -228,18 +216,6 @@ def test_padding_token_without_an_eos_of_the_tokenizer(tmp_path: Path) -> None:
     source.model.config.eos_token_id = [eos, 0]
     ours = reward_model_from(source, "outcome", 0)
     assert (ours.model.config.pad_token_id, ours.tokenizer.pad_token_id) == (eos, eos)
-
-
-@pytest.mark.parametrize("kind", ["outcome", "process"])
-def test_an_answer_that_fills_the_context(kind: Kind, tmp_path: Path) -> None:
-    ours = made(kind)
-    reader = Reader(ours.tokenizer, ours.context)
-    read = reader.answer if kind == "outcome" else lambda p, c, n: reader.split(p, c, "\n", n)
-    full = read("1+1=", "a\nb1" * 15, "row")
-    assert len(full.tokens) == ours.context == 64
-    assert full.tokens[-1] != ours.tokenizer.eos_token_id
-    ours.save(tmp_path)
-    close(ours.judge([full], 1000), alone(stock(tmp_path, kind), kind, [full]))
 
 
 # ---------------------------------------------------------------- where it starts
@@ -436,29 +412,3 @@ def test_the_wrong_number_of_labels(tmp_path: Path) -> None:
     )
     # The token class has a bias that a sequence class has not.
     assert "not whole as a process reward model" in refused(tmp_path / "outcome", "process")
-
-
-# ---------------------------------------------------------------- the probe
-
-
-def stock_model(family: str = "llama") -> Any:
-    """A classification model as transformers makes it."""
-    config = copy.deepcopy(policy(family).model.config)
-    config._attn_implementation = None
-    config.num_labels = 1
-    with torch.random.fork_rng(devices=[]):
-        model = AutoModelForSequenceClassification.from_config(config)
-    return stir(model)
-
-
-def test_the_probe_refuses_a_model_whose_states_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With positions that go on from one sequence to the next, states differ."""
-    model, other = stock_model("gpt2"), stock_model("gpt2")
-    prepare_backbone(model, True)
-
-    def running(packed: Any) -> Tensor:
-        return torch.arange(len(packed.tokens_T))
-
-    monkeypatch.setattr("keel.models.packed.Packed.positions", running)
-    with pytest.raises(KeelError, match="family 'gpt2' fails the packing probe: the hidden states"):
-        prepare_backbone(other, True)

@@ -10,7 +10,6 @@ from keel.objective import background
 from tests.objective import loops
 
 Q = torch.tensor([[1.0, 3.0, 2.0], [0.5, -1.0, 0.0]], dtype=torch.float64)
-ONLINE = torch.tensor([[5.0, 0.0, 1.0], [0.0, 0.0, 2.0]], dtype=torch.float64)
 REWARD = torch.tensor([1.0, -1.0], dtype=torch.float64)
 
 
@@ -35,25 +34,6 @@ def test_terminal_transitions_do_not_bootstrap_and_truncated_ones_do() -> None:
     loops.close(background.td_target(REWARD, Q, ~terminated, gamma=0.9), [1 + 0.9 * 3, -1.0])
     huge = torch.full_like(Q, torch.inf)
     assert float(background.td_target(REWARD, huge, terminated, gamma=0.9)[0]) == 1.0
-
-
-def test_double_dqn_takes_the_online_networks_action() -> None:
-    never = torch.tensor([False, False])
-    target = background.double_td_target(REWARD, ONLINE, Q, never, gamma=0.9)
-    loops.close(target, [1.0 + 0.9 * 1.0, -1.0 + 0.9 * 0.0])
-    assert not torch.allclose(target, background.td_target(REWARD, Q, never, gamma=0.9))
-    same = background.double_td_target(REWARD, Q, Q, never, gamma=0.9)
-    assert torch.equal(same, background.td_target(REWARD, Q, never, gamma=0.9))
-
-
-def test_n_step_target_stops_at_a_termination() -> None:
-    reward = torch.tensor([[1.0, 2.0, 4.0]] * 3, dtype=torch.float64)
-    ended = torch.tensor([[False] * 3, [False, True, False], [False, False, True]])
-    value = loops.tensor([10.0, 10.0, 10.0])
-    target = background.n_step_target(reward, ended, value, gamma=0.5)
-    loops.close(target, [1 + 1 + 1 + 1.25, 1 + 1, 1 + 1 + 1])
-    one = background.n_step_target(reward[:, :1], ended[:, :1], value, gamma=0.5)
-    loops.close(one, background.td_target(reward[:, 0], value[:, None], ended[:, 0], gamma=0.5))
 
 
 @settings(max_examples=25, deadline=None)

@@ -137,25 +137,6 @@ def test_a_vocabulary_larger_than_any(options: dict[str, float]) -> None:
     agree(logits.expand(5, -1), uniform, Sampling(1, **options))
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 31, 64, 65, 1024, 1025, 5000])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_equal_logits(vocabulary: int, cut: dict[str, float]) -> None:
-    """All in one bin, all of one largest; the weights are 1, and their sums exact."""
-    count = vocabulary
-    if cut.get("top_k", 0):
-        count = min(count, int(cut["top_k"]))
-    if "top_p" in cut:
-        count = math.ceil(cut["top_p"] * count)
-    places = torch.linspace(0, count - 1, min(count, 50)).long()
-    logits = torch.full((len(places), vocabulary), -7.3)
-    tokens, log_probs = sample_tokens(
-        logits, (places + 0.5).double() / count, Sampling(1, 0.8, **cut)
-    )
-    assert torch.equal(tokens, places)
-    want = torch.full_like(log_probs, -math.log(count))
-    torch.testing.assert_close(log_probs, want, rtol=1e-15, atol=1e-15)
-
-
 @pytest.mark.parametrize("options", [{}, {"top_k": 1024}, {"min_p": 0.5}])
 def test_a_boundary_belongs_to_the_token_behind(options: dict[str, float]) -> None:
     """Sums of ones and their parts of 1/1024 are exact."""
