@@ -21,6 +21,7 @@ import torch
 from keel.engines.endpoint.protocol import RefusedRequest, read_request
 from keel.engines.native import NativeEngine
 from keel.learn.batch import from_groups
+from keel.models.chat import ChatEncoder
 from keel.types import ProgramInput
 from tests.engines.spelling import EOS, TOKENIZER, TOOLS, USER, SpellingEngine, ask, client_of, run
 from tests.engines.tiny import stock_logits, tiny
@@ -114,6 +115,37 @@ def test_random_weights_keep_their_tokens_and_log_probs() -> None:
             context = TOKENIZER.decode(completion.tokens[~written].tolist())
             assert context in ("\nu:again <eos><eos>\na:", "<eos>\nu:again <eos><eos>\na:")
     assert drifted > 0
+
+
+@pytest.mark.parametrize("text", ["x" * 2_000_000, "<eos>" * 200_000])
+def test_large_texts_are_refused_before_they_are_encoded(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = ChatEncoder.after
+
+    def small(encoder: Any, messages: Any, *given: Any, **keywords: Any) -> list[int]:
+        assert len(str(messages)) < 100_000
+        return after(encoder, messages, *given, **keywords)
+
+    monkeypatch.setattr(ChatEncoder, "after", small)
+    refusals: list[str] = []
+
+    def program(given: ProgramInput) -> None:
+        messages = given.messages
+        with client_of(given) as client:
+            messages.append(ask(client, given, messages, max_tokens=5))
+            tool = {"role": "tool", "content": text, "tool_call_id": "x"}
+            with pytest.raises(openai.BadRequestError, match="context_length_exceeded") as caught:
+                ask(client, given, [*messages, tool])
+            refusals.append(str(caught.value))
+            if given.index:
+                messages.append({"role": "tool", "content": "shorter", "tool_call_id": "x"})
+                ask(client, given, messages, max_tokens=5)
+
+    for group in run(SpellingEngine(two_calls), program, n=2):
+        assert group.completions[0].finish == "length"
+        assert group.completions[1].turns[1]["content"] == "shorter"
+    assert len(refusals) == 4
 
 
 def test_the_time_that_programs_take_changes_nothing() -> None:

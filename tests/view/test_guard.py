@@ -73,9 +73,11 @@ def test_requests_of_another_site_are_refused() -> None:
     ],
 )
 def test_other_sites_may_link_but_not_embed(site: str, mode: str, dest: str, status: int) -> None:
-    guard = Guard(page, LOOPBACK, None)
+    let_in: list[int] = []
+    guard = Guard(page, LOOPBACK, None, before=lambda: let_in.append(1))
     fetched = {"sec-fetch-site": site, "sec-fetch-mode": mode, "sec-fetch-dest": dest}
     assert ask(guard, {"host": "localhost:1", **fetched})[0]["status"] == status
+    assert len(let_in) == (status == 200)
 
 
 def test_token_opens_by_query_and_then_by_cookie() -> None:

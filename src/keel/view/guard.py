@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import MutableHeaders
@@ -23,10 +23,17 @@ class Guard:
     (DNS rebinding); an `Origin` must be the host, and what browsers say that another site asks
     for must be a page of its own (a followed link), no image or frame of that site. With a
     `token`, a request needs it, once as `?token=` and then as the cookie that this sets.
+    `before` is called before each request that is let in.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Iterable[str] | None, token: str | None) -> None:
-        self.app = app
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Iterable[str] | None,
+        token: str | None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.app, self.before = app, before
         self.hosts = None if hosts is None else {host.lower() for host in hosts}
         self.token = token
 
@@ -50,6 +57,8 @@ class Guard:
                 refusal = WebSocketClose(1008, wrong[:120])
             await refusal(scope, receive, send)
             return
+
+        self.before()
 
         async def with_cookie(message: Message) -> None:
             if message["type"] == "http.response.start":

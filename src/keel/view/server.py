@@ -13,6 +13,8 @@ from keel.types import KeelError
 
 TOKEN = "KEEL_TOKEN"
 """The environment variable of a token that stays the same from start to start."""
+MAX_UNOPENED = 64
+"""Pages that wait for their browser at most: each holds some 300 kB, for a minute."""
 
 
 def require_nicegui(command: str, instead: str = "") -> None:
@@ -45,7 +47,7 @@ def serve_pages(
     local = host in LOOPBACK
     token = None if local else _token()
     hosts = LOOPBACK if local else None
-    app.add_middleware(Guard, hosts=hosts, token=token)
+    app.add_middleware(Guard, hosts=hosts, token=token, before=forget_unopened)
     named = f"[{host}]" if ":" in host else host
     if host in ("0.0.0.0", "::"):
         named = socket.gethostname()
@@ -71,6 +73,15 @@ def serve_pages(
             show=f"{start}{query}" if browser else False,
             show_welcome_message=False,
         )
+
+
+def forget_unopened() -> None:
+    """Delete the oldest pages to which no browser is connected, all but `MAX_UNOPENED`."""
+    from nicegui import Client
+
+    waiting = [one for one in Client.instances.values() if not one.has_socket_connection]
+    for client in waiting[:-MAX_UNOPENED]:
+        client.delete()
 
 
 def _token() -> str:

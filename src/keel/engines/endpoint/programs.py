@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 
@@ -120,6 +120,12 @@ def _shared(several: Sequence[Sequence[int]]) -> int:
     return next((at for at, ids in enumerate(together) if len({*ids}) > 1), min(map(len, several)))
 
 
+@lru_cache(maxsize=1)
+def _longest_token(tokenizer: Any) -> int:
+    """The most characters of a token."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
 def _is_refusal(error: BaseException) -> bool:
     """Whether a program raised what a client raises for a refused request, or raised from it: its
     text has the error's code or HTTP status."""
@@ -173,9 +179,23 @@ class _ProgramRun:
                 )
             answer.set_result(self.session.response)
         else:
+            self._bound(request)
             self.budget = self.session.prepare(request)
             self.answers.append(answer)
             self.repeats, self.refusal = 0, ""
+
+    def _bound(self, request: ChatRequest) -> None:
+        """Refuse what has more characters than the tokens that are left can hold: a tool's result
+        of megabytes would be encoded for seconds, while all other programs wait."""
+        session, begun = self.session, self.session.request is not None
+        room = len(session.first) + session.limit if begun else session.context
+        if room is not None and request.characters > room * _longest_token(session.chat.tokenizer):
+            session.full = begun
+            raise RefusedRequest(
+                f"no token is left for an answer to {request.characters:,} characters "
+                f"(rollout.max_tokens = {session.limit})",
+                TOO_LONG,
+            )
 
     def refuse(self, error: RefusedRequest) -> None:
         """Refuse the request that waits, if any."""

@@ -49,6 +49,11 @@ class ChatRequest:
     max_tokens: int | None = None
     stream: bool = False
 
+    @property
+    def characters(self) -> int:
+        """The length of all texts."""
+        return sum(len(str(message.get("content") or "")) for message in self.messages)
+
 
 def read_request(body: bytes) -> ChatRequest:
     """A request from its JSON; settings of sampling are the recipe's. Raises RefusedRequest."""
