@@ -290,16 +290,6 @@ def test_text_keeps_to_the_terminal(name: str) -> None:
             assert "\n\n\n" not in text
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_terms_are_aligned(name: str) -> None:
-    found = explain_preset(name)
-    lines = found.unicode(100).split("\n")
-    for term in found.terms:
-        [line] = [x for x in lines if x[5:].startswith(term.title) and x.endswith(term.kind)]
-        assert width(line) == 100
-        assert line.index(term.title) == 5
-
-
 def test_json_is_plain_and_whole() -> None:
     for name, preset in PRESETS.items():
         found = explain_preset(name).json()

@@ -193,20 +193,13 @@ def test_outcomes_that_are_all_zero_are_steps_where_a_reward_gave_them() -> None
 
 
 def test_composed_rewards_keep_the_outcome_apart_from_steps() -> None:
-    plain, gate = named(None, "steps"), named(None, "format", gate_below=1.0)
-    functions = [plain, named(None, "right", weight=2.0)]
+    functions = [named(None, "steps"), named(None, "right", weight=2.0)]
     of_steps = [RewardOutput(1.0, (Step(0, 1.0),)), RewardOutput(0.0, (Step(0, 0.0),))]
     first, second = compose(
         functions, {"steps": of_steps, "right": [RewardOutput(0.0), RewardOutput()]}, [0, 0]
     )
     assert (first.reward, first.outcome) == (1.0, 0.0)
     assert (second.reward, second.outcome) == (0.0, None)
-    values = {
-        "format": [RewardOutput(1.0), RewardOutput(0.0)],
-        "steps": [of_steps[0], RewardOutput(0.0, ())],
-    }
-    _, shut = compose([gate, plain], values, [0, 0])
-    assert (shut.reward, shut.steps, shut.outcome) == (0.0, (), 0.0)
 
 
 def test_empty_list_of_steps_is_no_outcome() -> None:

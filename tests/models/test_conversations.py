@@ -32,6 +32,30 @@ ANSWERS = ("30", "It is 30.\n\nReally: 日本 30", "12 + 18\n= 30", "", "a < b >
 """Answers that no template changes."""
 
 
+def changed(name: str, template: str = "", *special: str) -> Any:
+    """A family's tokenizer with another template, and these special tokens."""
+    tokenizer = copy.deepcopy(tokenizer_of(name))
+    if special:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return tokenizer
+
+
+def blank_first(alphabet: str, special: list[str], merges: list[str], scheme: str) -> Any:
+    """A tokenizer that puts a blank before texts, and joins it with these characters."""
+    tokens = [*alphabet, "▁", *(f"▁{c}" for c in merges), "<unk>", "<s>", "</s>", *special]
+    pairs = [("▁", c) for c in merges]
+    inner = Tokenizer(BPE({t: i for i, t in enumerate(tokens)}, pairs, unk_token="<unk>"))
+    inner.pre_tokenizer = Metaspace(prepend_scheme=scheme)
+    inner.decoder = MetaspaceDecoder()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+
+
 def rendered(tokenizer: Any, messages: Any, generate: bool = False, **keywords: Any) -> list[int]:
     found = tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=generate, return_dict=True, **keywords
@@ -208,8 +232,7 @@ def test_thoughts_are_opened_once_and_kept(name: str, tag: str) -> None:
 
 def test_special_tokens_that_a_policy_writes_are_text() -> None:
     """Only what frames a turn is left out."""
-    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<sol>", "</sol>"]})
+    tokenizer = changed("chatml", "", "<sol>", "</sol>")
     chat = ChatEncoder(tokenizer)
     ids = encode_text("So <sol>25</sol>", "t", tokenizer)
     end = tokenizer.eos_token_id
@@ -223,13 +246,7 @@ def test_special_tokens_that_a_policy_writes_are_text() -> None:
 
 def test_a_blank_in_front_is_not_the_answers() -> None:
     """Of tokenizers that put one before every text: answers, steps and replies."""
-    alphabet = [*"=+0123456789aqw\n<>|", "▁", "▁a", "▁=", "<unk>", "<s>", "</s>"]
-    inner = Tokenizer(BPE({t: i for i, t in enumerate(alphabet)}, [("▁", "a"), ("▁", "=")]))
-    inner.pre_tokenizer = Metaspace(prepend_scheme="always")
-    inner.decoder = MetaspaceDecoder()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
+    tokenizer = blank_first("=+0123456789aqw\n<>|", [], ["a", "="], "always")
     eq, five = (tokenizer.convert_tokens_to_ids(t) for t in ("=", "5"))
     assert tokenizer.convert_ids_to_tokens(tokenizer("=5", add_special_tokens=False).input_ids) == [
         "▁=",
@@ -245,12 +262,10 @@ def test_a_blank_in_front_is_not_the_answers() -> None:
 
 
 def test_tools_and_calls_reach_the_template() -> None:
-    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
-    tokenizer.chat_template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.template
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    tokenizer = changed("chatml", "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.template)
     talk = (
         *ASK,
-        Message(role="assistant", content=None, tool_calls=[call]),
+        Message(role="assistant", content=None, tool_calls=[CALL]),
         Message(role="tool", content="5 °C", tool_call_id="c1", name="weather"),
     )
     tools = ({"type": "function", "function": {"name": "weather", "parameters": {}}},)
@@ -355,10 +370,9 @@ def test_calls_that_a_template_writes_in_place_of_words_are_followed_by_results(
         "{% else %}{{ m.content }}{% endif %}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     )
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     turns = [
         *ASK,
-        Message(role="assistant", content="", tool_calls=[call, call]),
+        Message(role="assistant", content="", tool_calls=[CALL, CALL]),
         Message(role="tool", content="5 °C", tool_call_id="c1"),
     ]
     end = tokenizer.eos_token_id
@@ -370,13 +384,7 @@ def test_calls_that_a_template_writes_in_place_of_words_are_followed_by_results(
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_a_control_token_spelled_out_moves_no_blank(scheme: str) -> None:
     """Pieces of a text, and replies where characters close the turn, get no blank of their own."""
-    alphabet = [*"=+0123456789aqstuern\n<>/|: ", "▁", "<unk>", "<s>", "</s>", "<sol>"]
-    inner = Tokenizer(BPE({t: i for i, t in enumerate(alphabet)}, [], unk_token="<unk>"))
-    inner.pre_tokenizer = Metaspace(prepend_scheme=scheme)
-    inner.decoder = MetaspaceDecoder()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
+    tokenizer = blank_first("=+0123456789aqstuern\n<>/|: ", ["<sol>"], [], scheme)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<sol>"]})
     tokenizer.chat_template = (
         "{% for m in messages %}<s>{{ m.content }}</s>user:{% endfor %}"

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from keel.config.model import Lora, Model
-from keel.models.build import byte_tokenizer
-from keel.models.chat import Encoder
+from keel.config.model import BuildModel, Lora, Model
+from keel.models import template as chats
+from keel.models.build import build_config, byte_tokenizer
+from keel.models.chat import Encoder, encode
+from keel.models.loading import load_model, load_tokenizer
 from keel.models.policy import load_policy
 from keel.models.reward import reward_model_from
 from keel.training.evaluation import evaluate
-from keel.types import KeelError, Prompt
+from keel.types import KeelError, Message, Prompt
 from tests.models.test_loading import edit, own_bpe, refused
 
 LLAMA_2 = (
@@ -23,6 +25,7 @@ LLAMA_2 = (
     "{{ bos_token + '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def load(folder: Path) -> None:
@@ -45,6 +48,62 @@ def test_a_template_that_names_special_tokens_is_no_difference(tmp_path: Path) -
     encoder(Prompt("p/2", "is 12"))
     assert len(notes) == 1
     assert "read prompt 'p/2' differently" in notes[0]
+
+
+def chat(folder: Path, template: str | None = None) -> Prompt:
+    """A prompt as the folder's template, or this one, writes it."""
+    made = load_tokenizer(Model(name=str(folder), chat_template=template))
+    return encode(Prompt("p", (Message(role="user", content="hi"),)), made, {})
+
+
+def test_a_template_that_loops_is_refused_with_the_prompt_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chats, "TEMPLATE_SECONDS", 0.5)
+    with pytest.raises(KeelError, match=r"template of prompt 'p' gives no answer within 0.5 s"):
+        chat(folder, NESTED)
+
+
+def test_a_template_whose_name_is_a_path_is_refused_at_load(folder: Path) -> None:
+    templates = [{"name": name, "template": LLAMA_2} for name in ("default", "../../x")]
+    edit(folder / "tokenizer_config.json", chat_template=templates)
+    with pytest.raises(KeelError, match=r"\.\./\.\./x"):
+        chat(folder)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 0),
+        ("num_key_value_heads", 0),
+        ("max_position_embeddings", -5),
+        ("vocab_size", -1),
+        ("eos_token_id", 10**12),
+        ("eos_token_id", "</s>"),
+        ("eos_token_id", 2.0),
+        ("eos_token_id", [1.5]),
+    ],
+)
+def test_a_config_with_an_impossible_size_is_refused_by_its_key(
+    folder: Path, key: str, value: object
+) -> None:
+    edit(folder / "config.json", **{key: value})
+    with pytest.raises(KeelError, match=key):
+        load_model(Model(name=str(folder)), 0)
+
+
+def test_a_list_of_end_tokens_loads(folder: Path) -> None:
+    edit(folder / "config.json", eos_token_id=[1, 5])
+    assert load_model(Model(name=str(folder)), 0).config.eos_token_id == [1, 5]
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(64, 64), (12, 4)])
+def test_a_head_too_narrow_to_rotate_is_refused(hidden: int, heads: int) -> None:
+    with pytest.raises(KeelError, match="rotates"):
+        build_config(BuildModel(hidden_size=hidden, heads=heads))
 
 
 # ---------------------------------------------------------------- end-of-sequence ids

@@ -16,7 +16,7 @@ from keel.config.model import Lora, Model
 from keel.models.families import FAMILIES
 from keel.models.loading import quiet
 from keel.models.packed import pack
-from keel.models.policy import Policy, load_policy
+from keel.models.policy import Policy
 from keel.models.reward import (
     STOCK,
     Answered,
@@ -29,7 +29,8 @@ from keel.models.reward import (
     reward_model_from,
 )
 from keel.types import KeelError
-from tests.models.tiny import build, stir
+from tests.models import tiny
+from tests.models.tiny import stir
 
 NO_SEQUENCE = ("cohere", "cohere2", "ernie4_5", "granite", "olmoe")
 NO_TOKEN = (*NO_SEQUENCE, "gemma3_text", "hunyuan_v1_dense", "olmo", "olmo2", "olmo3", "opt")
@@ -52,25 +53,10 @@ SAME = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def policy(
-    family: str = "llama",
-    *,
-    pad_is_eos: bool = False,
-    pad: bool = True,
-    rank: int = 0,
-    dtype: str = "float32",
+    family: str = "llama", *, pad_is_eos: bool = False, pad: bool = True, **keys: Any
 ) -> Policy:
     """A policy whose alphabet has newlines, with weights far from the start."""
-    adapter = Lora(rank=rank, alpha=2.0 * rank) if rank else None
-    made = load_policy(
-        Model(
-            build=build(family, alphabet="0123456789+= ab\n"),
-            device="cpu",
-            lora=adapter,
-            dtype=dtype,  # type: ignore[arg-type]
-        ),
-        0,
-    )
-    stir(made.model)
+    made = tiny.policy(family, alphabet=f"{tiny.ALPHABET}\n", **keys)
     if pad_is_eos:
         made.tokenizer.pad_token = made.tokenizer.eos_token
     if not pad:  # as GPT-2 and many others come
@@ -272,13 +258,8 @@ def test_the_head_learns_and_the_random_state_stays() -> None:
 def test_checkpointing_is_the_policys_and_changes_no_gradient() -> None:
     gradients = []
     for checkpointing in (False, True):
-        spec = Model(
-            build=build(alphabet="0123456789+= ab\n"),
-            device="cpu",
-            dtype="float64",
-            activation_checkpointing=checkpointing,
-        )
-        reward = reward_model_from(load_policy(spec, 0), "outcome", 0)
+        parent = policy(dtype="float64", activation_checkpointing=checkpointing)
+        reward = reward_model_from(parent, "outcome", 0)
         learn(reward.model)
         runs: list[int] = []
         layer = reward.model.model.layers[0].self_attn

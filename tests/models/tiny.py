@@ -40,11 +40,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 ONE_KV_HEAD_EACH = ("gpt2", "gpt_neox", "gpt_bigcode", "opt")
 
 
+ALPHABET = "0123456789+= ab"
+
+
 def build(family: str = "llama", **changes: Any) -> BuildModel:
     """Two layers of width 32."""
     keys: dict[str, Any] = {
         "family": family,
-        "alphabet": "0123456789+= ab",
+        "alphabet": ALPHABET,
         # A tokenizer of characters cannot be served with this family.
         "tokenizer": "bytes" if family == "qwen2" else "characters",
         "hidden_size": 32,
@@ -57,10 +60,18 @@ def build(family: str = "llama", **changes: Any) -> BuildModel:
     return BuildModel(**keys | changes)
 
 
-def spec(family: str = "llama", *, rank: int = 0, dtype: str = "float32", **keys: Any) -> Model:
+def spec(
+    family: str = "llama",
+    *,
+    rank: int = 0,
+    dtype: str = "float32",
+    alphabet: str = ALPHABET,
+    **keys: Any,
+) -> Model:
     """A recipe's model; `rank` above 0 adds LoRA."""
     lora = Lora(rank=rank, alpha=2.0 * rank) if rank else None
-    return Model(build=build(family), lora=lora, dtype=dtype, device="cpu", **keys)  # type: ignore[arg-type]
+    made = build(family, alphabet=alphabet)
+    return Model(build=made, lora=lora, dtype=dtype, device="cpu", **keys)  # type: ignore[arg-type]
 
 
 def policy(family: str = "llama", *, seed: int = 0, **keys: Any) -> Policy:

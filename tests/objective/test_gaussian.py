@@ -51,32 +51,6 @@ def test_full(log_std: torch.Tensor, other_log_std: torch.Tensor) -> None:
     loops.close(gaussian.full(MEAN, log_std, MEAN, log_std), [0.0] * ROWS)
 
 
-def test_entropy_and_divergence_are_means_of_the_log_density() -> None:
-    """H = -E log π and KL = E[log π - log ref], E by quadrature over one action."""
-    mean, log_std = loops.tensor([0.3]), loops.tensor([-0.4])
-    other_mean, other_log_std = loops.tensor([-0.5]), loops.tensor([0.2])
-    # ±12 deviations in steps of 1/100: the trapezoid rule is exact to rounding on a bell.
-    action_ND = torch.arange(-1200, 1201, dtype=torch.float64)[:, None] / 100
-    action_ND = mean + log_std.exp() * action_ND
-    own_N = gaussian.log_prob(mean.expand_as(action_ND), log_std[None], action_ND)
-    other_N = gaussian.log_prob(other_mean.expand_as(action_ND), other_log_std[None], action_ND)
-    weight_N = own_N.exp() * log_std.exp() / 100
-    loops.close(weight_N.sum(), torch.ones((), dtype=torch.float64))
-    loops.close(-(weight_N * own_N).sum()[None], gaussian.entropy(log_std[None]))
-    loops.close(
-        (weight_N * (own_N - other_N)).sum()[None],
-        gaussian.full(mean[None], log_std[None], other_mean[None], other_log_std[None]),
-    )
-
-
-@pytest.mark.parametrize("log_std", LOG_STDS)
-def test_gradient_in_the_mean_is_the_characteristic_eligibility(log_std: torch.Tensor) -> None:
-    """(a − μ) / σ² (Williams 1992 §6)."""
-    mean = MEAN.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(gaussian.log_prob(mean, log_std, ACTION).sum(), mean)
-    loops.close(gradient, (ACTION - MEAN) / (2 * log_std).exp())
-
-
 def test_a_narrow_policy_far_from_the_action_stays_finite() -> None:
     mean, action = torch.zeros(1, 1), torch.full((1, 1), 3.0)
     log_std = torch.full((1, 1), -20.0)

@@ -234,17 +234,3 @@ def test_process_rewards_against_the_loop(data: st.DataObject) -> None:
             epsilon=1e-4,
         )
     loops.close(actual, expected)
-
-
-def test_one_step_at_the_end_is_the_outcome() -> None:
-    reward, groups, lengths = (
-        loops.random(6, 3),
-        loops.ints([0, 1] * 3),
-        loops.ints([2, 5, 1, 3, 4, 6]),
-    )
-    ends = lengths.cumsum(0) - 1
-    out = group.process_group_relative(
-        reward, ends, loops.ints(range(6)), groups, lengths, epsilon=1e-4
-    )
-    outcome = group.group_relative(reward, groups, scale="std", epsilon=1e-4)
-    loops.close(out, outcome.repeat_interleave(lengths))

@@ -1,4 +1,4 @@
-"""Losses of comparisons: float64 loops written apart, laws, closed gradients, TRL's numbers."""
+"""Losses of comparisons: float64 loops written apart, laws, TRL's numbers."""
 
 from __future__ import annotations
 
@@ -75,21 +75,6 @@ def test_bradley_terry_is_the_loop() -> None:
 def test_centering_is_the_loop() -> None:
     expected = [(a + b) ** 2 for a, b in zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)]
     loops.close(preference.centering(CHOSEN, REJECTED), expected)
-
-
-def test_log_ratio_gap_is_the_loop() -> None:
-    other_chosen, other_rejected = loops.random(C, 5), loops.random(C, 6)
-    expected = [
-        (a - ra) - (b - rb)
-        for a, b, ra, rb in zip(
-            CHOSEN.tolist(),
-            REJECTED.tolist(),
-            other_chosen.tolist(),
-            other_rejected.tolist(),
-            strict=True,
-        )
-    ]
-    loops.close(preference.log_ratio_gap(CHOSEN, REJECTED, other_chosen, other_rejected), expected)
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0])
@@ -226,38 +211,6 @@ def test_far_scores_stay_finite_in_loss_and_gradient(far: float, dtype: torch.dt
         assert loss[wrong].item() == pytest.approx(500.0)
         assert loss[right].item() == pytest.approx(0.0, abs=1e-30)
         assert loss[1].item() == pytest.approx(250.0)
-
-
-# ---------------------------------------------------------------- gradients in closed form
-
-
-def gradient(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-    at = at.clone().requires_grad_()
-    (found,) = torch.autograd.grad(loss(at).sum(), at)
-    return found
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + (-x).exp())
-
-
-def test_gradients_are_the_known_ones() -> None:
-    """∂L/∂h = (1 − p) σ(h + m) − p σ(m − h), and as much the other way for the rejected one."""
-    h = CHOSEN - REJECTED
-    slope = (1 - SHARE) * sigmoid(h + MARGIN) - SHARE * sigmoid(MARGIN - h)
-    up = gradient(lambda x: preference.bradley_terry(x, REJECTED, SHARE, MARGIN), CHOSEN)
-    down = gradient(lambda x: preference.bradley_terry(CHOSEN, x, SHARE, MARGIN), REJECTED)
-    loops.close(up, slope)
-    loops.close(down, -slope)
-    both = gradient(lambda x: preference.centering(x, REJECTED), CHOSEN)
-    loops.close(both, 2 * (CHOSEN + REJECTED))
-    of_label = gradient(lambda x: preference.label_cross_entropy(x, SHARE), GAP)
-    loops.close(of_label, sigmoid(GAP) - SHARE)
-    believed = SHARE * 0.9 + (1 - SHARE) * 0.1
-    of_dpo = gradient(lambda x: preference.dpo(x, SHARE, beta=0.3, smoothing=0.1), GAP)
-    loops.close(of_dpo, 0.3 * (sigmoid(0.3 * GAP) - believed))
-    of_ipo = gradient(lambda x: preference.ipo(x, SHARE, beta=0.3), GAP)
-    loops.close(of_ipo, 2 * (GAP - (2 * SHARE - 1) / 0.6))
 
 
 # ---------------------------------------------------------------- TRL's own trainers

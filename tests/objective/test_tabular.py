@@ -23,27 +23,11 @@ def random_process(seed: int, stays: float = 0.9) -> tuple[torch.Tensor, torch.T
     return reward_XA, stays * logit_XAY.reshape(STATES, ACTIONS, STATES).softmax(-1)
 
 
-def hand() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two states. In both, "stay" stays; "go" leads from 0 to 1, and from 1 out."""
+def test_policy_values_of_two_states_by_hand() -> None:
+    """In both states "stay" stays; "go" leads from 0 to 1, and from 1 out."""
     reward_XA = torch.tensor([[1.0, 0.0], [2.0, 5.0]], dtype=torch.float64)
     transition_XAY = torch.zeros(2, 2, 2, dtype=torch.float64)
     transition_XAY[0, 0, 0] = transition_XAY[0, 1, 1] = transition_XAY[1, 0, 1] = 1.0
-    return reward_XA, transition_XAY
-
-
-def test_two_states_by_hand() -> None:
-    reward_XA, transition_XAY = hand()
-    # γ = 1/2. In 1 going gives 5, more than staying for ever (2 / (1 - γ) = 4). In 0 going gives
-    # 5/2, more than staying for ever (2).
-    near = background.value_iteration(reward_XA, transition_XAY, gamma=0.5)
-    loops.close(near, loops.tensor([1 + 0.5 * 2.5, 0.5 * 5, 2 + 0.5 * 5, 5]).reshape(2, 2))
-    # γ = 9/10. In 1 staying for ever gives 20; in 0 going there gives 18, staying for ever 10.
-    far = background.value_iteration(reward_XA, transition_XAY, gamma=0.9)
-    loops.close(far, loops.tensor([1 + 0.9 * 18, 0.9 * 20, 2 + 0.9 * 20, 5]).reshape(2, 2))
-
-
-def test_policy_values_of_two_states_by_hand() -> None:
-    reward_XA, transition_XAY = hand()
     # A coin everywhere: V1 = 1 + 5/2 + γ V1 / 2, V0 = 1/2 + γ (V0 + V1) / 2 at γ = 1/2.
     coin_XA = torch.full((2, 2), 0.5, dtype=torch.float64)
     last = 3.5 / 0.75
