@@ -137,7 +137,7 @@ def test_formulas_of_presets_fit_a_latex_page() -> None:
 # ---------------------------------------------------------------- what the estimators do
 
 
-def enumerated(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+def enumerated(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """E[value], E[gradient] of an estimator over one state of five actions, by enumeration.
 
     Off policy where the estimator is weighed by the ratio or is to the old policy. Last come the
@@ -168,7 +168,7 @@ def enumerated(name: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         "E ½d²": (new.exp() * 0.5 * difference**2).sum(),
         "E |d|": (new.exp() * difference.abs()).sum(),
     }
-    return logits, expected, sampler, kls
+    return logits, expected, kls
 
 
 # estimator: what its value is (None: documented as biased), what its gradient is (with signs).
@@ -192,7 +192,7 @@ CLAIMS: dict[str, tuple[str | None, tuple[tuple[float, str], ...]]] = {
 @pytest.mark.parametrize("name", CLAIMS)
 def test_estimator_has_the_value_and_gradient_of_its_text(name: str) -> None:
     said_value, said_gradient = CLAIMS[name]
-    logits, expected, _, kls = enumerated(name)
+    logits, expected, kls = enumerated(name)
     gradient = torch.autograd.grad(expected, logits, retain_graph=True)[0]
     wanted = sum(
         sign * torch.autograd.grad(kls[side], logits, retain_graph=True)[0]
