@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,13 +22,6 @@ def _needs(package: str, program: str | None) -> pytest.MarkDecorator:
 
 needs_bubblewrap = _needs("bubblewrap", shutil.which("bwrap"))
 needs_chromium = _needs("chromium", CHROMIUM)
-
-
-def mostly_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Parameters of which only the `quick` ones run in `make test`, and all in `make check`."""
-    return [
-        value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values
-    ]
 
 
 def shared_path(relative: str) -> Path:

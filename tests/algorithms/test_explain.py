@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -299,15 +300,25 @@ def test_json_is_plain_and_whole() -> None:
         assert found["models_in_memory"] == list(explain_preset(name).loaded)
 
 
-def test_the_count_of_the_deviation_stands_in_the_formula() -> None:
-    for ddof, below in ((1, "1 / (G − 1)"), (0, "1/G")):
-        found = explain_algorithm(
-            samples.algorithm(advantage={"kind": "group_relative", "ddof": ddof})
-        )
-        assert f"std_g(R)² = {below} · Σ_" in found.unicode()
-
-
-def test_a_value_baseline_is_explained() -> None:
-    text = explain_algorithm(samples.ADVANTAGES["value_baseline"]).unicode()
-    assert "A_n = R_i − V_{q_i}" in text
-    assert "R̂_n = Σ_{k≥0} r_{n+k}" in text
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"advantage": {"kind": "group_relative", "ddof": 1}}, ["std_g(R)² = 1 / (G − 1) · Σ_"]),
+        ({"advantage": {"kind": "group_relative", "ddof": 0}}, ["std_g(R)² = 1/G · Σ_"]),
+        ({"entropy": 0.25}, ["+ 0.25 · 1/N · Σ_n H_n\n"]),
+        (
+            {"correction": {}, "divergence": {}},
+            ["J(θ) = Σ_n w_n c_n · min(", "− 0.04 Σ_n w_n · (e^"],
+        ),
+        (
+            {"advantage": {"kind": "value_baseline"}, "value": samples.VALUE},
+            ["A_n = R_i − V_{q_i}", "R̂_n = Σ_{k≥0} r_{n+k}"],
+        ),
+    ],
+)
+def test_formulas_state_what_is_chosen(changes: dict[str, Any], parts: list[str]) -> None:
+    found = formulas(explain_algorithm(samples.algorithm(**changes)))
+    assert all(part in found for part in parts)
+    assert ("H_n" in explain_algorithm(samples.algorithm(**changes)).unicode()) == (
+        "entropy" in changes
+    )

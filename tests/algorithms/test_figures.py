@@ -78,16 +78,3 @@ def test_changed_figure_is_in_the_formula(name: str, path: tuple[str, ...]) -> N
     assert any(re.search(rf"(?<![\d.]){re.escape(text)}(?![\d.])", where(after)) for text in shown)
     assert before.latex() != after.latex()
     assert before.json()["objective"] != after.json()["objective"] or where is not objective
-
-
-def test_entropy_bonus_is_in_the_objective() -> None:
-    assert objective(explain_algorithm(samples.algorithm(entropy=0.25))).endswith(
-        "+ 0.25 · 1/N · Σ_n H_n"
-    )
-    assert "H_n" not in explain_algorithm(samples.algorithm()).unicode()
-
-
-def test_the_correction_multiplies_the_surrogate_alone() -> None:
-    text = objective(explain_algorithm(samples.algorithm(correction={}, divergence={})))
-    assert text.startswith("J(θ) = Σ_n w_n c_n · min(")
-    assert "− 0.04 Σ_n w_n · (e^" in text
