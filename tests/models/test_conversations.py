@@ -280,7 +280,7 @@ def test_tools_and_calls_reach_the_template() -> None:
 
 def test_an_opening_is_found_where_a_finished_turn_closes_it() -> None:
     """Templates of thinking models write an empty thought before an answer without one."""
-    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    tokenizer = changed("qwen3")
     head, _, _ = tokenizer.chat_template.rpartition("{% if add_generation_prompt %}")
     tokenizer.chat_template = (
         head + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
@@ -295,7 +295,7 @@ def test_an_opening_is_found_where_a_finished_turn_closes_it() -> None:
 
 
 def test_templates_that_need_a_system_message_are_read() -> None:
-    tokenizer = copy.deepcopy(tokenizer_of("opened"))
+    tokenizer = changed("opened")
     refuse = "{% if messages[0].role != 'system' %}{{ raise_exception('system?') }}{% endif %}"
     tokenizer.chat_template = refuse + tokenizer.chat_template
     turns = (Message(role="system", content="Add."), *ASK)
@@ -306,10 +306,8 @@ def test_templates_that_need_a_system_message_are_read() -> None:
 
 def test_tags_that_the_templates_own_words_name_are_text() -> None:
     """Such as `[THINK]` in the system message that it puts in if there is none."""
-    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
-    added = ["[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[THINK]", "[/THINK]"]
-    special = [*FAMILIES["mistral"].special, *added]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    added = ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[THINK]", "[/THINK]")
+    tokenizer = changed("mistral", "", *FAMILIES["mistral"].special, *added)
     tokenizer.chat_template = (
         "{{ bos_token }}{% if messages[0].role == 'system' %}{% set task = messages[0].content %}"
         "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}"
@@ -324,8 +322,7 @@ def test_tags_that_the_templates_own_words_name_are_text() -> None:
 
 def test_an_empty_thought_before_an_answer_is_no_header() -> None:
     """Of templates whose header is characters, so that the thought's is the first token in it."""
-    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>", "<think>", "</think>"]})
+    tokenizer = changed("mistral", "", "</s>", "<think>", "</think>")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and loop.last %}"
         "<think>\n\n</think>\n\n{% endif %}{{ m.content }}</s>\n{% endfor %}"
@@ -342,7 +339,7 @@ def test_a_turn_that_the_policy_closed_is_not_closed_again(
     closing: str, asking: str, last: str
 ) -> None:
     """Also if the end of a turn is not the first token that closes it, or begins the next turn."""
-    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
+    tokenizer = changed("mistral")
     before, after = asking.split("{}")
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}"
@@ -363,7 +360,7 @@ def test_a_turn_that_the_policy_closed_is_not_closed_again(
 
 def test_calls_that_a_template_writes_in_place_of_words_are_followed_by_results() -> None:
     """As those of Llama 3 and Mistral do."""
-    tokenizer = copy.deepcopy(tokenizer_of("llama3"))
+    tokenizer = changed("llama3")
     tokenizer.chat_template = (
         "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
         "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
@@ -411,9 +408,8 @@ def test_a_control_token_spelled_out_moves_no_blank(scheme: str) -> None:
 
 def test_special_tokens_that_a_reply_spells_out_are_characters() -> None:
     """All of them: a result that spells the frame of a tool's turn does not open one."""
-    tokenizer = copy.deepcopy(tokenizer_of("mistral"))
     special = [*FAMILIES["mistral"].special, "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<sol>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer = changed("mistral", "", *special)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}"
         "[/TOOL_RESULTS]{% elif m.role == 'user' %}[INST]{{ m.content }}[/INST]"

@@ -119,20 +119,10 @@ def test_the_saved_adapter_goes_onto_the_base_with_peft(learnt: Policy, tmp_path
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-HEADS: list[tuple[str, Kind, bool]] = [
-    # Whether the head has a bias, which must go along.
-    ("llama", "outcome", False),
-    ("llama", "process", True),
-    ("gpt2", "outcome", False),
-    ("gpt2", "process", True),
-]
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft's own
-@pytest.mark.parametrize(("family", "kind", "bias"), HEADS)
-def test_a_reward_models_adapter_brings_its_head(
-    family: str, kind: Kind, bias: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_a_reward_models_adapter_brings_its_head(family: str, kind: Kind, tmp_path: Path) -> None:
     """The saved language model as a classifier (its head drawn again) and the adapter on it."""
     base = policy(family)
     base.save(tmp_path / "base")
@@ -143,7 +133,7 @@ def test_a_reward_models_adapter_brings_its_head(
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
     made.save(tmp_path / "made")
-    assert (made.head.bias is not None) == bias
+    assert (made.head.bias is not None) == (kind == "process")  # it must go along
 
     auto, labels = STOCK[kind], LABELS[kind]
     fresh = auto.from_pretrained(tmp_path / "base", num_labels=labels)

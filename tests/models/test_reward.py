@@ -94,29 +94,21 @@ def stock(folder: Path, kind: Kind) -> Any:
 
 
 @torch.no_grad()
-def alone(model: Any, kind: Kind, rows: list[Answered]) -> list[list[float]]:
-    """What the stock model says, each answer in a call of its own."""
-    found = []
-    for row in rows:
-        out = model(input_ids=torch.tensor([row.tokens])).logits[0]
-        found.append([float(out)] if kind == "outcome" else odds(out, row))
-    return found
-
-
-@torch.no_grad()
-def padded(model: Any, kind: Kind, rows: list[Answered]) -> list[list[float]]:
+def padded(model: Any, kind: Kind, rows: list[Answered], extra: int = 2) -> list[list[float]]:
     """What it says of all of them in one call, padded on the right with the config's token."""
-    pad = model.config.pad_token_id
-    width = max(len(row.tokens) for row in rows) + 2
-    ids = torch.full((len(rows), width), pad)
+    width = max(len(row.tokens) for row in rows) + extra
+    ids = torch.full((len(rows), width), model.config.pad_token_id)
     mask = torch.zeros_like(ids)
     for number, row in enumerate(rows):
         ids[number, : len(row.tokens)] = torch.tensor(row.tokens)
         mask[number, : len(row.tokens)] = 1
-    out = model(input_ids=ids, attention_mask=mask).logits
+    return scores(model(input_ids=ids, attention_mask=mask).logits, kind, rows)
+
+
+def scores(logits: Tensor, kind: Kind, rows: list[Answered]) -> list[list[float]]:
     if kind == "outcome":
-        return out.tolist()  # type: ignore[no-any-return]
-    return [odds(one, row) for one, row in zip(out, rows, strict=True)]
+        return logits.tolist()  # type: ignore[no-any-return]
+    return [odds(one, row) for one, row in zip(logits, rows, strict=True)]
 
 
 def odds(logits: Tensor, row: Answered) -> list[float]:
@@ -141,7 +133,7 @@ def test_plain_transformers_says_the_same(kind: Kind, family: str, tmp_path: Pat
     assert len({round(v, 4) for row in message for v in row}) >= 4  # not one constant
     ours.save(tmp_path)
     theirs = stock(tmp_path, kind)
-    close(message, alone(theirs, kind, rows))
+    close(message, [padded(theirs, kind, [row], 0)[0] for row in rows])
     close(message, padded(theirs, kind, rows))
 
 
@@ -158,10 +150,7 @@ def batch_by_transformers(folder: Path, kind: Kind, rows: list[Answered]) -> lis
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = tokenizer.pad({"input_ids": [list(row.tokens) for row in rows]}, return_tensors="pt")
     with torch.no_grad():
-        logits = stock(folder, kind)(**batch).logits
-    if kind == "outcome":
-        return logits.tolist()  # type: ignore[no-any-return]
-    return [odds(one, row) for one, row in zip(logits, rows, strict=True)]
+        return scores(stock(folder, kind)(**batch).logits, kind, rows)
 
 
 @pytest.mark.parametrize("kind", ["outcome", "process"])

@@ -215,7 +215,7 @@ def test_logits_that_are_not_finite_are_told(
 
 
 def draw_alone(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """FrozenModel by row."""
+    """Row by row."""
     rows = [sample_tokens(logits[r, None], uniform[r, None], sampling) for r in range(len(logits))]
     return torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
 
