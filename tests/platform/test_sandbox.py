@@ -325,5 +325,25 @@ def test_trusted_code_runs_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) ->
     leave = f"import os, time\nif os.fork() == 0: time.sleep(600)  # {mark}\nprint('end')"
     assert python(leave, sandbox).printed.startswith("end")
     assert eventually(lambda: not processes_with(mark))
+    # One that does not hold the lifeline is ended with the group.
+    sleep = [sys.executable, "-c", f"import time; time.sleep(600)  # {mark}"]
+    assert python(f"import subprocess; subprocess.Popen({sleep})", sandbox).status == "ended"
+    assert eventually(lambda: not processes_with(mark))
     ran = python("import os; os.kill(os.getpid(), 9)", sandbox)
     assert (ran.status, ran.exit_status) == ("died", -9)
+
+
+def test_code_that_holds_the_lifeline_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless Keel runs as root, the code has the user of the sandbox's first process."""
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    mark = uuid.uuid4().hex
+    hold = (
+        "import contextlib, os, time\nheld = []\nfor name in os.listdir('/proc/1/fd'):\n"
+        "    with contextlib.suppress(OSError):\n"
+        f"        held.append(os.open('/proc/1/fd/' + name, os.O_WRONLY))  # {mark}\n"
+        "print(len(held), flush=True)\ntime.sleep(600)"
+    )
+    ran = python(hold, Sandbox(Limits(timeout=1.0)))
+    assert ran.status == "timeout"
+    assert int(ran.printed.split()[0]) > 0
+    assert eventually(lambda: not processes_with(mark), 20.0)

@@ -195,3 +195,32 @@ def test_expired_outer_limit_is_reported_as_such() -> None:
             spin()
         reached.append("after")
     assert reached == []
+
+
+def test_async_call_ends_at_its_time_whenever_it_is_asked() -> None:
+    """Its outcome may be asked for much later, after other work."""
+    script = """
+import asyncio, time
+from keel.platform import time_limit
+time_limit.GRACE = 0.5
+from keel.platform.calls import AsyncCall
+from keel.platform.loop_thread import LoopThread
+
+async def stuck():
+    await asyncio.sleep(600)
+
+async def late():
+    await asyncio.sleep(1.0)
+    return "late"
+
+loop = LoopThread()
+calls = [AsyncCall(one, 0.3, loop) for one in (stuck, late)]
+time.sleep(3.0)  # more than the limit, the grace and the clock's second
+for call in calls:
+    outcome = call.outcome()
+    print(outcome.timed_out, outcome.value, " in sleep" in outcome.stack)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout.splitlines() == ["True None True"] * 2, done.stderr

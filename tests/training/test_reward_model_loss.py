@@ -184,6 +184,20 @@ def test_loss_and_gradient_equal_plain_transformers(
 # ---------------------------------------------------------------- what comes of it
 
 
+def test_metrics_of_a_step_are_of_its_rows() -> None:
+    model = model_of("outcome")
+    pairs = encoded_pairs(model)
+    scores = [[one[0] for one in model.judge([p.chosen, p.rejected], 10_000)] for p in pairs]
+    gaps = [chosen - rejected for chosen, rejected in scores]
+    metrics = pairs_backward(model, 0.0, pairs, 30).metrics
+    assert metrics["margin"] == pytest.approx(np.mean(gaps), rel=EXACT)
+    assert metrics["mean_reward"] == pytest.approx(np.mean(scores), rel=EXACT)
+    rows = marked(model)
+    logits = [one[0] for one in model.judge([row.answer for row in rows], 10_000)]
+    metrics = labels_backward(model, rows, 15).metrics
+    assert metrics["mean_reward"] == pytest.approx(np.mean(logits), rel=EXACT)
+
+
 # ---------------------------------------------------------------- rows in epochs
 
 

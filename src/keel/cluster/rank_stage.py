@@ -28,6 +28,7 @@ from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.models.sharded import wholes
+from keel.rewards.registry import RewardContext
 from keel.types import Capabilities, Engine, Group, OnGroup, Prompt, Sampling
 
 
@@ -84,10 +85,11 @@ def rank_stage(
     """The parts of a stage on `cluster.processes` ranks; see `RankPlacement`."""
     policy, each = parts.policy, parts.engine_kind.in_process
     alone = None if each else parts.own_engine()
+    own = replace(parts.factory, rewards={}, reward_context=RewardContext())
     with rank_processes.start(
         cluster.processes,
-        partial(_member, parts.factory, each, policy),
-        partial(_member, parts.factory, each, None),
+        partial(_member, own, each, policy),
+        partial(_member, own, each, None),
         threads,
         policy.device.type,
         cluster.deadline,

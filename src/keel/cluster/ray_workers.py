@@ -23,7 +23,7 @@ from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -421,8 +421,9 @@ class RayPool:
                 worker.where = self._outcome(worker, worker.handle.build.remote(*self._build))
                 return
             except _Lost as lost:
-                self._replace(role, str(lost))
-        raise self._lost_too_often(role)
+                why = str(lost)
+                self._replace(role, why)
+        raise self._lost_too_often(role, why)
 
     def _do(self, role: str, unit: Unit) -> None:
         for _ in range(ATTEMPTS):
@@ -438,12 +439,12 @@ class RayPool:
             try:
                 return unit.settle(self._outcome(worker, call, unit))
             except _Lost as lost:
-                unit.begun = False
-                self._replace(role, str(lost), redone=not unit.cancelled())
+                unit.begun, why = False, str(lost)
+                self._replace(role, why, redone=not unit.cancelled())
                 self._prepare(role)
             except KeelError as error:
                 return unit.settle(error=error)
-        raise self._lost_too_often(role)
+        raise self._lost_too_often(role, why)
 
     def _outcome(self, worker: RayProcess, call: Any, unit: Unit | None = None) -> Any:
         """What a process gives, without a unit what it is made of. Raises _Lost if the process is
@@ -476,10 +477,10 @@ class RayPool:
         self.note(f"{worker.name} {why}: replaced{again}")
         self._workers[role] = self._start_one(role)
 
-    def _lost_too_often(self, role: str) -> KeelError:
+    def _lost_too_often(self, role: str, why: str) -> KeelError:
         return KeelError(
-            f"{self._workers[role].name} was replaced {ATTEMPTS} times and is lost again: see "
-            "the notes above, fix their reason, or raise cluster.deadline"
+            f"{self._workers[role].name} was replaced {ATTEMPTS} times, and again {why}: fix the "
+            "reason, or raise cluster.deadline"
         )
 
     def _fail(self, error: BaseException, unit: Unit | None = None) -> None:
@@ -487,8 +488,9 @@ class RayPool:
         waiting = [] if unit is None else [unit]
         with self._lock:
             self._error = self._error or error
-            while not self._units.empty():
-                waiting += [one for one in [self._units.get()] if one is not None]
+            with suppress(Empty):  # a worker may take the last one meanwhile
+                while True:
+                    waiting += [one for one in [self._units.get_nowait()] if one is not None]
             for _ in self._threads:
                 self._units.put(None)
         for one in waiting:

@@ -37,7 +37,7 @@ def _with_flat_actions(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     space = env.action_space
     if isinstance(space, Discrete):
         start = int(space.start)
-        return TransformAction(env, lambda n: int(n) + start, Discrete(space.n)) if start else env
+        return TransformAction(env, lambda n: int(n) + start, Discrete(space.n))
     if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
         low, high = space.low.reshape(-1), space.high.reshape(-1)
         return TransformAction(  # as ClipAction, whose call costs more than a step of Pendulum's

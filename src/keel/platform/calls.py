@@ -116,6 +116,8 @@ class AsyncCall:
         self._seconds, self._loop = seconds, loop
         self._task: asyncio.Task[Any] | None = None
         self._ended = threading.Event()
+        self._late: str | None = None
+        """Where it was when its time was over, if the loop could look."""
         self._timer = KillTimer().__enter__()  # left when it has ended or is given up
         self.restart()
         self._served, self._future = loop.run(self._call(function))
@@ -124,6 +126,7 @@ class AsyncCall:
         self._task = asyncio.current_task()
         _CALL.set(self)
         self.restart()
+        self._expire()
         try:
             return CallOutcome(value=await function())
         except BaseException as error:
@@ -137,6 +140,19 @@ class AsyncCall:
         self._until = time.monotonic() + self._seconds
         self._timer.renew(self._seconds)
 
+    def _expire(self) -> None:
+        """In the loop: end it at its time, whenever its outcome is asked for."""
+        assert self._task is not None
+        left = self._until - time.monotonic()
+        if self._ended.is_set():
+            return
+        if left > 0:
+            asyncio.get_running_loop().call_later(left, self._expire)
+            return
+        self._timer.__exit__()  # the loop is not blocked
+        self._late = stack_of_task(self._task)
+        self._task.cancel()
+
     def outcome(self) -> CallOutcome:
         """Wait until it has ended, or its time is over.
 
@@ -147,6 +163,9 @@ class AsyncCall:
                 break
             raise_if_cancelled()
         self._timer.__exit__()
+        if self._late is not None:
+            self._ended.set()
+            return CallOutcome(timed_out=True, stack=self._late)
         if self._future.done():
             return self._future.result()
         self._ended.set()  # nothing waits for it, which may not let itself be cancelled
@@ -175,7 +194,8 @@ class AsyncCall:
         self._timer.__exit__()
         self._future.cancel()
         # One that has not begun never will.
-        if self._task is not None and not self._ended.wait(NOTICE):
+        begun = self._task is not None and self._loop.runs(self._served)
+        if begun and not self._ended.wait(NOTICE):
             self._loop.abandon(self._served)
 
 

@@ -73,10 +73,11 @@ def locked(folder: Path, option: str = "--run") -> Iterator[None]:
             yield
         finally:
             with suppress(OSError):  # the disk has already reported an error
-                os.ftruncate(descriptor, 0)  # a finished run's folder holds no process id
+                if descriptor in _HELD:  # else this is a fork, which has released it
+                    os.ftruncate(descriptor, 0)  # a finished run's folder holds no process id
     finally:
-        del _HELD[descriptor]
-        os.close(descriptor)
+        if _HELD.pop(descriptor, None) is not None:
+            os.close(descriptor)
 
 
 def _take(folder: Path, descriptor: int, option: str) -> None:

@@ -148,8 +148,9 @@ class Child:
         return self.process.pid
 
     def ended(self) -> bool:
-        """Whether it has ended."""
-        return not self.end.alive or self.process.poll() is not None
+        """Whether it has ended. It is not reaped, so that `end` still finds its group."""
+        ended = not self.end.alive or self.process.returncode is not None
+        return ended or has_ended(self.process)
 
 
 def output_of(

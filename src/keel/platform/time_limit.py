@@ -238,8 +238,8 @@ class _Ticker:
     def add(self, watch: _Watch) -> None:
         with self._lock:
             if not self._started:
-                self._started = True
                 threading.Thread(target=self._run, name="keel-watch", daemon=True).start()
+                self._started = True
             self.watches = (*self.watches, watch)
         if watch.tick < TICK:
             self._sooner.set()
@@ -257,7 +257,8 @@ class _Ticker:
             self._sooner.clear()
             # The watches of the whole tick; time in which the process was suspended does not count.
             for watch in watches:
-                watch.count(min(time.monotonic() - start, 2 * tick))
+                with contextlib.suppress(Exception):  # one that cannot be ended; the others count
+                    watch.count(min(time.monotonic() - start, 2 * tick))
 
 
 _TICKER = _Ticker()

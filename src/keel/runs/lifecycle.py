@@ -290,7 +290,8 @@ def _leaves_nothing(place: RunFolder) -> bool:
     if any(path.is_dir() and any(path.iterdir()) for path in made):
         return False
     with suppress(OSError, KeelError):
-        for path in place.path.iterdir():
+        last = (place.recipe, place.lock)  # until then it is a run, and this process's
+        for path in (*(one for one in place.path.iterdir() if one not in last), *last):
             files.remove(path)
         if place.made:
             place.path.rmdir()

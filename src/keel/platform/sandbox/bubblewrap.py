@@ -23,7 +23,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from keel.platform.process import Child, JsonChild, Lifeline, close_all, output_of
+from keel.platform.process import Child, JsonChild, Lifeline, close_all, has_ended, output_of
 from keel.platform.sandbox.seccomp import computing_filter, seccomp_filter
 from keel.types import KeelError
 
@@ -229,7 +228,9 @@ class Sandbox:
                 processes = self.limits.processes + (2 if enclosure.uid is None else 0)
                 orders |= {"uid": enclosure.uid, "limits": self.limits.resources(processes)}
                 ends += enclosure.ends
-                command = [*enclosure.command, *command, "first"]
+                # Code without a user of its own (not root's) can hold the lifeline open.
+                bwrap, *options = enclosure.command
+                command = [bwrap, "--die-with-parent", *options, *command, "first"]
             given.write(marshal.dumps(orders))
             given.seek(0)
         except BaseException:
@@ -265,7 +266,7 @@ class Sandbox:
         poll = select.poll()
         poll.register(reading, select.POLLIN)
         while status == "ended":
-            over = process.poll() is not None
+            over = has_ended(process)
             more, closed = _drain(reading)
             report += more
             if not stands and report.startswith(started):
@@ -279,8 +280,7 @@ class Sandbox:
             elif left <= 0 or stopped or len(report) > REPORT_BYTES:
                 status = "timeout"
             elif closed:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(min(left, 0.1))
+                time.sleep(min(left, 0.005))
             else:
                 poll.poll(1000.0 * min(left, 0.1))
         child.end()

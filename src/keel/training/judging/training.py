@@ -183,6 +183,7 @@ def _measure_versions(
             load_reward_model(_other_model(recipe, str(folder.model(name))), kind), stage
         )
         accuracy.append([measure(rows).report.accuracy for rows in held])
+        del measure  # the next version is loaded without this one in memory
     figures = [[interval.as_dict() for interval in row] for row in accuracy]
     kept = read_run_json(folder).get("forgetting", {})
     found = {"versions": names, "accuracy": figures}
