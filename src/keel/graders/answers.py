@@ -42,9 +42,10 @@ _TAG = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _JSON = re.compile(
-    r'\{\s*"(?:final_)?answer"\s*:\s*"?([^"{}\n]*)"?\s*\}(?=[\s`]*\Z)', re.IGNORECASE
+    r'(?<![^\n`])\s*\{\s*"(?:final_)?answer"\s*:\s*"?([^"{}\n]*)"?\s*\}(?=[\s`]*\Z)',
+    re.IGNORECASE,
 )
-_FENCE = re.compile(r"\s*```(?:\w*\n)?([^`\n]*)\n?```\s*")
+_FENCE = re.compile(r"\s*```(?:(?:text|json|latex|tex|math)?\n)?([^`\n]*)\n?```\s*")
 _OPTION = re.compile(r"(?:\\[a-z]+ ?)?[{(]*[A-Z][)}]*")
 _AFTER_TAG = re.compile(
     r"\d|[.!^]\S|[A-Za-z](?![A-Za-z])|[ \t]*[-−+*/^×÷][ \t]*[\d$(\\]"
@@ -156,7 +157,8 @@ def stated_part(text: str) -> str:
     text = _FORMATTING.sub(" ", plain(text[-TAIL:])).rstrip()
     while ending := _END_OF_TEXT.search(text[-60:]):
         text = text[: len(text) - len(ending[0])].rstrip()
-    text = _JSON.sub(r"<answer>\1</answer>", text)
+    if len(re.findall(r'answer"\s*:', text)) == 1:
+        text = _JSON.sub(r"<answer>\1</answer>", text)
     if fence := _FENCE.fullmatch(text):
         text = fence[1]
     for _ in range(3):  # tags in tags

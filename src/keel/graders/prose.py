@@ -21,16 +21,16 @@ END = re.compile(r"(?<!\\)[.!?]['\"”)*_]*(?=\s(?! *=)|\Z)|\n")
 _LEADS = re.compile(
     r"""(?: \A                                    # nothing, or articles and verbs alone
     | [wupjfAzsMBDR=:%O)&c|]                      # a noun or a verb: she has, the total is, x =
-    | [bhHqr9x\\] [alt]* v                        # the price per egg is, step 3 is, x is
+    | [bghHqrS9x\\] [alt]* v                      # the price per egg is, the root is, x is
     | (?: M | a [wM]? [wuMR] | v l* ) F | B y     # a total of, a group of, est de, decreased by
-    | (?P<marked> [Aw] p h | \A o )               # has at least, or: of a mark alone
+    | (?P<marked> [Aw] p h | \A o | g )           # has at least, or, fraction: of a mark alone
     ) [alvt]*\Z""",
     re.VERBOSE,
 )
 _NOUN = "[wuxzbMBlDhO%]"
 _CHANGED = rf"""
     [+] [9x(\\] | [hH] y? [9(\\] | x 9 | h j      # 25 * 2, 25 times 3, 25 x 3, 25 times as
-    | \\ | [|] 9 | [)] [9x] | & \Z                # 25 \alpha, 25 | 26, (25)x
+    | \\ | [|] 9 | [)] [9x+] | & \Z               # 25 \alpha, 25 | 26, (25)x
     | , o | [cdmnHDR]                             # 25, or; 25 dozen, 25 wrong
     | {_NOUN}* [&tH] [9caS\\]                     # 25 apples and a half, 25 to 30
     | {_NOUN}* [%O] F 9                           # 25 percent of 80, 25 out of 30
@@ -60,7 +60,7 @@ def leads(before: str, *, marked: bool = False) -> bool:
     before = before[-NEAR:]
     found = tokens(before)
     gap = before[found[-1].end :] if found else ""
-    while found and (found[-1].text == "\n" or (found[-1].letter == "(" and not marked)):
+    while found and (found[-1].text == "\n" or _opens(before, found[-1], marked)):
         gap += found.pop().text
     if not found:
         return True
@@ -80,6 +80,16 @@ def leads(before: str, *, marked: bool = False) -> bool:
         return _OPERAND.search(clause[-1].text) is None
     led = _LEADS.search(re.sub("(?<!n):", "", letters))
     return led is not None and (marked or not led["marked"])
+
+
+def _opens(before: str, token: Token, marked: bool) -> bool:
+    """Whether a token is a bracket around the answer: before a mark, one that is no function's or
+    factor's."""
+    if token.letter != "(":
+        return False
+    return (
+        not marked or re.search(r"(?:\A|[\s$~])(?:\\left\s*)?\Z", before[: token.start]) is not None
+    )
 
 
 def follows(text: str, end: int, *, marked: bool = False) -> bool:
