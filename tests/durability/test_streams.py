@@ -27,7 +27,6 @@ HARSH = {
     "PYTHONUTF8": "0",
     "PYTHONCOERCECLOCALE": "0",
     "PYTHONIOENCODING": "ascii",
-    "MPLBACKEND": "nonsense",
 }
 """No locale, no encoding of its own but ASCII, and a backend that matplotlib does not know."""
 

@@ -61,7 +61,7 @@ def test_process_model_as_outcome_reward_is_refused(tmp_path: Path) -> None:
     made = {"stage": "process_reward_model", "name": "made", "data": source, **BRIEF}
     functions = [{"function": "outcome", "options": {"stage": "made"}}]
     rl = {"stage": "rl", "tasks": [TASK], "rewards": {"functions": functions}, "algorithm": "grpo"}
-    with pytest.raises(KeelError, match=r'"made", which is no stage before .*there is none'):
+    with pytest.raises(KeelError, match=r'"made", which is not a stage before .*there is none'):
         recipe(made, rl)
 
 

@@ -43,7 +43,7 @@ def test_base_that_is_no_earlier_stage_of_the_kind_is_refused(
     sft = {"stage": "sft", "steps": 1, "tasks": [{"name": "sort_digits"}]}
     first = {"stage": kind, "name": "made", "data": rows, "base": {"stage": name}, **BRIEF}
     later = {"stage": kind, "name": "later", "data": rows, **BRIEF}
-    with pytest.raises(KeelError, match=rf'made.base.stage = "{name}" is no {kind} stage'):
+    with pytest.raises(KeelError, match=rf'made.base.stage = "{name}" is not a {kind} stage'):
         recipe(sft, first, later)
 
 

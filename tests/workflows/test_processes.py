@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +63,25 @@ def test_killed_command_is_reported_with_its_signal(tmp_path: Path) -> None:
     (child,) = children._running
     os.kill(child.pid, signal.SIGKILL)
     assert wait().code == -signal.SIGKILL
+
+
+def test_killed_caller_leaves_a_checkpoint_and_no_memory_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    never = ("evaluation.every=100000", "checkpoints.every=100000")
+    words = ["train", "tiny", "steps=100000", *never, "--quiet", "--run", str(folder)]
+    script = (
+        "from keel.workflows.processes import Children\n"
+        "large = b'1' * 10**9\n"
+        "assert Children().run(['recipes']).peak_bytes < 8e8\n"
+        f"Children().run({words!r})\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as caller:
+        wait_for_a_step(folder)
+        caller.kill()
+    deadline = time.monotonic() + 120
+    while not load(folder).checkpoints():
+        assert time.monotonic() < deadline, "the run goes on, or ended without a checkpoint"
+        time.sleep(0.1)
 
 
 def test_stopped_children_leave_a_checkpoint_and_no_other_starts(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ export -- Write a run's policy or reward model as a plain model folder, LoRA mer
   --json
 control -- Q-learning and policy gradients on a Gymnasium environment.
   [algorithm] ALGORITHM|RECIPE -- dqn, a preset (ppo, grpo, reinforce, ...) or a TOML file
-  [overrides...] key=value
+  [overrides...] key=value -- override a key, as in steps=20000
   --env ID -- Gymnasium id, as in CartPole-v1
   --run DIR
   --resume
@@ -101,7 +101,7 @@ prefs synthesize -- Have models write completions of prompts, and a judge compar
       folder
   --judge MODEL -- compares pairs: {_SERVER}
   --samples N -- of each model (default 4)
-  --pairs INDEX -- at most, a prompt (default 6)
+  --pairs N -- at most, a prompt (default 6)
   --reference COLUMN -- an answer with full marks
   --temperature T -- default 1
   --top-p P -- default 1

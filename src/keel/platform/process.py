@@ -39,14 +39,14 @@ class Lifeline:
         self.inner, self.outer = os.pipe()
         _HELD.add(self)
 
-    def tie(self, group: int) -> None:
-        """Let this process group end with the outer end; from either side.
+    def tie(self, group: int, by: signal.Signals = signal.SIGKILL) -> None:
+        """Let this process group get a signal when the outer end closes; from either side.
 
         The kernel keeps the group itself, not its number, which may be another's in time.
         """
         fcntl.fcntl(self.inner, fcntl.F_SETOWN, -group)
         if hasattr(fcntl, "F_SETSIG"):  # elsewhere than on Linux it is SIGIO, which ends too
-            fcntl.fcntl(self.inner, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(self.inner, fcntl.F_SETSIG, by)
         flags = fcntl.fcntl(self.inner, fcntl.F_GETFL)
         fcntl.fcntl(self.inner, fcntl.F_SETFL, flags | os.O_ASYNC)
 
@@ -99,7 +99,7 @@ class Child:
     here; `held` is closed once it has ended. `end` kills it, by `kill`; so does the collection of
     this object. The group ends with this process as long as it has the lifeline's inner end open.
     A process that is `watching` waits for the end of the given `lifeline` itself; it is killed only
-    if it does not end by that.
+    if it does not end by that. `by` is the signal that the group gets if this process is killed.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class Child:
         kill: Callable[[subprocess.Popen[bytes]], None] | None = None,
         lifeline: Lifeline | None = None,
         watching: bool = False,
+        by: signal.Signals = signal.SIGKILL,
     ) -> None:
         lifeline = lifeline or Lifeline()
         try:
@@ -132,7 +133,7 @@ class Child:
             )
             if not watching:
                 # Before it is asked anything: until then it ends with its standard input.
-                lifeline.tie(self.process.pid)
+                lifeline.tie(self.process.pid, by)
         except BaseException:
             lifeline.cut()
             raise

@@ -37,6 +37,8 @@ WORK: Final = {"cpu": 2e12, "cuda": 2e15}
 """Parameters times tokens that a batch may take: at most half a minute on a laptop."""
 LONGEST: Final = {"cpu": 5e10, "cuda": 1e13}
 """Parameters times steps of its decoding, each of which reads all weights."""
+STEPS = 4_000
+"""Steps of decoding: each takes some milliseconds, however small the model."""
 TRIED = 64
 """Tokens of answers that only try the rewards out."""
 SAMPLES = 32
@@ -82,7 +84,7 @@ class TrialBatch:
 
 def longest_of(parameters: int, device: str) -> int:
     """How many steps of decoding with this number of parameters take seconds."""
-    return max(SHORTEST, int(LONGEST[device] / parameters))
+    return max(SHORTEST, min(STEPS, int(LONGEST[device] / parameters)))
 
 
 def size_for(prompts: int, members: int, budget: int, parameters: int, device: str) -> Size:

@@ -302,7 +302,10 @@ def _cores() -> int:
 
 def _costs(path: Path) -> dict[str, Any]:
     costs = path.parent / f"{path.name}.costs.json"
-    found: dict[str, Any] = json.loads(costs.read_bytes()) if costs.is_file() else {}
+    try:
+        found: dict[str, Any] = json.loads(costs.read_bytes())
+    except (OSError, ValueError):  # none, or damaged
+        return {}
     return found
 
 

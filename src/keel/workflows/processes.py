@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import tempfile
 import threading
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from keel.platform.process import Child, python_environment, python_module
+from keel.preflight.memory import resident_memory
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -18,7 +20,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 @dataclass(frozen=True, slots=True)
 class CommandEnd:
     """How a command ended: its exit status (negative: the signal that killed it), the last line of
-    its errors, and its peak memory in bytes."""
+    its errors, and its peak memory in bytes (0 if it was killed)."""
 
     code: int
     last_line: str = ""
@@ -35,24 +37,32 @@ class Children:
         self._lock = threading.Lock()
 
     def run(self, arguments: Sequence[str]) -> CommandEnd:
-        """Run `keel ARGUMENTS` with the environment of now, and wait for its end."""
-        with tempfile.TemporaryFile() as errors:
+        """Run `keel ARGUMENTS` with the environment of now, and wait for its end.
+
+        If the caller is killed, the command gets SIGTERM, so that a run writes a checkpoint.
+        """
+        with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as peak:
             with self._lock:
                 if self.stopped.is_set():
                     return CommandEnd(-signal.SIGTERM, "stopped")
-                command = python_module("keel", *arguments)
-                environment = python_environment(**self._threads)
-                child = Child(command, environment=environment, stderr=errors)
+                child = Child(
+                    python_module(__name__, *arguments),
+                    environment=python_environment(**self._threads),
+                    stdin=peak,
+                    stderr=errors,
+                    by=signal.SIGTERM,
+                )
                 self._running.add(child)
-            _, status, used = os.wait4(child.pid, 0)
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
             with self._lock:
                 self._running.discard(child)
-            child.process.returncode = os.waitstatus_to_exitcode(status)
             child.end()
             errors.seek(0)
+            peak.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
+            peak_bytes = int(peak.read() or b"0")
         last_line = lines[-1] if lines else ""
-        return CommandEnd(child.process.returncode, last_line, used.ru_maxrss * 1024)
+        return CommandEnd(child.process.returncode, last_line, peak_bytes)
 
     def stop(self) -> None:
         """Ask all to stop, which makes them write a checkpoint; not for a signal handler."""
@@ -61,3 +71,13 @@ class Children:
             for child in self._running:
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(child.pid, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    # What the kernel says of a process that has ended includes its parent's memory.
+    report = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        runpy.run_module("keel", run_name="__main__")
+    finally:
+        os.write(report, str(resident_memory("VmHWM") or 0).encode())

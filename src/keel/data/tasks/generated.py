@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ def call_entry(source: TaskSource | PreferenceData, what: str, seed: int) -> Any
         made = function(**options)
         if what == "task" and is_task(made):
             return made
-        if isinstance(made, Iterable) and not isinstance(made, str | bytes | Mapping):
+        if not isinstance(made, str | bytes | Mapping) and _is_iterable(made):
             return list_rows(made)
     except KeelError:
         raise
@@ -108,6 +108,15 @@ def call_entry(source: TaskSource | PreferenceData, what: str, seed: int) -> Any
         raise KeelError(f"{where} raises {one_line(error, named=True)}") from error
     wanted = "a task or rows of dicts" if what == "task" else "rows of dicts"
     raise KeelError(f"{where} returns a {type(made).__name__}: return {wanted}")
+
+
+def _is_iterable(made: Any) -> bool:
+    """Whether it can be iterated, also by `__getitem__` alone, as data sets of torch."""
+    try:
+        iter(made)
+    except TypeError:
+        return False
+    return True
 
 
 def is_task(made: Any) -> bool:

@@ -120,8 +120,8 @@ class JudgeOptions(FrozenModel):
 def most_tokens(body: Mapping[str, Any]) -> int:
     """The most tokens that a request is read as: no token is shorter than a byte.
 
-    The schema of the reply is included: servers write it into the prompt.
+    The schema of the reply and tools are included: servers write them into the prompt.
     """
-    parts = [*body["messages"], body.get("response_format")]
+    parts = [*body["messages"], body.get("response_format"), body.get("tools")]
     bytes_in = sum(len(json.dumps(part, ensure_ascii=False).encode()) for part in parts if part)
     return bytes_in + FRAME * (len(body["messages"]) + 1)

@@ -20,7 +20,7 @@ from keel.config.secrets import without_secrets, wrong_key_name
 from keel.platform.loop_thread import LoopThread
 from keel.rewards.judge.options import JudgeOptions
 from keel.rewards.judge.prompts import Judgement, Question, Structured, parse
-from keel.rewards.judge.store import Cost, JudgeStore, StoredAnswer
+from keel.rewards.judge.store import Cost, JudgeStore, SpendLimitReached, StoredAnswer
 from keel.types import KeelError, one_line
 
 if TYPE_CHECKING:
@@ -131,7 +131,12 @@ class Asker:
         key = self._key(question, sample)
         async with self._locks.setdefault(key, asyncio.Lock()):  # equal questions, one request
             while (answer := self.store.find(key)) is None:
-                sending = self._sending.get(key) or await self._start(key, question, sample)
+                try:
+                    sending = self._sending.get(key) or await self._start(key, question, sample)
+                except SpendLimitReached:
+                    if self.store.find(key) is None:  # another process has not paid for it either
+                        raise
+                    continue
                 await asyncio.shield(sending)
         return key, answer
 
