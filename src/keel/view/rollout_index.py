@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
@@ -25,6 +25,8 @@ KEPT = 2**30
 """Bytes of tables that a search keeps; the files of what is beyond are read at each search."""
 STEPS = 4
 """Steps that are kept whole, of all runs and tabs together: a large one has 100 MB."""
+WINDOW = 64
+"""Files that are read at a time."""
 _COLUMNS = ("prompt_id", "prompt", "completion", "finish", "reward", "written")
 _Identity = tuple[str, int, int]
 
@@ -61,8 +63,7 @@ class RolloutIndex:
         total = searched = 0
         rows: list[dict[str, Any]] = []
         damaged = []
-        entries = self.folder.list_rollouts()
-        for entry, table in zip(entries, self._tables(entries), strict=True):
+        for entry, table in self._tables(self.folder.list_rollouts()):
             if table is None:
                 damaged.append(entry.path.name)
                 continue
@@ -74,18 +75,22 @@ class RolloutIndex:
                 rows += fitting.slice(0, limit - len(rows)).to_pylist()
         return Hits(total, rows, searched, tuple(damaged))
 
-    def _tables(self, entries: Sequence[FolderEntry]) -> list[pa.Table | None]:
+    def _tables(
+        self, entries: Sequence[FolderEntry]
+    ) -> Iterator[tuple[FolderEntry, pa.Table | None]]:
         """The table of each file; None if it is damaged, or was deleted since."""
+        names = [_identity(entry.path) for entry in entries]
         with self._lock, ThreadPoolExecutor() as pool:  # several tabs read a file once
-            names = [_identity(entry.path) for entry in entries]
-            tables = list(pool.map(self._table, names, entries))
-            kept, size = {}, 0
-            for name, table in zip(names, tables, strict=True):
-                if table is not None and size + table.nbytes <= KEPT:
-                    kept[name] = table
-                    size += table.nbytes
-            self._kept = kept
-            return tables
+            kept = {name: self._kept[name] for name in names if name in self._kept}
+            self._kept, size = kept, sum(table.nbytes for table in kept.values())
+            for start in range(0, len(entries), WINDOW):
+                part = slice(start, start + WINDOW)
+                tables = list(pool.map(self._table, names[part], entries[part]))
+                for name, entry, table in zip(names[part], entries[part], tables, strict=True):
+                    if table is not None and name not in kept and size + table.nbytes <= KEPT:
+                        kept[name] = table
+                        size += table.nbytes
+                    yield entry, table
 
     def _table(self, name: _Identity, entry: FolderEntry) -> pa.Table | None:
         if name in self._kept:
