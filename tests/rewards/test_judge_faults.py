@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -278,6 +279,32 @@ def test_without_usage_the_worst_case_is_paid(server: JudgeServer, usage: Any) -
     sent = sum(len(m["content"].encode()) for m in server.log[0].body["messages"])
     assert flat(found) == [0.1]
     assert found.metrics["judge/tokens"] > sent + 100
+
+
+def test_cancelled_call_keeps_the_replies_in_progress(tmp_path: Path) -> None:
+    """The reward is given up, its requests are not: their answers come and are kept."""
+    with JudgeServer() as server:
+        server.holds = lambda number: True
+        reward = made(server.url, tmp_path, concurrency=2, **FIVE)
+        five = ["a", "bb", "ccc", "dddd", "eeeee"]
+
+        async def run() -> None:
+            asking = asyncio.create_task(reward(prompts=["q"] * 5, completions=five))
+            await asyncio.to_thread(server.wait_for, lambda: server.active == 2)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+
+        asyncio.run(run())
+        server.let_go.set()
+        reward.close()
+        assert len(server.log) == 2  # the other three were not sent
+        reward = made(server.url, tmp_path, **FIVE)
+        assert account_of(tmp_path).answers == 2
+        scores = asyncio.run(reward(prompts=["q"] * 5, completions=five))
+        assert scores == [0.1, 0.2, 0.3, 0.4, 0.5]
+        assert len(server.log) == 5
+        reward.close()
 
 
 def test_fatal_error_stops_further_requests_and_keeps_replies(tmp_path: Path) -> None:

@@ -200,6 +200,15 @@ def test_a_known_family_needs_no_code_of_its_own(folder: Path, marker: Path) -> 
     assert not marker.exists()
 
 
+def test_a_reward_models_own_code(tmp_path: Path, marker: Path) -> None:
+    folder = tmp_path / "model"
+    save_model(folder, "outcome")
+    with_code(folder, marker, model=True, tokenizer=False)
+    with pytest.raises(KeelError, match=r"trust_remote_code = true .*the reward's option"):
+        load_reward_model(Model(name=str(folder), device="cpu"), "outcome")
+    assert not marker.exists()
+
+
 BASE = '[[stages]]\nstage = "reward_model"\nbase = {{ name = {folder!r} }}\n'
 DATA = 'data = {{ name = "jsonl", path = {rows!r} }}\n'
 TASK = 'tasks = [{ name = "sort_digits" }]\n'
