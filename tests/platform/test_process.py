@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from keel.platform.process import JsonChild, Restarting, python_environment, python_module
+from keel.platform.process import Child, JsonChild, Restarting, python_environment, python_module
 from keel.types import KeelError
-from tests.platform.processes import children, eventually
+from tests.platform.processes import children, eventually, processes_with
 from tests.source_tree import ROOT
 
 MODULE = "tests.platform.odd_child"
@@ -114,3 +116,16 @@ def test_no_file_of_the_folder_replaces_a_module(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "json.py").write_text("raise SystemExit")
     assert start().first(LONG, ["echo", 1]) == {"ok": 1}
+
+
+def test_what_an_ended_child_left_in_its_group_is_killed() -> None:
+    """Also if it does not hold the lifeline, as an engine of a server that was killed."""
+    mark = uuid.uuid4().hex
+    sleep = [sys.executable, "-c", f"import time; time.sleep(600)  # {mark}"]
+    code = f"import subprocess; subprocess.Popen({sleep})"
+    child = Child([sys.executable, "-c", code])
+    assert eventually(child.ended)
+    assert processes_with(mark)
+    child.end()
+    assert eventually(lambda: not processes_with(mark))
+    assert child.process.returncode == 0

@@ -101,7 +101,7 @@ prefs synthesize -- Have models write completions of prompts, and a judge compar
       folder
   --judge MODEL -- compares pairs: {_SERVER}
   --samples N -- of each model (default 4)
-  --pairs N -- at most, a prompt (default 6)
+  --pairs COUNT -- at most, a prompt (default 6)
   --reference COLUMN -- an answer with full marks
   --temperature T -- default 1
   --top-p P -- default 1
@@ -262,7 +262,7 @@ TYPES: Final[dict[str, Any]] = {
     "FLOAT": float,
     "N": _POSITIVE,
     "PORT": _POSITIVE,
-    "INDEX": _number(int, 0, 2**63, "0 or more"),
+    **dict.fromkeys(("INDEX", "COUNT"), _number(int, 0, 2**63, "0 or more")),
     "P": _number(float, 0, 1, "between 0 and 1"),
     **dict.fromkeys(("PER_HOUR", "DOLLARS", "X", "T"), _PRICE),
 }

@@ -150,8 +150,7 @@ class Child:
 
     def ended(self) -> bool:
         """Whether it has ended. It is not reaped, so that `end` still finds its group."""
-        ended = not self.end.alive or self.process.returncode is not None
-        return ended or has_ended(self.process)
+        return not self.end.alive or has_ended(self.process)
 
 
 def output_of(
@@ -184,10 +183,20 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def exit_status(process: subprocess.Popen[Any]) -> int | None:
+    """That of a process that has ended (negative: the signal that killed it), else None; it is left
+    unreaped, so that its group keeps its id."""
+    if process.returncode is not None:
+        return int(process.returncode)
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
 def has_ended(process: subprocess.Popen[Any]) -> bool:
-    """Whether a process has; it is left unreaped, so that its group keeps its id."""
-    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, flags) is not None
+    """Whether a process has ended; see `exit_status`."""
+    return exit_status(process) is not None
 
 
 def _end(

@@ -138,9 +138,9 @@ def _rows(
             dropped.append(row.left_out("an answer is empty", "empty"))
         else:
             found.append(placed)
+    bad.check(key)
     if not found and bad.rows:
         raise all_bad(table.source, sorted(bad.rows, key=lambda one: one.line))
-    bad.check(key)
     if not found:
         raise KeelError(f"{name}: no rows are left: every one has an empty answer")
     return found, sorted([*bad.rows, *dropped], key=lambda one: one.line)

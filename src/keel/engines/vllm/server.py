@@ -15,7 +15,7 @@ from pathlib import Path
 
 from keel.config.sampling import VllmServer
 from keel.engines.vllm.client import VllmClient, check_address
-from keel.platform.process import Child, has_ended, kill_group
+from keel.platform.process import Child, exit_status, has_ended, kill_group
 from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import KeelError
 
@@ -106,7 +106,7 @@ class ServerProcess:
             raise_if_cancelled()
             if not self.alive():
                 raise KeelError(
-                    f"the vLLM server ended with status {self.process.returncode} before it "
+                    f"the vLLM server ended with status {exit_status(self.process)} before it "
                     f"answered ({last_error(self.log)}): see {self.log}"
                 )
             if time.monotonic() > end:
