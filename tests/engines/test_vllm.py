@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,11 @@ from keel.config.sampling import VllmServer
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
+from keel.platform.process import has_ended
 from keel.platform.time_limit import time_limit
 from keel.types import Completion, Group, Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
+from tests.platform.processes import eventually
 
 pytestmark = [
     pytest.mark.vllm,
@@ -234,14 +237,16 @@ def test_server_that_fails_is_started_again(
     asked = ragged_prompts(6)
     engine.sample(asked, 1, SAMPLING, 0)
     wanted = engine.sample(asked, 8, SAMPLING, 11)
-    before, seen = engine.restarts, []
+    before, seen, groups_of = engine.restarts, [], list[int]()
 
     def kill(place: int, group: Group) -> None:
         if not seen:
             assert engine.process is not None
-            os.kill(engine.process.process.pid, how)
+            server = engine.process.process
+            groups_of.append(server.pid)
+            os.kill(server.pid, how)
             if how == signal.SIGKILL:
-                engine.process.process.wait()
+                assert eventually(lambda: has_ended(server))
         seen.append(place)
 
     assert engine._client is not None
@@ -253,6 +258,14 @@ def test_server_that_fails_is_started_again(
     assert engine.restarts == before + 1
     assert sorted(seen) == list(range(6))
     _same(groups, wanted)
+    assert eventually(lambda: not _lives(groups_of[0]))  # its engine ended with it
+
+
+def _lives(group: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
 
 
 def test_the_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
