@@ -7,20 +7,15 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
-import keel
 from keel.cli.main import main
 from keel.config.kinds import stage_kinds
-from keel.config.schema import Recipe
 from keel.config.stage import StageConfig
-from keel.training.loop import StepResult
 from keel.training.run import train
-from keel.types import KeelError
 from tests.shared import ROOT
 from tests.training.small import Notes, small
 
@@ -132,31 +127,52 @@ def test_run_prints_its_objective(preset: str, tmp_path: Path) -> None:
     assert ("; L_V(φ) = " in line) == (preset == "ppo")
 
 
-def test_recipe_passes_few_files_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+WAY = """
+import sys
+import keel
+from keel.config.schema import Recipe
+from keel.config.stage import StageConfig
+from keel.training.rl import RLLoop
+from keel.types import KeelError
+
+source, folder = sys.argv[1:]
+seen = set()
+
+def look(frame, event, _):
+    file = frame.f_code.co_filename
+    if event in ("call", "return") and file.startswith(source) and file not in seen:
+        if any(isinstance(value, Recipe | StageConfig) for value in frame.f_locals.values()):
+            seen.add(file)
+
+def first_step(*_):
+    sys.setprofile(None)
+    raise KeelError("the first step")
+
+RLLoop.take_step = first_step
+sys.setprofile(look)
+try:
+    keel.train("tiny", folder, steps=1, threads=1, progress=False)
+except KeelError as error:
+    assert "the first step" in str(error), error
+print(*sorted(seen), sep="\\n")
+"""
+
+
+def test_recipe_passes_few_files_before_the_first_step(tmp_path: Path) -> None:
     """Files of keel with a frame that has the recipe or the stage's config among its locals, when
-    it is called or returns, from `keel.train()` to the first step."""
+    it is called or returns, from `keel.train()` to the first step.
+
+    In a process of its own: a profile function of a process with the threads of other tests hung.
+    """
     source = str(ROOT / "src" / "keel")
-    seen: set[str] = set()
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        file = frame.f_code.co_filename
-        if event in ("call", "return") and file.startswith(source) and file not in seen:
-            values = frame.f_locals.values()
-            if any(isinstance(value, Recipe | StageConfig) for value in values):
-                seen.add(file)
-
-    def first_step(*_: object) -> StepResult:
-        sys.setprofile(None)
-        raise KeelError("the first step")
-
-    monkeypatch.setattr("keel.training.rl.RLLoop.take_step", first_step)
-    sys.setprofile(look)
-    try:
-        with pytest.raises(KeelError, match="the first step"):
-            keel.train("tiny", tmp_path / "run", steps=1, threads=1, progress=False)
-    finally:
-        sys.setprofile(None)
+    done = subprocess.run(
+        [sys.executable, "-c", WAY, source, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = done.stdout.splitlines()
     assert "rl.py" in {Path(file).name for file in seen}
-    assert len(seen) <= FILES, sorted(seen)
+    assert len(seen) <= FILES, seen
