@@ -333,6 +333,7 @@ def test_trusted_code_runs_without_a_sandbox(monkeypatch: pytest.MonkeyPatch) ->
     assert (ran.status, ran.exit_status) == ("died", -9)
 
 
+@needs_bubblewrap
 def test_code_that_holds_the_lifeline_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless Keel runs as root, the code has the user of the sandbox's first process."""
     monkeypatch.setattr("os.geteuid", lambda: 1000)
