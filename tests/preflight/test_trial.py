@@ -20,13 +20,12 @@ from keel.engines.native import NativeEngine
 from keel.models.policy import load_policy
 from keel.preflight import trial, trial_child
 from keel.preflight.check import Report, check
-from keel.preflight.memory import StageMeasure, available_memory, read_result, resident_memory
+from keel.preflight.memory import StageMeasure, read_result
 from keel.preflight.trial import LongestExample, trial_recipe
 from keel.runs.callbacks import RunState
 from keel.training.stages.rl import RLStage
 from keel.types import Prompt, Sampling
 
-KB, CPU = 1024, torch.device("cpu")
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MIB = 2**20
 SHORT = ["steps=3", "evaluation.prompts=8"]
@@ -195,7 +194,7 @@ def test_peak_is_of_the_phase_that_raises_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later phase that has hardly more does not decide it."""
-    monitor = trial_child.TrialMonitor(CPU, tmp_path / "report.json")
+    monitor = trial_child.TrialMonitor(torch.device("cpu"), tmp_path / "report.json")
     monitor.on_stage(cast(RunState, SimpleNamespace(stage="sft")))
     for phase, size in (("setup", 100), ("update", 200), ("plots", 201)):
         monkeypatch.setattr(monitor, "peak", lambda size=size: size)
@@ -296,32 +295,3 @@ def test_trial_on_a_gpu_measures_every_phase(
     assert {"rollout", "update"} <= memory.phases.keys()
     assert memory.peak == 7
     assert not any((tmp_path / "run/checkpoints").iterdir())
-
-
-# ---------------------------------------------------------------- available memory
-
-
-def test_available_memory_includes_that_of_this_process(tmp_path: Path) -> None:
-    proc, group = tmp_path / "proc", tmp_path / "group"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 600 kB\nHugePages_Total: 0\n")
-    (proc / "self/status").write_text("Name:\tpython\nVmHWM:\t 99 kB\nVmRSS:\t 50 kB\n")
-    assert available_memory(CPU, proc=proc, cgroups=group) == 650 * KB
-    assert resident_memory("VmHWM", proc=proc) == 99 * KB
-    assert available_memory(CPU, proc=tmp_path, cgroups=group) is None
-
-
-@pytest.mark.parametrize(
-    ("limit", "used"),
-    [
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ],
-)
-def test_control_group_bounds_the_available_memory(tmp_path: Path, limit: str, used: str) -> None:
-    (tmp_path / "meminfo").write_text("MemAvailable: 600 kB\n")
-    (tmp_path / "memory").mkdir()
-    for most, now, found in ((400, 100, 300), (400, 900, 0), ("max", 100, 600)):
-        (tmp_path / limit).write_text(f"{most * KB if isinstance(most, int) else most}\n")
-        (tmp_path / used).write_text(f"{now * KB}\n")
-        assert available_memory(CPU, proc=tmp_path, cgroups=tmp_path) == found * KB

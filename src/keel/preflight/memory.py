@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from signal import Signals
 from typing import Any
 
 import torch
 
+from keel.platform.memory import free_memory
 from keel.preflight.context import StageContext
 from keel.preflight.finding import Finding
 from keel.preflight.trial import LIMIT, TrialProcess, trial_recipe
 
 GIB = 2**30
-CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 OUTSIDE = "setup, checkpoints, plots"
 """The phase between those that a stage's clock names."""
 RAISED = 1.01
@@ -23,51 +22,12 @@ RAISED = 1.01
 process, and is in every later phase too."""
 
 
-def available_memory(
-    device: torch.device, *, proc: Path = PROC, cgroups: Path = CGROUPS
-) -> int | None:
-    """Bytes that a run could take: what is free now, and what this process holds, which a run in
-    its place would have. None if the system does not say."""
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that a run could take in this process's place; None if the system does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
-    free_kb = _table(proc / "meminfo").get("MemAvailable")
-    if free_kb is None:
-        return None
-    free = min([free_kb, *(max(limit - used, 0) for limit, used in _limits(cgroups))])
-    return free + (resident_memory("VmRSS", proc=proc) or 0)
-
-
-def resident_memory(field: str, *, proc: Path = PROC) -> int | None:
-    """Bytes of this process in memory: now (`VmRSS`), or at most so far (`VmHWM`); None if the
-    system does not say."""
-    return _table(proc / "self/status").get(field)
-
-
-def _table(path: Path) -> dict[str, int]:
-    """The lines `Name:  123 kB` of a file of the kernel, in bytes."""
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except OSError:
-        return {}
-    words = [(line.partition(":")[0], line.partition(":")[2].split()) for line in lines]
-    return {name: int(value[0]) * 1024 for name, value in words if value[1:] == ["kB"]}
-
-
-def _limits(cgroups: Path) -> list[tuple[int, int]]:
-    """Limit and use of the control group that this process is in, in versions 2 and 1."""
-    found = []
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            numbers = [(cgroups / name).read_text("utf-8").strip() for name in (limit, used)]
-        except OSError:
-            continue
-        if all(number.isdigit() for number in numbers):
-            found.append((int(numbers[0]), int(numbers[1])))
-    return found
+    return free_memory()
 
 
 # ---------------------------------------------------------------- the trial's result

@@ -21,7 +21,8 @@ import torch
 from keel.config.load import load_recipe, to_toml
 from keel.learn.token_budget import out_of_memory
 from keel.platform.files import write_text
-from keel.preflight.memory import OUTSIDE, PROC, RAISED, resident_memory
+from keel.platform.memory import PROC, resident_memory
+from keel.preflight.memory import OUTSIDE, RAISED
 from keel.runs import lifecycle
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.writer import Clock, RunWriter
