@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from keel.graders.choices import label_of
+from keel.rewards.outputs import Wrong
 from keel.rewards.rules import choice
-from keel.rewards.validation import Wrong
 
 
 @pytest.mark.parametrize(

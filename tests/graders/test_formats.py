@@ -14,8 +14,8 @@ from keel.graders.formats import (
     tag_content,
     units,
 )
+from keel.rewards.outputs import Wrong
 from keel.rewards.rules import format_match, repetition
-from keel.rewards.validation import Wrong
 
 BOTH = ("think", "answer")
 

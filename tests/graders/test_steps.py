@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.graders.steps import aggregate, split_steps
+from keel.models.text import split_steps
+from keel.rewards.steps import aggregate
 from keel.types import KeelError
 
 RIGHT = [0.9, 0.25, 0.5]

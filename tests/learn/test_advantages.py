@@ -14,8 +14,8 @@ from keel.algorithms.spec import GAE, Algorithm, CustomAdvantage, GroupRelative,
 from keel.learn.advantages import RolloutRewards, estimate, outcome, reads_steps
 from keel.learn.batch import from_groups
 from keel.learn.loss import prepare
-from keel.rewards.combine import compose
-from keel.rewards.validation import RewardOutput, read_rewards
+from keel.rewards.outputs import RewardOutput, read_rewards
+from keel.rewards.scorer import compose
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.learn.flat import blank, sample
 from tests.rewards.made import named

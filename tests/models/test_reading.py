@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.graders.steps import split_steps
 from keel.models.build import byte_tokenizer, character_tokenizer
 from keel.models.packed import PackedSizes
 from keel.models.reward import Answered, Reader, joined, pack_answers
-from keel.models.text import decode, token_ends
+from keel.models.text import decode, split_steps, token_ends
 from keel.types import KeelError
 from tests.models.test_encode import TEMPLATE
 from tests.models.test_encode import tokenizer as word_tokenizer

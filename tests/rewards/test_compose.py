@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from keel.rewards import Scorer
-from keel.rewards.combine import compose
+from keel.rewards.outputs import RewardOutput
 from keel.rewards.registry import NamedReward
-from keel.rewards.validation import RewardOutput
+from keel.rewards.scorer import compose
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
 from tests.data.tasks.made import completion
 from tests.rewards.made import flat, named

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keel.rewards import Scorer
-from keel.rewards.validation import Wrong
+from keel.rewards.outputs import Wrong
 from keel.types import KeelError
 from tests.rewards import functions
 from tests.rewards.made import named

@@ -10,8 +10,14 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import load_reward
-from keel.rewards.judge.pairs import PairVerdict, choose_pairs, position_bias
-from keel.rewards.judge.prompts import Judgement, pair_question, score_question
+from keel.rewards.judge.questions import (
+    Judgement,
+    PairVerdict,
+    choose_pairs,
+    pair_question,
+    position_bias,
+    score_question,
+)
 from keel.types import Group, KeelError, Prompt
 from tests.data.tasks.made import completion
 from tests.rewards.judge_made import call, group, made, scored

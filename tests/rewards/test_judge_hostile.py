@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from keel.rewards.judge.prompts import pair_question, score_question
+from keel.rewards.judge.questions import pair_question, score_question
 
 
 @pytest.mark.parametrize(

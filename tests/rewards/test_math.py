@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from keel.config.sources import RewardSource
+from keel.rewards.outputs import Wrong
 from keel.rewards.registry import load_reward
-from keel.rewards.validation import Wrong
 from tests.shared import needs_bubblewrap
 
 pytest.importorskip("math_verify")

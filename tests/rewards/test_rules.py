@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keel.rewards.outputs import Wrong
 from keel.rewards.rules import (
     choice,
     exact_match,
@@ -17,7 +18,6 @@ from keel.rewards.rules import (
     overlong_penalty,
     place_match,
 )
-from keel.rewards.validation import Wrong
 from keel.types import KeelError
 from tests.shared import shared_path
 

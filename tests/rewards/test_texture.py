@@ -11,9 +11,9 @@ from keel.config.sources import RewardSource
 from keel.graders import languages
 from keel.graders.formats import repeated_share, units
 from keel.graders.languages import language_of, language_share, prose
+from keel.rewards.outputs import Wrong
 from keel.rewards.registry import load_reward
 from keel.rewards.rules import repetition
-from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
 ENGLISH = "First we add the two numbers, and then we look at what is left of them."

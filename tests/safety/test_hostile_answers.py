@@ -25,8 +25,8 @@ from keel.graders.languages import language_of
 from keel.graders.mathematics import Mathematics
 from keel.graders.numbers import read_number
 from keel.platform.sandbox.bubblewrap import Resident
-from keel.rewards.judge.prompts import Question, parse
-from keel.rewards.judge.store import Cost, StoredAnswer
+from keel.rewards.judge.options import Cost, StoredAnswer
+from keel.rewards.judge.questions import Question, parse
 from keel.types import KeelError, Prompt
 from tests.data.tasks.made import completion
 from tests.platform.processes import descendants, gone

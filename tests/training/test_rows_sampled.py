@@ -13,10 +13,9 @@ import pytest
 
 from keel.config.judging import SampledData
 from keel.config.sources import TaskSource
-from keel.graders.steps import split_steps
 from keel.models.build import character_tokenizer
 from keel.models.reward import joined
-from keel.models.text import decode
+from keel.models.text import decode, split_steps
 from keel.rewards.rules import place_match
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load

@@ -40,7 +40,7 @@ from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.platform.calls import POLL, restart_time_limit
-from keel.rewards.logs import Log
+from keel.rewards.outputs import Log
 from keel.rewards.registry import TASK, NamedReward, load_reward
 from keel.types import Capabilities, Engine, Group, OnGroup, Prompt, Sampling
 

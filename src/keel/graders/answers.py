@@ -12,20 +12,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from keel.graders.conclusions import (
+from keel.graders.formats import tag_content
+from keel.graders.notation import bare, closing, pattern, plain, spaced, word_set
+from keel.graders.numbers import Number, read_number
+from keel.graders.prose import (
     BETWEEN,
+    END,
     LABEL,
     SYMBOL,
+    WORD,
     bare_symbols,
+    follows,
+    leads,
     may_be_equated,
     number_of,
+    sentences,
     shortened,
 )
-from keel.graders.formats import tag_content
-from keel.graders.numbers import Number, read_number
-from keel.graders.prose import END, WORD, follows, leads, sentences
-from keel.graders.reading.notation import bare, closing, plain, spaced
-from keel.graders.reading.words import pattern, word_set
 from keel.graders.stated import ANSWER_NAME
 
 TAIL = 16_384

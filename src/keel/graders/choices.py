@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 
 from keel.graders.answers import LONGEST, WITHDRAWN, final_answer, stated_part
+from keel.graders.notation import pattern, plain
 from keel.graders.prose import sentences
-from keel.graders.reading.notation import plain
-from keel.graders.reading.words import pattern
 
 LABELS = 40
 """Labels in a sentence, at the most."""

@@ -19,11 +19,10 @@ from typing import Any
 
 from keel.graders.answers import final_answer, stated_number
 from keel.graders.choices import chosen, label_of
-from keel.graders.conclusions import formula_of
 from keel.graders.forms import formulas, left_to_do, squeezed, stands_in
+from keel.graders.notation import bare, word_set
 from keel.graders.numbers import DECIMAL, Number, name_of, only_units, read_number, same_name
-from keel.graders.reading.notation import bare
-from keel.graders.reading.words import word_set
+from keel.graders.prose import formula_of
 
 LONGEST = 600
 """Characters of an answer that is not a number: longer ones are not read."""

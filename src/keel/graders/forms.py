@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-from keel.graders.reading.notation import FORMULA
+from keel.graders.notation import FORMULA
 
 FORMULAS = 24
 """Formulas of a question that are compared, at the most."""

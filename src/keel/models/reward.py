@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from keel.config.model import Autocast, Lora, Model
-from keel.graders.steps import split_steps
 from keel.models import lora
 from keel.models.chat import ChatEncoder, as_turns, encode_answer, encode_prompt
 from keel.models.families import context_length, states_at
@@ -36,7 +35,7 @@ from keel.models.loading import (
 from keel.models.packed import Packed, pack, sizes_on
 from keel.models.policy import Policy
 from keel.models.probe import prepare_backbone
-from keel.models.text import encode_text
+from keel.models.text import encode_text, split_steps
 from keel.models.tokenizer_round_trip import quiet
 from keel.types import Content, KeelError, Prompt, Tools
 

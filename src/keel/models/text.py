@@ -289,3 +289,28 @@ def _token_of_run(tokenizer: Any, run: Sequence[int], text: str, end: int) -> in
         else:
             low = middle + 1
     return low
+
+
+def split_steps(text: str, separator: str) -> list[tuple[int, int]]:
+    """Spans (start, end) of the steps, which cover the text without gaps.
+
+    A step holds the separator that closes it; a blank one belongs to the step before it (the first
+    to the one after it). No span for an empty text. Raises KeelError for an empty separator.
+    """
+    if not separator:
+        raise KeelError('separator = "" divides nothing: give what stands between two steps')
+    spans: list[tuple[int, int]] = []
+    start = at = 0
+    while at < len(text):
+        found = text.find(separator, at)
+        end = len(text) if found < 0 else found + len(separator)
+        if text[at:end].removesuffix(separator).strip():
+            spans.append((start, end))
+            start = end
+        elif spans:
+            spans[-1] = (spans[-1][0], end)
+            start = end
+        at = end
+    if start < len(text):
+        spans.append((start, len(text)))
+    return spans

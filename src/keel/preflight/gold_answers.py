@@ -16,9 +16,9 @@ from keel.preflight.batch import CUT
 from keel.preflight.finding import Finding, percent, quantile, shorten, surely_more
 from keel.preflight.prompts import inspected_places
 from keel.rewards.code import CodeReward
+from keel.rewards.outputs import Wrong
 from keel.rewards.registry import TASK, NamedReward
 from keel.rewards.scorer import Scorer
-from keel.rewards.validation import Wrong
 from keel.types import Completion, Group, KeelError, Prompt, Task
 
 RIGHT = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", TASK)

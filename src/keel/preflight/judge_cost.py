@@ -14,10 +14,8 @@ from keel.config.sources import RewardSource
 from keel.config.stage import StageConfig
 from keel.graders.stated import answer_part
 from keel.preflight.finding import Finding
-from keel.rewards.judge.options import GROUP, JudgeOptions, most_tokens
-from keel.rewards.judge.pairs import choose_pairs
-from keel.rewards.judge.prompts import pair_question, score_question
-from keel.rewards.judge.store import Cost
+from keel.rewards.judge.options import GROUP, Cost, JudgeOptions, most_tokens
+from keel.rewards.judge.questions import choose_pairs, pair_question, score_question
 from keel.types import Group
 
 BYTES_PER_TOKEN = (5.0, 4.0, 2.5)

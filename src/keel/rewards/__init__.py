@@ -1,7 +1,7 @@
 """Reward functions, and the scorer that calls them."""
 
+from keel.rewards.outputs import Wrong
 from keel.rewards.registry import NamedReward, load_reward
 from keel.rewards.scorer import Scored, Scorer
-from keel.rewards.validation import Wrong
 
 __all__ = ["NamedReward", "Scored", "Scorer", "Wrong", "load_reward"]

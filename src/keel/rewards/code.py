@@ -22,7 +22,7 @@ from keel.graders.unit_tests import (
     wanted_names,
 )
 from keel.platform.sandbox.bubblewrap import Limits, Sandbox
-from keel.rewards.logs import Summary
+from keel.rewards.outputs import Summary
 from keel.rewards.registry import Column, RewardContext, with_arguments
 from keel.rewards.rules import stated_texts
 from keel.types import KeelError

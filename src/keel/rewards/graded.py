@@ -14,10 +14,9 @@ from keel.config.sources import Seconds
 from keel.graders.answers import final_answer
 from keel.graders.languages import check_language, language_of, language_share
 from keel.graders.mathematics import Mathematics
-from keel.rewards.logs import Summary
+from keel.rewards.outputs import Summary, Wrong
 from keel.rewards.registry import Column, RewardContext, with_arguments
 from keel.rewards.rules import Sample, samples, texts
-from keel.rewards.validation import Wrong
 from keel.types import KeelError
 
 

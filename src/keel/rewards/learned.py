@@ -15,7 +15,6 @@ from pydantic import model_validator
 from keel.algorithms.spec import FrozenModel
 from keel.config.fields import Index, Tokens
 from keel.config.sources import Seconds
-from keel.graders.steps import aggregate
 from keel.platform.process import (
     JsonChild,
     Restarting,
@@ -25,7 +24,7 @@ from keel.platform.process import (
 )
 from keel.rewards.registry import RewardContext
 from keel.rewards.rules import texts
-from keel.rewards.steps import needs_tokenizer, on_tokens
+from keel.rewards.steps import aggregate, needs_tokenizer, on_tokens
 from keel.runs.checkpoint import check_model
 from keel.types import Content, KeelError, Tools
 

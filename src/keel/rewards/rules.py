@@ -19,7 +19,7 @@ from keel.graders.choices import chosen, label_of
 from keel.graders.formats import SECONDS, has_tags, matches, repeated_share, same_text
 from keel.graders.numbers import Number, read_number, same_number
 from keel.graders.stated import answer_part, opened
-from keel.rewards.validation import Wrong
+from keel.rewards.outputs import Wrong
 from keel.types import KeelError, text_of
 
 _WORDS = {True: ("True", "true", "Yes", "yes"), False: ("False", "false", "No", "no")}

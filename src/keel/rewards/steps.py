@@ -1,18 +1,19 @@
-"""A rule that judges an answer step by step against the gold one."""
+"""Rewards of steps: where they go, what they make of an answer, and a rule with a gold answer."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from keel.algorithms.spec import FrozenModel
 from keel.data.gold import gold_entries, read_gold
-from keel.graders.steps import split_steps
-from keel.models.text import token_ends
+from keel.models.text import split_steps, token_ends
 from keel.rewards.registry import RewardContext
 from keel.rewards.rules import texts
 from keel.types import KeelError
 
+Aggregate = Literal["min", "last", "product", "mean"]
 Judged = list[tuple[int, float]]
 """What a process reward says: (index of the step's last token, reward) of each step."""
 
@@ -37,6 +38,25 @@ def on_tokens(
             f"choose another separator than {separator!r}"
         )
     return list(zip(ends, rewards, strict=True))
+
+
+def aggregate(right: Sequence[float], how: Aggregate) -> float:
+    """The judgement of a whole answer from the probabilities of its steps being right.
+
+    min: as good as the worst step. last: what is thought at the end. product: that all are right,
+    taken as independent. mean. An answer without a step gets 0.
+    """
+    if not right:
+        return 0.0
+    if how == "min":
+        return min(right)
+    if how == "last":
+        return right[-1]
+    if how == "product":
+        return math.prod(right)
+    if how == "mean":
+        return sum(right) / len(right)
+    raise KeelError(f'aggregate = "{how}": give min, last, product or mean')
 
 
 def needs_tokenizer(tokenizer: Any) -> Any:

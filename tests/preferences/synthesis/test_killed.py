@@ -15,7 +15,7 @@ import pytest
 
 from keel.preferences.store.store import PreferenceStore
 from keel.preferences.synthesis.options import requests_path
-from keel.rewards.judge.store import JudgeStore
+from keel.rewards.judge.requests import JudgeStore
 from tests.preferences.synthesis.made import JUDGE, WRITER, judges, prompts_file, server
 from tests.rewards.judge_server import JudgeServer
 from tests.shared import ROOT

@@ -14,8 +14,7 @@ from keel.config.errors import explain_validation
 from keel.config.fields import unknown
 from keel.config.secrets import wrong_secret
 from keel.preferences.synthesis.forecast import Role
-from keel.rewards.judge.options import JudgeOptions
-from keel.rewards.judge.prompts import RUBRIC
+from keel.rewards.judge.options import RUBRIC, JudgeOptions
 from keel.rewards.judge.requests import Asker
 from keel.types import KeelError, Sampling
 

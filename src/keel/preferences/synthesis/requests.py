@@ -21,10 +21,9 @@ from keel.preferences.store.store import PreferenceStore
 from keel.preferences.synthesis.forecast import Unit, Usage
 from keel.preferences.synthesis.options import ModelServer, SynthesisOptions, build_asker
 from keel.preferences.synthesis.work import ProgressNotes, Work, sample_record
-from keel.rewards.judge.pairs import SWAPPED, WORTH
-from keel.rewards.judge.prompts import Judgement, Question, pair_question
+from keel.rewards.judge.options import Cost
+from keel.rewards.judge.questions import SWAPPED, WORTH, Judgement, Question, pair_question
 from keel.rewards.judge.requests import Asker
-from keel.rewards.judge.store import Cost
 from keel.runs.values import clean_text
 from keel.types import Content, KeelError, Message
 

@@ -33,7 +33,8 @@ from keel.preferences.synthesis.work import (
     missing_labels,
     missing_pairs,
 )
-from keel.rewards.judge.store import Account, JudgeStore, SpendLimitReached
+from keel.rewards.judge.options import SpendLimitReached
+from keel.rewards.judge.requests import Account, JudgeStore
 from keel.types import KeelError
 
 

@@ -1,18 +1,22 @@
-"""The options of a judge. Torch-free."""
+"""The options of a judge, and what its answers cost. Torch-free."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
 from keel.algorithms.spec import Coefficient, FrozenModel, Positive
 from keel.config.fields import AsTuple, Count, Index
-from keel.rewards.judge.prompts import RUBRIC, Structured
-from keel.rewards.judge.store import Cost, SpendLimitReached
+from keel.types import KeelError
 
+Structured = Literal["json_schema", "json_object", "text"]
+"""How a server is asked for JSON: by a schema, as any JSON object, or only in the prompt."""
+
+RUBRIC = "how correct, helpful and clear the answer is."
 GROUP = "group"
 """An answer is compared with others of its group."""
 RESERVED = ("model", "messages", "response_format", "seed", "n", "stream")
@@ -22,6 +26,44 @@ ROUNDING = 1e-9
 """Dollars that sums of floats may be off by."""
 FRAME = 64
 """Most tokens that a chat template adds to a message, and to the whole; usual are 3 to 12."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Tokens read and written, and their price."""
+
+    tokens_in: int = 0
+    tokens_out: int = 0
+    dollars: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Read and written."""
+        return self.tokens_in + self.tokens_out
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.tokens_in + other.tokens_in,
+            self.tokens_out + other.tokens_out,
+            self.dollars + other.dollars,
+        )
+
+    def __str__(self) -> str:
+        return f"${self.dollars:.6g} ({self.tokens} tokens)"
+
+
+class SpendLimitReached(KeelError):
+    """The limit does not cover the next request; all replies so far are stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """What a judge wrote. `refusal` is the reason if it, or its server, gave no answer."""
+
+    text: str
+    finish: str
+    refusal: str
+    cost: Cost
 
 
 class JudgeOptions(FrozenModel):

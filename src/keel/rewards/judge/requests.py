@@ -1,4 +1,4 @@
-"""Asking a judge through the `openai` client: cache, spend limit, a bounded number of requests."""
+"""Asking a judge through the `openai` client: cache of paid answers, spend limit, retries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import time
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,9 +18,15 @@ from urllib.parse import urlsplit
 
 from keel.config.secrets import without_secrets, wrong_key_name
 from keel.platform.loop_thread import LoopThread
-from keel.rewards.judge.options import JudgeOptions
-from keel.rewards.judge.prompts import Judgement, Question, Structured, parse
-from keel.rewards.judge.store import Cost, JudgeStore, SpendLimitReached, StoredAnswer
+from keel.platform.sqlite import Database, Format
+from keel.rewards.judge.options import (
+    Cost,
+    JudgeOptions,
+    SpendLimitReached,
+    StoredAnswer,
+    Structured,
+)
+from keel.rewards.judge.questions import Judgement, Question, parse
 from keel.types import KeelError, one_line
 
 if TYPE_CHECKING:
@@ -42,6 +48,76 @@ TOO_LONG = re.compile(r"context (length|window|size)|too (long|many tokens)", re
 CONTEXT = re.compile(r"context length is (\d+)", re.IGNORECASE)
 SHOWN = 200
 """Characters of a server's message that an error repeats."""
+
+
+FORMAT = Format(
+    application=0x4B4C4A47,  # "KLJG"
+    version=3,
+    statements=(
+        """CREATE TABLE IF NOT EXISTS answers (
+            id INTEGER PRIMARY KEY, key TEXT, model TEXT, text TEXT, finish TEXT, refusal TEXT,
+            tokens_in INTEGER, tokens_out INTEGER, dollars REAL
+        )""",
+        # With the costs, so that a sum over it reads no texts.
+        "CREATE INDEX IF NOT EXISTS by_key ON answers (key, tokens_in, tokens_out, dollars)",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The number of answers in a cache, and their cost."""
+
+    answers: int
+    spent: Cost
+
+
+class JudgeStore:
+    """Answers by key; several threads and processes may share a file.
+
+    Every paid answer is a row, so that the sum of the rows is what was billed: if two processes
+    ask one question at the same moment, both answers count, and the first is used. `path` None
+    keeps all in memory. Raises KeelError if the file cannot be used.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._db = Database(path, FORMAT, f"cache = {str(path)!r}")
+
+    def find(self, key: str) -> StoredAnswer | None:
+        """The stored answer to a question."""
+        found = self._db.rows(
+            "SELECT text, finish, refusal, tokens_in, tokens_out, dollars FROM answers"
+            " WHERE key = ? ORDER BY id LIMIT 1",
+            (key,),
+        )
+        if not found:
+            return None
+        text, finish, refusal, *cost = found[0]
+        return StoredAnswer(text, finish, refusal, Cost(*cost))
+
+    def add(self, key: str, model: str, answer: StoredAnswer) -> None:
+        """Store an answer with its cost."""
+        cost = answer.cost
+        with self._db.transaction():
+            self._db.execute(
+                "INSERT INTO answers VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(key, model, answer.text, answer.finish, answer.refusal),
+                    *(cost.tokens_in, cost.tokens_out, cost.dollars),
+                ),
+            )
+
+    def account(self) -> Account:
+        """What was spent so far, by every process that used the file."""
+        ((answers, *spent),) = self._db.rows(
+            "SELECT COUNT(DISTINCT key), COALESCE(SUM(tokens_in), 0),"
+            " COALESCE(SUM(tokens_out), 0), COALESCE(SUM(dollars), 0) FROM answers"
+        )
+        return Account(answers, Cost(*spent))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
 
 
 class Malformed(ValueError):

@@ -11,11 +11,17 @@ from typing import Any
 
 from keel.data.gold import shown_gold
 from keel.rewards.judge.options import GROUP, JudgeOptions
-from keel.rewards.judge.pairs import PairVerdict, asked_orders, choose_pairs, position_bias
-from keel.rewards.judge.prompts import Judgement, pair_question, score_question
-from keel.rewards.judge.requests import Asker
-from keel.rewards.judge.store import Account
-from keel.rewards.logs import Summary
+from keel.rewards.judge.questions import (
+    Judgement,
+    PairVerdict,
+    asked_orders,
+    choose_pairs,
+    pair_question,
+    position_bias,
+    score_question,
+)
+from keel.rewards.judge.requests import Account, Asker
+from keel.rewards.outputs import Summary
 from keel.rewards.registry import NamedReward, RewardContext, with_arguments
 from keel.rewards.rules import stated_texts
 

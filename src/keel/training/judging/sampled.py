@@ -16,7 +16,7 @@ from keel.config.judging import PROMPTS_AT_ONCE, SampledData
 from keel.data.messages import prompt_columns
 from keel.data.tasks.base import SEED_NAMES
 from keel.platform.files import make_folder, write_text
-from keel.rewards.batch import without_stop
+from keel.rewards.calls import without_stop
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.training.rollout import Sampler

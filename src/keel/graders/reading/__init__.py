@@ -1,1 +1,0 @@
-"""The words, signs and calculations that answers are made of."""
