@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from keel.algorithms import spec
-from keel.algorithms.explain import Explanation, explain, explain_algorithm, explain_preset
+from keel.algorithms.explain import explain, explain_algorithm, explain_preset
 from keel.algorithms.presets import CHOICE, PRESETS
+from keel.algorithms.render import Explanation
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.symbols import width
 from keel.algorithms.terms import Setting

@@ -11,8 +11,9 @@ from matplotlib.mathtext import MathTextParser
 from torch import Tensor
 
 from keel.algorithms import symbols
-from keel.algorithms.explain import Explanation, explain_algorithm, explain_preset
+from keel.algorithms.explain import explain_algorithm, explain_preset
 from keel.algorithms.presets import PRESETS
+from keel.algorithms.render import Explanation
 from keel.algorithms.terms import Setting
 from tests.algorithms import samples
 from tests.algorithms.test_explain import FULL

@@ -10,7 +10,7 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from keel.config.model import BuildModel, Lora, Model
-from keel.models import template as chats
+from keel.models import text as chats
 from keel.models.build import build_config, byte_tokenizer
 from keel.models.chat import Encoder, encode
 from keel.models.loading import load_model, load_tokenizer

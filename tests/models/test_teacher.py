@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from keel.config.model import Model, TeacherModel
 from keel.models.packed import pack
 from keel.models.policy import Policy, load_policy
-from keel.models.teacher import check_teacher, load_teacher
+from keel.models.reference import check_teacher, load_teacher
 from keel.types import KeelError
 from tests.models import tiny
 

@@ -18,8 +18,6 @@ from torch import Tensor
 import keel.objective
 from keel.objective import (
     background,
-    correction,
-    distillation,
     divergences,
     gae,
     gaussian,
@@ -28,7 +26,6 @@ from keel.objective import (
     ratios,
     segments,
     surrogates,
-    value,
     weights,
 )
 from tests.objective import loops
@@ -177,15 +174,15 @@ EXAMPLES: dict[Function, Example] = {
     divergences.k3: example(**PAIR),
     divergences.absolute: example(**PAIR),
     divergences.full: example(logits_NV=matrix(8, 5, 1), reference_logits_NV=matrix(8, 5, 2)),
-    distillation.teacher_log_ratio: example(
+    gae.teacher_log_ratio: example(
         {**OWN, "gamma": 0.9}, old_log_prob_N=n(1), teacher_log_prob_N=n(2)),
     divergences.weighted: example(divergence_N=n(3), **TO_OLD),
     divergences.old_to_policy: example(**TO_OLD),
     divergences.policy_to_old: example(**TO_OLD),
-    value.value_loss: example({"clip": 0.2}, value_N=n(1), old_value_N=n(2), return_N=n(3)),
+    gae.value_loss: example({"clip": 0.2}, value_N=n(1), old_value_N=n(2), return_N=n(3)),
     divergences.entropy: example(logits_NV=matrix(8, 5, 1)),
-    correction.truncate: example({**CORRECTION, "cap": 1.2}),
-    correction.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
+    ratios.truncate: example({**CORRECTION, "cap": 1.2}),
+    ratios.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
     background.state_value: example(probability_BA=matrix(4, 3, 2), q_BA=Q),
     background.epsilon_greedy: example({"q_BA": Q, "epsilon": 0.1}),
     background.td_target: example(
@@ -215,7 +212,7 @@ EXAMPLES: dict[Function, Example] = {
 OTHERS: set[Function] = {
     segments.sequence_index, segments.continues, gae.adaptive_lambda, weights.sequence_mean,
     weights.token_mean, weights.constant, weights.sequence_sum, divergences.adapt_ppo,
-    divergences.adapt_ziegler, value.explained_variance,
+    divergences.adapt_ziegler, gae.explained_variance,
 }  # fmt: skip
 NAMED = {name: EXAMPLES[f] for name, f in PUBLIC.items() if f in EXAMPLES}
 

@@ -18,7 +18,7 @@ from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.batch import Actions
 from keel.learn.loss import loss, prepare
 from keel.models.head import Scores
-from keel.objective import distillation, segments
+from keel.objective import gae, segments
 from studies.evidence.enumerable import EnumerableLM
 
 BUDGET = 9
@@ -40,7 +40,7 @@ def test_advantage_equals_a_loop() -> None:
     ]
     rows = [torch.tensor(x, dtype=torch.float64) for x in (old, teacher)]
     for gamma, expected in ((0.5, wanted), (0.0, gain)):
-        found = distillation.teacher_log_ratio(*rows, torch.tensor(lengths), gamma=gamma)
+        found = gae.teacher_log_ratio(*rows, torch.tensor(lengths), gamma=gamma)
         torch.testing.assert_close(
             found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-14
         )

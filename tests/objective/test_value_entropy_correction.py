@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from keel.objective import correction, divergences, value
+from keel.objective import divergences, gae, ratios
 from tests.objective import loops
 
 
@@ -30,7 +30,7 @@ def test_value_loss_table(
     v: float, old: float, target: float, loss: float, slope: float, clipped: bool
 ) -> None:
     value_N = loops.tensor([v]).requires_grad_()
-    loss_N, clipped_N = value.value_loss(
+    loss_N, clipped_N = gae.value_loss(
         value_N, loops.tensor([old]), loops.tensor([target]), clip=0.2
     )
     (slope_N,) = torch.autograd.grad(loss_N.sum(), value_N)
@@ -43,7 +43,7 @@ def test_a_wide_clip_is_half_the_squared_error() -> None:
     value_N, old_N, return_N = loops.random(20, 1), loops.random(20, 2), loops.random(20, 3)
     plain = 0.5 * (value_N - return_N) ** 2
     for clip in (1e6, None):
-        loss_N, clipped_N = value.value_loss(value_N, old_N, return_N, clip=clip)
+        loss_N, clipped_N = gae.value_loss(value_N, old_N, return_N, clip=clip)
         loops.close(loss_N, plain)
         assert not clipped_N.any()
 
@@ -69,21 +69,21 @@ WHOLE = [TOKEN[0] * TOKEN[1]] * 2 + [TOKEN[2] * TOKEN[3] * TOKEN[4]] * 3
 
 def test_truncate() -> None:
     lengths_S = loops.ints(LENGTHS)
-    token = correction.truncate(ENGINE, OLD, lengths_S, level="token", cap=2.0)
+    token = ratios.truncate(ENGINE, OLD, lengths_S, level="token", cap=2.0)
     loops.close(token, [min(w, 2.0) for w in TOKEN])
-    whole = correction.truncate(ENGINE, OLD, lengths_S, level="sequence", cap=2.0)
+    whole = ratios.truncate(ENGINE, OLD, lengths_S, level="sequence", cap=2.0)
     loops.close(whole, [min(w, 2.0) for w in WHOLE])
 
 
 def test_mask() -> None:
     lengths_S = loops.ints(LENGTHS)
     band = {"floor": 0.5, "cap": 2.0}
-    token = correction.mask(ENGINE, OLD, lengths_S, level="token", **band)
+    token = ratios.mask(ENGINE, OLD, lengths_S, level="token", **band)
     loops.close(token, [w if 0.5 <= w <= 2 else 0.0 for w in TOKEN])
     assert (token == 0).tolist() == [False, True, True, False, False]
-    whole = correction.mask(ENGINE, OLD, lengths_S, level="sequence", **band)
+    whole = ratios.mask(ENGINE, OLD, lengths_S, level="sequence", **band)
     loops.close(whole, [w if 0.5 <= w <= 2 else 0.0 for w in WHOLE])
-    edge = correction.mask(
+    edge = ratios.mask(
         torch.zeros(2), torch.zeros(2), loops.ints([2]), level="token", floor=1.0, cap=1.0
     )
     assert edge.tolist() == [1.0, 1.0]
@@ -94,8 +94,8 @@ def test_equal_log_probabilities_are_a_bitwise_no_op(level: str) -> None:
     for dtype in (torch.float32, torch.float64):
         same, lengths_S = loops.random(5, 1).to(dtype), loops.ints(LENGTHS)
         ones = torch.ones(5, dtype=dtype)
-        truncated = correction.truncate(same, same, lengths_S, level=level, cap=2.0)  # type: ignore[arg-type]
-        masked = correction.mask(same, same, lengths_S, level=level, floor=0.5, cap=2.0)  # type: ignore[arg-type]
+        truncated = ratios.truncate(same, same, lengths_S, level=level, cap=2.0)  # type: ignore[arg-type]
+        masked = ratios.mask(same, same, lengths_S, level=level, floor=0.5, cap=2.0)  # type: ignore[arg-type]
         assert torch.equal(truncated, ones)
         assert torch.equal(masked, ones)
 
@@ -103,7 +103,7 @@ def test_equal_log_probabilities_are_a_bitwise_no_op(level: str) -> None:
 def test_no_gradient_goes_through_a_correction() -> None:
     old_N = OLD.clone().requires_grad_()
     for level in ("token", "sequence"):
-        out = correction.truncate(ENGINE, old_N, loops.ints(LENGTHS), level=level, cap=2.0)  # type: ignore[arg-type]
+        out = ratios.truncate(ENGINE, old_N, loops.ints(LENGTHS), level=level, cap=2.0)  # type: ignore[arg-type]
         assert not out.requires_grad
 
 
@@ -114,6 +114,6 @@ def test_explained_variance_is_the_share_of_the_returns_variance(
     values: list[float], wanted: float
 ) -> None:
     return_N = torch.tensor([3.0, 4.0, 6.0], dtype=torch.float64)
-    found = value.explained_variance(torch.tensor(values, dtype=torch.float64), return_N)
+    found = gae.explained_variance(torch.tensor(values, dtype=torch.float64), return_N)
     assert found == pytest.approx(wanted, abs=1e-12)
-    assert value.explained_variance(return_N, torch.ones(3)) == 0.0  # returns that do not vary
+    assert gae.explained_variance(return_N, torch.ones(3)) == 0.0  # returns that do not vary

@@ -27,11 +27,10 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.objective import distillation, gae, group, segments
+    from keel.objective import gae, group, segments
     from keel.objective.signals import Signals
 else:
-    gae, group = Lazy("gae"), Lazy("group")
-    distillation, segments = Lazy("distillation"), Lazy("segments")
+    gae, group, segments = Lazy("gae"), Lazy("group"), Lazy("segments")
 
 A = "A_n"
 _ADAPTIVE = UnusedIf(
@@ -538,7 +537,7 @@ class TeacherLogRatio(AdvantageTerm):
 
     def value(self, signals: Signals) -> Tensor:
         old_N, teacher_N = signals.need("old_log_prob_N"), signals.need("teacher_log_prob_N")
-        return distillation.teacher_log_ratio(old_N, teacher_N, signals.lengths_S, gamma=self.gamma)
+        return gae.teacher_log_ratio(old_N, teacher_N, signals.lengths_S, gamma=self.gamma)
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         ratio = r"\ell_{\mathrm{teacher},%s} - \ell_{\mathrm{old},%s}"

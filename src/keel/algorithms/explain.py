@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from pydantic import BaseModel
 
-from keel.algorithms import render
 from keel.algorithms.losses import describe_entropy
 from keel.algorithms.presets import PRESETS, Preset
+from keel.algorithms.render import Explanation
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.symbols import factor, number
 from keel.algorithms.terms import (
@@ -32,27 +31,6 @@ from keel.types import KeelError
 _CHOICES: Final = (
     "advantage", "ratio", "surrogate", "weights", "divergence", "value", "entropy", "correction",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation(render.Sheet):
-    """Objective, terms, models and notes; printed by `unicode`, `latex` or `json`."""
-
-    def unicode(self, width: int = 100) -> str:
-        """Plain text for a terminal of `width` columns (60 or more), without colour."""
-        return render.unicode(self, max(width, 60))
-
-    def latex(self) -> str:
-        """A LaTeX fragment; the document must load amsmath and be UTF-8."""
-        return render.latex(self)
-
-    def json(self) -> dict[str, Any]:
-        """Plain data for `json.dumps`."""
-        return render.json(self)
-
-    def page_equation(self) -> str:
-        """The part of the algorithm's page in `docs/algorithms` that states its formula."""
-        return render.page_equation(self)
 
 
 def explain(

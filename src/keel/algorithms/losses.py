@@ -22,9 +22,9 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.objective import correction, value
+    from keel.objective import gae, ratios
 else:
-    correction, value = Lazy("correction"), Lazy("value")
+    gae, ratios = Lazy("gae"), Lazy("ratios")
 
 _NO_FLOOR = UnusedIf(lambda key: key.table.kind != "mask", 'kind = "truncate" has no floor')
 
@@ -38,7 +38,7 @@ class ValueLoss(FrozenModel):
 
     def value(self, value_N: Tensor, old_N: Tensor, return_N: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of each token without the coefficient, and where the clip acted."""
-        return value.value_loss(value_N, old_N, return_N, clip=self.clip)
+        return gae.value_loss(value_N, old_N, return_N, clip=self.clip)
 
     def describe(self, advantage: AdvantageTerm, setting: Setting) -> Description:
         """First the equation of the loss, then that of the returns R̂."""
@@ -72,8 +72,8 @@ class Correction(FrozenModel):
     def value(self, engine_N: Tensor, old_N: Tensor, lengths_S: Tensor) -> Tensor:
         """c_n of the log-probabilities of the engine and of the trainer."""
         if self.kind == "truncate":
-            return correction.truncate(engine_N, old_N, lengths_S, level=self.level, cap=self.cap)
-        return correction.mask(
+            return ratios.truncate(engine_N, old_N, lengths_S, level=self.level, cap=self.cap)
+        return ratios.mask(
             engine_N, old_N, lengths_S, level=self.level, floor=self.floor, cap=self.cap
         )
 

@@ -25,8 +25,8 @@ _LEGEND = f"{_MARK} {CHOICE}, in part at least: no paper fixes it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
-    """All that is printed. Prose holds formulas between dollars."""
+class Explanation:
+    """Objective, terms, models and notes; prose holds formulas between dollars."""
 
     name: str
     title: str
@@ -41,27 +41,64 @@ class Sheet:
         """The roles that take weights of their own."""
         return tuple(use.role for use in self.models if use.loaded)
 
+    def unicode(self, width: int = 100) -> str:
+        """Plain text for a terminal of `width` columns (60 or more), without colour."""
+        return _unicode(self, max(width, 60))
+
+    def latex(self) -> str:
+        """A LaTeX fragment; the document must load amsmath and be UTF-8."""
+        return _latex(self)
+
+    def json(self) -> dict[str, Any]:
+        """Plain data for `json.dumps`; every formula as Unicode and as LaTeX."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "objective": [line.json() for line in self.objective],
+            "reading": prose_to_unicode(self.reading),
+            "terms": [term.json() for term in self.terms],
+            "models": [use.json() for use in self.models],
+            "models_in_memory": list(self.loaded),
+            "notes": [prose_to_unicode(note) for note in self.notes],
+        }
+
+    def page_equation(self) -> str:
+        """The part of the algorithm's page in `docs/algorithms` that states its formula.
+
+        The objective, then a table with one line for each term.
+        """
+        lines = [f"$$ {line.latex} $$" for line in self.objective]
+        lines = ["\n\n".join(lines), ""]
+        lines += ["| symbol | here | formula | source |", "|---|---|---|---|"]
+        for term in self.terms:
+            own = [line for line in term.equations if line not in self.objective]
+            formulas = "; ".join(f"${line.latex}$" for line in own)
+            lines += [f"| ${term.symbol}$ | {term.kind} | {formulas} | {term.source} |"]
+        count, roles = len(self.loaded), ", ".join(self.loaded)
+        lines += ["", f"Models in memory: {count} ({roles})."]
+        return "\n".join(lines)
+
 
 # ---------------------------------------------------------------- terminal
 
 
-def unicode(sheet: Sheet, columns: int) -> str:
+def _unicode(found: Explanation, columns: int) -> str:
     """Plain text of at most so many columns, where no single symbol is wider."""
-    blocks = [_head(sheet, columns), *(_term(term, columns) for term in sheet.terms)]
-    blocks += [_models(sheet, columns)]
-    if sheet.notes:
-        blocks += ["\n".join(["Notes", *_bullets(sheet.notes, columns)])]
-    if any(term.keels_choice for term in sheet.terms):
+    blocks = [_head(found, columns), *(_term(term, columns) for term in found.terms)]
+    blocks += [_models(found, columns)]
+    if found.notes:
+        blocks += ["\n".join(["Notes", *_bullets(found.notes, columns)])]
+    if any(term.keels_choice for term in found.terms):
         blocks += [_LEGEND]
     return "\n\n".join(blocks)
 
 
-def _head(sheet: Sheet, columns: int) -> str:
-    lines = _fill(f"{sheet.name} · {sheet.title}", columns, "")
+def _head(found: Explanation, columns: int) -> str:
+    lines = _fill(f"{found.name} · {found.title}", columns, "")
     lines += ["─" * columns]
-    for line in sheet.objective:
+    for line in found.objective:
         lines += _equation(line, columns, "")
-    return "\n".join([*lines, "", *_fill(_unbroken(sheet.reading), columns, "")])
+    return "\n".join([*lines, "", *_fill(_unbroken(found.reading), columns, "")])
 
 
 def _term(term: Term, columns: int) -> str:
@@ -77,11 +114,11 @@ def _term(term: Term, columns: int) -> str:
     return "\n".join([*lines, *_fill(f"Source{mark}: {term.source}", columns, indent)])
 
 
-def _models(sheet: Sheet, columns: int) -> str:
-    roles = ", ".join(sheet.loaded)
-    lines = [f"Models in memory: {len(sheet.loaded)} ({roles})"]
-    column = max(len(use.role) for use in sheet.models) + 2
-    for use in sheet.models:
+def _models(found: Explanation, columns: int) -> str:
+    roles = ", ".join(found.loaded)
+    lines = [f"Models in memory: {len(found.loaded)} ({roles})"]
+    column = max(len(use.role) for use in found.models) + 2
+    for use in found.models:
         start = " " * _MARGIN + use.role.ljust(column)
         lines += _fill(use.what, columns, start, " " * len(start))
     return "\n".join(lines)
@@ -133,17 +170,17 @@ def _fill(text: str, columns: int, first: str, rest: str | None = None) -> list[
 # ---------------------------------------------------------------- LaTeX
 
 
-def latex(sheet: Sheet) -> str:
+def _latex(found: Explanation) -> str:
     """A fragment for a document that loads `amsmath`."""
     lines = [
-        rf"\paragraph{{{text_to_latex(sheet.name)}: {text_to_latex(sheet.title)}}}",
+        rf"\paragraph{{{text_to_latex(found.name)}: {text_to_latex(found.title)}}}",
         r"\begin{align*}",
-        " \\\\\n".join(_aligned(line) for line in sheet.objective),
+        " \\\\\n".join(_aligned(line) for line in found.objective),
         r"\end{align*}",
-        prose_to_latex(sheet.reading),
+        prose_to_latex(found.reading),
         r"\begin{description}",
     ]
-    for term in sheet.terms:
+    for term in found.terms:
         lines += [
             rf"\item[{{${term.symbol}$ \quad {term.title} ({text_to_latex(term.kind)})}}] \hfill"
         ]
@@ -151,12 +188,12 @@ def latex(sheet: Sheet) -> str:
         mark = r" (\dag)" if term.keels_choice else ""
         lines += [prose_to_latex(term.text)]
         lines += [rf"\emph{{Source{mark}: {text_to_latex(term.source)}.}}"]
-    lines += [r"\end{description}", rf"\noindent Models in memory: {len(sheet.loaded)}."]
+    lines += [r"\end{description}", rf"\noindent Models in memory: {len(found.loaded)}."]
     lines += [r"\begin{itemize}"]
-    lines += [rf"\item {use.role}: {prose_to_latex(use.what)}" for use in sheet.models]
-    lines += [rf"\item {prose_to_latex(note)}" for note in sheet.notes]
+    lines += [rf"\item {use.role}: {prose_to_latex(use.what)}" for use in found.models]
+    lines += [rf"\item {prose_to_latex(note)}" for note in found.notes]
     lines += [r"\end{itemize}"]
-    if any(term.keels_choice for term in sheet.terms):
+    if any(term.keels_choice for term in found.terms):
         lines += [r"\noindent " + _LEGEND.replace(_MARK, r"\dag{}")]
     return "\n".join(lines) + "\n"
 
@@ -167,34 +204,3 @@ def _aligned(line: Equation) -> str:
     if width(line.unicode) <= _LATEX_COLUMNS:
         return " ".join([start, *others])
     return " \\\\\n".join([start, *(rf"&\quad {part}" for part in others)])
-
-
-# ---------------------------------------------------------------- data and pages
-
-
-def json(sheet: Sheet) -> dict[str, Any]:
-    """The whole as plain data; every formula as Unicode and as LaTeX."""
-    return {
-        "name": sheet.name,
-        "title": sheet.title,
-        "objective": [line.json() for line in sheet.objective],
-        "reading": prose_to_unicode(sheet.reading),
-        "terms": [term.json() for term in sheet.terms],
-        "models": [use.json() for use in sheet.models],
-        "models_in_memory": list(sheet.loaded),
-        "notes": [prose_to_unicode(note) for note in sheet.notes],
-    }
-
-
-def page_equation(sheet: Sheet) -> str:
-    """The equation part of a page: the objective, then a table with one line for each term."""
-    lines = [f"$$ {line.latex} $$" for line in sheet.objective]
-    lines = ["\n\n".join(lines), ""]
-    lines += ["| symbol | here | formula | source |", "|---|---|---|---|"]
-    for term in sheet.terms:
-        own = [line for line in term.equations if line not in sheet.objective]
-        formulas = "; ".join(f"${line.latex}$" for line in own)
-        lines += [f"| ${term.symbol}$ | {term.kind} | {formulas} | {term.source} |"]
-    count, roles = len(sheet.loaded), ", ".join(sheet.loaded)
-    lines += ["", f"Models in memory: {count} ({roles})."]
-    return "\n".join(lines)

@@ -7,8 +7,9 @@ import json
 import shutil
 import sys
 
-from keel.algorithms.explain import Explanation, explain_preset
+from keel.algorithms.explain import explain_preset
 from keel.algorithms.presets import PRESETS
+from keel.algorithms.render import Explanation
 from keel.config.fields import unknown
 from keel.config.load import load_recipe, shipped
 from keel.config.schema import explain_recipe

@@ -23,7 +23,7 @@ from keel.config.sources import LEARNED, Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
 
 if TYPE_CHECKING:
-    from keel.algorithms.explain import Explanation
+    from keel.algorithms.render import Explanation
     from keel.config.cluster import Cluster
     from keel.config.model import Model
 

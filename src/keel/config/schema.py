@@ -17,7 +17,7 @@ from keel.config.model import Model
 from keel.config.stage import StageConfig
 
 if TYPE_CHECKING:
-    from keel.algorithms.explain import Explanation
+    from keel.algorithms.render import Explanation
 
     Stage = StageConfig
 else:

@@ -18,7 +18,7 @@ from keel.config.optimisation import Checkpoints, OnNonfinite, Optimizer, Tracke
 if TYPE_CHECKING:
     from typing import Self
 
-    from keel.algorithms.explain import Explanation
+    from keel.algorithms.render import Explanation
     from keel.config.cluster import Cluster
     from keel.config.model import BaseModelChoice, Model
     from keel.config.sampling import SamplingSource

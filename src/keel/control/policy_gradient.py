@@ -35,8 +35,8 @@ from keel.learn.loss import loss, prepare
 from keel.learn.optimizer import learning_rate
 from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
+from keel.objective.gae import explained_variance
 from keel.objective.signals import Signals
-from keel.objective.value import explained_variance
 
 FALLBACK_BUDGET = 1_000
 """C of `constant` weights, if neither the algorithm nor the environment gives a length."""

@@ -14,13 +14,13 @@ from functools import cached_property
 from typing import Any, Literal
 
 from keel.graders.stated import begun_tag
-from keel.models.template import render
 from keel.models.text import (
     QUESTIONS,
     common_prefix,
     control_tokens,
     encode_text,
     joins,
+    render,
     special_tokens,
 )
 from keel.models.tokenizer_round_trip import Served, apart, differing

@@ -1,4 +1,5 @@
-"""Advantages per token: temporal differences, n-step, Monte Carlo, and GAE between them.
+"""Advantages per token: temporal differences, n-step, Monte Carlo, GAE between them, a teacher's
+log-ratio; and the loss of the value model that they read.
 
 A state is what the model has read before it writes a token, so the recursion steps from one written
 token to the next and tool output in between decays nothing. `next_value_N` is V of the state after
@@ -14,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from keel.objective import divergences
 from keel.objective.segments import continues, linear_recurrence, segment_sum, spread
 
 
@@ -159,3 +161,68 @@ def adaptive_lambda(
     Source: VAPO, arXiv:2504.05118, α = 0.05.
     """
     return (1 - 1 / (alpha * lengths_S.to(dtype))).clamp(min=0.0)
+
+
+def teacher_log_ratio(
+    old_log_prob_N: Float[Tensor, " N"],
+    teacher_log_prob_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    gamma: float,
+) -> Float[Tensor, " N"]:
+    """Minus k1 to the teacher, with those of the tokens that follow discounted.
+
+        A_n = Σ_k γ^k (ℓ_teacher,n+k − ℓ_old,n+k)
+
+    Each log-ratio is clamped to ±20, as in every estimator of a divergence. On policy, with tokens
+    sampled from π_old, E[Σ_n A_n ∇ℓ_n] is minus
+
+    | γ = 0 | Σ_n ∇KL(π‖π_teacher) of the next token, the distribution of states held fixed |
+    | γ = 1 | ∇KL(π‖π_teacher) of whole completions |
+
+    since the score has mean 0 in every state: E[∇ℓ_n d_n] = ∇E[d_n], and the terms of earlier
+    tokens vanish. With γ = 0 a token answers only for how unlikely the teacher finds it where it
+    stands, not for the states that it leads to.
+
+    Source: Lu 2025, On-Policy Distillation (Thinking Machines Lab), where γ = 0; arXiv:2601.02780
+    eq. 8.
+    """
+    log_ratio_N = -divergences.k1(old_log_prob_N, teacher_log_prob_N)
+    return returns_to_go(log_ratio_N, lengths_S, gamma=gamma)
+
+
+def value_loss(
+    value_N: Float[Tensor, " N"],
+    old_value_N: Float[Tensor, " N"],
+    return_N: Float[Tensor, " N"],
+    *,
+    clip: float | None,
+) -> tuple[Float[Tensor, " N"], Bool[Tensor, " N"]]:
+    """Half the squared error, pessimistic about steps of more than `clip` from the old value.
+
+        L = ½ max( (V − R)², (clip(V, V_old − c, V_old + c) − R)² )
+
+    Returns L and where the clipped error was the larger one. Without `clip`, L = ½ (V − R)².
+
+    Source: the value clipping of arXiv:2005.12729, in language models arXiv:2403.17031.
+    """
+    plain_N = (value_N - return_N).square()
+    if clip is None:
+        return 0.5 * plain_N, torch.zeros_like(plain_N, dtype=torch.bool)
+    near_N = torch.clamp(value_N, old_value_N - clip, old_value_N + clip)
+    clipped_N = (near_N - return_N).square()
+    return 0.5 * torch.maximum(plain_N, clipped_N), clipped_N > plain_N
+
+
+def explained_variance(value_N: Float[Tensor, " N"], return_N: Float[Tensor, " N"]) -> float:
+    """The share of the returns' variance that the values explain.
+
+        EV = 1 − Var(R − V) / Var(R)
+
+    1 is a perfect value model, 0 no better than a constant; 0 where the returns do not vary.
+
+    Source: the coefficient of determination (Wright 1921) with a free intercept; a diagnostic of
+    OpenAI Baselines' PPO2.
+    """
+    spread = return_N.var()
+    return float(1 - (return_N - value_N).var() / spread) if spread > 0 else 0.0

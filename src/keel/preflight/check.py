@@ -27,7 +27,7 @@ from keel.models.chat import ChatEncoder
 from keel.models.kernels.build import fingerprint
 from keel.models.policy import Policy, load_policy
 from keel.models.precision import is_open, settle, time_products
-from keel.models.teacher import load_teacher
+from keel.models.reference import load_teacher
 from keel.models.value import load_critic
 from keel.preflight import settings
 from keel.preflight.context import Figure, StageContext, StageStops

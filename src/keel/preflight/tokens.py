@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keel.models.chat import PROBE, encode
-from keel.models.template import render
+from keel.models.text import render
 from keel.platform.time_limit import Hung
 from keel.preflight.finding import Finding, shorten
 from keel.types import KeelError, Message, Prompt, Tools, text_of

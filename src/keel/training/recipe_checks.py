@@ -22,8 +22,8 @@ from keel.engines.registry import capabilities_of, check_engine
 from keel.engines.requests import check_requests
 from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
+from keel.models.reference import check_teacher
 from keel.models.reward import check_classifier
-from keel.models.teacher import check_teacher
 from keel.rewards.registry import MADE, NamedReward, load_reward, read_options
 from keel.rewards.scorer import Scorer
 from keel.types import KeelError, Split

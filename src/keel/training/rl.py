@@ -27,7 +27,7 @@ from keel.learn.loss import prepare
 from keel.learn.optimizer import learning_rate
 from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
-from keel.objective.value import explained_variance
+from keel.objective.gae import explained_variance
 from keel.runs.rollouts import LOSS, RolloutRow
 from keel.training import non_finite
 from keel.training.evaluator import Evaluator

@@ -34,9 +34,8 @@ from keel.learn.token_budget import TokenBudget
 from keel.models.families import uses_autocast
 from keel.models.loading import describe_model
 from keel.models.policy import Policy, load_policy
-from keel.models.reference import reference_for
+from keel.models.reference import load_teacher, reference_for
 from keel.models.sharded import mesh_of, shard
-from keel.models.teacher import load_teacher
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.platform.files import make_folder
 from keel.rewards.judge.reward import Judge
