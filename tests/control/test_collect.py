@@ -1,7 +1,8 @@
-"""Iterations against plain loops over single environments, and what ends an episode's part."""
+"""Iterations and evaluations against plain loops over single environments; mini-batches."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import chain
 from typing import Any
 
@@ -10,16 +11,22 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from keel.config.control import Network
-from keel.control.actor import Categorical
+from keel.config.control import Environment, Network, ReturnEvaluation
+from keel.config.fields import derive
 from keel.control.collect import (
     BLOCK,
+    SIDE_BY_SIDE,
     Collected,
+    Experience,
     collect_episodes,
     collect_steps,
+    evaluate,
     greedy,
+    returns_of,
     sampling,
 )
+from keel.control.networks import Categorical
+from keel.learn.batch import Estimates
 from tests.control import worlds
 from tests.control.test_environments import SEED, opened
 from tests.control.worlds import Step
@@ -49,11 +56,10 @@ def assert_is(collected: Collected, parts: list[list[Step]]) -> None:
 
 def assert_finished(collected: Collected, ended: list[list[Step]]) -> None:
     """The episodes that ended, in the order in which they did."""
-    finished = collected.finished
-    assert finished.numbers.tolist() == [episode[0].episode for episode in ended]
-    assert finished.lengths.tolist() == [len(episode) for episode in ended]
     # Rewards are added in order of time on both sides.
-    assert finished.returns.tolist() == [sum(s.reward for s in episode) for episode in ended]
+    assert collected.finished == [
+        (sum(s.reward for s in episode), len(episode), episode[0].episode) for episode in ended
+    ]
 
 
 # ---------------------------------------------------------------- against plain loops
@@ -86,8 +92,9 @@ def test_episodes_are_those_of_a_plain_loop(name: str, count: int) -> None:
             episodes = worlds.plain_episodes(name, SEED, first, many)
             assert_is(collected, episodes)
             by_number = {episode[0].episode: episode for episode in episodes}
-            assert sorted(collected.finished.numbers) == sorted(by_number)
-            assert_finished(collected, [by_number[n] for n in collected.finished.numbers.tolist()])
+            numbers = [episode.number for episode in collected.finished]
+            assert sorted(numbers) == sorted(by_number)
+            assert_finished(collected, [by_number[n] for n in numbers])
             assert (environments.episode_E < 0).all()
 
 
@@ -110,7 +117,7 @@ def test_an_episode_over_three_iterations(ending: str, terminated: bool) -> None
         assert part.episode_S.tolist() == [0]
         assert part.terminated_S.tolist() == [False]  # cut by the end of the iteration
         assert part.last_state_SO[:, 1].tolist() == [count]
-        assert len(part.finished.numbers) == 0
+        assert not part.finished
     assert third.lengths == (1, 2)
     assert third.episode_S.tolist() == [0, 1]
     assert third.terminated_S.tolist() == [terminated, False]
@@ -119,9 +126,9 @@ def test_an_episode_over_three_iterations(ending: str, terminated: bool) -> None
         [worlds.mark_of(SEED, 0), 7],
         [worlds.mark_of(SEED, 1), 2],
     ]
-    assert third.finished.numbers.tolist() == [0]
-    assert third.finished.lengths.tolist() == [7]  # all of it, not this iteration's part
-    assert third.finished.returns[0] > sum(range(1, 8)) - 1
+    (episode,) = third.finished
+    assert (episode.length, episode.number) == (7, 0)  # all of it, not this iteration's part
+    assert episode.total > sum(range(1, 8)) - 1
 
 
 def test_buffers_grow() -> None:
@@ -152,3 +159,126 @@ def test_draws_follow_from_the_generator_and_see_normal_observations() -> None:
         logits = actor(torch.ones(3, 2))
     assert best.tolist() == logits.argmax(-1).tolist()
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("episodes", [1, 3, SIDE_BY_SIDE + 9])
+@pytest.mark.parametrize("name", [worlds.COUNTER, "CartPole-v1"])
+def test_returns_are_those_of_a_plain_loop(name: str, episodes: int) -> None:
+    totals, lengths = returns_of(
+        worlds.choose_all, Environment(id=name), ReturnEvaluation(episodes=episodes), SEED
+    )
+    plain = worlds.plain_episodes(name, derive(SEED, "evaluation"), 0, episodes)
+    assert lengths.tolist() == [len(steps) for steps in plain]
+    # Added in order of time on both sides.
+    assert totals.tolist() == [sum(step.reward for step in steps) for steps in plain]
+    assert episodes < 3 or len(set(lengths.tolist())) > 1
+
+
+def test_the_mean_and_its_interval_are_of_every_episode() -> None:
+    result = evaluate(
+        worlds.choose_all, Environment(id=worlds.COUNTER), ReturnEvaluation(episodes=20), SEED
+    )
+    totals, lengths = returns_of(
+        worlds.choose_all, Environment(id=worlds.COUNTER), ReturnEvaluation(episodes=20), SEED
+    )
+    assert result["returns"] == totals.tolist()
+    assert result["mean"] == pytest.approx(np.mean(totals), abs=1e-12)
+    assert result["mean_length"] == pytest.approx(np.mean(lengths), abs=1e-12)
+    assert result["low"] < result["mean"] < result["high"]
+    assert result["kind"] == "return"
+
+
+def test_endless_episode_is_cut_and_counted() -> None:
+    """CliffWalking has no time limit, and always going up leads nowhere: −1 a step."""
+    choice = ReturnEvaluation(episodes=3, longest=50)
+
+    def up(observation_EO: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+        return np.zeros(len(observation_EO), dtype=np.int64)
+
+    totals, lengths = returns_of(up, Environment(id="CliffWalking-v1"), choice, SEED)
+    assert lengths.tolist() == [50, 50, 50]
+    assert totals.tolist() == [-50.0, -50.0, -50.0]
+
+
+LENGTHS = (3, 1, 4, 2)
+N = sum(LENGTHS)
+STARTS = (0, 3, 4, 8)
+ESTIMATES = Estimates(torch.arange(N) + 0.1)
+
+
+def experience(vectors: bool = False) -> Experience:
+    """Ten actions of four episodes; every number says which action it is of."""
+    n = torch.arange(N)
+    return Experience(
+        lengths=LENGTHS,
+        groups_S=torch.tensor([7, 7, 8, 8]),
+        engine_log_prob_N=n + 0.1,
+        old_log_prob_N=n + 0.2,
+        value_N=n + 0.3,
+        observation_NO=torch.stack([n, n + 100], 1).float(),
+        action_N=torch.stack([n, -n], 1).float() if vectors else n,
+    )
+
+
+def assert_rows(part: Experience, wanted: list[int], vectors: bool = False) -> None:
+    """All that it says of an action is of these ones, in this order."""
+    n = torch.tensor(wanted)
+    assert torch.equal(part.engine_log_prob_N, n + 0.1)
+    for name, more in (("old_log_prob_N", 0.2), ("value_N", 0.3)):
+        assert torch.equal(getattr(part, name), n + more)
+    assert torch.equal(part.observation_NO, torch.stack([n, n + 100], 1).float())
+    assert torch.equal(part.action_N, torch.stack([n, -n], 1).float() if vectors else n)
+    absent = {"reference_log_prob_N", "teacher_log_prob_N"}
+    assert {f.name for f in fields(part) if getattr(part, f.name) is None} == absent
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+def test_steps_are_chosen_each_for_itself(vectors: bool) -> None:
+    part = experience(vectors).minibatch([9, 0, 4], steps=True)
+    assert_rows(part, [9, 0, 4], vectors)
+    assert part.lengths == (1, 1, 1)
+    assert part.sequences == 3
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+def test_episodes_are_chosen_whole(vectors: bool) -> None:
+    part = experience(vectors).minibatch([2, 0], steps=False)
+    assert_rows(part, [4, 5, 6, 7, 0, 1, 2], vectors)
+    assert part.lengths == (4, 3)
+    assert part.groups_S.tolist() == [8, 7]
+
+
+@pytest.mark.parametrize("count", [3, 10])
+@pytest.mark.parametrize("steps", [True, False])
+def test_parts_cover_everything_once(steps: bool, count: int) -> None:
+    every = experience()
+    pairs = list(every.split(ESTIMATES, count, np.random.default_rng(1), steps=steps))
+    parts = [part for part, _ in pairs]
+    for part, estimates in pairs:
+        assert torch.equal(estimates.advantage_N, part.engine_log_prob_N)
+    assert len(parts) == min(count, N if steps else len(LENGTHS))
+    seen = [part.action_N.tolist() for part in parts]
+    assert sorted(n for numbers in seen for n in numbers) == list(range(N))
+    for part, numbers in zip(parts, seen, strict=True):
+        assert_rows(part, numbers)
+        if steps:
+            continue
+        at = 0
+        for length in part.lengths:  # each is one whole episode, in order of time
+            start = STARTS.index(numbers[at])
+            assert length == LENGTHS[start]
+            assert numbers[at : at + length] == list(range(STARTS[start], STARTS[start] + length))
+            at += length
+    sizes = [len(part.action_N) if steps else part.sequences for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_order_is_random_and_follows_from_the_generator() -> None:
+    every = experience()
+
+    def order(seed: int) -> list[int]:
+        parts = every.split(ESTIMATES, 2, np.random.default_rng(seed), steps=True)
+        return [n for part, _ in parts for n in part.action_N.tolist()]
+
+    assert order(1) == order(1) != order(2)
+    assert order(1) != sorted(order(1))

@@ -89,7 +89,7 @@ def assert_same(
     assert left.begun == right.begun
     assert left.episode_E.tolist() == right.episode_E.tolist()
     slots = range(left.count)
-    assert [left.tally(slot) for slot in slots] == [right.tally(slot) for slot in slots]
+    assert [left.episode(slot) for slot in slots] == [right.episode(slot) for slot in slots]
     assert there_and_back(left.state()) == there_and_back(right.state())
     if left.begun == 0 or (left.episode_E < 0).any():
         one, two = (collect_episodes(e, choose, 4) for e in (left, right))
@@ -105,7 +105,7 @@ def test_restore_leads_to_the_same_place() -> None:
     for times in range(1, 25):
         with opened(longest=9) as first, opened(longest=9) as second:
             collect_steps(first, worlds.choose_all, times)
-            lengths = tuple(first.tally(slot)[1] for slot in range(3))
+            lengths = tuple(first.episode(slot).length for slot in range(3))
             ragged.add(tuple(sorted(lengths)))
             assert second.restore(there_and_back(first.state()))
             assert_same(first, second, worlds.choose_all)

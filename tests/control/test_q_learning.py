@@ -17,8 +17,7 @@ from stable_baselines3.common.logger import Logger
 from torch import Tensor
 
 from keel.config.control import Exploration
-from keel.control.q_learning import LOSSES, QLearning
-from keel.control.replay import Transitions
+from keel.control.q_learning import LOSSES, QLearning, Transitions
 from keel.objective import background
 from tests.control import stages, worlds
 from tests.control.test_environments import false_ones

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from keel.control.replay import Replay, Transitions
+from keel.control.q_learning import Replay, Transitions
 
 
 @dataclass(frozen=True)

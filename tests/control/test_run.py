@@ -11,22 +11,24 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 
 from keel.analysis.glossary import unknown
-from keel.config.control import ControlRecipe, PolicyGradientStage
+from keel.config.control import ControlRecipe, Environment, PolicyGradientStage
 from keel.config.control_load import load_control, tuned
 from keel.config.fields import derive
 from keel.config.load import load_recipe, to_toml
-from keel.control.evaluate import evaluate
-from keel.control.run import control, trained
+from keel.control.collect import evaluate
+from keel.control.run import COUNTER, FRAMES, control, record_video, trained
 from keel.platform.signals import Interrupted
 from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.types import KeelError
+from tests.control import worlds
 from tests.shared import ROOT
 
 SHORT = ("checkpoints.every=2", "checkpoints.keep=9", "watching.film=false", "network.hidden=[8]")
@@ -48,7 +50,12 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ppo-normalised": (
         "ppo",
         "Pendulum-v1",
-        (*BY_STEPS, "normalisation.observations=true", "normalisation.rewards=true"),
+        (
+            *BY_STEPS,
+            "normalisation.observations=true",
+            "normalisation.rewards=true",
+            "environment.options.max_episode_steps=50",
+        ),
     ),
     "ppo-penalty": ("ppo_kl_penalty", "CartPole-v1", (*BY_STEPS, "epochs=2", "minibatches=2")),
     "ppo-reference": (
@@ -102,7 +109,7 @@ def test_repeated_and_resumed_runs_are_the_same(case: str, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     """SIGKILL, again and again, wherever the run happens to be; then to the end."""
-    recipe = small("ppo", "steps=8000", "checkpoints.every=1", "checkpoints.keep=2")
+    recipe = small("ppo", "steps=3200", "checkpoints.every=1", "checkpoints.keep=2")
     whole = control(recipe, tmp_path / "whole")
     file = tmp_path / "recipe.toml"
     file.write_text(to_toml(recipe))
@@ -120,7 +127,7 @@ def test_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
         )
         if kills < 3 and attempt < 19:
-            more = _rows(folder) + rng.randint(1, 25)
+            more = _rows(folder) + rng.randint(1, 10)
             while process.poll() is None and _rows(folder) < more:
                 time.sleep(0.001)
             if process.poll() is None:
@@ -195,7 +202,9 @@ def test_environment_without_rendering_is_noted(tmp_path: Path) -> None:
         tmp_path / "run",
     )
     assert not folder.film.exists()
-    assert any("no film" in str(event.get("text")) for event in load(folder.path).events())
+    (note,) = [e["text"] for e in load(folder.path).events() if "no film" in str(e.get("text"))]
+    assert "Counter-v0' cannot be rendered" in note
+    assert "\n" not in note
 
 
 @pytest.mark.parametrize(("algorithm", "environment"), tuned())
@@ -301,3 +310,37 @@ def test_the_early_stop_works_without_a_ratio_too(tmp_path: Path) -> None:
     recipe = load_control("reinforce", "CartPole-v1", (*SHORT, *overrides))
     folder = control(recipe, tmp_path / "run")
     assert {row["updates"] for row in load(folder.path).metrics()} == {1.0}
+
+
+SEED = 6
+
+
+def shown(path: Path) -> list[tuple[int, int]]:
+    """The step and the mark's last byte of each picture (see Drawn)."""
+    with Image.open(path) as film_:
+        colours = [np.array(f.convert("RGB"))[COUNTER, 0] for f in ImageSequence.Iterator(film_)]
+    return [(int(r) // 4 * 16 + int(g) // 16, int(b)) for r, g, b in colours]
+
+
+def played(path: Path, length: int) -> tuple[int, list[tuple[int, int]]]:
+    choice = Environment(id=worlds.DRAWN, options={"length": length})
+    return record_video(path, worlds.choose_all, choice, SEED, 10_000), shown(path)
+
+
+def test_film_shows_every_state_of_the_episode(tmp_path: Path) -> None:
+    steps, pictures = played(tmp_path / "film.gif", 40)
+    assert steps == 40
+    mark = worlds.mark_of(SEED, 0) % 256
+    assert pictures == [(n, mark) for n in range(41)]
+
+
+@pytest.mark.parametrize("length", [FRAMES, FRAMES + 1, 2 * FRAMES + 111])
+def test_a_long_episode_is_shown_in_part(tmp_path: Path, length: int) -> None:
+    steps, pictures = played(tmp_path / "film.gif", length)
+    assert steps == length
+    numbers = [number for number, _ in pictures]
+    assert FRAMES // 2 <= len(numbers) <= FRAMES + 1
+    assert (numbers[0], numbers[-1]) == (0, length)
+    # At one pace; the last state is shown whatever the pace.
+    assert len(set(np.diff(numbers[:-1]))) == 1
+    assert numbers == sorted(set(numbers))

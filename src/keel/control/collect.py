@@ -1,4 +1,4 @@
-"""The experience of an iteration: steps of every environment, or whole episodes.
+"""The experience of an iteration (steps of every environment, or whole episodes), and evaluation.
 
 Time steps (T), environments (E). An environment without further episodes rests until the others
 finish.
@@ -16,8 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keel.control.actor import Actor
-from keel.control.environments import Environments
+from keel.analysis.statistics import bootstrap_interval
+from keel.config.control import Environment, ReturnEvaluation
+from keel.config.fields import derive
+from keel.control.environments import Environments, Episode
+from keel.control.networks import Actor
 from keel.learn.batch import Actions, Estimates, per_action
 from keel.types import KeelError
 
@@ -59,29 +62,13 @@ BLOCK = 128
 """Time steps of a block of noise."""
 
 
-@dataclass(frozen=True, eq=False)
-class Finished:
-    """Episodes that ended: return, length, and number."""
-
-    returns: npt.NDArray[np.float64]
-    lengths: npt.NDArray[np.int64]
-    numbers: npt.NDArray[np.int64]
-
-    @staticmethod
-    def of(episodes: Sequence[tuple[float, int, int]]) -> Finished:
-        """From the three of each episode."""
-        returns, lengths, numbers = zip(*episodes, strict=True) if episodes else ((),) * 3
-        return Finished(
-            np.array(returns), np.array(lengths, dtype=np.int64), np.array(numbers, dtype=np.int64)
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """The number of episodes, and their means if there are any."""
-        out = {"episode/finished": float(len(self.returns))}
-        if len(self.returns):
-            out["episode/return"] = float(self.returns.mean())
-            out["episode/length"] = float(self.lengths.mean())
-        return out
+def episode_metrics(finished: Sequence[Episode]) -> dict[str, float]:
+    """The number of episodes that ended, and their means if there are any."""
+    out = {"episode/finished": float(len(finished))}
+    if finished:
+        out["episode/return"] = float(np.mean([one.total for one in finished]))
+        out["episode/length"] = float(np.mean([one.length for one in finished]))
+    return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +87,7 @@ class Collected:
     episode_S: npt.NDArray[np.int64]
     last_state_SO: npt.NDArray[np.float32]
     terminated_S: npt.NDArray[np.bool_]
-    finished: Finished
+    finished: list[Episode]
 
 
 def sampling(
@@ -174,7 +161,7 @@ class _Tape:
         self.steps: list[tuple[npt.NDArray[Any], ...]] = []
         self.after: dict[int, npt.NDArray[np.float32]] = {}
         self.terminated: set[int] = set()
-        self.finished: list[tuple[float, int, int]] = []
+        self.finished: list[Episode] = []
 
     def step(self, choose: ChooseActions) -> npt.NDArray[np.bool_]:
         """Step every environment; True if its episode ended."""
@@ -188,11 +175,11 @@ class _Tape:
         self.steps.append((observation_EO, action_E, moves.reward_E.copy(), episode_E))
         ended_E = moves.ended_E & (episode_E >= 0)
         for slot in ended_E.nonzero()[0].tolist():
-            number = int(episode_E[slot])
-            self.finished.append((*environments.tally(slot), number))
-            self.after[number] = moves.observation_EO[slot].copy()
+            episode = environments.episode(slot)
+            self.finished.append(episode)
+            self.after[episode.number] = moves.observation_EO[slot].copy()
             if moves.terminated_E[slot]:
-                self.terminated.add(number)
+                self.terminated.add(episode.number)
         return np.asarray(ended_E)
 
     def collected(self) -> Collected:
@@ -215,10 +202,53 @@ class _Tape:
             episode_S=episode_S,
             last_state_SO=last_state_SO.reshape(len(episode_S), environments.observation_size),
             terminated_S=np.array([int(n) in self.terminated for n in episode_S], dtype=np.bool_),
-            finished=Finished.of(self.finished),
+            finished=self.finished,
         )
 
 
 def tensor(array: npt.NDArray[Any]) -> Tensor:
     """The array as a tensor, float64 as float32."""
     return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array)
+
+
+SIDE_BY_SIDE = 16
+"""Most environments that an evaluation steps together."""
+
+
+def returns_of(
+    choose: ChooseActions, environment: Environment, choice: ReturnEvaluation, seed: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return and length of each episode, in the order of their seeds."""
+    episodes = choice.episodes
+    count = min(episodes, SIDE_BY_SIDE)
+    environments = Environments(environment, count, derive(seed, "evaluation"))
+    totals, lengths = np.zeros(episodes), np.zeros(episodes, dtype=np.int64)
+
+    def step() -> npt.NDArray[np.bool_]:
+        moves = environments.step(choose(environments.observation_EO))
+        ended_E = moves.ended_E | (environments.length_E >= choice.longest)
+        ended_E &= environments.episode_E >= 0
+        for slot in ended_E.nonzero()[0].tolist():
+            episode = environments.episode(slot)
+            totals[episode.number], lengths[episode.number] = episode.total, episode.length
+        return ended_E
+
+    try:
+        run_episodes(environments, step, episodes)
+    finally:
+        environments.close()
+    return totals, lengths
+
+
+def evaluate(
+    choose: ChooseActions, environment: Environment, choice: ReturnEvaluation, seed: int
+) -> dict[str, Any]:
+    """Mean return with its 95 % bootstrap interval, and the return of each episode."""
+    totals, lengths = returns_of(choose, environment, choice, seed)
+    interval = bootstrap_interval(totals)
+    return {
+        **interval.as_dict(),
+        "kind": "return",
+        "returns": totals.tolist(),
+        "mean_length": float(lengths.mean()),
+    }

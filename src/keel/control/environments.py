@@ -11,20 +11,21 @@ import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
+from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import FlattenObservation, TransformAction
 
 from keel.config.control import Environment
 from keel.config.entry import load_module
 from keel.config.fields import derive
-from keel.control import spaces
 from keel.platform.process import Lifeline
 from keel.types import KeelError, one_line
 
@@ -36,7 +37,12 @@ PATIENCE = 5.0
 
 
 def make(choice: Environment, render: str | None = None) -> gym.Env:
-    """One environment, its observations flat. Raises KeelError if Gymnasium cannot make it."""
+    """One environment, with vectors for observations, and numbers from 0 or vectors for actions.
+
+    Dictionaries of observations are joined, numbers one-hot. Vectors of actions are clipped at the
+    bounds. Raises KeelError if Gymnasium cannot make it, or for a kind of space that cannot be
+    flattened or has no policy.
+    """
     # An environment that cannot be rendered may not accept render_mode.
     mode = {} if render is None else {"render_mode": render}
     module, _, name = choice.id.rpartition(":")
@@ -47,7 +53,7 @@ def make(choice: Environment, render: str | None = None) -> gym.Env:
     except Exception as error:  # whatever its constructor raises
         message = " ".join(str(error).split()) or type(error).__name__
         raise KeelError(f"environment {choice.id!r}: {message}") from error
-    return spaces.flat(env)
+    return _with_flat_actions(_with_flat_observations(env))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +69,14 @@ class Moves:
     def ended_E(self) -> Flags:
         """Whether an episode ended, by itself or by a limit."""
         return self.terminated_E | self.truncated_E
+
+
+class Episode(NamedTuple):
+    """The return of an episode, its length in steps, and its number."""
+
+    total: float
+    length: int
+    number: int
 
 
 class Environments:
@@ -141,9 +155,10 @@ class Environments:
             self._reset(resting)
         return Moves(self.observation_EO, reward_E, terminated_E, truncated_E)
 
-    def tally(self, slot: int) -> tuple[float, int]:
-        """Return and length of the current episode of a copy."""
-        return float(self._return_E[slot]), int(self.length_E[slot])
+    def episode(self, slot: int) -> Episode:
+        """The current episode of a copy."""
+        total, length, number = self._return_E[slot], self.length_E[slot], self.episode_E[slot]
+        return Episode(float(total), int(length), int(number))
 
     def close(self) -> None:
         with self._reported("close"):
@@ -252,3 +267,36 @@ def _in_process(choice: Environment, lifeline: Lifeline, parent: int) -> gym.Env
 def derive_episode(seed: int, number: int) -> int:
     """The seed of an episode, within 31 bits: some environments take no more."""
     return derive(seed, "episode", number) >> 32
+
+
+def _with_flat_observations(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    space = env.observation_space
+    if isinstance(space, Box) and len(space.shape) == 1:
+        return env
+    with suppress(NotImplementedError):  # an unknown kind of space
+        env = FlattenObservation(env)
+    if not isinstance(env.observation_space, Box):
+        raise KeelError(f"{_name(env)}: observations of {space} cannot be flattened to a vector")
+    return env
+
+
+def _with_flat_actions(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+    space = env.action_space
+    if isinstance(space, Discrete):
+        start = int(space.start)
+        return TransformAction(env, lambda n: int(n) + start, Discrete(space.n))
+    if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
+        low, high = space.low.reshape(-1), space.high.reshape(-1)
+        return TransformAction(  # as ClipAction, whose call costs more than a step of Pendulum's
+            env,
+            lambda vector: np.minimum(np.maximum(vector, low), high).reshape(space.shape),
+            Box(-np.inf, np.inf, low.shape, space.dtype.type),
+        )
+    raise KeelError(
+        f"{_name(env)}: actions of {space} are not supported: use an environment with Discrete "
+        "actions or a Box of real numbers"
+    )
+
+
+def _name(env: gym.Env[Any, Any]) -> str:
+    return env.spec.id if env.spec is not None else type(env).__name__

@@ -14,20 +14,19 @@ from torch import Tensor, nn
 
 from keel.config.control import PolicyGradientStage
 from keel.config.fields import derive
-from keel.control.actor import Actor, build_actor
 from keel.control.collect import (
     ChooseActions,
     Collected,
     Experience,
     collect_episodes,
     collect_steps,
+    episode_metrics,
     greedy,
     sampling,
     tensor,
 )
 from keel.control.learner import ControlLearner, prefixed, within
-from keel.control.networks import perceptron
-from keel.control.normalise import Moments
+from keel.control.networks import Actor, Moments, build_actor, perceptron
 from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.batch import Estimates, TrainBatch
 from keel.learn.finite import stop_unless_finite
@@ -75,7 +74,12 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         every = self.stage.reference.reset_every
         if self.reference is not None and every is not None and number % every == 0:
             self.reference = deepcopy(self.actor)
-        return {**collected.finished.metrics(), **metrics, "learning_rate": rate, "beta": self.beta}
+        return {
+            **episode_metrics(collected.finished),
+            **metrics,
+            "learning_rate": rate,
+            "beta": self.beta,
+        }
 
     def greedy(self) -> ChooseActions:
         return greedy(self.actor, self._normal)
@@ -267,7 +271,8 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
             so_far_N = _discounted(collected, gamma, self.open_returns)
             self.return_moments.add(so_far_N[:, None])
             last_S = np.cumsum(collected.lengths) - 1
-            on = ~np.isin(collected.episode_S, collected.finished.numbers)
+            ended = [episode.number for episode in collected.finished]
+            on = ~np.isin(collected.episode_S, ended)
             pairs = zip(collected.episode_S[on], so_far_N[last_S[on]], strict=True)
             self.open_returns = {int(n): float(value) for n, value in pairs}
 

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import gymnasium as gym
+import numpy as np
 import torch
 
 from keel.analysis.panels import stage_columns
 from keel.analysis.plots import stage_curve
-from keel.config.control import ControlRecipe
+from keel.config.control import ControlRecipe, Environment
 from keel.config.control_load import load_control
 from keel.config.fields import derive
 from keel.config.load import to_toml
 from keel.control import learner as state
-from keel.control.evaluate import evaluate
+from keel.control.collect import ChooseActions, evaluate
+from keel.control.environments import derive_episode, make
 from keel.control.learner import ControlLearner, ControlProgress
 from keel.control.policy_gradient import PolicyGradient
 from keel.control.q_learning import QLearning
-from keel.control.record import record_video
+from keel.platform import files
 from keel.runs import checkpoint, lifecycle
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter, update_run_json
-from keel.types import KeelError
+from keel.types import KeelError, one_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 REPORTED = ("gymnasium", "torch", "numpy")
 LEARNERS: Mapping[str, Callable[[Any, int], ControlLearner[Any]]] = {
@@ -34,6 +42,12 @@ LEARNERS: Mapping[str, Callable[[Any, int], ControlLearner[Any]]] = {
     "policy_gradient": PolicyGradient,
 }
 """The learner of each kind of stage, from its configuration and a seed."""
+COUNTER = 24
+"""Pixels of a film above the scene, for the step and the return."""
+FRAMES = 400
+"""A film of an episode of more steps shows every k-th, so that this many are left."""
+FASTEST = 33
+"""Most frames per second; browsers show no more of a GIF."""
 
 
 def control(
@@ -154,25 +168,84 @@ def _evaluate(
 def _save(learner: ControlLearner[Any], writer: RunWriter, progress: ControlProgress) -> None:
     whole = replace(progress, learner=learner.facts(), environments=learner.environments.state())
     last = progress.step if progress.steps >= learner.stage.steps else -1
-    writer.checkpoint(
-        progress,
-        lambda folder: state.save(folder, whole, learner),
-        learner.stage.checkpoints,
-        last,
-    )
+    save = partial(state.save, progress=whole, learner=learner)
+    writer.checkpoint(progress, save, learner.stage.checkpoints, last)
 
 
 def _record_video(learner: ControlLearner[Any], writer: RunWriter) -> None:
-    stage, seed = learner.stage, derive(learner.seed, "film")
+    target, choice, seed = writer.folder.film, learner.stage, derive(learner.seed, "film")
+    longest = choice.evaluation.longest
     try:
-        steps = record_video(
-            writer.folder.film,
-            learner.greedy(),
-            stage.environment,
-            seed,
-            stage.evaluation.longest,
-        )
+        steps = record_video(target, learner.greedy(), choice.environment, seed, longest)
         update_run_json(writer.folder, {"film": {"steps": steps}})
     except Exception as error:  # the run is complete without it
         why = "" if isinstance(error, KeelError) else f"{type(error).__name__}: "
         writer.note(f"no film: {why}{error}")
+
+
+# ---------------------------------------------------------------- the film
+
+
+def record_video(
+    path: Path, choose: ChooseActions, environment: Environment, seed: int, longest: int
+) -> int:
+    """Play one episode and write it as a GIF; its length in steps.
+
+    Gymnasium's own recorder writes MP4 through moviepy; a GIF needs Pillow alone, and a page shows
+    it as a picture.
+
+    Raises KeelError if the environment cannot be rendered.
+    """
+    for variable in ("SDL_VIDEODRIVER", "SDL_AUDIODRIVER"):
+        os.environ.setdefault(variable, "dummy")  # rendered in memory, without a display
+    plain = make(environment)  # one that cannot be rendered may not accept render_mode
+    plain.close()
+    if "rgb_array" not in plain.metadata.get("render_modes", []):
+        raise KeelError(
+            f"environment {environment.id!r} cannot be rendered (it has no rgb_array mode)"
+        )
+    env = make(environment, render="rgb_array")
+    try:
+        frames, steps = _play(env, choose, derive_episode(seed, 0), longest)
+        rate = float(env.metadata.get("render_fps", 30))
+    finally:
+        env.close()
+    pictures = [frame.quantize(64) for frame in frames]
+    settings: dict[str, Any] = {"duration": max(1000 / rate, 1000 / FASTEST), "loop": 0}
+    with files.replacing(path, sync=False) as file:
+        pictures[0].save(file, format="GIF", save_all=True, append_images=pictures[1:], **settings)
+    return steps
+
+
+def _play(
+    env: gym.Env[Any, Any], choose: ChooseActions, seed: int, longest: int
+) -> tuple[list[Image], int]:
+    observation, _ = env.reset(seed=seed)
+    frames, steps, every, ended, total = [_frame(env, 0, 0.0)], 0, 1, False, 0.0
+    while not ended:
+        action = choose(np.asarray(observation, dtype=np.float32)[None])[0]
+        observation, reward, terminated, truncated, _ = env.step(action)
+        steps, total = steps + 1, total + float(reward)
+        ended = terminated or truncated or steps == longest
+        if steps % every == 0 or ended:
+            frames.append(_frame(env, steps, total))
+        if len(frames) > 2 * FRAMES:
+            frames, every = frames[::2], every * 2
+    step = max(1, -(-len(frames) // FRAMES))
+    return [*frames[:-1:step], frames[-1]], steps
+
+
+def _frame(env: gym.Env[Any, Any], steps: int, total: float) -> Image:
+    """A frame: the step and the return in a line above the rendered environment."""
+    from PIL import Image, ImageDraw
+
+    try:
+        picture = env.render()
+    except (gym.error.Error, ImportError) as error:
+        raise KeelError(f"the environment cannot be rendered: {one_line(error)}") from error
+    scene = Image.fromarray(np.asarray(picture, dtype=np.uint8))
+    frame = Image.new("RGB", (scene.width, scene.height + COUNTER), "white")
+    frame.paste(scene, (0, COUNTER))
+    text = f"step {steps}   return {total:g}"
+    ImageDraw.Draw(frame).text((6, 5), text, fill="black", font_size=14)
+    return frame
