@@ -17,7 +17,7 @@ from tests.source_tree import ROOT, functions, sources
 FILE, OBJECTIVE_FILE, FUNCTION = 600, 250, 80
 TORCH_FREE = (
     *("keel", "keel.types", "keel.graders.numbers", "keel.algorithms.explain", "keel.config.load"),
-    *("keel.analysis.statistics", "keel.analysis.terminal", "keel.runs.reader", "keel.cli.parser"),
+    *("keel.analysis.statistics", "keel.analysis.progress", "keel.runs.reader", "keel.cli.parser"),
     *("keel.runs.diff", "keel.cli.runs"),
 )
 HELP_SECONDS = 0.3

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.analysis.diagnosis.history import StageHistory
-from keel.analysis.diagnosis.page import markdown
-from keel.analysis.diagnosis.rollout_summary import summarise
-from keel.analysis.diagnosis.table import conditions, conditions_of, diagnose
+from keel.analysis.diagnosis.history import StageHistory, summarise
+from keel.analysis.diagnosis.table import conditions, conditions_of, diagnose, markdown
 from keel.runs.rollouts import RolloutRow
 from tests.analysis.written_runs import completion, ids, written_run
 
@@ -591,5 +589,5 @@ def test_condition_ids_are_unique_and_documented() -> None:
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), (
-        "run: python -m keel.analysis.diagnosis.page > docs/howto/diagnosis.md"
+        "run: python -m keel.analysis.diagnosis.table > docs/howto/diagnosis.md"
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from keel.analysis.diagnosis.completions import similarities
-from keel.analysis.diagnosis.rollout_summary import (
+from keel.analysis.diagnosis.history import (
     MOST_ROWS,
     StepRollouts,
     read_step,

@@ -9,7 +9,7 @@ import pytest
 
 from keel.analysis.glossary import look_up
 from keel.analysis.panels import panels_of, series_of, smooth, tables, with_first
-from keel.runs.follow import Column
+from keel.runs.reader import Column
 
 
 def column(values: list[float], first: int = 1) -> Column:

@@ -9,7 +9,7 @@ import pytest
 
 from keel.analysis.panels import Line, Panel, Series
 from keel.analysis.plots import COLOURS, drawing, plot_panel, stage_curve
-from keel.runs.follow import Column
+from keel.runs.reader import Column
 from keel.types import KeelError
 
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from keel.analysis.terminal import curve, sparkline
+from keel.analysis.progress import curve, sparkline
 
 
 def test_a_sparkline_runs_from_lowest_to_highest() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keel.runs.follow import FollowedFile
+from keel.runs.reader import FollowedFile
 from keel.runs.writer import Recorder, truncate_after
 from keel.types import KeelError
 from tests.runs.example import two_stages

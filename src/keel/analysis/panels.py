@@ -17,8 +17,7 @@ import numpy as np
 
 from keel.analysis.glossary import look_up, unknown
 from keel.config.kinds import stage_kind
-from keel.runs.follow import Array, Column, FollowedFile
-from keel.runs.reader import Run
+from keel.runs.reader import Array, Column, FollowedFile, Run
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 from keel.analysis.panels import Panel, Series, picture_panels, series_of
 from keel.analysis.text import visible
 from keel.platform import files
-from keel.runs.follow import Column
+from keel.runs.reader import Column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

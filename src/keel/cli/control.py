@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from keel.analysis.terminal import curve
+from keel.analysis.progress import curve
 from keel.cli.train import run_and_report
 from keel.config.control import ControlRecipe
 from keel.config.control_load import load_control

@@ -1,10 +1,11 @@
-"""`keel eval`"""
+"""`keel eval` and `keel export`: the model that a run made."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ FIGURES = ("log_loss", "brier", "ece", "f1")
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """The command that is named."""
+    if arguments.command == "export":
+        _export(arguments)
+    else:
+        _evaluate(arguments)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
     """Evaluate and print the table. Raises KeelError for options that would have no effect."""
     files = _given(arguments, JUDGED)
     if files:
@@ -69,6 +78,28 @@ def _judged(arguments: argparse.Namespace, files: Sequence[str]) -> None:
     )
     result = measured.as_dict()
     print_result(arguments, result, _judged_table(result))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    """Write a run's policy, or the reward model of a stage, as a plain model folder."""
+    from keel.training.export import class_of, exported
+
+    result = exported(
+        arguments.run,
+        arguments.folder,
+        checkpoint=arguments.checkpoint,
+        stage=arguments.stage,
+        adapter=arguments.adapter,
+    )
+    folder, lines = str(result.folder), []
+    if result.running:
+        what = f"stage {arguments.stage}" if result.checkpoint is None else result.checkpoint
+        lines = [f"the run in {arguments.run} is still going; exported is the model of {what}"]
+    call = "peft.PeftModel.from_pretrained(BASE, "
+    if not arguments.adapter:
+        call = f"{class_of(result.folder)}.from_pretrained("
+    lines.append(f"{folder}: load it with {call}{folder!r})")
+    print_result(arguments, {**asdict(result), "folder": folder}, lines)
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:

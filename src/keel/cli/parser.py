@@ -233,6 +233,8 @@ HELP: Final = {
 """Of arguments whose line has none."""
 MODULES: Final = {
     **dict.fromkeys(("recipes", "tasks", "rewards", "models"), "lists"),
+    **dict.fromkeys(("rollouts", "diagnose", "report", "view"), "runs"),
+    "export": "eval",
     "prefs annotate": "annotate",
     "prefs audit": "prefs_synthesize",
     "prefs costs": "prefs_costs",

@@ -1,4 +1,4 @@
-"""`keel runs diff`"""
+"""`keel runs diff`, `rollouts`, `diagnose`, `report` and `view`: what run folders hold."""
 
 from __future__ import annotations
 
@@ -6,26 +6,73 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from keel.analysis.diagnosis.table import Diagnosis, diagnose
+from keel.analysis.text import visible
 from keel.cli.output import print_result
 from keel.runs.diff import Difference, FirstDifference, Point, diff
+from keel.runs.reader import Run, load
+from keel.runs.rollouts import COMPONENT
 from keel.runs.values import Change
+from keel.types import KeelError, shown_text
 
 SHOWN = 6
 """Differing values that are printed."""
-WIDTH = 120
+COMPLETIONS = 5
+"""Completions of a step that are printed."""
+WIDTH, SAMPLE = 120, 160
+"""Characters of a differing value, and of a completion that shows a problem."""
 DIFFERENT = 1
+NOTHING = "no problems found"
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int | None:
+    """The command that is named."""
+    commands = {
+        "runs diff": _diff,
+        "rollouts": _rollouts,
+        "diagnose": _diagnose,
+        "report": _report,
+        "view": _view,
+    }
+    return commands[arguments.command](arguments)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    """Write a run's report; print where it is."""
+    from keel.view.report import write_report
+
+    out = None if arguments.out is None else Path(arguments.out)
+    path = write_report(arguments.run, out, arguments.price)
+    print_result(arguments, {"report": str(path)}, [str(path)])
+
+
+def _view(arguments: argparse.Namespace) -> None:
+    """Serve the pages of runs until interrupted."""
+    from keel.view.app import serve
+
+    serve(
+        arguments.folders,
+        host=arguments.host,
+        port=arguments.port,
+        price=arguments.price,
+        browser=not arguments.no_browser,
+    )
+
+
+# ---------------------------------------------------------------- runs diff
+
+
+def _diff(arguments: argparse.Namespace) -> int:
     """Compare two runs; returns 0 if they are the same and 1 if they differ."""
     found = diff(arguments.a, arguments.b)
-    print_result(arguments, found.as_dict(), _lines(found))
+    print_result(arguments, found.as_dict(), _difference(found))
     return 0 if found.same else DIFFERENT
 
 
-def _lines(found: Difference) -> Iterator[str]:
+def _difference(found: Difference) -> Iterator[str]:
     recipe = [f"{c.name} ({_value(c.a)}, {_value(c.b)})" for c in found.recipe]
     yield f"{found.a} and {found.b}: same recipe" + (f" except {_cut(recipe)}" if recipe else "")
     if found.environment:
@@ -83,3 +130,104 @@ def _value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= WIDTH else text[:WIDTH] + "…"
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def _rollouts(arguments: argparse.Namespace) -> None:
+    """Print the rollouts of a step: all as JSON, else the first few."""
+    records = load(arguments.run).rollouts(arguments.step, arguments.stage)
+    print_result(
+        arguments, records[: arguments.n], _completions(records, arguments.n or COMPLETIONS)
+    )
+
+
+def _completions(records: Sequence[dict[str, Any]], shown: int) -> Iterator[str]:
+    """The first records as text."""
+    rewards = [one["reward"] for one in records if one["reward"] is not None]
+    groups = len({one["group"] for one in records})
+    mean = f", mean reward {sum(rewards) / len(rewards):.3g}" if rewards else ""
+    yield f"{len(records)} completions of {groups} prompts{mean}"
+    for one in records[:shown]:
+        parts = {
+            name.removeprefix(COMPONENT): value
+            for name, value in one.items()
+            if name.startswith(COMPONENT)
+        }
+        named = ", ".join(f"{name} {_number(value)}" for name, value in parts.items())
+        reward = _number(one["reward"]) + (f" ({named})" if len(parts) > 1 else "")
+        yield ""
+        yield (
+            f"{one['prompt_id']}: reward {reward}, advantage {_advantage(one)}, "
+            f"{len(one['tokens'])} tokens, ended by {one['finish']}"
+        )
+        yield f"  prompt      {_text(one['prompt'])}"
+        yield f"  completion  {_text(one['completion'])}"
+    if len(records) > shown:
+        yield f"\n{len(records) - shown} more: -n {len(records)} shows all, --json every token too"
+
+
+def _advantage(record: dict[str, Any]) -> str:
+    """One number if it is the same for all tokens of the policy, else the range."""
+    if record["advantages"] is None:
+        return "-"
+    of_policy = [
+        value for value, own in zip(record["advantages"], record["written"], strict=True) if own
+    ]
+    low, high = (min(of_policy), max(of_policy)) if of_policy else (0.0, 0.0)
+    return f"{low:+.3g}" if low == high else f"{low:+.3g} to {high:+.3g}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _text(content: Any) -> str:
+    """On one line, without control characters; of a conversation each message."""
+    if not isinstance(content, str):
+        return "  ".join(f"{turn['role']}: {_text(shown_text(turn))}" for turn in content)
+    return f'"{visible(content)}"'
+
+
+# ---------------------------------------------------------------- diagnose
+
+
+def _diagnose(arguments: argparse.Namespace) -> None:
+    """Print what is wrong with a run."""
+    opened = load(arguments.run)
+    found = diagnose(opened)
+    print_result(arguments, [one.as_dict() for one in found], _problems(found, opened))
+
+
+def _problems(found: Sequence[Diagnosis], run: Run) -> Iterator[str]:
+    """A block for each diagnosis, or one line if there is none."""
+    if not found:
+        yield NOTHING
+    for at, one in enumerate(found):
+        if at:
+            yield ""
+        yield visible(
+            f"{one.severity}: {one.title} ({one.condition}; {one.stage}, steps {one.first_step} to "
+            f"{one.last_step})"
+        )
+        for line in one.evidence:
+            yield visible(f"  - {line}")
+        yield from _samples(one, run)
+        for line in one.causes:
+            yield visible(f"  cause?  {line}")
+        for change in one.changes:
+            yield visible(f"  change  {change}")
+
+
+def _samples(one: Diagnosis, run: Run) -> Iterator[str]:
+    """The completions that show it, each on a line, if they can be read."""
+    for sample in one.samples:
+        try:
+            row = run.rollouts(sample.step, one.stage)[sample.row]
+        except (KeelError, IndexError):
+            continue
+        reward = "-" if row["reward"] is None else f"{row['reward']:.3g}"
+        text = f'"{visible(row["completion"], SAMPLE)}"'
+        place = f"step {sample.step}, completion {sample.row}, reward {reward}"
+        yield visible(f"  sample  {place}: {text}")

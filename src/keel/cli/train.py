@@ -13,12 +13,10 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from keel.analysis.diagnosis.table import diagnose
-from keel.analysis.diagnosis.values import Diagnosis
-from keel.analysis.progress import figure, size, watching
-from keel.analysis.terminal import curve
+from keel.analysis.diagnosis.table import Diagnosis, diagnose
+from keel.analysis.progress import curve, figure, size, watching
 from keel.analysis.text import visible
-from keel.cli.diagnose import NOTHING
+from keel.cli.runs import NOTHING
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.runs.layout import RunFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from nicegui import events, ui
 from nicegui import run as background
 
 from keel.analysis.panels import Panel, Series, series_of
+from keel.analysis.plots import COLOURS
 from keel.analysis.text import visible
 from keel.types import KeelError
-from keel.view import charts
 from keel.view.address import Address
 from keel.view.frame import EVERY, Problems, Shown, page
 from keel.view.library import Library, OpenRun, formula_of, panels, pictures_of, status_of
@@ -60,7 +61,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
     async def draw() -> None:
         for panel, chart in plotted:
             made = _curves(shown.address, runs, stage, panel)
-            chart.options.update(charts.options(panel, made, dark=shown.address.theme == "dark"))
+            chart.options.update(chart_options(panel, made, dark=shown.address.theme == "dark"))
             chart.update()
             await asyncio.sleep(0)
 
@@ -166,7 +167,7 @@ def _panel(
     with ui.element("section").classes("panel").props(f"data-testid=panel-{panel.key}"):
         title = visible(panel.title, 100)
         ui.html(f"<h2>{html.escape(title)}</h2>", sanitize=False)
-        made = charts.options(panel, curves, dark=address.theme == "dark")
+        made = chart_options(panel, curves, dark=address.theme == "dark")
         chart = ui.echart(made, renderer="canvas").classes("chart")
         chart.props(f'role="img" aria-label="{quoted(title)} over the steps"')
         ui.label(panel.help).classes("muted")
@@ -253,3 +254,130 @@ def pictures(run: OpenRun, stage: str) -> None:
 def quoted(text: str) -> str:
     """A text for the value of a property."""
     return text.replace('"', "'").replace("\\", "/")
+
+
+_SMALL = (
+    "(v) => Math.abs(v) < 1e-3 ? String(Number(v.toPrecision(3)))"
+    " : v.toLocaleString('en', {maximumSignificantDigits: 5})"
+)
+"""How the page writes the figures of an axis."""
+GREY = "#888888"
+"""Text and axes: legible on a light and on a dark page."""
+
+
+def chart_options(
+    panel: Panel, curves: Sequence[tuple[str, Sequence[Series]]], *, dark: bool = False
+) -> dict[str, Any]:
+    """The options of a panel; `curves` are the series of each run, with its name.
+
+    With one run colours tell the lines apart, with several the runs. Drag and wheel zoom; a double
+    click on the tool box's arrow resets.
+    """
+    several = len(curves) > 1
+    series: list[dict[str, Any]] = []
+    right = False
+    for number, (name, lines) in enumerate(curves):
+        for at, one in enumerate(lines):
+            label = name if several else one.label
+            colour = _colour(number if several else at, dark)
+            series += _line(one, label, colour, band=not several)
+            right = right or one.line.right
+    # Of several runs one line is shown, which the axis names.
+    shown = {one.label: "" for _, lines in curves for one in lines} if several else {}
+    axes = [_axis(", ".join(filter(None, [*shown, panel.unit])), right=False)]
+    if right:
+        axes.append({**_axis(panel.right_unit, right=True), "splitLine": {"show": False}})
+    names = [one["name"] for one in series if not one.get("stack")]
+    return {
+        "animation": False,
+        "backgroundColor": "transparent",
+        "aria": {"enabled": True},
+        "textStyle": {"color": GREY},
+        "grid": {"left": 8, "right": 12, "top": 40, "bottom": 26, "containLabel": True},
+        "legend": {
+            "type": "scroll",
+            "bottom": 0,
+            "left": 0,
+            "right": 0,
+            "itemWidth": 18,
+            "data": names,
+            "textStyle": {"color": GREY},
+        },
+        "tooltip": {"trigger": "axis", "confine": True, "renderMode": "richText"},
+        "toolbox": {
+            "left": "center",  # axes' names stand at both sides
+            "top": -10,
+            "itemSize": 13,
+            "feature": {"dataZoom": {"yAxisIndex": False}},
+        },
+        "dataZoom": [{"type": "inside", "filterMode": "none", "zoomOnMouseWheel": "ctrl"}],
+        "xAxis": {
+            "type": "value",
+            "min": "dataMin",
+            "max": "dataMax",
+            "axisLabel": {"color": GREY, "hideOverlap": True},
+            "axisLine": {"onZero": False, "lineStyle": {"color": GREY}},
+            "splitLine": {"show": False},
+        },
+        "yAxis": axes,
+        "series": series,
+    }
+
+
+def _line(one: Series, label: str, colour: str, *, band: bool) -> list[dict[str, Any]]:
+    axis = int(one.line.right)
+    steps = one.steps.tolist()
+    made: dict[str, Any] = {
+        "type": "line",
+        "name": label,
+        "yAxisIndex": axis,
+        "data": [[step, _short(value)] for step, value in zip(steps, one.values, strict=True)],
+        "showSymbol": one.line.points or len(steps) < 2,
+        "symbolSize": 7,
+        "lineStyle": {"width": 2, "color": colour},
+        "itemStyle": {"color": colour},
+        "emphasis": {"focus": "series"},
+    }
+    if not band or one.low is None or one.high is None:
+        return [made]
+    hidden = {
+        "type": "line",
+        "yAxisIndex": axis,
+        "stack": f"band of {label}",
+        "stackStrategy": "all",
+        "symbol": "none",
+        "silent": True,
+        "lineStyle": {"opacity": 0},
+        "tooltip": {"show": False},
+    }
+    low = [[s, _short(v)] for s, v in zip(steps, one.low, strict=True)]
+    width = [[s, _short(h - v)] for s, v, h in zip(steps, one.low, one.high, strict=True)]
+    area = {"color": colour, "opacity": 0.15}
+    return [
+        {**hidden, "name": f"low of {label}", "data": low},
+        {**hidden, "name": f"band of {label}", "data": width, "areaStyle": area},
+        made,
+    ]
+
+
+def _axis(unit: str, right: bool) -> dict[str, Any]:
+    # From the outer edge inwards: centred on the axis, a long unit is cut by the edge of the panel.
+    align = {"align": "right" if right else "left", "padding": [0, -28, 0, -28]}
+    return {
+        "type": "value",
+        "scale": True,
+        "name": unit,
+        "nameTextStyle": {"color": GREY, **align},
+        "axisLabel": {"color": GREY, ":formatter": _SMALL},
+        "splitLine": {"lineStyle": {"color": GREY, "opacity": 0.2}},
+    }
+
+
+def _colour(number: int, dark: bool) -> str:
+    colour = COLOURS[number % len(COLOURS)]
+    return "#dddddd" if dark and colour == "#000000" else colour
+
+
+def _short(value: float) -> float | None:
+    """Five figures are enough for a plot; None if there is no number."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None

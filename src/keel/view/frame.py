@@ -1,16 +1,18 @@
-"""What all pages have in common: style, header, navigation, keys."""
+"""What all pages have in common: style, header, navigation, keys, tables of links."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from nicegui import events, ui
 
 from keel.analysis.text import visible
 from keel.view import formula
 from keel.view.address import Address
+from keel.view.rows import columns_of
 
 EVERY = 2.0
 """Seconds between two looks at the files."""
@@ -176,3 +178,18 @@ class Problems:
         with self._column:
             for text in found:
                 problem(text)
+
+
+class LinkedTable(ui.table, component="linked_table.js"):
+    """A table in which the cells of one column are links to the `link` of their row.
+
+    In a slot of `ui.table` a link would lose the focus whenever the page changes: NiceGUI compiles
+    the slot's template again, and its elements are replaced. A component is compiled once.
+    """
+
+    def __init__(
+        self, column: str, rows: list[dict[str, Any]], names: Sequence[str], test: str, **more: Any
+    ) -> None:
+        super().__init__(rows=rows, columns=columns_of(rows, names), row_key="id", **more)
+        self._props["linked"] = column
+        self.classes("w-full").props(f"dense flat bordered data-testid={test}")

@@ -20,9 +20,8 @@ from keel.analysis.panels import Panel, panels_of, with_first
 from keel.analysis.text import visible
 from keel.config.load import load_recipe
 from keel.platform.files import is_taken
-from keel.runs.follow import Column, FollowedFile
 from keel.runs.layout import RECIPE, RunFolder
-from keel.runs.reader import Run, load
+from keel.runs.reader import Column, FollowedFile, Run, load
 from keel.types import KeelError
 from keel.view.formula import mathml
 from keel.view.rollout_index import RolloutIndex, StepRows, step_rows

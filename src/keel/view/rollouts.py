@@ -14,9 +14,8 @@ from keel.analysis.text import visible
 from keel.analysis.token_values import Tokens
 from keel.types import KeelError
 from keel.view.address import CHOICES, KINDS, LARGEST, SEARCHED, Address
-from keel.view.frame import EVERY, Shown, page, problem
+from keel.view.frame import EVERY, LinkedTable, Shown, page, problem
 from keel.view.library import Library
-from keel.view.linked_table import LinkedTable
 from keel.view.rows import (
     PREVIEW,
     Row,

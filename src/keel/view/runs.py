@@ -7,14 +7,12 @@ from typing import Any
 from nicegui import run as background
 from nicegui import ui
 
-from keel.analysis.diagnosis.table import diagnose
-from keel.analysis.diagnosis.values import Diagnosis
+from keel.analysis.diagnosis.table import Diagnosis, diagnose
 from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
-from keel.view.frame import EVERY, Problems, Shown, page, problem
+from keel.view.frame import EVERY, LinkedTable, Problems, Shown, page, problem
 from keel.view.library import Library, formula_of, status_of
-from keel.view.linked_table import LinkedTable
 from keel.view.rows import figure
 
 SHOWN = ("reward", "episode/return", "eval/return", "loss")

@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.analysis.diagnosis.history import Array, StageHistory
-from keel.analysis.diagnosis.rollout_summary import StepRollouts
+from keel.analysis.diagnosis.history import (
+    Array,
+    RolloutSample,
+    StageHistory,
+    StepRollouts,
+    Symptom,
+    newest,
+)
 from keel.analysis.diagnosis.trends import WINDOW, trend
-from keel.analysis.diagnosis.values import RolloutSample, Symptom, newest
 
 GROWTH = 1.5
 CUT = 0.2

@@ -6,10 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from keel.analysis.diagnosis.history import StageHistory, histories
-from keel.analysis.diagnosis.rollout_summary import MOST_STEPS, StepRollouts, read_step
-from keel.analysis.diagnosis.table import conditions_of
-from keel.analysis.diagnosis.values import Diagnosis
+from keel.analysis.diagnosis.history import (
+    MOST_STEPS,
+    StageHistory,
+    StepRollouts,
+    histories,
+    read_step,
+)
+from keel.analysis.diagnosis.table import Diagnosis, conditions_of
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.reader import load
 from keel.types import one_line

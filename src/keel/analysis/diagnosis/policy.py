@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from keel.analysis.diagnosis.history import StageHistory
+from keel.analysis.diagnosis.history import StageHistory, Symptom
 from keel.analysis.diagnosis.trends import (
     WINDOW,
     holds_since,
@@ -13,7 +13,6 @@ from keel.analysis.diagnosis.trends import (
     rolling_medians,
     trend,
 )
-from keel.analysis.diagnosis.values import Symptom
 
 ALIKE = "frac_reward_zero_std"
 COLLAPSED = 0.15

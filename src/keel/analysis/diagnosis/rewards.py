@@ -7,10 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from keel.analysis.diagnosis.history import Array, StageHistory, Steps
-from keel.analysis.diagnosis.rollout_summary import StepRollouts
+from keel.analysis.diagnosis.history import (
+    Array,
+    RolloutSample,
+    StageHistory,
+    StepRollouts,
+    Steps,
+    Symptom,
+    newest,
+)
 from keel.analysis.diagnosis.trends import WINDOW, holds_since, median, rolling_medians, trend
-from keel.analysis.diagnosis.values import RolloutSample, Symptom, newest
 
 ALIKE = 0.9
 """Share of groups without variance from which on a step learns from one group in ten at most."""

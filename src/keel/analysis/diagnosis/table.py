@@ -2,14 +2,15 @@
 
 A further condition is a function of a `StageHistory` in `RULES`, whose docstring states the rule
 and its thresholds, and an entry of its name in conditions.toml. The page docs/howto/diagnosis.md is
-made from both, by `python -m keel.analysis.diagnosis.page > docs/howto/diagnosis.md`.
+made from both, by `python -m keel.analysis.diagnosis.table > docs/howto/diagnosis.md`.
 """
 
 from __future__ import annotations
 
+import inspect
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from string import Formatter
@@ -18,9 +19,17 @@ from typing import Any, Literal
 import numpy as np
 
 from keel.analysis.diagnosis import completions, policy, rewards
-from keel.analysis.diagnosis.history import StageHistory, histories
-from keel.analysis.diagnosis.values import Diagnosis, RecipeChange, Severity, Symptom
+from keel.analysis.diagnosis.history import (
+    RolloutSample,
+    StageHistory,
+    Symptom,
+    histories,
+)
 from keel.runs.reader import Run
+
+Severity = Literal["warning", "error"]
+"""An error: the run learns nothing more, or what it learns is wrong. A warning: it may waste time
+or mislead."""
 
 RULES = (
     *(rewards.no_reward, rewards.no_signal, rewards.saturated_reward),
@@ -33,6 +42,56 @@ RULES = (
     *(policy.value_model, policy.engine_mismatch),
 )
 """In the order of the page; the id of a condition is the name of its rule, with hyphens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeChange:
+    """A key of the recipe, its present value, what to set it to and why.
+
+    `to` is a value, or "higher", "lower" or "other" where none can be computed. `now` is None
+    if the key is absent or a table.
+    """
+
+    key: str
+    now: Any
+    to: Any
+    why: str
+
+    def __str__(self) -> str:
+        now = "" if self.now is None else f" (now {_shown(self.now)})"
+        to = {"higher": " higher", "lower": " lower", "other": ""}.get(str(self.to))
+        return f"{self.key}{f' = {_shown(self.to)}' if to is None else to}{now}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A condition that a stage is in, or was in from `first_step` to `last_step`.
+
+    `condition` is a short name that stays the same from version to version; docs/howto/diagnosis.md
+    lists all. `evidence` holds statements of one line, `figures` the numbers in them by name.
+    """
+
+    condition: str
+    title: str
+    stage: str
+    first_step: int
+    last_step: int
+    severity: Severity
+    evidence: tuple[str, ...]
+    figures: Mapping[str, float]
+    samples: tuple[RolloutSample, ...]
+    causes: tuple[str, ...]
+    changes: tuple[RecipeChange, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +208,61 @@ def conditions_of(history: StageHistory) -> list[Diagnosis]:
     """The diagnoses of one stage, in the order of the rules."""
     found = (condition.diagnose(history) for condition in conditions())
     return [one for one in found if one is not None]
+
+
+INTRO = """# What is wrong with a run?
+
+    keel diagnose RUN [--json]
+
+reads a run folder, also of a run that goes on, and reports each problem of its stages of
+reinforcement learning: the evidence, completions that show it, likely causes, and the recipe keys
+to change, each with its reason and, if it follows from the present value, the new one. An *error*
+means that the run learns nothing more, or the wrong thing; a *warning*, that it wastes time or may
+mislead. The exit code is 0 either way.
+
+`keel train` and `keel.train` look for the same problems during the run. Each is shown once, in a
+line that begins with `WARNING`, and recorded as an event `diagnosis` in `events.jsonl`, if two
+checks in a row find it (five steps apart, or a fiftieth of the steps so far). The run goes on
+unchanged. `keel train --json` returns the problems of the whole run as `diagnoses`.
+
+The rules use medians of five steps or more and rank tests; a run that is too short for a rule is
+not diagnosed by it. Rules on single completions read the first 256 of up to 24 steps, if the run
+wrote rollouts ([`rollouts_every`](../recipe.md)). A diagnosis is a sign, not a proof: read the
+completions that it names ([`keel rollouts`](rollouts.md)). [Metrics](../metrics.md) explains the
+metrics.
+
+From Python:
+
+    from keel.analysis.diagnosis.table import diagnose
+    for one in diagnose(keel.load("runs/quickstart-1")):
+        print(one.condition, one.evidence, one.changes)
+
+A further condition is a function of a `StageHistory` that returns a `Symptom` or None, in `RULES`
+of `keel/analysis/diagnosis/table.py`, and an entry of its name in `conditions.toml` next to it.
+"""
+
+
+def markdown() -> str:
+    """The page."""
+    lines = [INTRO]
+    for condition in conditions():
+        rule = " ".join((inspect.getdoc(condition.rule) or "").split())
+        changes = dict.fromkeys(_change(one) for one in condition.advice)
+        lines += [f"## {condition.id}", "", f"**{condition.severity.capitalize()}.** {rule}", ""]
+        lines += [f"- Likely causes: {'; '.join(condition.causes)}."]
+        lines += [f"- Change: {', '.join(changes)}.", ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _change(advice: Advice) -> str:
+    """A key, and what to do with it."""
+    if advice.factor is not None:
+        return f"`{advice.key}` × {advice.factor:g}"
+    if advice.value is not None:
+        value = str(advice.value).lower() if isinstance(advice.value, bool) else advice.value
+        return f"`{advice.key}` = {value}"
+    return f"`{advice.key}`" + ("" if advice.direction == "other" else f" {advice.direction}")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
