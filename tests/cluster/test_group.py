@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.algorithms.presets import PRESETS
-from keel.cluster.group_learner import Member
+from keel.cluster.parts import Member
 from keel.cluster.rank_stage import SharedEngine
 from keel.cluster.ranks import start
 from keel.config.model import BuildModel, Model

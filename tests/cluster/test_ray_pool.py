@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from keel.cluster.parts import StageFactory
+from keel.cluster.placement import before_import
 from keel.cluster.ranks import join, leave
-from keel.cluster.ray_token import before_import
 from keel.config.sources import RewardSource
 from keel.learn.ranks import Ranks
-from keel.platform.calls import AsyncCall
-from keel.platform.loop_thread import LoopThread
+from keel.platform.calls import AsyncCall, LoopThread
 from keel.types import KeelError
 
 pytestmark = pytest.mark.slow

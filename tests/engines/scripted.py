@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from keel.config.sampling import Rollout
-from keel.engines.multi_turn import generate_multi_turn
 from keel.engines.registry import ENGINES
 from keel.engines.sampler import check
+from keel.engines.turns import generate_multi_turn
 from keel.models.chat import ChatEncoder
 from keel.models.loading import DTYPES
 from keel.models.text import decode

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.models.chat import ChatEncoder
-from keel.platform.loop_thread import LoopThread
+from keel.platform.calls import LoopThread
 from keel.types import Completion, Engine, Group, ProgramInput, Prompt, Sampling
 
 TEMPLATE = (

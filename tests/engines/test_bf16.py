@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.engines import compiled
-from keel.engines import model_runner as passes
+from keel.engines import compiled, native
 from keel.engines.compiled import angles, rules_of
 from keel.engines.model_runner import ModuleRunner, cast_copy
 from keel.engines.native import NativeEngine
@@ -159,7 +158,7 @@ def test_modules_on_a_copy_are_near_the_model(family: str, monkeypatch: pytest.M
     install(model)
     tokens = torch.tensor(prompts(60)[0].tokens)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    found = passes.make_runner(model, 17, 43, BF16)
+    found = native.make_runner(model, 17, 43, BF16)
     assert isinstance(found, ModuleRunner)
     with torch.no_grad():
         stepped = states_of(found, tokens, 17)  # type: ignore[arg-type]

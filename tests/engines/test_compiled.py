@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Lora
 from keel.engines import compiled
-from keel.engines.kv_cache import DecodeRows, Prefill
+from keel.engines.model_runner import DecodeRows, Prefill
 from keel.engines.native import NativeEngine
 from keel.models.attention import install
 from keel.models.families import states_at

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.engines.kv_cache import DecodeRows, KVStore, StepLayout
+from keel.engines.model_runner import DecodeRows, KVStore, StepLayout
 from keel.engines.native import NativeEngine
 from keel.models.attention import PackedLayout, Rules
 from keel.types import Prompt, Sampling

@@ -18,7 +18,7 @@ from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.endpoint.verifiers import run, tasks
 from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder
-from keel.platform.loop_thread import LoopThread
+from keel.platform.calls import LoopThread
 from keel.runs import reader
 from keel.types import Group, KeelError, Prompt, Sampling
 from tests.engines.spelling import TOKENIZER, SpellingEngine

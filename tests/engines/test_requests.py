@@ -8,8 +8,7 @@ import pytest
 
 from keel.cluster.placement import placement_of
 from keel.config.load import load_recipe
-from keel.engines.registry import capabilities_of
-from keel.engines.requests import unmet_requests
+from keel.engines.registry import capabilities_of, unmet_requests
 from keel.preflight.check import check
 from keel.training.run import train
 from keel.types import KeelError

@@ -20,9 +20,16 @@ from safetensors.torch import load_file
 from keel.config.model import Lora
 from keel.config.sampling import Rollout, VllmServer
 from keel.engines.registry import check_engine
-from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
 from keel.engines.vllm.engine import VllmEngine
-from keel.engines.vllm.server import ServerProcess, check_server, last_error, passed
+from keel.engines.vllm.server import (
+    Sampled,
+    ServerFailure,
+    ServerProcess,
+    VllmClient,
+    check_server,
+    last_error,
+    passed,
+)
 from keel.engines.vllm.transfer import (
     adapter_factors,
     adapters_base,

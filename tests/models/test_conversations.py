@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keel.engines.endpoint.protocol import ChatRequest
 from keel.engines.endpoint.session import Session
-from keel.engines.multi_turn import generate_multi_turn
+from keel.engines.turns import generate_multi_turn
 from keel.graders.stated import answer_part
 from keel.models.build import byte_tokenizer
 from keel.models.chat import PROBE, ChatEncoder, encode, encode_answer

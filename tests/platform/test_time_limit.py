@@ -204,7 +204,7 @@ import asyncio, time
 from keel.platform import time_limit
 time_limit.GRACE = 0.5
 from keel.platform.calls import AsyncCall
-from keel.platform.loop_thread import LoopThread
+from keel.platform.calls import LoopThread
 
 async def stuck():
     await asyncio.sleep(600)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +14,6 @@ import torch
 
 from keel.cluster.parts import PlacedStage, StageParts
 from keel.cluster.rank_stage import rank_stage
-from keel.cluster.ray_token import before_import
 from keel.config.cluster import Cluster
 from keel.learn.ranks import ONE
 from keel.types import Capabilities
@@ -94,3 +96,15 @@ def placement_of(cluster: Cluster, threads: int | None = None) -> Placement:
     if cluster.ray is not None:
         return RayPlacement(cluster, cluster.ray)
     return LocalPlacement() if cluster.processes == 1 else RankPlacement(cluster, threads)
+
+
+def before_import(address: str) -> None:
+    """Call it before Ray is imported, with the address of `cluster.ray`.
+
+    A Ray on this machine listens on all its interfaces, so it gets a token of its own, without
+    which no call is answered, unless the program that calls Keel has imported Ray already.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # they do the work, and yield to nothing
+    if address == "local" and "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from keel.cluster import ranks as rank_processes
-from keel.cluster.group_learner import GroupLearner, Member
-from keel.cluster.parts import PlacedStage, StageFactory, StageParts
+from keel.cluster.parts import GroupLearner, Member, PlacedStage, StageFactory, StageParts
 from keel.cluster.ranks import RankGroup
 from keel.config.cluster import Cluster
 from keel.learn.ranks import Ranks, prompt_units

@@ -21,8 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from keel.cluster.group_learner import GroupLearner, Member
-from keel.cluster.parts import PlacedStage, StageFactory, StageParts
+from keel.cluster.parts import GroupLearner, Member, PlacedStage, StageFactory, StageParts
 from keel.cluster.ranks import join
 from keel.cluster.ray_workers import (
     RayGroup,

@@ -26,9 +26,9 @@ from transformers.models.mistral.modeling_mistral import MistralAttention, Mistr
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
-from keel.engines.kv_cache import DecodeRows, Prefill, PrefixCache
+from keel.engines.kv_cache import PageTable, PrefixCache, SlotMapping, joined, page_numbers
+from keel.engines.model_runner import DecodeRows, Prefill
 from keel.engines.scheduler import DecodeBatch, Moves
-from keel.engines.slots import PageTable, SlotMapping, joined, page_numbers
 from keel.models.attention import PackedLayout, Rules
 from keel.models.kernels.decode import (
     PAGE,

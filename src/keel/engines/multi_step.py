@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from keel.engines.compiled import CompiledRunner
-from keel.engines.kv_cache import DecodeRows
-from keel.engines.model_runner import ModelRunner
+from keel.engines.model_runner import DecodeRows, ModelRunner
 from keel.engines.sampler import AHEAD, Uniforms
 from keel.engines.scheduler import DecodeBatch
 from keel.engines.stopping import Stops

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Autocast
 from keel.config.sampling import Rollout
-from keel.engines.kv_cache import DecodeRows, Prefill, PrefixCache
-from keel.engines.model_runner import make_runner
+from keel.engines.compiled import compiled
+from keel.engines.kv_cache import PrefixCache
+from keel.engines.model_runner import DecodeRows, ModelRunner, ModuleRunner, Prefill
 from keel.engines.multi_step import make_multi_step
 from keel.engines.sampler import Uniforms, check, sample_tokens
 from keel.engines.scheduler import DecodeBatch, DecodeEntry
@@ -371,6 +372,23 @@ class _Run:
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def make_runner(
+    model: PreTrainedModel,
+    longest_prompt: int,
+    longest_answer: int,
+    dtype: torch.dtype | None = None,
+    prefix_cache: PrefixCache | None = None,
+) -> ModelRunner:
+    """A runner for the model's current weights: compiled code if it supports the model.
+
+    With a `dtype` it works on a copy of the weights in that type. `prefix_cache` holds the keys and
+    values of earlier calls, and receives this call's.
+    """
+    longest = longest_prompt + longest_answer
+    found = compiled(model, longest, dtype or torch.float32, prefix_cache)
+    return found or ModuleRunner(model, longest_prompt, longest_answer, dtype)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""Engines by name: the value of `rollout.engine` in a recipe.
+"""Engines by name (`rollout.engine`), and what a recipe asks that its engine cannot give.
 
-A new one takes its module or folder, and an entry here.
+A new engine takes its module or folder, and an entry here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.model import Autocast
-from keel.config.sampling import Rollout
+from keel.config.sampling import Rollout, SamplingSource
 from keel.engines.native import CAPABILITIES as NATIVE
 from keel.engines.native import build_native
 from keel.engines.vllm.engine import CAPABILITIES as VLLM
@@ -114,3 +114,61 @@ def _function(name: str) -> Callable[..., Any]:
             f"rollout.engine = {name!r} is a {type(function).__name__}: name a function"
         )
     return cast("Callable[..., Any]", function)
+
+
+@dataclass(frozen=True, slots=True)
+class UnmetRequest:
+    """A key of the stage whose value the engine cannot serve, why, and what to do."""
+
+    key: str
+    value: str
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value} {self.why}: {self.fix}"
+
+
+def unmet_requests(asked: SamplingSource, engine: Capabilities) -> Iterator[UnmetRequest]:
+    """What a stage asks for and its engine cannot give.
+
+    The one rule: `keel check` makes findings of it, and a stage refuses to start.
+    """
+    rollout, algorithm = asked.rollout, asked.algorithm
+    one_turn = rollout.max_turns == 1 and rollout.program is None
+    if rollout.overlap_rewards and one_turn and not engine.streams:
+        yield UnmetRequest(
+            "rollout.overlap_rewards",
+            "true",
+            "scores groups while others are sampled, and the engine gives them all at its end",
+            "set it to false",
+        )
+    level = rollout.async_level
+    if level and not engine.concurrent:
+        yield UnmetRequest(
+            "rollout.async_level",
+            str(level),
+            "does not go with cluster.processes, which sample and train in turn",
+            'set it to 0, or cluster.ray = "local", which has processes that sample',
+        )
+    elif level > 1 and not engine.pins:
+        yield UnmetRequest(
+            "rollout.async_level",
+            str(level),
+            "needs an engine that keeps several versions of the weights",
+            'set cluster.ray = "local", or rollout.async_level = 1',
+        )
+    if algorithm is not None and algorithm.correction is None and not engine.exact:
+        both = "" if rollout.old_log_probs == "trainer" else ' and old_log_probs = "trainer"'
+        yield UnmetRequest(
+            "rollout.engine",
+            f'"{rollout.engine}"',
+            "samples with log-probs that are not quite the trainer's, and nothing corrects for it",
+            f'set algorithm.correction.kind = "truncate"{both}, or another engine',
+        )
+
+
+def check_requests(asked: SamplingSource, engine: Capabilities) -> None:
+    """Raise KeelError for the first of `unmet_requests`."""
+    for one in unmet_requests(asked, engine):
+        raise KeelError(str(one))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from keel.platform.loop_thread import LoopThread
+from keel.platform.calls import LoopThread
 
 T = TypeVar("T")
 NONE_KEPT = httpx2.Limits(max_keepalive_connections=0)

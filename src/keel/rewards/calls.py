@@ -22,8 +22,14 @@ import numpy as np
 from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
 from keel.graders.stated import before_stop
-from keel.platform.calls import POLL, AsyncCall, CallOutcome, call_each, call_with_time_limit
-from keel.platform.loop_thread import LoopThread
+from keel.platform.calls import (
+    POLL,
+    AsyncCall,
+    CallOutcome,
+    LoopThread,
+    call_each,
+    call_with_time_limit,
+)
 from keel.platform.time_limit import Cancelled, Hung, cancelled_by, place, raise_if_cancelled
 from keel.rewards.outputs import BadReturn, Log, RewardOutput, read_rewards
 from keel.rewards.registry import RESERVED, NamedReward

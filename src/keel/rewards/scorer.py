@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from keel.config.fields import unknown
 from keel.config.sources import RewardSource
-from keel.platform.loop_thread import LoopThread
+from keel.platform.calls import LoopThread
 from keel.rewards.calls import Overlap, RewardBatch, StepCalls, column_names, without_stop
 from keel.rewards.outputs import RewardOutput, join_logs
 from keel.rewards.registry import RESERVED, TASK, NamedReward, load_reward

@@ -18,8 +18,7 @@ from keel.data.tasks import build_task, stored
 from keel.data.tasks.base import places
 from keel.data.tasks.splits import KINDS
 from keel.engines.endpoint.programs import load_program
-from keel.engines.registry import capabilities_of, check_engine
-from keel.engines.requests import check_requests
+from keel.engines.registry import capabilities_of, check_engine, check_requests
 from keel.learn.advantages import check_steps
 from keel.models.policy import Policy
 from keel.models.reference import check_teacher

@@ -24,8 +24,7 @@ from keel.config.model import Autocast, Model
 from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.config.sources import LEARNED
-from keel.engines.registry import capabilities_of
-from keel.engines.requests import check_requests
+from keel.engines.registry import capabilities_of, check_requests
 from keel.learn.advantages import check_entries
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable

@@ -17,7 +17,7 @@ from keel.config.sampling import Rollout as SamplingConfig
 from keel.data.gold import shown_gold
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
-from keel.engines.multi_turn import generate_multi_turn
+from keel.engines.turns import generate_multi_turn
 from keel.learn.batch import Batch
 from keel.learn.token_budget import oom_context
 from keel.models.chat import ChatEncoder

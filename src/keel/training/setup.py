@@ -26,7 +26,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.models.reward import RewardModel
-from keel.platform.loop_thread import LoopThread
+from keel.platform.calls import LoopThread
 from keel.rewards import load_reward
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.scorer import Scorer

@@ -27,7 +27,7 @@ from keel.engines.endpoint.server import Endpoint
 from keel.engines.endpoint.session import Session
 from keel.engines.turns import conversation_names, sample_turns
 from keel.models.chat import ChatEncoder
-from keel.platform.loop_thread import LoopThread, Served
+from keel.platform.calls import LoopThread, Served
 from keel.platform.time_limit import (
     TICK,
     Hung,

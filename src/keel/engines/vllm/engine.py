@@ -32,8 +32,14 @@ from keel.engines.stopping import (
     completion_texts,
     eos_ids,
 )
-from keel.engines.vllm.client import Sampled, ServerFailure, VllmClient
-from keel.engines.vllm.server import MODEL, ServerProcess, check_server
+from keel.engines.vllm.server import (
+    MODEL,
+    Sampled,
+    ServerFailure,
+    ServerProcess,
+    VllmClient,
+    check_server,
+)
 from keel.engines.vllm.transfer import (
     FileTransfer,
     WeightTransfer,

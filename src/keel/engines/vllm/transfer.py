@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from keel.engines.vllm.client import VllmClient
+from keel.engines.vllm.server import VllmClient
 from keel.models.lora import adapter_factors as factors
 from keel.models.lora import base_weights, lora_layers
 from keel.types import KeelError

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from keel.config.secrets import without_secrets, wrong_key_name
-from keel.platform.loop_thread import LoopThread
+from keel.platform.calls import LoopThread
 from keel.platform.sqlite import Database, Format
 from keel.rewards.judge.options import (
     Cost,
