@@ -27,7 +27,7 @@ import torch
 from benchmarks.sides import ALPHABET, SEED, SMOKE, Size, report
 from keel.algorithms.presets import PRESETS
 from keel.config.model import BuildModel, Model
-from keel.config.optimisation import Optimizer
+from keel.config.stage import Optimizer
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare

@@ -100,7 +100,7 @@ def one(arguments: argparse.Namespace, seed: int, folder: Path) -> list[dict[str
 
 
 def _steps(arguments: argparse.Namespace) -> int:
-    from keel.config.control_load import load_control
+    from keel.config.control import load_control
 
     recipe = load_control(arguments.algorithm, arguments.environment, arguments.overrides)
     return recipe.stage.steps

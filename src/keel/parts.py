@@ -24,9 +24,9 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.config.fields import unknown
 from keel.config.model import Model
-from keel.config.optimisation import Optimizer
 from keel.config.presets import DEFAULT_PRESET, merge
 from keel.config.sampling import Rollout
+from keel.config.stage import Optimizer
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import TokenBudget

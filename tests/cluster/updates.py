@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from keel.algorithms.presets import PRESETS
 from keel.config.model import Autocast, BuildModel, Lora, Model
-from keel.config.optimisation import Optimizer
+from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
 from keel.learn.learner import Learner

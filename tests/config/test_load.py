@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from keel.config.load import load_recipe, shipped, to_toml
-from keel.config.optimisation import Optimizer
 from keel.config.reference import markdown
+from keel.config.stage import Optimizer
 from keel.training.stages.rl import RLStage
 from keel.training.stages.sft import SFTStage
 from keel.types import KeelError

@@ -16,7 +16,7 @@ from stable_baselines3.common.buffers import RolloutBuffer
 from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
-from keel.config.control_load import load_control
+from keel.config.control import load_control
 from keel.control.collect import Collected, Experience, collect_episodes, collect_steps
 from keel.control.networks import Moments
 from keel.control.policy_gradient import FALLBACK_BUDGET, PolicyGradient

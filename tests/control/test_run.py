@@ -17,8 +17,7 @@ from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 
 from keel.analysis.glossary import unknown
-from keel.config.control import ControlRecipe, Environment, PolicyGradientStage
-from keel.config.control_load import load_control, tuned
+from keel.config.control import ControlRecipe, Environment, PolicyGradientStage, load_control, tuned
 from keel.config.fields import derive
 from keel.config.load import load_recipe, to_toml
 from keel.control.collect import evaluate

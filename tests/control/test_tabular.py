@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keel.config.control import QLearningStage
-from keel.config.control_load import load_control
+from keel.config.control import QLearningStage, load_control
 from keel.control.q_learning import QLearning
 from keel.objective import background
 

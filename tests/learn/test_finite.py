@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
-from keel.config.optimisation import Optimizer
+from keel.config.stage import Optimizer
 from keel.learn.batch import Batch, Estimates, TrainBatch
 from keel.learn.finite import (
     Cause,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from keel.config.optimisation import Optimizer
+from keel.config.stage import Optimizer
 from keel.learn.optimizer import AdamW, trainable
 from keel.models.build import build_model
 from keel.models.families import FAMILIES

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
-from keel.config.optimisation import Optimizer
+from keel.config.stage import Optimizer
 from keel.learn import learner as learner_module
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
-from keel.config.optimisation import Optimizer
+from keel.config.stage import Optimizer
 from keel.learn.batch import Batch, Estimates, from_groups
 from keel.learn.learner import Learner
 from keel.learn.loss import prepare

@@ -11,8 +11,8 @@ import pytest
 
 from keel.algorithms.presets import PRESETS
 from keel.config.model import Lora, Model
-from keel.config.optimisation import Optimizer
 from keel.config.sources import Rewards, RewardSource
+from keel.config.stage import Optimizer
 from keel.preflight import gold_answers as g
 from keel.preflight import prompts as p
 from keel.preflight import rewards as r

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keel.config.optimisation import Checkpoints
+from keel.config.stage import Checkpoints
 from keel.platform import files
 from keel.runs import checkpoint, lifecycle
 from keel.runs.checkpoint import damage, newest_whole, prune, writing

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.config.optimisation import Checkpoints
+from keel.config.stage import Checkpoints
 from keel.platform import files
 from keel.platform.files import locked
 from keel.runs import lifecycle

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.config.optimisation import Trackers
+from keel.config.stage import Trackers
 from keel.runs.layout import RunFolder
 from keel.runs.trackers import TensorBoard, Tracker, open_trackers
 from keel.types import KeelError

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keel.cli.main import main
-from keel.config.kinds import stage_kinds
+from keel.config.entry import stage_kinds
 from keel.config.stage import StageConfig
 from keel.training.run import train
 from tests.shared import ROOT
@@ -24,7 +24,7 @@ OWN_KIND = """
 from typing import Literal
 
 from keel.config.fields import StageName
-from keel.config.kinds import stage_kinds
+from keel.config.entry import stage_kinds
 from keel.config.stage import StageConfig
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from keel.analysis.glossary import look_up, unknown
-from keel.config.kinds import stage_kind
+from keel.config.entry import stage_kind
 from keel.runs.reader import Array, Column, FollowedFile, Run
 
 

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from keel.analysis.progress import curve
 from keel.cli.train import run_and_report
-from keel.config.control import ControlRecipe
-from keel.config.control_load import load_control
+from keel.config.control import ControlRecipe, load_control
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.types import KeelError

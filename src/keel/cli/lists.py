@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _recipes(arguments: argparse.Namespace) -> None:
     """The recipes of `keel train`, and what `keel control` has tuned settings for."""
-    from keel.config.control_load import tuned
+    from keel.config.control import tuned
     from keel.config.load import shipped
 
     recipes = shipped()

@@ -14,7 +14,7 @@ import torch
 
 from keel.cluster.parts import PlacedStage, StageParts
 from keel.cluster.rank_stage import rank_stage
-from keel.config.cluster import Cluster
+from keel.config.model import Cluster
 from keel.learn.ranks import ONE
 from keel.types import Capabilities
 

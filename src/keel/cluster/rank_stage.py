@@ -22,7 +22,7 @@ from torch import Tensor
 from keel.cluster import ranks as rank_processes
 from keel.cluster.parts import GroupLearner, Member, PlacedStage, StageFactory, StageParts
 from keel.cluster.ranks import RankGroup
-from keel.config.cluster import Cluster
+from keel.config.model import Cluster
 from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy

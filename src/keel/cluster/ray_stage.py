@@ -33,7 +33,7 @@ from keel.cluster.ray_workers import (
     ended,
     started,
 )
-from keel.config.cluster import Cluster
+from keel.config.model import Cluster
 from keel.config.sources import RewardSource
 from keel.learn.ranks import Ranks, prompt_units
 from keel.learn.token_budget import TokenBudget

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from keel.config.kinds import DEFAULT_KIND
+from keel.config.entry import DEFAULT_KIND
 from keel.config.presets import merge, without_loop_defaults
 from keel.types import KeelError
 

@@ -2,6 +2,9 @@
 
 An object that was passed to `keel.train` has no module of its own: its name is `python:NAME`, and
 it is found only while `passed` lasts.
+
+The kinds of stages are found too: the `STAGE` of each module in `keel.training.stages`. Nothing
+lists them: a new kind is one new file, which imports torch only in the methods that train.
 """
 
 from __future__ import annotations
@@ -9,10 +12,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +29,9 @@ PYTHON = "python"
 PASSED = re.compile(rf"{PYTHON}:\w+")
 """The name of an object that was passed."""
 _passed: dict[str, Any] = {}
+KINDS = "keel.training.stages"
+DEFAULT_KIND = "rl"
+"""The kind of a stage that does not set `stage`."""
 
 
 @contextmanager
@@ -131,3 +139,17 @@ def _module(place: str, entry: str, what: str) -> ModuleType:
                 f"{Path.cwd()}: give the file as path/to/file.py:function"
             ) from None
         raise
+
+
+@cache
+def stage_kinds() -> tuple[type[Any], ...]:
+    """Every kind of stage (a subclass of `keel.config.stage.StageConfig`), by its module's name."""
+    folder = importlib.import_module(KINDS).__path__
+    names = sorted(module.name for module in pkgutil.iter_modules(folder))
+    return tuple(importlib.import_module(f"{KINDS}.{name}").STAGE for name in names)
+
+
+def stage_kind(name: str) -> type[Any] | None:
+    """The kind that a recipe calls `stage = name`; None if there is none."""
+    kinds = (kind for kind in stage_kinds() if kind.model_fields["stage"].default == name)
+    return next(kinds, None)

@@ -48,6 +48,8 @@ SEPARATE_VALIDATION = UnusedIf(
     lambda key: key.table.validation_path is not None,
     "validation_path is the validation split, so no share is split off",
 )
+Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
+"""A time limit: a year at the most, since clocks count to some number."""
 BadRows = Literal["stop", "quarantine"]
 """What becomes of a row of data that cannot be read."""
 

@@ -1,4 +1,4 @@
-"""The keys that say which model: a folder, a hub name, or one that is built. Torch-free."""
+"""The keys that all stages share: which models, and the processes that they run on. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import FrozenModel, Positive, Unit, UnusedIf
-from keel.config.fields import AsTuple, Depth, Tokens, Width
+from keel.config.fields import AsTuple, Depth, Seconds, Tokens, Width
 
 NO_CONVERSATION = UnusedIf(
     lambda key: key.facts.conversations is False,
@@ -26,6 +26,16 @@ SAME_DTYPE = UnusedIf(lambda key: key.value == key.recipe.model.dtype, "it equal
 _BYTES = UnusedIf(lambda key: key.table.tokenizer == "bytes", "bytes need no alphabet")
 _NO_KV_HEADS = UnusedIf(
     lambda key: not key.facts.kv_heads, "{key.table.family} has no separate key-value heads"
+)
+_ONE_PROCESS = UnusedIf(
+    lambda key: key.table.processes == 1, "with one process no weights are sharded"
+)
+_NOTHING_TO_OFFLOAD = UnusedIf(
+    lambda key: key.facts.cpu, "the models are on a CPU, in the machine's memory already"
+)
+_NO_RAY = UnusedIf(lambda key: key.table.ray is None, "cluster.ray is not set")
+_ALONE = UnusedIf(
+    lambda key: key.table.ray is None and key.table.processes == 1, "there is one process"
 )
 
 
@@ -134,3 +144,35 @@ class BaseModelChoice(FrozenModel):
                 f"base.replay = {self.replay:g} is of the rows of an earlier stage: set base.stage"
             )
         return self
+
+
+class Cluster(FrozenModel):
+    """The processes that a recipe runs on."""
+
+    processes: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes that share the stages of kind rl: each trains on some of the sequences, with a part
+    of the weights (FSDP2). Without Ray they are on this machine, and the native engine samples in
+    all of them."""
+    offload: Annotated[Literal["none", "cpu"], _ONE_PROCESS, _NOTHING_TO_OFFLOAD] = "none"
+    """`cpu`: between computations each GPU's share of weights, gradients and moments is in the
+    machine's memory, where the optimizer steps."""
+    ray: str | None = None
+    """Have Ray place and watch the processes of stages of kind rl: the address of a Ray cluster
+    (`auto`, or HOST:PORT), or `local` to start Ray on this machine
+    ([how to](howto/ray.md))."""
+    rollout_workers: Annotated[int, Field(ge=1, le=1024), _NO_RAY] = 1
+    """Processes that sample, each with the whole model and an engine of its own."""
+    reward_workers: Annotated[int, Field(ge=0, le=1024), _NO_RAY] = 0
+    """Processes that rewards run in: the first reward in the first, and so on; 0: in the process
+    that runs the loop, where judges and tasks' own verdicts always are."""
+    cpus: Annotated[float, Field(gt=0, le=1024), _NO_RAY] = 1.0
+    """CPUs that Ray reserves for each process; it has as many threads."""
+    gpus: Annotated[float, Field(ge=0, le=16), _NO_RAY] = 0.0
+    """GPUs that Ray reserves for each process that trains or samples."""
+    reward_gpus: Annotated[float, Field(ge=0, le=16), _NO_RAY] = 0.0
+    """GPUs that Ray reserves for each reward worker."""
+    deadline: Annotated[Seconds, _ALONE] = 1800.0
+    """Seconds in which a process has to answer a call. A rollout or reward worker that does not is
+    replaced and its work done again; a trainer or rank that does not is lost."""
+    restarts: Annotated[int, Field(ge=0, le=1000), _NO_RAY] = 3
+    """How often in a row the run goes on from one checkpoint after a trainer was lost."""

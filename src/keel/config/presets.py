@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keel.algorithms.presets import PRESETS, Preset
+from keel.config.entry import stage_kind
 from keel.config.fields import unknown
 from keel.config.foreign import ELSEWHERE
-from keel.config.kinds import stage_kind
 from keel.types import KeelError
 
 DEFAULT_PRESET = "grpo"

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from keel.config.control import ControlRecipe, PolicyGradientStage, QLearningStage
+from keel.config.entry import DEFAULT_KIND, stage_kinds
 from keel.config.errors import models_in
-from keel.config.kinds import DEFAULT_KIND, stage_kinds
 from keel.config.schema import Recipe
 
 HEAD = """# Every key of a recipe

@@ -10,7 +10,6 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import FrozenModel, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, StageName, Tokens
 from keel.config.model import TeacherModel
-from keel.config.optimisation import Optimizer
 from keel.config.presets import resolve_algorithm
 from keel.config.sampling import (
     PAST_THE_END,
@@ -20,12 +19,11 @@ from keel.config.sampling import (
     SamplingSource,
 )
 from keel.config.sources import LEARNED, Prompts, Rewards, TaskSource
-from keel.config.stage import StageConfig
+from keel.config.stage import Optimizer, StageConfig
 
 if TYPE_CHECKING:
     from keel.algorithms.render import Explanation
-    from keel.config.cluster import Cluster
-    from keel.config.model import Model
+    from keel.config.model import Cluster, Model
 
 VALUE_LEARNING_RATE = 1e-5
 MAX_COMPLETIONS = 2**24

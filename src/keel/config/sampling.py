@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Algorithm, FrozenModel, Unit, UnusedIf
-from keel.config.fields import Answers, Count, Ids, Index, Real, Temperature, Tokens, Words
+from keel.config.fields import Answers, Count, Ids, Index, Real, Seconds, Temperature, Tokens, Words
 from keel.config.model import SAME_DTYPE, TeacherModel
 from keel.config.presets import DEFAULT_PRESET, GROUP_SIZE, PROMPTS_PER_STEP
-from keel.config.sources import NEVER_EVALUATED, Prompts, Rewards, Seconds, TaskSource
+from keel.config.sources import NEVER_EVALUATED, Prompts, Rewards, TaskSource
 
 PAST_THE_END = UnusedIf(
     lambda key: key.value > key.stage.steps, "the stage ends after {key.stage.steps} steps"

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Union
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import FrozenModel
-from keel.config.cluster import Cluster
+from keel.config.entry import stage_kinds
 from keel.config.fields import AsTuple, Seed, Threads
-from keel.config.kinds import stage_kinds
-from keel.config.model import Model
+from keel.config.model import Cluster, Model
 from keel.config.stage import StageConfig
 
 if TYPE_CHECKING:

@@ -7,12 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import FrozenModel, KeyUse, Positive, UnusedIf
-from keel.config.fields import SEPARATE_VALIDATION, AsTuple, BadRows, Real, Tokens
+from keel.config.fields import SEPARATE_VALIDATION, AsTuple, BadRows, Real, Seconds, Tokens
 from keel.config.model import NO_CONVERSATION
 from keel.config.secrets import wrong_key_name
 
-Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
-"""A time limit: a year at the most, since clocks count to some number."""
 LEARNED = ("outcome", "process")
 """Rewards that are models in memory."""
 

@@ -16,8 +16,7 @@ import torch
 
 from keel.analysis.panels import stage_columns
 from keel.analysis.plots import stage_curve
-from keel.config.control import ControlRecipe, Environment
-from keel.config.control_load import load_control
+from keel.config.control import ControlRecipe, Environment, load_control
 from keel.config.fields import derive
 from keel.config.load import to_toml
 from keel.control import learner as state

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keel.config.optimisation import Optimizer
+from keel.config.stage import Optimizer
 from keel.learn.token_budget import LESS, oom_context
 from keel.models.sharded import whole
 from keel.types import KeelError

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from keel.algorithms.presets import PRESETS
 from keel.config.model import Model
-from keel.config.optimisation import Optimizer
 from keel.config.rl import RolloutStage
 from keel.config.sources import Rewards
+from keel.config.stage import Optimizer
 from keel.engines.registry import capabilities_of
 from keel.preflight.finding import Finding, percent
 

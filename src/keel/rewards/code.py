@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from keel.algorithms.spec import FrozenModel
-from keel.config.fields import Count
-from keel.config.sources import Seconds
+from keel.config.fields import Count, Seconds
 from keel.graders.code_blocks import python_code
 from keel.graders.unit_tests import (
     Checked,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from keel.config.optimisation import Trackers
+from keel.config.stage import Trackers
 from keel.platform import files
 from keel.runs.layout import RunFolder
 from keel.runs.rollouts import RolloutRow, prompt_text

@@ -15,8 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from keel.config.optimisation import Checkpoints
 from keel.config.secrets import without_secrets
+from keel.config.stage import Checkpoints
 from keel.platform import files
 from keel.platform.signals import Interrupt, Interrupted
 from keel.runs import checkpoint

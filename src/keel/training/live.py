@@ -21,8 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel.algorithms.presets import Preset
 from keel.config.address import layer, overlay
-from keel.config.entry import PYTHON
-from keel.config.kinds import DEFAULT_KIND, stage_kind
+from keel.config.entry import DEFAULT_KIND, PYTHON, stage_kind
 from keel.config.load import RUN_FOLDER, Source, read_recipe
 from keel.config.schema import Recipe
 from keel.config.sources import ENDINGS

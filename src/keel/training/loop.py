@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from keel.config.optimisation import Checkpoints, OnNonfinite
+from keel.config.stage import Checkpoints, OnNonfinite
 from keel.learn.token_budget import LESS, TokenBudget, oom_context
 from keel.runs.rollouts import RolloutRow
 from keel.runs.writer import RunWriter, due

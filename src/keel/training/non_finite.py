@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.config.optimisation import OnNonfinite
+from keel.config.stage import OnNonfinite
 from keel.learn.batch import Batch, TrainBatch
 from keel.learn.finite import Cause, NotFinite, tensors_of
 from keel.learn.token_budget import LESS, oom_context

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
-from keel.config.optimisation import Optimizer
+from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import Cause, NotFinite

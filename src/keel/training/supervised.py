@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from keel.config.optimisation import Optimizer
-from keel.config.stage import StageConfig
+from keel.config.stage import Optimizer, StageConfig
 from keel.learn.finite import (
     Cause,
     NotFinite,

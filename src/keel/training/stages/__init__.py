@@ -1,1 +1,1 @@
-"""The kinds of stages, one a module; `keel.config.stage` finds them here."""
+"""The kinds of stages, one a module; `keel.config.entry` finds them here."""

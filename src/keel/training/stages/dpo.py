@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from keel.algorithms.spec import Positive
 from keel.config.fields import StageName
 from keel.config.judging import JudgingStage
-from keel.config.optimisation import Optimizer
 from keel.config.sources import TemplateKeywords
+from keel.config.stage import Optimizer
 
 if TYPE_CHECKING:
     from keel.training.setup import RunContext
