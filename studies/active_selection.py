@@ -29,11 +29,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 from keel.analysis.comparison import RESAMPLES, around, difference_interval  # noqa: E402
 from keel.analysis.statistics import Array, Interval  # noqa: E402
-from keel.preferences.posterior import HeadPosterior, likeliest_posterior  # noqa: E402
-from keel.preferences.selection import (  # noqa: E402
+from keel.preferences.selection import (  # noqa: E402  # noqa: E402
     METHODS,
+    HeadPosterior,
     Method,
     laplace_beliefs,
+    likeliest_posterior,
     select_pairs,
 )
 

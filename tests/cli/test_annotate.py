@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.store import PreferenceStore
 from keel.view.server import TOKEN
 from tests.cli.test_wrong_inputs import tried
-from tests.preferences.store.made import made
+from tests.preferences.made import made
 
 Capture = pytest.CaptureFixture[str]
 WORDS = ["prefs", "annotate", "a.db"]

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from keel.cli.main import main
-from keel.preferences.store.records import CostRecord, LabelRecord
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.records import CostRecord, LabelRecord
+from keel.preferences.store import PreferenceStore
 from tests.cli.test_wrong_inputs import tried
 from tests.data.tasks.made import jsonl
-from tests.preferences.store.made import human, made
+from tests.preferences.made import human, made
 
 Capture = pytest.CaptureFixture[str]
 PAIRS = [{"prompt": f"p{n}", "chosen": "yes, so it is", "rejected": "no"} for n in range(4)]

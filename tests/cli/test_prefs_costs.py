@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from keel.cli.main import main
-from keel.preferences.store.records import (
+from keel.preferences.records import (
     CompletionRecord,
     CostRecord,
     LabelRecord,
     StepsRecord,
 )
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.store import PreferenceStore
 from tests.cli.test_prefs import printed
 from tests.cli.test_wrong_inputs import tried
-from tests.preferences.store.made import made
+from tests.preferences.made import made
 
 Capture = pytest.CaptureFixture[str]
 

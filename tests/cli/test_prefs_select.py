@@ -12,12 +12,12 @@ import torch
 
 from keel.cli.main import main
 from keel.models.reward import reward_model_from
-from keel.preferences.store.records import CompletionRecord, PairRecord, PromptRecord
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.records import CompletionRecord, PairRecord, PromptRecord
+from keel.preferences.store import PreferenceStore
 from tests.cli.test_prefs import printed
 from tests.cli.test_wrong_inputs import tried
 from tests.models import tiny
-from tests.preferences.store.made import human, made
+from tests.preferences.made import human, made
 
 Capture = pytest.CaptureFixture[str]
 

@@ -12,7 +12,7 @@ import pytest
 from keel.cli.main import main
 from tests.cli.test_wrong_inputs import tried
 from tests.data.tasks.made import jsonl
-from tests.preferences.store.made import human
+from tests.preferences.made import human
 from tests.preferences.synthesis.made import judges, prompts_file, server
 from tests.rewards.judge_server import JudgeServer
 
@@ -101,7 +101,7 @@ def test_a_used_up_budget_ends_with_3(here: Path, found: JudgeServer, capsys: Ca
 
 
 def test_audit_of_a_store(here: Path, found: JudgeServer, capsys: Capture) -> None:
-    from keel.preferences.store.store import PreferenceStore
+    from keel.preferences.store import PreferenceStore
 
     assert main(words(found.url)) == 0
     with PreferenceStore(here / "a.db") as store:
@@ -118,7 +118,7 @@ def test_audit_of_a_store(here: Path, found: JudgeServer, capsys: Capture) -> No
 
 
 def test_audit_of_a_store_without_such_labels(here: Path, capsys: Capture) -> None:
-    from tests.preferences.store.made import made
+    from tests.preferences.made import made
 
     made(here / "b.db", 2).close()
     assert main(["prefs", "audit", "b.db"]) == 0
@@ -184,8 +184,8 @@ def test_wrong_inputs(
 
 
 def test_a_store_is_not_changed_by_a_wrong_file(here: Path, capsys: Capture) -> None:
-    from keel.preferences.store.store import PreferenceStore
-    from tests.preferences.store.made import made
+    from keel.preferences.store import PreferenceStore
+    from tests.preferences.made import made
 
     made(here / "a.db", 3).close()
     jsonl(here / "bad.jsonl", [{"prompt": "fine"}, {"prompt": 7}])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keel.platform.sqlite import Database
-from keel.preferences.store.tables import FORMAT
+from keel.preferences.records import FORMAT
 from keel.types import KeelError
 from tests.durability import mounts
 from tests.durability.harm import plan

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.preferences.agreement import cohen_kappa, count_votes, fleiss_kappa, pairwise_agreement
+from keel.preferences.statistics import cohen_kappa, count_votes, fleiss_kappa, pairwise_agreement
 from tests.shared import shared_path
 
 EXACT = 1e-12

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from keel.data.preferences.schema import Preference
+from keel.data.judged_rows import Preference
 from keel.models.loading import quiet
 from keel.models.reward import reward_model_from
 from keel.preferences import features as module

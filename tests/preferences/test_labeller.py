@@ -14,8 +14,8 @@ import pytest
 from keel.cli.main import main
 from keel.platform.signals import Interrupted
 from keel.preferences.labeller import PeopleLabeller
-from keel.preferences.store.records import LabelRecord
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.records import LabelRecord
+from keel.preferences.store import PreferenceStore
 from keel.rewards.rules import place_match
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load

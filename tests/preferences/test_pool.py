@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keel.data.preferences.schema import Preference
+from keel.data.judged_rows import Preference
+from keel.preferences import store as module
 from keel.preferences.pool import (
     SelectionPlan,
     prefer_pairs,
@@ -19,17 +20,16 @@ from keel.preferences.pool import (
     read_texts,
     select_batch,
 )
-from keel.preferences.store import store as module
-from keel.preferences.store.records import (
+from keel.preferences.records import (
     CompletionRecord,
     LabelRecord,
     PairRecord,
     PromptRecord,
     Record,
 )
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.store import PreferenceStore
 from keel.types import KeelError
-from tests.preferences.store.made import human, made
+from tests.preferences.made import human, made
 
 
 def judge(pair: str, value: float) -> LabelRecord:

@@ -10,7 +10,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.optimize import minimize
 
-from keel.preferences.posterior import (
+from keel.preferences.selection import (
     fit_head,
     laplace_posterior,
     likeliest_posterior,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from keel.preferences.posterior import laplace_posterior, likeliest_posterior
 from keel.preferences.selection import (
     METHODS,
     PRECISION_PAIRS,
@@ -18,6 +17,8 @@ from keel.preferences.selection import (
     held_out_check,
     hints,
     laplace_beliefs,
+    laplace_posterior,
+    likeliest_posterior,
     pool_beliefs,
     select_pairs,
     top_batch,

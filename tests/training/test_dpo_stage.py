@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from keel.data.preferences.schema import Preference
+from keel.data.judged_rows import Preference
 from keel.learn.token_budget import TokenBudget
 from keel.models import lora
 from keel.models.policy import Policy, load_policy

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from keel.data.preferences.schema import Labelled, Preference, Stepwise
-from keel.data.tasks.splits import Splits
+from keel.data.judged_rows import Labelled, Preference, Stepwise
+from keel.data.splits import Splits
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
 from keel.training.judging.data import (
     EncodedPair,

@@ -9,7 +9,7 @@ import pytest
 
 from keel.config.judging import JudgingStage
 from keel.config.load import load_recipe
-from keel.data.preferences.dataset import read_pairs
+from keel.data.preferences import read_pairs
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.judging.training import is_newest, rows_of, versions, with_replay

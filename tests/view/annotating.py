@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from keel.preferences.store.records import (
+from keel.preferences.records import (
     CompletionRecord,
     PairRecord,
     PromptRecord,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.store import PreferenceStore
 from tests.shared import needs_chromium
 from tests.view import hostile
 from tests.view.annotating import MODEL, Annotator, Server, pair

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from keel.preferences.store.store import PreferenceStore
-from tests.preferences.store.made import taken
+from keel.preferences.store import PreferenceStore
+from tests.preferences.made import taken
 from tests.shared import needs_chromium
 from tests.view.annotating import Annotator, Server, pair
 from tests.view.chromium import WAIT, launch, sync_api

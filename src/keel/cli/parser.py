@@ -235,10 +235,7 @@ MODULES: Final = {
     **dict.fromkeys(("recipes", "tasks", "rewards", "models"), "lists"),
     **dict.fromkeys(("rollouts", "diagnose", "report", "view"), "runs"),
     "export": "eval",
-    "prefs annotate": "annotate",
     "prefs audit": "prefs_synthesize",
-    "prefs costs": "prefs_costs",
-    "prefs select": "prefs_select",
     "prefs synthesize": "prefs_synthesize",
 }
 """The file of a command or action; of others it has the command's name."""

@@ -14,8 +14,8 @@ from keel.cli.output import print_result
 from keel.config.fields import unknown
 from keel.config.load import parse_override
 from keel.config.presets import merge
-from keel.preferences.store.audit import audit_judges, audit_lines
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.audit import audit_judges, audit_lines
+from keel.preferences.store import PreferenceStore
 from keel.preferences.synthesis.forecast import Unit
 from keel.preferences.synthesis.options import (
     SAMPLING,

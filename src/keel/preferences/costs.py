@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from keel.config.repeat import round_of
-from keel.preferences.store.records import CostKind, Source
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.records import CostKind, Source
+from keel.preferences.store import PreferenceStore
 from keel.runs.reader import Run
 
 KINDS: dict[Source, CostKind] = {

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from keel.config.model import Model
-from keel.data.preferences.schema import Preference
+from keel.data.judged_rows import Preference
 from keel.models.reward import RewardModel, load_reward_model, pack_answers
 from keel.training.evaluation import judged_source
 from keel.training.export import reward_model_of

@@ -12,17 +12,20 @@ import numpy as np
 from keel.config.fields import derive
 from keel.config.judging import JudgingStage, People
 from keel.config.repeat import round_of
-from keel.data.preferences import fields
-from keel.data.preferences.fields import Fields
-from keel.data.preferences.schema import Preference
+from keel.data import judged_rows
+from keel.data.judged_rows import Fields, Preference
 from keel.models.reward import RewardModel
 from keel.preferences.features import pair_features
+from keel.preferences.formats import Attribution, answer_records, compared
 from keel.preferences.pool import prefer_pairs
-from keel.preferences.posterior import likeliest_posterior, scaled_features
-from keel.preferences.selection import laplace_beliefs, select_pairs
-from keel.preferences.store.formats import Attribution, answer_records, compared
-from keel.preferences.store.records import CostKind, CostRecord, LabelRecord, Record
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.records import CostKind, CostRecord, LabelRecord, Record
+from keel.preferences.selection import (
+    laplace_beliefs,
+    likeliest_posterior,
+    scaled_features,
+    select_pairs,
+)
+from keel.preferences.store import PreferenceStore
 from keel.runs.layout import RunFolder
 from keel.training.judging.data import EncodedPair
 from keel.training.judging.sampled import read_jsonl, write_jsonl
@@ -140,7 +143,9 @@ def choose_pairs(
     The features are the model's before the stage, the posterior of its head is fitted to the
     rewards' labels.
     """
-    rows = [encode(fields.pair(Fields(row, f"pair {at}"), str(at))) for at, row in enumerate(pool)]
+    rows = [
+        encode(judged_rows.pair(Fields(row, f"pair {at}"), str(at))) for at, row in enumerate(pool)
+    ]
     kept = [at for at, row in enumerate(rows) if limit is None or row.longest <= limit]
     if not kept:
         return []

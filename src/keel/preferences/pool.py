@@ -11,19 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.analysis.statistics import Array
-from keel.data.preferences.schema import Preference
-from keel.preferences.annotation.gold import gold_labels
-from keel.preferences.posterior import scaled_features
+from keel.data.judged_rows import Preference
+from keel.preferences.annotation import gold_labels
+from keel.preferences.records import Source
 from keel.preferences.selection import (
     HeldOutCheck,
     Method,
     held_out_check,
     hints,
     pool_beliefs,
+    scaled_features,
     select_pairs,
 )
-from keel.preferences.store.records import Source
-from keel.preferences.store.store import PAGE, PreferenceStore
+from keel.preferences.store import PAGE, PreferenceStore
 from keel.types import KeelError
 
 Mask = npt.NDArray[np.bool_]

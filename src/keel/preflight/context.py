@@ -12,7 +12,7 @@ from keel.config.fields import derive
 from keel.config.sampling import SamplingSource
 from keel.config.schema import Recipe, Stage
 from keel.data.tasks.base import BaseTask
-from keel.data.tasks.user import UserTask
+from keel.data.tasks.build import UserTask
 from keel.models.policy import Policy
 from keel.preflight.finding import Finding, quantile
 from keel.preflight.trial import LongestExample

@@ -11,9 +11,9 @@ import numpy as np
 from keel.config.entry import load_entry
 from keel.config.fields import derive
 from keel.config.stage import DemonstrationSource, JudgedSource
-from keel.data.messages import prompt_columns
-from keel.data.preferences.dataset import READERS, encode_row, without_bad
-from keel.data.tasks.splits import KINDS
+from keel.data.columns import prompt_columns
+from keel.data.preferences import READERS, encode_row, without_bad
+from keel.data.splits import KINDS
 from keel.models.policy import Policy
 from keel.models.reward import Reader, check_classifier
 from keel.preflight import tokens

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keel.analysis.statistics import wilson_interval
-from keel.data.tasks.user import UserTask
+from keel.data.tasks.build import UserTask
 from keel.preflight.batch import SAMPLES, TrialBatch
 from keel.preflight.context import PromptStats, SamplingPlan, StageContext
 from keel.preflight.finding import Finding, interval, percent, surely_more

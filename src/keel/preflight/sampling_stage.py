@@ -12,7 +12,7 @@ import torch
 
 from keel.cluster.placement import placement_of
 from keel.config.sources import RewardSource
-from keel.data.messages import prompt_columns
+from keel.data.columns import prompt_columns
 from keel.engines.registry import unmet_requests
 from keel.engines.stopping import eos_ids, split_stops
 from keel.learn.advantages import check_steps

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.data.gold import gold_entries, read_gold
+from keel.data.columns import gold_entries, read_gold
 from keel.graders.answers import in_tag, only_repeats, stated_number
 from keel.graders.choices import chosen, label_of
 from keel.graders.formats import SECONDS, has_tags, matches, repeated_share, same_text

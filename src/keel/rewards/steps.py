@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from keel.algorithms.spec import FrozenModel
-from keel.data.gold import gold_entries, read_gold
+from keel.data.columns import gold_entries, read_gold
 from keel.models.text import split_steps, token_ends
 from keel.rewards.registry import RewardContext
 from keel.rewards.rules import texts

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from keel.analysis.statistics import mean_interval, wilson_interval
 from keel.config.fields import derive
 from keel.config.sampling import Evaluation
-from keel.data.gold import shown_gold
+from keel.data.columns import shown_gold
 from keel.rewards.judge.reward import spending
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer

@@ -14,7 +14,7 @@ from torch import Tensor
 from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.sampling import Rollout as SamplingConfig
-from keel.data.gold import shown_gold
+from keel.data.columns import shown_gold
 from keel.data.tasks.mixture import PromptStream
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.turns import generate_multi_turn

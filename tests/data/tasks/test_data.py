@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from keel.config.entry import passed
+from keel.data.splits import position
 from keel.data.tables import read_table
 from keel.data.tasks import build_task
-from keel.data.tasks.base import position
 from keel.data.tasks.stored import DataTask
 from keel.types import KeelError
 from tests.data.tasks.made import completion, jsonl, source

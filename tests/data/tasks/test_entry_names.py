@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from keel.config.sources import PreferenceData, TaskSource
-from keel.data.preferences.dataset import READERS
+from keel.data.preferences import READERS
 from keel.data.tasks import build_tasks
 
 ROWS = """

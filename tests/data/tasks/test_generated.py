@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from keel.config.model import BuildModel
+from keel.data.splits import split_of
 from keel.data.tasks import build_task, build_tasks, generated
-from keel.data.tasks.base import split_of
 from keel.data.tasks.generated import Generated
 from keel.types import KeelError, Prompt, Split
 from tests.data.tasks.made import completion, source

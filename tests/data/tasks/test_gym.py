@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from keel.data.splits import split_of
 from keel.data.tasks import build_task, catalogue
-from keel.data.tasks.base import Presentation, split_of
+from keel.data.tasks.base import Presentation
 from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names
 from keel.types import KeelError, Split
 from tests.data.tasks.made import completion, source

@@ -12,7 +12,7 @@ import pytest
 
 from keel.cli.main import main
 from keel.config.sources import PreferenceData
-from keel.data.preferences.dataset import read_pairs
+from keel.data.preferences import read_pairs
 from keel.data.tasks import build_task, build_tasks, stored
 from keel.data.tasks.stored import DataTask
 from keel.runs.quarantine import SHOWN, LeftOut, counted, named_from, write_quarantine

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from keel.preferences.store.records import PromptRecord
+from keel.preferences.records import PromptRecord
 from keel.preferences.synthesis.options import ModelServer, SynthesisOptions
 from keel.types import Sampling
 from tests.data.tasks.made import jsonl

@@ -13,8 +13,8 @@ from keel.config.model import BuildModel
 from keel.engines.native import NativeEngine
 from keel.models.build import build_model, build_tokenizer
 from keel.preferences.costs import cost_items
-from keel.preferences.store.records import PromptRecord
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.records import PromptRecord
+from keel.preferences.store import PreferenceStore
 from keel.preferences.synthesis.options import ModelFolder, SynthesisOptions
 from keel.preferences.synthesis.run import synthesize
 from keel.types import KeelError, Sampling

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.store import PreferenceStore
 from keel.preferences.synthesis.options import requests_path
 from keel.rewards.judge.requests import JudgeStore
 from tests.preferences.synthesis.made import JUDGE, WRITER, judges, prompts_file, server

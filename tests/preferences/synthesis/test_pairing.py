@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.preferences.store.records import CompletionRecord, PairRecord
+from keel.preferences.records import CompletionRecord, PairRecord
 from keel.preferences.synthesis.work import different_texts, new_pairs
 
 

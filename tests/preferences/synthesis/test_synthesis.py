@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from keel.preferences.costs import describe_costs
-from keel.preferences.store.exports import preference_rows
-from keel.preferences.store.records import CompletionRecord
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.files import preference_rows
+from keel.preferences.records import CompletionRecord
+from keel.preferences.store import PreferenceStore
 from keel.preferences.synthesis.forecast import Usage, forecast_costs
 from keel.preferences.synthesis.options import (
     CompletionModel,
@@ -24,8 +24,8 @@ from keel.preferences.synthesis.options import (
     parse_model,
     requests_path,
 )
-from keel.preferences.synthesis.requests import chat
 from keel.preferences.synthesis.run import SynthesisReport, synthesize
+from keel.preferences.synthesis.workers import chat
 from keel.types import KeelError, Sampling
 from tests.preferences.synthesis.made import (
     JUDGE,

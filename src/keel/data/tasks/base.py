@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from string import Formatter
 from typing import Any
 
 from keel.config.fields import unknown
-from keel.data.messages import parsed_messages, read_messages, reading
+from keel.data.columns import parsed_messages, read_messages, reading
 from keel.data.tables import encodable
-from keel.types import Completion, Content, KeelError, Message, Prompt, Split, one_line, text_of
-
-VALIDATION_FRACTION = 0.1
-"""Share of the contents that the validation split of an endless task gets."""
+from keel.types import Completion, Content, KeelError, Message, Prompt, Split, one_line
 
 
 class BaseTask:
@@ -47,59 +42,6 @@ class BaseTask:
     def reply(self, prompt: Prompt, text: str) -> str | None:
         """No answer of the environment: the conversation ends."""
         return None
-
-
-def position(content: Content) -> float:
-    """Where a content lies in [0, 1), by SHA-256: what decides its split, whatever the order.
-
-    Blanks at the ends of a text and the form of its line endings make no difference, and a text is
-    the same as one message of the user.
-    """
-    if not isinstance(content, str) and len(content) == 1 and content[0]["role"] == "user":
-        content = text_of(content[0])
-    if isinstance(content, str):
-        text = _trimmed(content)
-    else:
-        turns = [{**turn, "content": _trimmed(text_of(turn))} for turn in content]
-        text = json.dumps(turns, sort_keys=True)
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:6], "big") / 2.0**48
-
-
-def _trimmed(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n").strip()
-
-
-def places(content: Content) -> Iterator[float]:
-    """Where a prompt lies in any form that a task's rows may have: with and without its system
-    message, and as text if one turn is left."""
-    yield position(content)
-    if isinstance(content, str):
-        return
-    turns = [turn for at, turn in enumerate(content) if at or turn["role"] != "system"]
-    yield position(turns)
-
-
-def split_of(content: Content, validation_fraction: float = VALIDATION_FRACTION) -> Split:
-    """The split that a content is on, by its hash; so the splits never overlap."""
-    return "validation" if position(content) < validation_fraction else "train"
-
-
-def splits_of(places: Sequence[float], validation_fraction: float) -> list[Split]:
-    """The split of each row from where its key lies in [0, 1) (`position`).
-
-    Few rows may all fall on one split: the key nearest to the other goes over, so that two
-    different keys always give two splits. One key alone is on the train split.
-    """
-    held = {p for p in places if p < validation_fraction}
-    different = set(places)
-    if len(different) < 2:
-        held = set()
-    elif not held:
-        held = {min(different)}
-    elif held == different:
-        held = different - {max(different)}
-    return ["validation" if p in held else "train" for p in places]
 
 
 SEED_NAMES: Mapping[Split, str] = {"train": "train", "validation": "heldout"}

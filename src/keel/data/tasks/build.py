@@ -1,18 +1,21 @@
-"""Tasks from a recipe's sources, and the list of what there is."""
+"""Tasks from a recipe's sources, a user's own among them, and the list of what there is."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
+from keel.data.splits import KINDS, call_entry, is_task, take_options
+from keel.data.tables import rows_table
 from keel.data.tasks.base import BaseTask, Presentation
-from keel.data.tasks.generated import Addition, Generated, take_options
+from keel.data.tasks.generated import Addition, Generated, Reverse, SortDigits
 from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names
-from keel.data.tasks.splits import KINDS
-from keel.data.tasks.stored import DataTask, data_task, entry_task
-from keel.data.tasks.symbols import Reverse, SortDigits
-from keel.types import KeelError, Task
+from keel.data.tasks.stored import DataTask, data_task
+from keel.types import Completion, KeelError, Prompt, Split, Task, one_line
 
 GENERATORS: dict[str, type[Generated]] = {
     "addition": Addition,
@@ -100,3 +103,67 @@ def _no_files(source: TaskSource) -> None:
 
 def _first_line(task: type[Generated]) -> str:
     return (task.__doc__ or "").strip().partition("\n")[0]  # none under python -OO
+
+
+def entry_task(source: TaskSource, seed: int) -> UserTask | DataTask:
+    """The task of a Python entry: what the function returns, a Task or rows.
+
+    It is called with the options, and with the recipe's seed if it has a parameter `seed`.
+    """
+    made = call_entry(source, "task", seed)
+    name = source.name.rpartition("/")[2]  # ids of prompts do not depend on the file's folder
+    if is_task(made):
+        return UserTask(name, made)
+    return DataTask(name, source, rows_table(made, source.name))
+
+
+class UserTask(BaseTask):
+    """Hands every question on to the user's object; the defaults hold for what it lacks.
+
+    If it is given another `name`, the ids of its prompts get it too.
+    """
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self.entry = name
+        self.inner = inner
+        self.name = self.own_name = str(getattr(inner, "name", name))
+        self.correctness = bool(getattr(inner, "correctness", False))
+
+    def size(self, split: Split) -> int | None:
+        return cast("int | None", self._ask("size", split))
+
+    def prompt(self, split: Split, index: int) -> Prompt:
+        made = self._ask("prompt", split, index)
+        if not isinstance(made, Prompt):
+            raise KeelError(
+                f"task {self.entry!r}: prompt({split!r}, {index}) returned a "
+                f"{type(made).__name__}: return a keel.types.Prompt(id, content, columns, task)"
+            )
+        if self.name == self.own_name:
+            return made
+        rest = made.id.removeprefix(self.own_name)
+        return replace(made, id=self.name + rest, task=self.name)
+
+    def score(self, prompt: Prompt, completion: Completion) -> float | None:
+        return cast("float | None", self._ask("score", prompt, completion))
+
+    def gold(self, prompt: Prompt) -> str | None:
+        return cast("str | None", self._ask("gold", prompt))
+
+    def reply(self, prompt: Prompt, text: str) -> str | None:
+        return cast("str | None", self._ask("reply", prompt, text))
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        method = getattr(self.inner, what, None)
+        if method is None:
+            return None
+        try:
+            return method(*arguments)
+        except KeelError:
+            raise
+        except Exception as error:
+            message = one_line(error, named=True)
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise KeelError(
+                f"task {self.entry!r}: {what} raised {message} ({at.filename}:{at.lineno})"
+            ) from error

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+import string
 from typing import Any
 
 import numpy as np
 
-from keel.config.entry import load_entry
-from keel.config.fields import unknown
-from keel.config.sources import PreferenceData, TaskSource
-from keel.data.tables import list_rows
-from keel.data.tasks.base import BaseTask, Presentation, prompt_id, split_of
+from keel.data.splits import split_of
+from keel.data.tasks.base import BaseTask, Presentation, prompt_id
 from keel.graders.stated import answer_part
-from keel.types import Completion, KeelError, Prompt, Split, one_line
+from keel.types import Completion, KeelError, Prompt, Split
 
 ATTEMPTS = 5_000
 """Draws for one prompt until one falls on its split; nine in ten validation draws do not."""
@@ -68,62 +64,6 @@ class Generated(BaseTask):
         return float(stated.strip() == self.gold(prompt))
 
 
-def take_options(
-    function: Any, options: Mapping[str, Any], where: str, *, own: tuple[str, ...] = ()
-) -> None:
-    """Raise KeelError for an option that `function` has no parameter for; `own` are not options."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    names = [n for n in parameters if n not in own]
-    for option in options:
-        if option not in names:
-            none = f"unknown option {option!r}: it has no options"
-            raise KeelError(f"{where}: {unknown('option', option, names) if names else none}")
-
-
-def call_entry(source: TaskSource | PreferenceData, what: str, seed: int) -> Any:
-    """What a Python entry returns: a task, or rows as a list; `what` is "task" or the data's name.
-
-    It is called with the options, and with `seed` if it has a parameter of that name. Raises
-    KeelError.
-    """
-    where = f"{what} {source.name!r}"
-    function: Callable[..., Any] = load_entry(source.name, what)
-    if not callable(function):
-        raise KeelError(f"{where}: it is a {type(function).__name__}, not a function")
-    options = dict(source.options)
-    take_options(function, options, where)
-    if "seed" in inspect.signature(function).parameters:
-        options.setdefault("seed", seed)
-    try:
-        made = function(**options)
-        if what == "task" and is_task(made):
-            return made
-        if not isinstance(made, str | bytes | Mapping) and _is_iterable(made):
-            return list_rows(made)
-    except KeelError:
-        raise
-    except Exception as error:
-        raise KeelError(f"{where} raises {one_line(error, named=True)}") from error
-    wanted = "a task or rows of dicts" if what == "task" else "rows of dicts"
-    raise KeelError(f"{where} returns a {type(made).__name__}: return {wanted}")
-
-
-def _is_iterable(made: Any) -> bool:
-    """Whether it can be iterated, also by `__getitem__` alone, as data sets of torch."""
-    try:
-        iter(made)
-    except TypeError:
-        return False
-    return True
-
-
-def is_task(made: Any) -> bool:
-    """Whether an object is a task and not rows."""
-    return all(callable(getattr(made, part, None)) for part in ("prompt", "size", "score"))
-
-
 def check_range(where: str, **bounds: int) -> None:
     """The options are whole numbers from 1 on, in rising order. Raises KeelError."""
     last = 1
@@ -159,6 +99,57 @@ class Addition(Generated):
         lengths = [int(rng.integers(1, self.digits + 1)) for _ in range(2)]
         a, b = (int(rng.integers(0, 10**n)) for n in lengths)
         return f"{a}+{b}=", str(a + b)
+
+
+class SortDigits(Generated):
+    """Sort the digits: `7301>` asks for `0137`, with `separator` between them if one is set."""
+
+    def __init__(
+        self,
+        name: str = "sort_digits",
+        seed: int = 0,
+        presentation: Presentation | None = None,
+        *,
+        min_digits: int = 4,
+        max_digits: int = 8,
+        separator: str = "",
+    ) -> None:
+        super().__init__(name, seed, presentation)
+        self.separator = separator
+        check_range(f"task {name!r}", min_digits=min_digits, max_digits=max_digits)
+        self.min_digits = min_digits
+        self.max_digits = max_digits
+
+    def draw(self, rng: np.random.Generator) -> tuple[str, str]:
+        """A length, then each digit, all equally likely."""
+        length = int(rng.integers(self.min_digits, self.max_digits, endpoint=True))
+        # Floats in one call: an order of magnitude cheaper here than `integers` of a size.
+        digits = "".join(str(int(10 * u)) for u in rng.random(length).tolist())
+        return f"{digits}>", self.separator.join(sorted(digits))
+
+
+class Reverse(Generated):
+    """Reverse the letters: `keel>` asks for `leek`."""
+
+    def __init__(
+        self,
+        name: str = "reverse",
+        seed: int = 0,
+        presentation: Presentation | None = None,
+        *,
+        min_letters: int = 3,
+        max_letters: int = 8,
+    ) -> None:
+        super().__init__(name, seed, presentation)
+        check_range(f"task {name!r}", min_letters=min_letters, max_letters=max_letters)
+        self.min_letters = min_letters
+        self.max_letters = max_letters
+
+    def draw(self, rng: np.random.Generator) -> tuple[str, str]:
+        """A length, then each letter, all equally likely."""
+        length = int(rng.integers(self.min_letters, self.max_letters, endpoint=True))
+        letters = "".join(string.ascii_lowercase[int(26 * u)] for u in rng.random(length).tolist())
+        return f"{letters}>", letters[::-1]
 
 
 MISTAKE_SHARE = 0.6

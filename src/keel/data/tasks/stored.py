@@ -9,8 +9,8 @@ from typing import Any
 
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
-from keel.data.gold import gold_entries, read_gold
-from keel.data.messages import read_tools, reading
+from keel.data.columns import gold_entries, read_gold, read_tools, reading
+from keel.data.splits import Placed, position, read_splits, source_tables
 from keel.data.tables import (
     Gathered,
     Row,
@@ -18,12 +18,8 @@ from keel.data.tables import (
     Table,
     all_bad,
     encodable,
-    rows_table,
 )
-from keel.data.tasks.base import BaseTask, Presentation, position, prompt_id
-from keel.data.tasks.generated import call_entry, is_task
-from keel.data.tasks.splits import Placed, read_splits, source_tables
-from keel.data.tasks.user import UserTask
+from keel.data.tasks.base import BaseTask, Presentation, prompt_id
 from keel.graders.formats import same_text
 from keel.graders.stated import answer_part
 from keel.runs.quarantine import LeftOut, Why
@@ -130,18 +126,6 @@ def data_task(source: TaskSource) -> DataTask:
     """The task of a file or `datasets` name. Raises KeelError, naming file and line."""
     tables = source_tables(source, f"task {source.name!r}: task.path is not set")
     return DataTask(f"{source.name}:{Path(str(source.path)).stem}", source, *tables)
-
-
-def entry_task(source: TaskSource, seed: int) -> UserTask | DataTask:
-    """The task of a Python entry: what the function returns, a Task or rows.
-
-    It is called with the options, and with the recipe's seed if it has a parameter `seed`.
-    """
-    made = call_entry(source, "task", seed)
-    name = source.name.rpartition("/")[2]  # ids of prompts do not depend on the file's folder
-    if is_task(made):
-        return UserTask(name, made)
-    return DataTask(name, source, rows_table(made, source.name))
 
 
 def _gold(row: Row, answer: str) -> Any:

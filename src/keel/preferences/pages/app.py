@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from keel.preferences.annotation.session import AnnotationProject
+from keel.preferences.annotation import AnnotationProject
 from keel.view.server import require_nicegui, serve_pages
 
 COMMAND = "keel prefs annotate"
@@ -29,8 +29,7 @@ def serve_annotation(
     from nicegui import ui
 
     from keel.preferences.pages.labelling import LabellingPage
-    from keel.preferences.pages.sign_in import sign_in_page
-    from keel.preferences.pages.style import PageAddress
+    from keel.preferences.pages.style import PageAddress, sign_in_page
     from keel.preferences.pages.summary import summary_page
 
     def address() -> PageAddress:

@@ -11,15 +11,20 @@ from nicegui import run as background
 from nicegui import ui
 
 from keel.analysis.text import visible
-from keel.preferences.annotation.session import (
+from keel.preferences.annotation import (
     LONGEST_NOTE,
     AnnotationProject,
     Choice,
     ShownPair,
+    progress,
 )
-from keel.preferences.annotation.summary import progress
-from keel.preferences.pages.sign_in import sign_in_page
-from keel.preferences.pages.style import PageAddress, begin_page, show_rubric, show_words
+from keel.preferences.pages.style import (
+    PageAddress,
+    begin_page,
+    show_rubric,
+    show_words,
+    sign_in_page,
+)
 from keel.types import KeelError, shown_text
 from keel.view.frame import Keys, header, listen, other_theme
 

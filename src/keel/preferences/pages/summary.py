@@ -12,8 +12,7 @@ from nicegui import ui
 
 from keel.analysis.statistics import Interval
 from keel.analysis.text import visible
-from keel.preferences.annotation.session import AnnotationProject
-from keel.preferences.annotation.summary import AnnotationSummary, summarise_annotation
+from keel.preferences.annotation import AnnotationProject, AnnotationSummary, summarise_annotation
 from keel.preferences.pages.style import PageAddress, begin_page, show_rubric
 from keel.types import KeelError
 from keel.view.frame import header, list_keys, listen, other_theme, problem

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from keel.analysis.statistics import Interval, mean_interval
-from keel.preferences.store.records import CostKind, CostRecord, CostUnit
+from keel.preferences.records import CostKind, CostRecord, CostUnit
 
 Role = Literal["completions", "labels"]
 """What a model is asked for."""

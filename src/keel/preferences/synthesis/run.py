@@ -11,12 +11,11 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from keel.data.preferences.fields import Fields
+from keel.data.judged_rows import Fields
 from keel.data.tables import Gathered, read_file
-from keel.preferences.store.audit import audit_judges
-from keel.preferences.store.records import PromptRecord, content_id
-from keel.preferences.store.store import PreferenceStore
-from keel.preferences.synthesis.folder import FolderSampler, check_folder
+from keel.preferences.audit import audit_judges
+from keel.preferences.records import PromptRecord, content_id
+from keel.preferences.store import PreferenceStore
 from keel.preferences.synthesis.forecast import CostForecast, Role, Usage, forecast_costs
 from keel.preferences.synthesis.options import (
     ModelFolder,
@@ -24,7 +23,6 @@ from keel.preferences.synthesis.options import (
     build_asker,
     requests_path,
 )
-from keel.preferences.synthesis.requests import ask_server
 from keel.preferences.synthesis.work import (
     Note,
     ProgressNotes,
@@ -33,6 +31,7 @@ from keel.preferences.synthesis.work import (
     missing_labels,
     missing_pairs,
 )
+from keel.preferences.synthesis.workers import FolderSampler, ask_server, check_folder
 from keel.rewards.judge.options import SpendLimitReached
 from keel.rewards.judge.requests import Account, JudgeStore
 from keel.types import KeelError

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.preferences.store.records import CompletionRecord, PairRecord, PromptRecord, content_id
-from keel.preferences.store.store import PreferenceStore
+from keel.preferences.records import CompletionRecord, PairRecord, PromptRecord, content_id
+from keel.preferences.store import PreferenceStore
 from keel.preferences.synthesis.forecast import Role
 from keel.preferences.synthesis.options import CompletionModel, ModelFolder, SynthesisOptions
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from keel.data.gold import shown_gold
+from keel.data.columns import shown_gold
 from keel.rewards.judge.options import GROUP, JudgeOptions
 from keel.rewards.judge.questions import (
     Judgement,

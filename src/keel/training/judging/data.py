@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from keel.config.stage import Records
-from keel.data.preferences.dataset import encode_row, without_bad
-from keel.data.preferences.schema import JudgedRow, Labelled, Preference, Stepwise
-from keel.data.tasks.splits import Splits
+from keel.data.judged_rows import JudgedRow, Labelled, Preference, Stepwise
+from keel.data.preferences import encode_row, without_bad
+from keel.data.splits import Splits
 from keel.models.packed import PackedSizes, sizes_on
 from keel.models.reward import Answered, Reader, joined
 from keel.runs.quarantine import LeftOut

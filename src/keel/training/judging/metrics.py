@@ -20,7 +20,7 @@ from keel.analysis.calibration import (
 )
 from keel.analysis.reward_plots import length_picture, margin_picture, reliability_picture
 from keel.config.stage import Records
-from keel.data.preferences.schema import first_wrong
+from keel.data.judged_rows import first_wrong
 from keel.models.reward import Answered
 from keel.platform.files import make_folder
 from keel.training.judging.data import EncodedPair, Marked

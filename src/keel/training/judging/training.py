@@ -19,8 +19,8 @@ from keel.config.judging import (
 from keel.config.model import BaseModelChoice, Model
 from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
-from keel.data.preferences.dataset import READERS, readable
-from keel.data.tasks.splits import Splits
+from keel.data.preferences import READERS, readable
+from keel.data.splits import Splits
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.token_budget import LESS, oom_context
 from keel.models.policy import Policy, load_policy

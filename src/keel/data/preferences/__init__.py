@@ -1,1 +1,0 @@
-"""Preference data: records, readers, agreement between annotators."""

@@ -1,1 +1,0 @@
-"""The preference store: prompts, completions, pairs, labels, steps and costs in one SQLite file."""

@@ -1,0 +1,43 @@
+"""Small stores for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from keel.preferences.records import (
+    CompletionRecord,
+    LabelRecord,
+    PairRecord,
+    PromptRecord,
+    Record,
+)
+from keel.preferences.store import PreferenceStore
+
+
+def pair(number: int, round: int = 0) -> list[Record]:
+    """A prompt, two completions and their pair, named by a number."""
+    prompt = PromptRecord(f"prompt {number}", id=f"q{number}")
+    answers = [CompletionRecord(prompt.id, text, id=f"{text}{number}") for text in "ab"]
+    ids = [answer.id for answer in answers]
+    return [prompt, *answers, PairRecord(prompt.id, *ids, round=round, id=f"p{number}")]
+
+
+def made(path: Path, pairs: int = 0) -> PreferenceStore:
+    """A store with pairs p0, p1, ..."""
+    store = PreferenceStore(path, create=True)
+    store.add([record for number in range(pairs) for record in pair(number)])
+    return store
+
+
+def human(pair: str, value: float | None, annotator: str = "ann") -> LabelRecord:
+    """A person's label."""
+    return LabelRecord(pair, value, "human", annotator)
+
+
+def taken(store: PreferenceStore) -> bool:
+    """Whether each pair's count of filled places is that of its open leases and human labels."""
+    return not store.database.rows(
+        "SELECT id FROM pairs p WHERE taken <>"
+        " (SELECT COUNT(*) FROM leases WHERE pair = p.id AND label IS NULL)"
+        " + (SELECT COUNT(value) FROM labels WHERE pair = p.id AND source = 'human')"
+    )
