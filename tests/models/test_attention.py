@@ -165,13 +165,6 @@ def test_segments_of_equal_length_and_prefix_share_a_call(monkeypatch: pytest.Mo
         assert calls == sizes
 
 
-def test_segments_know_positions_and_previous_tokens() -> None:
-    segments = Segments((2, 3, 1, 2), (-1, 0, 0, -1))
-    assert segments.positions().tolist() == [0, 1, 2, 3, 4, 2, 0, 1]
-    assert segments.previous().tolist() == [-1, 0, 1, 2, 3, 1, 5, 6]
-    assert (segments.tokens, segments.longest) == (8, 5)
-
-
 @pytest.mark.parametrize("follows", [(-1, 1), (-1, 0, 1), (0, -1), (-1, -2), (-1, 0)])
 def test_a_segment_follows_only_an_earlier_one_without_a_prefix(follows: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="follow"):

@@ -41,12 +41,22 @@ def by_loop(lengths: list[int], follows: list[int], heads: list[Tensor], rules: 
     return each_by_hand(lengths, follows, tuple(x.transpose(0, 1)[None] for x in heads), rules)
 
 
-@pytest.mark.quick(
-    "a shared prompt-narrow-64", "one-apart-5", "all different-apart-1", "equal in a row-narrow-5"
-)
-@pytest.mark.parametrize("window", [None, 1, 2, 5, 64])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("made", LAYOUTS.values(), ids=LAYOUTS)
+CASES = {
+    **{
+        f"{layout}-{shape}-{window}": (made, SHAPES[shape], window)
+        for layout, made in LAYOUTS.items()
+        for shape, window in zip(SHAPES, (None, 1, 2, 5, 64), strict=True)
+    },
+    **{
+        f"{layout}-{window}": (made, SHAPES["grouped"], window)
+        for layout, made in LONG.items()
+        for window in (None, 40)
+    },
+}
+
+
+@pytest.mark.quick(*list(CASES)[::6])
+@pytest.mark.parametrize(("made", "shape", "window"), CASES.values(), ids=CASES)
 def test_forward_and_backward_equal_a_loop(
     made: tuple[list[int], list[int]],
     shape: tuple[int, int, int],
@@ -54,19 +64,6 @@ def test_forward_and_backward_equal_a_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     poison(monkeypatch)
-    compare(made, shape, window)
-
-
-@pytest.mark.quick("longer than a block-40")
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("made", LONG.values(), ids=LONG)
-def test_blocks_join(made: tuple[list[int], list[int]], window: int | None) -> None:
-    compare(made, SHAPES["grouped"], window)
-
-
-def compare(
-    made: tuple[list[int], list[int]], shape: tuple[int, int, int], window: int | None
-) -> None:
     lengths, follows = made
     given, rules = leaves(sum(lengths), shape), Rules(0.3, window)
     assert causal.applies(*given)
@@ -115,9 +112,8 @@ def families(seed: int) -> tuple[list[int], list[int]]:
     return lengths, follows
 
 
-@pytest.mark.parametrize("window", [None, 1, 23, 100, 300])
 @pytest.mark.parametrize("shape", [(4, 4, 64), (4, 2, 32), (3, 1, 64), (4, 1, 32)])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "window"), enumerate([None, 1, 23, 100, 300]))
 def test_one_pass_backward_gives_the_bits_of_two(
     seed: int, shape: tuple[int, int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,26 +164,9 @@ def test_families_are_taken_where_they_keep_the_threads_busy(
     assert ran == [f"keel_causal_{name}" for name in names]
 
 
-def test_tokens_are_as_many_as_the_pieces_have() -> None:
-    given = leaves(12, SHAPES["grouped"])
-    with pytest.raises(ValueError, match="the layout has 13 tokens, but got 12"):
-        PackedLayout([5, 8]).attend_tokens(*given, Rules(0.3))
-
-
-def test_heads_need_not_lie_in_a_row() -> None:
-    """As transformers hands them over: heads first, tokens inside."""
-    lengths, rules = [5, 7], Rules(0.3)
-    given = leaves(12, SHAPES["grouped"])
-    moved = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given]
-    assert not moved[0].is_contiguous()
-    one, other = (PackedLayout(lengths).attend_tokens(*x, rules) for x in (given, moved))
-    assert torch.equal(one, other)
-    seed = torch.ones_like(one).transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(*(torch.autograd.grad(x, given[0], seed)[0] for x in (one, other)))
-
-
-@pytest.mark.parametrize("view", ["query", "key", "value", "all"])
-def test_queries_keys_and_values_may_be_parts_of_one_tensor(view: str) -> None:
+@pytest.mark.parametrize("view", ["query", "key", "value", "all", "heads first"])
+def test_heads_may_lie_anywhere(view: str) -> None:
+    """Queries, keys and values as parts of one tensor, or heads first as transformers has them."""
     given = leaves(24, SHAPES["grouped"])
     parts = torch.cat([x.detach() for x in given], 1).split_with_sizes([4, 2, 2], 1)
     names = ("query", "key", "value")
@@ -195,6 +174,9 @@ def test_queries_keys_and_values_may_be_parts_of_one_tensor(view: str) -> None:
         (part if view in ("all", name) else part.contiguous()).detach().requires_grad_()
         for name, part in zip(names, parts, strict=True)
     ]
+    if view == "heads first":
+        strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given]
+        assert not strided[0].is_contiguous()
     outs, slopes = [], []
     for x in (given, strided):
         outs.append(PackedLayout([17, 7], [-1, 0]).attend_tokens(*x, Rules(0.3)))

@@ -129,10 +129,12 @@ def test_the_probe_refuses_nan() -> None:
 IN_BFLOAT16 = [(torch.float32, "bfloat16"), (torch.bfloat16, False)]
 
 
-@pytest.mark.parametrize("what", ["logits", "hidden states"])
-@pytest.mark.parametrize(("dtype", "autocast"), IN_BFLOAT16)
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "what"),
+    [(*IN_BFLOAT16[0], "logits"), (*IN_BFLOAT16[1], "hidden states")],
+)
 def test_the_probe_does_not_measure_rounding(
-    what: str, dtype: torch.dtype, autocast: Autocast
+    dtype: torch.dtype, autocast: Autocast, what: str
 ) -> None:
     model = deep_model(dtype)
     before = copy.deepcopy(model.state_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,12 +52,9 @@ CHARACTERS, BYTES = character_tokenizer(ALPHABET, 64), byte_tokenizer(64)
         (405_853_388_800, "406 B"),
     ],
 )
-def test_a_model_is_described_without_exponents(
-    count: int, size: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load_model(spec(), 0)
-    monkeypatch.setattr(model, "num_parameters", lambda: count)
-    assert describe_model(spec(), model) == f"llama, {size} parameters"
+def test_a_model_is_described_without_exponents(count: int, size: str) -> None:
+    model = SimpleNamespace(num_parameters=lambda: count)
+    assert describe_model(spec(), model) == f"llama, {size} parameters"  # type: ignore[arg-type]
 
 
 @settings(deadline=None)
@@ -154,7 +152,7 @@ def test_a_folder_is_read_by_what_autotokenizer_loads(tmp_path: Path) -> None:
     assert "read prompt 'is 12' differently" in notes[0]
 
 
-def test_a_tokenizer_that_would_be_served_as_another_isrefused() -> None:
+def test_a_tokenizer_served_as_another_is_refused() -> None:
     """Qwen2's rules take the place of those of a tokenizer that joins what they keep apart."""
     tokenizer, config = byte_tokenizer(64), build_config(build("qwen2"))
     with pytest.raises(KeelError, match="makes other tokens once it is saved and loaded by Auto"):
@@ -279,8 +277,8 @@ def edit(file: Path, **changes: object) -> None:
     file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "qwen3_moe"])
-def test_layers_that_the_config_leaves_out_arerefused(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
+def test_layers_that_the_config_leaves_out_are_refused(family: str, tmp_path: Path) -> None:
     load_model(spec(family), 0).save_pretrained(tmp_path)
     BYTES.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
@@ -323,7 +321,7 @@ def test_a_classifier_from_a_language_models_backbone_ignores_its_output_layer(
         ),
     ],
 )
-def test_a_generation_config_that_cannot_be_used_isrefused(
+def test_a_generation_config_that_cannot_be_used_is_refused(
     folder: Path, content: str, reason: str
 ) -> None:
     """transformers passes it over, and completions would no longer end at its tokens."""

