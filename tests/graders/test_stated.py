@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from keel.graders.answers import in_tag, stated_number, stated_part
-from keel.graders.choices import chosen
+from keel.graders.answers import in_tag
 from keel.graders.stated import answer_part, before_stop, opened
 
 OPENINGS = {
@@ -94,77 +91,6 @@ def test_openings_that_are_no_thoughts() -> None:
     assert answer_part("36</answer>", "<answer>") == "<answer>36</answer>"
 
 
-@pytest.mark.parametrize(
-    ("text", "inside"),
-    [
-        ("<answer>25</answer>", "25"),
-        ("<|begin_of_solution|>\n25\n<|end_of_solution|>", "25"),
-        ("<|START_RESPONSE|>25<|END_RESPONSE|>", "25"),
-        ("25<end_of_turn>\n<eos>", "25"),
-        ("25 [/INST]", "25"),
-        ("So:\n<result> 7 </result>.\n", "7"),
-        ("The answer is <final_answer>25 eggs</final_answer>", "25 eggs"),
-        ("- <answer>25</answer>", "25"),
-        ("**<answer>25</answer>**", "25"),
-        ("5 + 20 = <answer>25</answer>", "25"),
-        ("<answer>24</answer> I recount. <answer>25</answer>", "25"),
-        ("<result><b>7</b></result>", "7"),
-        ("<answer>25</answer></s>", "25"),
-        ("25<|im_end|>", "25"),
-        ("25\n###", "25"),
-        ("25\n\nQ:", "25"),
-        # What follows a tag states nothing.
-        ("<answer>36</answer>The total is 25 apples.", "36"),
-        ("<answer>36</answer>\nThe total is 25 apples.", "36"),
-        ("<response>36</response> That is, 5 * 5 = 25.", "36"),
-        ("<answer>36</answer> I used 25 of them.", "36"),
-        ("[ANSWER]25[/ANSWER]", "25"),
-        ("[FINAL_ANSWER] 25 [/FINAL_ANSWER]", "25"),
-        ("<Answer>25</Answer>", "25"),
-        ("<output>25</output>", "25"),
-        # Not closed at the end.
-        ("<answer>25", "25"),
-        ("So: <solution>\n25\n", "25"),
-        ("<answer>24</answer> No. <answer>25", "25"),
-        ("<answer><result>25</result></answer>", "25"),
-    ],
-)
-def test_what_stands_in_a_tag_is_the_answer(text: str, inside: str) -> None:
-    assert stated_part(text).strip() == inside
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<answer>24</answer> or <answer>25</answer>",
-        "It is not <answer>25</answer>",
-        "It isn't <answer>25</answer>",
-        "3<answer>25</answer>",
-        "3 * <answer>25</answer>",
-        "-<answer>25</answer>",
-        "- 2<answer>25",
-        "less than <answer>25</answer>",
-        "<answer>25</answer>/5",
-        "<answer>25</answer>0",
-        "<answer>25</answer> * 2",
-        "<answer>25</answer> is wrong",
-        "<answer>25</answer> Wait, no: it should be 7.",
-        "<answer>-</answer>25",
-        "<wrong>25</wrong>",
-        "<draft>25</draft>",
-        "<not_answer>25</not_answer>",
-        r"<wrong>\boxed{25}</wrong>",
-        "<step>25</step>",
-        "[wrong]25[/wrong]",
-        "<previous_answer>25</previous_answer>",
-    ],
-)
-def test_no_answer_in_other_tags_or_an_operand_or_denied(text: str) -> None:
-    given = stated_number(text)
-    assert given is None or given.value != 25
-    assert chosen(text.replace("25", "B")) != "B"
-
-
 def test_the_tag_of_a_recipe() -> None:
     assert in_tag("<sol>25</sol> so 7", "sol") == "25"
     assert in_tag("<x>1</x> no, <x>25</x>", "x") == "25"
@@ -193,13 +119,3 @@ def test_the_tag_of_a_recipe() -> None:
 )
 def test_the_text_before_a_stop_string(text: str, stop: list[str], before: str) -> None:
     assert before_stop(text, stop) == before
-
-
-def test_hostile_texts_take_no_time() -> None:
-    for text in ("<think>" * 9_000, "</a>" * 9_000, " " * 90_000, "'<" * 40_000, "<" * 90_000,
-                 "<|channel|>" * 9_000, "analysis" * 9_000, "\n" * 90_000 + "x"):  # fmt: skip
-        begun = time.process_time()
-        answer_part(text)
-        stated_part(text)
-        before_stop(text, ["</a>"])
-        assert time.process_time() - begun < 5

@@ -89,8 +89,3 @@ def test_aggregates(how: str, expected: float) -> None:
     assert aggregate(RIGHT, how) == pytest.approx(expected, rel=1e-15)  # type: ignore[arg-type]
     assert aggregate([0.7], how) == 0.7  # type: ignore[arg-type]
     assert aggregate([], how) == 0.0  # type: ignore[arg-type]
-
-
-def test_an_aggregate_of_no_known_kind_is_refused() -> None:
-    with pytest.raises(KeelError, match='aggregate = "max": give min, last, product or mean'):
-        aggregate(RIGHT, "max")  # type: ignore[arg-type]

@@ -144,8 +144,9 @@ def test_what_passed_before_the_time_was_up_counts(isolation: Isolation) -> None
         "import sys\ndef double(x): return 0\nsys.settrace(lambda *a: None)",
     ],
 )
-def test_cheap_cheats_do_not_pass(run: Run, code: str) -> None:
-    tested = run(code, ASSERTS)
+def test_cheap_cheats_do_not_pass(sandbox: Sandbox, code: str) -> None:
+    """In one interpreter; cheats.py tries the like with two processes."""
+    tested = run_tests(sandbox, code, ASSERTS, isolation="shared")
     assert tested.status != "passed"
     assert not all(tested.passed)
     assert tested.cause
@@ -238,18 +239,6 @@ def test_what_the_tests_of_other_programs_become(run: Run) -> None:
 def test_other_forms_of_tests(run: Run, tests: Any) -> None:
     assert run(RIGHT, tests).status == "passed"
     assert run("def double(x): return x", tests).status != "passed"
-
-
-def test_a_decorator_of_anothers_calls_nothing() -> None:
-    marked = "import pytest\n@pytest.mark.slow\ndef test_it(): assert double(1) == 2"
-    with pytest.raises(KeelError, match="never calls it"):
-        read_tests(marked, None)
-
-
-@needs_bubblewrap
-def test_typing_beside_a_check(sandbox: Sandbox) -> None:
-    check = "from typing import List\ndef check(candidate):\n    assert candidate(3) == 6"
-    assert run_tests(sandbox, RIGHT, check, "double").status == "passed"
 
 
 @needs_bubblewrap
@@ -535,6 +524,8 @@ def test_what_are_no_tests() -> None:
         ("assert f()\ndef test_f(): assert f(1)", "defines test_f but never calls it"),
         ("class TestF:\n    def test_f(self): assert f()", "defines TestF but never calls it"),
         ("async def test_f(): assert f()", "defines test_f but never calls it"),
+        # A decorator of another's calls nothing.
+        ("import pytest\n@pytest.mark.slow\ndef test_f(): assert f()", "never calls it"),
         ("def check(f): assert f()\nif __name__ == '__main__': check(f)", "entry_point"),
         (case, "defines the TestCase T, but raises nothing.*TestCase.T..*wasSuccessful"),
         (f"{case}TextTestRunner().run(T('test'))", "raises nothing"),

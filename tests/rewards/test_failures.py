@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +14,14 @@ from keel.rewards.outputs import Wrong
 from keel.types import KeelError
 from tests.rewards import functions
 from tests.rewards.made import named
-from tests.rewards.test_score import BadTask, group, reward, two_groups, values
-
-
-@pytest.fixture(autouse=True)
-def _let_go() -> Iterator[None]:
-    """Abandoned functions end with the test."""
-    functions.RELEASE.clear()
-    yield
-    functions.RELEASE.set()
-    time.sleep(0.12)  # the stubborn one looks every 0.05 s
+from tests.rewards.test_score import (  # the fixture applies here too
+    BadTask,
+    _let_go,  # noqa: F401
+    group,
+    reward,
+    two_groups,
+    values,
+)
 
 
 def async_threads() -> set[threading.Thread]:

@@ -303,8 +303,9 @@ def test_error_of_the_sampling_gives_up_running_calls(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_blocked_event_loop_is_named() -> None:
+def test_blocked_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One coroutine blocks the loop that all of them share."""
+    monkeypatch.setattr("keel.platform.calls.NOTICE", 1.0)
     release = threading.Event()
 
     async def blocks(number: list[int]) -> list[float]:

@@ -103,8 +103,6 @@ def test_an_unknown_aggregate_and_a_missing_policy(folder: Path, around: RewardC
         process(folder, around, aggregate="max")
     with pytest.raises(KeelError, match="tokens of a policy, and there is none"):
         process(folder, RewardContext())
-    with pytest.raises(KeelError, match='separator = "" divides nothing'):
-        Scorer([process(folder, around, separator="")])([group(around.tokenizer, "1+1=", ["2"])], 0)
 
 
 def test_steps_are_not_normalised_here(folder: Path, around: RewardContext) -> None:

@@ -21,9 +21,9 @@ from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed
 from keel.data.tasks.gym_worker import COMPARING
 from keel.graders.answers import final_answer, stated_number
 from keel.graders.formats import has_tags, tag_content
-from keel.graders.languages import language_of
 from keel.graders.mathematics import Mathematics
 from keel.graders.numbers import read_number
+from keel.graders.stated import answer_part, before_stop
 from keel.platform.sandbox.bubblewrap import Resident
 from keel.rewards.judge.options import Cost, StoredAnswer
 from keel.rewards.judge.questions import Question, parse
@@ -230,22 +230,31 @@ def test_texts_are_read_in_time_near_their_length() -> None:
         "The answer is 5" + " ()" * 1_300 + "x",
         "1 " * 50_000,
     ]
-    start = time.process_time()
+    texts += [
+        *("9" * 1_000_000, "1e999999999", "1," * 50_000, "-" * 100_000, "1 1/2 " * 50_000),
+        *("\\boxed{" * 20_000, "\\boxed{" * 20_000 + "}" * 20_000, "\\boxed{}" * 20_000),
+        *("#### x\n" * 50_000, "#### Step 1\n" * 30_000, "answer: ?" * 30_000, "$" * 100_000),
+        *("the answer is " * 20_000, "1 " * 100_000, "**" * 50_000, "= " * 50_000, "9**9**9"),
+        *("\\boxed{1} or " * 10_000, "\\[" * 50_000, "(" * 100_000, "²" * 100_000, ". " * 50_000),
+        *(r"\boxed{" + "9" * 1_000_000 + "}", r"\boxed{" + "a" * 100_000 + "=1}"),
+        *(r"\boxed{9^{9^{9}}}", "#### " + " " * 100_000 + "x", "is " * 30_000, "\n" * 100_000),
+        *("$" + "\n" * 50_000 + "x", "1" + " " * 100_000 + "x", "so 1, " * 30_000, "3 + " * 30_000),
+        *("# 1\n" * 50_000, r"\boxed{" + "1 + " * 30_000 + "= 2}", "1. - | " * 30_000),
+        *("<think>" * 9_000, "</a>" * 9_000, " " * 90_000, "'<" * 40_000, "<" * 90_000),
+        *("<|channel|>" * 9_000, "analysis" * 9_000, "\n" * 90_000 + "x"),
+    ]
     for text in texts:
+        start = time.process_time()
         read_number(text)
         final_answer(text, words=True)
         stated_number(text)
+        stated_number(text, evaluated=False)
         tag_content(text, "answer")
         has_tags(text, ("think", "answer"))
-    assert time.process_time() - start < 20.0
-
-
-def test_languages_are_read_in_time_near_the_length() -> None:
-    pytest.importorskip("lingua")
-    start = time.process_time()
-    for text in (*HEAVY.values(), "\\begin{a}" * 5_000, "$" * 50_001):
-        language_of(text)
-    assert time.process_time() - start < 60.0
+        answer_part(text)
+        before_stop(text, ["</a>"])
+        # Far above what it takes, far below a hang.
+        assert time.process_time() - start < 5.0, text[:60]
 
 
 def test_replies_of_a_judge_are_read_whatever_their_depth_and_numbers() -> None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Literal
 
@@ -318,13 +320,8 @@ class StepCalls:
 
 def _line(error: BaseException) -> str:
     """Where an error arose, as ` (file.py:12)`."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return ""
-    name = trace.tb_frame.f_code.co_filename.rpartition("/")[2]
-    return f" ({name}:{trace.tb_lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 class Failed(BaseException):

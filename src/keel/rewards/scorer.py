@@ -153,6 +153,11 @@ class Scorer:
                 return function
         return None
 
+    @property
+    def spending(self) -> list[str]:
+        """The names of metrics that add up over calls, of rewards that cost money."""
+        return [name for f in self.functions for name in getattr(f.function, "spending", ())]
+
     def _calls(self) -> StepCalls:
         return StepCalls(
             self.functions,

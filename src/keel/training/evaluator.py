@@ -12,7 +12,6 @@ from keel.analysis.statistics import mean_interval, wilson_interval
 from keel.config.fields import derive
 from keel.config.sampling import Evaluation
 from keel.data.columns import shown_gold
-from keel.rewards.judge.reward import spending
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.runs.rollouts import RolloutRow
@@ -124,7 +123,7 @@ class Evaluator:
         groups, scored = self.sampler.sample_and_score(
             self.prompts, n, sampling, seed, self.scorer, step
         )
-        for name in spending(self.scorer.functions):
+        for name in self.scorer.spending:
             spent[name] = spent.get(name, 0.0) + float(scored.metrics.get(name, 0.0))
         return groups, scored.results
 

@@ -23,7 +23,6 @@ from keel.learn.token_budget import oom_context
 from keel.models.chat import ChatEncoder
 from keel.models.text import token_texts
 from keel.platform.time_limit import time_limit
-from keel.rewards.judge.reward import spending
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.rollouts import RolloutRow
 from keel.types import (
@@ -229,7 +228,7 @@ def collect(
         results=tuple(judged for _, judged in kept),
         extras=extras,
         metrics={
-            **_joined(rounds, spending(sampler.scorer.functions)),
+            **_joined(rounds, sampler.scorer.spending),
             **failures,
             **describe(every),
             **_dropped(every, kept, refills, config),
@@ -331,7 +330,7 @@ def _with_greedy(sampler: Sampler, rollouts: Rollouts, step: int) -> Rollouts:
     mean = {"reward/greedy": float(np.mean(known))} if known else {}
     written = sum(int(c.written.sum()) for group in groups for c in group.completions)
     spent = {**scored.metrics, "rollout/tokens": float(written)}
-    added = (*spending(sampler.scorer.functions), "rollout/tokens")
+    added = (*sampler.scorer.spending, "rollout/tokens")
     asked = {name: spent[name] for name in added if name in spent}
     return replace(
         rollouts,

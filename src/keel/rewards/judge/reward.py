@@ -22,7 +22,7 @@ from keel.rewards.judge.questions import (
 )
 from keel.rewards.judge.requests import Account, Asker
 from keel.rewards.outputs import Summary
-from keel.rewards.registry import NamedReward, RewardContext, with_arguments
+from keel.rewards.registry import RewardContext, with_arguments
 from keel.rewards.rules import stated_texts
 
 
@@ -82,6 +82,11 @@ class Judge:
         if log_summary is not None:
             log_summary(found, partial(_metrics, label))
         return [math.fsum(some) / len(some) if some else None for some in values]
+
+    @property
+    def spending(self) -> list[str]:
+        """The names of its metrics that add up over calls."""
+        return [f"{self.options.label}/{what}" for what in ("asked", "tokens", "dollars")]
 
     def account(self) -> Account:
         """What was spent so far, by every run that shares the cache."""
@@ -151,12 +156,6 @@ def judge(context: RewardContext, options: JudgeOptions) -> Judge:
     if path is None and context.folder is not None:
         path = context.folder / f"{options.label}.sqlite"
     return Judge(Asker(options, path), options)
-
-
-def spending(functions: Sequence[NamedReward]) -> list[str]:
-    """The names of the judges' metrics that add up over calls."""
-    judges = [f.function for f in functions if isinstance(f.function, Judge)]
-    return [f"{j.options.label}/{what}" for j in judges for what in ("asked", "tokens", "dollars")]
 
 
 def _metrics(label: str, found: Sequence[Judgement | PairVerdict]) -> dict[str, float]:
