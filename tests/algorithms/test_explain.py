@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from keel.algorithms import spec
+from keel.algorithms.divergence import Adaptive
 from keel.algorithms.explain import explain, explain_algorithm, explain_preset
 from keel.algorithms.presets import CHOICE, PRESETS
 from keel.algorithms.render import Explanation
@@ -84,7 +85,7 @@ def test_there_is_a_row_of_every_divergence_rule_and_correction() -> None:
     assert {d.where for d in found} == samples.literals(spec.Divergence, "where")
     assert {d.to for d in found} == samples.literals(spec.Divergence, "to")
     rules = {d.adaptive.rule for d in found if d.adaptive is not None}
-    assert rules == samples.literals(spec.Adaptive, "rule")
+    assert rules == samples.literals(Adaptive, "rule")
     fixes = [r.correction for r in samples.ALL.values() if r.correction is not None]
     assert {c.kind for c in fixes} == samples.literals(spec.Correction, "kind")
     assert {c.level for c in fixes} == samples.literals(spec.Correction, "level")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from keel.algorithms import spec
+from keel.algorithms.advantages import GAE, GroupRelative
 from keel.algorithms.explain import explain_algorithm
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.terms import Setting
@@ -50,8 +50,8 @@ def idle(algorithm: Algorithm, path: tuple[str, ...]) -> bool:
         (path[-1] == "horizon" and d is not None and d.adaptive is not None
          and d.adaptive.rule == "ppo")
         or (path[-1] == "floor" and c is not None and c.kind == "truncate")
-        or (path[-1] == "lam" and isinstance(a, spec.GAE) and a.adaptive_alpha is not None)
-        or (path[-1] == "epsilon" and isinstance(a, spec.GroupRelative) and a.scale == "none")
+        or (path[-1] == "lam" and isinstance(a, GAE) and a.adaptive_alpha is not None)
+        or (path[-1] == "epsilon" and isinstance(a, GroupRelative) and a.scale == "none")
         or path[-1] == "ddof"  # 0 or 1 by name: see test_explain
         or "options" in path
     )  # fmt: skip

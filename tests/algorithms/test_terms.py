@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from keel.algorithms.spec import Algorithm, Cispo, Clip, CustomSurrogate, Geometric, Unclipped
-from keel.algorithms.surrogates import SurrogateTerm
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import (
+    Cispo,
+    Clip,
+    CustomSurrogate,
+    Geometric,
+    SurrogateTerm,
+    Unclipped,
+)
 from tests.algorithms import samples
 
 OTHER = {"low": 0.1, "high": 0.3, "dual": 1.5, "cap": 1.2, "floor": 0.9}

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from keel.algorithms.advantages import GAE, CustomAdvantage, GroupRelative, MonteCarlo
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import GAE, Algorithm, CustomAdvantage, GroupRelative, MonteCarlo
+from keel.algorithms.spec import Algorithm
 from keel.learn.advantages import RolloutRewards, estimate, outcome, reads_steps
 from keel.learn.batch import from_groups
 from keel.learn.loss import prepare

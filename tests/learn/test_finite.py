@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from keel.algorithms.spec import Algorithm, Clip, GroupRelative, Weights
+from keel.algorithms.advantages import GroupRelative
+from keel.algorithms.ratios import Weights
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import Clip
 from keel.config.stage import Optimizer
 from keel.learn.batch import Batch, Estimates, TrainBatch
 from keel.learn.finite import (

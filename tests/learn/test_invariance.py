@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from keel.algorithms.losses import Correction
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import Algorithm, Correction
+from keel.algorithms.spec import Algorithm
 from keel.learn.loss import loss, prepare
 from keel.models.head import Scores
 from tests.learn.flat import Sample, gradient, per_sequence, sample

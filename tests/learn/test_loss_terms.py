@@ -10,18 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.algorithms.spec import (
-    Algorithm,
-    Cispo,
-    Clip,
-    Correction,
-    CustomAdvantage,
-    CustomSurrogate,
-    Divergence,
-    Geometric,
-    GroupRelative,
-    Weights,
-)
+from keel.algorithms.advantages import CustomAdvantage, GroupRelative
+from keel.algorithms.divergence import Divergence
+from keel.algorithms.losses import Correction
+from keel.algorithms.ratios import Weights
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import Cispo, Clip, CustomSurrogate, Geometric
 from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.loss import loss, prepare
 from keel.models.head import Scores

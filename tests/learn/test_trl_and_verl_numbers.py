@@ -11,24 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.algorithms.spec import (
+from keel.algorithms.advantages import (
     GAE,
-    Algorithm,
     BatchNormalised,
-    Cispo,
-    Clip,
     CustomAdvantage,
-    Divergence,
-    Geometric,
     GreedyBaseline,
     GroupRelative,
     LeaveOneOut,
-    LogProb,
     Optimal,
-    Sapo,
-    ValueLoss,
-    Weights,
 )
+from keel.algorithms.divergence import Divergence
+from keel.algorithms.losses import ValueLoss
+from keel.algorithms.ratios import Weights
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import Cispo, Clip, Geometric, LogProb, Sapo
 from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.batch import Estimates
 from keel.learn.loss import loss, prepare

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from keel.algorithms.spec import UnusedIf
+from keel.algorithms.terms import UnusedIf
 from keel.config.errors import models_in
 from keel.config.load import load_recipe, read_own, shipped, to_toml
 from keel.config.schema import Recipe

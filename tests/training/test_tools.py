@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from keel.algorithms.spec import GAE, Algorithm, Clip, GroupRelative, ValueLoss, Weights
+from keel.algorithms.advantages import GAE, GroupRelative
+from keel.algorithms.losses import ValueLoss
+from keel.algorithms.ratios import Weights
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import Clip
 from keel.config.model import BuildModel, Model
 from keel.config.sampling import Rollout
 from keel.data.tasks import PromptStream

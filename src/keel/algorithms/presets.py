@@ -10,30 +10,30 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
-from keel.algorithms.spec import (
+from keel.algorithms.advantages import (
     GAE,
-    Adaptive,
     Advantage,
-    Algorithm,
     BatchNormalised,
-    Cispo,
-    Clip,
-    Divergence,
-    Geometric,
     GreedyBaseline,
     GroupRelative,
     LeaveOneOut,
-    LogProb,
     MonteCarlo,
     Optimal,
     ProcessGroupRelative,
-    Ratio,
+    TeacherLogRatio,
+)
+from keel.algorithms.divergence import Adaptive, Divergence
+from keel.algorithms.losses import ValueLoss
+from keel.algorithms.ratios import Ratio, Weights
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import (
+    Cispo,
+    Clip,
+    Geometric,
+    LogProb,
     Sapo,
     Surrogate,
-    TeacherLogRatio,
     Unclipped,
-    ValueLoss,
-    Weights,
 )
 from keel.algorithms.terms import CHOICE
 

@@ -12,84 +12,13 @@ from typing import Annotated
 
 from pydantic import model_validator
 
-from keel.algorithms.advantages import (
-    GAE,
-    TD,
-    Advantage,
-    BatchNormalised,
-    CustomAdvantage,
-    GreedyBaseline,
-    GroupRelative,
-    LeaveOneOut,
-    MonteCarlo,
-    NStep,
-    Optimal,
-    ProcessGroupRelative,
-    TeacherLogRatio,
-    ValueBaseline,
-)
-from keel.algorithms.divergence import Adaptive, Divergence
+from keel.algorithms.advantages import Advantage
+from keel.algorithms.divergence import Divergence
 from keel.algorithms.losses import Correction, ValueLoss
 from keel.algorithms.ratios import RATIOS, Ratio, RatioKind, Weights
-from keel.algorithms.surrogates import (
-    Cispo,
-    Clip,
-    CustomSurrogate,
-    Geometric,
-    LogProb,
-    Sapo,
-    Surrogate,
-    Unclipped,
-)
-from keel.algorithms.terms import (
-    SINGLE_UPDATE,
-    Coefficient,
-    EntryPoint,
-    FrozenModel,
-    KeyUse,
-    Positive,
-    Unit,
-    UnusedIf,
-)
+from keel.algorithms.surrogates import CustomSurrogate, Surrogate
+from keel.algorithms.terms import SINGLE_UPDATE, Coefficient, FrozenModel, UnusedIf
 
-__all__ = [
-    "GAE",
-    "TD",
-    "Adaptive",
-    "Advantage",
-    "Algorithm",
-    "BatchNormalised",
-    "Cispo",
-    "Clip",
-    "Coefficient",
-    "Correction",
-    "CustomAdvantage",
-    "CustomSurrogate",
-    "Divergence",
-    "EntryPoint",
-    "FrozenModel",
-    "Geometric",
-    "GreedyBaseline",
-    "GroupRelative",
-    "KeyUse",
-    "LeaveOneOut",
-    "LogProb",
-    "MonteCarlo",
-    "NStep",
-    "Optimal",
-    "Positive",
-    "ProcessGroupRelative",
-    "Ratio",
-    "Sapo",
-    "Surrogate",
-    "TeacherLogRatio",
-    "Unclipped",
-    "Unit",
-    "UnusedIf",
-    "ValueBaseline",
-    "ValueLoss",
-    "Weights",
-]
 _OFF = UnusedIf(
     lambda key: key.value is not None and not key.value.active,
     "algorithm.divergence.beta = 0 switches the divergence off",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS, Preset
-from keel.algorithms.spec import FrozenModel, Positive, Unit
+from keel.algorithms.terms import FrozenModel, Positive, Unit
 from keel.config.address import gather, layer, overlay
 from keel.config.entry import DEFAULT_KIND, stage_kind
 from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Width, unknown

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from keel.algorithms.spec import UnusedIf
+from keel.algorithms.terms import UnusedIf
 
 
 def _as_tuple(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Coefficient, FrozenModel, Unit, UnusedIf
+from keel.algorithms.terms import Coefficient, FrozenModel, Unit, UnusedIf
 from keel.config.fields import Answers, AsTuple, Count, Index, StageName, Temperature, Tokens
 from keel.config.sampling import PAST_THE_END, Rollout, SamplingSource
 from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource

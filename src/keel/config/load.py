@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import FrozenModel
+from keel.algorithms.terms import FrozenModel
 from keel.config.address import gather, layer, nest, overlay
 from keel.config.errors import explain_validation
 from keel.config.fields import nearest, unknown

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import FrozenModel, Positive, Unit, UnusedIf
+from keel.algorithms.terms import FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import AsTuple, Depth, Seconds, Tokens, Width
 
 NO_CONVERSATION = UnusedIf(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from keel.algorithms.spec import FrozenModel
+from keel.algorithms.terms import FrozenModel
 from keel.config.address import stage_name
 from keel.config.errors import explain_validation
 from keel.config.fields import AsTuple, unknown

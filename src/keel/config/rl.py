@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import FrozenModel, UnusedIf
+from keel.algorithms.terms import FrozenModel, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, StageName, Tokens
 from keel.config.model import TeacherModel
 from keel.config.presets import resolve_algorithm

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Algorithm, FrozenModel, Unit, UnusedIf
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.terms import FrozenModel, Unit, UnusedIf
 from keel.config.fields import Answers, Count, Ids, Index, Real, Seconds, Temperature, Tokens, Words
 from keel.config.model import SAME_DTYPE, TeacherModel
 from keel.config.presets import DEFAULT_PRESET, GROUP_SIZE, PROMPTS_PER_STEP

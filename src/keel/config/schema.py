@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import FrozenModel
+from keel.algorithms.terms import FrozenModel
 from keel.config.entry import stage_kinds
 from keel.config.fields import AsTuple, Seed, Threads
 from keel.config.model import Cluster, Model

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import FrozenModel, KeyUse, Positive, UnusedIf
+from keel.algorithms.terms import FrozenModel, KeyUse, Positive, UnusedIf
 from keel.config.fields import SEPARATE_VALIDATION, AsTuple, BadRows, Real, Seconds, Tokens
 from keel.config.model import NO_CONVERSATION
 from keel.config.secrets import wrong_key_name

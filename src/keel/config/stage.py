@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from keel.algorithms.spec import Coefficient, FrozenModel, Positive, Unit, UnusedIf
+from keel.algorithms.terms import Coefficient, FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, LearningRate, StageName, Tokens
 
 if TYPE_CHECKING:

@@ -10,7 +10,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.algorithms.spec import Algorithm, CustomAdvantage, CustomSurrogate
+from keel.algorithms.advantages import CustomAdvantage
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import CustomSurrogate
 from keel.config.entry import load_entry
 from keel.learn.batch import Actions, Estimates
 from keel.learn.token_budget import out_of_memory

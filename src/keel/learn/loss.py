@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keel.algorithms.spec import Algorithm, CustomSurrogate
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import CustomSurrogate
 from keel.learn.advantages import SURROGATE, call_custom
 from keel.learn.batch import A, Actions, Estimates, TrainBatch
 from keel.models.head import Scores

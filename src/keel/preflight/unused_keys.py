@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import KeyUse, UnusedIf
+from keel.algorithms.terms import KeyUse, UnusedIf
 from keel.config.address import layer
 from keel.config.load import Source, parse_override, read_own
 from keel.config.schema import Recipe

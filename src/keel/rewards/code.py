@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from keel.algorithms.spec import FrozenModel
+from keel.algorithms.terms import FrozenModel
 from keel.config.fields import Count, Seconds
 from keel.graders.code_blocks import python_code
 from keel.graders.unit_tests import (

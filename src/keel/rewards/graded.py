@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from keel.algorithms.spec import FrozenModel
+from keel.algorithms.terms import FrozenModel
 from keel.config.fields import Count, Seconds
 from keel.graders.answers import final_answer
 from keel.graders.languages import check_language, language_of, language_share

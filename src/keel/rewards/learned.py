@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from keel.algorithms.spec import FrozenModel
+from keel.algorithms.terms import FrozenModel
 from keel.config.fields import Index, Seconds, Tokens
 from keel.platform.process import (
     JsonChild,

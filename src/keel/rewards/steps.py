@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from keel.algorithms.spec import FrozenModel
+from keel.algorithms.terms import FrozenModel
 from keel.data.columns import gold_entries, read_gold
 from keel.models.text import split_steps, token_ends
 from keel.rewards.registry import RewardContext

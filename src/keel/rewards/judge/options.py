@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from keel.algorithms.spec import Coefficient, FrozenModel, Positive
+from keel.algorithms.terms import Coefficient, FrozenModel, Positive
 from keel.config.fields import AsTuple, Count, Index
 from keel.types import KeelError
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.spec import Positive
+from keel.algorithms.terms import Positive
 from keel.config.fields import StageName
 from keel.config.judging import JudgingStage
 from keel.config.sources import TemplateKeywords

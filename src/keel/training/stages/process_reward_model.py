@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from keel.algorithms.spec import Unit
+from keel.algorithms.terms import Unit
 from keel.config.fields import StageName
 from keel.config.judging import NEVER_EVALUATED, JudgingStage
 from keel.config.model import BaseModelChoice

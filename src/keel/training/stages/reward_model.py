@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
-from keel.algorithms.spec import Coefficient
+from keel.algorithms.terms import Coefficient
 from keel.config.fields import StageName
 from keel.config.judging import JudgingStage
 from keel.config.model import BaseModelChoice

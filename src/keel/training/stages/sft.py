@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from keel.algorithms.spec import EntryPoint
+from keel.algorithms.terms import EntryPoint
 from keel.config.fields import AsTuple, Count, StageName
 from keel.config.sources import Prompts, TaskSource
 from keel.config.stage import DemonstrationSource, StageConfig
