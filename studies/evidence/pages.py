@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,12 +106,11 @@ def emphasised(found: Mapping[str, float]) -> str:
 def section(name: str) -> str:
     """The section of a preset's page."""
     rates = tomllib.loads(RATES.read_text())
-    study, page = ("compare", "presets") if name in COMPARED else ("distillation",) * 2
+    page = "presets" if name in COMPARED else "distillation"
     known = ", ".join(f"{rates[task][name]:g} ({TITLES[task]})" for task in tasks_of(name))
     return (
-        f"{SECTION}![{name}](curves/{name}.png)\n\nLearning rates: {known}. "
-        f"`python -m studies.evidence {study}`: ten seeds;\n"
-        f"[figures and how they were measured](../evidence/{page}.md).\n"
+        f"{SECTION}![{name}](curves/{name}.png)\n\n"
+        f"[Ten seeds](../evidence/{page}.md) at learning rates {known}.\n"
     )
 
 
@@ -148,10 +147,10 @@ def _curve(axes: Any, values: Array, label: str, colour: str) -> None:
 # ---------------------------------------------------------------- tables of docs/evidence
 
 
-def presets_table(names: Sequence[str] = COMPARED) -> str:
+def presets_table() -> str:
     """Presets on both tasks."""
     rows = []
-    for name in names:
+    for name in COMPARED:
         cells = []
         for task in TASKS:
             cells += [interval(arm(task, name)["score"]), difference(task, name)]
@@ -160,10 +159,10 @@ def presets_table(names: Sequence[str] = COMPARED) -> str:
     return markdown(("preset", *head), rows)
 
 
-def costs_table(names: Sequence[str] = COMPARED) -> str:
+def costs_table() -> str:
     """Seconds, tokens and models of presets: means of both tasks."""
     rows = []
-    for name in names:
+    for name in COMPARED:
         arms = [arm(task, name) for task in TASKS]
         seconds, tokens = (float(np.mean([one[k] for one in arms])) for k in ("seconds", "tokens"))
         models = arms[0]["models"]
@@ -190,8 +189,6 @@ def stability_table() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "presets": presets_table,
     "costs": costs_table,
-    "three": lambda: presets_table(STABLE),
-    "three_costs": lambda: costs_table(STABLE),
     "stability": stability_table,
     "memory": memory.table,
     "replay": replay.table,

@@ -65,13 +65,20 @@ class Explanation:
     def page_equation(self) -> str:
         """The part of the algorithm's page in `docs/algorithms` that states its formula.
 
-        The objective, then a table with one line for each term.
+        The objective, then a table with one line for each term, with what the objective does not
+        show.
         """
+        whole = " ".join(line.latex for line in self.objective)
+
+        def shown(latex: str) -> bool:
+            symbol, _, value = latex.partition(" = ")
+            return symbol in ("s", "D_n") and value in whole
+
         lines = [f"$$ {line.latex} $$" for line in self.objective]
         lines = ["\n\n".join(lines), ""]
         lines += ["| symbol | here | formula | source |", "|---|---|---|---|"]
         for term in self.terms:
-            own = [line for line in term.equations if line not in self.objective]
+            own = [x for x in term.equations if x not in self.objective and not shown(x.latex)]
             formulas = "; ".join(f"${line.latex}$" for line in own)
             lines += [f"| ${term.symbol}$ | {term.kind} | {formulas} | {term.source} |"]
         count, roles = len(self.loaded), ", ".join(self.loaded)

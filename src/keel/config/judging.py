@@ -35,8 +35,7 @@ class People(FrozenModel):
     labels: Count = 100
     """Number of pairs that people label."""
     by: Literal["margin", "bald", "d_optimal", "random"] = "margin"
-    """How the pairs are chosen, from a Laplace posterior of the model's head on the labels of the
-    rewards."""
+    """How the pairs are chosen, from a posterior of the model's head."""
     noise: Unit | None = None
     """Simulate the people: they judge as the rewards do without their noise, and this share of
     their labels is inverted. None: real people."""

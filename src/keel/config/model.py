@@ -95,7 +95,7 @@ class Model(FrozenModel):
     """`auto` is CUDA if there is a GPU."""
     autocast: Annotated[Autocast, _ON_CPU, _NOT_FLOAT32] = True
     """Compute in bfloat16 on a GPU; weights, log-probabilities and losses stay in float32. On a CPU
-    only `bfloat16` does so, or `auto`, if a timing at the start of the run finds it faster."""
+    only `bfloat16` does so, or `auto` if a timing at the start finds it faster."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
     activation_checkpointing: bool = False
@@ -151,20 +151,19 @@ class Cluster(FrozenModel):
 
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes that share the stages of kind rl: each trains on some of the sequences, with a part
-    of the weights (FSDP2). Without Ray they are on this machine, and the native engine samples in
-    all of them."""
+    of the weights (FSDP2). Without Ray all are on this machine, and sample with the native engine.
+    """
     offload: Annotated[Literal["none", "cpu"], _ONE_PROCESS, _NOTHING_TO_OFFLOAD] = "none"
-    """`cpu`: between computations each GPU's share of weights, gradients and moments is in the
-    machine's memory, where the optimizer steps."""
+    """`cpu`: a GPU's share of weights, gradients and moments is in the machine's memory between
+    computations, where the optimizer steps."""
     ray: str | None = None
-    """Have Ray place and watch the processes of stages of kind rl: the address of a Ray cluster
-    (`auto`, or HOST:PORT), or `local` to start Ray on this machine
-    ([how to](howto/ray.md))."""
+    """The Ray that places and watches the processes of stages of kind rl: a cluster's address
+    (`auto`, or HOST:PORT), or `local`, started on this machine ([how to](howto/ray.md))."""
     rollout_workers: Annotated[int, Field(ge=1, le=1024), _NO_RAY] = 1
     """Processes that sample, each with the whole model and an engine of its own."""
     reward_workers: Annotated[int, Field(ge=0, le=1024), _NO_RAY] = 0
-    """Processes that rewards run in: the first reward in the first, and so on; 0: in the process
-    that runs the loop, where judges and tasks' own verdicts always are."""
+    """Processes that rewards run in, by turns; 0: in the process that runs the loop, where judges
+    and tasks' own verdicts always are."""
     cpus: Annotated[float, Field(gt=0, le=1024), _NO_RAY] = 1.0
     """CPUs that Ray reserves for each process; it has as many threads."""
     gpus: Annotated[float, Field(ge=0, le=16), _NO_RAY] = 0.0
@@ -172,7 +171,7 @@ class Cluster(FrozenModel):
     reward_gpus: Annotated[float, Field(ge=0, le=16), _NO_RAY] = 0.0
     """GPUs that Ray reserves for each reward worker."""
     deadline: Annotated[Seconds, _ALONE] = 1800.0
-    """Seconds in which a process has to answer a call. A rollout or reward worker that does not is
-    replaced and its work done again; a trainer or rank that does not is lost."""
+    """Seconds in which a process has to answer a call; else a rollout or reward worker is replaced
+    and its work done again, a trainer or rank lost."""
     restarts: Annotated[int, Field(ge=0, le=1000), _NO_RAY] = 3
     """How often in a row the run goes on from one checkpoint after a trainer was lost."""

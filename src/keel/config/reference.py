@@ -21,7 +21,7 @@ each stage is a `[[stages]]` table. On the command line a key applies to the sta
 (`sft.steps=10`), else to the last, and to the entry of a list that it numbers (`tasks.0.path=x`),
 or to its only one (`tasks.path=x`). `extends = "NAME"` starts from another recipe. `"none"` unsets
 a key. The kind of a stage is its key `stage`. Keys that several kinds have are described once; the
-tables of the other kinds hold only what differs.
+tables of the other kinds hold only what differs, such as another default.
 
 The paths of data, models and functions (`file.py:name`) in a recipe's file are relative to its
 folder; those in keys of the command line, and in recipes that Python passes, to the working folder.
@@ -54,17 +54,22 @@ def markdown() -> str:
                 listed = ", ".join(f"`{key.strip('[]')}`" for key in same)
                 lines.append(f"As in [{other}](#{_anchor(other)}): {listed}.\n")
         lines.append("| key | default | description |\n|---|---|---|")
+        inners = [key.strip("[]").partition(".")[2] for key, _, _ in rows]
         for row in rows:
             key, default, what = row
             if row in described:
                 continue
-            described[row] = title
             # `[[sampled.tasks]]` is a table `[[tasks]]`, whose keys are described before.
             inner = key.strip("[]").partition(".")[2]
-            if {(name, default, what) for name in (inner, f"[[{inner}]]")}.isdisjoint(described):
+            names = (inner, f"[[{inner}]]", f"model.{inner}")
+            same = [name for name in names if (name, default, what) in described]
+            if any((key, what) == (other, text) for other, _, text in described):
+                what = ""
+            elif same and any(name.startswith(f"{inner}.") for name in inners):
+                what += f" With the keys of `{same[0].strip('[]')}`."
+            if not same or "." not in inner:
                 lines.append(f"| `{key}` | {default} | {what} |")
-            elif "." not in inner:
-                lines.append(f"| `{key}` | {default} | {what} With the keys of `{inner}`. |")
+            described[row] = title
     return "\n".join(lines) + "\n"
 
 

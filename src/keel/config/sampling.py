@@ -127,24 +127,24 @@ class Rollout(FrozenModel):
     max_programs: Annotated[Answers, _NO_PROGRAM] = 64
     """Programs that run at once."""
     on_error: Annotated[Literal["stop", "skip"], _NO_PROGRAM] = "stop"
-    """Whether a program that raises after an answer stops the run, or its completion goes without
-    reward, is not learned from, and is counted."""
+    """Whether a program that raises after an answer stops the run, or its completion is counted and
+    not learned from."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
-    """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy,
-    whose log-probabilities differ from the trainer's, so it needs `algorithm.correction`.
-    Evaluation uses the model's dtype with the native engine; another engine does both."""
+    """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy, so it
+    needs `algorithm.correction`. The native engine evaluates in the model's dtype; another engine
+    does both."""
     timeout: Seconds = 1800.0
     """Seconds without a new token after which the engine is considered hung; and without a request,
-    the program. With the vLLM engine: seconds of each request, thus of a whole completion."""
+    the program. With vLLM: of each request, a whole completion."""
     max_num_seqs: Answers = 256
     """Sequences that the engine decodes at once."""
     overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
     """Score the first groups while the last ones are still being sampled."""
     async_level: Annotated[int, Field(ge=0, le=64)] = 0
-    """How many steps ahead rollouts are sampled: with 1 those of the next step, by a copy of the
-    model, while this step is trained on. No completion is trained on more than this number of
-    updates after the weights that it was begun with. Needs `algorithm.correction`; more than 1
-    needs an engine that pins weights, as those of `cluster.ray`."""
+    """How many steps ahead rollouts are sampled, by a copy of the model: no completion is trained
+    on more than this number of updates after the weights that it was begun with. Needs
+    `algorithm.correction`; more than 1 needs an engine that pins weights, as those of
+    `cluster.ray`."""
     vllm: Annotated[VllmServer, _OTHER_ENGINE] = VllmServer()
     """The vLLM server."""
 

@@ -104,7 +104,7 @@ class TaskSource(FileSource):
     if the tokenizer has one."""
     bad_rows: Annotated[BadRows, _GENERATED] = "stop"
     """Whether an example that gives no prompt stops the run before its first step, or is recorded
-    in the run folder's quarantine/ with its line and the reason."""
+    in the run folder's quarantine/."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the generator, or of `datasets.load_dataset`."""
 
@@ -206,6 +206,6 @@ class PreferenceData(FileSource):
     """What happens to an example with an empty answer; dropped ones are counted."""
     bad_rows: BadRows = "stop"
     """Whether an example that cannot be read stops the run, or is recorded in the run folder's
-    quarantine/ with its line and the reason."""
+    quarantine/."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of `datasets.load_dataset`."""
