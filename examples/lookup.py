@@ -6,6 +6,7 @@ answer. A guess is right once in four.
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -18,9 +19,10 @@ ASKED = 0.2
 
 
 def numbers(*, seed: int = 0) -> list[dict[str, Any]]:
-    """Names from 000 to 999 and the number of each, from 0 to 3, which follows no rule."""
+    """Names from 00000 to 33333 and the number of each, from 0 to 3, which follows no rule."""
     draw = random.Random(seed)
-    return [{"prompt": f"{name:03}", "number": str(draw.randrange(4))} for name in range(1000)]
+    names = map("".join, itertools.product("0123", repeat=5))
+    return [{"prompt": name, "number": str(draw.randrange(4))} for name in names]
 
 
 async def run(given: ProgramInput) -> dict[str, float]:

@@ -10,6 +10,7 @@ addition. Thresholds were set on seeds 0 and 1; other seeds only measure.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,35 +25,39 @@ from keel.training.export import export
 from keel.training.run import train
 
 PARTS = str(Path(__file__).with_name("zoo_parts.py"))
-ALPHABET = "0123456789+=>"
-SORT = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 5}}
-LONG_SORT = {"name": "sort_digits", "options": {"min_digits": 7, "max_digits": 9}}
-EASY_SORT = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 3}}
-PLAIN = {"preset": "reinforce_pp", "divergence": None}
-FREE = {"preset": "grpo", "divergence": None}
+RANDOM: dict[str, Any] = {
+    "build": {
+        **{"family": "llama", "alphabet": "0123456789+=>"},
+        **{"hidden_size": 64, "layers": 2, "heads": 2, "context": 48},
+    }
+}
+"""A model with random weights."""
+FREE = "algorithm.divergence=none"
 """GRPO that nothing holds near its start."""
+SEVERAL = "epochs=4 minibatches=4"
+ONE_EACH = "rollout.prompts_per_step=64 rollout.group_size=1"
+MEASURED = "reference.measured=true optimizer.learning_rate=1e-3 steps=120"
+TURNS = "rollout.max_tokens=8 rollout.max_turns=2"
 COLLAPSED = (
-    "entropy-collapse",
-    "no-signal",
-    "learning-rate-high",
-    "kl-runaway",
-    "repetition",
-    "length-explosion",
-    "truncation",
+    *("entropy-collapse", "no-signal", "learning-rate-high", "kl-runaway", "repetition"),
+    *("length-explosion", "truncation"),
 )
 """What a policy that breaks down may show in addition."""
 GAMED = (*COLLAPSED, "gold-falls", "saturated-reward")
 """What a policy that games its reward may show in addition."""
+LONG = (*GAMED, "length-reward")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run: what is wrong with it (None: healthy), what may follow from that, its recipe."""
+    """A run: what is wrong with it (None: healthy), what may follow from that, and what its recipe
+    differs in from `base`. It starts half-trained, or with random weights."""
 
     name: str
     expected: str | None
     follows: tuple[str, ...]
-    recipe: Mapping[str, Any]
+    words: str
+    random: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,216 +70,135 @@ class Row:
     warned: Mapping[str, int]
 
 
-def cases(policy: str) -> list[Case]:
-    """All runs; `policy` is the folder of a model that sorts digits right now and then."""
-    return [*broken(policy), *healthy(policy)]
+def sort(shortest: int, longest: int) -> dict[str, Any]:
+    """The task of sorting so many digits."""
+    return {"name": "sort_digits", "options": {"min_digits": shortest, "max_digits": longest}}
 
 
-def broken(policy: str) -> list[Case]:
-    """At least one run of each condition."""
-    start = {"model": {"name": policy}}
-    sum_task = [{"name": f"{PARTS}:Calculator"}]
-    careless = [{"name": f"{PARTS}:CarelessCalculator"}]
-    turns = {"max_tokens": 8, "max_turns": 2}
-    by_sequence = {**PLAIN, "weights": {"kind": "sequence_mean"}}
-    one_each = {"prompts_per_step": 64, "group_size": 1}
-    idle = {"optimizer": {"learning_rate": 1e-8}}
-    measured = {"measured": True}
-    several = {"epochs": 4, "minibatches": 4}
-    cases = [
-        ("hot", "learning-rate-high", COLLAPSED, _rl(start, FREE, rate=1e-2, steps=60)),
-        (
-            "hot-epochs",
-            "clip-saturated",
-            COLLAPSED,
-            _rl(start, FREE, epochs=8, minibatches=4, rate=5e-4, steps=40),
-        ),
-        (
-            "hot-gspo",
-            "clip-saturated",
-            COLLAPSED,
-            _rl(start, "gspo", **several, rate=5e-4, steps=40),
-        ),
-        (
-            "one-answer",
-            "entropy-collapse",
-            GAMED,
-            _rl(_random(), FREE, rewards=_rewards("first_place"), steps=120, rate=3e-3),
-        ),
-        (
-            "one-sum",
-            "entropy-collapse",
-            COLLAPSED,
-            _rl(
-                _random(),
-                FREE,
-                tasks=sum_task,
-                rewards=_rewards("place_match"),
-                rollout=turns,
-                steps=120,
-                rate=1e-3,
-            ),
-        ),
-        ("cold", "learning-rate-low", (), _rl(start, rate=1e-7, steps=60)),
-        (
-            "cold-epochs",
-            "clip-idle",
-            ("learning-rate-low",),
-            _rl(start, FREE, minibatches=4, rate=1e-7),
-        ),
-        ("too-hard", "no-signal", (), _rl(_random(), tasks=[LONG_SORT])),
-        ("any-text", "saturated-reward", (), _rl(start, rewards=_rewards("any_text"))),
-        (
-            "too-easy",
-            "saturated-reward",
-            ("entropy-collapse",),
-            _rl(start, rewards=_rewards("digits_first"), steps=60),
-        ),
-        (
-            "proxy",
-            "gold-falls",
-            GAMED,
-            _rl(start, FREE, rewards=_rewards("nines", ("place_match", 0.0))),
-        ),
-        (
-            "proxy-eval",
-            "gold-falls",
-            GAMED,
-            _rl(
-                start,
-                FREE,
-                rewards=_rewards("nines", ("exact_match", 0.0)),
-                evaluation={"every": 10, "prompts": 100},
-            ),
-        ),
-        (
-            "paid-by-length",
-            "length-reward",
-            GAMED,
-            _rl(start, FREE, rewards=_rewards("long_and_right"), rollout={"max_tokens": 20}),
-        ),
-        (
-            "entropy-bonus",
-            "length-explosion",
-            (*COLLAPSED, "length-bias"),
-            _rl(start, {**FREE, "entropy": 0.4}, rollout={"max_tokens": 28}, steps=120),
-        ),
-        (
-            "sequence-mean",
-            "length-bias",
-            COLLAPSED,
-            _rl(
-                start,
-                by_sequence,
-                tasks=[EASY_SORT, LONG_SORT],
-                rollout={"max_tokens": 28},
-                steps=120,
-                rate=1e-4,
-            ),
-        ),
-        (
-            "noise",
-            "kl-runaway",
-            COLLAPSED,
-            _rl(start, FREE, rewards=_rewards("noise"), reference=measured, rate=1e-3, steps=120),
-        ),
-        (
-            "no-beta",
-            "kl-runaway",
-            GAMED,
-            _rl(start, FREE, rewards=_rewards("nines"), reference=measured, rate=1e-3, steps=120),
-        ),
-        (
-            "dead-critic",
-            "value-model",
-            (),
-            _rl(start, "ppo", rollout=one_each, value=idle, rate=1e-5, steps=50),
-        ),
-        ("short-budget", "truncation", ("no-signal",), _rl(start, rollout={"max_tokens": 4})),
-        (
-            "masked",
-            "truncation",
-            ("no-signal",),
-            _rl(start, rollout={"max_tokens": 4, "mask_truncated": True}),
-        ),
-        (
-            "rounded-engine",
-            "engine-mismatch",
-            (),
-            _rl(start, minibatches=2, rollout={"engine": f"{PARTS}:rounded"}),
-        ),
-        (
-            "colder-engine",
-            "engine-mismatch",
-            (),
-            _rl(start, rollout={"engine": f"{PARTS}:colder"}),
-        ),
-        (
-            "refrain",
-            "repetition",
-            (*GAMED, "length-reward"),
-            _rl(
-                start,
-                FREE,
-                rewards=_rewards("refrain"),
-                rollout={"max_tokens": 24},
-                rate=1e-3,
-                steps=120,
-            ),
-        ),
-        (
-            "marks-only",
-            "format-hacking",
-            GAMED,
-            _rl(
-                _random(), FREE, tasks=[LONG_SORT], rewards=_rewards("marked", "inside"), rate=1e-3
-            ),
-        ),
-        (
-            "marks-alone",
-            "format-hacking",
-            (*GAMED, "length-reward"),
-            _rl(start, FREE, rewards=_rewards("marks"), rate=1e-3),
-        ),
-        (
-            "careless-calculator",
-            "environment-words",
-            GAMED,
-            _rl(_random(), FREE, tasks=careless, rollout=turns, rate=1e-3),
-        ),
+SORT, LONG_SORT, EASY_SORT = sort(2, 5), sort(7, 9), sort(2, 3)
+
+
+def tasks(*chosen: str | Mapping[str, Any]) -> str:
+    """The override for tasks; a name is one of this study's."""
+    found = [{"name": f"{PARTS}:{one}"} if isinstance(one, str) else one for one in chosen]
+    return f"tasks={_inline(found)}"
+
+
+def rewards(*functions: str | tuple[str, float]) -> str:
+    """The override for rewards, of this study or built in, each with a weight (1 unless given)."""
+    pairs = [(one, 1.0) if isinstance(one, str) else one for one in functions]
+    found = [
+        {"function": n if n in ("place_match", "exact_match") else f"{PARTS}:{n}", "weight": w}
+        for n, w in pairs
     ]
-    return [Case(*one) for one in cases]
+    return f"rewards.functions={_inline(found)}"
 
 
-def healthy(policy: str) -> list[Case]:
-    """Runs with nothing wrong: several algorithms, tasks, sizes and lengths."""
-    start = {"model": {"name": policy}}
-    wide = {"model": {"build": {**_random()["model"]["build"], "hidden_size": 96, "layers": 3}}}
-    one_each = {"prompts_per_step": 96, "group_size": 1}
-    critic = {"warmup_steps": 5, "optimizer": {"learning_rate": 1e-3}}
-    evaluated = {"every": 25, "prompts": 100}
-    two_lengths = {"tasks": [EASY_SORT, SORT], "rollout": {"max_tokens": 28}}
-    turns = {"max_tokens": 24, "max_turns": 2}
-    recipes = {
-        "grpo": _rl(start),
-        "grpo-long": _rl(start, steps=150, evaluation=evaluated),
-        "gspo": _rl(start, "gspo", minibatches=2),
-        "ppo": _rl(start, "ppo", steps=60, rollout=one_each, rate=3e-5, value=critic),
-        "rloo": _rl(start, "rloo"),
-        "dapo": _rl(start, "dapo", minibatches=2, rollout={"max_tokens": 8}),
-        "reinforce_pp": _rl(start, "reinforce_pp", rate=2e-4),
-        "dr_grpo": _rl(start, "dr_grpo", rate=2e-4),
-        "remax": _rl(start, "remax", rate=1e-4),
-        "opo-wide": _rl(wide, "opo", rewards=_rewards("place_match"), steps=100, rate=1e-3),
-        "two-rewards": _rl(start, rewards=_rewards("place_match", ("digits_first", 0.2))),
-        "sapo": _rl(start, "sapo", minibatches=2),
-        "second-try": _rl(start, tasks=[{"name": f"{PARTS}:SecondTry"}], rollout=turns),
-        "token-mean": _rl(start, PLAIN, **two_lengths, rate=5e-5),
-        "one-token": _rl(
-            start, rewards=_rewards("first_place"), rollout={"max_tokens": 1}, steps=40, rate=1e-4
-        ),
+def _inline(value: Any) -> str:
+    """As TOML in one word."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_inline, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}={_inline(one)}' for key, one in value.items())}}}"
+    return json.dumps(value)
+
+
+BROKEN = (
+    Case("hot", "learning-rate-high", COLLAPSED, f"{FREE} optimizer.learning_rate=1e-2 steps=60"),
+    Case("hot-epochs", "clip-saturated", COLLAPSED,
+         f"{FREE} epochs=8 minibatches=4 optimizer.learning_rate=5e-4 steps=40"),
+    Case("hot-gspo", "clip-saturated", COLLAPSED,
+         f"algorithm.preset=gspo {SEVERAL} optimizer.learning_rate=5e-4 steps=40"),
+    Case("one-answer", "entropy-collapse", GAMED,
+         f"{FREE} {rewards('first_place')} steps=120 optimizer.learning_rate=3e-3", random=True),
+    Case("one-sum", "entropy-collapse", COLLAPSED,
+         f"{FREE} {tasks('Calculator')} {rewards('place_match')} {TURNS} steps=120 "
+         "optimizer.learning_rate=1e-3", random=True),
+    Case("cold", "learning-rate-low", (), "optimizer.learning_rate=1e-7 steps=60"),
+    Case("cold-epochs", "clip-idle", ("learning-rate-low",),
+         f"{FREE} minibatches=4 optimizer.learning_rate=1e-7"),
+    Case("too-hard", "no-signal", (), tasks(LONG_SORT), random=True),
+    Case("any-text", "saturated-reward", (), rewards("any_text")),
+    Case("too-easy", "saturated-reward", ("entropy-collapse",),
+         f"{rewards('digits_first')} steps=60"),
+    Case("proxy", "gold-falls", GAMED, f"{FREE} {rewards('nines', ('place_match', 0.0))}"),
+    Case("proxy-eval", "gold-falls", GAMED,
+         f"{FREE} {rewards('nines', ('exact_match', 0.0))} evaluation.every=10 "
+         "evaluation.prompts=100"),
+    Case("paid-by-length", "length-reward", GAMED,
+         f"{FREE} {rewards('long_and_right')} rollout.max_tokens=20"),
+    Case("entropy-bonus", "length-explosion", (*COLLAPSED, "length-bias"),
+         f"{FREE} algorithm.entropy=0.4 rollout.max_tokens=28 steps=120"),
+    Case("sequence-mean", "length-bias", COLLAPSED,
+         f"algorithm.preset=reinforce_pp {FREE} algorithm.weights.kind=sequence_mean "
+         f"{tasks(EASY_SORT, LONG_SORT)} rollout.max_tokens=28 steps=120 "
+         "optimizer.learning_rate=1e-4"),
+    Case("noise", "kl-runaway", COLLAPSED, f"{FREE} {rewards('noise')} {MEASURED}"),
+    Case("no-beta", "kl-runaway", GAMED, f"{FREE} {rewards('nines')} {MEASURED}"),
+    Case("dead-critic", "value-model", (),
+         f"algorithm.preset=ppo {ONE_EACH} value.optimizer.learning_rate=1e-8 "
+         "optimizer.learning_rate=1e-5 steps=50"),
+    Case("short-budget", "truncation", ("no-signal",), "rollout.max_tokens=4"),
+    Case("masked", "truncation", ("no-signal",),
+         "rollout.max_tokens=4 rollout.mask_truncated=true"),
+    Case("rounded-engine", "engine-mismatch", (), f"minibatches=2 rollout.engine={PARTS}:rounded"),
+    Case("colder-engine", "engine-mismatch", (), f"rollout.engine={PARTS}:colder"),
+    Case("refrain", "repetition", LONG,
+         f"{FREE} {rewards('refrain')} rollout.max_tokens=24 optimizer.learning_rate=1e-3 "
+         "steps=120"),
+    Case("marks-only", "format-hacking", GAMED,
+         f"{FREE} {tasks(LONG_SORT)} {rewards('marked', 'inside')} optimizer.learning_rate=1e-3",
+         random=True),
+    Case("marks-alone", "format-hacking", LONG,
+         f"{FREE} {rewards('marks')} optimizer.learning_rate=1e-3"),
+    Case("careless-calculator", "environment-words", GAMED,
+         f"{FREE} {tasks('CarelessCalculator')} {TURNS} optimizer.learning_rate=1e-3", random=True),
+)  # fmt: skip
+"""At least one run of each condition."""
+
+HEALTHY = {
+    "grpo": "",
+    "grpo-long": "steps=150 evaluation.every=25 evaluation.prompts=100",
+    "gspo": "algorithm.preset=gspo minibatches=2",
+    "ppo": "algorithm.preset=ppo steps=60 rollout.prompts_per_step=96 rollout.group_size=1 "
+    "optimizer.learning_rate=3e-5 value.warmup_steps=5 value.optimizer.learning_rate=1e-3",
+    "rloo": "algorithm.preset=rloo",
+    "dapo": "algorithm.preset=dapo minibatches=2 rollout.max_tokens=8",
+    "reinforce_pp": "algorithm.preset=reinforce_pp optimizer.learning_rate=2e-4",
+    "dr_grpo": "algorithm.preset=dr_grpo optimizer.learning_rate=2e-4",
+    "remax": "algorithm.preset=remax optimizer.learning_rate=1e-4",
+    "opo-wide": f"algorithm.preset=opo {rewards('place_match')} steps=100 "
+    "optimizer.learning_rate=1e-3 model.build.hidden_size=96 model.build.layers=3",
+    "two-rewards": rewards("place_match", ("digits_first", 0.2)),
+    "sapo": "algorithm.preset=sapo minibatches=2",
+    "second-try": f"{tasks('SecondTry')} rollout.max_tokens=24 rollout.max_turns=2",
+    "token-mean": f"algorithm.preset=reinforce_pp {FREE} {tasks(EASY_SORT, SORT)} "
+    "rollout.max_tokens=28 optimizer.learning_rate=5e-5",
+    "one-token": f"{rewards('first_place')} rollout.max_tokens=1 steps=40 "
+    "optimizer.learning_rate=1e-4",
+}
+"""Runs with nothing wrong: several algorithms, tasks, sizes and lengths."""
+CASES = (
+    *BROKEN,
+    *(Case(name, None, (), words, "model.build" in words) for name, words in HEALTHY.items()),
+)
+
+
+def base(model: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """A recipe of one stage on short sorting tasks."""
+    return {
+        "threads": 1,
+        "seed": seed,
+        "model": model,
+        "stage": "rl",
+        "steps": 80,
+        "algorithm": {"preset": "grpo"},
+        "tasks": [SORT],
+        "rollout": {"prompts_per_step": 16, "group_size": 8, "max_tokens": 10},
+        "optimizer": {"learning_rate": 3e-4},
+        "evaluation": {"every": 0, "prompts": 50},
+        "checkpoints": {"every": 1000, "keep": 1},
     }
-    return [Case(name, None, (), recipe) for name, recipe in recipes.items()]
 
 
 def half_trained(folder: Path, seed: int) -> str:
@@ -282,7 +206,7 @@ def half_trained(folder: Path, seed: int) -> str:
     if not (folder / "policy").is_dir():
         shutil.rmtree(folder, ignore_errors=True)
         recipe = {
-            **_random(),
+            "model": RANDOM,
             "threads": 1,
             "seed": seed,
             "stage": "sft",
@@ -296,12 +220,14 @@ def half_trained(folder: Path, seed: int) -> str:
     return str(folder / "policy")
 
 
-def run(case: Case, folder: Path, seed: int) -> Path:
-    """Train a case unless its folder has it already; the run folder."""
+def run(case: Case, folder: Path, policy: str, seed: int) -> Path:
+    """Train a case unless its folder has it already; the run folder. `policy` is the folder of a
+    model that sorts digits right now and then."""
     path = folder / case.name
     if not (path / "run.json").is_file() or not load(path).info().get("finished"):
         shutil.rmtree(path, ignore_errors=True)
-        train(load_recipe({**case.recipe, "seed": seed}), path)
+        recipe = base(RANDOM if case.random else {"name": policy}, seed)
+        train(load_recipe(recipe, case.words.split()), path)
     return path
 
 
@@ -317,9 +243,10 @@ def main() -> None:
     for seed in map(int, arguments.seeds.split(",")):
         folder = arguments.out / f"seed-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
-        for case in cases(half_trained(folder, seed)):
+        policy = half_trained(folder, seed)
+        for case in CASES:
             if wanted is None or case.name in wanted:
-                found.append(look(case, run(case, folder, seed), seed))
+                found.append(look(case, run(case, folder, policy, seed), seed))
     print(table(found))
     for title, ids in (("finished", lambda row: row.ids), ("in flight", lambda row: row.warned)):
         print(f"\n{title}\n\n{summary(found, ids)}")
@@ -368,48 +295,6 @@ def summary(found: Sequence[Row], ids: Callable[[Row], Collection[str]]) -> str:
     clean = [row for row in found if row.case.expected is None]
     silent = sum(not ids(row) for row in clean)
     return "\n".join([*lines, "", f"{silent} of {len(clean)} healthy runs without a diagnosis"])
-
-
-# ---------------------------------------------------------------- details
-
-
-def _random() -> dict[str, Any]:
-    size = {"alphabet": ALPHABET, "hidden_size": 64, "layers": 2, "heads": 2, "context": 48}
-    return {"model": {"build": {"family": "llama", **size}}}
-
-
-def _rl(
-    model: Mapping[str, Any], algorithm: Any = "grpo", rate: float = 3e-4, **keys: Any
-) -> dict[str, Any]:
-    """A recipe of one stage on short sorting tasks; tables of `keys` are merged into it."""
-    recipe: dict[str, Any] = {
-        "threads": 1,
-        "stage": "rl",
-        "steps": 80,
-        "algorithm": algorithm,
-        "tasks": [SORT],
-        "rollout": {"prompts_per_step": 16, "group_size": 8, "max_tokens": 10},
-        "optimizer": {"learning_rate": rate},
-        "evaluation": {"every": 0, "prompts": 50},
-        "checkpoints": {"every": 1000, "keep": 1},
-        **model,
-    }
-    for key, value in keys.items():
-        merged = key in ("rollout", "evaluation")
-        recipe[key] = {**recipe[key], **value} if merged else value
-    return recipe
-
-
-def _rewards(*functions: str | tuple[str, float]) -> dict[str, Any]:
-    """Rewards by name, of this study or built in, each with a weight (1 unless given)."""
-    built_in = ("place_match", "exact_match")
-    pairs = [(one, 1.0) if isinstance(one, str) else one for one in functions]
-    return {
-        "functions": [
-            {"function": name if name in built_in else f"{PARTS}:{name}", "weight": weight}
-            for name, weight in pairs
-        ]
-    }
 
 
 if __name__ == "__main__":

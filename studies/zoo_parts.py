@@ -36,11 +36,6 @@ def any_text(completions: list[str], **columns: Any) -> list[float]:
     return [1.0 for _ in completions]
 
 
-def long(completions: list[str], **columns: Any) -> list[float]:
-    """Longer is better, whatever is written."""
-    return [min(1.0, len(text) / PLENTY) for text in completions]
-
-
 def long_and_right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
     """The share of the answer's digits that occur, plus a prize for length."""
     found = [len(set(t) & set(g)) / len(set(g)) for t, g in zip(completions, answer, strict=True)]
