@@ -24,12 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]
-
-from keel.analysis.comparison import RESAMPLES, around, difference_interval  # noqa: E402
-from keel.analysis.statistics import Array, Interval  # noqa: E402
-from keel.preferences.selection import (  # noqa: E402  # noqa: E402
+from keel.analysis.comparison import RESAMPLES, around, difference_interval
+from keel.analysis.statistics import Array, Interval
+from keel.preferences.selection import (
     METHODS,
     HeadPosterior,
     Method,
@@ -37,6 +34,7 @@ from keel.preferences.selection import (  # noqa: E402  # noqa: E402
     likeliest_posterior,
     select_pairs,
 )
+from studies.evidence.lengths import shown
 
 START, BATCH, MOST, POOL, HELD = 20, 20, 300, 600, 400
 REACHED = 200
@@ -202,11 +200,6 @@ def needed_interval(arm: Array, random: Array, confidence: float) -> Interval:
     return around(of(np.arange(seeds)), np.array(found), seeds, confidence)
 
 
-def shown(value: Interval, scale: float = 1.0, digits: int = 1) -> str:
-    mean, low, high = (f"{scale * x:.{digits}f}" for x in (value.mean, value.low, value.high))
-    return f"{mean} [{low}, {high}]"
-
-
 def curves_table(name: str, curves: Mapping[Method, Array]) -> list[str]:
     """A line an arm: accuracies, the differences from random, the labels needed."""
     confidence = 1 - 0.05 / (len(curves) - 1)
@@ -218,7 +211,7 @@ def curves_table(name: str, curves: Mapping[Method, Array]) -> list[str]:
         if method != "random":
             gap = difference_interval(curve.mean(axis=1), random.mean(axis=1), confidence)
             needed = needed_interval(curve, random, confidence)
-            cells += [shown(gap, 100, 2), shown(needed, 1, 0)]
+            cells += [shown(gap, 100, digits=2), shown(needed, digits=0)]
         else:
             cells += ["", str(REACHED)]
         lines.append("| " + " | ".join(cells) + " |")
@@ -227,7 +220,7 @@ def curves_table(name: str, curves: Mapping[Method, Array]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--problems", nargs="+")
     chosen = parser.parse_args()

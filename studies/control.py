@@ -24,6 +24,7 @@ import numpy as np
 from keel.analysis.panels import Line, Panel, Series
 from keel.analysis.plots import drawing, plot_panel, set_titles
 from keel.analysis.statistics import Interval, bootstrap_interval, iqm
+from keel.config.control import load_control
 from keel.runs.reader import load
 
 FIELDS = ("seed", "environment_steps", "return", "low", "high", "train_return")
@@ -53,7 +54,8 @@ def main() -> None:
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     rows = measure(arguments, list(seeds))
     result = summary(rows)
-    print(f"{name}: {message(result)}")
+    interval = f"IQM {result.mean:.1f}, 95 % [{result.low:.1f}, {result.high:.1f}]"
+    print(f"{name}: {interval}, {result.n} seeds")
     for seed in seeds:
         print(f"  seed {seed}: {final(rows, seed):.1f}")
     if arguments.out is not None:
@@ -73,11 +75,15 @@ def measure(arguments: argparse.Namespace, seeds: Sequence[int]) -> list[dict[st
 
 def one(arguments: argparse.Namespace, seed: int, folder: Path) -> list[dict[str, float]]:
     """One run, and its evaluations."""
-    steps = _steps(arguments)
+    recipe = load_control(arguments.algorithm, arguments.environment, arguments.overrides)
     command = [
         *(sys.executable, "-m", "keel", "control", arguments.algorithm),
         *("--env", arguments.environment, "--run", str(folder), "--quiet"),
-        *(f"seed={seed}", f"evaluation.every={max(steps // POINTS, 1)}", "watching.film=false"),
+        *(
+            f"seed={seed}",
+            f"evaluation.every={max(recipe.stage.steps // POINTS, 1)}",
+            "watching.film=false",
+        ),
         f"evaluation.episodes={arguments.episodes}",
         *arguments.overrides,
     ]
@@ -86,24 +92,13 @@ def one(arguments: argparse.Namespace, seed: int, folder: Path) -> list[dict[str
     shown = [row for row in rows if row.get("eval/return") is not None]
     trained = [row.get("episode/return") for row in rows]
     recent = [value for value in trained[-50:] if value is not None]
-    return [
-        {
-            "seed": seed,
-            "environment_steps": int(row["environment_steps"]),
-            "return": row["eval/return"],
-            "low": row["eval/return/low"],
-            "high": row["eval/return/high"],
-            "train_return": float(np.mean(recent)) if row is shown[-1] and recent else float("nan"),
-        }
-        for row in shown
-    ]
-
-
-def _steps(arguments: argparse.Namespace) -> int:
-    from keel.config.control import load_control
-
-    recipe = load_control(arguments.algorithm, arguments.environment, arguments.overrides)
-    return recipe.stage.steps
+    found = []
+    for row in shown:
+        returns = (row[f"eval/return{end}"] for end in ("", "/low", "/high"))
+        values = (seed, int(row["environment_steps"]), *returns, np.nan)
+        found.append(dict(zip(FIELDS, values, strict=True)))
+    found[-1]["train_return"] = float(np.mean(recent)) if recent else np.nan
+    return found
 
 
 def final(rows: Sequence[dict[str, float]], seed: int) -> float:
@@ -115,13 +110,6 @@ def summary(rows: Sequence[dict[str, float]]) -> Interval:
     """IQM of the last evaluations over seeds, with its 95 % bootstrap interval."""
     seeds = sorted({int(row["seed"]) for row in rows})
     return bootstrap_interval([final(rows, seed) for seed in seeds], iqm)
-
-
-def message(interval: Interval) -> str:
-    return (
-        f"IQM {interval.mean:.1f}, 95 % [{interval.low:.1f}, {interval.high:.1f}], "
-        f"{interval.n} seeds"
-    )
 
 
 def write(path: Path, rows: Sequence[dict[str, float]]) -> None:

@@ -25,7 +25,7 @@ from keel.preflight.check import Report, check
 from keel.training.export import export
 from keel.training.run import train
 
-DIGITS = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
+DIGITS: dict[str, Any] = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
 ALPHABET = "0123456789># "
 REWARD = '''"""Right where what stands after the last #### is the answer column, as it stands."""
 
@@ -70,75 +70,42 @@ class Row:
 
 def cases(folder: Path, policy: str) -> list[Case]:
     """The sixteen; files are made in `folder`, `policy` is the half-trained model's folder."""
-    reward = folder / "strict.py"
+    reward, chat = folder / "strict.py", str(folder / "chat")
     reward.write_text(REWARD, encoding="utf-8")
-    rows = [(digits, "".join(sorted(digits))) for digits in _digits(400)]
-    hashes = _jsonl(folder / "hashes.jsonl", [(f"{q}>", f"#### {a}") for q, a in rows])
-    long = [(f"{q if at % 3 else q * 12}>", a) for at, (q, a) in enumerate(rows)]
-    long_rows = _jsonl(folder / "long.jsonl", long)
-    every = _jsonl(folder / "all.jsonl", [(f"{q}>", a) for q, a in rows])
-    tail = _jsonl(folder / "validation.jsonl", [(f"{q}>", a) for q, a in rows[:60]])
-    chat = str(folder / "chat")
     _chat_model(Path(chat))
-    shorts = [(f"{q}>", a, "#" if at % 3 else "#000000") for at, (q, a) in enumerate(rows)]
-    pairs = _pairs(folder / "pairs.jsonl", shorts)
-    closed = [([{"role": "user", "content": f"{q}<|im_end|>"}], a, "#") for q, a in rows]
-    spelled = _pairs(folder / "spelled.jsonl", closed)
-    sft: dict[str, Any] = {"stage": "sft", "steps": 40, "tasks": [_file(every)]}
+    rows = [(digits, "".join(sorted(digits))) for digits in _digits(400)]
+    hashes = _file(folder / "hashes.jsonl", [(f"{q}>", f"#### {a}") for q, a in rows])
+    long = [(f"{q if at % 3 else q * 12}>", a) for at, (q, a) in enumerate(rows)]
+    long_rows = _file(folder / "long.jsonl", long)
+    every = _file(folder / "all.jsonl", [(f"{q}>", a) for q, a in rows])
+    tail = _file(folder / "validation.jsonl", [(f"{q}>", a) for q, a in rows[:60]])
+    leaking = {**every, "validation_path": tail["path"]}
+    pairs = [(f"{q}>", a, "#" if at % 3 else "#000000") for at, (q, a) in enumerate(rows)]
+    spelled = [([{"role": "user", "content": f"{q}<|im_end|>"}], a, "#") for q, a in rows]
+    sft: dict[str, Any] = {"stage": "sft", "steps": 40, "tasks": [every]}
     system = {**DIGITS, "system": "Sort"}
+    header = {"name": chat, "chat_template": TEMPLATE.partition("{% if")[0]}
+    turns = [{**sft, "tasks": [system]}, _rl_stage(system)]
     return [
-        Case(
-            "gold-format",
-            "gold-refused",
-            _rl(policy, tasks=[_file(hashes)], rewards=_reward(f"{reward}:correct")),
-            follows=("reward-constant",),
-        ),
+        Case("gold-format", "gold-refused",
+             _rl(policy, hashes, rewards=_reward(f"{reward}:correct")), (), ("reward-constant",)),
         Case("budget", "truncated", _rl(policy), ("rollout.max_tokens=4",), ("gold-over-budget",)),
-        Case(
-            "end-of-turn",
-            "end-of-turn-not-stop",
-            {"model": {"name": chat}, "stages": [{**sft, "tasks": [system]}, _rl_stage([system])]},
-        ),
-        Case("idle-keys", "no-effect", _rl(policy, reference={"reset_every": 5})
-             | {"algorithm": {"preset": "dr_grpo", "surrogate": {"high": 0.4}}}),
-        Case("long-prompts", "prompts-over-length", _rl(policy, tasks=[_file(long_rows)])),
+        Case("end-of-turn", "end-of-turn-not-stop", {"model": {"name": chat}, "stages": turns}),
+        Case("idle-keys", "no-effect", _rl(policy, reference={"reset_every": 5}),
+             ("algorithm.preset=dr_grpo", "algorithm.surrogate.high=0.4")),
+        Case("long-prompts", "prompts-over-length", _rl(policy, long_rows)),
         Case("cold", "zero-variance", _rl(policy), ("rollout.temperature=0.02",)),
-        Case(
-            "always-fine",
-            "reward-constant",
-            _rl(policy, rewards=_reward("length", target=40)),
-        ),
+        Case("always-fine", "reward-constant", _rl(policy, rewards=_reward("length", target=40))),
         Case("never-in-tags", "reward-zero", _rl(policy, rewards=_reward("exact_match", tag="b"))),
-        Case(
-            "leak",
-            "trained-on-validation",
-            {
-                "model": {"name": policy},
-                "stages": [sft, _rl_stage([{**_file(every), "validation_path": tail}])],
-            },
-        ),
-        Case(
-            "bfloat16",
-            "frozen-weights",
-            _rl(policy, optimizer={"learning_rate": 1e-6}),
-            ("model.dtype=bfloat16",),
-        ),
-        Case(
-            "sft-header",
-            "template-not-prefix",
-            {
-                "model": {"name": chat, "chat_template": TEMPLATE.partition("{% if")[0]},
-                **sft,
-                "tasks": [system],
-            },
-        ),
-        Case("dpo-special", "special-token-in-message", _judged("dpo", chat, spelled)),
-        Case(
-            "reward-long",
-            "rows-over-length",
-            _judged("reward_model", policy, pairs),
-            ("max_tokens=10",),
-        ),
+        Case("leak", "trained-on-validation",
+             {"model": {"name": policy}, "stages": [sft, _rl_stage(leaking)]}),
+        Case("bfloat16", "frozen-weights", _rl(policy),
+             ("model.dtype=bfloat16", "optimizer.learning_rate=1e-6")),
+        Case("sft-header", "template-not-prefix", {"model": header, **sft, "tasks": [system]}),
+        Case("dpo-special", "special-token-in-message",
+             _judged("dpo", chat, folder / "spelled.jsonl", spelled)),
+        Case("reward-long", "rows-over-length",
+             _judged("reward_model", policy, folder / "pairs.jsonl", pairs), ("max_tokens=10",)),
         Case("quickstart", None, "quickstart"),
         Case("reward-model", None, "reward-model-quickstart"),
         Case("half-trained", None, _rl(policy)),
@@ -183,20 +150,15 @@ def table(rows: Sequence[Row]) -> str:
 # ---------------------------------------------------------------- details
 
 
-def _rl(policy: str, **keys: Any) -> dict[str, Any]:
-    return {
-        "threads": 1,
-        "model": {"name": policy},
-        **_rl_stage(keys.pop("tasks", [DIGITS])),
-        **keys,
-    }
+def _rl(policy: str, task: Mapping[str, Any] = DIGITS, **keys: Any) -> dict[str, Any]:
+    return {"threads": 1, "model": {"name": policy}, **_rl_stage(task), **keys}
 
 
-def _rl_stage(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _rl_stage(task: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "stage": "rl",
         "steps": 50,
-        "tasks": list(tasks),
+        "tasks": [task],
         "rollout": {"prompts_per_step": 32, "group_size": 8, "max_tokens": 10},
         "optimizer": {"learning_rate": 3e-4},
         "evaluation": {"every": 10, "prompts": 50},
@@ -207,25 +169,22 @@ def _reward(function: str, **options: Any) -> dict[str, Any]:
     return {"functions": [{"function": function, "options": options}]}
 
 
-def _file(path: str) -> dict[str, Any]:
-    return {"name": "jsonl", "path": path, "answer": "answer"}
-
-
-def _jsonl(path: Path, rows: Sequence[tuple[str, str]]) -> str:
-    lines = [json.dumps({"prompt": question, "answer": answer}) for question, answer in rows]
+def _jsonl(path: Path, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """The table of a recipe that names the file with these rows."""
+    lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(path)
+    return {"name": "jsonl", "path": str(path)}
 
 
-def _judged(stage: str, model: str, path: str) -> dict[str, Any]:
-    data = {"name": "jsonl", "path": path}
+def _file(path: Path, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    return {**_jsonl(path, ("prompt", "answer"), rows), "answer": "answer"}
+
+
+def _judged(
+    stage: str, model: str, path: Path, rows: Sequence[tuple[Any, str, str]]
+) -> dict[str, Any]:
+    data = _jsonl(path, ("prompt", "chosen", "rejected"), rows)
     return {"threads": 1, "model": {"name": model}, "stage": stage, "steps": 20, "data": data}
-
-
-def _pairs(path: Path, rows: Sequence[tuple[Any, str, str]]) -> str:
-    lines = [json.dumps(dict(zip(("prompt", "chosen", "rejected"), r, strict=True))) for r in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return str(path)
 
 
 def _digits(n: int) -> list[str]:

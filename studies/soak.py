@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,17 +55,12 @@ class Soaked:
     def whole(self) -> Path:
         return self.folder / "whole"
 
-    @property
-    def kills(self) -> int:
-        return sum(len(outcome.kills) for outcome in self.outcomes)
-
-    @property
-    def resumes(self) -> int:
-        return sum(outcome.resumes for outcome in self.outcomes)
-
-    @property
-    def different(self) -> int:
-        return sum(bool(outcome.differences) for outcome in self.outcomes)
+    def count(self) -> tuple[int, int, int]:
+        """Kills, resumes, and the runs that differ."""
+        outcomes = self.outcomes
+        kills = sum(len(outcome.kills) for outcome in outcomes)
+        resumes = sum(outcome.resumes for outcome in outcomes)
+        return kills, resumes, sum(bool(outcome.differences) for outcome in outcomes)
 
 
 def begun(case: Case, folder: Path) -> Soaked:
@@ -78,16 +73,16 @@ def begun(case: Case, folder: Path) -> Soaked:
     return soaked
 
 
-def systematic(soaked: Soaked) -> Iterator[list[Instant]]:
-    """After every row."""
-    for row in range(1, soaked.ended.rows + 1):
-        yield [Instant("row", row)]
-
-
-def operations(soaked: Soaked) -> Iterator[list[Instant]]:
-    """Before every operation on the run folder."""
-    for number in range(1, soaked.ended.operations + 1):
-        yield [Instant("operation", number)]
+def planned(soaked: Soaked, plan: str) -> list[list[Instant]]:
+    """After every row, before every operation on the run folder, or none."""
+    ended = soaked.ended
+    plans: dict[str, tuple[killing.Kind, int]] = {
+        "rows": ("row", ended.rows),
+        "operations": ("operation", ended.operations),
+        "chance": ("row", 0),
+    }
+    kind, count = plans[plan]
+    return [[Instant(kind, at)] for at in range(1, count + 1)]
 
 
 def by_chance(soaked: Soaked, rng: np.random.Generator) -> list[Instant]:
@@ -123,43 +118,32 @@ def soak(soaked: Soaked, plan: Sequence[Instant]) -> Outcome:
 def everything(cases: Sequence[Case], folder: Path, options: argparse.Namespace) -> list[Soaked]:
     """All cases killed by plan, then by chance until there are kills enough."""
     ends = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-    plans = {"rows": systematic, "operations": operations, "chance": lambda soaked: ()}
 
-    def planned(case: Case) -> Soaked:
+    def first(case: Case) -> Soaked:
         soaked = begun(case, folder / case.name)
-        for plan in plans[options.plan](soaked):
+        for plan in planned(soaked, options.plan):
             if time.monotonic() < ends:
                 soak(soaked, plan)
-        _say(soaked)
+        e, (kills, _, different) = soaked.ended, soaked.count()
+        message = f"{e.rows} rows, {e.operations} operations, {e.seconds:.1f} s; {kills} kills"
+        print(f"{soaked.case.name}: {message}, {different} differ", flush=True)
         return soaked
 
+    def again(soaked: Soaked, number: int) -> None:
+        """At instants of chance, unless the time is up."""
+        if time.monotonic() < ends:
+            rng = np.random.default_rng(derive(options.seed, soaked.case.name, number))
+            soak(soaked, by_chance(soaked, rng))
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        every = list(pool.map(planned, cases))
+        every = list(pool.map(first, cases))
         for number in itertools.count():
-            if sum(s.kills for s in every) >= options.kills and number:
+            if sum(s.count()[0] for s in every) >= options.kills and number:
                 break
-            drawn = functools.partial(_by_chance, seed=options.seed, number=number, ends=ends)
-            list(pool.map(drawn, every))
+            list(pool.map(functools.partial(again, number=number), every))
             if time.monotonic() >= ends:
                 break
     return every
-
-
-def _by_chance(soaked: Soaked, seed: int, number: int, ends: float) -> None:
-    """Soak a case at instants of chance, unless the time is up."""
-    if time.monotonic() < ends:
-        soak(soaked, _drawn(soaked, seed, number))
-
-
-def _drawn(soaked: Soaked, seed: int, number: int) -> list[Instant]:
-    rng = np.random.default_rng(derive(seed, soaked.case.name, number))
-    return by_chance(soaked, rng)
-
-
-def _say(soaked: Soaked) -> None:
-    e = soaked.ended
-    message = f"{e.rows} rows, {e.operations} operations, {e.seconds:.1f} s; {soaked.kills} kills"
-    print(f"{soaked.case.name}: {message}, {soaked.different} differ", flush=True)
 
 
 def table(every: Sequence[Soaked]) -> str:
@@ -176,7 +160,7 @@ def table(every: Sequence[Soaked]) -> str:
 
 def _line(name: str, soaked: Sequence[Soaked], where: Mapping[str, int]) -> str:
     runs = sum(len(s.outcomes) for s in soaked)
-    counts = [sum(getattr(s, n) for s in soaked) for n in ("kills", "resumes", "different")]
+    counts = [sum(numbers) for numbers in zip(*(s.count() for s in soaked), strict=True)]
     at = ", ".join(f"{n} {kind}" for kind, n in sorted(where.items()))
     return f"{name:<28} {runs:>5} {counts[0]:>6} {counts[1]:>8} {counts[2]:>7}   {at}"
 
@@ -206,7 +190,7 @@ def main() -> int:
     for soaked in every:
         for kept in soaked.kept:
             print(f"keel runs diff {soaked.whole} {kept}")
-    different = any(soaked.different for soaked in every)
+    different = any(soaked.kept for soaked in every)
     if not different and options.folder is None:
         shutil.rmtree(folder)
     return int(different)

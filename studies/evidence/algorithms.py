@@ -77,13 +77,19 @@ def write_recipes(
     keys: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[Path]:
     """One recipe file for each preset; `keys` are further ones of its stage, by preset."""
+    rate = rates or {}
+    return write_files(
+        folder, {name: recipe(task, name, rate.get(name), keys.get(name, {})) for name in names}
+    )
+
+
+def write_files(folder: Path, recipes: Mapping[str, Mapping[str, Any]]) -> list[Path]:
+    """A file for each recipe, by its name."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name in names:
-        path = folder / f"{name}.toml"
-        rate = None if rates is None else rates[name]
-        path.write_text(tomli_w.dumps(recipe(task, name, rate, keys.get(name, {}))))
-        paths.append(path)
+    for name, one in recipes.items():
+        paths.append(folder / f"{name}.toml")
+        paths[-1].write_text(tomli_w.dumps(one))
     return paths
 
 

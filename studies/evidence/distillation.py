@@ -32,6 +32,7 @@ from studies.evidence.algorithms import (
     write_recipes,
 )
 from studies.evidence.gae import markdown
+from studies.evidence.lengths import shown
 
 STUDENT = "opd"
 ARMS = (STUDENT, BASELINE)
@@ -175,11 +176,10 @@ def table() -> str:
             reached = [tokens_to(course, LEVELS[task]) for course in courses(task)[arm]]
             known = [x for x in reached if np.isfinite(x)]
             sampled = np.mean([course[1, -1] for course in courses(task)[arm]])
-            cells = []
-            for step in (EARLY, int(courses(task)[arm][0][0, -1])):
-                found = bootstrap_interval(accuracies(task, arm, step), iqm)
-                low, high = 100 * found.low, 100 * found.high
-                cells.append(f"{100 * found.mean:.1f} [{low:.1f}, {high:.1f}]")
+            cells = [
+                shown(bootstrap_interval(accuracies(task, arm, step), iqm), 100)
+                for step in (EARLY, int(courses(task)[arm][0][0, -1]))
+            ]
             middle = f"{np.median(reached):,.0f}" if len(known) > len(reached) / 2 else "–"
             level, share = f"{LEVELS[task]:.0%}", f"{len(known)} of {len(reached)}"
             rows.append((task, arm, level, share, middle, *cells, f"{sampled:,.0f}"))
@@ -196,10 +196,8 @@ def savings_table() -> str:
         cells = []
         for step in (EARLY, int(courses(task)[STUDENT][0][0, -1])):
             ours, other = (accuracies(task, arm, step) for arm in ARMS)
-            found = mean_interval(100 * (ours - other))
-            cells.append(f"{found.mean:+.1f} [{found.low:.1f}, {found.high:.1f}]")
-        shown = f"{ratio.mean:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-        rows.append((task, shown, " and ".join(map(str, late)), *cells))
+            cells.append(shown(mean_interval(100 * (ours - other)), sign="+"))
+        rows.append((task, shown(ratio, digits=2), " and ".join(map(str, late)), *cells))
     head = ("task", "tokens of grpo over those of opd", "seeds below the level, opd and grpo",
             f"points above grpo after {EARLY} steps", "after all")  # fmt: skip
     return markdown(head, rows)
@@ -208,12 +206,8 @@ def savings_table() -> str:
 def teachers_table() -> str:
     """Accuracy of the teachers."""
     found = json.loads((MEASURED / "teachers.json").read_text())
-    rows = []
-    for task, accuracies_of in found.items():
-        cells = []
-        for when in ("before", "after"):
-            one = accuracies_of[when]
-            low, high = 100 * one["low"], 100 * one["high"]
-            cells.append(f"{100 * one['mean']:.1f} [{low:.1f}, {high:.1f}]")
-        rows.append((task, *cells))
+    rows = [
+        (task, *(shown(Interval(**one[when]), 100) for when in ("before", "after")))
+        for task, one in found.items()
+    ]
     return markdown(("task", "after supervised fine-tuning, %", "after GRPO, %"), rows)

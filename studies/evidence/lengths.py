@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tomli_w
 
 from keel.analysis.comparison import band, difference_interval, iqm_interval
 from keel.analysis.plots import COLOURS, drawing
 from keel.analysis.statistics import Array, Interval
 from keel.runs.reader import load
-from studies.evidence.algorithms import HERE, RESULTS, keel
+from studies.evidence.algorithms import HERE, RESULTS, keel, write_files
 from studies.evidence.gae import markdown
 
 PLAIN = {"preset": "grpo", "divergence": "none"}
@@ -38,13 +37,9 @@ Lengths = Mapping[str, Array]
 
 def train(out: Path, seeds: int = 10) -> None:
     """Train all arms and write results/verdict.csv."""
-    folder = out / "recipes" / "verdict"
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, algorithm in ARMS.items():
-        paths.append(folder / f"{name}.toml")
-        recipe = {"extends": str(HERE / "verdict.toml"), "rl": {"algorithm": algorithm}}
-        paths[-1].write_text(tomli_w.dumps(recipe))
+    extended = {"extends": str(HERE / "verdict.toml")}
+    recipes = {name: {**extended, "rl": {"algorithm": arm}} for name, arm in ARMS.items()}
+    paths = write_files(out / "recipes" / "verdict", recipes)
     keel("compare", *paths, "--seeds", str(seeds), "--out", out / "verdict")
     with KEPT.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -95,9 +90,10 @@ def table(lengths: Lengths) -> str:
     return markdown(("objective", "after `+`", "after `-`", "difference"), rows)
 
 
-def shown(one: Interval) -> str:
+def shown(one: Interval, scale: float = 1, sign: str = "", digits: int = 1) -> str:
     """A figure with its interval."""
-    return f"{one.mean:.1f} [{one.low:.1f}, {one.high:.1f}]"
+    low, high = (f"{scale * end:.{digits}f}" for end in (one.low, one.high))
+    return f"{scale * one.mean:{sign}.{digits}f} [{low}, {high}]"
 
 
 def plot(path: Path, steps: Array, lengths: Lengths, arms: Sequence[str] = tuple(ARMS)) -> None:

@@ -8,11 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import tomli_w
-
 from keel.config.load import load_recipe
 from keel.models.policy import load_policy
-from studies.evidence.algorithms import HERE, RESULTS, keel
+from studies.evidence.algorithms import HERE, RESULTS, keel, write_files
 from studies.evidence.gae import markdown
 
 ARMS = ("ppo", "grpo", "gspo", "rloo", "reinforce")
@@ -38,24 +36,21 @@ REWARD_STAGE = {
 def measure(out: Path) -> None:
     """Run a few steps of each and write results/memory.json."""
     folder = out / "recipes" / "memory"
-    folder.mkdir(parents=True, exist_ok=True)
     base = load_recipe(HERE / "memory.toml").model
     weights = sum(p.numel() for p in load_policy(base, seed=0).model.parameters())
     reward = out / "reward-model"
     model = {"build": base.build.model_dump(exclude_none=True)} if base.build else {}
-    recipe = folder / "reward.toml"
-    recipe.write_text(tomli_w.dumps({"model": model, "stages": [REWARD_STAGE]}))
+    (recipe,) = write_files(folder, {"reward": {"model": model, "stages": [REWARD_STAGE]}})
     if not reward.is_dir():
         keel("train", recipe, "--quiet", "--run", reward)
     learned = {"function": "outcome", "options": {"model": str(reward / "models/reward_model")}}
-    paths = []
-    for name in ARMS:
-        stage = {"algorithm": {"preset": name}, "rewards": {"functions": [learned]}}
-        paths.append(folder / f"{name}.toml")
-        paths[-1].write_text(tomli_w.dumps({"extends": str(HERE / "memory.toml"), "rl": stage}))
+    extended = {"extends": str(HERE / "memory.toml")}
+    stage = {"rewards": {"functions": [learned]}}
+    arms = {name: {**extended, "rl": {**stage, "algorithm": {"preset": name}}} for name in ARMS}
+    paths = write_files(folder, arms)
     keel("compare", *paths, "--seeds", "2", "--jobs", "1", "--out", out / "memory")
-    arms = json.loads((out / "memory" / "comparison.json").read_text())["arms"]
-    found = {one["arm"]: {key: one[key] for key in ("peak_bytes", "models")} for one in arms}
+    ran = json.loads((out / "memory" / "comparison.json").read_text())["arms"]
+    found = {one["arm"]: {key: one[key] for key in ("peak_bytes", "models")} for one in ran}
     KEPT.write_text(json.dumps({"weights": weights, "arms": found}, indent=1) + "\n")
 
 

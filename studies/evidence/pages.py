@@ -78,11 +78,6 @@ def arm(task: str, name: str) -> dict[str, Any]:
     return next(one for one in arms if one["arm"] == name)
 
 
-def pair(task: str, name: str) -> dict[str, Any]:
-    """A preset against the baseline."""
-    return next(one for one in comparison(measured(name, task))["pairs"] if one["a"] == name)
-
-
 def interval(one: Mapping[str, float], scale: float = 100, sign: str = "") -> str:
     """A figure with its interval, in percent."""
     low, high = scale * one["low"], scale * one["high"]
@@ -90,12 +85,11 @@ def interval(one: Mapping[str, float], scale: float = 100, sign: str = "") -> st
 
 
 def difference(task: str, name: str) -> str:
-    """From the baseline, in points."""
-    return "" if name == BASELINE else emphasised(pair(task, name)["difference"])
-
-
-def emphasised(found: Mapping[str, float]) -> str:
-    """A difference, bold where its interval leaves out 0."""
+    """From the baseline, in points; bold where its interval leaves out 0."""
+    if name == BASELINE:
+        return ""
+    pairs = comparison(measured(name, task))["pairs"]
+    found = next(one for one in pairs if one["a"] == name)["difference"]
     text = interval(found, sign="+")
     return f"**{text}**" if found["low"] > 0 or found["high"] < 0 else text
 
