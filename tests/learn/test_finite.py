@@ -20,7 +20,7 @@ from keel.learn.finite import (
     find_offending_sequence,
     stop_unless_finite,
 )
-from keel.learn.learner import Learner, cause_of
+from keel.learn.learner import Learner
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, bad_weight, step_all, trainable
 from keel.learn.token_budget import TokenBudget
@@ -89,7 +89,7 @@ def test_cause_names_an_input_with_its_token(field: str, term: str, bad: float) 
         values = clean.clone()
         values[at] = bad
         part = prepared(batch, **{field: values})
-        assert cause_of(learner, ALGORITHM, part, 0.0) == Cause(term, 2, token)
+        assert learner.cause_of(ALGORITHM, part, 0.0) == Cause(term, 2, token)
 
 
 def test_update_takes_no_step_and_leaves_no_gradient() -> None:
@@ -110,7 +110,7 @@ def test_cause_names_a_weight() -> None:
     name, parameter = learner.optimizer.parameters[3]
     with torch.no_grad():
         parameter.view(-1)[0] = math.nan
-    cause = cause_of(learner, ALGORITHM, prepared(batch_of(2, 3)), 0.0)
+    cause = learner.cause_of(ALGORITHM, prepared(batch_of(2, 3)), 0.0)
     assert cause == Cause(f"the weights {name}")
 
 
@@ -137,7 +137,7 @@ def test_cause_names_a_gradient_where_the_loss_is_finite() -> None:
         learner.update(ALGORITHM, batch, 0.0, (1e-2, 1e-2))
     assert caught.value.names == ("grad_norm",)
     assert same(learner, before)
-    cause = cause_of(learner, ALGORITHM, batch, 0.0)
+    cause = learner.cause_of(ALGORITHM, batch, 0.0)
     handle.remove()
     assert cause.sequence == 1
     assert cause.term.startswith("the gradient of ")

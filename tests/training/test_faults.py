@@ -261,7 +261,7 @@ def test_non_finite_weights_stop_the_run_despite_skip(
         return real(work, *given)
 
     monkeypatch.setattr(module, name, broken)
-    monkeypatch.setattr("keel.training.non_finite.MAX_DIAGNOSED", 0)
+    monkeypatch.setattr("keel.training.loop.MAX_DIAGNOSED", 0)
     keys = {"on_nonfinite": "skip", "evaluation": {"rows": 0}}
     chosen = (
         small(*EVERY, 'on_nonfinite="skip"', "evaluation.prompts=0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from keel.learn.ranks import ONE, Ranks, spans
 from keel.learn.shards import save_learned
 from keel.learn.token_budget import TokenBudget
 from keel.models.head import Scores
-from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import FrozenPolicy, Reference
 from keel.models.value import Critic, ValueHead
@@ -142,15 +141,21 @@ class Learner:
         attempt = partial(self._score, batch, old, reference, others)
         return self.budget.fitting(attempt, batch.sizes, retry=self.ranks.count == 1)
 
-    def passes(
-        self, batch: P, sizes: PackedSizes, cut: Callable[[P], list[P]]
-    ) -> tuple[list[P], int]:
+    def passes(self, batch: P, tokens: int) -> tuple[list[P], int]:
         """The micro-batches that this rank computes, and how many of them are its own.
 
-        `cut` makes micro-batches of a batch. Those beyond the rank's own repeat a sequence and have
-        no effect: sharded models compute on all ranks at once, so that all need as many passes.
+        Those beyond the rank's own repeat a sequence and have no effect: sharded models compute on
+        all ranks at once, so that all need as many passes.
         """
-        ranks = self.ranks
+
+        def actions(part: P) -> Batch:
+            return part.actions if isinstance(part, TrainBatch) else part
+
+        def cut(part: P) -> list[P]:
+            spans = actions(part).spans(tokens)
+            return [part] if len(spans) == 1 else [part.select(span) for span in spans]
+
+        ranks, sizes = self.ranks, actions(batch).sizes
         if ranks.count == 1:
             own = cut(batch)
             return own, len(own)
@@ -188,7 +193,7 @@ class Learner:
         metrics, tokens = dict(made.metrics), made.tokens
         if others:
             without = batch.select(others)
-            attempt = partial(_losses, self, algorithm, without, beta)
+            attempt = partial(backward, self, algorithm, without, beta, gradient=False)
             more = self.budget.fitting(attempt, without.actions.sizes, retry=alone)
             metrics = {name: value + more.metrics[name] for name, value in metrics.items()}
             places = batch.actions.action_index([*chosen, *others]).argsort()
@@ -205,8 +210,19 @@ class Learner:
         return Losses(metrics, tokens)
 
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
-        """`cause_of` with these models."""
-        return cause_of(self, algorithm, batch, beta)
+        """Where a loss or gradient that is not finite comes from."""
+        parameters = [p for optimizer in self.optimizers.values() for p in optimizer.parameters]
+
+        def backward_alone(i: int) -> Mapping[str, float]:
+            return backward(self, algorithm, batch.select([i]), beta, self.budget.tokens).metrics
+
+        return (
+            in_weights(parameters)
+            or in_tensors(batch)
+            or find_offending_sequence(
+                backward_alone, range(batch.sequences), parameters, self.clear
+            )
+        )
 
     def bad_weight(self) -> str | None:
         """The first weight that learns and is not finite."""
@@ -240,7 +256,7 @@ class Learner:
             "teacher_log_prob_N": self.teacher if others else None,
         }
         found: list[dict[str, Tensor]] = []
-        micros, own = self.passes(batch, batch.sizes, lambda part: part.micro_batches(tokens))
+        micros, own = self.passes(batch, tokens)
         for micro in micros:
             made: dict[str, Tensor] = {}
             if old or head is not None:
@@ -268,39 +284,26 @@ class Losses:
 
 
 def backward(
-    learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float, tokens: int
+    learner: Learner,
+    algorithm: Algorithm,
+    batch: TrainBatch[Batch],
+    beta: float,
+    tokens: int,
+    *,
+    gradient: bool = True,
 ) -> Losses:
-    """Add a batch's gradient to the parameters', `tokens` at a time; its losses."""
-    micros, own = _passes(learner, batch, tokens)
+    """The losses of a batch, `tokens` at a time, whose gradient is added to the parameters'."""
+    micros, own = learner.passes(batch, tokens)
     parts = []
     for number, micro in enumerate(micros):
-        part = loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta)
-        total = part.total if number < own else part.total * 0
-        total.backward()  # type: ignore[no-untyped-call]
-        parts.append(replace(part, total=total.detach()))
+        with torch.set_grad_enabled(gradient):
+            part = loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta)
+        if gradient:
+            total = part.total if number < own else part.total * 0
+            total.backward()  # type: ignore[no-untyped-call]
+            part = replace(part, total=total.detach())
+        parts.append(part)
     return _joined(learner, parts[:own], batch)
-
-
-@torch.no_grad()
-def _losses(
-    learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float, tokens: int
-) -> Losses:
-    """The losses of a batch without its gradient."""
-    micros, own = _passes(learner, batch, tokens)
-    parts = [
-        loss(algorithm, micro, learner.scores(algorithm, micro.actions), beta) for micro in micros
-    ]
-    return _joined(learner, parts[:own], batch)
-
-
-def _passes(
-    learner: Learner, batch: TrainBatch[Batch], tokens: int
-) -> tuple[list[TrainBatch[Batch]], int]:
-    def cut(part: TrainBatch[Batch]) -> list[TrainBatch[Batch]]:
-        spans = part.actions.spans(tokens)
-        return [part] if len(spans) == 1 else [part.select(span) for span in spans]
-
-    return learner.passes(batch, batch.actions.sizes, cut)
 
 
 def _joined(learner: Learner, parts: Sequence[Loss], batch: TrainBatch[Batch]) -> Losses:
@@ -350,21 +353,3 @@ def _by_gradient(
         moves[0] = True
     chosen, others = ([i for i, m in enumerate(moves) if m is want] for want in (True, False))
     return chosen, others
-
-
-def cause_of(
-    learner: Learner, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float
-) -> Cause:
-    """Where a loss or gradient that is not finite comes from."""
-    parameters = [p for optimizer in learner.optimizers.values() for p in optimizer.parameters]
-
-    def backward_alone(i: int) -> Mapping[str, float]:
-        return backward(learner, algorithm, batch.select([i]), beta, learner.budget.tokens).metrics
-
-    return (
-        in_weights(parameters)
-        or in_tensors(batch)
-        or find_offending_sequence(
-            backward_alone, range(batch.sequences), parameters, learner.clear
-        )
-    )

@@ -31,7 +31,7 @@ from keel.preflight.sampling_stage import check_tokens
 from keel.preflight.trial import LongestExample
 from keel.training.judging.data import encoder
 from keel.training.judging.training import base_policy
-from keel.training.sft import demonstration, encode_demonstration
+from keel.training.supervised import demonstration, encode_demonstration
 from keel.types import KeelError
 
 ENCODED = 2_000

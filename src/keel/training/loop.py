@@ -1,18 +1,31 @@
-"""The loop of every stage: take a step, evaluate, record, write a checkpoint."""
+"""The loop of every stage: take a step, evaluate, record, write a checkpoint.
+
+Of an optimizer step that is not taken, since it is not finite, the cause and the batch are kept.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from keel.config.stage import Checkpoints, OnNonfinite
+from keel.learn.batch import Batch, TrainBatch
+from keel.learn.finite import Cause, NotFinite, tensors_of
 from keel.learn.token_budget import LESS, TokenBudget, oom_context
+from keel.runs import checkpoint
 from keel.runs.rollouts import RolloutRow
 from keel.runs.writer import RunWriter, due
 from keel.training.state import Progress, State
+from keel.types import KeelError
+
+MAX_DIAGNOSED = 8
+"""Skipped optimizer steps of a stage whose cause is searched for and whose batch is kept."""
+MAX_CONSECUTIVE_SKIPS = 20
+"""Optimizer steps skipped before any was taken, after which the stage stops."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +86,94 @@ class Loop(ABC):
     @abstractmethod
     def state(self, progress: Progress) -> State:
         """Everything that later steps depend on."""
+
+    def skip(
+        self,
+        progress: Progress,
+        error: NotFinite,
+        *,
+        number: int = 0,
+        skipped: int = 0,
+        began: bool,
+        weight: Callable[[], str | None],
+        diagnose: Callable[[], tuple[Cause, str]],
+        keep: Callable[[Path], None],
+    ) -> None:
+        """Record optimizer step `number` (from 0) of the step after `progress`, which was not
+        taken, as `skipped` ones before it in that step: its cause and its batch.
+
+        `began` says whether the first optimizer has ever stepped, `weight` names a weight that is
+        not finite. `diagnose` gives the cause and the sequence at fault, `keep` writes the batch
+        into a folder; both run for the first steps of a stage and for the one that ends the run.
+
+        Raises:
+            KeelError: the recipe stops here (`on_nonfinite`), the weights themselves are not
+                finite, or none of the stage's first steps was taken.
+        """
+        writer, skipped = self.writer, progress.skipped + skipped
+        stage, step = writer.folder.stages[progress.stage], progress.step + 1
+        found = NonFiniteStep(stage, step, number, error.names)
+        skips = self.on_nonfinite == "skip"
+        if skips and not began and skipped + 1 >= MAX_CONSECUTIVE_SKIPS:
+            raise KeelError(
+                f"{found.line}, as in all {skipped + 1} optimizer steps of {stage}, so that "
+                f"nothing was learned: see the causes in {writer.folder.faults}, and lower "
+                "optimizer.learning_rate or fix what they name"
+            )
+        if skips and skipped >= MAX_DIAGNOSED and weight() is None:
+            limit = f"the first {MAX_DIAGNOSED} are diagnosed"
+            writer.note(f"{found.line}; the optimizer step was not taken ({limit})")
+            return
+        cause, sequence = diagnose()
+        found = replace(found, cause=cause, sequence=sequence)
+        target = writer.folder.faults / f"{stage}-step-{step:06d}-{number}"
+        with checkpoint.writing(target) as aside:
+            keep(aside)
+            checkpoint.save_json(aside / "cause.json", asdict(found))
+        writer.recorder.event("not_finite", **asdict(found))
+        line = f"{found.line}; its batch is in {target}"
+        if cause.weights:
+            raise KeelError(
+                f"{line}: no step can be taken from such weights: lower optimizer.learning_rate "
+                "and resume from an earlier checkpoint, or fix the model"
+            ) from error
+        if not skips:
+            raise KeelError(
+                f"{line}: lower optimizer.learning_rate, or set "
+                'on_nonfinite = "skip" to continue without such steps'
+            ) from error
+        writer.note(line)
+
+
+@dataclass(frozen=True, slots=True)
+class NonFiniteStep:
+    """An optimizer step that was not taken, since some of its metrics were not finite."""
+
+    stage: str
+    step: int
+    number: int
+    """Optimizer steps of the step before this one."""
+    names: tuple[str, ...]
+    cause: Cause | None = None
+    sequence: str = ""
+    """The sequence at fault, in words that the user can look up."""
+
+    @property
+    def line(self) -> str:
+        """What happened, in one line."""
+        where = f"{self.stage} step {self.step}: {', '.join(self.names)} came out non-finite"
+        if self.cause is None:
+            return where
+        token = "" if self.cause.token is None else f", token {self.cause.token}"
+        place = f" of {self.sequence}{token}" if self.sequence else ""
+        return f"{where}, from {self.cause.term}{place}; the optimizer step was not taken"
+
+
+def write_batch(folder: Path, batch: TrainBatch[Batch]) -> None:
+    """The tensors of a batch whose step was not taken, and its lengths."""
+    checkpoint.save_tensors(folder / "batch.safetensors", tensors_of(batch))
+    lengths = {"lengths": batch.lengths, "input_lengths": batch.actions.input_lengths}
+    checkpoint.save_json(folder / "batch.json", lengths)
 
 
 def run(loop: Loop, progress: Progress) -> Progress:

@@ -29,9 +29,8 @@ from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
 from keel.objective.gae import explained_variance
 from keel.runs.rollouts import LOSS, RolloutRow
-from keel.training import non_finite
 from keel.training.evaluator import Evaluator
-from keel.training.loop import Loop, StepResult
+from keel.training.loop import Loop, StepResult, write_batch
 from keel.training.prefetch import RolloutPrefetcher
 from keel.training.rollout import Rollouts, Sampler, rollout_records
 from keel.training.state import Progress, State
@@ -203,17 +202,15 @@ def update_models(
             made = loop.learner.update(algorithm, part.batch, progress.beta, rates)
             taken.append((part, made))
         except NotFinite as error:
-            stage = loop.writer.folder.stages[progress.stage]
-            non_finite.report(
-                loop.writer,
-                non_finite.NonFiniteStep(stage, number, at, error.names),
+            loop.skip(
+                progress,
                 error,
-                action=loop.on_nonfinite,
-                skipped=progress.skipped + skipped,
+                number=at,
+                skipped=skipped,
                 began=loop.learner.began,
                 weight=loop.learner.bad_weight,
                 diagnose=partial(_diagnose, loop, rollouts, part, progress.beta),
-                keep=partial(non_finite.write_batch, batch=part.batch),
+                keep=partial(write_batch, batch=part.batch),
             )
             skipped += 1
     found = [losses.metrics for _, losses in taken]

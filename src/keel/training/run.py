@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,14 @@ from keel.analysis.diagnosis.monitor import DiagnosisMonitor
 from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe
+from keel.learn.token_budget import LESS, oom_context
 from keel.models.kernels.build import fingerprint
 from keel.models.loading import describe_model
 from keel.models.policy import Policy, load_policy
 from keel.models.precision import is_open, settle, time_products
+from keel.platform.files import make_folder, write_text
 from keel.platform.signals import Interrupt, ProcessLost, keep_freed
+from keel.platform.time_limit import Hung
 from keel.runs import checkpoint, lifecycle
 from keel.runs.callbacks import check_callbacks
 from keel.runs.layout import RunFolder
@@ -25,7 +29,6 @@ from keel.runs.lifecycle import texts
 from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json
-from keel.training.non_finite import keeping_stacks
 from keel.training.recipe_checks import leaks, validate_later_stages
 from keel.training.setup import PairLabeller, RunContext
 from keel.training.state import Progress, check_base, read_progress, restore_policy
@@ -91,6 +94,24 @@ def train(
                 raise
             left, resume = left - 1, True
             lost = f"{error.__cause__}: going on from the newest checkpoint"
+
+
+@contextmanager
+def keeping_stacks(writer: RunWriter) -> Iterator[None]:
+    """Write the stack of a call that hangs into the run folder; running out of memory is a
+    KeelError."""
+    try:
+        with oom_context("a model or batch was made ready", LESS):
+            yield
+    except Hung as error:
+        if not error.stack:
+            raise
+        count = len(list(writer.folder.faults.glob("hang-*.txt")))
+        target = writer.folder.faults / f"hang-{count + 1}.txt"
+        make_folder(target.parent)
+        write_text(target, f"{error}\n\n{error.stack}")
+        writer.recorder.event("hung", text=str(error), stack=target.name)
+        raise KeelError(f"{error}; its stack is in {target}") from error
 
 
 def run_stages(

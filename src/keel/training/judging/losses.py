@@ -18,7 +18,6 @@ from keel.models.reward import Answered, RewardModel, pack_answers
 from keel.objective import preference
 from keel.objective.segments import segment_mean, segment_sum
 from keel.training.judging.data import EncodedPair, Marked, sizes_of
-from keel.training.supervised import GradientStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +31,7 @@ class DPO:
     beta: float = 0.1
     smoothing: float = 0.0
 
-    def backward(self, pairs: Sequence[EncodedPair], token_budget: int) -> GradientStep:
+    def backward(self, pairs: Sequence[EncodedPair], token_budget: int) -> dict[str, float]:
         """The gradient of the mean loss over the pairs."""
         sums: dict[str, float] = {}
         for span in sizes_of(pairs, self.policy.device).spans(token_budget):
@@ -55,7 +54,7 @@ class DPO:
                 }
                 for name, value in shown.items():
                     sums[name] = sums.get(name, 0.0) + float(value.sum()) / len(pairs)
-        return GradientStep(sums, sum(pair.length for pair in pairs))
+        return sums
 
     def pair_loss(
         self, gap_C: Float[Tensor, " C"], probability_C: Float[Tensor, " C"]
@@ -100,7 +99,7 @@ def packed_answers(answers: Sequence[Answered], device: torch.device) -> tuple[P
 
 def pairs_backward(
     model: RewardModel, centering_weight: float, rows: Sequence[EncodedPair], token_budget: int
-) -> GradientStep:
+) -> dict[str, float]:
     """The gradient of the mean Bradley–Terry loss over pairs, and of the centring."""
     sums: dict[str, float] = {}
     decided = sum(row.probability != 0.5 for row in rows)
@@ -127,10 +126,12 @@ def pairs_backward(
                 mean_reward=(chosen_C + rejected_C) / 2,
             )
             _add(sums, decided, accuracy=_right(gap_C, probability_C))
-    return GradientStep(sums, sum(row.length for row in rows))
+    return sums
 
 
-def labels_backward(model: RewardModel, rows: Sequence[Marked], token_budget: int) -> GradientStep:
+def labels_backward(
+    model: RewardModel, rows: Sequence[Marked], token_budget: int
+) -> dict[str, float]:
     """The gradient of the mean cross-entropy over all labels of the step's answers."""
     sums: dict[str, float] = {}
     every = [label for row in rows for label in row.labels if label is not None]
@@ -147,7 +148,7 @@ def labels_backward(model: RewardModel, rows: Sequence[Marked], token_budget: in
         with torch.no_grad():
             _add(sums, judged, loss=loss_K, mean_reward=logit_K)
             _add(sums, decided, accuracy=_right(logit_K, label_K))
-    return GradientStep(sums, sum(row.length for row in rows))
+    return sums
 
 
 def _right(logit_K: Tensor, label_K: Tensor) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -37,7 +39,6 @@ from keel.runs.layout import RunFolder
 from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.runs.reader import read_run_json
 from keel.runs.writer import update_run_json
-from keel.training import non_finite
 from keel.training.judging import sampled
 from keel.training.judging.data import (
     Ready,
@@ -64,10 +65,10 @@ from keel.training.setup import (
     rollout_engine,
 )
 from keel.training.state import Progress
-from keel.training.supervised import Examples, GradientStep, train_on_examples
+from keel.training.supervised import Examples, train_on_examples
 from keel.types import KeelError
 
-Backward = Callable[[Sequence[Any], int], GradientStep]
+Backward = Callable[[Sequence[Any], int], dict[str, float]]
 Measure = Callable[[Sequence[Any]], Measured]
 
 
@@ -122,7 +123,7 @@ def train_on_rows(
         backward=backward,
         sizes=lambda batch: sizes_of(batch, device),
         split=lambda batch: [[row] for row in batch],
-        write=non_finite.write_rows,
+        write=_write_rows,
     )
     plot = partial(
         plot_calibration,
@@ -135,6 +136,11 @@ def train_on_rows(
         run, stage, progress, read, optimizer, evaluate=evaluate if rows.validation else None,
         **parts,
     )  # fmt: skip
+
+
+def _write_rows(folder: Path, rows: Sequence[Any]) -> None:
+    """The rows of a step that was not taken, as plain values."""
+    checkpoint.save_json(folder / "rows.json", {"rows": [asdict(row) for row in rows]})
 
 
 @oom_context("the validation rows were measured", f"lower token_budget, {LESS}")

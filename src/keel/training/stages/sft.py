@@ -51,8 +51,7 @@ class SFTStage(StageConfig):
         from keel.config.fields import derive
         from keel.learn.optimizer import AdamW, trainable
         from keel.training.setup import open_prompts
-        from keel.training.sft import Demonstrations
-        from keel.training.supervised import train_on_examples
+        from keel.training.supervised import Demonstrations, train_on_examples
 
         seed = derive(run.recipe.seed, self.name)
         optimizer = AdamW(trainable(run.policy), self.optimizer)
