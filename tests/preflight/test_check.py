@@ -25,9 +25,9 @@ from keel.preflight.batch import GROUPS, MEMBERS, SHORTEST, Size, longest_of, sa
 from keel.preflight.check import Report
 from keel.preflight.check import check as whole_check
 from keel.preflight.context import StageContext
-from keel.preflight.gold_answers import gold_of, shapes
 from keel.preflight.prompts import read_prompts
-from keel.rewards.registry import load_reward
+from keel.preflight.rewards import gold_of, shapes
+from keel.rewards.registry import NamedReward, load_reward
 from keel.rewards.scorer import Scorer
 from keel.training.evaluation import evaluate
 from keel.training.rollout import Sampler, collect
@@ -267,7 +267,7 @@ def test_size_of_the_batch_depends_on_model_and_device() -> None:
 def test_shapes_of_gold_answers_follow_the_rewards() -> None:
     def written(function: str, **options: Any) -> list[str]:
         source = RewardSource(function=function, options=options)
-        return [shape.replace("{}", "7") for shape in shapes([source])]
+        return [shape.replace("{}", "7") for shape in shapes([NamedReward(function, source)])]
 
     assert written("exact_match") == ["7"]
     assert written("exact_match", tag="b") == ["7", "<b>7</b>"]
@@ -281,9 +281,7 @@ def test_gold_answers_follow_the_thoughts_that_a_template_opens() -> None:
     asked = replace(task.prompt("train", 0), opening="<think>\n")
     reward = RewardSource(function="exact_match")
     tokenizer = character_tokenizer("0123456789+=", 64)
-    gold = gold_of(
-        [asked], {task.name: task}, [(reward, load_reward(reward))], tokenizer, Rewards()
-    )
+    gold = gold_of([asked], {task.name: task}, [load_reward(reward)], tokenizer, Rewards())
     assert gold is not None
     assert gold.best == {"exact_match": [1.0]}
 

@@ -20,8 +20,7 @@ from keel.engines.native import NativeEngine
 from keel.models.policy import load_policy
 from keel.preflight import trial, trial_child
 from keel.preflight.check import Report, check
-from keel.preflight.memory import StageMeasure, read_result
-from keel.preflight.trial import LongestExample, trial_recipe
+from keel.preflight.trial import LongestExample, read_result, trial_recipe
 from keel.runs.callbacks import RunState
 from keel.training.stages.rl import RLStage
 from keel.types import Prompt, Sampling
@@ -108,7 +107,7 @@ def test_recipe_that_does_not_fit_is_a_finding(
 ) -> None:
     """Whether its peak is above the limit, or it does not come so far."""
     room = limit * MIB
-    monkeypatch.setattr("keel.preflight.memory.available_memory", lambda device: room)
+    monkeypatch.setattr("keel.preflight.check.available_memory", lambda device: room)
     words = WIDE if limit == 450 else []
     assert main(["check", "tiny", *SHORT, *words]) == 1
     out = capsys.readouterr().out
@@ -172,7 +171,7 @@ REPORT: dict[str, Any] = {"stage": "rl", "phase": "rollout", "stages": STAGES, "
 
 def test_report_of_a_finished_trial_has_all_stages() -> None:
     result = read_result({**REPORT, "end": "finished"}, 0)
-    assert result.stages == {name: StageMeasure(**own) for name, own in STAGES.items()}
+    assert result.stages == STAGES
     assert not result.full
 
 
@@ -292,6 +291,6 @@ def test_trial_on_a_gpu_measures_every_phase(
     result = read_result(json.loads((tmp_path / "report.json").read_text()), 0)
     assert not result.stopped
     memory = result.stages["rl"]
-    assert {"rollout", "update"} <= memory.phases.keys()
-    assert memory.peak == 7
+    assert {"rollout", "update"} <= memory["phases"].keys()
+    assert memory["peak"] == 7
     assert not any((tmp_path / "run/checkpoints").iterdir())

@@ -15,7 +15,7 @@ from keel.algorithms.terms import UnusedIf
 from keel.config.errors import models_in
 from keel.config.load import load_recipe, read_own, shipped, to_toml
 from keel.config.schema import Recipe
-from keel.preflight.unused_keys import Facts, unused_keys
+from keel.preflight.settings import Facts, unused_keys
 
 WHERE = re.compile(r"\\\{.*?\\\}")
 LOCAL = Facts(cpu=True, local=False, conversations=False, replies={"rl": False})

@@ -65,7 +65,7 @@ class KeyUse:
     `table` holds the annotated field and `value` is the field's value there; `siblings` counts the
     entries of the list that the table stands in (1 without a list). `leaf` is the last part of the
     key that is set, which may be deeper than the field. `facts` is what the loaded parts add to the
-    recipe (`keel.preflight.unused_keys.Facts`).
+    recipe (`keel.preflight.settings.Facts`).
     """
 
     leaf: str

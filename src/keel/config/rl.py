@@ -200,7 +200,14 @@ class RolloutStage(StageConfig):
             algorithm=self.algorithm,
             evaluation=self.evaluation,
             teacher=self.teacher,
+            epochs=self.epochs,
+            ratio_stays_one=self.ratio_stays_one,
         )
+
+    @property
+    def value_model(self) -> tuple[str | None, Optimizer | None]:
+        has_value = self.algorithm.value is not None
+        return (self.value.name, self.value.optimizer) if has_value else (None, None)
 
     @property
     def prompts_in_step(self) -> int:

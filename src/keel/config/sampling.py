@@ -203,7 +203,8 @@ class SamplingSource:
     `train_prompts` is the number of prompts that the stage samples to learn from, over all steps.
     `key` is the table of these settings within the stage ("" or "sampled."), `seed_name` the stream
     that their seeds come from, `first_draw` the name of the first step's draw in that stream.
-    `algorithm`, `evaluation` and `teacher` are those of a stage that trains on what it samples.
+    The others are those of a stage that trains on what it samples: `ratio_stays_one` if its loop
+    gives the importance ratio no chance to move.
     """
 
     key: str
@@ -217,6 +218,8 @@ class SamplingSource:
     algorithm: NamedAlgorithm | None = None
     evaluation: Evaluation | None = None
     teacher: TeacherModel | None = None
+    epochs: int = 1
+    ratio_stays_one: bool = False
     train_prompts: int = 0
 
     @property

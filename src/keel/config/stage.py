@@ -189,6 +189,11 @@ class StageConfig(FrozenModel):
         return False
 
     @property
+    def value_model(self) -> tuple[str | None, Optimizer | None]:
+        """The backbone and the optimizer of the stage's value model, if it has its own."""
+        return None, None
+
+    @property
     def evaluation_interval(self) -> int | None:
         """Steps between evaluations, 0 for none but before and after; None: there is none."""
         return None

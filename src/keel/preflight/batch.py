@@ -14,6 +14,7 @@ from keel.preflight.context import PromptStats, SamplingPlan, StageContext
 from keel.preflight.finding import (
     BudgetShare,
     Finding,
+    found,
     holding,
     interval,
     percent,
@@ -208,23 +209,16 @@ def truncated(cut: int, n: int, budget: int, held: BudgetShare, key: str) -> Fin
     if n >= SAMPLES and cut == n:
         low = percent(wilson_interval(0, n).high)
         end = f"some end by {held.tokens}" if held.known else f"nor do they within {held.tokens}"
-        return Finding(
-            "eos-never",
-            "no completion ends by itself",
-            f"all {n} run into the budget of {budget} tokens (95 %: at most {low} end); {end}",
-            key,
-            raised
-            if held.known
-            else "raise it, or name what ends an answer (stop, stop_ids), or begin with an sft "
-            "stage that teaches the end",
-            "error",
+        fix = (
+            "raise it, or name what ends an answer (stop, stop_ids), or begin with an sft stage "
+            "that teaches the end"
         )
+        if held.known:
+            fix = raised
+        return found("eos-never", key, n=n, budget=budget, low=low, end=end, fix=fix)
     if not surely_more(cut, n, CUT):
         return None
-    return Finding(
-        "truncated",
-        f"{percent(cut / n)} of the completions are cut at the budget of {budget} tokens",
-        f"{cut} of {n} ({interval(cut, n)}); {held} tokens hold 95 % of them",
-        key,
-        raised if held.known else f"{raised} or more",
-    )
+    return found(
+        "truncated", key, share=percent(cut / n), cut=cut, n=n, interval=interval(cut, n),
+        budget=budget, held=held, fix=raised if held.known else f"{raised} or more",
+    )  # fmt: skip

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from keel.config.fields import derive
 from keel.config.load import Source, load_recipe
-from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries
@@ -29,17 +28,17 @@ from keel.models.policy import Policy, load_policy
 from keel.models.precision import is_open, settle, time_products
 from keel.models.reference import load_teacher
 from keel.models.value import load_critic
+from keel.platform.memory import free_memory
 from keel.preflight import settings
-from keel.preflight.context import Figure, StageContext, StageStops
+from keel.preflight.context import Figure, SamplingPlan, StageContext, StageStops
 from keel.preflight.data_stage import inspect_demonstrations, inspect_preference_data
-from keel.preflight.finding import Finding
+from keel.preflight.finding import Finding, found
 from keel.preflight.judge_cost import dollars, over_budget
-from keel.preflight.memory import measure
 from keel.preflight.prompts import trained_on_validation
 from keel.preflight.sampling_stage import inspect_sampling_stage
+from keel.preflight.settings import Facts, unused_keys
 from keel.preflight.tokens import eos_pair
-from keel.preflight.trial import TrialProcess
-from keel.preflight.unused_keys import Facts, unused_keys
+from keel.preflight.trial import TrialProcess, TrialResult, trial_recipe
 from keel.runs.trackers import check_trackers
 from keel.training.recipe_checks import leaks, longest_sequence
 
@@ -189,11 +188,10 @@ def _inspect(context: StageContext) -> None:
     _check_settings(context)
     with suppress(StageStops), context.stops("before its first step", f"{context.prefix}trackers"):
         check_trackers(stage.trackers)
-    rollouts = cast(RolloutStage, stage) if stage.learns_from_rollouts else None
     parts: tuple[tuple[Any, Callable[[StageContext, Any], None]], ...] = (
         (stage.demonstrations, inspect_demonstrations),
         (stage.judged, inspect_preference_data),
-        (rollouts, _check_objective),
+        (context.plan, _check_objective),
         (context.plan, inspect_sampling_stage),
     )
     for part, inspect in parts:
@@ -216,24 +214,26 @@ def _check_settings(context: StageContext) -> None:
         context.add(*settings.of_rewards(plan.sampling.rewards, f"{plan.key}rewards"))
 
 
-def _check_objective(context: StageContext, stage: RolloutStage) -> None:
-    """A stage's loop, and the other models and functions that its objective names."""
-    recipe, algorithm, value = context.recipe, stage.algorithm, stage.value
-    prefix = context.prefix
-    context.add(*settings.of_objective(stage, prefix))
-    if value.optimizer is not None and algorithm.value is not None:
-        key = f"{prefix}value.optimizer"
-        context.add(*settings.of_optimizer(value.optimizer, stage.steps, key))
+def _check_objective(context: StageContext, plan: SamplingPlan) -> None:
+    """The loop of a stage, and the other models and functions that its objective names."""
+    recipe, stage, prefix, sampling = context.recipe, context.stage, context.prefix, plan.sampling
+    algorithm = sampling.algorithm
+    if algorithm is None:
+        return
+    context.add(*settings.of_objective(sampling, prefix))
+    name, optimizer = stage.value_model
+    if optimizer is not None:
+        context.add(*settings.of_optimizer(optimizer, stage.steps, f"{prefix}value.optimizer"))
     with suppress(StageStops), context.stops("as its objective is made", f"{prefix}algorithm"):
         check_entries(algorithm)
-    if algorithm.value is not None and value.name is not None:
+    if name is not None:
         with context.stops("as its value model is made", f"{prefix}value.name"):
             seed = derive(recipe.seed, stage.name)
-            load_critic(value.name, context.policy, recipe.model, seed)
-    if stage.teacher is not None:
+            load_critic(name, context.policy, recipe.model, seed)
+    if sampling.teacher is not None:
         with context.stops("as its teacher is made", f"{prefix}teacher.name"):
-            longest = longest_sequence(stage.sampling, context.policy)
-            load_teacher(stage.teacher, context.policy, recipe.model, longest)
+            longest = longest_sequence(sampling, context.policy)
+            load_teacher(sampling.teacher, context.policy, recipe.model, longest)
 
 
 def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
@@ -305,3 +305,64 @@ def _threads(wanted: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------- the trial
+
+
+def measure(
+    contexts: Sequence[StageContext], device: torch.device, process: TrialProcess | None = None
+) -> list[dict[str, Any]]:
+    """What a trial of each stage took, in JSON types; empty if it was not run.
+
+    A lack of memory is added to the stage's findings. `process` may have been started before.
+    """
+    examples = {c.stage.name: c.longest for c in contexts if c.longest is not None}
+    prompts = {c.stage.name: c.step_prompts for c in contexts if c.step_prompts is not None}
+    with process or TrialProcess() as process:
+        recipe = trial_recipe(contexts[0].recipe, examples, prompts, process.folder)
+        if recipe is None:
+            return [{} for _ in contexts]
+        room = available_memory(device)
+        result = process.run(recipe, examples, str(device), room)
+    return [_measured(context, result, str(device), room) for context in contexts]
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that a run could take in this process's place; None if the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    return free_memory()
+
+
+def _measured(
+    context: StageContext, result: TrialResult, device: str, room: int | None
+) -> dict[str, Any]:
+    """What the trial of a stage took; findings and what was left out go into its context."""
+    stage, own = context.stage, result.stages.get(context.stage.name)
+    key, free = f"{context.prefix}token_budget", f", and {(room or 0) / 2**30:.2f} GiB are free"
+    if result.full and stage.name == (result.stopped or context.recipe.stages[0].name):
+        need = "more than there is" + ("" if room is None else free)
+        evidence = f"a step stopped in the phase {result.phase!r}: {result.why}"
+        context.add(found("out-of-memory", key, need=need, evidence=evidence))
+    if own is None:
+        if context.longest is not None:
+            why = " ran out of memory" if result.full else f": {result.why}"
+            stopped = result.stopped or "its process"
+            context.skipped_checks.append(f"memory and time: {stopped!r}{why}")
+        return {}
+    if room is not None and own["peak"] > room:
+        need, evidence = f"{own['peak'] / 2**30:.2f} GiB{free}", f"in the phase {own['phase']!r}"
+        context.add(found("out-of-memory", key, need=need, evidence=evidence))
+    step = own["seconds"] | ({"rewards": context.scoring} if context.scoring else {})
+    share = 1.0
+    if stage.prompts_in_step and context.step_prompts is not None:
+        share = stage.prompts_in_step / context.step_prompts
+    seconds = {phase: round(share * time, 3) for phase, time in step.items()}
+    memory = {name: own[name] for name in ("peak", "phase", "phases")}
+    return {
+        "memory": {"device": device, **memory, "room": room},
+        "step": seconds,
+        "seconds": round(stage.steps * sum(seconds.values()), 1),
+    }

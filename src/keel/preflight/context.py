@@ -14,7 +14,7 @@ from keel.config.schema import Recipe, Stage
 from keel.data.tasks.base import BaseTask
 from keel.data.tasks.build import UserTask
 from keel.models.policy import Policy
-from keel.preflight.finding import Finding, quantile
+from keel.preflight.finding import Finding, found, quantile
 from keel.preflight.trial import LongestExample
 from keel.training.setup import PromptSource
 from keel.types import KeelError, Prompt, Task, one_line
@@ -139,8 +139,7 @@ class StageContext:
         own = getattr(cause, "key", "")
         if own:
             key = own if own.startswith("model.") else f"{self.prefix}{own}"
-        what = f"the stage stops {where}"
-        self.add(Finding("would-stop", what, one_line(error), key, "as the line says", "error"))
+        self.add(found("would-stop", key, where=where, line=one_line(error)))
 
     @contextmanager
     def stops(self, where: str, key: str) -> Iterator[None]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
 
 from keel.analysis.statistics import wilson_interval
 
@@ -26,6 +29,20 @@ class Finding:
     key: str
     fix: str
     severity: Severity = "warning"
+
+
+@cache
+def catalogue() -> dict[str, dict[str, Any]]:
+    """What findings say, by kind: the table `findings.toml`."""
+    table = resources.files("keel.preflight") / "findings.toml"
+    return tomllib.loads(table.read_text(encoding="utf-8"))
+
+
+def found(kind: str, key: str, severity: Severity | None = None, /, **facts: Any) -> Finding:
+    """The finding of a kind at a key, with these facts in its texts."""
+    own = catalogue()[kind]
+    what, evidence, fix = (own[part].format(**facts) for part in ("what", "evidence", "fix"))
+    return Finding(kind, what, evidence, key, fix, severity or own.get("severity", "warning"))
 
 
 def percent(share: float) -> str:

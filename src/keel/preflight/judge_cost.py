@@ -13,7 +13,7 @@ from keel.config.schema import Stage
 from keel.config.sources import RewardSource
 from keel.config.stage import StageConfig
 from keel.graders.stated import answer_part
-from keel.preflight.finding import Finding
+from keel.preflight.finding import Finding, found
 from keel.rewards.judge.options import GROUP, Cost, JudgeOptions, most_tokens
 from keel.rewards.judge.questions import choose_pairs, pair_question, score_question
 from keel.types import Group
@@ -106,16 +106,11 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
         else:
             over, option = f"budget_tokens = {limits.budget_tokens}", "budget_tokens"
         sure, likely = not limits.covers(low), not limits.covers(estimate)
-        yield Finding(
-            "judge-over-budget",
-            f"the budget of the judge {one.name!r} "
-            + ("ends" if sure else "probably ends" if likely else "may end")
-            + " before the run does",
-            f"{over}; forecast {estimate} (from {low} to {high})",
-            f"{one.key}.options.{option}",
-            "raise it, or ask less: fewer steps, prompts, evaluations or answers to a prompt",
-            "error" if sure else "warning",
-        )
+        yield found(
+            "judge-over-budget", f"{one.key}.options.{option}", "error" if sure else "warning",
+            name=one.name, over=over, estimate=estimate, low=low, high=high,
+            ends="ends" if sure else "probably ends" if likely else "may end",
+        )  # fmt: skip
 
 
 def totals(forecasts: Sequence[Forecast]) -> tuple[Cost, Cost, Cost]:

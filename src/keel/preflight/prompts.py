@@ -14,7 +14,7 @@ from keel.data.splits import position
 from keel.data.tasks import build_tasks, stored
 from keel.models.chat import Encoder
 from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops
-from keel.preflight.finding import Finding, percent, quantile, surely_more
+from keel.preflight.finding import Finding, found, percent, quantile, surely_more
 from keel.runs.quarantine import WORDS, LeftOut
 from keel.training.recipe_checks import Leak
 from keel.training.setup import prompt_source
@@ -194,17 +194,13 @@ def over_length(
     if over == 0 or not (every or surely_more(over, len(lengths), RARE)):
         return None
     held = quantile(lengths, 0.95)
-    return Finding(
-        kind,
-        f"none of the {of} fits: each is left out"
-        if every
-        else f"{percent(over / len(lengths))} of the {of} are left out for their length",
-        f"{over} of {len(lengths)} inspected are longer than {limit} tokens ({bound}); 95 % have "
-        f"at most {held}, the longest {max(lengths)}",
-        key,
-        fix.format(held=held),
-        "error" if every else "warning",
-    )
+    lost = f"{percent(over / len(lengths))} of the {of} are left out for their length"
+    return found(
+        kind, key, "error" if every else "warning",
+        lost=f"none of the {of} fits: each is left out" if every else lost,
+        over=over, n=len(lengths), limit=limit, bound=bound, held=held, longest=max(lengths),
+        fix=fix.format(held=held),
+    )  # fmt: skip
 
 
 def unreadable(left: Sequence[LeftOut], rows: int, key: str) -> Finding | None:
@@ -213,40 +209,25 @@ def unreadable(left: Sequence[LeftOut], rows: int, key: str) -> Finding | None:
     every = rows + len(bad)
     if not surely_more(len(bad), every, RARE):
         return None
-    return Finding(
-        "unreadable-rows",
-        f"{percent(len(bad) / every)} of the rows cannot be read, and are left out",
-        f"{len(bad)} of {every}; {bad[0].reason}",
-        key,
-        'fix the rows, or the names of their columns; bad_rows = "stop" stops at the first',
-    )
+    return found(
+        "unreadable-rows", key, share=percent(len(bad) / every), bad=len(bad), n=every,
+        reason=bad[0].reason,
+    )  # fmt: skip
 
 
 def few_rows(rows: int, step: int, key: str) -> Finding | None:
     """Fewer train rows than a step takes."""
     if not 0 < rows < step:
         return None
-    return Finding(
-        "few-rows",
-        f"a step takes {step} examples, and there are {rows} train rows",
-        f"each step repeats them: {step / rows:.3g} times on average",
-        key,
-        f"give at least {step} rows, or let a step take fewer",
-    )
+    return found("few-rows", key, step=step, rows=rows, times=step / rows)
 
 
 def repeated(count: int, rows: int, key: str) -> Finding | None:
     """Rows with the prompt of an earlier row."""
     if not surely_more(count, rows, REPEATED):
         return None
-    return Finding(
-        "duplicate-prompts",
-        f"{percent(count / rows)} of the train prompts are repetitions",
-        f"{count} of {rows} rows have the prompt of an earlier row, so an epoch shows "
-        f"{rows - count} different ones",
-        key,
-        "give each prompt once",
-    )
+    facts = {"count": count, "rows": rows, "different": rows - count}
+    return found("duplicate-prompts", key, share=percent(count / rows), **facts)
 
 
 def trained_on_validation(leak: Leak, several: bool) -> Finding:
@@ -255,18 +236,15 @@ def trained_on_validation(leak: Leak, several: bool) -> Finding:
     same = leak.trained == leak.stage
     table = "data" if leak.judged else "tasks.0"
     key = f"{table}.{'validation_fraction' if same else 'validation_path'}"
-    return Finding(
-        "trained-on-validation",
-        f"stage {leak.stage!r} learns from prompts that it evaluates on"
-        if same
-        else f"stage {leak.trained!r} learns from prompts that {leak.stage!r} evaluates on",
-        f"{leak.shared} of the {leak.held} validation prompts are train prompts "
-        + ("of another task of it" if same else "there"),
-        f"{leak.trained}.{key}" if several else key,
-        "give tasks of one file the same validation_fraction, or the same validation_path"
-        if same
-        else f"give both stages the same files, or the validation_path of {leak.stage!r}",
-    )
+    fix = f"give both stages the same files, or the validation_path of {leak.stage!r}"
+    if same:
+        fix = "give tasks of one file the same validation_fraction, or the same validation_path"
+    return found(
+        "trained-on-validation", f"{leak.trained}.{key}" if several else key,
+        trained=leak.trained, evaluated="it" if same else repr(leak.stage),
+        shared=leak.shared, held=leak.held, place="of another task of it" if same else "there",
+        fix=fix,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- replies of an environment
@@ -298,14 +276,10 @@ def reply_holds_answer(stats: PromptStats, plan: SamplingPlan) -> Finding | None
         return None
     prompt, gold = known[hits[0]]
     reply = next(text for _, text in replies[hits[0]] if _holds(text, gold))
-    return Finding(
-        "reply-holds-answer",
-        "the environment's reply spells the right answer, which the policy need only repeat",
-        f"{len(hits)} of {len(known)} prompts, in reply to words that do not hold it; "
-        f"{prompt.id!r}: {gold[:40]!r} in {reply[:80]!r}",
-        f"{plan.key}{stats.task_key(prompt)}.name",
-        "let `reply` state whether an answer is right, not what the right one is",
-    )
+    return found(
+        "reply-holds-answer", f"{plan.key}{stats.task_key(prompt)}.name",
+        hits=len(hits), n=len(known), prompt=prompt.id, gold=gold[:40], reply=reply[:80],
+    )  # fmt: skip
 
 
 def _probe(

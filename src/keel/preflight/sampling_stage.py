@@ -20,17 +20,25 @@ from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder
 from keel.models.families import uses_autocast
 from keel.models.precision import rounding_effect
-from keel.preflight import settings, tokens
+from keel.preflight import tokens
 from keel.preflight.batch import TrialBatch, check_ends, load_of, sample, size_for
 from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops
-from keel.preflight.finding import Finding
-from keel.preflight.gold_answers import SHOWN, Gold, check_readable, gold_of, weak_tests
+from keel.preflight.finding import found
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.prompts import read_prompts, reply_holds_answer
-from keel.preflight.rewards import ScoredBatch, check_gold, check_sampled_rewards
+from keel.preflight.rewards import (
+    SHOWN,
+    Gold,
+    ScoredBatch,
+    check_gold,
+    check_readable,
+    check_sampled_rewards,
+    gold_of,
+    weak_tests,
+)
 from keel.preflight.trial import LongestExample
 from keel.rewards.code import CodeReward
-from keel.rewards.registry import TASK, NamedReward
+from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.training.recipe_checks import check_component, check_rewards, check_rewards_of_steps
 from keel.training.setup import build_scorer, load_rewards, reward_context
@@ -59,15 +67,15 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
         _check_end_of_turn(context, plan)
     _check_names(context, plan)
     ready, waiting = _split_rewards(sampling.rewards.functions)
-    for reward, why in waiting:
-        context.skipped_checks.append(f"reward {reward.name or reward.function!r}: {why}")
+    for source, why in waiting:
+        context.skipped_checks.append(f"reward {source.name or source.function!r}: {why}")
     callable_now = bool(ready) or not waiting  # without a reward it is the task's own score
     choice = sampling.rewards.model_copy(update={"functions": ready})
     key = f"{plan.key}rewards.functions"
     with context.stops("as its rewards are made", key):
         functions = load_rewards(choice, reward_context(context.recipe, None, context.policy))
         judge = _scorer(plan, functions, stats, bool(waiting))
-    rewards = list(zip(ready or (RewardSource(function=TASK),), judge.functions, strict=True))
+    rewards = judge.functions
     results: tuple[tuple[RewardResult, ...], ...] = ()
     gold: Gold | None = None
     with contextlib.closing(judge):
@@ -78,12 +86,12 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
         check_ends(context, plan, batch)
         _check_rounding(context, plan, batch)
         with suppress(StageStops), context.stops("as its rewards are asked", key):
-            called = rewards if callable_now else []
+            called = rewards if callable_now else ()
             gold = gold_of(stats.first, tasks, called, context.policy.tokenizer, sampling.rewards)
-            for _, function in called:
-                if isinstance(function.function, CodeReward):
+            for reward in called:
+                if isinstance(reward.function, CodeReward):
                     tried = stats.first[:SHOWN]
-                    context.add(weak_tests(function.name, function.function, tried, key))
+                    context.add(weak_tests(reward.name, reward.function, tried, key))
             if callable_now:
                 start = time.perf_counter()
                 results = judge(batch.groups, 1).results
@@ -108,8 +116,8 @@ def _check_requests(context: StageContext, plan: SamplingPlan, batch: TrialBatch
     offered = placement_of(context.recipe.cluster).offers(batch.engine)
     for one in unmet_requests(plan.sampling, offered):
         key = f"{context.prefix}{one.key}"
-        what = f"the stage does not start: {one.key} = {one.value}"
-        context.add(Finding("engine-cannot", what, f"it {one.why}", key, one.fix, "error"))
+        facts = {"name": one.key, "value": one.value, "why": one.why, "fix": one.fix}
+        context.add(found("engine-cannot", key, **facts))
 
 
 def _check_rounding(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> None:
@@ -131,7 +139,8 @@ def _check_rounding(context: StageContext, plan: SamplingPlan, batch: TrialBatch
     algorithm = plan.sampling.algorithm
     samples_exactly = policy.device.type == "cpu" and batch.engine.in_process
     if algorithm is not None and algorithm.correction is None and samples_exactly:
-        context.add(settings.uncorrected(str(effect), f"{context.prefix}algorithm.correction.kind"))
+        key = f"{context.prefix}algorithm.correction.kind"
+        context.add(found("bfloat16-uncorrected", key, effect=effect))
 
 
 def check_tokens(

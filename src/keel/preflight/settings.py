@@ -1,17 +1,35 @@
-"""Settings that are allowed and do not do what they seem to, from the recipe's values alone."""
+"""Settings that are allowed and do not do what they seem to, and keys that have no effect.
+
+The first follow from the recipe's values alone. The condition of a key stands with its field in the
+recipe's schema (`UnusedIf`); a key without one always has an effect. Only keys that the user wrote
+are reported, in the recipe itself or as an override: what a preset or an extended recipe sets is
+not, nor is a key set to its default.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
 
 from keel.algorithms.presets import PRESETS
+from keel.algorithms.terms import KeyUse, UnusedIf
+from keel.config.address import layer
+from keel.config.load import Source, parse_override, read_own
 from keel.config.model import Model
-from keel.config.rl import RolloutStage
+from keel.config.sampling import SamplingSource
+from keel.config.schema import Recipe
 from keel.config.sources import Rewards
 from keel.config.stage import Optimizer
+from keel.data.tasks.build import GENERATORS
+from keel.data.tasks.gym import PREFIX
 from keel.engines.registry import capabilities_of
-from keel.preflight.finding import Finding, percent
+from keel.preflight.finding import Finding, found, percent
 
+KeyPath = tuple[str | int, ...]
 FROZEN_SHARE = 0.5
 """More than half of the weights not moving is more than rounding: in float32 at the same rate it
 is a few in a thousand."""
@@ -22,30 +40,20 @@ are 1e-5 and more. Up to twice the default of a whole model (1e-6) was hardly me
 
 def of_optimizer(optimizer: Optimizer, steps: int, key: str) -> Iterator[Finding]:
     """A warm-up that is longer than the stage."""
-    if optimizer.warmup_steps > steps:
-        reached = steps / optimizer.warmup_steps
-        rate = optimizer.learning_rate
-        yield Finding(
-            "warm-up-never-ends",
-            "the learning rate never reaches its value",
-            f"warm-up of {optimizer.warmup_steps} steps in a stage of {steps}: it comes to "
-            f"{rate * reached:g}, {percent(reached)} of {rate:g}",
-            f"{key}.warmup_steps",
-            f"set it under {steps}, a tenth of the steps for example",
-        )
+    warmup, rate = optimizer.warmup_steps, optimizer.learning_rate
+    if warmup > steps:
+        yield found(
+            "warm-up-never-ends", f"{key}.warmup_steps",
+            warmup=warmup, steps=steps, rate=rate,
+            reached=rate * steps / warmup, share=percent(steps / warmup),
+        )  # fmt: skip
 
 
 def of_adapter(model: Model, optimizer: Optimizer, key: str) -> Iterator[Finding]:
     """A whole model's learning rate on an adapter."""
-    if model.lora is not None and optimizer.learning_rate <= ADAPTER_RATE:
-        yield Finding(
-            "adapter-hardly-moves",
-            "the adapter hardly moves",
-            f"learning_rate = {optimizer.learning_rate:g} with LoRA, whose second factor starts at "
-            "0 and changes by about the learning rate a step",
-            f"{key}.learning_rate",
-            "set ten to a hundred times a whole model's, 1e-5 to 1e-4",
-        )
+    rate = optimizer.learning_rate
+    if model.lora is not None and rate <= ADAPTER_RATE:
+        yield found("adapter-hardly-moves", f"{key}.learning_rate", rate=rate)
 
 
 def of_rewards(rewards: Rewards, key: str) -> Iterator[Finding]:
@@ -54,105 +62,156 @@ def of_rewards(rewards: Rewards, key: str) -> Iterator[Finding]:
         name, own = source.name or source.function, source.options.get("timeout")
         built_in = ":" not in source.function
         if built_in and isinstance(own, int | float) and own > rewards.timeout:
-            yield Finding(
-                "timeout-cut",
-                f"reward {name!r} is cut off before its own timeout",
-                f"functions.{at}.options.timeout = {own:g} s, but a call may take "
-                f"rewards.timeout = {rewards.timeout:g} s",
-                f"{key}.timeout",
-                f"raise it to {own:g} or more, or lower the reward's own",
-            )
+            facts = {"name": name, "at": at, "own": own, "timeout": rewards.timeout}
+            yield found("timeout-cut", f"{key}.timeout", **facts)
         if source.function == "code" and source.options.get("isolation") == "shared":
-            yield Finding(
-                "shared-interpreter",
-                f"reward {name!r} can be earned without solving the task",
-                'isolation = "shared" runs the code in the interpreter of its tests: it can return '
-                "an object that equals everything, or change what the tests use",
-                f"{key}.functions.{at}.options.isolation",
-                'leave it out ("process"), unless the tests need classes or other objects of the '
-                "code",
-            )
+            option = f"{key}.functions.{at}.options.isolation"
+            yield found("shared-interpreter", option, name=name)
 
 
-def of_objective(stage: RolloutStage, prefix: str) -> Iterator[Finding]:
+def of_objective(sampling: SamplingSource, prefix: str) -> Iterator[Finding]:
     """Length penalties, and reuse of a batch that the surrogate does not account for."""
-    over, budget = stage.rollout.overlong_buffer, stage.rollout.max_tokens
-    algorithm = stage.algorithm
+    rollout, algorithm = sampling.rollout, sampling.algorithm
+    if algorithm is None:
+        return
+    over, budget = rollout.overlong_buffer, rollout.max_tokens
     if over > budget:
-        yield Finding(
-            "overlong-covers-all",
-            "every completion is punished for its length, the shortest too",
-            f"overlong_buffer = {over} tokens of a budget of {budget}",
-            f"{prefix}rollout.overlong_buffer",
-            f"set it under {budget}; a fifth of the budget is usual",
-        )
-    no_ratio = algorithm.ratio == "none" and algorithm.surrogate.kind == "log_prob"
-    if no_ratio and stage.epochs > 1:
-        yield Finding(
-            "reuse-without-ratio",
-            "each batch is learned from again as if it were fresh",
-            f'epochs = {stage.epochs} with surrogate "log_prob", which has no ratio to the policy '
-            "that sampled: from the second pass on the gradient is of another policy's samples",
-            f"{prefix}epochs",
-            'set it to 1, or use a surrogate with a ratio ("clip", ratio "token")',
-        )
-    if stage.ratio_stays_one:
+        key = f"{prefix}rollout.overlong_buffer"
+        yield found("overlong-covers-all", key, over=over, budget=budget)
+    surrogate = algorithm.surrogate.kind
+    if algorithm.ratio == "none" and surrogate == "log_prob" and sampling.epochs > 1:
+        yield found("reuse-without-ratio", f"{prefix}epochs", epochs=sampling.epochs)
+    if sampling.ratio_stays_one:
         preset = PRESETS[algorithm.preset]
         usual = f" ({preset.name} has {preset.minibatches})" if preset.minibatches > 1 else ""
-        yield Finding(
-            "ratio-stays-1",
-            "the importance ratio never moves from 1, so what bounds it never acts",
-            "each batch is used for one optimizer step (epochs = 1, minibatches = 1): the gradient "
-            f'is that of a plain policy gradient, whatever surrogate "{algorithm.surrogate.kind}" '
-            "and a divergence to the old policy would do",
-            f"{prefix}minibatches",
-            f"set it to 2 or more{usual}, or epochs",
-        )
-    if not capabilities_of(stage.rollout.engine).exact:
-        yield Finding(
-            "resume-not-exact",
-            "a resumed run may sample other tokens than one that was not interrupted",
-            f"{stage.rollout.engine} sums in an order that depends on what is sampled at the same "
-            "time, so near-ties fall either way; seeds and weights are restored exactly",
-            f"{prefix}rollout.engine",
-            'set it to "native" if a resumed run has to be equal bit for bit',
-        )
+        yield found("ratio-stays-1", f"{prefix}minibatches", surrogate=surrogate, usual=usual)
+    if not capabilities_of(rollout.engine).exact:
+        yield found("resume-not-exact", f"{prefix}rollout.engine", engine=rollout.engine)
 
 
 def frozen_weights(share: float, rate: float, key: str) -> Finding | None:
     """`share` of the trained bfloat16 weights are too large for a step of `rate` to change them."""
     if share <= FROZEN_SHARE:
         return None
-    return Finding(
-        "frozen-weights",
-        "most weights do not move: bfloat16 rounds the step away",
-        f"at learning_rate = {rate:g}, {percent(share)} of the weights are so large that half of "
-        "their last bit is more than the step",
-        "model.dtype",
-        f'set it to "float32" (a GPU still computes in bfloat16, by autocast), or raise {key}',
-    )
-
-
-def uncorrected(effect: str, key: str) -> Finding:
-    """A CPU samples in float32 and learns in bfloat16, and no weight corrects for the gap."""
-    return Finding(
-        "bfloat16-uncorrected",
-        "the policy that learns is rounded, the one that samples is not",
-        f"model.autocast computes the update in bfloat16: {effect}",
-        key,
-        'set it to "truncate", or leave model.autocast out',
-    )
+    return found("frozen-weights", "model.dtype", rate=rate, share=percent(share), rate_key=key)
 
 
 def no_compiler(kernels: str) -> Finding | None:
     """There is compiled code for the model, and no compiler (`kernels` as in run.json)."""
-    if kernels != "none":
+    return found("no-compiler", "CC") if kernels == "none" else None
+
+
+# ---------------------------------------------------------------- keys without effect
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the loaded model, tokenizer and tasks add to the recipe.
+
+    `cpu`: the model is on a CPU; `local`: model.name is a folder; `kv_heads`: the model family has
+    separate key-value heads; `template`: the tokenizer has a chat template; `conversations`:
+    whether any prompt is one, None if unknown; `replies`: by stage, whether one of its tasks
+    can reply; `unread`: by stage, the keywords that the chat template does not read.
+    """
+
+    cpu: bool
+    local: bool
+    kv_heads: bool = True
+    template: bool | None = None
+    conversations: bool | None = None
+    replies: Mapping[str, bool] = field(default_factory=dict)
+    unread: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def generates(task: str) -> bool:
+        """Whether a task makes its prompts instead of reading them."""
+        return task in GENERATORS or task.startswith(PREFIX)
+
+
+def unused_keys(
+    source: Source, overrides: Sequence[str], recipe: Recipe, facts: Facts
+) -> list[Finding]:
+    """A finding for each key of a recipe and its overrides that has no effect."""
+    findings = []
+    for at, path in written_keys(source, overrides, recipe):
+        reason = _why_unused(path, at, recipe, facts)
+        if reason is None:
+            continue
+        value, why = reason
+        stage = [] if at is None or len(recipe.stages) == 1 else [recipe.stages[at].name]
+        name = ".".join(map(str, (*stage, *path)))
+        findings.append(found("no-effect", name, name=name, value=value, why=why))
+    return findings
+
+
+def written_keys(
+    source: Source, overrides: Sequence[str], recipe: Recipe
+) -> Iterator[tuple[int | None, KeyPath]]:
+    """Every key that the user wrote, with the number of its stage; None for the shared keys."""
+    data: dict[str, Any] = {"stages": [{"name": stage.name} for stage in recipe.stages]}
+    own, _ = read_own(source)
+    for keys in ({k: v for k, v in own.items() if k != "extends"}, *map(parse_override, overrides)):
+        data = layer(data, keys)
+    stages = data.pop("stages")
+    yield from ((None, path) for path in _leaves(data))
+    for at, stage in enumerate(stages):
+        yield from ((at, path) for path in _leaves(stage))
+
+
+def _leaves(value: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        for at, inner in enumerate(value):
+            yield from _leaves(inner, (*path, at))
+    else:
+        yield path
+
+
+def _why_unused(
+    path: KeyPath, at: int | None, recipe: Recipe, facts: Facts
+) -> tuple[str, str] | None:
+    """The value of a key without effect, and why; None if it has one, is set to its default or has
+    been replaced."""
+    stage = None if at is None else recipe.stages[at]
+    value: Any = recipe if stage is None else stage
+    default: Any = None
+    siblings = 1
+    marks: list[tuple[UnusedIf, KeyUse]] = []
+    for part, inner in zip(path, (*path[1:], None), strict=True):
+        table = value
+        if isinstance(table, BaseModel) and isinstance(part, str):
+            info = type(table).model_fields.get(part)
+            if info is None:
+                return None
+            default, value = _default(table, default, part), getattr(table, part)
+            use = KeyUse(str(path[-1]), value, table, siblings, stage, recipe, facts)
+            marks += [
+                (mark, use)
+                for mark in info.metadata
+                if isinstance(mark, UnusedIf) and inner not in mark.but
+            ]
+        elif isinstance(table, Mapping) and part in table:
+            default = default.get(part) if isinstance(default, Mapping) else None
+            value = table[str(part)]
+        elif isinstance(table, tuple) and str(part).isdecimal() and int(part) < len(table):
+            siblings = len(table)
+            default, value = None, table[int(part)]
+        else:
+            return None
+    if value == default:
         return None
-    return Finding(
-        "no-compiler",
-        "sampling and updates take longer than they need to",
-        "this model has compiled steps on a CPU, and no C compiler was found, or none whose code "
-        "loads: it runs through its modules",
-        "CC",
-        "install a C compiler (gcc or clang), or name one in the environment variable CC",
-    )
+    shown = "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    reasons = (mark.why.format(key=use) for mark, use in marks if mark.condition(use))
+    return next(((shown[:60], why) for why in reasons), None)
+
+
+def _default(table: BaseModel, default: Any, part: str) -> Any:
+    """The default of a field: its preset's, else that of the field that holds the table, else that
+    of its class."""
+    if part == "algorithm":
+        return PRESETS[table.algorithm.preset].algorithm  # type: ignore[attr-defined]
+    if isinstance(default, BaseModel) and isinstance(table, type(default)):
+        return getattr(default, part, None)
+    return type(table).model_fields[part].get_default(call_default_factory=True)

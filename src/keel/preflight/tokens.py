@@ -8,7 +8,7 @@ from typing import Any
 from keel.models.chat import PROBE, encode
 from keel.models.text import render
 from keel.platform.time_limit import Hung
-from keel.preflight.finding import Finding, shorten
+from keel.preflight.finding import Finding, found, shorten
 from keel.types import KeelError, Message, Prompt, Tools, text_of
 
 THINKING = ("<think>", "</think>")
@@ -36,15 +36,10 @@ def end_of_turn(
             f"set {key}.stop_ids = [{token}], or name it in eos_token_id of the model's "
             "generation_config.json"
         )
-    return Finding(
-        "end-of-turn-not-stop",
-        "a completion does not end where the assistant's turn does, and the model runs on",
-        f"the chat template closes a turn with {spelled!r}{number}; completions end at the ids "
-        f"{', '.join(map(str, stops))}",
-        f"{key}.{name}",
-        fix,
-        "error",
-    )
+    return found(
+        "end-of-turn-not-stop", f"{key}.{name}",
+        spelled=spelled, number=number, stops=", ".join(map(str, stops)), fix=fix,
+    )  # fmt: skip
 
 
 def eos_pair(own: int | None, generation: Sequence[int], spelled: str, key: str) -> Finding | None:
@@ -55,14 +50,8 @@ def eos_pair(own: int | None, generation: Sequence[int], spelled: str, key: str)
     """
     if own is None or not generation or own in generation:
         return None
-    return Finding(
-        "eos-differs",
-        "the model learns to end where a server of the saved model will not stop",
-        f"the tokenizer's eos_token is {spelled!r} (id {own}); generation_config.json stops at "
-        f"{', '.join(map(str, generation))}",
-        key,
-        f"add {own} to eos_token_id in the folder's generation_config.json",
-    )
+    stops = ", ".join(map(str, generation))
+    return found("eos-differs", key, spelled=spelled, own=own, stops=stops)
 
 
 def doubled_bos(prompts: Sequence[Prompt], bos: int | None, key: str) -> Finding | None:
@@ -70,14 +59,7 @@ def doubled_bos(prompts: Sequence[Prompt], bos: int | None, key: str) -> Finding
     doubled = [p for p in prompts if bos is not None and p.tokens[:2] == (bos, bos)]
     if not doubled:
         return None
-    return Finding(
-        "bos-doubled",
-        "prompts begin with two begin-of-sequence tokens, which the model has never seen",
-        f"{len(doubled)} of {len(prompts)} prompts, {doubled[0].id!r} the first: the tokenizer "
-        "adds one, and the text spells another",
-        key,
-        "leave it out of the prompt's text",
-    )
+    return found("bos-doubled", key, doubled=len(doubled), n=len(prompts), first=doubled[0].id)
 
 
 def special_in_messages(
@@ -91,7 +73,7 @@ def special_in_messages(
         for turn in prompt.content
     ]
     what = "a message spells a special token, and the model reads it as one"
-    fix = "the template sets these itself: take them out of the data"
+    fix = "the template sets these itself"
     return _spelled(texts, specials, f"{len(prompts)} prompts", what, key, fix)
 
 
@@ -104,7 +86,7 @@ def special_in_answers(
     """
     learned = "to spell it letter by letter" if letters else "to write it there"
     what = f"an answer spells a special token, and the model learns {learned}"
-    fix = "the end of an answer is added to it: take them out of the data"
+    fix = "the end of an answer is added to it"
     return _spelled(answers, specials, f"{len(answers)} answers", what, key, fix)
 
 
@@ -117,12 +99,13 @@ def _spelled(
     fix: str,
 ) -> Finding | None:
     """Texts, each with its row's name, that spell a special token."""
-    found = [(name, token) for name, text in texts for token in specials if token and token in text]
-    if not found:
+    those = [(name, token) for name, text in texts for token in specials if token and token in text]
+    if not those:
         return None
-    name, token = found[0]
-    evidence = f"{len({name for name, _ in found})} rows of {of}; {name!r}: {token!r}"
-    return Finding("special-token-in-message", what, evidence, key, fix)
+    first, token = those[0]
+    rows = len({name for name, _ in those})
+    facts = {"rows": rows, "of": of, "first": first, "token": token}
+    return found("special-token-in-message", key, what=what, fix=fix, **facts)
 
 
 def template_text(
@@ -141,28 +124,24 @@ def template_text(
             continue
         lost = next((t for t in turns if _squeezed(text_of(t)) not in _squeezed(text)), None)
         if lost is not None:
-            return Finding(
-                "template-loses-text",
-                f"the chat template drops or changes the {lost['role']}'s words",
-                f"prompt {prompt.id!r}: {shorten(text_of(lost))!r} is not in "
-                f"{shorten(text, 160)!r}",
-                key,
-                "use a template that shows every message as it is (model.chat_template), or put "
-                "the words into another role",
-                "error",
-            )
+            return found(
+                "template-loses-text", key, prompt=prompt.id,
+                what=f"the chat template drops or changes the {lost['role']}'s words",
+                detail=f"{shorten(text_of(lost))!r} is not in {shorten(text, 160)!r}",
+                fix="use a template that shows every message as it is (model.chat_template), or "
+                "put the words into another role",
+            )  # fmt: skip
         a, b = _squeezed(text), _squeezed(_back(tokenizer, prompt, template) or text)
         if a != b:
             same = next((i for i in range(len(a)) if a[i] != b[i : i + 1]), len(a))
             part = slice(max(same - 10, 0), same + 20)
-            return Finding(
-                "template-loses-text",
-                "a prompt in tokens does not read as the chat template wrote it",
-                f"prompt {prompt.id!r}: {a[part]!r} comes back as {b[part]!r}",
-                key,
-                "use the tokenizer that the model was trained with, or leave these characters out",
-                "error",
-            )
+            return found(
+                "template-loses-text", key, prompt=prompt.id,
+                what="a prompt in tokens does not read as the chat template wrote it",
+                detail=f"{a[part]!r} comes back as {b[part]!r}",
+                fix="use the tokenizer that the model was trained with, or leave these characters "
+                "out",
+            )  # fmt: skip
     return None
 
 
@@ -186,13 +165,8 @@ def template_prefix(
         return None
     if _thoughtless(whole).startswith(_thoughtless(asked) + _squeezed(PROBE)):
         return None
-    return Finding(
-        "template-not-prefix",
-        "the prompt is not how a conversation with the answer in it begins",
-        f"prompt {first.id!r} ends {asked[-60:]!r}; with the answer it reads {whole[-120:]!r}",
-        key,
-        "make the template write the same header for a future answer and a given one",
-    )
+    facts = {"prompt": first.id, "end": asked[-60:], "whole": whole[-120:]}
+    return found("template-not-prefix", key, **facts)
 
 
 def unread(

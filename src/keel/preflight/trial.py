@@ -11,8 +11,9 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from keel.config.load import to_toml
@@ -64,11 +65,8 @@ class TrialProcess:
 
     def run(
         self, recipe: Recipe, examples: Mapping[str, LongestExample], device: str, room: int | None
-    ) -> tuple[dict[str, Any], int | None]:
-        """Run a recipe of `trial_recipe` in `room` bytes of memory.
-
-        Returns its report, and its exit status; None if it took longer than `LIMIT`.
-        """
+    ) -> TrialResult:
+        """Run a recipe of `trial_recipe` in `room` bytes of memory, for `LIMIT` at the most."""
         data = {name: one.data for name, one in examples.items()}
         (self.folder / "examples.json").write_text(json.dumps(data), "utf-8")
         (self.folder / "recipe.toml").write_text(to_toml(recipe), "utf-8")
@@ -80,7 +78,7 @@ class TrialProcess:
         except subprocess.TimeoutExpired:
             status = None
         report = self.folder / "report.json"
-        return json.loads(report.read_text("utf-8")) if report.exists() else {}, status
+        return read_result(json.loads(report.read_text("utf-8")) if report.exists() else {}, status)
 
 
 # ---------------------------------------------------------------- its recipe
@@ -189,3 +187,41 @@ def alternating_step_reward(
 ) -> list[list[tuple[int, float]]]:
     """The same, as the reward of a completion's only step."""
     return [[(len(ids) - 1, float(at % 2))] for at, ids in enumerate(completion_ids)]
+
+
+# ---------------------------------------------------------------- its result
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How a trial ended: early in the stage `stopped` and its `phase`, with the reason `why`, or
+    not; `full`: memory ran out.
+
+    `stages` has what each finished stage took: its `peak` in bytes, of the process, or of torch on
+    a GPU; the peaks of its `phases` (none if the system does not separate them) and the `phase`
+    that decides; the `seconds` of the last step by phase.
+    """
+
+    stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    stopped: str = ""
+    phase: str = ""
+    full: bool = False
+    why: str = ""
+
+
+def read_result(report: Mapping[str, Any], status: int | None) -> TrialResult:
+    """The result that a trial's report gives; `status` is the exit status of its process, None if
+    it took too long."""
+    stages = dict(report.get("stages", {}))
+    end, stopped, phase = (report.get(name, "") for name in ("end", "stage", "phase"))
+    if end == "finished":
+        return TrialResult(stages)
+    stages.pop(stopped, None)
+    if status is None:
+        end, why = "error", f"two steps took longer than {LIMIT:.0f} s, in {phase!r}"
+    elif end:
+        why = report["why"]
+    else:
+        ended = f"with exit status {status}" if status >= 0 else f"by {Signals(-status).name}"
+        why = f"its process was ended {ended}"
+    return TrialResult(stages, stopped, phase, end != "error", why)

@@ -22,7 +22,6 @@ from keel.config.load import load_recipe, to_toml
 from keel.learn.token_budget import out_of_memory
 from keel.platform.files import write_text
 from keel.platform.memory import PROC, resident_memory
-from keel.preflight.memory import OUTSIDE, RAISED
 from keel.runs import lifecycle
 from keel.runs.callbacks import Callback, RunState
 from keel.runs.writer import Clock, RunWriter
@@ -30,12 +29,18 @@ from keel.training.run import run_stages
 from keel.training.state import Progress
 from keel.types import KeelError, one_line
 
+OUTSIDE = "setup, checkpoints, plots"
+"""The phase between those that a stage's clock names."""
+RAISED = 1.01
+"""A phase that raises the peak by less than this does not decide it: freed memory stays with the
+process, and is in every later phase too."""
+
 
 class TrialMonitor(Clock, Callback):
     """Records the peak and the seconds of each phase: the run's clock and a callback of it.
 
     The peak is that of torch's allocations on a GPU, else of the process's memory. `report` is what
-    the trial's file holds (`keel.preflight.memory.read_result`), rewritten as phases begin and end.
+    the trial's file holds (`keel.preflight.trial.read_result`), rewritten as phases begin and end.
     """
 
     def __init__(self, device: torch.device, path: Path) -> None:
