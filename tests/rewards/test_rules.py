@@ -48,9 +48,6 @@ def test_numeric_match(wrap: Any) -> None:
     assert isinstance(paris, Wrong)
     assert "holds 'Paris', which is not a number: use math or exact_match" in paris.why
     assert five == 1
-    for tolerance in (-0.5, float("nan"), float("inf")):
-        with pytest.raises(KeelError, match=f"tolerance = {tolerance:g}: give a number of at le"):
-            numeric_match(completions=[], answer=[], tolerance=tolerance)
 
 
 @pytest.mark.parametrize("wrap", [str, message])
@@ -84,15 +81,6 @@ def test_format_match(wrap: Any) -> None:
     texts = [wrap("<think>a</think><answer>b</answer>"), wrap("<answer>b</answer>")]
     assert format_match(completions=texts, tags=["think", "answer"]) == [1, 0]
     assert format_match(completions=texts, regex="^<answer>.*</answer>$") == [0, 1]
-    for options in ({}, {"regex": "a", "tags": ["a"]}):
-        with pytest.raises(KeelError, match="exactly one"):
-            format_match(completions=texts, **options)  # type: ignore[arg-type]
-    with pytest.raises(KeelError, match="is not a valid regular expression"):
-        format_match(completions=texts, regex="(")
-    with pytest.raises(KeelError, match=r'tags = "answer": give a list, \["answer"\]'):
-        format_match(completions=texts, tags="answer")
-    with pytest.raises(KeelError, match=r"tags = \[\]: name at least one"):
-        format_match(completions=texts, tags=[])
 
 
 def test_length() -> None:
@@ -100,10 +88,6 @@ def test_length() -> None:
     assert length(completion_ids=ids, target=10, width=5) == [0, 0, 0, -0.4, -1, -1, -1]
     assert length(completion_ids=ids, target=10) == [0, 0, 0, -0.2, -0.5, -1, -1]
     assert length(completion_ids=ids, target=10, both=True) == [-1, -0.5, 0, -0.2, -0.5, -1, -1]
-    with pytest.raises(KeelError, match="width = 0"):
-        length(completion_ids=ids, target=10, width=0)
-    with pytest.raises(KeelError, match="target = nan"):
-        length(completion_ids=ids, target=float("nan"))  # type: ignore[arg-type]
 
 
 @given(st.integers(0, 300), st.integers(1, 200), st.integers(0, 200))

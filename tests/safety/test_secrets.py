@@ -113,6 +113,8 @@ def test_a_run_that_fails(
     assert main(run(tmp_path, server.url)) == 2
     out, err = capfd.readouterr()
     assert err.rstrip().rpartition("\n")[2].startswith("keel: error: ")
+    assert kind == "a code" or "$KEEL_TEST_KEY" in err
+    assert kind == "a code" or "check the key in KEEL_TEST_KEY" in err
     check(tmp_path, out + err)
     assert (tmp_path / "run" / "recipe.toml").is_file()
 

@@ -166,15 +166,15 @@ class RemoteModel:
         self.child.close()
 
 
-class OutcomeReward:
-    """The score of each completion, as one forward pass over packed answers gives it."""
+def outcome(context: RewardContext, options: OutcomeOptions) -> Callable[..., Any]:
+    """The score of an outcome reward model: a folder, a hub name, or the result of a stage.
 
-    def __init__(self, model: LocalModel | RemoteModel, version: str | None) -> None:
-        self.model, self.version = model, version
-        self.close = model.close
+    Bradley–Terry scores have no zero of their own. Each is recorded with the stage that trained the
+    model.
+    """
+    model = _load(context, options)
 
-    def __call__(
-        self,
+    def outcome(
         *,
         prompts: Sequence[Any],
         completions: Sequence[Any],
@@ -182,65 +182,54 @@ class OutcomeReward:
         openings: Sequence[str] | None = None,
         tools: Sequence[Any] = (),
     ) -> list[float]:
-        """A score for each completion; Bradley–Terry scores have no zero of their own.
-
-        An answer is read with what the policy's chat template opened it with; a prompt of plain
-        text holds that itself. Each is recorded with
-        the stage that trained the model.
-        """
-        if self.version is not None:
-            log_extra("version", [self.version] * len(completions))
+        if options.stage is not None:
+            log_extra("version", [options.stage] * len(completions))
+        # What the chat template opened an answer with is read; a prompt of plain text holds it.
         opened = [""] * len(completions) if openings is None else openings
         answers = [
             text if isinstance(asked, str) else begun + text
             for asked, begun, text in zip(prompts, opened, texts(completions), strict=True)
         ]
-        return [scores[0] for scores in self.model.score(prompts, answers, tools)]
+        return [scores[0] for scores in model.score(prompts, answers, tools)]
+
+    return _with_model(outcome, model)
 
 
-class ProcessReward:
-    """The probability that each step is right, at the token that closes it; or one for all."""
+def process(context: RewardContext, options: ProcessOptions) -> Callable[..., Any]:
+    """The score of a process reward model for each step, or for the answer by way of its steps.
 
-    def __init__(
-        self, model: LocalModel | RemoteModel, options: ProcessOptions, tokenizer: Any
-    ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.separator, self.how = options.separator, options.aggregate
-        self.close = model.close
+    For each completion its steps as (index of the last token, probability of being right), or one
+    number. An answer without any step gets 0.
+    """
+    how = options.aggregate
+    if how == "steps":
+        needs_tokenizer(context.tokenizer)
+    model = _load(context, options)
 
-    def __call__(
-        self,
+    def process(
         *,
         prompts: Sequence[Any],
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]],
         tools: Sequence[Any] = (),
     ) -> list[Any]:
-        """For each completion its steps as (index of the last token, probability), or one number.
-
-        An answer without any step gets 0.
-        """
         answers = texts(completions)
-        scores = self.model.score(prompts, answers, tools)
+        scores = model.score(prompts, answers, tools)
         right = [[_sigmoid(z) for z in logits] for logits in scores]
-        if self.how != "steps":
-            return [aggregate(steps, self.how) for steps in right]
+        if how != "steps":
+            return [aggregate(steps, how) for steps in right]
         return [
-            on_tokens(self.tokenizer, ids, text, self.separator, steps)
+            on_tokens(context.tokenizer, ids, text, options.separator, steps)
             for ids, text, steps in zip(completion_ids, answers, right, strict=True)
         ]
 
-
-def outcome(context: RewardContext, options: OutcomeOptions) -> OutcomeReward:
-    """The score of an outcome reward model: a folder, a hub name, or the result of a stage."""
-    return OutcomeReward(_load(context, options), options.stage)
+    return _with_model(process, model)
 
 
-def process(context: RewardContext, options: ProcessOptions) -> ProcessReward:
-    """The score of a process reward model for each step, or for the answer by way of its steps."""
-    if options.aggregate == "steps":
-        needs_tokenizer(context.tokenizer)
-    return ProcessReward(_load(context, options), options, context.tokenizer)
+def _with_model(function: Callable[..., Any], model: LocalModel | RemoteModel) -> Any:
+    """A reward whose model ends with it."""
+    function.model, function.close = model, model.close  # type: ignore[attr-defined]
+    return function
 
 
 def _load(context: RewardContext, options: OutcomeOptions) -> LocalModel | RemoteModel:
@@ -275,21 +264,23 @@ def _sigmoid(z: float) -> float:
     return 1 / (1 + math.exp(-z)) if z >= 0 else math.exp(z) / (1 + math.exp(z))
 
 
-class _ModelServer:
-    """Loads the model with the first scores that are asked for, and keeps it."""
+def _serve() -> Callable[[Any], list[list[float]] | None]:
+    """What answers requests: the model is loaded with the first scores, and kept.
 
-    def __init__(self) -> None:
-        self.model: LocalModel | None = None
+    The first item, which waits for the start, is None.
+    """
+    models: list[LocalModel] = []
 
-    def __call__(self, item: Any) -> list[list[float]] | None:
-        """The scores of an item's answers; None for the first item, which waits for the start."""
+    def answer(item: Any) -> list[list[float]] | None:
         if item is None:
             return None
-        if self.model is None:
+        if not models:
             kind = {"outcome": OutcomeOptions, "process": ProcessOptions}[item["kind"]]
-            self.model = LocalModel(kind(**item["options"]))
-        return self.model.score(**item["rows"])
+            models.append(LocalModel(kind(**item["options"])))
+        return models[0].score(**item["rows"])
+
+    return answer
 
 
 if __name__ == "__main__":
-    serve(_ModelServer(), memory_mb=int(sys.argv[1]))
+    serve(_serve(), memory_mb=int(sys.argv[1]))

@@ -256,13 +256,10 @@ def compose(
     groups: Sequence[int],
 ) -> list[RewardResult]:
     """The results of a step's completions; `groups` is the number of each one's prompt."""
-    values = {f.name: _values(f, outputs[f.name], groups) for f in functions}
+    values = [_values(f, outputs[f.name], groups) for f in functions]
+    found = [outputs[f.name] for f in functions]
     return [
-        _result(
-            functions,
-            {f.name: outputs[f.name][at] for f in functions},
-            {f.name: values[f.name][at] for f in functions},
-        )
+        _result(functions, [one[at] for one in found], [one[at] for one in values])
         for at in range(len(groups))
     ]
 
@@ -284,11 +281,11 @@ def with_length_penalty(
 
 def _result(
     functions: Sequence[NamedReward],
-    outputs: Mapping[str, RewardOutput],
-    values: Mapping[str, float | None],
+    outputs: Sequence[RewardOutput],
+    values: Sequence[float | None],
 ) -> RewardResult:
     """The result of one completion; `values` are clipped and normalised."""
-    components = {name: output.value for name, output in outputs.items()}
+    components = {f.name: one.value for f, one in zip(functions, outputs, strict=True)}
     for function in functions:
         if function.gates(components[function.name]):
             gated = function.source.gated_reward
@@ -296,15 +293,14 @@ def _result(
     weighted: list[float] = []
     outcomes: list[float] = []
     steps: dict[int, float] = {}
-    for function in functions:
-        value, of_steps = values[function.name], outputs[function.name].steps
+    for function, output, value in zip(functions, outputs, values, strict=True):
         weight = function.source.weight
         if not weight or value is None:
             continue
         weighted.append(weight * value)
-        if of_steps is None:
+        if output.steps is None:
             outcomes.append(weighted[-1])
-        for step in of_steps or ():
+        for step in output.steps or ():
             share = weight * function.clipped(step.reward)
             steps[step.end] = steps.get(step.end, 0.0) + share
     reward = float(sum(weighted)) if weighted else None
