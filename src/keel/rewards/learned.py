@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import model_validator
 
@@ -27,6 +27,7 @@ from keel.rewards.steps import aggregate, needs_tokenizer, on_tokens
 from keel.runs.checkpoint import check_model
 from keel.types import Content, KeelError, Tools
 
+F = TypeVar("F", bound=Callable[..., Any])
 START_SECONDS = 120.0
 """A process that has not started by then never will; imports on a busy machine take a while."""
 
@@ -226,7 +227,7 @@ def process(context: RewardContext, options: ProcessOptions) -> Callable[..., An
     return _with_model(process, model)
 
 
-def _with_model(function: Callable[..., Any], model: LocalModel | RemoteModel) -> Any:
+def _with_model(function: F, model: LocalModel | RemoteModel) -> F:
     """A reward whose model ends with it."""
     function.model, function.close = model, model.close  # type: ignore[attr-defined]
     return function
