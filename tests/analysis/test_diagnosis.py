@@ -13,6 +13,7 @@ import pytest
 from keel.analysis.diagnosis.history import StageHistory, summarise
 from keel.analysis.diagnosis.table import conditions, conditions_of, diagnose, markdown
 from keel.runs.rollouts import RolloutRow
+from tests.analysis.test_plots import columns as by_name
 from tests.analysis.written_runs import completion, ids, written_run
 
 STEPS = 40
@@ -461,7 +462,7 @@ def test_any_history_is_judged_without_an_error(seed: int) -> None:
     rollouts = [summarise(step, rows) for step in range(1, int(rng.integers(2, 12)))]
     algorithm = {"weights": {"kind": "sequence_mean"}, "advantage": {"kind": "group_relative"}}
     recipe = {"rollout": {"group_size": 4}, "minibatches": 2, "algorithm": algorithm}
-    history = StageHistory("rl", recipe, {}, records, rollouts if seed % 2 else ())
+    history = StageHistory("rl", recipe, {}, by_name(*records), rollouts if seed % 2 else ())
     for one in conditions_of(history):
         assert one.first_step <= one.last_step
 

@@ -156,16 +156,17 @@ def score_of(run: Run, arm: str, seed: int, stage: str, peak_bytes: float | None
         for row in greedy
         if row["passed"] is not None or row["reward"] is not None
     }
-    names = [name for name in run.names(stage) if name in ("reward", "eval/pass@1", "eval/reward")]
-    curves = {name: run.column(name, stage) for name in names}
-    _, tokens = run.column("rollout/tokens", stage)
+    columns = run.columns(stage)
+    names = ("eval/pass@1", "eval/reward", "reward")
+    curves = {n: (columns[n].steps, columns[n].values) for n in names if n in columns}
+    tokens = columns["rollout/tokens"].values if "rollout/tokens" in columns else ()
     return RunScore(
         arm=arm,
         seed=seed,
         score=math.nan if result["mean"] is None else float(result["mean"]),
         measure=str(result.get("measure", "pass@1")),
         passed=passed,
-        curves={n: (s.astype(np.float64), v) for n, (s, v) in curves.items()},
+        curves=curves,
         seconds=run.seconds(stage),
         tokens=float(np.nansum(tokens)),
         peak_bytes=peak_bytes,

@@ -17,7 +17,7 @@ import numpy as np
 
 from keel.analysis.glossary import look_up, unknown
 from keel.config.entry import stage_kind
-from keel.runs.reader import Array, Column, FollowedFile, Run
+from keel.runs.reader import Array, Column, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +155,7 @@ def _recorded(names: Sequence[str]) -> list[Panel]:
 
 def stage_columns(run: Run, stage: str) -> Mapping[str, Column]:
     """The metrics of a stage; evaluations begin with the one before its first step."""
-    metrics = FollowedFile(run.folder.metrics)
-    metrics.update()
-    return with_first(metrics.columns(stage), run.info(), stage)
+    return with_first(run.columns(stage), run.info(), stage)
 
 
 def with_first(

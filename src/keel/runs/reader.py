@@ -91,6 +91,12 @@ class Run:
         found = {name for record in self.metrics(stage) for name in record}
         return sorted(found - {"stage", "step"})
 
+    def columns(self, stage: str) -> Mapping[str, Column]:
+        """The metrics of a stage by name."""
+        metrics = FollowedFile(self.folder.metrics)
+        metrics.update()
+        return metrics.columns(stage)
+
     def column(
         self, name: str, stage: str | None = None
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

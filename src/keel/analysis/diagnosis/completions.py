@@ -16,7 +16,7 @@ from keel.analysis.diagnosis.history import (
     Symptom,
     newest,
 )
-from keel.analysis.diagnosis.trends import WINDOW, trend
+from keel.analysis.diagnosis.trends import WINDOW, median, trend
 
 GROWTH = 1.5
 CUT = 0.2
@@ -45,18 +45,12 @@ def length_explosion(history: StageHistory) -> Symptom | None:
     course, gained = trend(length), trend(reward)
     if not course.rises() or course.last < GROWTH * course.first or course.gain < 2:
         return None
-    before, now = float(np.median(cut[:WINDOW])), float(np.median(cut[-WINDOW:]))
+    before, now = median(cut[:WINDOW]), median(cut[-WINDOW:])
     limit = before < 0.2 and now >= 0.5
     if gained.gain > 0.05 * history.reward_extent and not limit:
         return None
-    figures = {
-        "length_first": course.first,
-        "length_last": course.last,
-        "p": course.p,
-        "reward_first": gained.first,
-        "reward_last": gained.last,
-        "reward_gain": gained.gain,
-    }
+    figures = {**course.figures("length"), "p": course.p}
+    figures |= {**gained.figures("reward"), "reward_gain": gained.gain}
     if limit:
         figures |= {"cut_first": before, "cut_last": now}
     start = int(np.argmax(length > 1.2 * course.first))
@@ -86,13 +80,7 @@ def length_bias(history: StageHistory) -> Symptom | None:
         return None
     if good.change > grown / 3 or not apart.rises(0.05):
         return None
-    figures = {
-        "wrong_first": bad.first,
-        "wrong_last": bad.last,
-        "p": bad.p,
-        "right_first": good.first,
-        "right_last": good.last,
-    }
+    figures = {**bad.figures("wrong"), "p": bad.p, **good.figures("right")}
     if _weighed(history):
         for name, sign in SIGNS.items():
             figures |= _weight_of_long(history, name, sign)
@@ -110,7 +98,7 @@ def truncation(history: StageHistory) -> Symptom | None:
     steps, cut = history.column("completions/clipped_ratio")
     if len(steps) < 10:
         return None
-    share = float(np.median(cut[-10:]))
+    share = median(cut[-10:])
     if share < CUT:
         return None
     words: dict[str, str] = {}
@@ -143,7 +131,7 @@ def repetition(history: StageHistory) -> Symptom | None:
     order = np.argsort(-np.nan_to_num(found[-1].repetition, nan=-1.0), kind="stable")[:3]
     return Symptom(
         [r.step for r in found[int(np.argmax(share >= 0.3)) :]],
-        {"repetition_first": course.first, "repetition_last": course.last},
+        course.figures("repetition"),
         tuple(RolloutSample(found[-1].step, int(row)) for row in order),
     )
 

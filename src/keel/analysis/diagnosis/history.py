@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from keel.analysis.panels import has_rollouts
 from keel.runs.layout import RunFolder
-from keel.runs.reader import Run
+from keel.runs.reader import Column, Run
 from keel.runs.rollouts import COMPONENT, TERMS, read_table
 from keel.types import KeelError
 
@@ -154,46 +154,27 @@ UNREWARDED_ADVANTAGES = ("teacher_log_ratio",)
 class StageHistory:
     """A stage of reinforcement learning: `recipe` is its table, `model` the recipe's of the model.
 
-    `records` are as metrics.jsonl has them. `rollouts` are of some steps only, in order. `before`
-    is the evaluation before the stage.
+    `columns` are the metrics by name. `rollouts` are of some steps only, in order. `before` is the
+    evaluation before the stage.
     """
 
     stage: str
     recipe: Mapping[str, Any]
     model: Mapping[str, Any]
-    records: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, Column]
     rollouts: Sequence[StepRollouts] = ()
     before: Mapping[str, Any] | None = None
 
-    @cached_property
-    def steps(self) -> Steps:
-        return np.array([record["step"] for record in self.records], dtype=np.int64)
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """The metrics that some record has."""
-        return frozenset(name for record in self.records for name in record)
-
     def column(self, name: str) -> tuple[Steps, Array]:
         """Steps and values of a metric, if it is a finite number; empty if it was not logged."""
-        values = self._all(name)
+        if name not in self.columns:
+            return np.empty(0, np.int64), np.empty(0)
+        steps, values = self.columns[name].steps, self.columns[name].values
         finite = np.isfinite(values)
-        return self.steps[finite], values[finite]
+        return steps[finite].astype(np.int64), values[finite]
 
     def values(self, name: str) -> Array:
         return self.column(name)[1]
-
-    def _all(self, name: str) -> Array:
-        """A value for each of the steps, NaN for what is not a number."""
-        if name not in self._read:
-            found = [record.get(name) for record in self.records]
-            numbers = [one if isinstance(one, int | float) else np.nan for one in found]
-            self._read[name] = np.array(numbers, dtype=np.float64)
-        return self._read[name]
-
-    @cached_property
-    def _read(self) -> dict[str, Array]:
-        return {}
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A key of the stage's recipe by its dotted name; `default` if it is absent or none."""
@@ -223,7 +204,7 @@ class StageHistory:
     @property
     def reference(self) -> str:
         """The metric of the divergence to the reference."""
-        return "kl/reference" if "kl/reference" in self.names else "kl"
+        return "kl/reference" if "kl/reference" in self.columns else "kl"
 
     @property
     def rewards(self) -> list[Mapping[str, Any]]:
@@ -243,10 +224,14 @@ class StageHistory:
         bounds, means = self.reward_range, self.values("reward")
         return float(np.ptp(means)) if bounds is None else bounds[1] - bounds[0]
 
-    def reward_spread(self) -> Array | None:
-        """The largest standard deviation of a reward in each step; None if there is none."""
-        found = [self._all(name) for name in self.names if fnmatchcase(name, "rewards/*/std")]
-        return np.nan_to_num(np.stack(found)).max(axis=0) if found else None
+    def reward_spread(self) -> tuple[Steps, Array]:
+        """Steps, and the largest standard deviation of a reward in each of them."""
+        found = [self.column(name) for name in self.columns if fnmatchcase(name, "rewards/*/std")]
+        steps = np.unique(np.concatenate([np.empty(0, np.int64), *(at for at, _ in found)]))
+        largest = np.zeros(len(steps))
+        for at, values in found:
+            np.maximum.at(largest, np.searchsorted(steps, at), values)
+        return steps, largest
 
 
 def histories(run: Run, damaged: list[str] | None = None) -> Iterator[StageHistory]:
@@ -262,7 +247,7 @@ def histories(run: Run, damaged: list[str] | None = None) -> Iterator[StageHisto
         if not isinstance(table, Mapping) or not has_rollouts(str(table.get("stage"))):
             continue
         before = run.info().get("evaluation", {}).get(name, {}).get("before")
-        found = StageHistory(name, table, recipe.get("model", {}), run.metrics(name), (), before)
+        found = StageHistory(name, table, recipe.get("model", {}), run.columns(name), (), before)
         rollouts = []
         for step in spread([place.step for place in written if place.stage == number]):
             try:

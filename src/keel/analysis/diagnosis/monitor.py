@@ -15,7 +15,7 @@ from keel.analysis.diagnosis.history import (
 )
 from keel.analysis.diagnosis.table import Diagnosis, conditions_of
 from keel.runs.callbacks import Callback, RunState
-from keel.runs.reader import load
+from keel.runs.reader import FollowedFile, load
 from keel.types import one_line
 
 EVERY = 5
@@ -31,15 +31,14 @@ class DiagnosisMonitor(Callback):
     """Reports each condition of a run once, when two checks in a row have found it.
 
     `warn` gets a line, the kind of event ("diagnosis") and the diagnosis as keyword arguments.
-    Metrics are kept in memory; the rollouts of some steps are read from the run folder after they
-    were written. What fails in here is reported once by `warn` (as "diagnosis_failed") and ends
-    the diagnosis, not the run. Nothing here changes what the run computes or records.
+    Metrics, and the rollouts of some steps, are read from the run folder after they were written.
+    What fails in here is reported once by `warn` (as "diagnosis_failed") and ends the diagnosis,
+    not the run. Nothing here changes what the run computes or records.
     """
 
     def __init__(self, warn: Callable[..., None]) -> None:
         self._warn = warn
         self._history: StageHistory | None = None
-        self._records: list[Mapping[str, Any]] = []
         self._rollouts: list[StepRollouts] = []
         self._known: set[tuple[str, str]] = set()
         self._found: dict[str, int] = {}
@@ -65,22 +64,22 @@ class DiagnosisMonitor(Callback):
         events = [event for event in run.events() if event.get("event") == "diagnosis"]
         self._known = {(str(e.get("stage")), str(e.get("condition"))) for e in events}
         self._history, self._found = history, {}
-        self._records, self._rollouts = [*history.records], [*history.rollouts]
+        self._metrics, self._rollouts = FollowedFile(run.folder.metrics), [*history.rollouts]
         self._folder, self._place = run.folder, run.stages.index(state.stage)
 
     def _step(self, state: RunState) -> None:
         """Add a step, and report what its check confirms, if one is due."""
         if self._history is None:
             return
-        self._records.append({"step": state.step, **state.metrics})
         last = self._rollouts[-1].step if self._rollouts else -state.steps
         if state.step >= last + max(EVERY, state.steps // MOST_STEPS):
             read = read_step(self._folder, self._place, state.step)
             self._rollouts += [] if read is None else [read]
         if state.step % max(EVERY, state.step // SHARE):
             return
-        history = replace(self._history, records=self._records, rollouts=self._rollouts)
-        found = conditions_of(history)
+        self._metrics.update()
+        columns = self._metrics.columns(state.stage)
+        found = conditions_of(replace(self._history, columns=columns, rollouts=self._rollouts))
         self._found = {one.condition: self._found.get(one.condition, 0) + 1 for one in found}
         for one in found:
             key = (one.stage, one.condition)

@@ -44,7 +44,7 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
     reward, bounds = history.values("reward"), history.reward_range
     if not history.rewarded or len(steps) < SHORT_RUN or not len(reward):
         return None
-    first, last = float(np.median(entropy[:WINDOW])), float(np.median(entropy[-WINDOW:]))
+    first, last = median(entropy[:WINDOW]), median(entropy[-WINDOW:])
     if last > min(COLLAPSED * first, 0.3):
         return None
     late = median(reward[-WINDOW:])
@@ -75,11 +75,11 @@ def kl_runaway(history: StageHistory) -> Symptom | None:
     to_old = history.reference == "kl" and history.setting("algorithm.divergence.to") == "old"
     if len(steps) < 2 * WINDOW or to_old:
         return None
-    usual = float(np.median(entropy[:WINDOW])) if len(entropy) >= WINDOW else 1.0
+    usual = median(entropy[:WINDOW]) if len(entropy) >= WINDOW else 1.0
     since = holds_since(kl, usual + BEYOND)
     if since is None or len(steps) - since < WINDOW:
         return None
-    last = float(np.median(kl[-WINDOW:]))
+    last = median(kl[-WINDOW:])
     return Symptom(
         steps[since:],
         {"kl": last, "entropy_first": usual, "limit": usual + BEYOND},
@@ -111,7 +111,7 @@ def clip_idle(history: StageHistory) -> Symptom | None:
     figures = {
         "updates": history.updates,
         "idle": float(np.mean(region == 0)),
-        "clip_region": float(np.median(region)),
+        "clip_region": median(region),
         "kl_old": moved,
         "ratio_distance": off,
     }
@@ -129,7 +129,7 @@ def clip_saturated(history: StageHistory) -> Symptom | None:
         return None
     saturated = slice(int(over[0]), int(over[-1]) + WINDOW)
     inside = region[saturated]
-    figures = {"clip_region": float(np.median(inside)), "clip_region_max": float(inside.max())}
+    figures = {"clip_region": median(inside), "clip_region_max": float(inside.max())}
     return Symptom(steps[saturated], figures)
 
 
@@ -180,7 +180,7 @@ def _fall(history: StageHistory) -> Symptom | None:
     medians = rolling_medians(reward)
     if not len(medians):
         return None
-    start, best, now = float(np.median(reward[:2])), int(np.argmax(medians)), float(medians[-1])
+    start, best, now = median(reward[:2]), int(np.argmax(medians)), float(medians[-1])
     peak = max(float(medians[best]), start)
     low = float(reward.min()) if history.reward_range is None else history.reward_range[0]
     if peak <= low or peak - now < 0.5 * (peak - low) or peak - now <= 4 * noise(reward):
@@ -216,11 +216,10 @@ def learning_rate_low(history: StageHistory) -> Symptom | None:
         "reward_change": course.change,
         "p": course.p,
         "grad_norm": norm,
-        "entropy_first": entropy.first,
-        "entropy_last": entropy.last,
         "kl": far,
+        **entropy.figures("entropy"),
     }
-    known = history.reference in history.names
+    known = history.reference in history.columns
     return Symptom(steps, figures, words={"metric": history.reference} if known else {})
 
 
@@ -230,19 +229,17 @@ def value_model(history: StageHistory) -> Symptom | None:
     0.05, and at the rate of the last half it would not reach 0.05 in as many steps again. Steps
     whose rewards were all equal are left out."""
     steps, explained = history.column("value/explained_variance")
-    spread = history.reward_spread()
-    if spread is None:
-        return None
-    varied = spread[np.isin(history.steps, steps)] > 1e-6
+    scored, spread = history.reward_spread()
+    varied = np.isin(steps, scored[spread > 1e-6])
     keep = (steps > int(history.setting("value.warmup_steps", 0))) & varied
     steps, explained = steps[keep], explained[keep]
     if len(steps) < SHORT_RUN:
         return None
     late = explained[-max(5, len(explained) // 5) :]
-    course, level = trend(explained[-len(explained) // 2 :]), float(np.median(late))
+    course, level = trend(explained[-len(explained) // 2 :]), median(late)
     if level > EXPLAINED or (course.rises(0.05) and level + course.change > EXPLAINED):
         return None
-    figures = {"explained_variance": level, "explained_first": float(np.median(explained[:5]))}
+    figures = {"explained_variance": level, "explained_first": median(explained[:5])}
     return Symptom(steps, {**figures, "late_steps": len(late)})
 
 
@@ -258,7 +255,7 @@ def engine_mismatch(history: StageHistory) -> Symptom | None:
     since = holds_since(mean, limit)
     if since is None:
         return None
-    last, largest = float(np.median(mean[-WINDOW:])), history.values(f"{MISMATCH}/max")
+    last, largest = median(mean[-WINDOW:]), history.values(f"{MISMATCH}/max")
     figures = {"difference": last, "limit": limit, "rounding": limit / 5}
     if len(largest):
         figures["largest"] = float(largest.max())

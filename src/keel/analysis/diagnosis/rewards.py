@@ -61,7 +61,7 @@ def no_signal(history: StageHistory) -> Symptom | None:
     bounds, late = history.reward_range, median(history.values("reward")[-needed:])
     if bounds is not None and bounds[1] > 0 and late >= bounds[1] - TOP * (bounds[1] - bounds[0]):
         return None  # it is saturated
-    figures = {"frac_reward_zero_std": float(np.median(zero[since:])), "reward": late}
+    figures = {"frac_reward_zero_std": median(zero[since:]), "reward": late}
     if bounds is not None:
         figures |= {"lowest": bounds[0], "highest": bounds[1]}
     samples = newest(history, lambda r: np.flatnonzero(np.isfinite(r.reward)))
@@ -88,8 +88,8 @@ def saturated_reward(history: StageHistory) -> Symptom | None:
     if len(steps) - start < max(AT_TOP, len(steps) // 3):
         return None
     figures = {
-        "reward": float(np.median(reward[start:])),
-        "frac_reward_zero_std": float(np.median(zero[start:])),
+        "reward": median(reward[start:]),
+        "frac_reward_zero_std": median(zero[start:]),
         "highest": top,
         "lowest": low,
     }
@@ -110,9 +110,9 @@ def gold_falls(history: StageHistory) -> Symptom | None:
     first = int(fall.steps[0])
     # Before the stage, the score is of the policy that sampled the first step.
     until = max(1, int(np.searchsorted(steps, first, side="right")))
-    if np.median(reward[-WINDOW:]) < np.median(reward[:until][-WINDOW:]):
+    if median(reward[-WINDOW:]) < median(reward[:until][-WINDOW:]):
         return None
-    figures = {"reward_first": course.first, "reward_last": course.last, **fall.figures}
+    figures = {**course.figures("reward"), **fall.figures}
     return Symptom((first, steps[-1]), figures, _best_rewarded(history), fall.words)
 
 
@@ -136,13 +136,12 @@ def gold_still(history: StageHistory) -> Symptom | None:
     found = _evaluated(history, "eval/pass@1")
     if len(right) == len(paid) or rising or _gold_fall(history) or len(found) < 2:
         return None
-    later = float(np.median([mean for _, mean, *_ in found[len(found) // 2 :]]))
+    later = median(np.array([mean for _, mean, *_ in found[len(found) // 2 :]]))
     (at, first, *_), (last, _, low, high) = found[0], found[-1]
     if later > first + 0.05 or later >= 0.9 or high - low > 0.35:
         return None
     figures = {
-        "reward_first": course.first,
-        "reward_last": course.last,
+        **course.figures("reward"),
         "gold_first": first,
         "gold_first_step": at,
         "gold_last": later,
@@ -176,12 +175,9 @@ def length_reward(history: StageHistory) -> Symptom | None:
     if controlled.gain > 0.25 * raw.gain:
         return None
     figures = {
-        "reward_first": raw.first,
-        "reward_last": raw.last,
-        "length_first": grown.first,
-        "length_last": grown.last,
-        "controlled_first": controlled.first,
-        "controlled_last": controlled.last,
+        **raw.figures("reward"),
+        **grown.figures("length"),
+        **controlled.figures("controlled"),
         "slope": slope,
         "correlation": correlation,
     }
@@ -235,14 +231,8 @@ def _form_over_content(history: StageHistory, form: str, content: str) -> Sympto
         return None
     if meant.last >= least + 0.5 * extent or meant.gain > 0.05 * extent:
         return None
-    figures = {
-        "form_first": shown.first,
-        "form_last": shown.last,
-        "form_top": top,
-        "content_first": meant.first,
-        "content_last": meant.last,
-        "content_top": most,
-    }
+    figures = {**shown.figures("form"), "form_top": top}
+    figures |= {**meant.figures("content"), "content_top": most}
 
     def rows(r: StepRollouts) -> Any:
         if not {form, content} <= r.components.keys():
@@ -266,10 +256,8 @@ def _alike(history: StageHistory) -> tuple[Steps, Array]:
     """Steps, and the share of groups without variance; without groups 1 for a constant reward."""
     if int(history.setting("rollout.group_size", 1)) > 1:
         return history.column("frac_reward_zero_std")
-    spread = history.reward_spread()
-    if spread is None:
-        return history.column("")
-    return history.steps, (spread < 1e-9).astype(np.float64)
+    steps, spread = history.reward_spread()
+    return steps, (spread < 1e-9).astype(np.float64)
 
 
 def reward_name(source: Mapping[str, Any]) -> str:
@@ -307,7 +295,7 @@ def _gold_fall(history: StageHistory) -> Symptom | None:
 
 def _evaluation_fell(history: StageHistory) -> Symptom | None:
     """The newest evaluation against the best before it, the one before the stage included."""
-    name = next((n for n in ("eval/pass@1", "eval/reward") if n in history.names), "")
+    name = next((n for n in ("eval/pass@1", "eval/reward") if n in history.columns), "")
     found = _evaluated(history, name)
     if not name or len(found) < 2:
         return None
@@ -337,7 +325,7 @@ def _unweighted_fell(history: StageHistory) -> Symptom | None:
         late = gold[-max(WINDOW, len(gold) // 5) :]
         medians = rolling_medians(gold[: len(gold) - len(late)])
         best = int(np.argmax(medians))
-        peak, last = float(medians[best]), float(np.median(late))
+        peak, last = float(medians[best]), median(late)
         p = float(mannwhitneyu(late, gold[best : best + WINDOW], alternative="less").pvalue)
         if p >= 0.01 or peak - last < 0.15 * abs(peak):
             continue

@@ -56,6 +56,10 @@ class Trend:
         """How much the last fifth lies above the first."""
         return self.last - self.first
 
+    def figures(self, name: str) -> dict[str, float]:
+        """The two medians, as evidence has them."""
+        return {f"{name}_first": self.first, f"{name}_last": self.last}
+
     def rises(self, p: float = 0.01) -> bool:
         return self.change > 0 and self.p < p
 
