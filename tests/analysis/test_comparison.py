@@ -6,12 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import mannwhitneyu
 
 from keel.analysis.comparison import (
     NO_DIFFERENCE,
     RunScore,
-    band,
     compare,
     improvement_interval,
     iqm_interval,
@@ -36,12 +34,6 @@ def runs(arm: str, scores: list[float], prompts: int = 0) -> list[RunScore]:
         )
         for seed, score in enumerate(scores)
     ]
-
-
-def test_probability_of_improvement_counts_pairs() -> None:
-    x, y = np.array([0.1, 0.5, 0.5, 0.9]), np.array([0.5, 0.2, 0.9])
-    # scipy's Mann-Whitney statistic over n·m.
-    assert wins(x, y).mean() == mannwhitneyu(x, y).statistic / 12
 
 
 # Scores of runs (rows) on tasks, and what rliable 1.2.0 says of them: metrics.aggregate_iqm,
@@ -139,14 +131,6 @@ def test_baseline_is_compared_with_every_other_arm() -> None:
     found = compare(arms, baseline="b")
     assert [(pair.a, pair.b) for pair in found.pairs] == [("a", "b"), ("c", "b"), ("d", "b")]
     assert found.pair_confidence == 1 - 0.05 / 3
-
-
-def test_band_is_the_interval_of_each_step() -> None:
-    values = np.random.default_rng(1).random((10, 3))
-    middle, low, high = band(values)
-    for step in range(3):
-        one = iqm_interval(values[:, step])
-        assert (middle[step], low[step], high[step]) == pytest.approx((one.mean, one.low, one.high))
 
 
 def test_clear_difference_is_stated_and_noise_is_not() -> None:

@@ -55,12 +55,6 @@ def test_wilson_ends_solve_the_score_equation(n: int, data: st.DataObject) -> No
     assert mirror.low == pytest.approx(1 - found.high, abs=1e-12)
 
 
-def test_nothing_is_known_of_no_trial() -> None:
-    nothing = wilson_interval(0, 0)
-    assert math.isnan(nothing.mean)
-    assert (nothing.low, nothing.high, nothing.n) == (0.0, 1.0, 0)
-
-
 def test_mean_interval_by_hand() -> None:
     found = mean_interval([1, 2, 3, 4, 5])
     half = 2.7764451051977987 * math.sqrt(2.5) / math.sqrt(5)
@@ -107,9 +101,9 @@ def test_whole_shares_have_wilsons_interval() -> None:
     assert found == wilson_interval(3, 5)
     assert share_interval([0, 0]) == wilson_interval(0, 2)
     assert share_interval([1, 1, 1]) == wilson_interval(3, 3)
-    nothing = share_interval([])
-    assert math.isnan(nothing.mean)
-    assert (nothing.low, nothing.high, nothing.n) == (0, 1, 0)
+    for nothing in (share_interval([]), wilson_interval(0, 0)):
+        assert math.isnan(nothing.mean)
+        assert (nothing.low, nothing.high, nothing.n) == (0, 1, 0)
 
 
 def test_a_clustered_share_by_hand() -> None:

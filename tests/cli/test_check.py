@@ -6,15 +6,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
 from keel.cli.check import lines
 from keel.cli.main import main
-from keel.preflight.check import check
+from keel.preflight.check import Report, check
 
 Keel: TypeAlias = "Callable[..., Done]"
 
@@ -56,21 +57,6 @@ def test_as_a_process(tmp_path: Path) -> None:
     assert "did you mean 'tiny'?" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_sound_recipe_ends_0_and_leaves_nothing(keel: Keel, tmp_path: Path) -> None:
-    done = keel(*TINY, "--price", "2")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    printed = done.stdout.splitlines()
-    assert printed[0].startswith("tiny: checked in ")
-    assert printed[-1] == "nothing found"
-    assert any(line.startswith("  peak memory on cpu: ") for line in printed)
-    assert any(
-        line.startswith("  all steps: at most about ") and ", cost 0.0" in line for line in printed
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_finding_is_three_lines() -> None:
     report = check(TINY[0], [*TINY[1:], "optimizer.warmup_steps=99"], runs=False)
     printed = list(lines(report))
@@ -81,9 +67,19 @@ def test_a_finding_is_three_lines() -> None:
 
 
 @pytest.mark.slow
-def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) -> None:
-    done = keel(*TINY, "rollout.max_refills=3", "--json", "--price", "1")
-    assert done.returncode == 1
+def test_report_is_printed_and_nothing_is_left(
+    keel: Keel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As JSON with a finding, and as text without one."""
+    reports: list[Report] = []
+
+    def kept(*arguments: Any, **names: Any) -> Report:
+        reports.append(check(*arguments, **names))
+        return reports[0]
+
+    monkeypatch.setattr("keel.preflight.check.check", kept)
+    done = keel(*TINY, "rollout.max_refills=3", "--json", "--price", "2")
+    assert (done.returncode, done.stderr) == (1, "")
     report = json.loads(done.stdout)
     assert set(report) == {"recipe", "stages", "findings", "total", "seconds"}
     (found,) = report["findings"]
@@ -93,6 +89,20 @@ def test_json_holds_everything_and_a_finding_ends_1(keel: Keel, tmp_path: Path) 
     assert stage["figures"]["sampled completions"] == 16
     assert set(stage["measured"]) == {"memory", "step", "seconds", "cost"}
     assert set(report["total"]) == {"seconds", "cost"}
+    assert list(tmp_path.iterdir()) == []
+
+    sound = replace(reports[0], findings=())
+    monkeypatch.setattr("keel.preflight.check.check", lambda *_, **__: sound)
+    monkeypatch.setattr("keel.preflight.trial.TrialProcess", nullcontext)
+    done = keel(*TINY, "--price", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = done.stdout.splitlines()
+    assert printed[0].startswith("tiny: checked in ")
+    assert printed[-1] == "nothing found"
+    assert any(line.startswith("  peak memory on cpu: ") for line in printed)
+    steps = [line for line in printed if line.startswith("  all steps: at most about ")]
+    assert all(", cost 0.0" in line for line in steps)
+    assert steps
 
 
 @pytest.mark.parametrize(

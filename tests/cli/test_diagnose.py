@@ -75,11 +75,6 @@ def test_hostile_text_is_inert(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.isascii()
 
 
-def test_no_run_is_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diagnose", str(tmp_path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 def test_a_damaged_rollouts_file_is_an_error_of_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -129,17 +129,3 @@ def test_long_recipes_are_cut(here: Path, capsys: Capture) -> None:
     head = 'a and b: same recipe except seed (0, 1), model.lora (none, {"rank": 4}), '
     assert line.startswith(head)
     assert line.endswith(", and 2 more")
-
-
-@pytest.mark.parametrize("damage", ["no run", "recipe"])
-def test_wrong_inputs_end_with_one_line(here: Path, capsys: Capture, damage: str) -> None:
-    if damage == "no run":
-        shutil.rmtree("b")
-    else:
-        Path("b/recipe.toml").write_bytes(b"damage\n")
-    assert main(["runs", "diff", "a", "b"]) == 2
-    out = capsys.readouterr()
-    assert out.out == ""
-    assert out.err.startswith("keel: error: ")
-    assert out.err.count("\n") == 1
-    assert "b" in out.err

@@ -23,7 +23,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.values import exact, restore
 from keel.types import KeelError
-from tests.runs.example import Progress, one_stage, two_stages
+from tests.runs.example import Progress, fill, one_stage, two_stages
 
 
 def save(folder: RunFolder, stage: int, step: int, content: str = "state") -> Path:
@@ -263,10 +263,6 @@ def test_state_that_json_cannot_hold_is_refused(value: Any) -> None:
 
 
 # ---------------------------------------------------------------- keeping
-
-
-def fill(aside: Path) -> None:
-    (aside / "state.json").write_text("{}")
 
 
 def test_newest_of_the_run_and_best_of_each_stage_are_kept(tmp_path: Path) -> None:

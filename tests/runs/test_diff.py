@@ -256,13 +256,6 @@ def test_one_token_is_found_with_its_prompt(whole: Path, copy: Path) -> None:
     )
 
 
-def test_one_log_prob_by_one_bit(whole: Path, copy: Path) -> None:
-    before = pq.read_table(parquet(copy, 3)).to_pylist()[2]["log_probs"][1]
-    after = float(np.nextafter(np.float32(before), np.float32(-np.inf)))
-    edit_rollouts(parquet(copy, 3), put(2, "log_probs", after, 1))
-    assert first(whole, copy).change == change("log_probs", before, after, (2, 1))
-
-
 def test_causal_order_within_a_step(whole: Path, copy: Path) -> None:
     """Each line changes something earlier than the lines before it did."""
     path = parquet(copy, 1)

@@ -19,13 +19,9 @@ from keel.runs.lifecycle import run_lifecycle, write_metadata
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter
 from keel.types import KeelError
-from tests.runs.example import ONE, Progress, one_stage, row, two_stages
+from tests.runs.example import ONE, Progress, fill, one_stage, row, two_stages
 
 HOW = "resume with: keel train --resume --run "
-
-
-def fill(aside: Path) -> None:
-    (aside / "state.json").write_text("{}")
 
 
 class Notes(Callback):
