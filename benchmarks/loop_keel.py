@@ -58,7 +58,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     imported = resident(peak=False)
     clock[0], cpu[0] = time.perf_counter(), time.process_time()
     done = load(run(read, Path(job["folder"]), callbacks=[Steps()]).path)
-    phases = ("rollout", "measure", "update", "sync", "record")
+    phases = ("rollout", "score", "update", "sync", "record")
     return {
         "tokens": [row["rollout/tokens"] for row in done.metrics()],
         "seconds": [after - before for before, after in pairwise(clock)],

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import subprocess
 import sys
 import tempfile
@@ -43,7 +42,6 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=50)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--table", type=Path, default=None, help="only show what lies in a folder")
-    parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
     if arguments.table is not None:
         print(table(arguments.table))
@@ -62,8 +60,6 @@ def main() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         write(arguments.out / f"{name}.csv", rows)
         draw(arguments.out / f"{name}.png", rows, name)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"name": name, **result.as_dict()}) + "\n")
 
 
 def measure(arguments: argparse.Namespace, seeds: Sequence[int]) -> list[dict[str, float]]:

@@ -3,23 +3,21 @@
 The package is copied to a temporary folder, one passage of one file replaced, and the tests named
 next to it run on the copy. A mutant that no test notices has survived, and the command ends with 1.
 
-    python studies/mutations.py [--only TEXT] [--json FILE] [--jobs N]
+    python studies/mutations.py [--only TEXT] [--jobs N]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,17 +35,6 @@ class Mutation:
     old: str
     new: str
     tests: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Result:
-    """`failed` is the first test that noticed."""
-
-    what: str
-    file: str
-    killed: bool
-    failed: str
-    seconds: float
 
 
 OBJECTIVE = "tests/objective/test_"
@@ -220,21 +207,17 @@ def test(folder: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]
     )
 
 
-def attempt(mutation: Mutation) -> Result:
-    started = time.perf_counter()
+def attempt(mutation: Mutation) -> str | None:
+    """The first test that noticed."""
     with tempfile.TemporaryDirectory(prefix="keel-mutant-") as name:
         mutate(mutation, Path(name))
         done = test(Path(name), mutation.tests)
     if done.returncode not in (0, TESTS_FAILED):
         raise SystemExit(f"{mutation.what}: the tests could not run\n{done.stdout}{done.stderr}")
+    if done.returncode == 0:
+        return None
     failed = re.search(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
-    return Result(
-        what=mutation.what,
-        file=mutation.file,
-        killed=done.returncode == TESTS_FAILED,
-        failed=failed[1] if failed else "",
-        seconds=round(time.perf_counter() - started, 1),
-    )
+    return failed[1] if failed else "a test"
 
 
 def untouched(tests: Sequence[str]) -> None:
@@ -253,22 +236,18 @@ def untouched(tests: Sequence[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="mutations whose description holds this text")
-    parser.add_argument("--json", type=Path, help="write the results here too")
     parser.add_argument("--jobs", type=int, default=1, help="how many to try at a time")
     arguments = parser.parse_args()
     chosen = [m for m in MUTATIONS if arguments.only in f"{m.file} {m.what}"]
     untouched(sorted({path for m in chosen for path in m.tests}))
-    results = []
+    killed = 0
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for result in pool.map(attempt, chosen):
-            results.append(result)
-            mark = "killed  " if result.killed else "SURVIVED"
-            print(f"{mark}  {result.what:<38} {result.failed}", flush=True)
-    killed = sum(r.killed for r in results)
-    print(f"{killed} of {len(results)} mutants killed")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
-    return 0 if killed == len(results) else 1
+        for mutation, failed in zip(chosen, pool.map(attempt, chosen), strict=True):
+            killed += failed is not None
+            mark = "SURVIVED" if failed is None else "killed  "
+            print(f"{mark}  {mutation.what:<38} {failed or ''}", flush=True)
+    print(f"{killed} of {len(chosen)} mutants killed")
+    return 0 if killed == len(chosen) else 1
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TWIN = "twin"
@@ -38,7 +37,10 @@ CASES: dict[str, list[str]] = {
 }
 
 
-def run_case(name: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
+HEAD = f"{'case':<22}{'seed':>5}{'before':>9}{'after':>9}{'points':>9}{'seconds':>10}"
+
+
+def run_case(name: str, seed: int, folder: Path, extra: list[str]) -> str:
     """One run: accuracy before and after on the validation split, and seconds of wall time."""
     words = {**CASES, **LEARNED_REWARD}.get(name, ["quickstart", f"algorithm.preset={name}"])
     target = folder / f"{name}-{seed}"
@@ -51,31 +53,10 @@ def run_case(name: str, seed: int, folder: Path, extra: list[str]) -> dict[str, 
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
     )
     seconds = time.perf_counter() - start
-    stages = json.loads((target / "run.json").read_text())["evaluation"]
-    evaluation = list(stages.values())[-1]
-    return {
-        "case": name,
-        "seed": seed,
-        "before": evaluation["before"]["mean"],
-        "after": evaluation["after"]["mean"],
-        "low": evaluation["after"]["low"],
-        "high": evaluation["after"]["high"],
-        "n": evaluation["after"]["n"],
-        "seconds": round(seconds, 1),
-        "run": str(target),
-    }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows, aligned."""
-    lines = [f"{'case':<22}{'seed':>5}{'before':>9}{'after':>9}{'points':>9}{'seconds':>10}"]
-    for row in rows:
-        points = 100 * (row["after"] - row["before"])
-        lines.append(
-            f"{row['case']:<22}{row['seed']:>5}{row['before']:>9.3f}{row['after']:>9.3f}"
-            f"{points:>+9.1f}{row['seconds']:>10.1f}"
-        )
-    return "\n".join(lines)
+    *_, evaluation = json.loads((target / "run.json").read_text())["evaluation"].values()
+    before, after = evaluation["before"]["mean"], evaluation["after"]["mean"]
+    points = 100 * (after - before)
+    return f"{name:<22}{seed:>5}{before:>9.3f}{after:>9.3f}{points:>+9.1f}{seconds:>10.1f}"
 
 
 def main() -> None:
@@ -83,19 +64,14 @@ def main() -> None:
     parser.add_argument("--preset", action="append", help="a case or preset (default: all cases)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, help="keep the run folders here")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.runs or Path(scratch)
-        rows = []
+        print(HEAD)
         for name in arguments.preset or list(CASES):
             for seed in arguments.seeds:
-                rows.append(run_case(name, seed, folder, arguments.overrides))
-                print(table(rows[-1:]).splitlines()[-1], flush=True)
-        print(table(rows))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+                print(run_case(name, seed, folder, arguments.overrides), flush=True)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ GUIDE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "reward-reference.md").read_text(encoding="utf-8")
 BASE = "[model.build]\nhidden_size = 32\nlayers = 1\nheads = 2\n"
 REST = '[[tasks]]\nname = "addition"\n'
-MODELS = {"my-reward-model": "outcome", "my-process-model": "process", "reward_model": "outcome"}
-"""The model folders and the stage that the pages name."""
+MODELS = {"my-reward-model": "outcome", "my-process-model": "process"}
+"""The model folders that the pages name."""
 COLUMNS = ("answer", "tests", "test", "test_list", "test_setup_code", "entry_point", "prompt")
 
 
@@ -100,11 +100,7 @@ def test_recipe_and_its_rewards_load(
     stage = recipe.stages[-1]
     assert isinstance(stage, RLStage)
     assert stage.rewards.functions
-    around = RewardContext(
-        tokenizer=policy().tokenizer,
-        models={"reward_model": models / "reward_model"},
-        folder=tmp_path,
-    )
+    around = RewardContext(tokenizer=policy().tokenizer, models={}, folder=tmp_path)
     # No GPU where the tests run: which device a model is on is no matter of its options.
     sources = [
         s.model_copy(update={"options": {**s.options, "device": "cpu"}})

@@ -18,7 +18,7 @@ import numpy as np
 
 from keel.algorithms.presets import PRESETS
 from keel.analysis.plots import COLOURS, FAINT, drawing
-from keel.analysis.statistics import Array
+from keel.analysis.statistics import Array, Interval
 from studies.evidence import bias, distillation, gae, lengths, memory, ratios, replay
 from studies.evidence.algorithms import (
     BASELINE,
@@ -78,10 +78,9 @@ def arm(task: str, name: str) -> dict[str, Any]:
     return next(one for one in arms if one["arm"] == name)
 
 
-def interval(one: Mapping[str, float], scale: float = 100, sign: str = "") -> str:
+def percent(one: Mapping[str, Any], sign: str = "") -> str:
     """A figure with its interval, in percent."""
-    low, high = scale * one["low"], scale * one["high"]
-    return f"{scale * one['mean']:{sign}.1f} [{low:.1f}, {high:.1f}]"
+    return lengths.shown(Interval(**one), 100, sign)
 
 
 def difference(task: str, name: str) -> str:
@@ -90,7 +89,7 @@ def difference(task: str, name: str) -> str:
         return ""
     pairs = comparison(measured(name, task))["pairs"]
     found = next(one for one in pairs if one["a"] == name)["difference"]
-    text = interval(found, sign="+")
+    text = percent(found, sign="+")
     return f"**{text}**" if found["low"] > 0 or found["high"] < 0 else text
 
 
@@ -147,23 +146,20 @@ def presets_table() -> str:
     for name in COMPARED:
         cells = []
         for task in TASKS:
-            cells += [interval(arm(task, name)["score"]), difference(task, name)]
+            cells += [percent(arm(task, name)["score"]), difference(task, name)]
         rows.append((f"[{name}](../algorithms/{name}.md)", *cells))
     head = [cell for task in TASKS for cell in (f"{TITLES[task]}, %", f"above {BASELINE}")]
     return markdown(("preset", *head), rows)
 
 
 def costs_table() -> str:
-    """Seconds, tokens and models of presets: means of both tasks."""
+    """Seconds and tokens of presets: means of both tasks."""
     rows = []
     for name in COMPARED:
         arms = [arm(task, name) for task in TASKS]
         seconds, tokens = (float(np.mean([one[k] for one in arms])) for k in ("seconds", "tokens"))
-        models = arms[0]["models"]
-        rows.append(
-            (name, f"{seconds:.0f}", f"{tokens:,.0f}", f"{len(models)}: {', '.join(models)}")
-        )
-    return markdown(("preset", "seconds", "tokens sampled", "models in memory"), rows)
+        rows.append((name, f"{seconds:.0f}", f"{tokens:,.0f}"))
+    return markdown(("preset", "seconds", "tokens sampled"), rows)
 
 
 def stability_table() -> str:
@@ -175,7 +171,7 @@ def stability_table() -> str:
         cells = []
         for rate in STABLE_RATES:
             one = scores[f"{name}-rl.optimizer.learning_rate={rate:g}"]
-            cells.append(f"{interval(one['score'])}; worst {100 * min(one['scores']):.1f}")
+            cells.append(f"{percent(one['score'])}; worst {100 * min(one['scores']):.1f}")
         rows.append((name, *cells))
     return markdown(("", *(f"{rate:g}" for rate in STABLE_RATES)), rows)
 
