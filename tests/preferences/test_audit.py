@@ -128,17 +128,6 @@ def test_a_bias_without_spread_has_an_interval_nevertheless(
     assert -1 <= found["low"] < found["high"] <= 1
 
 
-def test_consistency_of_single_pairs_is_near_wilsons_interval(tmp_path: Path) -> None:
-    labels = [(1.0, 1.0)] * 15 + [(1.0, 0.0)] * 5
-    with place_store(tmp_path / "a.db", labels) as store:
-        found = audit_judges(store)[0]
-    assert found["order_consistency"]["mean"] == 0.75
-    wilson = wilson_interval(15, 20)
-    # Student's t in place of the normal quantile makes it a little wider.
-    assert found["order_consistency"]["low"] == pytest.approx(wilson.low, abs=0.03)
-    assert found["position_bias"]["mean"] == 0.25
-
-
 def test_of_two_labels_of_one_order_the_last_counts(tmp_path: Path) -> None:
     with place_store(tmp_path / "a.db", [(1.0, 0.0)] * 2) as store:
         pair = next(store.pairs()).id

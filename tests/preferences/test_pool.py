@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from keel.data.judged_rows import Preference
-from keel.preferences import store as module
 from keel.preferences.pool import (
     SelectionPlan,
     prefer_pairs,
@@ -51,9 +50,7 @@ def test_people_count_before_others(tmp_path: Path) -> None:
         np.testing.assert_array_equal(rule.label_C, [0.75, 0.75, *[math.nan] * 4])
 
 
-def test_texts_come_in_the_order_of_the_ids(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("keel.preferences.pool.PAGE", 2)
-    assert module.PAGE > 2
+def test_texts_come_in_the_order_of_the_ids(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 5) as store:
         found = list(read_texts(store, ["p3", "p0", "p4"]))
     assert found == [Preference(f"p{n}", f"prompt {n}", "a", "b") for n in (3, 0, 4)]

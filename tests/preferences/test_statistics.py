@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from keel.analysis.statistics import share_interval, wilson_interval
+from keel.analysis.statistics import share_interval
 from keel.preferences.files import import_file
 from keel.preferences.formats import Attribution
 from keel.preferences.statistics import count_votes, describe_pairs, fleiss_kappa, vote_agreement
@@ -59,21 +59,6 @@ def test_labels_for_either_answer_contradict(
     second: tuple[str, str, str, float], contradictions: int, tmp_path: Path
 ) -> None:
     assert described(tmp_path, ("p", "a", "b", 1.0), second)["contradictions"] == contradictions
-
-
-def test_pairs_of_one_prompt_are_one_cluster(tmp_path: Path) -> None:
-    """Thirty prompts, ten pairs each that say one and the same."""
-    rows = [
-        (f"p{n}", f"{at}", "a longer answer", float(n % 3 != 0))
-        for n in range(30)
-        for at in range(10)
-    ]
-    found = described(tmp_path, *rows)["longer_preferred"]
-    assert (found["mean"], found["n"]) == (pytest.approx(1 / 3), 300)
-    # Nearly Wilson's of ten of thirty, not of a hundred of three hundred.
-    few = wilson_interval(10, 30)
-    assert found["low"] == pytest.approx(few.low, abs=0.02)
-    assert found["high"] == pytest.approx(few.high, abs=0.02)
 
 
 def test_votes_agree_with_intervals_over_prompts() -> None:

@@ -14,6 +14,7 @@ from keel.cli.output import print_result
 from keel.config.fields import unknown
 from keel.config.load import parse_override
 from keel.config.presets import merge
+from keel.preferences.annotation import read_text
 from keel.preferences.audit import audit_judges, audit_lines
 from keel.preferences.store import PreferenceStore
 from keel.preferences.synthesis.forecast import Unit
@@ -106,7 +107,7 @@ def _options(arguments: argparse.Namespace) -> SynthesisOptions:
 
     chosen: dict[str, Any] = {name: getattr(arguments, name) for name in OPTIONS}
     if arguments.rubric_file is not None:
-        chosen["rubric"] = _read_text(arguments.rubric_file)
+        chosen["rubric"] = read_text(Path(arguments.rubric_file), "--rubric-file")
     return SynthesisOptions(
         models=tuple(whole(model, arguments.model_set) for model in models),
         judge=None if judge is None else whole(judge, arguments.judge_set),  # type: ignore[arg-type]
@@ -137,17 +138,6 @@ def _price(text: str) -> tuple[float, float]:
     if len(ends) != 2 or not all(0 <= end < math.inf for end in ends):
         raise KeelError(f"--price {text!r}: write IN,OUT in dollars a million tokens, as in 2.5,10")
     return ends[0], ends[1]
-
-
-def _read_text(path: str) -> str:
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise KeelError(f"--rubric-file {path}: cannot be read: {why}") from None
-    if not text:
-        raise KeelError(f"--rubric-file {path}: it is empty: write what counts")
-    return text
 
 
 # ---------------------------------------------------------------- what is printed

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.sources import PreferenceData, TaskSource
-from keel.data.tables import Gathered, SourceRow, Table, all_bad, list_rows, read_table
+from keel.data.tables import SourceRow, Table, all_bad, list_rows, read_table, refuse_bad
 from keel.runs.quarantine import LeftOut
 from keel.types import Content, KeelError, Split, one_line, text_of
 
@@ -246,20 +246,21 @@ def _rows(
     """What the table's rows became, and those left out: bad ones, and with an empty answer."""
     found: list[Placed[T]] = []
     dropped: list[LeftOut] = []
-    bad = Gathered(source.bad_rows, table.bad)
+    bad = list(table.bad)
     for row in table.rows:
         try:
             placed = make(row, held)
         except KeelError as error:
-            bad.rows.append(row.left_out(str(error)))
+            bad.append(row.left_out(str(error)))
             continue
         if placed is None:
             dropped.append(row.left_out("an answer is empty", "empty"))
         else:
             found.append(placed)
-    bad.check(key)
-    if not found and bad.rows:
-        raise all_bad(table.source, sorted(bad.rows, key=lambda one: one.line))
+    if source.bad_rows == "stop":
+        refuse_bad(bad, key)
+    if not found and bad:
+        raise all_bad(table.source, sorted(bad, key=lambda one: one.line))
     if not found:
         raise KeelError(f"{name}: no rows are left: every one has an empty answer")
-    return found, sorted([*bad.rows, *dropped], key=lambda one: one.line)
+    return found, sorted([*bad, *dropped], key=lambda one: one.line)

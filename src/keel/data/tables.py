@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,33 +54,26 @@ class Table:
     bad: tuple[LeftOut, ...] = ()
 
 
-class Gathered:
-    """Bad rows: the reader goes on, so that one message counts all of them if they stop it."""
+def refuse_bad(rows: Sequence[LeftOut], table: str = "") -> None:
+    """Raise KeelError if there are bad rows, which a reader has gone on to find.
 
-    def __init__(self, choice: BadRows, rows: Iterable[LeftOut] = ()) -> None:
-        self.stops = choice == "stop"
-        self.rows = list(rows)
-
-    def check(self, table: str = "") -> None:
-        """Raise KeelError if bad rows stop and there are any.
-
-        It has the first row of each kind, and the key that drops them, of the recipe's `table`.
-        """
-        if not self.stops or not self.rows:
-            return
-        kinds: dict[str, list[LeftOut]] = {}
-        for row in sorted(self.rows, key=lambda row: row.line):
-            reason = row.reason.removeprefix(row.source).partition(str(row.line))[2]
-            kinds.setdefault(_VALUES.sub(r"\1", reason), []).append(row)
-        firsts = [
-            rows[0].reason + (f" ({len(rows)} rows like it)" if len(rows) > 1 else "")
-            for rows in list(kinds.values())[:KINDS_SHOWN]
-        ]
-        more = len(kinds) - len(firsts)
-        firsts += [f"{more} other kinds of error"] if more else []
-        several = f" ({len(self.rows)} bad rows)" if len(firsts) > 1 else ""
-        key = f'; {table}.bad_rows = "quarantine" drops bad rows' if table else ""
-        raise KeelError("; ".join(firsts) + several + key)
+    It has the first row of each kind, and the key that drops them, of the recipe's `table`.
+    """
+    if not rows:
+        return
+    kinds: dict[str, list[LeftOut]] = {}
+    for row in sorted(rows, key=lambda row: row.line):
+        reason = row.reason.removeprefix(row.source).partition(str(row.line))[2]
+        kinds.setdefault(_VALUES.sub(r"\1", reason), []).append(row)
+    firsts = [
+        some[0].reason + (f" ({len(some)} rows like it)" if len(some) > 1 else "")
+        for some in list(kinds.values())[:KINDS_SHOWN]
+    ]
+    more = len(kinds) - len(firsts)
+    firsts += [f"{more} other kinds of error"] if more else []
+    several = f" ({len(rows)} bad rows)" if len(firsts) > 1 else ""
+    key = f'; {table}.bad_rows = "quarantine" drops bad rows' if table else ""
+    raise KeelError("; ".join(firsts) + several + key)
 
 
 KINDS_SHOWN = 5
@@ -295,7 +288,8 @@ def _checked(source: str, rows: Sequence[Any]) -> Table:
 
 
 def _usable(table: Table, bad_rows: BadRows) -> Table:
-    Gathered(bad_rows, table.bad).check()
+    if bad_rows == "stop":
+        refuse_bad(table.bad)
     if not table.rows and table.bad:
         raise all_bad(table.source, table.bad)
     if not table.rows:

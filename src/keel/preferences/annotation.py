@@ -54,20 +54,24 @@ class AnnotationSettings:
     rubric: Rubric | None = None
 
 
+def read_text(path: Path, option: str) -> str:
+    """The text of a file that an option names. Raises KeelError if it has none."""
+    try:
+        text = path.read_text(encoding="utf-8-sig").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise KeelError(f"{option} {path}: cannot be read: {why}: name a text file") from None
+    if not text:
+        raise KeelError(f"{option} {path}: it is empty: write what makes an answer better")
+    return text
+
+
 def read_rubric(path: Path) -> Rubric:
     """A rubric of Markdown or text; its id is its name and the first of its SHA-256.
 
     Raises KeelError if it cannot be read, is empty, or is not text.
     """
-    try:
-        data = path.read_bytes()
-        text = data.decode("utf-8-sig").strip()
-    except OSError as error:
-        raise KeelError(f"--rubric {path}: {error.strerror}: name a text file") from error
-    except UnicodeDecodeError:
-        raise KeelError(f"--rubric {path}: it is not UTF-8 text: name a text file") from None
-    if not text:
-        raise KeelError(f"--rubric {path}: it is empty: write what makes an answer better")
+    text, data = read_text(path, "--rubric"), path.read_bytes()
     if len(data) > LONGEST_RUBRIC:
         raise KeelError(
             f"--rubric {path}: {len(data):,} bytes: shorten it to {LONGEST_RUBRIC:,} at most"
@@ -346,24 +350,21 @@ class AnnotationSummary:
     agreement: tuple[Mapping[str, Any], ...]
 
 
-def progress(
-    store: PreferenceStore, settings: AnnotationSettings, gold: Mapping[str, float], name: str
-) -> LabelProgress:
+def progress(project: AnnotationProject, name: str) -> LabelProgress:
     """Where the work is, for one person. A label of a gold pair counts as any other does."""
-    made, wanted = _places(store, settings, gold)
-    rows = store.database.rows(
+    made, wanted = _places(project)
+    rows = project.store.database.rows(
         "SELECT COUNT(*), COUNT(value) FILTER (WHERE pair IN (SELECT value FROM json_each(?)))"
         " FROM labels WHERE source = 'human' AND annotator = ?",
-        (json.dumps(list(gold)), name),
+        (json.dumps(list(project.gold)), name),
     )
     own, of_gold = rows[0]
-    return LabelProgress(made + of_gold, wanted + len(gold), own)
+    return LabelProgress(made + of_gold, wanted + len(project.gold), own)
 
 
-def summarise_annotation(
-    store: PreferenceStore, settings: AnnotationSettings, gold: Mapping[str, float]
-) -> AnnotationSummary:
+def summarise_annotation(project: AnnotationProject) -> AnnotationSummary:
     """Progress, each annotator's figures, and how far they agree."""
+    store, gold, round = project.store, project.gold, project.settings.round
     hits = store.database.rows(
         "SELECT annotator, pair, value FROM labels WHERE source = 'human' AND value IS NOT NULL"
         " AND pair IN (SELECT value FROM json_each(?)) ORDER BY seq",
@@ -372,21 +373,20 @@ def summarise_annotation(
     right = [(name, pair, verdict(value) == verdict(gold[pair])) for name, pair, value in hits]
     people = [
         {**row, "gold": share_interval([hit for name, _, hit in right if name == row["annotator"]])}
-        for row in labels_by(store, "annotator", "human", settings.round)
+        for row in labels_by(store, "annotator", "human", round)
     ]
     every = share_interval([hit for *_, hit in right], [pair for _, pair, _ in right])
-    agreement = label_agreement(store, "human", settings.round).get("human", ())
-    made, wanted = _places(store, settings, gold)
+    agreement = label_agreement(store, "human", round).get("human", ())
+    made, wanted = _places(project)
     return AnnotationSummary(made, wanted, tuple(people), every, tuple(agreement))
 
 
-def _places(
-    store: PreferenceStore, settings: AnnotationSettings, gold: Mapping[str, float]
-) -> tuple[int, int]:
+def _places(project: AnnotationProject) -> tuple[int, int]:
     """Labels that were made and are wanted, gold apart; more than `overlap` count no further."""
+    store, settings = project.store, project.settings
     clause, values = where(**{"p.round": settings.round})
     clause += " AND p.id NOT IN (SELECT value FROM json_each(?))"
-    values.append(json.dumps(list(gold)))
+    values.append(json.dumps(list(project.gold)))
     made = store.database.rows(
         "SELECT COALESCE(SUM(MIN(n, ?)), 0) FROM (SELECT COUNT(*) n FROM labels l"
         " JOIN pairs p ON p.id = l.pair WHERE l.source = 'human' AND l.value IS NOT NULL"

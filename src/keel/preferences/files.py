@@ -13,7 +13,7 @@ from typing import Any
 from keel.config.fields import BadRows
 from keel.data.columns import prompt_columns
 from keel.data.judged_rows import Fields
-from keel.data.tables import Gathered, Table, all_bad, read_file
+from keel.data.tables import Table, all_bad, read_file, refuse_bad
 from keel.platform.files import write_bytes
 from keel.preferences.formats import (
     Attribution,
@@ -82,11 +82,11 @@ def import_file(
     for any row that cannot be read, and then nothing is added.
     """
     table = read_file(path, bad_rows)
-    left = Gathered(bad_rows, table.bad)
+    left = list(table.bad)
     parsed = _parsed(table, READERS[kind](), by, left)
-    if left.stops:
+    if bad_rows == "stop":
         parsed = iter(list(parsed))
-        left.check()
+        refuse_bad(left)
     rows = judgements = 0
     added: Counter[str] = Counter()
     batch: list[Record] = []
@@ -97,21 +97,23 @@ def import_file(
         if rows % BATCH == 0:
             added.update(_add(store, batch))
             batch = []
-    if not rows and left.rows:
-        raise all_bad(str(path), left.rows)
+    if not rows and left:
+        raise all_bad(str(path), left)
     added.update(_add(store, batch))
     repeated = judgements - added["labels"] - added["steps"]
-    return ImportReport(rows, tuple(left.rows), dict(added), repeated)
+    return ImportReport(rows, tuple(left), dict(added), repeated)
 
 
-def _parsed(table: Table, read: Read, by: Attribution, left: Gathered) -> Iterator[list[Record]]:
+def _parsed(
+    table: Table, read: Read, by: Attribution, left: list[LeftOut]
+) -> Iterator[list[Record]]:
     """The records of each row that can be read; the others are added to `left`."""
     for row in table.rows:
         try:
             yield list(read(Fields(row.values, row.place), by))
         except KeelError as error:
             why: Why = "empty" if isinstance(error, EmptyAnswer) else "bad"
-            left.rows.append(row.left_out(str(error), why))
+            left.append(row.left_out(str(error), why))
 
 
 def _add(store: PreferenceStore, batch: Iterable[Record]) -> dict[str, int]:
@@ -119,15 +121,13 @@ def _add(store: PreferenceStore, batch: Iterable[Record]) -> dict[str, int]:
     return store.add({(type(record), record.id): record for record in batch}.values())
 
 
-def quarantine_path(store: Path, source: Path) -> Path:
-    """Where the rows of a file that were left out are listed, as `runs.quarantine` does."""
-    mark = hashlib.sha256(str(source.resolve()).encode("utf-8", "replace")).hexdigest()[:8]
-    return store.with_name(f"{store.name}.quarantine") / f"{source.stem}-{mark}.jsonl"
-
-
 def write_left_out(store: Path, source: Path, report: ImportReport) -> Path | None:
-    """Write the rows that were left out; the file, or None if there are none."""
-    target = quarantine_path(store, source)
+    """List the rows of a file that were left out, as `runs.quarantine` does.
+
+    Returns the list's file, or None if there are none.
+    """
+    mark = hashlib.sha256(str(source.resolve()).encode("utf-8", "replace")).hexdigest()[:8]
+    target = store.with_name(f"{store.name}.quarantine") / f"{source.stem}-{mark}.jsonl"
     write_quarantine(target, report.left_out)
     return target if report.left_out else None
 

@@ -23,7 +23,7 @@ from keel.preferences.selection import (
     scaled_features,
     select_pairs,
 )
-from keel.preferences.store import PAGE, PreferenceStore
+from keel.preferences.store import PreferenceStore
 from keel.types import KeelError
 
 Mask = npt.NDArray[np.bool_]
@@ -196,18 +196,10 @@ def read_pool(store: PreferenceStore, sources: Collection[Source] | None = None)
 
 def read_texts(store: PreferenceStore, ids: Sequence[str]) -> Iterator[Preference]:
     """The texts of pairs (by id), in this order, the first completion as `chosen`."""
-    sql = (
-        "SELECT p.id, q.content, q.columns, a.text, b.text FROM json_each(?) j"
-        " JOIN pairs p ON p.id = j.value JOIN prompts q ON q.id = p.prompt"
-        ' JOIN completions a ON a.id = p."first"'
-        " JOIN completions b ON b.id = p.second ORDER BY j.key"
-    )
-    for start in range(0, len(ids), PAGE):
-        for id, content, columns, first, second in store.database.rows(
-            sql, (json.dumps(ids[start : start + PAGE]),)
-        ):
-            tools = tuple(json.loads(columns).get("tools", ()))
-            yield Preference(id, json.loads(content), first, second, tools=tools)
+    for id in ids:
+        found = store.judged_pair(id)
+        texts = found.first.text, found.second.text
+        yield Preference(id, found.prompt.content, *texts, tools=found.prompt.tools)
 
 
 def prefer_pairs(store: PreferenceStore, ids: Sequence[str], highest: float) -> dict[str, float]:

@@ -51,10 +51,6 @@ class HeadPosterior:
         feature_HC = np.asarray(feature_CH, dtype=np.float64).T
         return np.asarray(solve_triangular(self.factor_HH, feature_HC, lower=True).T)
 
-    def variances(self, feature_CH: npt.ArrayLike) -> Array:
-        """The variances φᵀ Λ⁻¹ φ of the reward differences."""
-        return np.asarray((self.whiten(feature_CH) ** 2).sum(axis=1))
-
 
 def laplace_precision(feature_CH: Array, difference_C: Array, prior_precision: float) -> Array:
     """The posterior precision of the head's weights, (H, H).

@@ -178,7 +178,9 @@ class PreferenceStore:
 
     def prompt(self, id: str) -> PromptRecord:
         """The prompt of an id. Raises KeelError if there is none."""
-        return self._one(PROMPTS, id)
+        for found in self._read(PROMPTS, *where(id=id)):
+            return found
+        raise KeelError(f"{self.database.name}: there is no prompt {id!r}")
 
     def judged_pair(self, id: str) -> JudgedPair:
         """A pair (by id) with its texts and labels. Raises KeelError if there is none."""
@@ -208,13 +210,6 @@ class PreferenceStore:
         while rows := self.database.rows(sql, (after, *values)):
             yield from (layout.read(row[1:]) for row in rows)
             after = rows[-1][0]
-
-    def _one(self, layout: TableLayout[R], id: str) -> R:
-        sql = f"SELECT {layout.names()} FROM {layout.table} WHERE id = ?"
-        rows = self.database.rows(sql, (id,))
-        if not rows:
-            raise KeelError(f"{self.database.name}: there is no {layout.noun} {id!r}")
-        return layout.read(rows[0])
 
     def _judged(self, clause: str, values: Sequence[Any]) -> Iterator[tuple[int, JudgedPair]]:
         """A page of pairs, each with its place in the order."""

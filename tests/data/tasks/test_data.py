@@ -317,6 +317,9 @@ def test_a_mistyped_file_gets_a_suggestion(tmp_path: Path) -> None:
         build("jsonl", path=str(tmp_path / "trian.jsonl"), **KEYS)
 
 
+FAILING = "from keel.types import KeelError\n"
+
+
 @pytest.mark.parametrize(
     ("code", "says"),
     [
@@ -326,6 +329,7 @@ def test_a_mistyped_file_gets_a_suggestion(tmp_path: Path) -> None:
         ("def make(): raise ValueError('gone')", "raises ValueError: gone"),
         ("def make():\n yield {}\n raise ValueError('gone')", "raises ValueError: gone"),
         ("def maker(): return []", "did you mean 'maker'?"),
+        (f"{FAILING}def make(): raise KeelError('fix it')", "fix it"),
         ("make = 5", "is a int, not a function"),
         ("import nowhere_to_be_found", "ModuleNotFoundError"),
         ("def make(n=1): return []", "did you mean 'n'"),

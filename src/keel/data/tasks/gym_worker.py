@@ -20,9 +20,8 @@ import gc
 import json
 import random
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -55,65 +54,61 @@ def bounded(value: Any) -> float:
     return min(max(number, 0.0), 1.0) if number == number else 0.0
 
 
-class Desk:
-    """The data sets and items made so far; newest last, a few kept."""
+def answer(confined: Confined, request: Request) -> Any:
+    """The value of one request."""
+    if request["op"] == "names":
+        return names()
+    item = item_at(address_of(request, "index"))
+    if request["op"] == "item":
+        return plain(item)
+    return score(confined, request, item)
 
-    def __init__(self, confined: Confined) -> None:
-        self.confined = confined
-        self.datasets: OrderedDict[str, Any] = OrderedDict()
-        self.items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
-    def answer(self, request: Request) -> Any:
-        """The value of one request."""
-        if request["op"] == "names":
-            return names()
-        if request["op"] == "item":
-            return plain(self.item(request))
-        return self.score(request)
+def score(confined: Confined, request: Request, item: dict[str, Any]) -> float:
+    """What the data set's scorer says of an answer; 0 if it fails."""
+    dataset = dataset_at(address_of(request))
 
-    def score(self, request: Request) -> float:
-        """What the data set's scorer says of an answer; 0 if it fails."""
-        dataset, item = self.dataset(request), self.item(request)
+    def judge() -> float:
+        # A scorer may write into the entry; the next completion gets it as it was.
+        try:
+            return bounded(dataset.score_answer(request["text"], entry=copy.deepcopy(item)))
+        except (Exception, SystemExit):
+            return 0.0  # an answer that the scorer cannot read is a wrong answer
 
-        def judge() -> float:
-            # A scorer may write into the entry; the next completion gets it as it was.
-            try:
-                return bounded(dataset.score_answer(request["text"], entry=copy.deepcopy(item)))
-            except (Exception, SystemExit):
-                return 0.0  # an answer that the scorer cannot read is a wrong answer
+    if compares(request["name"], dataset):
+        return judge()
 
-        if compares(request["name"], dataset):
-            return judge()
+    def judge_alone() -> float:
+        seed_everything(request["seed"])  # the fork's random streams have no seed of ours
+        return judge()
 
-        def judge_alone() -> float:
-            seed_everything(request["seed"])  # the fork's random streams have no seed of ours
-            return judge()
+    found = confined.value(judge_alone, request["cpu"], request["patience"])
+    return 0.0 if isinstance(found, str) else bounded(found)
 
-        found = self.confined.value(judge_alone, request["cpu"], request["patience"])
-        return 0.0 if isinstance(found, str) else bounded(found)
 
-    def dataset(self, request: Request) -> Any:
-        """The data set of a request's name, options, seed and size."""
-        key = json.dumps([request[k] for k in ("name", "options", "seed", "size")])
-        if key not in self.datasets:
-            self.datasets[key] = dataset = create(request)
-            if not compares(request["name"], dataset):
-                warm(dataset, request["seed"])
-            if len(self.datasets) > DATASETS_KEPT:
-                self.datasets.popitem(last=False)
-        self.datasets.move_to_end(key)
-        return self.datasets[key]
+def address_of(request: Request, *more: str) -> str:
+    """What a data set, or with its index an item, is made from, as JSON."""
+    return json.dumps({name: request[name] for name in ("name", "options", "seed", "size", *more)})
 
-    def item(self, request: Request) -> dict[str, Any]:
-        """The item at a request's address: a function of the address alone."""
-        key = json.dumps([request[k] for k in ("name", "options", "seed", "size", "index")])
-        if key not in self.items:
-            dataset = self.dataset(request)
-            seed_everything(request["seed"])  # a few generators draw from the shared streams
-            self.items[key] = dataset[request["index"]]
-            if len(self.items) > ITEMS_KEPT:
-                self.items.popitem(last=False)
-        return self.items[key]
+
+@lru_cache(maxsize=DATASETS_KEPT)
+def dataset_at(address: str) -> Any:
+    """The data set at an address."""
+    request = json.loads(address)
+    dataset = create(request)
+    if not compares(request["name"], dataset):
+        warm(dataset, request["seed"])
+    return dataset
+
+
+@lru_cache(maxsize=ITEMS_KEPT)
+def item_at(address: str) -> dict[str, Any]:
+    """The item at an address: a function of the address alone."""
+    request = json.loads(address)
+    dataset = dataset_at(address_of(request))
+    seed_everything(request["seed"])  # a few generators draw from the shared streams
+    found: dict[str, Any] = dataset[request["index"]]
+    return found
 
 
 def compares(name: str, dataset: Any) -> bool:
@@ -219,7 +214,7 @@ def start(program: bytes) -> Callable[[Request], Any]:
 
     GameOfLifeHaltingDataset.score_answer = equals
 
-    return Desk(Confined(program, prepare)).answer
+    return partial(answer, Confined(program, prepare))
 
 
 if __name__ == "__main__":

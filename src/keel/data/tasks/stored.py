@@ -12,12 +12,12 @@ from keel.config.sources import TaskSource
 from keel.data.columns import gold_entries, read_gold, read_tools, reading
 from keel.data.splits import Placed, position, read_splits, source_tables
 from keel.data.tables import (
-    Gathered,
     Row,
     SourceRow,
     Table,
     all_bad,
     encodable,
+    refuse_bad,
 )
 from keel.data.tasks.base import BaseTask, Presentation, prompt_id
 from keel.graders.formats import same_text
@@ -103,7 +103,8 @@ class DataTask(BaseTask):
                 if (problem := wrong(self.prompt(split, index))) is not None:
                     found.append(entry.row.left_out(*problem))
             bad = [row for row in found[before:] if row.why == "bad"]
-            Gathered("quarantine" if forgiven else "stop", bad).check("tasks")
+            if not forgiven:
+                refuse_bad(bad, "tasks")
             if split == "train" and bad and len(found) == len(entries):
                 raise all_bad(self.sources[split], bad)
         return found

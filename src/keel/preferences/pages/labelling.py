@@ -241,9 +241,7 @@ class LabellingPage:
             return str(error), None
 
     async def _count(self) -> None:
-        project, name = self.project, self.session.name
-        done = partial(progress, project.store, project.settings, project.gold, name)
-        _, found = await self._call(done)
+        _, found = await self._call(partial(progress, self.project, self.session.name))
         if found is not None:
             self.progress.text = f"{found.made:,} of {found.wanted:,} labels · yours: {found.own:,}"
 

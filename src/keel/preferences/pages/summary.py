@@ -39,7 +39,7 @@ async def summary_page(project: AnnotationProject, address: PageAddress) -> None
         if project.settings.rubric is not None:
             with ui.expansion("the rubric").classes("w-full"):
                 show_rubric(project.settings.rubric)
-    look = partial(summarise_annotation, project.store, project.settings, project.gold)
+    look = partial(summarise_annotation, project)
     seen: list[AnnotationSummary] = []
 
     async def refresh() -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from keel.data.judged_rows import Fields
-from keel.data.tables import Gathered, read_file
+from keel.data.tables import read_file, refuse_bad
 from keel.preferences.audit import audit_judges
 from keel.preferences.records import PromptRecord, content_id
 from keel.preferences.store import PreferenceStore
@@ -71,18 +71,17 @@ def read_prompts(path: str) -> list[PromptRecord]:
 
     Other columns stay with the prompt. Raises KeelError for a row that cannot be read.
     """
-    table, bad = read_file(path), Gathered("stop")
-    found = {}
-    for row in table.rows:
+    found, bad = {}, []
+    for row in read_file(path).rows:
         columns = {k: value for k, value in row.values.items() if k not in ("prompt", "tools")}
         try:
             fields = Fields(row.values, row.place)
             record = PromptRecord(fields.prompt("prompt"), {**columns, **fields.tools_column()})
         except KeelError as error:
-            bad.rows.append(row.left_out(str(error)))
+            bad.append(row.left_out(str(error)))
             continue
         found[record.id] = record
-    bad.check()
+    refuse_bad(bad)
     return list(found.values())
 
 
