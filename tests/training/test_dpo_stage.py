@@ -61,7 +61,7 @@ def brief(folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 @pytest.mark.quick("sigmoid")
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_policy_learns_to_prefer_chosen_answers(loss: str, tmp_path: Path) -> None:
     """Over three seeds validation accuracy came to 86 % and more."""
     source = data(tmp_path, ones(400, 1), ones(150, 7))
@@ -79,13 +79,9 @@ def test_policy_learns_to_prefer_chosen_answers(loss: str, tmp_path: Path) -> No
     assert every[-1]["rewards/accuracies"] > 0.75
 
 
-@pytest.mark.quick("sigmoid")
-@pytest.mark.parametrize("loss", LOSSES)
-def test_exchanged_answers_are_learned(loss: str, tmp_path: Path) -> None:
+def test_exchanged_answers_are_learned(tmp_path: Path) -> None:
     source = data(tmp_path, exchanged(ones(400, 1)), ones(150, 7))
-    folder = train(
-        recipe({"stage": "dpo", "data": source, **LEARNS, **LOSSES[loss]}), tmp_path / "r"
-    )
+    folder = train(recipe({"stage": "dpo", "data": source, **LEARNS}), tmp_path / "r")
     assert headline(after(folder), "accuracy") < 0.25
     assert after(folder)["margins"]["mean"] < -0.02
 
@@ -99,10 +95,10 @@ def test_ties_do_not_change_the_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "loss"),
-    [({}, math.log(2)), ({"loss": "ipo", "beta": 0.25}, 4.0)],
+    ("keys", "loss", "adapter"),
+    [({}, math.log(2), {"rank": 4}), ({"loss": "ipo", "beta": 0.25}, 4.0, None)],
+    ids=["lora", "ipo"],
 )
-@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
 def test_first_step_starts_at_the_reference(
     keys: dict[str, Any], loss: float, adapter: dict[str, Any] | None, tmp_path: Path
 ) -> None:

@@ -285,12 +285,14 @@ def test_accuracy_in_training_equals_the_evaluation() -> None:
     assert pairs_backward(model, 0.0, rows, 10_000)["accuracy"] == 0.5
 
 
-def test_rows_of_one_prompt_are_one_cluster() -> None:
+def test_rows_of_one_prompt_or_group_are_one_cluster() -> None:
     model = model_of("outcome")
     rows = [*PAIRS, replace(PAIRS[0], id="again", chosen="1")]
-    encoded = list(map(pair_encoder(Reader(model.tokenizer, model.context)), rows))
-    found = measure_pairs(encoded, lambda answers: model.judge(answers, 10_000))
-    assert found.as_dict()["clusters"] == len(PAIRS)
+    groups = [replace(row, group=str(at % 2)) for at, row in enumerate(rows)]
+    for chosen, clusters in ((rows, len(PAIRS)), (groups, 2)):
+        encoded = list(map(pair_encoder(Reader(model.tokenizer, model.context)), chosen))
+        found = measure_pairs(encoded, lambda answers: model.judge(answers, 10_000))
+        assert found.as_dict()["clusters"] == clusters
 
 
 # ---------------------------------------------------------------- measuring

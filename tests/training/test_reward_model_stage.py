@@ -37,7 +37,7 @@ from tests.training.judged import (
     recipe,
     traces,
 )
-from tests.training.small import info, notes
+from tests.training.small import info
 
 LEARNS: dict[str, Any] = {
     "steps": 60,
@@ -244,22 +244,6 @@ def test_no_evaluation_without_validation_rows(tmp_path: Path) -> None:
     assert "measured" not in info(folder)
     assert not folder.pictures.exists()
     assert folder.model("reward_model").is_dir()
-
-
-def test_long_rows_are_left_out_and_counted(tmp_path: Path) -> None:
-    """Prompts have 6 tokens and there is one at the end: only answers of 4 and 5 stay."""
-    kept, held = (
-        [row for row in made if max(len(row["chosen"]), len(row["rejected"])) <= 5]
-        for made in (ones(48, 1), ones(24, 2))
-    )
-    assert 0 < len(kept) < 48
-    assert 0 < len(held) < 24
-    stage = pairs(tmp_path, max_tokens=12, steps=1, batch_size=len(kept))
-    folder = train(recipe(stage), tmp_path / "run")
-    assert measured(folder)["after"]["n"] == len(held)
-    read = sum(14 + len(row["chosen"]) + len(row["rejected"]) for row in kept)
-    assert rows(folder)[0]["num_tokens"] == read
-    assert any(str(48 - len(kept)) in note for note in notes(folder))
 
 
 # ---------------------------------------------------------------- the policy with it

@@ -74,13 +74,9 @@ def test_overlong_penalty_is_no_variance_for_dynamic_sampling() -> None:
     assert all_alike(judged, of_steps=False)
     right = replace(judged[0], reward=1.0, unshaped=1.0)
     assert not all_alike((right, *judged[1:]), of_steps=False)
-
-
-def test_variance_is_of_rewards_before_the_overlong_penalty() -> None:
-    """Right and long against wrong and short: equal once shaped, and yet 0 < correct < G."""
-    assert not all_alike(
-        (RewardResult(0.0, unshaped=1.0), RewardResult(0.0, unshaped=0.0)), of_steps=False
-    )
+    # Right and long against wrong and short: equal once shaped, and yet 0 < correct < G.
+    shaped = (RewardResult(0.0, unshaped=1.0), RewardResult(0.0, unshaped=0.0))
+    assert not all_alike(shaped, of_steps=False)
 
 
 def test_different_steps_are_variance_for_process_advantages() -> None:

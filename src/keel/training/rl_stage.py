@@ -210,16 +210,13 @@ def show(run: RunContext, stage: RolloutStage, loop: rl.RLLoop, progress: Progre
 
 
 def note_costs(stage: RolloutStage, loop: rl.RLLoop) -> None:
-    """A line for each judge of the stage, with its cost."""
+    """A line for each judge of the stage: its cost, with that of evaluations and of earlier runs
+    that share its cache."""
     for function in loop.sampler.scorer.functions:
         if isinstance(function.function, Judge):
-            loop.writer.note(f"{stage.name}: {paid(function.function)}")
-
-
-def paid(judge: Judge) -> str:
-    """The cost of a judge, with evaluations and earlier runs that share its cache."""
-    account = judge.account()
-    return f"judge {judge.options.label!r}: {account.answers} answers for {account.spent}"
+            account, label = function.function.account(), function.function.options.label
+            paid = f"{account.answers} answers for {account.spent}"
+            loop.writer.note(f"{stage.name}: judge {label!r}: {paid}")
 
 
 def build_loop(

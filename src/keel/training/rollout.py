@@ -116,21 +116,7 @@ class Sampler:
         `on_group` gets each finished group, if the engine streams them. Raises KeelError if the
         engine exceeds its timeout or memory runs out.
         """
-        version = self.engine.weight_version
-        groups = self._sample(prompts, n, sampling, seed, on_group)
-        return [
-            replace(g, completions=tuple(replace(c, weight_version=version) for c in g.completions))
-            for g in groups
-        ]
-
-    def _sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        on_group: OnGroup | None,
-    ) -> list[Group]:
+        version, asked = self.engine.weight_version, (prompts, n, sampling, seed)
         smaller = self.less or f"lower rollout.max_num_seqs (now {self.config.max_num_seqs})"
         hint = f"fix it, or {self.less or 'raise rollout.timeout'}"
         with (
@@ -138,51 +124,44 @@ class Sampler:
             time_limit("the engine", self.config.timeout, hint, in_c=True),
         ):
             if on_group is not None:
-                return self.engine.sample(prompts, n, sampling, seed, on_group=on_group)
-            if self.program is not None:
-                return sample_with_program(
+                groups = self.engine.sample(*asked, on_group=on_group)
+            elif self.program is not None:
+                groups = sample_with_program(
                     self.engine,
-                    prompts,
-                    n,
-                    sampling,
-                    seed,
+                    *asked,
                     program=self.program,
                     chat=self.chat,
                     loop=self.scorer.loop,
                 )
-            return generate_multi_turn(
-                self.engine,
-                prompts,
-                n,
-                sampling,
-                seed,
-                tasks=self.tasks,
-                chat=self.chat,
-                max_turns=self.config.max_turns,
-                reply_role=self.config.reply_role,
-            )
+            else:
+                groups = generate_multi_turn(
+                    self.engine,
+                    *asked,
+                    tasks=self.tasks,
+                    chat=self.chat,
+                    max_turns=self.config.max_turns,
+                    reply_role=self.config.reply_role,
+                )
+        return [
+            replace(g, completions=tuple(replace(c, weight_version=version) for c in g.completions))
+            for g in groups
+        ]
 
 
-@dataclass(frozen=True, slots=True)
-class TakenPrompts:
-    """Prompts from the stream, and how many it had left out by then."""
-
-    prompts: list[Prompt]
-    left_out: int
-
-
-def take(stream: PromptStream, count: int) -> TakenPrompts:
-    """The next prompts of a stream."""
-    prompts = stream.take(count)
-    return TakenPrompts(prompts, sum(stream.left_out.values()))
+def take(stream: PromptStream, count: int) -> tuple[list[Prompt], int]:
+    """The next prompts of a stream, and how many it had left out by then."""
+    return stream.take(count), sum(stream.left_out.values())
 
 
 def collect(
-    sampler: Sampler, algorithm: Algorithm, step: int, first: TakenPrompts | None = None
+    sampler: Sampler,
+    algorithm: Algorithm,
+    step: int,
+    first: tuple[list[Prompt], int] | None = None,
 ) -> Rollouts:
     """The rollouts of a step, without groups that hold nothing to learn from.
 
-    `first` are its prompts if they have been taken before.
+    `first` is what `take` gave if its prompts have been taken before.
 
     A group without any reward is dropped and counted, if the advantage reads rewards; with
     dynamic sampling (DAPO, arXiv:2503.14476 §3.2) so is one whose rewards before the length penalty
@@ -196,8 +175,8 @@ def collect(
     extras: dict[str, list[object]] = {}
     refills = 0
     while True:
-        taken = first or take(sampler.stream, config.prompts_per_step - len(kept))
-        prompts, first = taken.prompts, None
+        prompts, left_out = first or take(sampler.stream, config.prompts_per_step - len(kept))
+        first = None
         seed = derive(sampler.seed, "rollout", step, refills)
         groups, scored = sampler.sample_and_score(
             prompts, config.group_size, sampler.sampling, seed, sampler.scorer, step
@@ -232,7 +211,7 @@ def collect(
             **failures,
             **describe(every),
             **_dropped(every, kept, refills, config),
-            "prompts/left_out": float(taken.left_out),
+            "prompts/left_out": float(left_out),
         },
     )
     return _with_greedy(sampler, rollouts, step) if algorithm.needs_greedy and kept else rollouts
