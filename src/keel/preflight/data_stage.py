@@ -19,6 +19,7 @@ from keel.models.reward import Reader, check_classifier
 from keel.preflight import tokens
 from keel.preflight.context import StageContext
 from keel.preflight.prompts import (
+    check_tokens,
     encoded_prompts,
     few_rows,
     how_read,
@@ -27,7 +28,6 @@ from keel.preflight.prompts import (
     report_left_out,
     unreadable,
 )
-from keel.preflight.sampling_stage import check_tokens
 from keel.preflight.trial import LongestExample
 from keel.training.judging.data import encoder
 from keel.training.judging.training import base_policy
@@ -50,8 +50,6 @@ def inspect_demonstrations(context: StageContext, source: DemonstrationSource) -
         prefix=prefix, answer_key="prompts.max_tokens", answer_tokens=1, take=source.batch_size,
     )  # fmt: skip
     tasks, encoder = stats.source.tasks, stats.source.encoder
-    keys = {name: f"{prefix}tasks.{at}.prompt" for at, name in enumerate(tasks)}
-    check_tokens(context, policy.tokenizer, stats.first, source.prompts.chat_template, keys)
     lengths: list[int] = []
     texts: list[tuple[str, str]] = []
     with context.stops("as its demonstrations are made", f"{prefix}demonstration"):

@@ -13,6 +13,7 @@ from keel.config.sources import Prompts, TaskSource
 from keel.data.splits import position
 from keel.data.tasks import build_tasks, stored
 from keel.models.chat import Encoder
+from keel.preflight import tokens
 from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops
 from keel.preflight.finding import Finding, found, percent, quantile, surely_more
 from keel.runs.quarantine import WORDS, LeftOut
@@ -96,8 +97,33 @@ def read_prompts(
         raise StageStops
     within = [p for own in prompts.values() for p in own if limit is None or len(p.tokens) <= limit]
     longest = max(within, key=lambda p: len(p.tokens), default=None)
+    keys = {name: f"{key}.{at}.prompt" for at, name in enumerate(tasks)}
+    check_tokens(context, tokenizer, first, choice.chat_template, keys)
     context.prompts = PromptStats(source, first, held, longest, rows)
     return context.prompts
+
+
+def check_tokens(
+    context: StageContext,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    template: Mapping[str, Any],
+    keys: Mapping[str, str],
+) -> None:
+    """Findings of prompts as tokens. `keys` are the recipe keys of the prompts, by task."""
+    specials = [str(token) for token in tokenizer.all_special_tokens]
+    for name, key in keys.items():
+        own = [prompt for prompt in prompts if prompt.task == name]
+        context.add(
+            tokens.doubled_bos(own, tokenizer.bos_token_id, key),
+            tokens.special_in_messages(own, specials, key),
+        )
+    shown = prompts[:8]
+    context.add(
+        tokens.template_text(tokenizer, shown, template, "model.chat_template"),
+        tokens.template_prefix(tokenizer, shown, template, "model.chat_template"),
+    )
+    context.unread |= tokens.unread(tokenizer, shown, template)
 
 
 def _check_lengths(

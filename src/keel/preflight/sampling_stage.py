@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
 from keel.training.recipe_checks import check_component, check_rewards, check_rewards_of_steps
 from keel.training.setup import build_scorer, load_rewards, reward_context
-from keel.types import KeelError, Prompt, RewardResult
+from keel.types import KeelError, RewardResult
 
 ROUNDED_TOKENS = 2048
 """Of the completions whose log-probabilities are computed in bfloat16 and in float32."""
@@ -60,9 +59,7 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
         answer_tokens=rollout.max_tokens, take=rollout.prompts_per_step,
         validation=sampling.validation_prompts,
     )  # fmt: skip
-    tasks, template = stats.source.tasks, sampling.prompts.chat_template
-    prompt_keys = {name: f"{plan.key}tasks.{at}.prompt" for at, name in enumerate(tasks)}
-    check_tokens(context, context.policy.tokenizer, stats.first, template, prompt_keys)
+    tasks = stats.source.tasks
     if sampling.algorithm is not None and stats.conversations:
         _check_end_of_turn(context, plan)
     _check_names(context, plan)
@@ -99,7 +96,7 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
                 _check_steps(context, plan, results, bool(waiting))
             if sampling.rewards.on_error == "stop":
                 check_readable(tasks, rewards)
-    _forecast_judges(context, plan, [one for one, _ in waiting], batch, stats)
+    _forecast_judges(context, plan, batch)
     _set_work(context, plan, batch, stats)
     evaluation = sampling.evaluation
     judging = None if evaluation is None else judge.judging(evaluation.component)
@@ -141,29 +138,6 @@ def _check_rounding(context: StageContext, plan: SamplingPlan, batch: TrialBatch
     if algorithm is not None and algorithm.correction is None and samples_exactly:
         key = f"{context.prefix}algorithm.correction.kind"
         context.add(found("bfloat16-uncorrected", key, effect=effect))
-
-
-def check_tokens(
-    context: StageContext,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    template: Mapping[str, Any],
-    keys: Mapping[str, str],
-) -> None:
-    """Findings of prompts as tokens. `keys` are the recipe keys of the prompts, by task."""
-    specials = [str(token) for token in tokenizer.all_special_tokens]
-    for name, key in keys.items():
-        own = [prompt for prompt in prompts if prompt.task == name]
-        context.add(
-            tokens.doubled_bos(own, tokenizer.bos_token_id, key),
-            tokens.special_in_messages(own, specials, key),
-        )
-    shown = prompts[:8]
-    context.add(
-        tokens.template_text(tokenizer, shown, template, "model.chat_template"),
-        tokens.template_prefix(tokenizer, shown, template, "model.chat_template"),
-    )
-    context.unread |= tokens.unread(tokenizer, shown, template)
 
 
 def _check_end_of_turn(context: StageContext, plan: SamplingPlan) -> None:
@@ -237,18 +211,13 @@ def _scorer(
     return made
 
 
-def _forecast_judges(
-    context: StageContext,
-    plan: SamplingPlan,
-    waiting: Sequence[RewardSource],
-    batch: TrialBatch,
-    stats: PromptStats,
-) -> None:
+def _forecast_judges(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> None:
     """The cost of the stage's judges."""
-    validation = min(plan.sampling.validation_prompts, len(stats.validation))
     for at, reward in enumerate(plan.sampling.rewards.functions):
-        if reward.function == "judge" and any(reward is one for one in waiting):
+        if reward.function == "judge":
             key = f"{plan.key}rewards.functions.{at}"
+            held = 0 if context.prompts is None else len(context.prompts.validation)
+            validation = min(plan.sampling.validation_prompts, held)
             forecast = forecast_judge(reward, batch.groups, context.stage, validation, key)
             if forecast is not None:
                 context.forecasts.append(forecast)
