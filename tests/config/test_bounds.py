@@ -1,4 +1,4 @@
-"""Every number of a recipe has bounds, and what lies outside is refused by its key."""
+"""Every number of a recipe has bounds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from keel.config.control import ControlRecipe
-from keel.config.load import load_recipe
 from keel.config.schema import Recipe
-from keel.types import KeelError
 
 
 def unbounded(model: type[BaseModel], seen: set[type]) -> Iterator[str]:
@@ -45,11 +43,11 @@ def _open(annotation: Any, metadata: list[Any], where: str, seen: set[type]) -> 
 
 
 @pytest.mark.parametrize("recipe", [Recipe, ControlRecipe])
-def test_every_number_of_a_recipe_has_a_lower_and_an_upper_bound(recipe: type[BaseModel]) -> None:
+def test_every_number_of_a_recipe_has_two_bounds(recipe: type[BaseModel]) -> None:
     assert sorted(unbounded(recipe, set())) == []
 
 
-def test_the_walk_finds_a_number_without_bounds() -> None:
+def test_number_without_bounds_is_found() -> None:
     class Inner(BaseModel):
         free: typing.Optional[float] = None  # noqa: UP045 - both spellings of a union
         tight: Annotated[int, FieldInfo(annotation=int, default=0)] = 0
@@ -58,31 +56,3 @@ def test_the_walk_finds_a_number_without_bounds() -> None:
         inner: tuple[Inner, ...] = ()
 
     assert len([w for w in unbounded(Outer, set()) if "free" in w]) == 2
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("optimizer.betas=[0.9,1.5]", "optimizer.betas"),
-        ("optimizer.betas=[1.0,0.9]", "optimizer.betas"),
-        ("optimizer.betas=[-0.1,0.9]", "optimizer.betas"),
-        ("optimizer.learning_rate=2.0", "optimizer.learning_rate"),
-        ("threads=100000", "threads"),
-        ("rollout.group_size=5000000000", "rollout.group_size"),
-        ("rollout.prompts_per_step=5000000000", "rollout.prompts_per_step"),
-        ("evaluation.samples=5000000000", "evaluation.samples"),
-        ("model.build.hidden_size=5000000000", "model.build.hidden_size"),
-        ("model.build.layers=0", "model.build.layers"),
-        ("model.build.context=-3", "model.build.context"),
-        ("rollout.temperature=1e-9", "rollout.temperature"),
-        ("rollout.stop_ids=[-1]", "rollout.stop_ids"),
-    ],
-)
-def test_a_number_out_of_bounds_is_refused_by_its_key(override: str, key: str) -> None:
-    with pytest.raises(KeelError, match=f"^{key}"):
-        load_recipe("tiny", [override])
-
-
-def test_completions_of_a_step_are_bounded_together() -> None:
-    with pytest.raises(KeelError, match=r"rollout\.prompts_per_step = 100000 times"):
-        load_recipe("tiny", ["rollout.prompts_per_step=100000", "rollout.group_size=1000"])

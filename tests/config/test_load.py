@@ -26,7 +26,7 @@ def rl(*overrides: str, recipe: str = TINY) -> RLStage:
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
-def test_a_shipped_recipe_survives_being_written_out(name: str) -> None:
+def test_shipped_recipe_survives_being_written_out(name: str) -> None:
     recipe = load_recipe(name)
     assert load_recipe(tomllib.loads(to_toml(recipe))) == recipe
     assert recipe.description
@@ -42,7 +42,7 @@ def test_every_default_is_written_out() -> None:
     assert set(stage) == set(RLStage.model_fields)
 
 
-def test_an_unset_term_stays_unset_after_a_round_trip() -> None:
+def test_unset_term_stays_unset_after_a_round_trip() -> None:
     recipe = load_recipe("quickstart-ppo", ["algorithm.divergence=none"])
     again = load_recipe(tomllib.loads(to_toml(recipe)))
     assert isinstance(again.stages[-1], RLStage)
@@ -50,7 +50,7 @@ def test_an_unset_term_stays_unset_after_a_round_trip() -> None:
     assert again.stages[-1].algorithm.value is not None
 
 
-def test_a_preset_brings_its_row_and_its_loop_settings() -> None:
+def test_preset_is_below_the_recipe_with_its_loop_settings() -> None:
     stage = rl("algorithm=ppo")
     assert stage.algorithm.advantage.kind == "gae"
     assert stage.epochs == 4
@@ -58,9 +58,6 @@ def test_a_preset_brings_its_row_and_its_loop_settings() -> None:
     assert stage.rollout.dynamic_sampling
     assert stage.rollout.overlong_buffer == 2  # a fifth of the budget of 10
     assert stage.algorithm.surrogate.high == 0.28  # type: ignore[union-attr]
-
-
-def test_what_the_recipe_says_wins_over_the_preset() -> None:
     stage = rl("algorithm=ppo", "epochs=2", "algorithm.surrogate.high=0.3")
     assert stage.epochs == 2
     assert stage.algorithm.advantage.kind == "gae"
@@ -68,7 +65,7 @@ def test_what_the_recipe_says_wins_over_the_preset() -> None:
     assert stage.algorithm.surrogate.low == 0.2  # type: ignore[union-attr]
 
 
-def test_another_preset_on_a_resolved_recipe_brings_its_own_loop_settings() -> None:
+def test_other_preset_replaces_loop_settings_of_a_resolved_recipe() -> None:
     resolved = tomllib.loads(to_toml(load_recipe(TINY)))
     stage = load_recipe(resolved, ["algorithm=dapo"]).stages[0]
     assert isinstance(stage, RLStage)
@@ -123,7 +120,7 @@ def test_overrides_begin_a_list_that_is_not_set() -> None:
         assert [(one.function, one.weight) for one in stage.rewards.functions] == [("length", 2)]
 
 
-def test_an_entry_that_a_list_lacks_is_refused() -> None:
+def test_entry_that_a_list_lacks_is_refused() -> None:
     two = [*ONE_TASK["tasks"], {"name": "addition"}]
     with pytest.raises(KeelError, match=r"tasks\.path: tasks has 2 entries: write tasks\.0\.path"):
         load_recipe({**ONE_TASK, "tasks": two}, ["tasks.path=x"])
@@ -131,7 +128,7 @@ def test_an_entry_that_a_list_lacks_is_refused() -> None:
         load_recipe(ONE_TASK, ["tasks.2.path=x"])
 
 
-def test_a_table_does_not_replace_its_own_keys() -> None:
+def test_table_does_not_replace_its_own_keys() -> None:
     for keys in (
         ["algorithm.entropy=0.1", "algorithm=ppo"],
         ["rl.algorithm.entropy=0.1", "rl.algorithm=ppo"],
@@ -148,7 +145,7 @@ def test_overrides_change_a_recipe_that_was_read() -> None:
     ]
 
 
-def test_a_model_by_name_takes_the_place_of_a_built_one() -> None:
+def test_model_by_name_replaces_a_built_one() -> None:
     recipe = load_recipe(TINY, ["model.name=some/folder"])
     assert recipe.model.build is None
     assert recipe.model.name == "some/folder"
@@ -165,17 +162,35 @@ MISTAKES = {
     "steps": ["key=value"],
     "tasks=[]": ["tasks", "at least 1"],
     "minibatches=99": ["minibatches = 99", "32 completions"],
+    "rollout.prompts_per_step=5000000": ["rollout.prompts_per_step = 5000000 times"],
+    **{
+        f"{key}={value}": [key]
+        for key, value in (
+            ("optimizer.betas", "[0.9,1.5]"),
+            ("optimizer.betas", "[1.0,0.9]"),
+            ("optimizer.betas", "[-0.1,0.9]"),
+            ("optimizer.learning_rate", "2.0"),
+            ("threads", "100000"),
+            ("rollout.group_size", "5000000000"),
+            ("rollout.prompts_per_step", "5000000000"),
+            ("evaluation.samples", "5000000000"),
+            ("model.build.hidden_size", "5000000000"),
+            ("model.build.layers", "0"),
+            ("model.build.context", "-3"),
+            ("rollout.temperature", "1e-9"),
+            ("rollout.stop_ids", "[-1]"),
+        )
+    },
 }
 
 
 @pytest.mark.parametrize("override", MISTAKES)
-def test_a_mistake_is_one_line_that_names_it(override: str) -> None:
+def test_mistake_is_one_line_that_names_it(override: str) -> None:
     with pytest.raises(KeelError) as caught:
         load_recipe(TINY, [override])
     message = str(caught.value)
     assert "\n" not in message
-    for part in MISTAKES[override]:
-        assert part in message
+    assert all(part in message for part in MISTAKES[override])
 
 
 def test_paths_in_a_file_are_relative_to_it(
@@ -244,7 +259,7 @@ def test_other_paths_are_relative_to_the_working_folder(
     assert mapping.trained_tasks[0].path == f"{tmp_path}/a.jsonl"
 
 
-def test_a_file_that_is_not_there_or_not_toml(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_missing_file_and_file_that_is_not_toml(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match="no such file"):
         load_recipe(tmp_path / "none.toml")
     bad = tmp_path / "bad.toml"
@@ -255,7 +270,7 @@ def test_a_file_that_is_not_there_or_not_toml(tmp_path) -> None:  # type: ignore
         load_recipe("quikstart")
 
 
-def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_byte_order_mark_is_not_part_of_a_recipe(tmp_path: Path) -> None:
     text = to_toml(load_recipe(TINY))
     (tmp_path / "own.toml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     (tmp_path / "over.toml").write_bytes(b"\xef\xbb\xbfextends = 'own.toml'\nseed = 5\n")
@@ -267,7 +282,7 @@ def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path) -> None:  # type: ig
     ("path", "name"),
     [("a/rows.jsonl", "jsonl"), ("rows.jsonl.gz", "jsonl"), ("rows.v2.parquet", "parquet")],
 )
-def test_the_ending_of_a_path_names_the_kind(path: str, name: str) -> None:
+def test_ending_of_a_path_names_the_kind(path: str, name: str) -> None:
     stages = [
         {"stage": "rl", "tasks": [{"path": path, "prompt": "q"}]},
         {"stage": "dpo", "data": {"path": path}},
@@ -280,7 +295,7 @@ def test_the_ending_of_a_path_names_the_kind(path: str, name: str) -> None:
         load_recipe({"model": {"name": "m"}, "stages": [{"stage": "dpo", "data": {"path": "x"}}]})
 
 
-def test_extends_finds_a_file_beside_it_and_refuses_itself(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_extends_finds_a_sibling_and_refuses_itself(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text('extends = "tiny"\nsteps = 7\n')
     child = tmp_path / "child.toml"
     child.write_text('extends = "base.toml"\nseed = 3\n')
@@ -292,13 +307,13 @@ def test_extends_finds_a_file_beside_it_and_refuses_itself(tmp_path) -> None:  #
         load_recipe(loop)
 
 
-def test_the_page_of_keys_is_current() -> None:
+def test_page_of_keys_is_current() -> None:
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
     assert page == markdown(), "run: python -m keel.config.reference > docs/recipe.md"
     assert "| `rollout.group_size` | `8` |" in page
 
 
-def test_a_table_given_in_part_keeps_the_rest_of_the_fields_own_default() -> None:
+def test_table_in_part_keeps_its_other_defaults() -> None:
     """An SFT stage learns at 1e-5, an optimizer by itself at 1e-6."""
     recipe = load_recipe("quickstart", ["sft.optimizer={warmup_steps=3}"])
     sft = SFTStage.model_validate({"tasks": [{"name": "addition"}], "optimizer": {"betas": [0, 0]}})

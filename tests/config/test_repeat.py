@@ -39,7 +39,7 @@ def shape(data: dict[str, Any], *overrides: str) -> list[tuple[str, str | None]]
     return found
 
 
-def test_each_round_uses_the_newest_version_of_a_model_made_before() -> None:
+def test_each_round_uses_the_newest_version_of_a_model() -> None:
     stages = [reward_model("judge"), policy("grpo", "judge"), reward_model("update", "judge")]
     assert shape(recipe(stages, ["grpo", "update"], 3)) == [
         ("judge", None),
@@ -49,7 +49,7 @@ def test_each_round_uses_the_newest_version_of_a_model_made_before() -> None:
     ]
 
 
-def test_a_model_that_goes_on_from_itself_begins_anew_in_the_first_round() -> None:
+def test_model_of_itself_has_no_base_in_round_one() -> None:
     stages = [reward_model("judge", "judge"), policy("ppo", "judge"), policy("last", "judge")]
     assert shape(recipe(stages, ["judge", "ppo"])) == [
         *(("judge-1", None), ("ppo-1", "judge-1")),
@@ -58,21 +58,21 @@ def test_a_model_that_goes_on_from_itself_begins_anew_in_the_first_round() -> No
     ]
 
 
-def test_the_first_round_has_no_rows_to_replay() -> None:
+def test_first_round_has_no_rows_to_replay() -> None:
     judge = {**reward_model("judge"), "base": {"stage": "judge", "replay": 0.5}}
     loaded = load_recipe(recipe([judge, policy("ppo", "judge")], ["judge", "ppo"]))
     bases = [stage.base_model for stage in loaded.stages if stage.base_model is not None]
     assert [base.replay for base in bases] == [0, 0.5]
 
 
-def test_overrides_are_of_all_rounds_and_of_their_number() -> None:
+def test_overrides_are_of_all_rounds_and_their_number() -> None:
     stages = [reward_model("judge"), policy("grpo", "judge"), reward_model("update", "judge")]
     data = recipe(stages, ["grpo", "update"], 3)
     loaded = load_recipe(data, ["repeat.times=2", "grpo.steps=7", "update.steps=5"])
     assert [stage.steps for stage in loaded.stages[1:]] == [7, 5, 7, 5]
 
 
-def test_a_recipe_that_was_written_out_loads_as_it_is(tmp_path: Any) -> None:
+def test_recipe_that_was_written_out_loads_as_it_is(tmp_path: Any) -> None:
     stages = [reward_model("judge", "judge"), policy("ppo", "judge")]
     loaded = load_recipe(recipe(stages, ["judge", "ppo"]))
     path = tmp_path / "recipe.toml"
@@ -80,7 +80,7 @@ def test_a_recipe_that_was_written_out_loads_as_it_is(tmp_path: Any) -> None:
     assert load_recipe(str(path)) == loaded.model_copy(update={"name": loaded.name})
 
 
-def test_a_first_model_may_have_a_name_and_a_later_stage_itself() -> None:
+def test_first_model_may_have_a_name() -> None:
     named = {**reward_model("judge"), "base": {"stage": "judge", "name": "folder"}}
     loaded = load_recipe(recipe([named, policy("ppo", "judge")], ["judge", "ppo"]))
     bases = [stage.base_model for stage in loaded.stages if stage.base_model is not None]
