@@ -316,19 +316,13 @@ def test_objective_settings(keys: dict[str, object], kind: str | None) -> None:
     assert found is None or found.key.startswith("rl.")
 
 
-def test_weights_that_do_not_move_and_missing_compiler() -> None:
-    assert c.frozen_weights(0.5, 1e-6, "k") is None
-    frozen = c.frozen_weights(0.97, 1e-6, "optimizer.learning_rate")
-    assert frozen is not None
-    assert "97 %" in frozen.evidence
+def test_learning_rate_of_a_whole_model_on_an_adapter() -> None:
     adapter = Model(name="a/b", lora=Lora())
     assert only(c.of_adapter(Model(name="a/b"), Optimizer(), "k")) is None
     assert only(c.of_adapter(adapter, Optimizer(learning_rate=1e-5), "k")) is None
     slow = only(c.of_adapter(adapter, Optimizer(), "k"))
     assert slow is not None
     assert slow.key == "k.learning_rate"
-    assert c.no_compiler("none") is not None
-    assert c.no_compiler("3fa25c0d9e11") is None
 
 
 # ---------------------------------------------------------------- the page

@@ -8,15 +8,15 @@ import pytest
 import torch
 from tokenizers import normalizers
 
+from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
 from keel.models.build import byte_tokenizer
 from keel.models.chat import ChatEncoder, encode
 from keel.models.policy import load_policy
-from keel.preflight.check import unmoved_share
+from keel.preflight.check import check_model, unmoved_share
 from keel.preflight.tokens import (
     doubled_bos,
     end_of_turn,
-    eos_pair,
     special_in_answers,
     special_in_messages,
     template_prefix,
@@ -123,15 +123,6 @@ def test_end_of_turn_that_is_text() -> None:
     assert end_of_turn(bare, made, (257,), (), "rollout") is None
 
 
-def test_eos_that_the_generation_config_does_not_name() -> None:
-    for own, generation in ((7, (7, 9)), (None, (9,)), (7, ())):
-        assert eos_pair(own, generation, "</s>", "model.name") is None
-    found = eos_pair(7, (9,), "</s>", "model.name")
-    assert found is not None
-    assert "id 7" in found.evidence
-    assert "add 7" in found.fix
-
-
 def test_doubled_bos() -> None:
     one = Prompt("a", "x", tokens=(1, 5, 6))
     two = Prompt("b", "<s>x", tokens=(1, 1, 5))
@@ -190,3 +181,25 @@ def test_share_of_bfloat16_weights_that_a_step_cannot_move() -> None:
     fill(1.999)  # rounds to 2, whose last bit is twice as much
     assert unmoved_share(policy, 1.1 * 2**-8) == 1.0
     assert unmoved_share(load_policy(Model(build=build), 0), 1e-9) == 0.0
+
+
+def test_model_whose_end_compiler_or_weights_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end is known if the generation config names it, or the end of a turn."""
+    recipe = load_recipe("tiny", ["model.dtype=bfloat16"])
+    policy = load_policy(load_recipe("tiny").model, 0)  # compiled code is for float32
+    own = policy.tokenizer.eos_token_id
+    share = 0.5
+    monkeypatch.setattr("keel.preflight.check.unmoved_share", lambda policy, rate: share)
+    monkeypatch.setattr("keel.preflight.check.fingerprint", lambda name: "3fa25c0d9e11")
+    for ids in (None, own, [own + 1, own]):
+        policy.model.generation_config.eos_token_id = ids
+        assert list(check_model(recipe, policy)) == []
+    policy.model.generation_config.eos_token_id = own + 1
+    monkeypatch.setattr("keel.preflight.check.fingerprint", lambda name: "none")
+    share = 0.97
+    found = list(check_model(recipe, policy))
+    assert [one.kind for one in found] == ["eos-differs", "no-compiler", "frozen-weights"]
+    eos, _, frozen = found
+    assert f"id {own}" in eos.evidence
+    assert f"add {own}" in eos.fix
+    assert "97 %" in frozen.evidence

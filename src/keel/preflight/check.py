@@ -32,16 +32,17 @@ from keel.platform.memory import free_memory
 from keel.preflight import settings
 from keel.preflight.context import Figure, SamplingPlan, StageContext, StageStops
 from keel.preflight.data_stage import inspect_demonstrations, inspect_preference_data
-from keel.preflight.finding import Finding, found
+from keel.preflight.finding import Finding, found, percent
 from keel.preflight.judge_cost import dollars, over_budget
-from keel.preflight.prompts import trained_on_validation
 from keel.preflight.sampling_stage import inspect_sampling_stage
 from keel.preflight.settings import Facts, unused_keys
-from keel.preflight.tokens import eos_pair
 from keel.preflight.trial import TrialProcess, TrialResult, trial_recipe
 from keel.runs.trackers import check_trackers
 from keel.training.recipe_checks import leaks, longest_sequence
 
+FROZEN_SHARE = 0.5
+"""More than half of the weights not moving is more than rounding: in float32 at the same rate it
+is a few in a thousand."""
 WEIGHTS_READ = 4_000_000
 """Weights that are read, of each tensor, to see how many a step would move."""
 
@@ -111,7 +112,7 @@ def check(
         for context in contexts:
             _inspect(context)
         of_keys = unused_keys(source, overrides, written, _facts(written, policy, contexts))
-        of_model = list(_of_model(recipe, policy))
+        of_model = list(check_model(recipe, policy))
         device = policy.device
     for context in contexts:
         del context.policy  # the trial loads its own, in the same memory
@@ -236,24 +237,26 @@ def _check_objective(context: StageContext, plan: SamplingPlan) -> None:
             load_teacher(sampling.teacher, context.policy, recipe.model, longest)
 
 
-def _of_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
+def check_model(recipe: Recipe, policy: Policy) -> Iterator[Finding]:
     """Findings of the model and its tokenizer."""
     tokenizer = policy.tokenizer
     named = getattr(getattr(policy.model, "generation_config", None), "eos_token_id", None)
     ids = () if named is None else (named,) if isinstance(named, int) else tuple(named)
-    known = ChatEncoder(tokenizer).closing[1] in ids
-    own = None if known else tokenizer.eos_token_id
-    found = [eos_pair(own, ids, str(tokenizer.eos_token), "model.name")]
-    if is_llama_like(policy.model.base_model):
-        found.append(settings.no_compiler(fingerprint("decode")))
-    if recipe.model.dtype == "bfloat16":
-        for stage in recipe.stages:
-            if stage.trains_policy:
-                rate = stage.optimizer.learning_rate
-                key = f"{stage.name}.optimizer.learning_rate"
-                found.append(settings.frozen_weights(unmoved_share(policy, rate), rate, key))
-                break
-    yield from (one for one in found if one is not None)
+    own = tokenizer.eos_token_id
+    # Keel stops at either; a server of the saved model at those of its generation config alone.
+    if ids and own not in (None, *ids) and ChatEncoder(tokenizer).closing[1] not in ids:
+        facts = {"spelled": str(tokenizer.eos_token), "own": own}
+        yield found("eos-differs", "model.name", stops=", ".join(map(str, ids)), **facts)
+    if is_llama_like(policy.model.base_model) and fingerprint("decode") == "none":
+        yield found("no-compiler", "CC")
+    trained = next((stage for stage in recipe.stages if stage.trains_policy), None)
+    if recipe.model.dtype == "bfloat16" and trained is not None:
+        rate = trained.optimizer.learning_rate
+        share = unmoved_share(policy, rate)
+        if share > FROZEN_SHARE:
+            key = f"{trained.name}.optimizer.learning_rate"
+            facts = {"rate": rate, "share": percent(share), "rate_key": key}
+            yield found("frozen-weights", "model.dtype", **facts)
 
 
 @torch.no_grad()
@@ -271,10 +274,22 @@ def unmoved_share(policy: Policy, rate: float) -> float:
     return unmoved / count if count else 0.0
 
 
-def _leaks(recipe: Recipe) -> list[Finding]:
-    """A finding for each two stages of which one evaluates on what the other learns from."""
-    found = {(leak.trained, leak.stage): leak for leak in leaks(recipe)}
-    return [trained_on_validation(leak, len(recipe.stages) > 1) for leak in found.values()]
+def _leaks(recipe: Recipe) -> Iterator[Finding]:
+    """A finding for each two stages of which one evaluates on what the other learns from: any
+    validation prompt is one too many."""
+    for leak in {(leak.trained, leak.stage): leak for leak in leaks(recipe)}.values():
+        same = leak.trained == leak.stage
+        table = "data" if leak.judged else "tasks.0"
+        key = f"{table}.{'validation_fraction' if same else 'validation_path'}"
+        fix = f"give both stages the same files, or the validation_path of {leak.stage!r}"
+        if same:
+            fix = "give tasks of one file the same validation_fraction, or the same validation_path"
+        yield found(
+            "trained-on-validation", f"{leak.trained}.{key}" if len(recipe.stages) > 1 else key,
+            trained=leak.trained, evaluated="it" if same else repr(leak.stage),
+            shared=leak.shared, held=leak.held, place="of another task of it" if same else "there",
+            fix=fix,
+        )  # fmt: skip
 
 
 def _facts(recipe: Recipe, policy: Policy, contexts: Sequence[StageContext]) -> Facts:

@@ -17,7 +17,6 @@ from keel.preflight import tokens
 from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops
 from keel.preflight.finding import Finding, found, percent, quantile, surely_more
 from keel.runs.quarantine import WORDS, LeftOut
-from keel.training.recipe_checks import Leak
 from keel.training.setup import prompt_source
 from keel.types import KeelError, Prompt, Task, text_of
 
@@ -254,23 +253,6 @@ def repeated(count: int, rows: int, key: str) -> Finding | None:
         return None
     facts = {"count": count, "rows": rows, "different": rows - count}
     return found("duplicate-prompts", key, share=percent(count / rows), **facts)
-
-
-def trained_on_validation(leak: Leak, several: bool) -> Finding:
-    """Validation prompts that are learned from: any is one too many. `several`: the recipe has
-    several stages."""
-    same = leak.trained == leak.stage
-    table = "data" if leak.judged else "tasks.0"
-    key = f"{table}.{'validation_fraction' if same else 'validation_path'}"
-    fix = f"give both stages the same files, or the validation_path of {leak.stage!r}"
-    if same:
-        fix = "give tasks of one file the same validation_fraction, or the same validation_path"
-    return found(
-        "trained-on-validation", f"{leak.trained}.{key}" if several else key,
-        trained=leak.trained, evaluated="it" if same else repr(leak.stage),
-        shared=leak.shared, held=leak.held, place="of another task of it" if same else "there",
-        fix=fix,
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- replies of an environment

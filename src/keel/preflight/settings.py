@@ -30,9 +30,6 @@ from keel.engines.registry import capabilities_of
 from keel.preflight.finding import Finding, found, percent
 
 KeyPath = tuple[str | int, ...]
-FROZEN_SHARE = 0.5
-"""More than half of the weights not moving is more than rounding: in float32 at the same rate it
-is a few in a thousand."""
 ADAPTER_RATE = 2e-6
 """An adapter's second factor starts at 0 and has to grow by the learning rate alone; rates in use
 are 1e-5 and more. Up to twice the default of a whole model (1e-6) was hardly meant for one."""
@@ -87,18 +84,6 @@ def of_objective(sampling: SamplingSource, prefix: str) -> Iterator[Finding]:
         yield found("ratio-stays-1", f"{prefix}minibatches", surrogate=surrogate, usual=usual)
     if not capabilities_of(rollout.engine).exact:
         yield found("resume-not-exact", f"{prefix}rollout.engine", engine=rollout.engine)
-
-
-def frozen_weights(share: float, rate: float, key: str) -> Finding | None:
-    """`share` of the trained bfloat16 weights are too large for a step of `rate` to change them."""
-    if share <= FROZEN_SHARE:
-        return None
-    return found("frozen-weights", "model.dtype", rate=rate, share=percent(share), rate_key=key)
-
-
-def no_compiler(kernels: str) -> Finding | None:
-    """There is compiled code for the model, and no compiler (`kernels` as in run.json)."""
-    return found("no-compiler", "CC") if kernels == "none" else None
 
 
 # ---------------------------------------------------------------- keys without effect

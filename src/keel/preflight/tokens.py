@@ -42,18 +42,6 @@ def end_of_turn(
     )  # fmt: skip
 
 
-def eos_pair(own: int | None, generation: Sequence[int], spelled: str, key: str) -> Finding | None:
-    """The tokenizer's end of sequence, if the saved model's generation config does not know it.
-
-    Keel stops at either; a server that loads the saved model stops at the generation config's
-    alone. `generation` is empty if it names none.
-    """
-    if own is None or not generation or own in generation:
-        return None
-    stops = ", ".join(map(str, generation))
-    return found("eos-differs", key, spelled=spelled, own=own, stops=stops)
-
-
 def doubled_bos(prompts: Sequence[Prompt], bos: int | None, key: str) -> Finding | None:
     """Prompts that begin with two begin-of-sequence tokens."""
     doubled = [p for p in prompts if bos is not None and p.tokens[:2] == (bos, bos)]
