@@ -60,18 +60,16 @@ class Size:
 
 @dataclass(frozen=True, eq=False)
 class TrialBatch:
-    """Groups of the first step's prompts.
+    """Groups of the first step's prompts; in `longer` some that were cut are sampled on.
 
-    `lengths` and `ended` are of each completion in order, after some of the cut ones were sampled
-    on. `whole`: no completion was cut before the recipe's own budget. `engine`: what the engine
-    that sampled them can do.
+    `whole`: no completion was cut before the recipe's own budget. `engine`: what the engine that
+    sampled them can do.
     """
 
-    groups: tuple[Group, ...]
+    groups: Sequence[Group]
+    longer: Sequence[Group]
     size: Size
     budget: int
-    lengths: tuple[int, ...]
-    ended: tuple[bool, ...]
     engine: Capabilities
 
     @property
@@ -119,23 +117,12 @@ def sample(
     sampler = build_sampler(engine, stats.source, scorer, rollout, plan.seed)
     sampling = replace(sampler.sampling, max_tokens=size.tokens)
     groups = sampler.sample(stats.first[: size.prompts], size.members, sampling, plan.first_seed)
-    lengths = [len(c) for group in groups for c in group.completions]
-    ended = [c.finish != "length" for group in groups for c in group.completions]
+    longer: Sequence[Group] = groups
     if not trial and size.tokens == rollout.max_tokens:
         longest = min(size.tokens * LONGER, longest_of(*load))
         context = context_length(policy.model)
-        for at, group in _sampled_on(sampler, groups, size, plan.first_seed, longest, context):
-            own = slice(at * size.members, (at + 1) * size.members)
-            lengths[own] = [len(c) for c in group.completions]
-            ended[own] = [c.finish != "length" for c in group.completions]
-    return TrialBatch(
-        tuple(groups),
-        size,
-        rollout.max_tokens,
-        tuple(lengths),
-        tuple(ended),
-        sampler.engine.capabilities,
-    )
+        longer = _sampled_on(sampler, groups, size, plan.first_seed, longest, context)
+    return TrialBatch(groups, longer, size, rollout.max_tokens, sampler.engine.capabilities)
 
 
 def load_of(policy: Policy) -> tuple[int, str]:
@@ -150,8 +137,8 @@ def _sampled_on(
     seed: int,
     longest: int,
     context: int | None,
-) -> list[tuple[int, Group]]:
-    """The prompts with most cut completions, sampled with a budget of `longest`: place and group.
+) -> list[Group]:
+    """The groups; those with most cut completions sampled with a budget of `longest`.
 
     They are `size.prompts / LONGER` prompts, so that it costs about as much as the batch did. A
     completion depends on its prompt, place and seed, so that it begins as it did before.
@@ -167,10 +154,10 @@ def _sampled_on(
     # Each occurrence of an id has its own random stream, so that repeated ids do not line up.
     repeated = len({group.prompt.id for group in groups}) < len(groups)
     if not prompts or longest <= size.tokens or repeated:
-        return []
+        return list(groups)
     sampling = replace(sampler.sampling, max_tokens=longest)
-    longer = sampler.sample(prompts, size.members, sampling, seed)
-    return list(zip(chosen, longer, strict=True))
+    longer = dict(zip(chosen, sampler.sample(prompts, size.members, sampling, seed), strict=True))
+    return [longer.get(at, group) for at, group in enumerate(groups)]
 
 
 # ---------------------------------------------------------------- how completions end
@@ -193,7 +180,8 @@ def check_ends(context: StageContext, plan: SamplingPlan, batch: TrialBatch) -> 
         )
     sampled = [c for group in batch.groups for c in group.completions]
     cut = sum(c.finish == "length" for c in sampled)
-    held = holding(batch.lengths, batch.ended)
+    longer = [c for group in batch.longer for c in group.completions]
+    held = holding([len(c) for c in longer], [c.finish != "length" for c in longer])
     context.figures |= {
         "completion tokens (median)": quantile([len(c) for c in sampled], 0.5),
         "cut at the budget": f"{cut} of {n}",

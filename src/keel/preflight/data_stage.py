@@ -26,6 +26,7 @@ from keel.preflight.prompts import (
     over_length,
     read_prompts,
     report_left_out,
+    spread,
     unreadable,
 )
 from keel.preflight.trial import LongestExample
@@ -90,8 +91,7 @@ def inspect_preference_data(context: StageContext, source: JudgedSource) -> None
         encode = _encoder(context, source, base)
         if data.bad_rows == "quarantine":
             splits = without_bad(splits, encode)
-        step = max(len(splits.train) / ENCODED, 1.0)
-        chosen = [splits.train[int(at * step)] for at in range(min(len(splits.train), ENCODED))]
+        chosen = [splits.train[at] for at in spread(len(splits.train), ENCODED)]
         encoded = [encode_row(row, encode) for row in chosen]
         lengths = [row.longest for row in encoded]
         held = (
@@ -100,14 +100,11 @@ def inspect_preference_data(context: StageContext, source: JudgedSource) -> None
             else []
         )
     limit = min((n for n in (source.max_tokens, base.context) if n is not None), default=None)
-    fitting = [
-        (row, record)
-        for row, record in zip(encoded, chosen, strict=True)
-        if limit is None or row.longest <= limit
-    ]
-    if fitting:
-        longest, record = max(fitting, key=lambda pair: pair[0].length)
-        context.longest = LongestExample(longest.length, record.columns, source.raw)
+    within = [at for at, row in enumerate(encoded) if limit is None or row.longest <= limit]
+    if within:
+        longest = max(within, key=lambda at: encoded[at].length)
+        example = chosen[longest].columns
+        context.longest = LongestExample(encoded[longest].length, example, source.raw)
     if held and limit is not None and min(held) > limit:
         error = KeelError(
             f"each of the {len(held)} validation rows is longer than {limit} tokens: raise "

@@ -176,10 +176,13 @@ def encoded_prompts(task: Task, encoder: Encoder) -> list[Prompt]:
 def inspected_places(task: Task) -> list[int]:
     """The indices of the train prompts that are inspected."""
     size = task.size("train")
-    if size is None:
-        return list(range(GENERATED))
-    step = max(size / STORED, 1.0)
-    return [int(at * step) for at in range(min(size, STORED))]
+    return list(range(GENERATED)) if size is None else spread(size, STORED)
+
+
+def spread(size: int, most: int) -> list[int]:
+    """At most `most` indices below `size`, evenly spread."""
+    step = max(size / most, 1.0)
+    return [int(at * step) for at in range(min(size, most))]
 
 
 def how_read(tokenizer: Any, raw: bool) -> str:
