@@ -219,7 +219,7 @@ def test_over_length(over: int, n: int, raised: str | None) -> None:
     if found is not None:
         assert found.evidence.startswith(f"{over} of {n} inspected are longer than 50 tokens (boun")
         assert found.evidence.endswith("the longest 99")
-        assert found.fix == f"raise to {quantile(lengths, 0.95)}"
+        assert found.fix == f"raise it to {quantile(lengths, 0.95)}"
     for limit in (None, 99):
         assert p.over_length("rows-over-length", "rows", lengths, limit, "", "k", "") is None
     assert p.over_length("rows-over-length", "rows", [], 9, "", "k", "") is None
