@@ -276,17 +276,16 @@ def best(model: Model, devices: int, separate: bool) -> Step | None:
 
 
 def plans() -> Iterator[tuple[str, ...]]:
-    """The fastest layouts on 8, 64 and 1,024 GPUs, and how far doubling them pays."""
+    """The fastest layouts that fit 8, 64 and 1,024 GPUs, and how far doubling them pays."""
     for name in APPLIED:
         for separate in (False, True):
             steps = {n: best(MODELS[name], n, separate) for n in (2**k for k in range(3, 12))}
             known = {n: one.seconds for n, one in steps.items() if one is not None}
             limit = next((n for n in known if known[n] / known.get(2 * n, math.inf) < WORTH), 0)
             for devices in (8, 64, 1024):
-                first = (name, f"{devices:,}", "async" if separate else "sync")
                 if (one := steps[devices]) is None:
-                    yield (*first, "does not fit", *["—"] * 6)
                     continue
+                first = (name, f"{devices:,}", "async" if separate else "sync")
                 layout = f"{one.layout.trainers}+{one.layout.samplers}, " if separate else ""
                 layout += f"s{one.layout.shards}, t{one.layout.tensor}"
                 layout += ", recompute" if one.layout.recompute else ""
