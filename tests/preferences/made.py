@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from keel.preferences.records import (
     CompletionRecord,
     LabelRecord,
+    Lease,
     PairRecord,
     PromptRecord,
     Record,
@@ -32,6 +34,13 @@ def made(path: Path, pairs: int = 0) -> PreferenceStore:
 def human(pair: str, value: float | None, annotator: str = "ann") -> LabelRecord:
     """A person's label."""
     return LabelRecord(pair, value, "human", annotator)
+
+
+def leased(store: PreferenceStore, annotator: str, now: float = 0.0, **which: Any) -> Lease:
+    """The next pair of a person, who has one."""
+    lease = store.lease_next(annotator, now, **which)
+    assert lease is not None
+    return lease
 
 
 def taken(store: PreferenceStore) -> bool:

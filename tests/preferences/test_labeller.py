@@ -22,6 +22,7 @@ from keel.runs.reader import load
 from keel.training.run import train as run_training
 from keel.types import KeelError
 from tests.durability.same import contents
+from tests.preferences.made import leased
 from tests.training.judged import recipe
 from tests.training.small import Notes, Stop
 
@@ -101,8 +102,7 @@ def test_a_run_waits_for_real_people(tmp_path: Path) -> None:
     with PreferenceStore(folder.preferences) as store:
         judged = {}
         for number in range(8):
-            lease = store.lease_next("ada", now=float(number))
-            assert lease is not None
+            lease = leased(store, "ada", float(number))
             pair = store.judged_pair(lease.pair)
             # Two ties, two skips, two for the first and two for the second answer.
             value = (0.5, None, 1.0, 0.0)[number % 4]

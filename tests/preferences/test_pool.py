@@ -28,7 +28,7 @@ from keel.preferences.records import (
 )
 from keel.preferences.store import PreferenceStore
 from keel.types import KeelError
-from tests.preferences.made import human, made
+from tests.preferences.made import human, leased, made
 
 
 def judge(pair: str, value: float) -> LabelRecord:
@@ -59,9 +59,9 @@ def test_texts_come_in_the_order_of_the_ids(tmp_path: Path) -> None:
 def test_preferred_pairs_are_leased_first_and_in_order(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 5) as store:
         store.add([PairRecord("q0", "b0", "a0", priority=7.0, id="urgent")])
-        priorities = prefer_pairs(store, ["p3", "p1"], read_pool(store).priority)
+        priorities = prefer_pairs(store, ["p3", "p1"])
         assert priorities == {"p3": 9.0, "p1": 8.0}
-        again = prefer_pairs(store, ["p4"], read_pool(store).priority)
+        again = prefer_pairs(store, ["p4"])
         assert again == {"p4": 10.0}
         order = []
         while lease := store.lease_next("ann", float(len(order))):
@@ -126,8 +126,7 @@ def test_the_chosen_pairs_are_leased_first(tmp_path: Path) -> None:
         assert found.check.accuracy.mean > 0.7
         order = []
         for now in range(7):
-            lease = store.lease_next("bob", float(now))
-            assert lease is not None
+            lease = leased(store, "bob", float(now))
             store.submit(lease, human(lease.pair, 1.0, "bob"))
             order.append(int(lease.pair[1:]))
     assert order == chosen

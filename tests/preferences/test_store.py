@@ -19,7 +19,7 @@ from keel.preferences.records import (
 )
 from keel.preferences.store import PAGE, PreferenceStore
 from keel.types import KeelError
-from tests.preferences.made import human, made, pair, taken
+from tests.preferences.made import human, leased, made, pair, taken
 
 CHAT = ({"role": "user", "content": "Hé"},)
 PROMPT = PromptRecord(CHAT, {"answer": [1, "ü"]})
@@ -167,8 +167,7 @@ def test_two_annotators_get_different_pairs(tmp_path: Path) -> None:
         again = store.lease_next("ann", 9.0, seconds=10)
         assert again == replace(one, expires=19.0)
         # Bob's expired and Ann's has not.
-        third = store.lease_next("cid", 10.0)
-        assert third is not None
+        third = leased(store, "cid", 10.0)
         assert third.pair == "p1"
         assert taken(store)
         with pytest.raises(KeelError, match="the lease of 'bob' expired"):
@@ -178,8 +177,7 @@ def test_two_annotators_get_different_pairs(tmp_path: Path) -> None:
 
 def test_a_lease_is_used_once(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 1) as store:
-        lease = store.lease_next("ann", 0.0, seconds=1)
-        assert lease is not None
+        lease = leased(store, "ann", 0.0, seconds=1)
         label = human("p0", 1.0)
         with pytest.raises(KeelError, match="are not the lease's"):
             store.submit(lease, human("p0", 1.0, "bob"))
@@ -199,8 +197,7 @@ def test_a_lease_is_used_once(tmp_path: Path) -> None:
 def test_overlap_asks_several_people(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 2) as store:
         for who in ("ann", "bob", "cid"):
-            lease = store.lease_next(who, 0.0, overlap=2)
-            assert lease is not None
+            lease = leased(store, who, 0.0, overlap=2)
             assert lease.pair == ("p1" if who == "cid" else "p0")
             store.submit(lease, human(lease.pair, 1.0, who))
         assert store.lease_next("cid", 0.0) is None  # of overlap 1, all pairs have a label
@@ -215,8 +212,7 @@ def test_the_order_is_priority_then_age(tmp_path: Path) -> None:
         store.set_priorities([("p2", 5.0), ("p3", 5.0), ("p0", -1.0)])
         leases = [store.lease_next(f"a{n}", 0.0) for n in range(3)]
         assert [lease and lease.pair for lease in leases] == ["p2", "p3", "p1"]
-        lease = store.lease_next("x", 0.0, round=1)
-        assert lease is not None
+        lease = leased(store, "x", 0.0, round=1)
         assert lease.pair == "p9"
         assert store.lease_next("y", 0.0, round=1) is None
 
@@ -236,11 +232,9 @@ def test_gold_is_leased_only_when_asked_for(tmp_path: Path) -> None:
             assert found == ["p2", "p1", "p0", None]
         # Two people have them: a third gets gold, and nothing else.
         assert store.lease_next("cid", 0.0, overlap=2, **gold) is None
-        lease = store.lease_next("cid", 0.0, round=5, gold_next=True, **gold)
-        assert lease is not None
+        lease = leased(store, "cid", 0.0, round=5, gold_next=True, **gold)
         assert lease.pair == "p2"
-        again = store.lease_next("cid", 1.0, round=5, **gold)
-        assert again is not None
+        again = leased(store, "cid", 1.0, round=5, **gold)
         assert again.id == lease.id
         assert taken(store)
 
@@ -248,13 +242,11 @@ def test_gold_is_leased_only_when_asked_for(tmp_path: Path) -> None:
 def test_labels_of_others_fill_places_and_skips_do_not(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 2) as store:
         store.add([human("p0", 0.5, "imported"), LabelRecord("p1", 1.0, "judge")])
-        lease = store.lease_next("ann", 0.0)
-        assert lease is not None
+        lease = leased(store, "ann", 0.0)
         assert lease.pair == "p1"
         store.submit(lease, human("p1", None))
         assert store.lease_next("ann", 0.0) is None
-        other = store.lease_next("bob", 0.0)
-        assert other is not None
+        other = leased(store, "bob", 0.0)
         assert other.pair == "p1"
         # Bob has it now: Ann's skip goes, and the pair stays Bob's.
         undone = store.undo("ann", 0.0)
@@ -267,12 +259,10 @@ def test_labels_of_others_fill_places_and_skips_do_not(tmp_path: Path) -> None:
 def test_undo_shows_a_pair_of_another_round_again(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 1) as store:
         store.add(pair(1, round=2))
-        lease = store.lease_next("ann", 0.0, round=0)
-        assert lease is not None
+        lease = leased(store, "ann", 0.0, round=0)
         store.submit(lease, human("p0", 1.0))
         assert store.undo("ann", 1.0) == human("p0", 1.0)
-        again = store.lease_next("ann", 2.0, round=2)
-        assert again is not None
+        again = leased(store, "ann", 2.0, round=2)
         assert again.pair == "p0"
 
 
@@ -280,8 +270,7 @@ def test_undo_takes_back_the_last_label(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 3) as store:
         assert store.undo("ann", 0.0) is None
         for value in (1.0, 0.5):
-            lease = store.lease_next("ann", 0.0)
-            assert lease is not None
+            lease = leased(store, "ann", 0.0)
             store.submit(lease, human(lease.pair, value))
         store.add([human("p2", 1.0)])  # imported: no work to take back
         store.lease_next("bob", 0.0, overlap=2)
@@ -289,12 +278,10 @@ def test_undo_takes_back_the_last_label(tmp_path: Path) -> None:
         assert store.undo("ann", 1.0) == human("p1", 0.5)
         assert store.undo("ann", 2.0, seconds=5) == human("p0", 1.0)
         assert taken(store)
-        first = store.lease_next("ann", 3.0)
-        assert first is not None
+        first = leased(store, "ann", 3.0)
         assert first.pair == "p0"
         store.submit(first, human("p0", 0.0))
-        second = store.lease_next("ann", 3.0)
-        assert second is not None
+        second = leased(store, "ann", 3.0)
         assert second.pair == "p1"
         store.submit(second, human("p1", 0.5))  # as before: it is there again, once
         assert sorted(label.pair for label in store.labels()) == ["p0", "p1", "p2"]

@@ -24,7 +24,7 @@ from keel.preferences.files import (
     write_rows,
 )
 from keel.preferences.formats import Attribution
-from keel.preferences.pages.app import serve_annotation
+from keel.preferences.pages import serve_annotation
 from keel.preferences.pool import Features, SelectionPlan, select_batch
 from keel.preferences.records import CostRecord
 from keel.preferences.statistics import describe, shown, statistics_lines

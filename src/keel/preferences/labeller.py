@@ -13,7 +13,7 @@ from keel.config.fields import derive
 from keel.config.judging import JudgingStage, People
 from keel.config.repeat import round_of
 from keel.data import judged_rows
-from keel.data.judged_rows import Fields, Preference
+from keel.data.judged_rows import Fields
 from keel.models.reward import RewardModel
 from keel.preferences.features import pair_features
 from keel.preferences.formats import Attribution, answer_records, compared
@@ -82,10 +82,12 @@ class PeopleLabeller:
                 # Kept in a file, since another machine may choose others. Fewer may be wanted
                 # later; more are chosen in the next round.
                 fresh = _unlabelled(pairs, _people_labels(store))
-                rows = [pairs[at].row for at in fresh]
-                found = choose_pairs(
-                    rows, people=people, model=model, encode=encode, limit=limit,
-                    token_budget=stage.token_budget, seed=seed,
+                encoded = [
+                    encode(judged_rows.pair(Fields(pairs[at].row, "pool"), "")) for at in fresh
+                ]
+                found = _choose(
+                    encoded, people, model, limit=limit, token_budget=stage.token_budget,
+                    seed=derive(seed, "choice"),
                 )  # fmt: skip
                 write_jsonl(path, [{"row": fresh[at]} for at in found])
             chosen = [pairs[row["row"]] for row in read_jsonl(path)][: people.labels]
@@ -128,31 +130,27 @@ class PeopleLabeller:
                 )
 
 
-def choose_pairs(
-    pool: Sequence[Row],
-    *,
+def _choose(
+    rows: Sequence[EncodedPair],
     people: People,
     model: RewardModel,
-    encode: Callable[[Preference], EncodedPair],
+    *,
     limit: int | None,
     token_budget: int,
     seed: int,
 ) -> list[int]:
-    """The pairs of the pool that people label, the first one first; none is longer than `limit`.
+    """The places of the pairs that people label, the first one first; none is above `limit`.
 
     The features are the model's before the stage, the posterior of its head is fitted to the
     rewards' labels.
     """
-    rows = [
-        encode(judged_rows.pair(Fields(row, f"pair {at}"), str(at))) for at, row in enumerate(pool)
-    ]
     kept = [at for at, row in enumerate(rows) if limit is None or row.longest <= limit]
     if not kept:
         return []
     features = pair_features(model, [rows[at] for at in kept], token_budget).feature_CH
     found = scaled_features(features)
     beliefs = laplace_beliefs(likeliest_posterior(found, np.ones(len(found))), found)
-    selected = select_pairs(people.by, people.labels, beliefs, derive(seed, "choice"))
+    selected = select_pairs(people.by, people.labels, beliefs, seed)
     return [kept[at] for at in selected.index.tolist()]
 
 
@@ -188,7 +186,7 @@ def _ask(store: PreferenceStore, folder: RunFolder, stage: str, chosen: Sequence
     labels = _people_labels(store)
     missing = [pair.id for pair in chosen if pair.id not in labels]
     if missing:
-        prefer_pairs(store, missing, max(pair.priority for pair in store.pairs()))
+        prefer_pairs(store, missing)
         raise KeelError(
             f"stage {stage!r} waits for people: {len(missing)} of {len(chosen)} pairs have no "
             f"label: label them with keel prefs annotate {folder.preferences}"

@@ -36,8 +36,7 @@ class LabelPool:
     """Every pair of a store, in the order of adding.
 
     `label_C` is the mean of people's labels, of the others' if people gave none; NaN if no one
-    did. `people_C` says whether people have labelled the pair. Skips count for nothing. `priority`
-    is the highest of all pairs.
+    did. `people_C` says whether people have labelled the pair. Skips count for nothing.
     """
 
     ids: tuple[str, ...]
@@ -45,7 +44,6 @@ class LabelPool:
     rounds: npt.NDArray[np.int64]
     label_C: Array
     people_C: Mask
-    priority: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ def select_batch(
         batch = SelectedBatch(len(labelled), len(candidates), "random", chosen)
     else:
         batch = _by_features(store, pool, plan, features, candidates, labelled)
-    priorities = prefer_pairs(store, [row["pair"] for row in batch.rows], pool.priority)
+    priorities = prefer_pairs(store, [row["pair"] for row in batch.rows])
     rows = [{**row, "priority": priorities[row["pair"]]} for row in batch.rows]
     return replace(batch, rows=rows)
 
@@ -177,7 +175,7 @@ def read_pool(store: PreferenceStore, sources: Collection[Source] | None = None)
     """The pairs and what is known of them; only labels of `sources` make `label_C`."""
     counts = "l.source IN (SELECT value FROM json_each(?))" if sources is not None else "1"
     rows = store.database.rows(
-        "SELECT p.id, p.prompt, p.round, p.priority, COUNT(l.value) FILTER (WHERE human),"
+        "SELECT p.id, p.prompt, p.round, COUNT(l.value) FILTER (WHERE human),"
         f" COALESCE(AVG(l.value) FILTER (WHERE human AND {counts}),"
         f" AVG(l.value) FILTER (WHERE {counts}))"
         " FROM pairs p LEFT JOIN (SELECT *, source = 'human' AS human FROM labels) l"
@@ -188,9 +186,8 @@ def read_pool(store: PreferenceStore, sources: Collection[Source] | None = None)
         tuple(row[0] for row in rows),
         tuple(row[1] for row in rows),
         np.array([row[2] for row in rows], dtype=np.int64),
-        np.array([row[5] for row in rows], dtype=np.float64),
-        np.array([row[4] > 0 for row in rows], dtype=bool),
-        max((row[3] for row in rows), default=0.0),
+        np.array([row[4] for row in rows], dtype=np.float64),
+        np.array([row[3] > 0 for row in rows], dtype=bool),
     )
 
 
@@ -202,8 +199,9 @@ def read_texts(store: PreferenceStore, ids: Sequence[str]) -> Iterator[Preferenc
         yield Preference(id, found.prompt.content, *texts, tools=found.prompt.tools)
 
 
-def prefer_pairs(store: PreferenceStore, ids: Sequence[str], highest: float) -> dict[str, float]:
+def prefer_pairs(store: PreferenceStore, ids: Sequence[str]) -> dict[str, float]:
     """Put pairs before all others, in this order; their new priorities."""
+    highest = store.database.rows("SELECT COALESCE(MAX(priority), 0) FROM pairs")[0][0]
     top = max(highest, 0.0) + len(ids)
     priorities = {id: top - place for place, id in enumerate(ids)}
     store.set_priorities(priorities.items())

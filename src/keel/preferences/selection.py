@@ -287,12 +287,10 @@ def pool_beliefs(feature_CH: Array, label_C: Array, pool_CH: Array, seed: int = 
 
     The prior precision is the one with the highest evidence, on at most `PRECISION_PAIRS` pairs.
     """
-    if not len(label_C):
-        return laplace_beliefs(laplace_posterior(feature_CH, label_C, 1.0), pool_CH)
     some = np.random.default_rng([seed, 3]).permutation(len(label_C))[:PRECISION_PAIRS]
-    if len(some) == len(label_C):
-        return laplace_beliefs(likeliest_posterior(feature_CH, label_C), pool_CH)
-    precision = likeliest_posterior(feature_CH[some], label_C[some]).prior_precision
+    some.sort()
+    likeliest = likeliest_posterior(feature_CH[some], label_C[some]) if len(some) else None
+    precision = 1.0 if likeliest is None else likeliest.prior_precision
     return laplace_beliefs(laplace_posterior(feature_CH, label_C, precision), pool_CH)
 
 

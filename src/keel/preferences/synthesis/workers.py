@@ -180,31 +180,28 @@ def in_parallel(items: Iterable[T], work: Callable[[T], Awaitable[None]], worker
 
     After a KeelError no other item is begun; those that were are finished, then it is raised.
     """
+    errors: list[KeelError] = []
+
+    async def every() -> None:
+        places = asyncio.Semaphore(workers)
+
+        async def one(item: T) -> None:
+            async with places:
+                if not errors:
+                    try:
+                        await work(item)
+                    except KeelError as error:
+                        errors.append(error)
+
+        await asyncio.gather(*map(one, items))
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        asyncio.run(_in_parallel(items, work, workers))
-        return
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(asyncio.run, _in_parallel(items, work, workers)).result()
-
-
-async def _in_parallel(
-    items: Iterable[T], work: Callable[[T], Awaitable[None]], workers: int
-) -> None:
-    waiting = iter(items)
-    errors: list[KeelError] = []
-
-    async def worker() -> None:
-        for item in waiting:
-            try:
-                await work(item)
-            except KeelError as error:
-                errors.append(error)
-            if errors:
-                return
-
-    await asyncio.gather(*(worker() for _ in range(workers)))
+        asyncio.run(every())
+    else:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, every()).result()
     if errors:
         raise errors[0]
 
