@@ -114,7 +114,7 @@ class SecondTry:
     correctness = True
 
     def __init__(self) -> None:
-        self.inner = SortDigits(min_digits=2, max_digits=5)
+        self.inner = SortDigits("sort_digits", min_digits=2, max_digits=5)
 
     def size(self, split: Split) -> None:
         return None

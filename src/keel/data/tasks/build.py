@@ -85,7 +85,7 @@ def _build(source: TaskSource, seed: int, process: GymProcess) -> BaseTask:
 def _generator(source: TaskSource, seed: int) -> BaseTask:
     kind = GENERATORS[source.name]
     where = f"task {source.name!r}"
-    take_options(kind, source.options, where, own=("name", "seed", "presentation"))
+    take_options(kind.configure, source.options, where, own=("self",))
     presentation = Presentation(source.prompt, source.system)
     task = kind(source.name, seed, presentation, **source.options)
     for split in ("train", "validation"):

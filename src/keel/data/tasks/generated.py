@@ -25,10 +25,16 @@ class Generated(BaseTask):
 
     correctness = True
 
-    def __init__(self, name: str, seed: int, presentation: Presentation | None = None) -> None:
+    def __init__(
+        self, name: str, seed: int = 0, presentation: Presentation | None = None, **options: Any
+    ) -> None:
         self.name = name
         self.seed = seed
         self.presentation = presentation or Presentation()
+        self.configure(**options)
+
+    def configure(self) -> None:
+        """Take the options of the task: its keyword parameters."""
 
     def draw(self, rng: np.random.Generator) -> tuple[str, str]:
         """A question and its answer."""
@@ -80,18 +86,10 @@ MAX_DIGITS = 18
 class Addition(Generated):
     """Add two numbers of at most `digits` digits: `27+5=` asks for `32`."""
 
-    def __init__(
-        self,
-        name: str = "addition",
-        seed: int = 0,
-        presentation: Presentation | None = None,
-        *,
-        digits: int = 2,
-    ) -> None:
-        super().__init__(name, seed, presentation)
-        check_range(f"task {name!r}", digits=digits)
+    def configure(self, *, digits: int = 2) -> None:
+        check_range(f"task {self.name!r}", digits=digits)
         if digits > MAX_DIGITS:
-            raise KeelError(f"task {name!r}: digits = {digits}: give at most {MAX_DIGITS}")
+            raise KeelError(f"task {self.name!r}: digits = {digits}: give at most {MAX_DIGITS}")
         self.digits = digits
 
     def draw(self, rng: np.random.Generator) -> tuple[str, str]:
@@ -104,19 +102,9 @@ class Addition(Generated):
 class SortDigits(Generated):
     """Sort the digits: `7301>` asks for `0137`, with `separator` between them if one is set."""
 
-    def __init__(
-        self,
-        name: str = "sort_digits",
-        seed: int = 0,
-        presentation: Presentation | None = None,
-        *,
-        min_digits: int = 4,
-        max_digits: int = 8,
-        separator: str = "",
-    ) -> None:
-        super().__init__(name, seed, presentation)
+    def configure(self, *, min_digits: int = 4, max_digits: int = 8, separator: str = "") -> None:
         self.separator = separator
-        check_range(f"task {name!r}", min_digits=min_digits, max_digits=max_digits)
+        check_range(f"task {self.name!r}", min_digits=min_digits, max_digits=max_digits)
         self.min_digits = min_digits
         self.max_digits = max_digits
 
@@ -131,17 +119,8 @@ class SortDigits(Generated):
 class Reverse(Generated):
     """Reverse the letters: `keel>` asks for `leek`."""
 
-    def __init__(
-        self,
-        name: str = "reverse",
-        seed: int = 0,
-        presentation: Presentation | None = None,
-        *,
-        min_letters: int = 3,
-        max_letters: int = 8,
-    ) -> None:
-        super().__init__(name, seed, presentation)
-        check_range(f"task {name!r}", min_letters=min_letters, max_letters=max_letters)
+    def configure(self, *, min_letters: int = 3, max_letters: int = 8) -> None:
+        check_range(f"task {self.name!r}", min_letters=min_letters, max_letters=max_letters)
         self.min_letters = min_letters
         self.max_letters = max_letters
 
