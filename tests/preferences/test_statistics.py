@@ -1,19 +1,34 @@
-"""What a store's labelled pairs are, counted by hand, and how far labels agree."""
+"""What a store's labelled pairs are, counted by hand; agreement against tables and loops."""
 
 from __future__ import annotations
 
+import json
 import math
+import tracemalloc
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keel.analysis.statistics import share_interval
 from keel.preferences.files import import_file
 from keel.preferences.formats import Attribution
-from keel.preferences.statistics import count_votes, describe_pairs, fleiss_kappa, vote_agreement
+from keel.preferences.statistics import (
+    cohen_kappa,
+    count_votes,
+    describe_pairs,
+    fleiss_kappa,
+    pairwise_agreement,
+    vote_agreement,
+)
 from keel.preferences.store import PreferenceStore
 from tests.data.tasks.made import jsonl
+from tests.shared import shared_path
 
 
 def described(folder: Path, *rows: tuple[str, str, str, float]) -> dict[str, Any]:
@@ -72,3 +87,191 @@ def test_votes_agree_with_intervals_over_prompts() -> None:
     alone = vote_agreement(votes, ["p"] * 4)
     assert math.isnan(alone["fleiss_kappa"]["low"])
     assert (alone["pairwise"]["low"], alone["pairwise"]["high"]) == (0, 1)
+
+
+EXACT = 1e-12
+"""Sums of a few dozen whole numbers and one division."""
+
+# Fleiss 1971, table 1: six psychiatrists' diagnoses of each of 30 patients (depression,
+# personality disorder, schizophrenia, neurosis, other).
+DIAGNOSES = """
+    00060 03003 01401 00006 03030 20400 00402 20310 20040 00006
+    10050 11040 03300 10050 02031 00501 30012 51000 02040 10203
+    00006 01050 02013 20040 10041 05010 40002 02040 10500 00006
+"""
+FLEISS = np.array([[int(count) for count in row] for row in DIAGNOSES.split()])
+
+
+def judges(table: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Two judges' verdicts from how often each pair of categories came up."""
+    cells = [(i, j) for i, row in enumerate(table) for j, n in enumerate(row) for _ in range(n)]
+    return [i for i, _ in cells], [j for _, j in cells]
+
+
+def cohen_loop(a: Sequence[int], b: Sequence[int]) -> float:
+    observed = sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
+    chance = sum(a.count(k) / len(a) * (b.count(k) / len(b)) for k in set(a) | set(b))
+    return math.nan if chance == 1 else (observed - chance) / (1 - chance)
+
+
+def fleiss_loop(votes: Sequence[Sequence[int]]) -> float:
+    """By pairs of raters, and by the shares of all ratings."""
+    pairs = [x == y for item in votes for x, y in combinations(item, 2)]
+    every = [vote for item in votes for vote in item]
+    chance = sum((every.count(k) / len(every)) ** 2 for k in set(every))
+    return math.nan if len(set(every)) == 1 else (np.mean(pairs) - chance) / (1 - chance)
+
+
+def test_fleiss_published_example() -> None:
+    assert FLEISS.sum(axis=0).tolist() == [26, 26, 30, 55, 43]
+    found = fleiss_kappa(FLEISS)
+    assert found.mean == pytest.approx(0.430, abs=5e-4)  # as printed
+    assert found.mean == pytest.approx(0.4302445, abs=5e-8)  # as R's irr prints it
+    assert pairwise_agreement(FLEISS).mean == pytest.approx(0.5556, abs=5e-5)
+    assert found.n == 30
+    assert found.low < found.mean < found.high
+
+
+def test_cohen_known_examples() -> None:
+    # By hand: p_o = 35/50, p_e = ½ · 0.6 + ½ · 0.4 = ½, κ = 0.2 / 0.5.
+    assert cohen_kappa(*judges([[20, 5], [10, 15]])).mean == pytest.approx(0.4, abs=EXACT)
+    # By hand, worse than chance: p_o = 0.29, p_e = 0.5 · 0.4 + 0.3 · 0.3 + 0.2 · 0.3 = 0.35.
+    table = [[50, 26, 24], [24, 4, 32], [6, 30, 4]]
+    assert cohen_kappa(*judges(table)).mean == pytest.approx(-0.06 / 0.65, abs=EXACT)
+    # As SAS prints the kappa coefficient of this table.
+    found = cohen_kappa(*judges([[0, 4, 1], [0, 8, 0], [0, 1, 5]]))
+    assert found.mean == pytest.approx(0.4842, abs=5e-5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=40))
+def test_cohen_is_the_loop(verdicts: list[tuple[int, int]]) -> None:
+    a, b = [x for x, _ in verdicts], [y for _, y in verdicts]
+    found = cohen_kappa(a, b)
+    assert found.mean == pytest.approx(cohen_loop(a, b), abs=EXACT, nan_ok=True)
+    swapped = cohen_kappa(b, a)
+    assert swapped.mean == pytest.approx(found.mean, abs=EXACT, nan_ok=True)
+
+
+@given(
+    st.integers(2, 5).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(0, 2), min_size=n, max_size=n), min_size=1, max_size=30
+        )
+    )
+)
+def test_fleiss_is_the_loop(votes: list[list[int]]) -> None:
+    counts = count_votes(votes)
+    found = fleiss_kappa(counts)
+    assert found.mean == pytest.approx(fleiss_loop(votes), abs=EXACT, nan_ok=True)
+    pairs = [x == y for item in votes for x, y in combinations(item, 2)]
+    assert pairwise_agreement(counts).mean == pytest.approx(np.mean(pairs), abs=EXACT)
+
+
+def test_categories_may_be_anything_that_can_be_a_key() -> None:
+    a, b = ["tie", 1, None, 2], ["tie", 1, 2, None]
+    codes = {"tie": 0, 1: 1, 2: 2, None: 3}
+    want = cohen_loop([codes[x] for x in a], [codes[x] for x in b])
+    assert cohen_kappa(a, b).mean == pytest.approx(want, abs=EXACT)
+    assert count_votes([["b", "a"], ["b", "b"]]).tolist() == [[1, 1], [2, 0]]
+
+
+def test_one_category_leaves_kappa_undefined() -> None:
+    for found in (cohen_kappa([1] * 9, [1] * 9), fleiss_kappa([[3, 0]] * 9)):
+        assert math.isnan(found.mean)
+        assert math.isnan(found.low)
+        assert math.isnan(found.high)
+        assert found.n == 9
+    # One item of nine differs: a third of the resamples are without it, and are left out.
+    a, b = [1] * 7 + [2, 2], [1] * 8 + [2]
+    found = cohen_kappa(a, b)
+    assert (found.mean, found.high) == (pytest.approx(cohen_loop(a, b), abs=EXACT), 1.0)
+    assert found.low < found.mean
+    # One judge with one category agrees as chance would: κ is 0, not undefined.
+    assert cohen_kappa([1, 1, 1], [1, 2, 1]).mean == 0.0
+
+
+def test_of_nothing_nothing_is_known() -> None:
+    for found in (cohen_kappa([], []), fleiss_kappa(np.zeros((0, 3)))):
+        assert found.n == 0
+        assert math.isnan(found.mean)
+    assert pairwise_agreement(np.zeros((0, 2))).n == 0
+
+
+def test_resamples_that_do_not_vary_give_no_interval() -> None:
+    a, b = judges([[12, 5], [4, 9]])
+    one = ["p"] * len(a)
+    for found, mean in (
+        (cohen_kappa([1, 2] * 5, [1, 2] * 5), 1.0),
+        (fleiss_kappa([[3, 0], [0, 3]] * 5), 1.0),
+        (cohen_kappa(a, b, one), cohen_kappa(a, b).mean),
+        (fleiss_kappa(FLEISS, ["p"] * 30), fleiss_kappa(FLEISS).mean),
+    ):
+        assert found.mean == mean
+        assert math.isnan(found.low)
+        assert math.isnan(found.high)
+
+
+def test_resamples_are_drawn_in_blocks() -> None:
+    """The draws are those of all at once, and thousands of clusters need not be held at once."""
+    rng = np.random.default_rng(1)
+    a = rng.integers(0, 2, 60)
+    b = np.where(rng.random(60) < 0.7, a, 1 - a)
+    found = cohen_kappa(a.tolist(), b.tolist())
+    drawn = np.random.default_rng(0).multinomial(60, np.full(60, 1 / 60), size=2000)
+    values = [cohen_loop(np.repeat(a, w).tolist(), np.repeat(b, w).tolist()) for w in drawn]
+    ends = np.quantile(values, [0.025, 0.975])
+    assert (found.low, found.high) == pytest.approx(tuple(ends), abs=1e-9)
+    many = [1, 2] * 2500
+    tracemalloc.start()
+    cohen_kappa(many, [1] * 5000)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # 2000 × 5000 counts at once are 80 MB, twice over; 64 × 5000 are 2.6 MB.
+    assert most < 10e6
+
+
+def test_clusters_are_drawn_whole() -> None:
+    """Each item ten times over says no more than the items once."""
+    a, b = judges([[12, 5], [4, 9]])
+    once = cohen_kappa(a, b)
+    clusters = [f"prompt {i}" for i in range(len(a)) for _ in range(10)]
+    ten = [x for x in a for _ in range(10)], [y for y in b for _ in range(10)]
+    whole = cohen_kappa(*ten, clusters)
+    assert (whole.mean, whole.low, whole.high) == pytest.approx(
+        (once.mean, once.low, once.high), abs=EXACT
+    )
+    loose = cohen_kappa(*ten)
+    # √10 times as narrow, give or take a fifth.
+    ratio = (whole.high - whole.low) / (loose.high - loose.low)
+    assert ratio == pytest.approx(math.sqrt(10), rel=0.2)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 verdicts of one judge and 1 of the other"):
+        cohen_kappa([1, 2], [1])
+    with pytest.raises(ValueError, match="2 ratings of one item and 3 of another"):
+        fleiss_kappa([[1, 1], [3, 0]])
+    with pytest.raises(ValueError, match="one rating an item"):
+        fleiss_kappa([[1, 0], [0, 1]])
+    for counts in ([[1.5, 0.5]], [[-1, 3]], [1, 2]):
+        with pytest.raises(ValueError, match="counts are items × categories, whole numbers"):
+            pairwise_agreement(counts)
+
+
+def test_pandalms_people_agree_as_published() -> None:
+    """As its authors print κ, of the 999 rows of raw votes; and a model against the majority."""
+    folder = shared_path("data/pandalm")
+    rows = json.loads((folder / "testset-v1.json").read_text(encoding="utf-8"))
+    votes = [[row[f"annotator{n}"] for n in (1, 2, 3)] for row in rows]
+    found = fleiss_kappa(count_votes(votes))
+    assert found.n == len(rows) == 999
+    assert found.mean == pytest.approx(0.864, abs=5e-4)
+    for (one, other), printed in {(0, 1): 0.85, (0, 2): 0.88, (1, 2): 0.86}.items():
+        kappa = cohen_kappa([vote[one] for vote in votes], [vote[other] for vote in votes])
+        assert kappa.mean == pytest.approx(printed, abs=5e-3)
+    model = json.loads((folder / "pandalm-7b-testset-v1.json").read_text(encoding="utf-8"))
+    said = [{"0": 0, "tie": 0}.get(v := str(r["pandalm_result"]).lower(), v) for r in model]
+    majority = [max(set(vote), key=vote.count) for vote in votes]
+    same = [one == int(other) for one, other in zip(majority, said, strict=True)]
+    assert np.mean(same) == pytest.approx(0.668, abs=5e-4)
+    assert cohen_kappa(majority, list(map(int, said))).mean == pytest.approx(0.435, abs=5e-4)

@@ -13,7 +13,6 @@ from keel.cli.output import print_result
 from keel.platform.files import write_bytes
 from keel.platform.sqlite import is_database
 from keel.preferences.annotation import AnnotationProject, AnnotationSettings, add_gold, read_rubric
-from keel.preferences.costs import cost_lines, describe_costs, step_costs
 from keel.preferences.files import (
     DEFAULTS,
     Selection,
@@ -25,20 +24,17 @@ from keel.preferences.files import (
 )
 from keel.preferences.formats import Attribution
 from keel.preferences.pages import serve_annotation
-from keel.preferences.pool import Features, SelectionPlan, select_batch
 from keel.preferences.records import CostRecord
 from keel.preferences.statistics import describe, shown, statistics_lines
 from keel.preferences.store import PreferenceStore
 from keel.runs.quarantine import counted
-from keel.runs.reader import load
 from keel.runs.values import record_line
 from keel.types import KeelError
 
 SHOWN = 20
-"""Pairs that are printed."""
-
-
+"""Chosen pairs that are printed."""
 ENTRY = ("kind", "amount", "unit", "purpose", "round", "forecast")
+"""Options of an entry that is added to the ledger."""
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -118,6 +114,8 @@ def _described(path: Path) -> dict[str, Any]:
 
 def _select(arguments: argparse.Namespace) -> None:
     """Choose, set priorities, and print what was chosen and how far it can be relied on."""
+    from keel.preferences.pool import Features, SelectionPlan, select_batch
+
     if arguments.stage is not None and arguments.model is None:
         raise KeelError("--stage has no effect without a model: give --model RUN")
     if arguments.model is not None and arguments.by == "random":
@@ -188,6 +186,9 @@ def _select_lines(result: Mapping[str, Any]) -> list[str]:
 
 def _costs(arguments: argparse.Namespace) -> None:
     """Print the costs of a store or of a run."""
+    from keel.preferences.costs import cost_lines, describe_costs, step_costs
+    from keel.runs.reader import load
+
     given = [name for name in ENTRY if getattr(arguments, name) not in (None, False)]
     if given and arguments.add is None:
         raise KeelError(f"--{given[0]} is of an entry that is added: give --add ID too")

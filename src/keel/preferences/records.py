@@ -247,12 +247,16 @@ def _finite(record: Any, *names: str) -> None:
             raise KeelError(f"{name} = {value!r}: give a finite number")
 
 
+# ---------------------------------------------------------------- tables
+
 R = TypeVar("R")
 _encode = json.JSONEncoder(ensure_ascii=False).encode
-TYPES = {"str": "TEXT NOT NULL", "int": "INTEGER NOT NULL", "float": "REAL NOT NULL"}
-TYPES |= {"int | None": "INTEGER", "float | None": "REAL", "Side | None": "TEXT"}
-TYPES |= dict.fromkeys(("Source", "CostKind", "CostUnit"), "TEXT NOT NULL")
-TYPES["bool"] = "INTEGER NOT NULL"
+TYPES = {
+    **dict.fromkeys(("str", "Source", "CostKind", "CostUnit"), "TEXT NOT NULL"),
+    **dict.fromkeys(("int", "bool"), "INTEGER NOT NULL"),
+    **{"float": "REAL NOT NULL", "float | None": "REAL"},
+    **{"int | None": "INTEGER", "Side | None": "TEXT"},
+}
 """The columns of a record's fields; a field of any other type is a column that holds JSON."""
 REFERENCES = {"prompt": "prompts", "first": "completions", "second": "completions", "pair": "pairs"}
 """The tables whose ids these fields hold."""

@@ -1,7 +1,10 @@
+"""Stored rows, and what a user's function returns, as tasks."""
+
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from keel.config.entry import passed
+from keel.config.sources import PreferenceData, TaskSource
+from keel.data.preferences import READERS
 from keel.data.splits import position
 from keel.data.tables import read_table
-from keel.data.tasks import build_task
+from keel.data.tasks import build_task, build_tasks
 from keel.data.tasks.stored import DataTask
 from keel.types import KeelError
 from tests.data.tasks.made import completion, jsonl, source
@@ -397,3 +402,26 @@ def test_what_a_users_task_raises_is_named_as_its_own() -> None:
     with pytest.raises(KeelError, match=r"returned a str: return a keel\.types\.Prompt"):
         task.prompt("train", 1)
     assert task.gold(None) is None  # type: ignore[arg-type]
+
+
+OWN = """
+def rows():
+    return [
+        {"prompt": str(n), "answer": "1", "chosen": "1", "rejected": "2"} for n in range(20)
+    ]
+"""
+
+
+def test_prompts_do_not_depend_on_the_folder_of_their_file(tmp_path: Path) -> None:
+    ids = []
+    for name in ("a", "b/c"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "own.py").write_text(OWN)
+        entry = f"{folder}/own.py:rows"
+        (task,) = build_tasks([TaskSource(name=entry)], 0)
+        pairs = READERS["pairs"](PreferenceData(name=entry), 0)
+        ids.append((task.name, task.prompt("train", 3).id, pairs.train[3].id))
+        shutil.rmtree(folder)
+    assert ids[0] == ids[1]
+    assert ids[0][0] == "own.py:rows"
