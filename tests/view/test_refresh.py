@@ -16,7 +16,7 @@ from keel.types import KeelError
 from keel.view import curves, rollouts, runs
 from keel.view.address import Address
 from keel.view.library import Library
-from keel.view.rollout_index import Hits, RolloutIndex
+from keel.view.rollout_rows import Hits, RolloutIndex
 from keel.view.rollouts import RolloutsPage
 from tests.view import hostile
 from tests.view.hostile import TWO_STAGES, add_step

@@ -9,9 +9,9 @@ import pytest
 
 from keel.runs.layout import RunFolder
 from keel.runs.writer import Recorder, truncate_after
-from keel.view import rollout_index
+from keel.view import rollout_rows
 from keel.view.address import Address
-from keel.view.rollout_index import RolloutIndex
+from keel.view.rollout_rows import RolloutIndex
 from tests.view.hostile import RECIPE, row
 
 WORDS = ("apple", "Banana", "cherry pie", "ÄPFEL")
@@ -67,12 +67,12 @@ def test_more_hits_than_shown_are_counted(tmp_path: Path) -> None:
 def test_searches_follow_the_files(
     kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_index, "KEPT", kept)
+    monkeypatch.setattr(rollout_rows, "KEPT", kept)
     folder = written(tmp_path / "run", 5)
     reads: list[str] = []
-    read = rollout_index.pq.read_table
+    read = rollout_rows.pq.read_table
     monkeypatch.setattr(
-        rollout_index.pq, "read_table", lambda path, **k: reads.append(path.name) or read(path, **k)
+        rollout_rows.pq, "read_table", lambda path, **k: reads.append(path.name) or read(path, **k)
     )
     index = RolloutIndex(folder)
     assert index.search(Address()).searched == 20

@@ -16,9 +16,9 @@ from keel.runs.reader import load
 from keel.runs.writer import Recorder, update_run_json
 from keel.types import KeelError
 from keel.view import library
+from keel.view.frame import columns_of
 from keel.view.library import Library
-from keel.view.rollout_index import StepRows, step_rows
-from keel.view.rows import columns_of, summary, verdicts
+from keel.view.rollout_rows import StepRows, step_rows, summary, verdicts
 from tests.view.hostile import RECIPE, row
 
 

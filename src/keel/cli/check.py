@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from keel.cli.output import print_result
+from keel.cli.main import print_result
 from keel.config.load import load_recipe
 
 if TYPE_CHECKING:

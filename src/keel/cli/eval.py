@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from keel.cli.output import print_result
+from keel.cli.main import print_result
 from keel.runs.layout import RECIPE
 from keel.types import KeelError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from keel.cli.output import columns, print_result
+from keel.cli.main import columns, print_result
 
 SHOWN = 5
 """Prompts of a task that are printed."""

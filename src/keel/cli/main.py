@@ -1,13 +1,16 @@
-"""Runs a command and turns an error into an exit code and one line."""
+"""Runs a command, prints its result, and turns an error into an exit code and one line."""
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import io
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from keel.cli.parser import parse
 from keel.platform.signals import sleep_soon
@@ -71,3 +74,19 @@ def one_line(text: str) -> str:
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in words
     )
+
+
+def print_result(arguments: argparse.Namespace, result: Any, lines: Iterable[str]) -> None:
+    """Print a result as JSON if that is asked for, else its lines.
+
+    JSON is in ASCII: texts in it may come from a policy, or another's run folder.
+    """
+    from keel.runs.values import plain
+
+    print(json.dumps(plain(result)) if arguments.json else "\n".join(lines))
+
+
+def columns(entries: Mapping[str, str]) -> Iterator[str]:
+    """Names and descriptions in two columns."""
+    width = max(map(len, entries))
+    return (f"{name:<{width}}  {description}" for name, description in entries.items())

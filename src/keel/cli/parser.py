@@ -234,7 +234,7 @@ HELP: Final = {
 MODULES: Final = {
     **dict.fromkeys(("recipes", "tasks", "rewards", "models"), "lists"),
     **dict.fromkeys(("rollouts", "diagnose", "report", "view"), "runs"),
-    "export": "eval",
+    **{"export": "eval", "control": "train"},
     "prefs audit": "prefs_synthesize",
     "prefs synthesize": "prefs_synthesize",
 }

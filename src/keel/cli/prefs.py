@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from keel.cli.output import print_result
+from keel.cli.main import print_result
 from keel.platform.files import write_bytes
 from keel.platform.sqlite import is_database
 from keel.preferences.annotation import AnnotationProject, AnnotationSettings, add_gold, read_rubric

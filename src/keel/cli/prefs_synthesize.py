@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keel.cli.output import print_result
+from keel.cli.main import print_result
 from keel.config.fields import unknown
 from keel.config.load import parse_override
 from keel.config.presets import merge

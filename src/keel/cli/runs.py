@@ -11,7 +11,7 @@ from typing import Any
 
 from keel.analysis.diagnosis.table import Diagnosis, diagnose
 from keel.analysis.text import visible
-from keel.cli.output import print_result
+from keel.cli.main import print_result
 from keel.runs.diff import Difference, FirstDifference, Point, diff
 from keel.runs.reader import Run, load
 from keel.runs.rollouts import COMPONENT

@@ -1,4 +1,4 @@
-"""`keel train`"""
+"""`keel train` and `keel control`: a run, watched to its end."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from keel.analysis.diagnosis.table import Diagnosis, diagnose
 from keel.analysis.progress import curve, figure, size, watching
 from keel.analysis.text import visible
 from keel.cli.runs import NOTHING
+from keel.config.control import ControlRecipe, load_control
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.runs.layout import RunFolder
@@ -31,6 +32,11 @@ class Start(Protocol):
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """The command that is named."""
+    return _control(arguments) if arguments.command == "control" else _train(arguments)
+
+
+def _train(arguments: argparse.Namespace) -> int:
     """Run, or resume a run; prints its results. With torchrun on each rank, of which 0 drives."""
     driving: AbstractContextManager[None] = nullcontext()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -187,3 +193,55 @@ def _example(example: dict[str, Any]) -> str:
 def _short(text: str, width: int) -> str:
     text = visible(" ".join(text.split()))
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+# ---------------------------------------------------------------- control
+
+
+def _control(arguments: argparse.Namespace) -> int:
+    """Run on an environment, or resume a run; prints its results."""
+    recipe = _control_recipe(arguments)
+    try:
+        from keel.control.run import control
+    except ModuleNotFoundError as error:
+        if error.name != "gymnasium":
+            raise
+        raise KeelError("keel control needs gymnasium: pip install 'keel-rl[control]'") from error
+
+    start = partial(control, recipe, arguments.run, resume=arguments.resume)
+    return run_and_report(arguments, "control", start, show_control)
+
+
+def show_control(console: Console, folder: RunFolder) -> None:
+    """The return curve and the last evaluation."""
+    run = load(folder.path)
+    found = [row.get("episode/return") for row in run.metrics()]
+    returns = [value for value in found if value is not None]
+    if len(returns) > 1 and console.encoding.startswith("utf"):
+        console.print("\nreturn by row")
+        console.print(curve(returns), highlight=False)
+    evaluation = run.info().get("evaluation", {}).get(run.stages[-1], {})
+    after: dict[str, Any] | None = evaluation.get("after")
+    if after is not None:
+        interval = f"[{after['low']:.1f}, {after['high']:.1f}]"
+        console.print(
+            f"\ngreedy return {after['mean']:.1f} (95 % {interval}, n = {after['n']})",
+            highlight=False,
+        )
+    console.print(f"\nrun folder  {folder.path}")
+    for path in (folder.curve, folder.film):
+        if path.exists():
+            console.print(f"{path.stem:<10}  {path}")
+
+
+def _control_recipe(arguments: argparse.Namespace) -> ControlRecipe | None:
+    if not arguments.resume:
+        if arguments.algorithm is None:
+            raise KeelError("which algorithm? name one, as in: keel control ppo --env CartPole-v1")
+        return load_control(arguments.algorithm, arguments.env, arguments.overrides)
+    if arguments.algorithm is not None or arguments.env is not None or arguments.overrides:
+        raise KeelError(
+            "--resume runs the recipe that the run folder holds: name no algorithm, environment "
+            "or key"
+        )
+    return None

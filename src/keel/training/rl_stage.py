@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from keel.analysis.overoptimisation import optimisation_of
 from keel.analysis.panels import stage_columns
 from keel.analysis.plots import stage_curve
-from keel.analysis.reward_plots import over_optimisation_picture
+from keel.analysis.reward_plots import optimisation_of, over_optimisation_picture
 from keel.cluster.parts import PlacedStage, StageFactory, StageParts
 from keel.cluster.placement import placement_of
 from keel.config.entry import PYTHON

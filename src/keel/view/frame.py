@@ -10,9 +10,9 @@ from typing import Any
 from nicegui import events, ui
 
 from keel.analysis.text import visible
+from keel.runs.rollouts import COMPONENT
 from keel.view import formula
 from keel.view.address import Address
-from keel.view.rows import columns_of
 
 EVERY = 2.0
 """Seconds between two looks at the files."""
@@ -178,6 +178,18 @@ class Problems:
         with self._column:
             for text in found:
                 problem(text)
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The columns of a table, each sortable; those of numbers stand at the right."""
+    out = []
+    for name in names:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        numeric = bool(values) and all(isinstance(value, int | float) for value in values)
+        align = "right" if numeric else "left"
+        out.append({"name": name, "label": name.removeprefix(COMPONENT), "field": name,
+                    "sortable": True, "align": align})  # fmt: skip
+    return out
 
 
 class LinkedTable(ui.table, component="linked_table.js"):

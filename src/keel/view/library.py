@@ -24,7 +24,7 @@ from keel.runs.layout import RECIPE, RunFolder
 from keel.runs.reader import Column, FollowedFile, Run, load
 from keel.types import KeelError
 from keel.view.formula import mathml
-from keel.view.rollout_index import RolloutIndex, StepRows, step_rows
+from keel.view.rollout_rows import RolloutIndex, StepRows, step_rows
 
 DEPTH = 4
 """Levels of folders below a given one in which runs are looked for."""

@@ -29,8 +29,7 @@ from keel.view.library import (
     pictures_of,
     status_of,
 )
-from keel.view.rollout_index import StepRows
-from keel.view.rows import Row, legend, number, prompt_text, summary, verdicts
+from keel.view.rollout_rows import Row, StepRows, legend, number, prompt_text, summary, verdicts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from keel.types import KeelError
 from keel.view.address import CHOICES, KINDS, LARGEST, SEARCHED, Address
 from keel.view.frame import EVERY, LinkedTable, Shown, page, problem
 from keel.view.library import Library
-from keel.view.rows import (
+from keel.view.rollout_rows import (
     PREVIEW,
     Row,
     figure,

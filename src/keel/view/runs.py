@@ -13,7 +13,7 @@ from keel.types import KeelError
 from keel.view.address import Address
 from keel.view.frame import EVERY, LinkedTable, Problems, Shown, page, problem
 from keel.view.library import Library, formula_of, status_of
-from keel.view.rows import figure
+from keel.view.rollout_rows import figure
 
 SHOWN = ("reward", "episode/return", "eval/return", "loss")
 ACCURACY = ("eval/pass@1", "eval/accuracy")

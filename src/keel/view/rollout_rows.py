@@ -1,10 +1,10 @@
-"""The rollouts of a run: of one step, and of all steps to search and filter. Torch-free."""
+"""Recorded completions: of one step, of all steps to search, and as lines of tables. Torch-free."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
@@ -15,11 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from keel.analysis.text import visible
+from keel.analysis.token_values import Measure, Tokens
 from keel.runs.layout import FolderEntry, RunFolder
 from keel.runs.reader import Run, rows_of
-from keel.runs.rollouts import TERMS
+from keel.runs.rollouts import COMPONENT, EXTRA, TERMS
+from keel.types import shown_text
 from keel.view.address import Address
-from keel.view.rows import Row
 
 KEPT = 2**30
 """Bytes of tables that a search keeps; the files of what is beyond are read at each search."""
@@ -217,3 +219,88 @@ def step_rows(run: Run, stage: str, step: int) -> StepRows:
 @lru_cache(maxsize=STEPS)
 def _read(run: Run, stage: str, step: int, version: tuple[int, int]) -> StepRows:
     return StepRows(run.rollout_table(step, stage))
+
+
+PREVIEW = 160
+"""Characters of a text in a table."""
+Row = Mapping[str, Any]
+
+
+def summary(row: Row) -> dict[str, Any]:
+    """A completion in a line of a table: only texts and numbers, None if there is none."""
+    components = {name: figure(value) for name, value in row.items() if name.startswith(COMPONENT)}
+    own = [a for a, w in zip(row.get("advantages") or [], row["written"], strict=False) if w]
+    mean = sum(own) / len(own) if own else None
+    written = row["written"]
+    starts = sum(w and not before for before, w in zip([False, *written], written, strict=False))
+    out: dict[str, Any] = {"reward": figure(row["reward"])}
+    out |= components if len(components) > 1 else {}
+    out |= {"advantage": figure(mean), "length": sum(written), "finish": row["finish"]}
+    if row.get(EXTRA + "extracted") is not None:
+        out["extracted"] = visible(str(row[EXTRA + "extracted"]), 60)
+    return {**out, "turns": starts, "completion": visible(row["completion"], PREVIEW)}
+
+
+def legend(tokens: Tokens, measure: Measure) -> str:
+    """What the colours mean."""
+    full = tokens.scale(measure)
+    if measure.key == "ratios":
+        return f"blue above 1, vermilion below; full colour at a factor of {math.exp(full):.3g}"
+    if measure.signed:
+        return f"blue above 0, vermilion below; full colour at ±{full:.3g} {measure.unit}"
+    sign = "−" if measure.key == "log_probs" else ""
+    return f"no colour at 0, full colour at {sign}{full:.3g} {measure.unit}"
+
+
+def prompt_text(content: Any) -> str:
+    """A prompt as text; of a conversation each message with its role."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(f"{turn['role']}: {shown_text(turn)}" for turn in content)
+
+
+def figure(value: float | None) -> float | None:
+    """A number of four figures, whole from 10,000 on, which a table sorts as a number."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.4g}") if abs(value) < 10_000 else float(round(value))
+
+
+def number(value: float | None) -> str:
+    """A number as text; a dash if there is none."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one reward says of a completion: its score, and what it recorded with it."""
+
+    name: str
+    score: float | None
+    words: tuple[tuple[str, str], ...]
+
+
+def verdicts(row: Row) -> list[Verdict]:
+    """Each component of the reward with its words, as a judge's `judge_reason`; then the rest.
+
+    An extra belongs to the component with the longest name that it begins with. Empty texts are
+    left out.
+    """
+    extras = {
+        name.removeprefix(EXTRA): str(value)
+        for name, value in row.items()
+        if name.startswith(EXTRA) and value not in (None, "")
+    }
+    scores = {
+        column.removeprefix(COMPONENT): value
+        for column, value in row.items()
+        if column.startswith(COMPONENT)
+    }
+    words: dict[str, list[tuple[str, str]]] = {name: [] for name in scores}
+    for key in [*extras]:
+        owners = [name for name in scores if key.startswith((f"{name}_", f"{name}/"))]
+        if owners:
+            owner = max(owners, key=len)
+            words[owner].append((key[len(owner) + 1 :], extras.pop(key)))
+    found = [Verdict(name, score, tuple(words[name])) for name, score in scores.items()]
+    return found + [Verdict(name, None, (("", text),)) for name, text in extras.items()]
