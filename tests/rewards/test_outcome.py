@@ -188,12 +188,6 @@ def test_wrong_models_are_named(options: dict[str, Any], says: str, tmp_path: Pa
         reward("outcome", around, options=options)
 
 
-def test_a_process_model_is_no_outcome_model(tmp_path: Path, around: RewardContext) -> None:
-    save_model(tmp_path, "process")
-    with pytest.raises(KeelError, match="2 labels, so it is not an outcome reward model"):
-        outcome(tmp_path, around)
-
-
 # ---------------------------------------------------------------- in a process of its own
 
 

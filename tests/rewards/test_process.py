@@ -116,12 +116,6 @@ def test_steps_are_not_normalised_here(folder: Path, around: RewardContext) -> N
     assert sum(x for x in scored if x is not None) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_an_outcome_model_is_no_process_model(tmp_path: Path, around: RewardContext) -> None:
-    save_model(tmp_path, "outcome")
-    with pytest.raises(KeelError, match=r"reward 'process': .*a process reward model"):
-        process(tmp_path, around)
-
-
 # ---------------------------------------------------------------- places
 
 

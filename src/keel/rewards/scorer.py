@@ -9,6 +9,7 @@ and after it the length penalty of DAPO.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -71,13 +72,13 @@ class Scorer:
         self.tasks = dict(tasks or {})
         self.by_task_alone = not functions
         self.functions = tuple(functions) or (load_reward(RewardSource(function=TASK)),)
-        self.timeout = timeout
-        self.on_error = on_error
         self.overlong_buffer = overlong_buffer
         self.max_tokens = max_tokens
         self.needed = needed
         self.loop = loop or LoopThread()
         self.stop = stop
+        limits: dict[str, Any] = {"timeout": timeout, "on_error": on_error, "loop": self.loop}
+        self._calls = functools.partial(StepCalls, self.functions, self.tasks, **limits)
         names = [f.name for f in self.functions]
         for name in names:
             if names.count(name) > 1 or name == OVERLONG:
@@ -157,15 +158,6 @@ class Scorer:
     def spending(self) -> list[str]:
         """The names of metrics that add up over calls, of rewards that cost money."""
         return [name for f in self.functions for name in getattr(f.function, "spending", ())]
-
-    def _calls(self) -> StepCalls:
-        return StepCalls(
-            self.functions,
-            self.tasks,
-            timeout=self.timeout,
-            on_error=self.on_error,
-            loop=self.loop,
-        )
 
     def close(self) -> None:
         """Close all rewards, even if some fail, and then the event loop that some use for it."""
