@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from keel.config.sources import RewardSource
-from keel.rewards import load_reward
+from keel.rewards import Scorer, load_reward
 from keel.rewards.judge.questions import (
     Judgement,
     PairVerdict,
@@ -268,6 +268,18 @@ def test_two_judges_have_their_own_labels_and_files(tmp_path: Path) -> None:
         assert "one_reason" in one.extras
         assert len(server.log) == 2
         assert {path.name for path in tmp_path.iterdir()} == {"one.sqlite", "other.sqlite"}
+
+
+def test_the_scorer_says_what_its_judges_cost() -> None:
+    with JudgeServer() as server:
+        options = {"model": "m", "url": server.url, "label": "one"}
+        judging = load_reward(RewardSource(function="judge", options=options))
+        scorer = Scorer([judging, load_reward(RewardSource(function="repetition"))])
+        scorer([group(["a", "bb"])], 1)
+        assert scorer.spending == ["one/asked", "one/tokens", "one/dollars"]
+        total = sum(server.billed)
+        assert scorer.paid() == [f"judge 'one': 2 answers for $0 ({total} tokens)"]
+        scorer.close()
 
 
 def test_nothing_to_judge(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_budget_waits_for_requests_in_progress() -> None:
         answers = ["a" * n for n in range(8)]
         call_once = made(server.url, **keys)
         call(call_once, answers)
-        spent = call_once.account().spent.tokens
+        spent = call_once.asker.store.account().spent.tokens
         call_once.close()
         body = server.log[0].body
         one = JudgeOptions(model="m", max_tokens=1000).worst(body).tokens

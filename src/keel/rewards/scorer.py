@@ -23,7 +23,7 @@ from keel.config.sources import RewardSource
 from keel.platform.calls import LoopThread
 from keel.rewards.calls import Overlap, RewardBatch, StepCalls, column_names, without_stop
 from keel.rewards.outputs import RewardOutput, join_logs
-from keel.rewards.registry import RESERVED, TASK, NamedReward, load_reward
+from keel.rewards.registry import MADE, RESERVED, TASK, NamedReward, load_reward
 from keel.rewards.rules import overlong_penalty
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step, Task
 
@@ -157,7 +157,16 @@ class Scorer:
     @property
     def spending(self) -> list[str]:
         """The names of metrics that add up over calls, of rewards that cost money."""
-        return [name for f in self.functions for name in getattr(f.function, "spending", ())]
+        return [name for reward in self._paying() for name in reward.spending]
+
+    def paid(self) -> list[str]:
+        """A line for each reward that costs money, with what was spent."""
+        return [reward.paid() for reward in self._paying()]
+
+    def _paying(self) -> list[Any]:
+        """The built-in rewards that cost money."""
+        made = [f.function for f in self.functions if f.source.function in MADE]
+        return [reward for reward in made if hasattr(reward, "paid")]
 
     def close(self) -> None:
         """Close all rewards, even if some fail, and then the event loop that some use for it."""

@@ -36,7 +36,6 @@ from keel.models.reference import load_teacher, reference_for
 from keel.models.sharded import mesh_of, shard
 from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.platform.files import make_folder
-from keel.rewards.judge.reward import Judge
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training import rl
@@ -211,11 +210,8 @@ def show(run: RunContext, stage: RolloutStage, loop: rl.RLLoop, progress: Progre
 def note_costs(stage: RolloutStage, loop: rl.RLLoop) -> None:
     """A line for each judge of the stage: its cost, with that of evaluations and of earlier runs
     that share its cache."""
-    for function in loop.sampler.scorer.functions:
-        if isinstance(function.function, Judge):
-            account, label = function.function.account(), function.function.options.label
-            paid = f"{account.answers} answers for {account.spent}"
-            loop.writer.note(f"{stage.name}: judge {label!r}: {paid}")
+    for line in loop.sampler.scorer.paid():
+        loop.writer.note(f"{stage.name}: {line}")
 
 
 def build_loop(
