@@ -110,18 +110,6 @@ def test_every_row_is_explained(name: str, context: Setting) -> None:
     assert all(term.equations for term in found.terms if term.kind != "none")
 
 
-def test_kinds_of_one_choice_read_differently() -> None:
-    for table in (
-        samples.ADVANTAGES,
-        samples.RATIOS,
-        samples.SURROGATES,
-        samples.WEIGHTS,
-        samples.DIVERGENCES,
-    ):
-        texts = {explain_algorithm(algorithm).unicode() for algorithm in table.values()}
-        assert len(texts) == len(table)
-
-
 # ---------------------------------------------------------------- models
 
 

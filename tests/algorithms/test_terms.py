@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import (
     Cispo,
     Clip,
@@ -17,7 +16,6 @@ from keel.algorithms.surrogates import (
     SurrogateTerm,
     Unclipped,
 )
-from tests.algorithms import samples
 
 OTHER = {"low": 0.1, "high": 0.3, "dual": 1.5, "cap": 1.2, "floor": 0.9}
 """Values other than the defaults; 2.0 for any other parameter."""
@@ -56,9 +54,3 @@ def test_surrogate_parameter_reaches_its_function(term: type[SurrogateTerm], nam
 )
 def test_surrogate_edges(term: SurrogateTerm, edges: tuple[float, float]) -> None:
     assert term.edges == edges
-
-
-def test_every_kind_of_surrogate_is_in_the_schema() -> None:
-    schema = Algorithm.model_json_schema()["properties"]["surrogate"]
-    kinds = {term.model_fields["kind"].default for term in SurrogateTerm.__subclasses__()}
-    assert set(schema["discriminator"]["mapping"]) == kinds == samples.kinds(samples.spec.Surrogate)

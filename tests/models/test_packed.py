@@ -13,22 +13,6 @@ from keel.models.packed import Packed, pack
 from tests.engines.tiny import tiny
 
 
-def test_an_example() -> None:
-    packed = pack(
-        [torch.tensor([5, 6, 7]), torch.tensor([8, 9]), torch.tensor([1, 2, 3, 4])],
-        [
-            torch.tensor([False, True, True]),
-            torch.tensor([], dtype=torch.int64),
-            torch.tensor([1, 3]),
-        ],
-    )
-    assert packed.tokens_T.tolist() == [5, 6, 7, 8, 9, 1, 2, 3, 4]
-    assert packed.lengths == (3, 2, 4)
-    assert packed.target_N.tolist() == [1, 2, 6, 8]
-    assert packed.positions().tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
-    assert packed.scored().tolist() == [6, 7, 2, 4]
-
-
 @settings(deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), max_size=5))
 def test_targets_are_those_of_the_masks(masks: list[list[bool]]) -> None:

@@ -125,10 +125,3 @@ def test_with_discount_1_the_gradient_is_that_of_the_divergence_of_completions(s
     found = expected_gradient(model, teacher_ZV, algorithm(1.0))
     wanted = divergence_of_completions(model, teacher_ZV)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-
-
-def test_a_teacher_equal_to_the_policy_gives_no_gradient() -> None:
-    model, _ = drawn(3)
-    for gamma in (0.0, 1.0):
-        found = expected_gradient(model, model.logits_ZV, algorithm(gamma))
-        assert torch.equal(found, torch.zeros_like(found))

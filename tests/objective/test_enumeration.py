@@ -59,16 +59,6 @@ def parameter() -> Tensor:
     return POLICY.clone().requires_grad_()
 
 
-def test_the_model_is_a_distribution() -> None:
-    loops.close(whole(POLICY).exp().sum(), torch.tensor(1.0))
-    # Each state's tokens follow the states' own distribution.
-    visits = torch.zeros(13, dtype=torch.float64).index_add(
-        0, STATE, whole(POLICY).exp().repeat_interleave(3)
-    )
-    loops.close(visits[[0]], [1.0])
-    loops.close(visits[1:4].sum(), torch.tensor(1.0))
-
-
 # ---------------- the table: whole sequences, and token by token with states held fixed
 
 

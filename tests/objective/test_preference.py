@@ -89,10 +89,6 @@ def test_label_cross_entropy_is_the_softmax_of_two_classes() -> None:
     target = torch.stack([1 - SHARE, SHARE], dim=1)
     expected = torch.nn.functional.cross_entropy(two, target, reduction="none")
     loops.close(preference.label_cross_entropy(GAP, SHARE), expected)
-    # Only the difference of a step's two logits counts.
-    shifted = torch.stack([GAP + 3, CHOSEN], dim=1)
-    expected = torch.nn.functional.cross_entropy(shifted, target, reduction="none")
-    loops.close(preference.label_cross_entropy(CHOSEN - GAP - 3, SHARE), expected)
 
 
 # ---------------------------------------------------------------- laws
@@ -114,14 +110,6 @@ def test_a_tie_is_least_where_the_scores_are_equal() -> None:
     for move in (-1e-3, 1e-3):
         assert bool((preference.bradley_terry(CHOSEN + move, CHOSEN, tie, NONE) > level).all())
     assert preference.dpo(NONE, tie, beta=0.1, smoothing=0.0).tolist() == [math.log(2)] * C
-
-
-def test_a_margin_asks_for_more() -> None:
-    """A preferred answer that leads by the margin is believed no more than one half."""
-    led = preference.bradley_terry(REJECTED + MARGIN, REJECTED, ONE, MARGIN)
-    loops.close(led, math.log(2) * ONE)
-    without = preference.bradley_terry(CHOSEN, REJECTED, SHARE, NONE)
-    assert bool((preference.bradley_terry(CHOSEN, REJECTED, SHARE, MARGIN) > without).all())
 
 
 def test_scores_are_free_up_to_a_constant_and_centering_is_not() -> None:

@@ -182,18 +182,6 @@ def test_tokens_without_mass_are_never_chosen(cut: dict[str, float], vocabulary:
 
 
 @pytest.mark.parametrize("cut", [*CUTS, {"temperature": 0}], ids=str)
-@pytest.mark.parametrize("vocabulary", [1, 3, 70, 2000])
-def test_one_token_is_left(cut: dict[str, float], vocabulary: int) -> None:
-    logits = torch.full((4, vocabulary), -torch.inf)
-    places = torch.tensor([0, vocabulary // 2, vocabulary - 1, vocabulary // 3])
-    logits[torch.arange(4), places] = torch.tensor([-3.0, 0.0, 1e30, -1e-30])
-    uniform = torch.tensor([0, LAST, 0.5, 1e-300], dtype=torch.float64)
-    tokens, log_probs = sample_tokens(logits, uniform, Sampling(1, **cut))
-    assert torch.equal(tokens, places)
-    assert not log_probs.any()
-
-
-@pytest.mark.parametrize("cut", [*CUTS, {"temperature": 0}], ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 50, 64, 3000])
 @pytest.mark.parametrize("number", [0, 0.4, LAST])
 def test_logits_that_are_not_finite_are_told(
