@@ -71,8 +71,6 @@ def test_gradients_equal_the_stock_models(family: str) -> None:
 
 # ---------------------------------------------------------------- refused
 
-PREPARE = {"logits": probe.prepare, "hidden states": probe.prepare_backbone}
-
 
 def test_the_probe_refuses_a_leak_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
@@ -84,14 +82,14 @@ def test_the_probe_refuses_a_leak_between_sequences(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("what", ["logits", "hidden states"])
 def test_the_probe_refuses_positions_that_do_not_restart(
-    what: str, monkeypatch: pytest.MonkeyPatch
+    what: probe.Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "keel.models.packed.Packed.positions", lambda self: torch.arange(len(self.tokens_T))
     )
     model = stir(build_model(build("gpt2"), 0, torch.float32))
     with pytest.raises(KeelError, match=f"'gpt2' fails the packing probe: the {what}"):
-        PREPARE[what](model, False)
+        probe.prepare(model, False, what)
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
@@ -119,11 +117,11 @@ IN_BFLOAT16 = [(torch.float32, "bfloat16"), (torch.bfloat16, False)]
     [(*IN_BFLOAT16[0], "logits"), (*IN_BFLOAT16[1], "hidden states")],
 )
 def test_the_probe_does_not_measure_rounding(
-    dtype: torch.dtype, autocast: Autocast, what: str
+    dtype: torch.dtype, autocast: Autocast, what: probe.Output
 ) -> None:
     model = deep_model(dtype)
     before = copy.deepcopy(model.state_dict())
-    PREPARE[what](model, autocast)
+    probe.prepare(model, autocast, what)
     for name, weight in model.state_dict().items():
         assert weight.dtype == dtype
         assert torch.equal(weight, before[name]), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -215,36 +216,6 @@ def test_a_missing_folder(tmp_path: Path) -> None:
     refused(tmp_path / "file", "is no folder")
 
 
-def test_a_folder_without_a_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    refused(folder, "has no config.json: give a folder")
-
-
-def test_pickled_weights_only(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    refused(folder, "holds no weights")
-    torch.save({}, folder / "pytorch_model.bin")
-    refused(folder, "pickled weights only")
-
-
-def test_broken_files(folder: Path) -> None:
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[:100])
-    refused(folder, "does not load")
-    (folder / "model.safetensors").write_bytes(weights)
-    (folder / "tokenizer.json").unlink()
-    refused(folder, "has no tokenizer that loads")
-    (folder / "config.json").write_text("{")
-    refused(folder, "has no config that loads")
-
-
-def test_incomplete_weights(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    refused(folder, "lacks 1 weights, lm_head.weight among them")
-
-
 def edit(file: Path, **changes: object) -> None:
     content = json.loads(file.read_text())
     content |= changes
@@ -283,26 +254,6 @@ def test_a_classifier_from_a_language_models_backbone_ignores_its_output_layer(
     load_reward_model(Model(name=str(folder), device="cpu"), "outcome")
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("{", "generation_config.json cannot be read"),
-        ("[1]", "generation_config.json cannot be read"),
-        ('{"eos_token_id": "<eos>"}', "eos_token_id = '<eos>' in its generation_config.json"),
-        (
-            '{"eos_token_id": [1, 17]}',
-            "eos_token_id = 17 .* is no token of the model, which has 17",
-        ),
-    ],
-)
-def test_a_generation_config_that_cannot_be_used_is_refused(
-    folder: Path, content: str, reason: str
-) -> None:
-    """transformers passes it over, and completions would no longer end at its tokens."""
-    (folder / "generation_config.json").write_text(content)
-    refused(folder, reason)
-
-
 def test_no_end_of_sequence_token(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", eos_token=None)
     load_policy(Model(name=str(folder), device="cpu"), 0)  # the generation config has one
@@ -311,16 +262,56 @@ def test_no_end_of_sequence_token(folder: Path) -> None:
     refused(folder, "has no end-of-sequence token")
 
 
-def test_another_models_tokenizer(folder: Path) -> None:
-    BYTES.save_pretrained(folder)
-    refused(folder, "embeddings for 17 tokens but its tokenizer makes 258")
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
 
 
-def test_an_unsupported_family(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": "bloom"}))
-    refused(folder, "'bloom' is not supported: use one of .*llama")
-    (folder / "config.json").write_text(json.dumps({"model_type": "nosuch"}))
-    refused(folder, "has no config that loads")
+def cut_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+
+
+def without_head(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def removed(file: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).unlink()
+
+
+def written(file: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / file).write_text(text)
+
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+FAULTS: list[tuple[Callable[[Path], object], str]] = [
+    (removed(CONFIG), "has no config.json: give a folder"),
+    (written(CONFIG, "{"), "has no config that loads"),
+    (written(CONFIG, '{"model_type": "nosuch"}'), "has no config that loads"),
+    (written(CONFIG, '{"model_type": "bloom"}'), "'bloom' is not supported: use one of .*llama"),
+    (removed("model.safetensors"), "holds no weights"),
+    (pickled, "pickled weights only"),
+    (cut_weights, "does not load"),
+    (without_head, "lacks 1 weights, lm_head.weight among them"),
+    (removed("tokenizer.json"), "has no tokenizer that loads"),
+    (BYTES.save_pretrained, "embeddings for 17 tokens but its tokenizer makes 258"),
+    # transformers passes it over, and completions would no longer end at its tokens.
+    (written(GENERATION, "{"), "generation_config.json cannot be read"),
+    (written(GENERATION, "[1]"), "generation_config.json cannot be read"),
+    (written(GENERATION, '{"eos_token_id": "<eos>"}'), "eos_token_id = '<eos>' in its gen"),
+    (written(GENERATION, '{"eos_token_id": [1, 17]}'), "eos_token_id = 17 .*model, which has 17"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), FAULTS, ids=[reason for _, reason in FAULTS])
+def test_a_damaged_folder_is_refused(
+    damage: Callable[[Path], object], reason: str, folder: Path
+) -> None:
+    damage(folder)
+    refused(folder, reason)
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

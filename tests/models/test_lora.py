@@ -48,7 +48,7 @@ def test_the_reference_is_the_base_bit_for_bit(family: str) -> None:
     assert torch.equal(ours.scores(packed, 0.7).log_prob_N, moved), "the adapter is on again"
 
 
-def test_only_the_adapter_learns_also_after_the_reference_spoke(learnt: Policy) -> None:
+def test_only_the_adapter_learns_after_the_reference_too(learnt: Policy) -> None:
     packed, reference = _batch(learnt), reference_for(learnt)
     names = set(learnt.trainable())
     assert names

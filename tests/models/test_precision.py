@@ -9,7 +9,13 @@ from keel.config.model import Autocast
 from keel.learn.ranks import ONE
 from keel.models import precision
 from keel.models.families import uses_autocast
-from keel.models.precision import ProductTimes, is_open, rounding_effect, settle, time_products
+from keel.models.precision import (
+    ProductTimes,
+    needs_resolution,
+    resolve_autocast,
+    rounding_effect,
+    time_products,
+)
 from tests.cluster.updates import built, step
 from tests.models.tiny import batch, policy, spec
 
@@ -119,7 +125,7 @@ def test_only_auto_in_float32_is_left_to_a_timing() -> None:
         (True, "float32", False),
     ):
         model = spec(dtype=dtype, autocast=autocast)
-        assert is_open(model, policy(dtype=dtype)) is expected
-    made = policy(autocast="auto")
-    assert settle(spec(autocast="auto"), made, True).autocast == made.autocast == "bfloat16"
-    assert settle(spec(autocast="auto"), made, False).autocast is made.autocast is False
+        assert needs_resolution(model, policy(dtype=dtype)) is expected
+    made, asked = policy(autocast="auto"), spec(autocast="auto")
+    assert resolve_autocast(asked, made, True).autocast == made.autocast == "bfloat16"
+    assert resolve_autocast(asked, made, False).autocast is made.autocast is False

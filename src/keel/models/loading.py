@@ -276,6 +276,15 @@ def _options(spec: Model) -> dict[str, Any]:
 
 
 @contextmanager
+def naming_key(key: str) -> Iterator[None]:
+    """Errors of the block name `key` in place of `model.name`."""
+    try:
+        yield
+    except KeelError as error:
+        raise KeelError(str(error).replace("model.name", key)) from error
+
+
+@contextmanager
 def _loading(spec: Model, fault: str, hint: str) -> Iterator[None]:
     """Raise KeelError for whatever transformers, safetensors and the hub raise in the block."""
     try:

@@ -121,29 +121,23 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Within the block the model is its base, bit for bit."""
-    layers = [layer for _, layer in lora_layers(model)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-
-
-@contextmanager
 def reference_adapter(model: nn.Module) -> Iterator[None]:
-    """Within the block the frozen second adapter is active."""
-    layers = [layer for _, layer in lora_layers(model)]
+    """Within the block the frozen second adapter is active; without one the model is its base, bit
+    for bit."""
+    layers, second = [layer for _, layer in lora_layers(model)], has_reference(model)
     for layer in layers:
-        layer.set_adapter(REFERENCE, inference_mode=True)
+        if second:
+            layer.set_adapter(REFERENCE, inference_mode=True)
+        else:
+            layer.enable_adapters(False)
     try:
         yield
     finally:
         for layer in layers:
-            layer.set_adapter(POLICY)
+            if second:
+                layer.set_adapter(POLICY)
+            else:
+                layer.enable_adapters(True)
 
 
 def freeze_reference(model: PreTrainedModel) -> None:

@@ -77,13 +77,13 @@ def time_products(model: PreTrainedModel) -> ProductTimes:
     return ProductTimes(totals[False], totals[True])
 
 
-def is_open(spec: Model, policy: Policy) -> bool:
+def needs_resolution(spec: Model, policy: Policy) -> bool:
     """Whether `model.autocast` leaves it to a timing what the policy computes in."""
     on_cpu = policy.device.type == "cpu" and policy.model.dtype == torch.float32
     return spec.autocast == "auto" and on_cpu
 
 
-def settle(spec: Model, policy: Policy, bfloat16: bool) -> Model:
+def resolve_autocast(spec: Model, policy: Policy, bfloat16: bool) -> Model:
     """Make the policy compute in bfloat16 or float32; the spec that other models follow."""
     policy.autocast = "bfloat16" if bfloat16 else False
     return spec.model_copy(update={"autocast": policy.autocast})

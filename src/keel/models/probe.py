@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,21 +48,16 @@ of a sparse model for a single token.
 """
 
 
-def prepare(model: PreTrainedModel, autocast: Autocast) -> None:
-    """Give a stock model packed attention, and refuse it if that changes its logits.
-
-    Raises KeelError with the family's name and the largest difference.
-    """
-    _prepare(model, autocast, "logits")
-
-
-def prepare_backbone(model: PreTrainedModel, autocast: Autocast) -> None:
-    """`prepare` for a model without a language head: its hidden states are compared."""
-    _prepare(model, autocast, "hidden states")
+Output = Literal["logits", "hidden states"]
 
 
 @torch.no_grad()
-def _prepare(model: PreTrainedModel, autocast: Autocast, what: str) -> None:
+def prepare(model: PreTrainedModel, autocast: Autocast, what: Output = "logits") -> None:
+    """Give a stock model packed attention, and refuse it if that changes `what` it computes.
+
+    Of a model without a language head the hidden states are compared. Raises KeelError with the
+    family's name and the largest difference.
+    """
     family = model.config.model_type
     sequences = probe_sequences(model)
     rounds = model.dtype == torch.bfloat16 or uses_autocast(model, autocast)
@@ -132,7 +128,7 @@ def probe_sequences(model: PreTrainedModel) -> list[Tensor]:
 
 
 def _stock(
-    model: PreTrainedModel, sequences: list[Tensor], autocast: Autocast, what: str
+    model: PreTrainedModel, sequences: list[Tensor], autocast: Autocast, what: Output
 ) -> Tensor:
     """Logits or hidden states of every position, one sequence at a time."""
     module = model if what == "logits" else model.base_model
@@ -143,7 +139,7 @@ def _stock(
 
 
 def _packed(
-    model: PreTrainedModel, sequences: list[Tensor], autocast: Autocast, what: str
+    model: PreTrainedModel, sequences: list[Tensor], autocast: Autocast, what: Output
 ) -> Tensor:
     """The same of the packed path."""
     packed = pack(sequences, [torch.zeros(0, dtype=torch.long)] * len(sequences), model.device)

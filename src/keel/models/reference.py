@@ -16,7 +16,7 @@ from keel.config.model import Autocast, Model, TeacherModel
 from keel.models import lora
 from keel.models.families import head_of, hidden_states
 from keel.models.head import Head, log_probs
-from keel.models.loading import load_model, load_tokenizer, read_config
+from keel.models.loading import load_model, load_tokenizer, naming_key, read_config
 from keel.models.packed import Packed
 from keel.models.policy import Policy
 from keel.models.probe import prepare
@@ -118,9 +118,7 @@ class AdapterOff(Reference):
         super().__init__(policy.model, policy.autocast, policy.tokens)
 
     def hidden(self, packed: Packed) -> Float[Tensor, "N H"]:
-        second = lora.has_reference(self.model)
-        active = lora.reference_adapter if second else lora.adapter_off
-        with active(self.model):
+        with lora.reference_adapter(self.model):
             return super().hidden(packed)
 
     def refresh(self, policy: Policy) -> None:
@@ -159,10 +157,8 @@ def load_teacher(
     """
     check_teacher(choice, policy, spec, longest)
     own = teacher_spec(choice, spec)
-    try:
+    with naming_key("teacher.name"):
         model = load_model(own, seed=0)
-    except KeelError as error:
-        raise _renamed(error) from error
     prepare(model, own.autocast)
     return FrozenPolicy(model.requires_grad_(False).eval(), own.autocast, policy.tokens)
 
@@ -174,10 +170,8 @@ def check_teacher(choice: TeacherModel, policy: Policy, spec: Model, longest: in
     its tokenizer, or where its vocabulary or its context is too small.
     """
     own, where = teacher_spec(choice, spec), f"teacher.name = {choice.name!r}"
-    try:
+    with naming_key("teacher.name"):
         config, tokenizer = read_config(own).get_text_config(), load_tokenizer(own)
-    except KeelError as error:
-        raise _renamed(error) from error
     _check_tokens(where, tokenizer, policy.tokenizer)
     if config.vocab_size < policy.tokens:
         raise KeelError(
@@ -214,7 +208,3 @@ def _check_tokens(
             f"tokens differ, {token!r} ({at}) among them, which it {there}: choose a teacher of "
             "the policy's own family"
         )
-
-
-def _renamed(error: KeelError) -> KeelError:
-    return KeelError(str(error).replace("model.name", "teacher.name"))

@@ -34,7 +34,7 @@ from keel.models.loading import (
 )
 from keel.models.packed import Packed, pack, sizes_on
 from keel.models.policy import Policy
-from keel.models.probe import prepare_backbone
+from keel.models.probe import prepare
 from keel.models.text import encode_text, split_steps
 from keel.models.tokenizer_round_trip import quiet
 from keel.types import Content, KeelError, Prompt, Tools
@@ -294,7 +294,7 @@ def reward_model_from(
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     model = model.to(policy.device)
-    prepare_backbone(model, policy.autocast)
+    prepare(model, policy.autocast, "hidden states")
     _add_adapter(model, adapter, seed, policy.revision)
     policy.set_checkpointing(model)
     return RewardModel(model, tokenizer, kind, autocast=policy.autocast)
@@ -328,7 +328,7 @@ def load_reward_model(spec: Model, kind: Kind) -> RewardModel:
         )
     silence_dropout(model)
     model = model.to(choose_device(spec.device)).requires_grad_(False)
-    prepare_backbone(model, spec.autocast)
+    prepare(model, spec.autocast, "hidden states")
     return RewardModel(model.eval(), load_tokenizer(spec), kind, autocast=spec.autocast)
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from keel.config.model import Autocast, Model
 from keel.models.families import hidden_states
 from keel.models.head import ValueHead
-from keel.models.loading import load_model
+from keel.models.loading import load_model, naming_key
 from keel.models.lora import plain_copy
 from keel.models.packed import Packed
 from keel.models.policy import Policy
@@ -56,10 +56,8 @@ def load_critic(name: str, policy: Policy, spec: Model, seed: int) -> Critic:
     KeelError where it does not load or its vocabulary is too small.
     """
     own = {"name": name, "build": None, "revision": None, "lora": None}
-    try:
+    with naming_key("value.name"):
         model = load_model(spec.model_copy(update=own), seed)
-    except KeelError as error:
-        raise KeelError(str(error).replace("model.name", "value.name")) from error
     rows = model.get_input_embeddings().weight.shape[0]
     if rows < len(policy.tokenizer):
         raise KeelError(

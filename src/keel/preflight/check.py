@@ -25,7 +25,7 @@ from keel.learn.optimizer import trainable
 from keel.models.chat import ChatEncoder
 from keel.models.kernels.build import fingerprint
 from keel.models.policy import Policy, load_policy
-from keel.models.precision import is_open, settle, time_products
+from keel.models.precision import needs_resolution, resolve_autocast, time_products
 from keel.models.reference import load_teacher
 from keel.models.value import load_critic
 from keel.platform.memory import free_memory
@@ -174,10 +174,10 @@ def _total(stages: Sequence[StageReport]) -> dict[str, float]:
 
 def _settled(recipe: Recipe, policy: Policy) -> tuple[Recipe, dict[str, Figure]]:
     """The recipe with what `model.autocast = "auto"` stands for here, and the figure of it."""
-    if not is_open(recipe.model, policy):
+    if not needs_resolution(recipe.model, policy):
         return recipe, {}
     times = time_products(policy.model)
-    model = settle(recipe.model, policy, times.bfloat16_pays)
+    model = resolve_autocast(recipe.model, policy, times.bfloat16_pays)
     chosen = "bfloat16" if times.bfloat16_pays else "float32"
     return recipe.model_copy(update={"model": model}), {"autocast": f"{chosen}, since {times}"}
 

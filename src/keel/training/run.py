@@ -18,7 +18,7 @@ from keel.learn.token_budget import LESS, oom_context
 from keel.models.kernels.build import fingerprint
 from keel.models.loading import describe_model
 from keel.models.policy import Policy, load_policy
-from keel.models.precision import is_open, settle, time_products
+from keel.models.precision import needs_resolution, resolve_autocast, time_products
 from keel.platform.files import make_folder, write_text
 from keel.platform.signals import Interrupt, ProcessLost, keep_freed
 from keel.platform.time_limit import Hung
@@ -187,7 +187,7 @@ def settle_autocast(recipe: Recipe, policy: Policy, writer: RunWriter) -> Recipe
 
     A timing decides once; run.json keeps the decision, so that a resumed run computes the same.
     """
-    if not is_open(recipe.model, policy):
+    if not needs_resolution(recipe.model, policy):
         return recipe
     chosen = read_run_json(writer.folder).get("autocast")
     if chosen is None:
@@ -195,7 +195,7 @@ def settle_autocast(recipe: Recipe, policy: Policy, writer: RunWriter) -> Recipe
         chosen = "bfloat16" if times.bfloat16_pays else "float32"
         writer.note(f'model.autocast = "auto": {chosen} from here on, since {times}')
         update_run_json(writer.folder, {"autocast": chosen})
-    model = settle(recipe.model, policy, chosen == "bfloat16")
+    model = resolve_autocast(recipe.model, policy, chosen == "bfloat16")
     return recipe.model_copy(update={"model": model})
 
 

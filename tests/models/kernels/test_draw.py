@@ -184,7 +184,7 @@ def test_tokens_without_mass_are_never_chosen(cut: dict[str, float], vocabulary:
 @pytest.mark.parametrize("cut", [*CUTS, {"temperature": 0}], ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 50, 64, 3000])
 @pytest.mark.parametrize("number", [0, 0.4, LAST])
-def test_logits_that_are_not_finite_are_told(
+def test_logits_that_are_not_finite_are_reported(
     cut: dict[str, float], vocabulary: int, number: float
 ) -> None:
     """Wherever in the row: one of a vector, or after the last whole one."""
