@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.platform.processes import descendants
+
 WAIT = 300.0
 """Seconds: Ray alone takes 15 to start, and each of its processes imports torch."""
 WORDS = (
@@ -53,32 +55,9 @@ def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
         time.sleep(0.02)
 
 
-def workers(kind: str, since: int) -> list[int]:
-    """The processes of Ray of one kind, as `RolloutHost`, started after the process `since`.
-
-    A run's processes do not descend from it, but have the address of its Ray in their arguments.
-    """
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (place / "cmdline").read_bytes()
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        if words.startswith(f"ray::{kind}".encode()) and _ancestor(parent, since):
-            found.append(int(place.name))
-    return sorted(found)
-
-
-def _ancestor(process: int, of: int) -> bool:
-    """Whether a process is `of` or descends from it."""
-    while process > 1 and process != of:
-        try:
-            text = Path(f"/proc/{process}/stat").read_text()
-        except OSError:
-            return False
-        process = int(text.rpartition(")")[2].split()[1])
-    return process == of
+def workers(kind: str, run: int) -> list[int]:
+    """The processes of Ray of one kind, as `RolloutHost`, that a run has started."""
+    return sorted(one.pid for one in descendants(run) if one.command.startswith(f"ray::{kind}"))
 
 
 def kill(run: subprocess.Popen[str], kind: str, number: int = 0) -> int:

@@ -6,9 +6,11 @@ import copy
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from keel.algorithms.presets import PRESETS
 from keel.cluster.parts import Member
 from keel.cluster.rank_stage import SharedEngine
-from keel.cluster.ranks import start
+from keel.cluster.ranks import RankGroup, start
 from keel.config.model import BuildModel, Model
 from keel.config.sampling import Rollout
 from keel.engines.registry import build_engine
@@ -39,18 +41,27 @@ from tests.cluster.updates import built, parts_of
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def _functions_of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _functions_of_tests() -> Iterator[None]:
     """The ranks call functions of these modules."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-
-
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
-"""127.0.0.1 and ::1, as in /proc/net/tcp and tcp6."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        yield
 
 
 def itself(ranks: Ranks) -> Ranks:
     return ranks
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankGroup[Any]]:
+    """Two ranks, whose members the tests build; groups of others come before it in this module."""
+    with start(2, itself, itself, 1) as group:
+        yield group
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+"""127.0.0.1 and ::1, as in /proc/net/tcp and tcp6."""
 
 
 def listening(ranks: Ranks) -> list[set[str]]:
@@ -87,10 +98,77 @@ def test_a_rank_that_hangs_is_named_after_the_deadline(
     """Not the third, which ends since it waits for the second too."""
     monkeypatch.setattr("keel.cluster.ranks.PATIENCE", 3.0)
     with (
-        pytest.raises(ProcessLost, match=r"no answer within 20 s from rank 1 \(process \d+\):"),
-        start(3, hanging.itself, hanging.itself, 1, deadline=20) as group,
+        pytest.raises(ProcessLost, match=r"no answer within 8 s from rank 1 \(process \d+\):"),
+        start(3, hanging.itself, hanging.itself, 1, deadline=8) as group,
     ):
         group.call(hanging.stopped, wait)
+
+
+def written(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
+    """What each rank's part is written of, after an update, whole."""
+    algorithm, batch = PRESETS["ppo"].algorithm, parts_of(learner, "ppo", 0)[0].batch
+    learner.update(algorithm, batch, 0.05, (1e-3, 1e-3))
+    for place in ("one", "two"):
+        path = folder / place
+        path.mkdir(exist_ok=True)
+        learner.save(path)
+    assert learner.reference is not None
+    assert learner.critic is not None
+    assert learner.value_optimizer is not None
+    every = {
+        "optimizer": learner.optimizer.state(),
+        "value_optimizer": learner.value_optimizer.state(),
+        "critic": learner.critic.state_dict(),
+        "reference": learner.reference.state(),
+    }
+    return {
+        f"{name}/{key}": value for name, tensors in every.items() for key, value in wholes(tensors)
+    }
+
+
+def moments_read(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
+    """The moments that sharded parameters take from a checkpoint, whole; each rank reads a part."""
+    restore_optimizers(folder, learner.optimizers)
+    return {
+        f"{name}/{key}": value
+        for name, optimizer in learner.optimizers.items()
+        for key, value in wholes(optimizer.state())
+    }
+
+
+def test_sharded_checkpoint_is_read_by_any_number_of_ranks(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    build = partial(built, "ppo", False)
+    with start(3, build, build, 1) as group:
+        wanted = group.call(written, tmp_path)
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert len(names) == 12
+    assert names[0] == "critic-00001-of-00003.safetensors"
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    sizes = [(tmp_path / "one" / name).stat().st_size for name in names if "reference" in name]
+    assert max(sizes) < 0.5 * sum(sizes)  # no one writes it all
+
+    alone = built("ppo", False, ONE)
+    assert alone.critic is not None
+    found = moments_read(alone, tmp_path / "one")
+    restore_modules(tmp_path / "one", {"critic": alone.critic})
+    found |= {f"critic/{key}": value for key, value in alone.critic.state_dict().items()}
+    found |= {f"reference/{k}": v for k, v in read_reference(tmp_path / "one").items()}
+    assert_same(found, wanted)
+
+    pair: RankGroup[Any] = request.getfixturevalue("pair")  # after the three have ended
+    pair.build(build, build)
+    shared = pair.call(moments_read, tmp_path / "one")
+    assert_same(shared, {name: value for name, value in wanted.items() if "optimizer/" in name})
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert wanted
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
 
 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
@@ -138,10 +216,10 @@ def with_bad_moment(learner: Learner) -> list[str]:
     return learner.ranks.gather(error)
 
 
-def test_nan_in_one_shard_of_the_weights_is_named_on_every_rank() -> None:
+def test_nan_in_one_shard_of_the_weights_is_named_on_every_rank(pair: RankGroup[Any]) -> None:
     build = partial(built, "grpo", False)
-    with start(2, build, build, 1) as group:
-        found = group.call(with_bad_weight)
+    pair.build(build, build)
+    found = pair.call(with_bad_weight)
     assert found[0] == found[1]
     names, weight, cause = found[0]
     assert "loss" in names
@@ -151,78 +229,21 @@ def test_nan_in_one_shard_of_the_weights_is_named_on_every_rank() -> None:
     assert WEIGHT in cause.term
 
 
-def test_nan_in_one_shard_of_a_moment_is_named_on_every_rank() -> None:
+def test_nan_in_one_shard_of_a_moment_is_named_on_every_rank(pair: RankGroup[Any]) -> None:
     build = partial(built, "grpo", False)
-    with start(2, build, build, 1) as group:
-        found = group.call(with_bad_moment)
+    pair.build(build, build)
+    found = pair.call(with_bad_moment)
     assert found[0] == found[1]
     assert "the optimizer step made the weights" in found[0]
     assert WEIGHT in found[0]
 
 
-def written(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
-    """What each rank's part is written of, after an update, whole."""
-    algorithm, batch = PRESETS["ppo"].algorithm, parts_of(learner, "ppo", 0)[0].batch
-    learner.update(algorithm, batch, 0.05, (1e-3, 1e-3))
-    for place in ("one", "two"):
-        path = folder / place
-        path.mkdir(exist_ok=True)
-        learner.save(path)
-    assert learner.reference is not None
-    assert learner.critic is not None
-    assert learner.value_optimizer is not None
-    every = {
-        "optimizer": learner.optimizer.state(),
-        "value_optimizer": learner.value_optimizer.state(),
-        "critic": learner.critic.state_dict(),
-        "reference": learner.reference.state(),
-    }
-    return {
-        f"{name}/{key}": value for name, tensors in every.items() for key, value in wholes(tensors)
-    }
-
-
-def moments_read(learner: Learner, folder: Path) -> dict[str, torch.Tensor]:
-    """The moments that sharded parameters take from a checkpoint, whole; each rank reads a part."""
-    restore_optimizers(folder, learner.optimizers)
-    return {
-        f"{name}/{key}": value
-        for name, optimizer in learner.optimizers.items()
-        for key, value in wholes(optimizer.state())
-    }
-
-
-def test_sharded_checkpoint_is_read_by_any_number_of_ranks(tmp_path: Path) -> None:
-    build = partial(built, "ppo", False)
-    with start(3, build, build, 1) as group:
-        wanted = group.call(written, tmp_path)
-    names = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert len(names) == 12
-    assert names[0] == "critic-00001-of-00003.safetensors"
-    for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    sizes = [(tmp_path / "one" / name).stat().st_size for name in names if "reference" in name]
-    assert max(sizes) < 0.5 * sum(sizes)  # no one writes it all
-
-    alone = built("ppo", False, ONE)
-    assert alone.critic is not None
-    found = moments_read(alone, tmp_path / "one")
-    restore_modules(tmp_path / "one", {"critic": alone.critic})
-    found |= {f"critic/{key}": value for key, value in alone.critic.state_dict().items()}
-    found |= {f"reference/{k}": v for k, v in read_reference(tmp_path / "one").items()}
-    assert_same(found, wanted)
-
-    with start(2, build, build, 1) as group:
-        shared = group.call(moments_read, tmp_path / "one")
-    assert_same(shared, {name: value for name, value in wanted.items() if "optimizer/" in name})
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_reads_the_shards(tmp_path: Path) -> None:
+def test_torch_reads_the_shards(tmp_path: Path, pair: RankGroup[Any]) -> None:
     """By the reader of torch.distributed.checkpoint for safetensors, written apart from ours."""
     build = partial(built, "ppo", False)
-    with start(2, build, build, 1) as group:
-        wanted = group.call(written, tmp_path)
+    pair.build(build, build)
+    wanted = pair.call(written, tmp_path)
     place = tmp_path / "reference"
     place.mkdir()
     for path in (tmp_path / "one").glob("reference-*"):
@@ -238,13 +259,6 @@ def test_torch_reads_the_shards(tmp_path: Path) -> None:
         {f"reference/{name}": value for name, value in found.items()},
         {name: value for name, value in wanted.items() if name.startswith("reference/")},
     )
-
-
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert wanted
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value), name
 
 
 def in_bfloat16(ranks: Ranks) -> list[tuple[bool, float, float]]:
@@ -281,10 +295,10 @@ def in_bfloat16(ranks: Ranks) -> list[tuple[bool, float, float]]:
     return ranks.gather((exact, off, gap / largest))
 
 
-def test_layers_in_bfloat16_compute_as_under_autocast() -> None:
+def test_layers_in_bfloat16_compute_as_under_autocast(pair: RankGroup[Any]) -> None:
     """Within two units of bfloat16's last place (2⁻⁸): sums are rounded at other places."""
-    with start(2, itself, itself, 1) as group:
-        found = group.call(in_bfloat16)
+    pair.build(itself, itself)
+    found = pair.call(in_bfloat16)
     assert len(found) == 2
     for exact, logits, gradients in found:
         assert exact
@@ -304,17 +318,17 @@ def sampler() -> tuple[Policy, Engine]:
     return policy, build_engine(Rollout(), model=policy.model, tokenizer=policy.tokenizer)
 
 
-def test_prompt_twice_in_a_step_is_sampled_as_by_one_process() -> None:
+def test_prompt_twice_in_a_step_is_sampled_as_by_one_process(pair: RankGroup[Any]) -> None:
     """Its occurrences differ, and are those of one process, wherever they are in the step."""
     ids = ["a", "b", "a", "c", "d", "a"]
     columns = {"score": lambda: 1}  # rewards may have what no pickle holds
     prompts = [Prompt(name, "", columns, tokens=(ord(name) - 90, 5, 6)) for name in ids]
     sampling = Sampling(max_tokens=12)
     alone = sampler()[1].sample(prompts, 2, sampling, 7)
-    with start(2, sampled_by, sampled_by, 1) as group:
-        engine = SharedEngine(group, Capabilities(streams=True))
-        taken: dict[int, Group] = {}
-        shared = engine.sample(prompts, 2, sampling, 7, on_group=taken.__setitem__)
+    pair.build(sampled_by, sampled_by)
+    engine = SharedEngine(pair, Capabilities(streams=True))
+    taken: dict[int, Group] = {}
+    shared = engine.sample(prompts, 2, sampling, 7, on_group=taken.__setitem__)
     texts = [[c.text for c in found.completions] for found in shared]
     assert texts == [[c.text for c in found.completions] for found in alone]
     assert all(found.prompt is prompt for found, prompt in zip(shared, prompts, strict=True))

@@ -15,6 +15,7 @@ from keel.learn.ranks import Ranks
 from keel.types import KeelError
 from tests.cluster.commands import metrics, until_step
 from tests.cluster.test_processes import EVERY_TWO, train
+from tests.platform.processes import children
 from tests.soak.killing import differences
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -26,18 +27,12 @@ def torchrun(count: int, *words: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-def children(process: int) -> dict[int, int]:
+def ranks_of_torchrun(process: int) -> dict[int, int]:
     """The processes that torchrun has started, by their rank."""
     found = {}
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (place / "environ").read_bytes().split(b"\0")
-        except (OSError, IndexError):
-            continue
-        ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
-        if parent == process and ranks:
-            found[ranks[0]] = int(place.name)
+    for child in children(process):
+        words = Path(f"/proc/{child}/environ").read_text().split("\0")
+        found |= {int(word[5:]): child for word in words if word.startswith("RANK=")}
     return found
 
 
@@ -45,18 +40,18 @@ def children(process: int) -> dict[int, int]:
 def test_torchrun_trains_as_processes_of_keel_and_resumes_to_the_same_bytes(
     tmp_path: Path,
 ) -> None:
-    keys = ("algorithm=ppo", "steps=18")
+    keys = ("algorithm=ppo", "steps=12")
     sound = train(tmp_path / "whole", 2, *keys)
     folder = tmp_path / "run"
     run = torchrun(2, "train", "tiny", *EVERY_TWO, *keys, "--run", folder, "--quiet")
     until_step(run, folder, 3)
-    ranks = children(run.pid)
+    ranks = ranks_of_torchrun(run.pid)
     assert sorted(ranks) == [0, 1]
     os.kill(ranks[1], signal.SIGKILL)
     error = run.communicate(timeout=120)[1]
     assert run.returncode != 0
     assert "another rank of torchrun has ended" in error
-    assert len(metrics(folder)) < 18
+    assert len(metrics(folder)) < 12
     resumed = torchrun(2, "train", "--resume", "--run", folder, "--quiet")
     error = resumed.communicate(timeout=300)[1]
     assert resumed.returncode == 0, error

@@ -1,4 +1,4 @@
-"""Runs on several processes: as one process's, and what happens where a process ends."""
+"""Runs on several processes: as one process's, and what happens if a process ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-import time
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from keel.cluster.ranks import MODULE
 from keel.config.load import load_recipe
 from keel.learn.shards import described, load_parts
 from keel.training.loop import MAX_DIAGNOSED
 from keel.types import KeelError
 from tests.cluster.commands import finished, keel, metrics, until_step
+from tests.platform.processes import descendants, gone
 from tests.soak.killing import differences, whole
 
 TOLERANCE = 1e-5
-"""float32 sums in another order, over 24 steps at most of the recipe `tiny`."""
+"""float32 sums in another order, over 20 steps at most of the recipe `tiny`."""
 EVERY_TWO = ("threads=1", "checkpoints.every=2")
 
 
 def train(folder: Path, processes: int, *keys: str) -> Path:
     """A run of `tiny` to its end, on the CPU; its driver is forked, quicker than a command."""
     whole(load_recipe("tiny", [*EVERY_TWO, f"cluster.processes={processes}", *keys]), folder)
-    return folder
-
-
-def by_command(folder: Path, processes: int, *keys: str) -> Path:
-    """The same run by `keel train`, which prints nothing."""
-    run = keel("train", "tiny", *EVERY_TWO, f"cluster.processes={processes}", *keys,
-               "--run", folder, "--quiet")  # fmt: skip
-    assert finished(run) == ""
     return folder
 
 
@@ -112,74 +106,51 @@ def test_two_processes_skip_steps_as_one(tmp_path: Path) -> None:
     assert len(list((runs[1] / "faults").iterdir())) == MAX_DIAGNOSED
 
 
-def children(process: int) -> list[int]:
-    """The ranks that a process has started."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (place / "cmdline").read_bytes()
-        except (OSError, IndexError):
-            continue
-        if parent == process and b"keel.cluster.ranks" in words:
-            found.append(int(place.name))
-    return found
+def ranks_of(run: subprocess.Popen[str]) -> list[int]:
+    """The ranks that a command has started."""
+    return [one.pid for one in descendants(run.pid) if MODULE in one.command]
 
 
 @pytest.mark.slow
-def test_killed_rank_is_named_and_its_run_resumes_on_any_number(tmp_path: Path) -> None:
-    sound = train(tmp_path / "whole", 2, "steps=24")
-    killed = tmp_path / "killed"
-    keys = (*EVERY_TWO, "cluster.processes=2", "steps=24")
-    run = keel("train", "tiny", *keys, "--run", killed, "--quiet")
-    until_step(run, killed, 5)
-    (rank,) = children(run.pid)
+def test_a_run_that_is_ended_in_any_way_resumes(tmp_path: Path) -> None:
+    """By Ctrl-C; by the loss of a rank, which is named; and killed, its ranks with it. Then it ends
+    on any number of processes, on its own with the same bytes."""
+    sound = train(tmp_path / "whole", 2, "steps=20")
+    folder = tmp_path / "run"
+    keys = (*EVERY_TWO, "cluster.processes=2", "steps=20")
+    run = keel("train", "tiny", *keys, "--run", folder, "--quiet")
+    until_step(run, folder, 3)
+    for process in (run.pid, *ranks_of(run)):  # a terminal sends it to all of them
+        os.kill(process, signal.SIGINT)
+    run.communicate(timeout=60)
+    assert run.returncode == 130
+
+    run = keel("train", "--resume", "--run", folder, "--quiet")
+    until_step(run, folder, 7)
+    (rank,) = ranks_of(run)
     os.kill(rank, signal.SIGKILL)
-    began = time.monotonic()
     error = run.communicate(timeout=60)[1]
-    assert time.monotonic() - began < 60
     assert run.returncode == 2
     assert f"rank 1 (process {rank}) was killed by SIGKILL" in error
     assert "resume with: keel train --resume" in error
     assert error.count("\n") == 1
-    for processes in (1, 2, 3):
-        copy = shutil.copytree(killed, tmp_path / f"on-{processes}")
+
+    run = keel("train", "--resume", "--run", folder, "--quiet")
+    until_step(run, folder, 11)
+    ranks = descendants(run.pid)
+    assert ranks
+    run.kill()
+    run.communicate()
+    assert gone(ranks) == set()
+
+    for processes in (1, 3):
+        copy = shutil.copytree(folder, tmp_path / f"on-{processes}")
         recipe = copy / "recipe.toml"
         text = recipe.read_text().replace("processes = 2", f"processes = {processes}")
         recipe.write_text(text)
         whole(load_recipe(recipe), copy)
         assert_equal_runs(sound, copy)
-    assert differences(sound, tmp_path / "on-2") == []
-
-
-@pytest.mark.slow
-def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run = keel("train", "tiny", *EVERY_TWO, "cluster.processes=3", "--run", folder, "--quiet")
-    until_step(run, folder, 3)
-    ranks = children(run.pid)
-    assert len(ranks) == 2
-    run.kill()
-    run.communicate()
-    end = time.monotonic() + 60
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_with_a_checkpoint_and_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    sound = by_command(tmp_path / "whole", 2, "steps=24")
-    folder = tmp_path / "stopped"
-    keys = (*EVERY_TWO, "cluster.processes=2", "steps=24")
-    run = keel("train", "tiny", *keys, "--run", folder, "--quiet")
-    until_step(run, folder, 3)
-    for process in (run.pid, *children(run.pid)):  # a terminal sends it to all of them
-        os.kill(process, signal.SIGINT)
-    run.communicate(timeout=60)
-    assert run.returncode == 130
-    resumed = keel("train", "--resume", "--run", folder, "--quiet")
-    assert finished(resumed) == ""
+    assert finished(keel("train", "--resume", "--run", folder, "--quiet")) == ""
     assert differences(sound, folder) == []
 
 

@@ -42,7 +42,7 @@ def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path)
     """Two trainers; one of each kind is killed, then the process that runs the loop itself, and
     the resumed run is stopped by SIGTERM for all that it has started."""
     sound, killed = tmp_path / "whole", tmp_path / "killed"
-    keys = (*WORDS, *AHEAD, "steps=28", "cluster.processes=2")
+    keys = (*WORDS, *AHEAD, "steps=20", "cluster.processes=2", "cluster.rollout_workers=1")
     whole(load_recipe("tiny", keys), sound)
     assert max(row["rollout/staleness/max"] for row in metrics(sound)) == 2
     run = keel("train", "tiny", *keys, "--run", killed, "--quiet")
@@ -50,7 +50,7 @@ def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path)
     for step, kind in ((3, "RolloutHost"), (6, "RewardHost"), (9, "TrainerHost")):
         until_step(run, killed, step)
         notes.append((kind, kill(run, kind)))
-    until_step(run, killed, 12)
+    until_step(run, killed, 11)
     os.killpg(run.pid, signal.SIGKILL)
     run.communicate()
     events = (killed / "events.jsonl").read_text()
@@ -59,7 +59,7 @@ def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path)
         assert f"{name or 'trainer'} " in events
         assert f"(process {process} on " in events
     run = keel("train", "--resume", "--run", killed, "--quiet")
-    until_step(run, killed, 20)
+    until_step(run, killed, 14)
     os.killpg(run.pid, signal.SIGTERM)
     run.communicate(timeout=WAIT)
     assert run.returncode == 128 + signal.SIGTERM
@@ -77,16 +77,6 @@ def test_a_trainer_that_is_always_lost_ends_the_run_with_its_name(tmp_path: Path
     assert run.returncode == 2
     assert f"trainer 0 (process {process} on " in error
     assert "resume with: keel train --resume" in error
-
-
-@pytest.mark.slow
-def test_no_room_for_the_processes_is_one_line(tmp_path: Path) -> None:
-    keys = ("cluster.gpus=1", "cluster.deadline=5")
-    run = keel("train", "tiny", *WORDS, *keys, "--run", tmp_path / "run", "--quiet")
-    error = run.communicate(timeout=120)[1]
-    assert run.returncode == 2
-    assert "was not ready within 5 s: it needs 1 CPUs and 1 GPUs" in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

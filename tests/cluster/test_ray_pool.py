@@ -62,6 +62,16 @@ def test_a_unit_that_cannot_be_sent_fails_alone(ray: ModuleType) -> None:
         pool.submit(len).result(5)
 
 
+def test_no_room_for_a_process_is_one_line(ray: ModuleType) -> None:
+    resources = ray.Resources(cpus=1.0, gpus=1.0)
+    trainer = ray.started("trainer 0", resources, threads=1)
+    wanted = r"trainer 0 was not ready within 1 s: it needs 1 CPUs and 1 GPUs, .* or raise"
+    with pytest.raises(KeelError, match=wanted) as caught:
+        ray.RayGroup([trainer], 1.0).meet()
+    assert "\n" not in str(caught.value)
+    ray.ended([trainer])
+
+
 def test_a_reward_has_its_time_from_when_its_worker_begins(ray: ModuleType) -> None:
     """One worker calls them in turn: all three take longer together than one may."""
     from keel.cluster.ray_stage import RemoteReward, _RewardWorker

@@ -64,7 +64,7 @@ def built(
     device: Device = "cpu",
     autocast: Autocast = False,
 ) -> Learner:
-    """The learner of a preset, of a small Llama; sharded where there are several ranks."""
+    """The learner of a preset, of a small Llama; sharded if there are several ranks."""
     algorithm = PRESETS[name].algorithm
     build = BuildModel(hidden_size=32, layers=2, heads=4, kv_heads=2, context=64)
     adapter = Lora(rank=4, alpha=8.0) if lora else None

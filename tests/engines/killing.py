@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.platform.processes import Process, children
+
 KILL_AT = "KEEL_TEST_KILL_AT"
 """Variable with the step in which the server is killed; without it nothing is."""
 DONE = "KEEL_TEST_KILLED"
@@ -26,13 +28,8 @@ def right(
 
 def kill_server() -> int:
     """Kill the vLLM server that this process started, and return its number."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            command = (folder / "cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if parent == os.getpid() and b"vllm.entrypoints" in command:
-            os.kill(int(folder.name), signal.SIGKILL)
-            return int(folder.name)
+    for child in children():
+        if "vllm.entrypoints" in Process(child, 0).command:
+            os.kill(child, signal.SIGKILL)
+            return child
     raise AssertionError("this process has no server")

@@ -83,35 +83,22 @@ def test_it_draws_and_scores_as_the_modules_do(
     assert compared > 150
 
 
-def test_mistral_sees_through_its_own_window() -> None:
-    """Its layers read the window from the config, at their call."""
-    narrow, wide = (model_of("mistral", sliding_window=n) for n in (4, 64))
-    for window, model in ((4, narrow), (64, wide)):
-        found = compiled.compiled(model, 64)
-        assert found is not None
-        assert {block.rules.window for block in found._blocks} == {window}
-
-
 def test_what_is_built_otherwise_goes_through_its_own_modules() -> None:
     other = model_of("llama")
     other.config.hidden_act = "gelu"
     moving = model_of("llama", **rotary("dynamic"))
-    for model in (tiny("llama").double(), model_of("gemma2"), other, moving):
-        if model.config._attn_implementation != "keel":
-            install(model)
-        assert compiled.compiled(model, 64) is None
 
-
-def test_unlike_layers_and_other_linears_use_the_modules() -> None:
     class Twice(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    other = model_of("llama")
-    other.base_model.layers[1].mlp.up_proj.__class__ = Twice
-    uneven = model_of("llama")
+    doubled, uneven = model_of("llama"), model_of("llama")
+    doubled.base_model.layers[1].mlp.up_proj.__class__ = Twice
     uneven.base_model.layers[1].self_attn.k_proj.out_features = 8
-    for model in (other, uneven):
+    unlike = (tiny("llama").double(), model_of("gemma2"), other, moving, doubled, uneven)
+    for model in unlike:
+        if model.config._attn_implementation != "keel":
+            install(model)
         assert compiled.compiled(model, 64) is None
 
 

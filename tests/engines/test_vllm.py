@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -29,7 +28,7 @@ from keel.platform.process import has_ended
 from keel.platform.time_limit import time_limit
 from keel.types import Completion, Group, Prompt, Sampling
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
-from tests.platform.processes import eventually
+from tests.platform.processes import eventually, gone, look
 
 pytestmark = [
     pytest.mark.vllm,
@@ -282,19 +281,8 @@ time.sleep(600)
     assert parent.stdout is not None
     with parent.stdout:
         server = int(parent.stdout.readline())
-    os.kill(server, 0)
+    found = look(server)
+    assert found is not None
     parent.kill()
     parent.wait()
-    for _ in range(100):
-        if not _alive(server):
-            break
-        time.sleep(0.1)
-    assert not _alive(server)
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert gone({found[0]}) == set()

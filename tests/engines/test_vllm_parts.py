@@ -265,6 +265,9 @@ def test_missing_python_is_refused_before_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("KEEL_VLLM_PYTHON", raising=False)
+    with pytest.raises(KeelError, match=r"set rollout\.vllm\.python or KEEL_VLLM_PYTHON"):
+        check_engine(Rollout(engine="vllm"))
     with pytest.raises(KeelError, match=r"vllm\.python = '.*/venv/python' is not a program"):
         _engine(python="venv/python")
     monkeypatch.setenv("KEEL_VLLM_PYTHON", "no-such-python")
@@ -278,12 +281,6 @@ def test_a_server_by_address_is_not_restarted() -> None:
     with pytest.raises(KeelError, match=r"vLLM server failed: the connection to http://127.0.0.1"):
         engine.sample(ragged_prompts(1), 1, Sampling(max_tokens=2), 0)
     assert engine.restarts == 0
-
-
-def test_without_a_python_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KEEL_VLLM_PYTHON", raising=False)
-    with pytest.raises(KeelError, match=r"set rollout\.vllm\.python or KEEL_VLLM_PYTHON"):
-        check_engine(Rollout(engine="vllm"))
 
 
 @pytest.mark.parametrize("padding", [0, 3])

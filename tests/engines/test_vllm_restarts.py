@@ -58,22 +58,22 @@ def test_a_server_that_hangs_is_started_again(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although what watches the engine has the same time limit as a request."""
-    case = Case(program, monkeypatch, 3.0, {COMPLETIONS: HANGS}, {})
-    with time_limit("the engine", 3.0, "raise rollout.timeout"):
+    case = Case(program, monkeypatch, 2.0, {COMPLETIONS: HANGS}, {})
+    with time_limit("the engine", 2.0, "raise rollout.timeout"):
         assert case.sample() == 4
     case.engine.close()
     assert (case.engine.restarts, fake_vllm.starts(program)) == (1, 2)
     (note,) = case.notes
     assert note.startswith(f"{AGAIN}/v1/completions of unix:")
-    assert note.endswith(f"gives no answer within 3 s (rollout.timeout): see {case.log}")
+    assert note.endswith(f"gives no answer within 2 s (rollout.timeout): see {case.log}")
     assert f"keel: {AGAIN}/v1/completions" in case.log.read_text()
 
 
 def test_engine_is_not_hung_during_slow_requests(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(program, monkeypatch, 60.0, {COMPLETIONS: (*USUAL[COMPLETIONS][:2], 3.5)})
-    with time_limit("the engine", 2.0, "raise rollout.timeout"):
+    case = Case(program, monkeypatch, 60.0, {COMPLETIONS: (*USUAL[COMPLETIONS][:2], 2.5)})
+    with time_limit("the engine", 1.5, "raise rollout.timeout"):
         assert case.sample() == 4
     case.engine.close()
     assert case.notes == []

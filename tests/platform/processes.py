@@ -30,7 +30,7 @@ class Process:
 
     @property
     def seconds(self) -> float:
-        """Processor time that it took; 0 where it is gone."""
+        """Processor time that it took; 0 if it is gone."""
         found = look(self.pid)
         return found[2] if found is not None and found[0] == self else 0.0
 
@@ -55,7 +55,7 @@ def look(pid: int) -> tuple[Process, str, float] | None:
 def descendants(pid: int) -> set[Process]:
     """The processes that a process started, that these started, and so on."""
     found: set[Process] = set()
-    for child in _children(pid):
+    for child in children(pid):
         seen = look(child)
         found |= ({seen[0]} if seen else set()) | descendants(child)
     return found
@@ -88,13 +88,9 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
-def children() -> set[int]:
-    """The processes that this one started and that were not reaped."""
-    return _children(os.getpid())
-
-
-def _children(pid: int) -> set[int]:
-    found = set()
+def children(pid: int | None = None) -> set[int]:
+    """The processes that one started (this one, if none is given) and that were not reaped."""
+    pid, found = pid or os.getpid(), set()
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):  # a thread that has ended

@@ -90,7 +90,7 @@ def test_there_is_no_network() -> None:
         code = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
         subprocess.run([sys.executable, "-c", code], check=True)
         assert last(python(code)).startswith("PermissionError")
-    # Nor is there one after the filter of system calls, where there is a filter.
+    # Nor is there one after the filter of system calls, if there is a filter.
     code = "print(open('/proc/net/dev').read().count(':'))"
     assert python(code).printed == "1\n"  # the sandbox's own loopback
 

@@ -48,22 +48,6 @@ def test_hung_call_is_named_with_its_place(hangs: object) -> None:
     assert "test_time_limit.py" in caught.value.stack
 
 
-def test_hung_call_in_another_thread_is_ended() -> None:
-    caught: list[Hung] = []
-
-    def work() -> None:
-        try:
-            with time_limit("the engine", 0.2, "rollout.timeout"):
-                deaf()
-        except Hung as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(30)
-    assert len(caught) == 1
-
-
 def test_call_in_time_restores_the_signal_handler() -> None:
     before = signal.getsignal(signal.SIGALRM)
     with time_limit("the engine", 600.0, "rollout.timeout"):

@@ -1,4 +1,5 @@
-"""What makes a stage's parts, the parts where they are, and a learner in several processes."""
+"""How a stage's parts are made, the placed parts, and a learner whose models are in several
+processes."""
 
 from __future__ import annotations
 

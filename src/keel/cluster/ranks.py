@@ -39,7 +39,7 @@ DEADLINE = 1800.0
 STARTUP = 300.0
 """Seconds at least for a worker to start: it imports torch."""
 PATIENCE = 20.0
-"""Seconds in which the end of a worker has to be known, after others have lost it."""
+"""Seconds in which the end of a process has to be known, after others have lost it."""
 LONGEST_WAIT = 20 * 86_400.0
 """Seconds; in milliseconds it still is a 32-bit number."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

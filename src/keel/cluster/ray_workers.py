@@ -31,7 +31,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from keel.cluster.ranks import lost_another
+from keel.cluster.ranks import PATIENCE, lost_another
 from keel.platform.signals import ProcessLost, keep_freed
 from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import KeelError
@@ -44,8 +44,6 @@ except ImportError as error:
 
 POLL = 0.2
 """Seconds between two looks at what is running."""
-PATIENCE = 20.0
-"""Seconds in which the end of a process has to be known, after others have lost it."""
 COMMANDS = (signal.SIGTERM, signal.SIGHUP)
 """Signals for the process that runs the loop; Ray itself shields its processes from SIGINT."""
 ATTEMPTS = 10

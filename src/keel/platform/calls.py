@@ -21,14 +21,98 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from keel.platform.time_limit import (
-    Deadline,
     KillTimer,
     raise_if_cancelled,
+    seconds_since,
     stack_of,
     stack_of_task,
 )
 
 T = TypeVar("T")
+
+
+NOTICE = 5.0
+"""Seconds that an event loop gets to act on a timeout. One that takes longer is blocked, not merely
+short of processor time; what it has on its way to a server is then lost. Below `GRACE`."""
+POLL = 0.1
+"""Seconds between two checks whether a call is cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutcome:
+    """How a call ended: with a value, an error, or not within its time (and where it is then)."""
+
+    value: Any = None
+    error: BaseException | None = None
+    timed_out: bool = False
+    stack: str = ""
+
+
+def call_with_time_limit(function: Callable[[], Any], seconds: float) -> CallOutcome:
+    """Call a function in a thread and wait at most some seconds.
+
+    Raises Cancelled if the caller's work is cancelled (`cancelled_by`).
+    """
+    return next(call_each([function], seconds))
+
+
+def call_each(
+    functions: Sequence[Callable[[], Any]], seconds: float
+) -> Generator[CallOutcome, None, None]:
+    """Call functions one after the other in one thread, each with its own time limit.
+
+    After one that hangs, the rest go on in a new thread. Raises Cancelled as
+    `call_with_time_limit`.
+    """
+    left = list(functions)
+    with KillTimer() as timer:
+        while left:
+            outcomes: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
+            stop = threading.Event()
+            thread = threading.Thread(
+                target=_run, args=(tuple(left), outcomes, stop), name="keel-reward", daemon=True
+            )
+            timer.renew(seconds)  # before it runs: it may never let go of the interpreter's lock
+            thread.start()
+            try:
+                while left and not stop.is_set():
+                    outcome = _next(outcomes, seconds, timer)
+                    if outcome is None:
+                        outcome = CallOutcome(timed_out=True, stack=stack_of(thread.ident))
+                        stop.set()
+                    del left[0]
+                    yield outcome
+            finally:
+                stop.set()
+
+
+def _next(
+    outcomes: queue.SimpleQueue[CallOutcome], seconds: float, timer: KillTimer
+) -> CallOutcome | None:
+    """The next outcome; None if there is none in time."""
+    left = seconds
+    while left > 0:
+        timer.renew(left)
+        start = time.monotonic()
+        with contextlib.suppress(queue.Empty):
+            return outcomes.get(timeout=min(left, POLL))
+        raise_if_cancelled()
+        left -= seconds_since(start)
+    return None
+
+
+def _run(
+    functions: Sequence[Callable[[], Any]],
+    outcomes: queue.SimpleQueue[CallOutcome],
+    stop: threading.Event,
+) -> None:
+    for function in functions:
+        if stop.is_set():
+            return
+        try:
+            outcomes.put(CallOutcome(value=function()))
+        except BaseException as error:
+            outcomes.put(CallOutcome(error=error))
 
 
 class LoopThread:
@@ -93,88 +177,6 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)
-
-
-NOTICE = 5.0
-"""Seconds that an event loop gets to act on a timeout. One that takes longer is blocked, not merely
-short of processor time; what it has on its way to a server is then lost. Below `GRACE`."""
-POLL = 0.1
-"""Seconds between two checks whether a call is cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallOutcome:
-    """How a call ended: with a value, an error, or not within its time (and where it is then)."""
-
-    value: Any = None
-    error: BaseException | None = None
-    timed_out: bool = False
-    stack: str = ""
-
-
-def call_with_time_limit(function: Callable[[], Any], seconds: float) -> CallOutcome:
-    """Call a function in a thread and wait at most some seconds.
-
-    Raises Cancelled if the caller's work is cancelled (`cancelled_by`).
-    """
-    return next(call_each([function], seconds))
-
-
-def call_each(
-    functions: Sequence[Callable[[], Any]], seconds: float
-) -> Generator[CallOutcome, None, None]:
-    """Call functions one after the other in one thread, each with its own time limit.
-
-    After one that hangs, the rest go on in a new thread. Raises Cancelled as
-    `call_with_time_limit`.
-    """
-    left = list(functions)
-    with KillTimer() as timer:
-        while left:
-            outcomes: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
-            stop = threading.Event()
-            thread = threading.Thread(
-                target=_run, args=(tuple(left), outcomes, stop), name="keel-reward", daemon=True
-            )
-            timer.renew(seconds)  # before it runs: it may never let go of the interpreter's lock
-            thread.start()
-            try:
-                while left and not stop.is_set():
-                    outcome = _next(outcomes, seconds, timer)
-                    if outcome is None:
-                        outcome = CallOutcome(timed_out=True, stack=stack_of(thread.ident))
-                        stop.set()
-                    del left[0]
-                    yield outcome
-            finally:
-                stop.set()
-
-
-def _next(
-    outcomes: queue.SimpleQueue[CallOutcome], seconds: float, timer: KillTimer
-) -> CallOutcome | None:
-    """The next outcome; None if there is none in time."""
-    deadline = Deadline(seconds)
-    for wait in deadline:
-        timer.renew(deadline.left)
-        with contextlib.suppress(queue.Empty):
-            return outcomes.get(timeout=min(wait, POLL))
-        raise_if_cancelled()
-    return None
-
-
-def _run(
-    functions: Sequence[Callable[[], Any]],
-    outcomes: queue.SimpleQueue[CallOutcome],
-    stop: threading.Event,
-) -> None:
-    for function in functions:
-        if stop.is_set():
-            return
-        try:
-            outcomes.put(CallOutcome(value=function()))
-        except BaseException as error:
-            outcomes.put(CallOutcome(error=error))
 
 
 class AsyncCall:

@@ -16,10 +16,6 @@ NONE_KEPT = httpx2.Limits(max_keepalive_connections=0)
 """A connection for each request, so that a client that is dropped leaves none open."""
 
 
-class HttpFailure(Exception):
-    """No reply came: the connection failed, or the time was over."""
-
-
 def transport_to(url: str) -> tuple[str, httpx2.AsyncHTTPTransport]:
     """The base address and the transport to http://HOST:PORT or unix:PATH.
 
@@ -53,12 +49,10 @@ class HttpClient:
     async def request(
         self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
     ) -> tuple[int, bytes]:
-        """The status and the content of a reply. Raises HttpFailure, or TimeoutError."""
+        """The status and the content of a reply. Raises ConnectionError, or TimeoutError."""
         try:
             async with asyncio.timeout(seconds):
                 response = await self._http.request(method, path, json=body)
-        except TimeoutError:
-            raise
-        except (httpx2.HTTPError, OSError) as error:
-            raise HttpFailure(type(error).__name__) from None
+        except httpx2.HTTPError as error:
+            raise ConnectionError(type(error).__name__) from None
         return response.status_code, response.content

@@ -83,19 +83,10 @@ def heartbeat() -> None:
             return
 
 
-class Deadline:
-    """A time limit for waiting, which does not count the time in which the process is suspended."""
-
-    def __init__(self, seconds: float) -> None:
-        self.left = seconds
-
-    def __iter__(self) -> Iterator[float]:
-        """The seconds of each wait; ends when there are none left."""
-        while self.left > 0:
-            wait = min(self.left, TICK)
-            start = time.monotonic()
-            yield wait
-            self.left -= min(time.monotonic() - start, 2 * TICK)
+def seconds_since(start: float, tick: float | None = None) -> float:
+    """Seconds of a wait that was to last at most a tick, by the monotonic clock; time in which the
+    process was suspended does not count."""
+    return min(time.monotonic() - start, 2 * (TICK if tick is None else tick))
 
 
 class KillTimer:
@@ -255,10 +246,9 @@ class _Ticker:
             start = time.monotonic()
             self._sooner.wait(tick)
             self._sooner.clear()
-            # The watches of the whole tick; time in which the process was suspended does not count.
-            for watch in watches:
+            for watch in watches:  # those of the whole tick
                 with contextlib.suppress(Exception):  # one that cannot be ended; the others count
-                    watch.count(min(time.monotonic() - start, 2 * tick))
+                    watch.count(seconds_since(start, tick))
 
 
 _TICKER = _Ticker()

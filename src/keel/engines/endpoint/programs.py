@@ -27,20 +27,18 @@ from keel.engines.endpoint.server import Endpoint
 from keel.engines.endpoint.session import Session
 from keel.engines.turns import conversation_names, sample_turns
 from keel.models.chat import ChatEncoder
-from keel.platform.calls import LoopThread, Served
+from keel.platform.calls import POLL, LoopThread, Served
 from keel.platform.time_limit import (
-    TICK,
     Hung,
     heartbeat,
     place,
     raise_if_cancelled,
+    seconds_since,
     stack_of,
     stack_of_task,
 )
 from keel.types import Engine, Group, KeelError, Program, ProgramInput, Prompt, Sampling, one_line
 
-POLL = 0.1
-"""Seconds between two checks of time limits while programs are waited for."""
 ENDING = 2.0
 """Seconds that programs get to end once they are no longer needed."""
 MAX_REPEATS = 20
@@ -324,7 +322,7 @@ class _Programs:
                     self._receive(key, request, answer)
             heartbeat()
             raise_if_cancelled()
-            passed = min(time.monotonic() - start, 2 * TICK)
+            passed = seconds_since(start)
             for run in self._live.values():
                 run.silent = 0.0 if run.answers else run.silent + passed
             hung = [run for run in self._live.values() if run.silent > self._config.timeout]

@@ -20,13 +20,33 @@ from pathlib import Path
 from typing import Any
 
 from keel.config.sampling import VllmServer
-from keel.platform.http import HttpClient, HttpFailure, transport_to
+from keel.platform.http import HttpClient, transport_to
 from keel.platform.process import Child, exit_status, has_ended, kill_group
 from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import KeelError
 
 SHOWN = 300
 """Characters of a server's message that an error repeats."""
+WORKER = "keel_vllm_worker"
+"""Name of the copy of `worker.py` that the server imports."""
+MODEL = "policy"
+"""Name of the model on a server that Keel starts."""
+SOCKET = "server.sock"
+LONGEST_ADDRESS = 103
+"""Bytes of a socket's path that every system allows."""
+DEFAULTS = {
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""Variables of vLLM's CPU build; those of the user's environment have precedence."""
+PASSED = re.compile(
+    "(PATH|HOME|USER|LOGNAME|SHELL|LANG|TMPDIR|TZ|XDG_CACHE_HOME|CC|CXX|LD_LIBRARY_PATH|LD_PRELOAD)"
+    "|(LC|CUDA|NVIDIA|NCCL|VLLM|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|OMP|KMP|MKL|GLOO)_.*"
+)
+"""Variables of the user's environment that a server gets, unless one may hold a secret."""
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+GRACE = 10.0
+"""Seconds in which a server ends after SIGTERM."""
 
 
 class ServerFailure(Exception):
@@ -152,7 +172,7 @@ class VllmClient:
             raise ServerFailure(
                 f"{path} of {self.url} gives no answer within {limit:g} s (rollout.timeout)"
             ) from None
-        except HttpFailure as error:
+        except OSError as error:
             raise ServerFailure(
                 f"the connection to {self.url} failed in {path} ({error})"
             ) from None
@@ -171,28 +191,6 @@ class VllmClient:
 
 def _shown(content: bytes) -> str:
     return " ".join(content.decode("utf-8", "replace").split())[:SHOWN]
-
-
-WORKER = "keel_vllm_worker"
-"""Name of the copy of `worker.py` that the server imports."""
-MODEL = "policy"
-"""Name of the model on a server that Keel starts."""
-SOCKET = "server.sock"
-LONGEST_ADDRESS = 103
-"""Bytes of a socket's path that every system allows."""
-DEFAULTS = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-"""Variables of vLLM's CPU build; those of the user's environment have precedence."""
-PASSED = re.compile(
-    "(PATH|HOME|USER|LOGNAME|SHELL|LANG|TMPDIR|TZ|XDG_CACHE_HOME|CC|CXX|LD_LIBRARY_PATH|LD_PRELOAD)"
-    "|(LC|CUDA|NVIDIA|NCCL|VLLM|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|OMP|KMP|MKL|GLOO)_.*"
-)
-"""Variables of the user's environment that a server gets, unless one may hold a secret."""
-SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
-GRACE = 10.0
-"""Seconds in which a server ends after SIGTERM."""
 
 
 class ServerProcess:
