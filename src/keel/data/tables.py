@@ -318,12 +318,9 @@ def _existing(path: str) -> Path:
     raise KeelError(f"{path}: there is no such file (looked from {Path.cwd()}): {fix}")
 
 
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
 def encodable(text: str) -> bool:
     """Whether a text has no lone surrogate, which UTF-8 cannot encode."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.isascii() or _SURROGATE.search(text) is None

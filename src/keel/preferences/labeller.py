@@ -91,7 +91,14 @@ class PeopleLabeller:
                 )  # fmt: skip
                 write_jsonl(path, [{"row": fresh[at]} for at in found])
             chosen = [pairs[row["row"]] for row in read_jsonl(path)][: people.labels]
-            _forecast(store, name, round, api=len(pairs) * price, human=len(chosen) * people.price)
+            spending: dict[CostKind, float] = {
+                "api": len(pairs) * price,
+                "human": len(chosen) * people.price,
+            }
+            store.add_forecast(
+                CostRecord(f"{name}/{kind}", kind, dollars, "dollars", "labels", round, True)
+                for kind, dollars in spending.items()
+            )
             if people.noise is None:
                 _ask(store, folder, name, chosen)
             store.add(record for pair in pairs for record in (*pair.records, pair.label))
@@ -167,17 +174,6 @@ def _unlabelled(pairs: Sequence[PoolPair], labelled: Collection[str]) -> list[in
     """The places of the pairs that people have not seen, of equal ones the first."""
     first = {pair.id: at for at, pair in reversed(list(enumerate(pairs)))}
     return sorted(at for id, at in first.items() if id not in labelled)
-
-
-def _forecast(store: PreferenceStore, stage: str, round: int, **dollars: float) -> None:
-    """What the labels of a round are expected to cost, by kind, unless it is there."""
-    known = {cost.id for cost in store.costs(forecast=True)}
-    kinds: tuple[CostKind, ...] = ("api", "human")
-    store.add(
-        CostRecord(f"{stage}/{kind}", kind, dollars[kind], "dollars", "labels", round, True)
-        for kind in kinds
-        if f"{stage}/{kind}" not in known
-    )
 
 
 def _ask(store: PreferenceStore, folder: RunFolder, stage: str, chosen: Sequence[PoolPair]) -> None:

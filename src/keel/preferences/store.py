@@ -93,6 +93,11 @@ class PreferenceStore:
                 if rows[layout.record]
             }
 
+    def add_forecast(self, entries: Iterable[CostRecord]) -> None:
+        """Add entries of the ledger; one whose id is there already stays as it is."""
+        known = {cost.id for cost in self.costs(forecast=True)}
+        self.add(entry for entry in entries if entry.id not in known)
+
     def set_priorities(self, priorities: Iterable[tuple[str, float]]) -> None:
         """Set the priority of pairs (by id), which `lease_next` goes by."""
         rows = [(priority, pair) for pair, priority in priorities]
@@ -123,9 +128,7 @@ class PreferenceStore:
         sql = f"SELECT {layout.names()} FROM {layout.table} WHERE id = ?"
         for row in rows:
             there = self.database.execute(sql, (row[at],)).fetchone()
-            differs = any(there[column] != row[column] for column in layout.same)
-            # JSON of one value may have its keys in another order.
-            if differs and layout.content(there) != layout.content(row):
+            if layout.content(there) != layout.content(row):
                 raise KeelError(
                     f"{self.database.name}: another {layout.noun} has the id {row[at]!r}: "
                     "give each its own"

@@ -13,7 +13,7 @@ import pytest
 from keel.cli.main import main
 from keel.config.sources import PreferenceData
 from keel.data.preferences import read_pairs
-from keel.data.tasks import build_task, build_tasks, stored
+from keel.data.tasks import build_task, stored
 from keel.data.tasks.stored import DataTask
 from keel.runs.quarantine import SHOWN, LeftOut, counted, named_from, write_quarantine
 from keel.training.run import train
@@ -158,14 +158,6 @@ def test_parquet_and_python_rows(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(KeelError, match="two columns are named 'prompt': rename one"):
         data_task("parquet", path=path, **QUARANTINE)
-
-
-def test_stored_sees_through_another_name(tmp_path: Path) -> None:
-    one = source("jsonl", path=jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))
-    first, second = build_tasks([one, one], seed=0)
-    assert first.name != second.name
-    assert stored(second) is not None
-    assert stored(build_task(source("addition"), seed=0)) is None
 
 
 # ---------------------------------------------------------------- judged rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ from tests.preferences.synthesis.made import (
 from tests.rewards.judge_server import Asked, Fault, JudgeServer, always
 
 
+@pytest.fixture
+def found() -> Iterator[JudgeServer]:
+    with server() as opened:
+        yield opened
+
+
 def done(path: Path, chosen: SynthesisOptions, count: int = 8, **more: Any) -> SynthesisReport:
     with PreferenceStore(path, create=True) as store:
         return synthesize(store, chosen, prompts(count), **more)
@@ -60,22 +67,21 @@ def owed(log: list[Asked]) -> float:
 # ---------------------------------------------------------------- what is asked and stored
 
 
-def test_every_prompt_gets_completions_pairs_and_labels(tmp_path: Path) -> None:
-    with server() as found:
-        report = done(tmp_path / "a.db", options(found.url))
-        assert report.added == {"completions": 24, "pairs": 24, "labels": 48}
-        assert report.left == {"completions": 0, "labels": 0}
-        assert sum(map(judges, found.log)) == 48
-        writing = [asked for asked in found.log if not judges(asked)]
-        assert len(writing) == 24
-        bodies = {json.dumps(asked.body["messages"]) for asked in writing}
-        assert len(bodies) == 8
-        for body in bodies:
-            seeds = {a.body["seed"] for a in writing if json.dumps(a.body["messages"]) == body}
-            assert seeds == {0, 1, 2}
-        assert {a.body["temperature"] for a in writing} == {1.0}
-        assert "response_format" not in writing[0].body
-        assert found.peak <= 4
+def test_every_prompt_gets_completions_pairs_and_labels(tmp_path: Path, found: JudgeServer) -> None:
+    report = done(tmp_path / "a.db", options(found.url))
+    assert report.added == {"completions": 24, "pairs": 24, "labels": 48}
+    assert report.left == {"completions": 0, "labels": 0}
+    assert sum(map(judges, found.log)) == 48
+    writing = [asked for asked in found.log if not judges(asked)]
+    assert len(writing) == 24
+    bodies = {json.dumps(asked.body["messages"]) for asked in writing}
+    assert len(bodies) == 8
+    for body in bodies:
+        seeds = {a.body["seed"] for a in writing if json.dumps(a.body["messages"]) == body}
+        assert seeds == {0, 1, 2}
+    assert {a.body["temperature"] for a in writing} == {1.0}
+    assert "response_format" not in writing[0].body
+    assert found.peak <= 4
     with PreferenceStore(tmp_path / "a.db") as store:
         sampling = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 60, "seed": 0}
         for one in store.completions():
@@ -137,51 +143,46 @@ def test_a_pair_with_one_order_without_verdict_is_skipped(tmp_path: Path) -> Non
         assert list(preference_rows(store)) == []
 
 
-def test_a_longer_run_adds_to_the_store(tmp_path: Path) -> None:
+def test_a_longer_run_adds_to_the_store(tmp_path: Path, found: JudgeServer) -> None:
     path = tmp_path / "a.db"
     prompt = prompts(1)[0]
     with PreferenceStore(path, create=True) as store:
         store.add([prompt, *(CompletionRecord(prompt.id, text, "old") for text in ("x", "yy"))])
-    with server() as found:
-        chosen = options(found.url)
-        without = replace(chosen, models=())
-        report = done(path, without, 1)
-        assert report.added == {"completions": 0, "pairs": 1, "labels": 2}
-        asked = len(found.log)
-        report = done(path, replace(chosen, samples=1), 1)
-        assert report.added == {"completions": 1, "pairs": 2, "labels": 4}
-        more = done(path, replace(chosen, samples=2, pairs=6), 1)
-        assert more.added == {"completions": 1, "pairs": 3, "labels": 6}
-        assert len(found.log) - asked == 2 + 4 + 6
-        names = [a.name for a in found.log]
-        assert len(set(names)) == len(names)
+    chosen = options(found.url)
+    without = replace(chosen, models=())
+    report = done(path, without, 1)
+    assert report.added == {"completions": 0, "pairs": 1, "labels": 2}
+    asked = len(found.log)
+    report = done(path, replace(chosen, samples=1), 1)
+    assert report.added == {"completions": 1, "pairs": 2, "labels": 4}
+    more = done(path, replace(chosen, samples=2, pairs=6), 1)
+    assert more.added == {"completions": 1, "pairs": 3, "labels": 6}
+    assert len(found.log) - asked == 2 + 4 + 6
+    names = [a.name for a in found.log]
+    assert len(set(names)) == len(names)
 
 
-def test_the_store_alone_keeps_from_paying_again(
-    tmp_path: Path,
-) -> None:
-    with server() as found:
-        done(tmp_path / "a.db", options(found.url), 4)
-        requests_path(tmp_path / "a.db").unlink()
-        asked = len(found.log)
-        report = done(tmp_path / "a.db", options(found.url), 4)
-        assert len(found.log) == asked
+def test_the_store_alone_keeps_from_paying_again(tmp_path: Path, found: JudgeServer) -> None:
+    done(tmp_path / "a.db", options(found.url), 4)
+    requests_path(tmp_path / "a.db").unlink()
+    asked = len(found.log)
+    report = done(tmp_path / "a.db", options(found.url), 4)
+    assert len(found.log) == asked
     assert not any(report.added.values())
 
 
-def test_another_judge_or_rubric_labels_the_pairs_again(tmp_path: Path) -> None:
+def test_another_judge_or_rubric_labels_the_pairs_again(tmp_path: Path, found: JudgeServer) -> None:
     path = tmp_path / "a.db"
-    with server() as found:
-        chosen = options(found.url)
-        done(path, chosen, 4)
-        report = done(path, replace(chosen, rubric="is it long"), 4)
-        assert report.added == {"completions": 0, "pairs": 0, "labels": 24}
-        other = ModelServer("judge-2", found.url, price=(1.0, 4.0), options=QUICK)
-        report = done(path, replace(chosen, judge=other), 4)
-        assert report.added == {"completions": 0, "pairs": 0, "labels": 24}
-        assert {(audit["judge"], audit["rubric"][:7]) for audit in report.audit} == {
-            *((JUDGE, "how cor"), (JUDGE, "is it l"), ("judge-2", "how cor"))
-        }
+    chosen = options(found.url)
+    done(path, chosen, 4)
+    report = done(path, replace(chosen, rubric="is it long"), 4)
+    assert report.added == {"completions": 0, "pairs": 0, "labels": 24}
+    other = ModelServer("judge-2", found.url, price=(1.0, 4.0), options=QUICK)
+    report = done(path, replace(chosen, judge=other), 4)
+    assert report.added == {"completions": 0, "pairs": 0, "labels": 24}
+    assert {(audit["judge"], audit["rubric"][:7]) for audit in report.audit} == {
+        *((JUDGE, "how cor"), (JUDGE, "is it l"), ("judge-2", "how cor"))
+    }
 
 
 def test_the_reference_and_the_rubric_reach_the_judge(tmp_path: Path) -> None:
@@ -196,18 +197,17 @@ def test_the_reference_and_the_rubric_reach_the_judge(tmp_path: Path) -> None:
         assert found.log == []
 
 
-def test_a_refused_prompt_is_stored_blank(tmp_path: Path) -> None:
-    with server() as found:
-        found.fault_of = lambda asked: (
-            Fault(status=400, error={"message": "no", "code": "content_filter"})
-            if not judges(asked) and "question 1" in json.dumps(asked.body)
-            else None
-        )
-        report = done(tmp_path / "a.db", options(found.url), 3)
-        assert report.added == {"completions": 9, "pairs": 6, "labels": 12}
-        asked = len(found.log)
-        assert done(tmp_path / "a.db", options(found.url), 3).added["completions"] == 0
-        assert len(found.log) == asked
+def test_a_refused_prompt_is_stored_blank(tmp_path: Path, found: JudgeServer) -> None:
+    found.fault_of = lambda asked: (
+        Fault(status=400, error={"message": "no", "code": "content_filter"})
+        if not judges(asked) and "question 1" in json.dumps(asked.body)
+        else None
+    )
+    report = done(tmp_path / "a.db", options(found.url), 3)
+    assert report.added == {"completions": 9, "pairs": 6, "labels": 12}
+    asked = len(found.log)
+    assert done(tmp_path / "a.db", options(found.url), 3).added["completions"] == 0
+    assert len(found.log) == asked
     with PreferenceStore(tmp_path / "a.db") as store:
         refused = [one for one in store.completions() if one.columns.get("refusal")]
     assert [one.text for one in refused] == ["", "", ""]
@@ -217,22 +217,23 @@ def test_a_refused_prompt_is_stored_blank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_forecast_comes_first_and_holds_what_it_takes(tmp_path: Path) -> None:
+def test_the_forecast_comes_first_and_holds_what_it_takes(
+    tmp_path: Path, found: JudgeServer
+) -> None:
     """10 of 40 prompts are the sample; what is spent lies in the forecast's interval."""
     lines: list[tuple[str, int]] = []
-    with server() as found:
-        report = done(
-            tmp_path / "a.db",
-            options(found.url, forecast_prompts=10),
-            40,
-            note=lambda line: lines.append((line, len(found.log))),
-        )
-        (at,) = [count for line, count in lines if line.startswith("forecast, from a sample of 10")]
-        assert at == 10 * (3 + 6)
-        assert len(found.log) == 40 * 9
-        assert len(set(found.names)) == len(found.names)
-        actual = {"dollars": owed(found.log)}
-        actual |= dict(zip(("input_tokens", "output_tokens"), found.billed, strict=True))
+    report = done(
+        tmp_path / "a.db",
+        options(found.url, forecast_prompts=10),
+        40,
+        note=lambda line: lines.append((line, len(found.log))),
+    )
+    (at,) = [count for line, count in lines if line.startswith("forecast, from a sample of 10")]
+    assert at == 10 * (3 + 6)
+    assert len(found.log) == 40 * 9
+    assert len(set(found.names)) == len(found.names)
+    actual = {"dollars": owed(found.log)}
+    actual |= dict(zip(("input_tokens", "output_tokens"), found.billed, strict=True))
     forecast = report.forecast
     assert forecast is not None
     assert (forecast.sample, forecast.prompts) == (10, 40)
@@ -259,19 +260,18 @@ def test_a_forecast_is_a_scaled_mean_with_interval() -> None:
     assert alone.totals == {}
 
 
-def test_every_request_is_counted_once_as_dollars(tmp_path: Path) -> None:
+def test_every_request_is_counted_once_as_dollars(tmp_path: Path, found: JudgeServer) -> None:
     path = tmp_path / "a.db"
-    with server() as found:
-        first = done(path, options(found.url, round=2))
-        again = done(path, options(found.url, round=2))
-        assert again.forecast is None
-        spent = owed(found.log)
-        for report in (first, again):
-            assert report.account is not None
-            assert report.account.spent.dollars == pytest.approx(spent, rel=1e-9)
-        assert first.account is not None
-        used = first.account.spent
-        assert (used.tokens_in, used.tokens_out) == found.billed
+    first = done(path, options(found.url, round=2))
+    again = done(path, options(found.url, round=2))
+    assert again.forecast is None
+    spent = owed(found.log)
+    for report in (first, again):
+        assert report.account is not None
+        assert report.account.spent.dollars == pytest.approx(spent, rel=1e-9)
+    assert first.account is not None
+    used = first.account.spent
+    assert (used.tokens_in, used.tokens_out) == found.billed
     with PreferenceStore(path) as store:
         counted = describe_costs(store)["table"]
         forecasts = [(cost.kind, cost.unit, cost.round) for cost in store.costs(forecast=True)]
@@ -280,49 +280,44 @@ def test_every_request_is_counted_once_as_dollars(tmp_path: Path) -> None:
     assert forecasts == [("api", "dollars", 2), ("api", "hours", 2)]
 
 
-def test_only_forecast_pays_for_the_sample_alone(
-    tmp_path: Path,
-) -> None:
-    with server() as found:
-        chosen = options(found.url, forecast_prompts=2)
-        report = done(tmp_path / "a.db", chosen, only_forecast=True)
-        assert report.added["completions"] == 6
-        assert len(found.log) == 2 * 9
-        assert report.left["completions"] == 18
-        whole = done(tmp_path / "a.db", chosen)
-        assert len(found.log) == len(set(found.names)) == 8 * 9
-        assert whole.forecast is not None
-        assert report.forecast is not None
-        assert (report.forecast.prompts, whole.forecast.prompts) == (8, 6)
+def test_only_forecast_pays_for_the_sample_alone(tmp_path: Path, found: JudgeServer) -> None:
+    chosen = options(found.url, forecast_prompts=2)
+    report = done(tmp_path / "a.db", chosen, only_forecast=True)
+    assert report.added["completions"] == 6
+    assert len(found.log) == 2 * 9
+    assert report.left["completions"] == 18
+    whole = done(tmp_path / "a.db", chosen)
+    assert len(found.log) == len(set(found.names)) == 8 * 9
+    assert whole.forecast is not None
+    assert report.forecast is not None
+    assert (report.forecast.prompts, whole.forecast.prompts) == (8, 6)
     with PreferenceStore(tmp_path / "a.db") as store:  # the first one
         (entered, _) = store.costs(forecast=True)
     assert entered.amount == pytest.approx(report.forecast.totals["dollars"].mean)
 
 
-def test_a_budget_is_hard(tmp_path: Path) -> None:
+def test_a_budget_is_hard(tmp_path: Path, found: JudgeServer) -> None:
     """Below the server's bill at any time, with four requests at a time; and it is used up."""
     path = tmp_path / "a.db"
-    with server() as found:
-        report = done(path, options(found.url, budget=0.01), 12)
-        assert report.stopped is not None
-        assert "budget = 0.01 dollars is used up" in report.stopped
-        assert 0.008 < owed(found.log) <= 0.01
-        assert report.account is not None
-        assert report.account.spent.dollars == pytest.approx(owed(found.log), rel=1e-9)
-        assert sum(report.left.values()) > 0
-        assert done(path, options(found.url, budget=0.01), 12).stopped is not None
-        assert owed(found.log) <= 0.01
-        report = done(path, options(found.url, budget=1.0), 12)
-        assert (report.stopped, report.left) == (None, {"completions": 0, "labels": 0})
-        assert len(found.log) == len(set(found.names)) == 12 * 9
+    report = done(path, options(found.url, budget=0.01), 12)
+    assert report.stopped is not None
+    assert "budget = 0.01 dollars is used up" in report.stopped
+    assert 0.008 < owed(found.log) <= 0.01
+    assert report.account is not None
+    assert report.account.spent.dollars == pytest.approx(owed(found.log), rel=1e-9)
+    assert sum(report.left.values()) > 0
+    assert done(path, options(found.url, budget=0.01), 12).stopped is not None
+    assert owed(found.log) <= 0.01
+    report = done(path, options(found.url, budget=1.0), 12)
+    assert (report.stopped, report.left) == (None, {"completions": 0, "labels": 0})
+    assert len(found.log) == len(set(found.names)) == 12 * 9
 
 
-def test_without_prices_dollars_are_unknown(tmp_path: Path) -> None:
+def test_without_prices_dollars_are_unknown(tmp_path: Path, found: JudgeServer) -> None:
     lines: list[str] = []
-    with server() as found:
-        chosen = options(found.url)
-        judge = ModelServer(JUDGE, found.url, options=QUICK)
-        report = done(tmp_path / "a.db", replace(chosen, judge=judge), note=lines.append)
+    chosen = options(found.url)
+    judge = ModelServer(JUDGE, found.url, options=QUICK)
+    report = done(tmp_path / "a.db", replace(chosen, judge=judge), note=lines.append)
     assert report.forecast is not None
     assert "dollars" not in report.forecast.totals
     assert any("total: dollars unknown (no price)" in line for line in lines)
@@ -356,36 +351,32 @@ def test_an_address_without_a_model_is_not_repeated() -> None:
     assert "sesame" not in str(error.value)
 
 
-def test_a_failing_server_ends_in_one_line(
-    tmp_path: Path,
-) -> None:
+def test_a_failing_server_ends_in_one_line(tmp_path: Path, found: JudgeServer) -> None:
     path = tmp_path / "a.db"
-    with server() as found:
-        found.fault_of = lambda asked: Fault(status=500) if judges(asked) else None
-        chosen = options(found.url)
-        stubborn = replace(chosen.judge, options={**QUICK, "retries": 1})  # type: ignore[type-var]
-        with pytest.raises(KeelError, match=r"model 'judge' at .*Error code: 500"):
-            done(path, replace(chosen, judge=stubborn))
-        with PreferenceStore(path) as store:
-            completions = store.counts()["completions"]
-        assert completions > 0
-        found.fault_of = lambda asked: None
-        report = done(path, chosen)
-        assert report.left == {"completions": 0, "labels": 0}
-        writing = [a.name for a in found.log if not judges(a)]
-        assert len(writing) == len(set(writing)) == 24
+    found.fault_of = lambda asked: Fault(status=500) if judges(asked) else None
+    chosen = options(found.url)
+    stubborn = replace(chosen.judge, options={**QUICK, "retries": 1})  # type: ignore[type-var]
+    with pytest.raises(KeelError, match=r"model 'judge' at .*Error code: 500"):
+        done(path, replace(chosen, judge=stubborn))
+    with PreferenceStore(path) as store:
+        completions = store.counts()["completions"]
+    assert completions > 0
+    found.fault_of = lambda asked: None
+    report = done(path, chosen)
+    assert report.left == {"completions": 0, "labels": 0}
+    writing = [a.name for a in found.log if not judges(a)]
+    assert len(writing) == len(set(writing)) == 24
 
 
 def test_a_missing_key_is_found_before_anything_is_paid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, found: JudgeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SYNTHESIS_KEY", raising=False)
-    with server() as found:
-        chosen = options(found.url)
-        judge = replace(chosen.judge, api_key_env="SYNTHESIS_KEY")  # type: ignore[type-var]
-        with pytest.raises(KeelError, match="SYNTHESIS_KEY holds no API key"):
-            done(tmp_path / "a.db", replace(chosen, judge=judge))
-        assert found.log == []
+    chosen = options(found.url)
+    judge = replace(chosen.judge, api_key_env="SYNTHESIS_KEY")  # type: ignore[type-var]
+    with pytest.raises(KeelError, match="SYNTHESIS_KEY holds no API key"):
+        done(tmp_path / "a.db", replace(chosen, judge=judge))
+    assert found.log == []
 
 
 def test_a_key_goes_to_its_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,12 +418,11 @@ def test_half_a_character_in_a_reason_is_no_error(tmp_path: Path) -> None:
         assert {label.note for label in store.labels()} == {"? so"}
 
 
-def test_it_runs_within_an_event_loop(tmp_path: Path) -> None:
+def test_it_runs_within_an_event_loop(tmp_path: Path, found: JudgeServer) -> None:
     async def notebook(url: str) -> SynthesisReport:
         return done(tmp_path / "a.db", options(url), 2)
 
-    with server() as found:
-        report = asyncio.run(notebook(found.url))
+    report = asyncio.run(notebook(found.url))
     assert report.added == {"completions": 6, "pairs": 6, "labels": 12}
 
 

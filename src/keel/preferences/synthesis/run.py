@@ -182,9 +182,7 @@ class _Synthesis:
         found = forecast_costs(self.usage, priced, ids, len(prompts))
         every = sorted(prompt.id for prompt in self.prompts)
         plan = content_id("synthesize", self.options.identity, every)
-        known = {cost.id for cost in self.store.costs(forecast=True)}
-        entries = found.entries(plan, self.options.round)
-        self.store.add(entry for entry in entries if entry.id not in known)
+        self.store.add_forecast(found.entries(plan, self.options.round))
         for line in found.lines(self.options.budget):
             self.note(line)
         return found
