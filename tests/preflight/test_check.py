@@ -348,12 +348,12 @@ def test_tests_that_any_code_passes_are_named(tmp_path: Path) -> None:
         for at in range(60)
     ]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    stage = rl(
-        {"function": "code", "options": {"timeout": 60.0}}, tasks=[{"name": "jsonl", "path": path}]
-    )
+    code = {"function": "code", "options": {"timeout": 60.0}}
+    sizes = {"prompts_per_step": 3, "group_size": 2, "max_tokens": 4}
+    stage = rl(code, tasks=[{"name": "jsonl", "path": path}], rollout=sizes)
     (found,) = [one for one in check(recipe(stage)).findings if one.kind == "weak-tests"]
     assert (found.key, found.severity) == ("rewards.functions", "warning")
-    assert "of 8 examples" in found.evidence
+    assert "of 3 examples" in found.evidence
     assert "[], " in found.evidence
 
 

@@ -64,14 +64,14 @@ def test_forecast_counts_the_questions_of_every_evaluation() -> None:
 
 def test_forecast_interval_holds_the_estimate() -> None:
     found = forecast(5, **PRICES)
-    dollars = [cost.dollars for cost in (found.low, found.estimate, found.high)]
+    dollars = [cost.dollars for cost in found.costs]
     assert dollars == sorted(dollars)
     assert dollars[0] > 0
-    assert found.high.tokens_out == found.questions * 512
+    assert found.costs[2].tokens_out == found.questions * 512
     refilled = forecast(5, "rollout.dynamic_sampling=true", "rollout.max_refills=3", **PRICES)
     train = found.questions - found.evaluation
-    assert refilled.high.tokens_out == 512 * (4 * train + found.evaluation)
-    assert refilled.estimate == found.estimate
+    assert refilled.costs[2].tokens_out == 512 * (4 * train + found.evaluation)
+    assert refilled.costs[1] == found.costs[1]
 
 
 def test_forecast_is_none_without_samples() -> None:
@@ -87,8 +87,8 @@ def test_budget_below_the_forecast_is_a_finding(
     share: float, severity: str | None, words: str
 ) -> None:
     plain = forecast(**PRICES)
-    budget = share * plain.low.dollars
-    assert share > 2 or budget < plain.estimate.dollars
+    budget = share * plain.costs[0].dollars
+    assert share > 2 or budget < plain.costs[1].dollars
     findings = list(over_budget([forecast(budget=budget, **PRICES)]))
     assert [f.severity for f in findings] == ([severity] if severity else [])
     for finding in findings:
@@ -98,7 +98,7 @@ def test_budget_below_the_forecast_is_a_finding(
 
 def test_stages_that_share_a_cache_share_the_budget() -> None:
     one = forecast(**PRICES)
-    budget = 1.5 * one.high.dollars
+    budget = 1.5 * one.costs[2].dollars
     held = forecast(budget=budget, **PRICES)
     assert list(over_budget([held])) == []
     assert len(list(over_budget([held, forecast(budget=budget, **PRICES)]))) == 1

@@ -11,7 +11,6 @@ from keel.analysis.statistics import mean_interval
 from keel.config.sampling import SamplingSource
 from keel.config.schema import Stage
 from keel.config.sources import RewardSource
-from keel.config.stage import StageConfig
 from keel.graders.stated import answer_part
 from keel.preflight.finding import Finding, found
 from keel.rewards.judge.options import GROUP, Cost, JudgeOptions, most_tokens
@@ -28,28 +27,25 @@ REPLY_TOKENS = (16, 64)
 class Forecast:
     """A stage's questions to one judge, `evaluation` of them from validation, and their cost.
 
-    `low` and `high` are the interval of the estimate: 95 % of the mean length of the sampled
-    answers, the ends of `BYTES_PER_TOKEN` and of a reply's length, evaluations that all ask the
-    same or never, and no refill or all (dynamic sampling).
+    `costs` are the low end, the estimate and the high end. The interval: 95 % of the mean length of
+    the sampled answers, the ends of `BYTES_PER_TOKEN` and of a reply's length, evaluations that all
+    ask the same or never, and no refill or all (dynamic sampling).
     """
 
     name: str
     key: str
     questions: int
     evaluation: int
-    low: Cost
-    estimate: Cost
-    high: Cost
+    costs: tuple[Cost, Cost, Cost]
     options: JudgeOptions
 
     def __str__(self) -> str:
-        asked = f"{self.questions} questions, {self.evaluation} of them in evaluation: about "
-        costs = (self.estimate, self.low, self.high)
-        if self.estimate.dollars:
-            estimate, low, high = (f"${cost.dollars:.2f}" for cost in costs)
-            return f"{asked}{estimate} ({low} to {high})"
-        estimate, low, high = (str(cost.tokens) for cost in costs)
-        return f"{asked}{estimate} tokens ({low} to {high})"
+        priced = self.costs[1].dollars > 0
+        low, estimate, high = (
+            f"${cost.dollars:.2f}" if priced else str(cost.tokens) for cost in self.costs
+        )
+        asked = f"{self.questions} questions, {self.evaluation} of them in evaluation"
+        return f"{asked}: about {estimate}{'' if priced else ' tokens'} ({low} to {high})"
 
 
 def forecast_judge(
@@ -66,8 +62,10 @@ def forecast_judge(
         return None
     sampling = stage.sampling
     assert sampling is not None
-    # A stage that does not train on what it samples evaluates on answers that it scores once.
-    times = 1 if sampling.evaluation is None else evaluations_of(stage)
+    # A stage that trains on what it samples evaluates before, every `every` steps, and after;
+    # another on answers that it scores once.
+    every = stage.evaluation_interval
+    times = 1 if sampling.evaluation is None else 2 + ((stage.steps - 1) // every if every else 0)
     train, evaluation = _counts(sampling, options, validation, times)
     # A question that was paid for is not asked again: not of equal answers to a prompt, and not at
     # a later evaluation if the answer has not changed.
@@ -87,7 +85,8 @@ def forecast_judge(
         )
     )
     name = source.name or source.function
-    return Forecast(name, key, train + evaluation, evaluation, low, estimate, high, options)
+    costs = (low, estimate, high)
+    return Forecast(name, key, train + evaluation, evaluation, costs, options)
 
 
 def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
@@ -113,27 +112,16 @@ def over_budget(forecasts: Sequence[Forecast]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def totals(forecasts: Sequence[Forecast]) -> tuple[Cost, Cost, Cost]:
+def totals(forecasts: Sequence[Forecast]) -> tuple[Cost, ...]:
     """Low end, estimate and high end of several judges together."""
-    low = sum((one.low for one in forecasts), Cost())
-    estimate = sum((one.estimate for one in forecasts), Cost())
-    return low, estimate, sum((one.high for one in forecasts), Cost())
+    return tuple(sum((one.costs[at] for one in forecasts), Cost()) for at in range(3))
 
 
 def dollars(forecasts: Sequence[Forecast]) -> dict[str, float]:
     """The dollars of several judges, in JSON types; empty if none has a price."""
     costs = dict(zip(("low", "estimate", "high"), totals(forecasts), strict=True))
-    if not costs["high"].dollars:
-        return {}
-    return {name: round(cost.dollars, 4) for name, cost in costs.items()}
-
-
-def evaluations_of(stage: StageConfig) -> int:
-    """How often a stage evaluates, if it does: before, every `every` steps, and after."""
-    every = stage.evaluation_interval
-    if every is None:
-        return 0
-    return 2 + ((stage.steps - 1) // every if every else 0)
+    priced = costs["high"].dollars > 0
+    return {name: round(cost.dollars, 4) for name, cost in costs.items()} if priced else {}
 
 
 def _bodies(options: JudgeOptions, groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
