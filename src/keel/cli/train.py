@@ -32,12 +32,9 @@ class Start(Protocol):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command that is named."""
-    return _control(arguments) if arguments.command == "control" else _train(arguments)
-
-
-def _train(arguments: argparse.Namespace) -> int:
     """Run, or resume a run; prints its results. With torchrun on each rank, of which 0 drives."""
+    if arguments.command == "control":
+        return _control(arguments)
     driving: AbstractContextManager[None] = nullcontext()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         recipe = _recipe(arguments)
