@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from keel.cluster.ranks import MODULE
 from keel.config.load import load_recipe
-from keel.learn.shards import described, load_parts
+from keel.learn.ranks import described, load_parts
 from keel.training.loop import MAX_DIAGNOSED
 from keel.types import KeelError
 from tests.cluster.commands import finished, keel, metrics, until_step

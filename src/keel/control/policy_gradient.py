@@ -30,11 +30,10 @@ from keel.control.networks import Actor, Moments, build_actor, perceptron
 from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.batch import Estimates, TrainBatch
 from keel.learn.finite import stop_unless_finite
-from keel.learn.loss import loss, prepare
+from keel.learn.loss import adapted_beta, loss, prepare, value_metrics
 from keel.learn.optimizer import learning_rate
 from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
-from keel.objective.gae import explained_variance
 from keel.objective.signals import Signals
 
 FALLBACK_BUDGET = 1_000
@@ -161,7 +160,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         mean = {n: float(np.mean([m[n] for m in taken if n in m])) for n in names}
         mean["updates"] = float(len(taken) - stopped)
         self._adapt(experience, mean)
-        return {**mean, **_of_values(experience, estimates)}
+        return {**mean, **value_metrics(experience, estimates)}
 
     def scores(self, part: Experience) -> Scores:
         """What the loss reads of the current networks, with gradients."""
@@ -200,17 +199,10 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
             assert experience.reference_log_prob_N is not None
             k1_N = divergences.k1(old_N, experience.reference_log_prob_N)
             kl = metrics["kl/sequence"] = float(k1_N.sum()) / experience.sequences
-            self.beta = divergences.adapt_ziegler(
-                self.beta,
-                kl=kl,
-                target=rule.target,
-                horizon=rule.horizon,
-                sequences=experience.sequences,
-            )
-            return
-        now_N = self.actor.evaluate_actions(experience.observation_NO, experience.action_N)[0]
-        kl = metrics["kl/after"] = float(divergences.k3(old_N, now_N).mean())
-        self.beta = divergences.adapt_ppo(self.beta, kl=kl, target=rule.target)
+        else:
+            now_N = self.actor.evaluate_actions(experience.observation_NO, experience.action_N)[0]
+            kl = metrics["kl/after"] = float(divergences.k3(old_N, now_N).mean())
+        self.beta = adapted_beta(rule, self.beta, kl, experience.sequences)
 
     # ---------------------------------------------------------------- state
 
@@ -288,12 +280,3 @@ def _discounted(
     backward_N = torch.from_numpy(reward_N[::-1].copy())
     lengths_S = torch.tensor(collected.lengths).flip(0)
     return gae.returns_to_go(backward_N, lengths_S, gamma=gamma).flip(0).numpy()
-
-
-def _of_values(experience: Experience, estimates: Estimates) -> dict[str, float]:
-    """The values before the update against the returns."""
-    value_N, return_N = experience.value_N, estimates.return_N
-    if value_N is None or return_N is None:
-        return {}
-    variance = explained_variance(value_N, return_N)
-    return {"value/mean": float(value_N.mean()), "value/explained_variance": variance}

@@ -22,8 +22,7 @@ from keel.learn.finite import (
 )
 from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import AdamW, bad_weight, step_all
-from keel.learn.ranks import ONE, Ranks, spans
-from keel.learn.shards import save_learned
+from keel.learn.ranks import ONE, Ranks, save_learned, spans
 from keel.learn.token_budget import TokenBudget
 from keel.models.head import Scores
 from keel.models.policy import Policy

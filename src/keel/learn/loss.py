@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from keel.algorithms.divergence import Adaptive
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.learn.advantages import SURROGATE, call_custom
 from keel.learn.batch import A, Actions, Estimates, TrainBatch
 from keel.models.head import Scores
 from keel.objective import divergences, ratios, segments
+from keel.objective.gae import explained_variance
 from keel.types import KeelError
 
 
@@ -55,6 +58,28 @@ def prepare(
 
 def _count(actions: Actions) -> int:
     return max(sum(actions.lengths), 1)
+
+
+def adapted_beta(rule: Adaptive, beta: float, kl: float, sequences: int) -> float:
+    """β after a step of so large a divergence, by PPO's or Ziegler's rule; as it was if `kl` is
+    not finite."""
+    if not math.isfinite(kl):
+        return beta
+    if rule.rule == "ziegler":
+        return divergences.adapt_ziegler(
+            beta, kl=kl, target=rule.target, horizon=rule.horizon, sequences=sequences
+        )
+    return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
+
+
+@torch.no_grad()
+def value_metrics(actions: Actions, estimates: Estimates) -> dict[str, float]:
+    """The values before the update against the returns; nothing without a value model."""
+    value_N, return_N = actions.value_N, estimates.return_N
+    if value_N is None or return_N is None:
+        return {}
+    variance = explained_variance(value_N, return_N)
+    return {"value/mean": float(value_N.mean()), "value/explained_variance": variance}
 
 
 # ---------------------------------------------------------------- the loss

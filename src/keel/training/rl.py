@@ -6,7 +6,6 @@ task.prompts → engine.sample → rewards.score → score (old policy, referenc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,11 +22,10 @@ from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
 from keel.learn.finite import Cause, NotFinite
 from keel.learn.learner import Losses, Trainer
-from keel.learn.loss import prepare
+from keel.learn.loss import adapted_beta, prepare, value_metrics
 from keel.learn.optimizer import learning_rate
 from keel.learn.token_budget import LESS, oom_context
 from keel.objective import divergences
-from keel.objective.gae import explained_variance
 from keel.runs.rollouts import LOSS, RolloutRow
 from keel.training.evaluator import Evaluator
 from keel.training.loop import Loop, StepResult, write_batch
@@ -274,20 +272,10 @@ def adapted(
         return beta
     rule = divergence.adaptive
     if rule.rule == "ziegler":
-        sequences = sum(part.batch.sequences for part in batches)
-        if not math.isfinite(metrics["kl/sequence"]):
-            return beta
-        return divergences.adapt_ziegler(
-            beta,
-            kl=metrics["kl/sequence"],
-            target=rule.target,
-            horizon=rule.horizon,
-            sequences=sequences,
-        )
-    kl = metrics["kl/after"] = _divergence_now(loop, [part.batch.actions for part in batches])
-    if not math.isfinite(kl):
-        return beta
-    return divergences.adapt_ppo(beta, kl=kl, target=rule.target)
+        kl = metrics["kl/sequence"]
+    else:
+        kl = metrics["kl/after"] = _divergence_now(loop, [part.batch.actions for part in batches])
+    return adapted_beta(rule, beta, kl, sum(part.batch.sequences for part in batches))
 
 
 # ---------------------------------------------------------------- details
@@ -354,11 +342,7 @@ def _before_update(batch: Batch, estimates: Estimates) -> dict[str, float]:
         metrics["kl/sequence"] = float(k1_N.sum()) / batch.sequences
     if old_N is not None and batch.teacher_log_prob_N is not None:
         metrics["teacher/kl"] = float(divergences.k1(old_N, batch.teacher_log_prob_N).mean())
-    value_N, return_N = batch.value_N, estimates.return_N
-    if value_N is not None and return_N is not None:
-        metrics["value/mean"] = float(value_N.mean())
-        metrics["value/explained_variance"] = explained_variance(value_N, return_N)
-    return metrics
+    return {**metrics, **value_metrics(batch, estimates)}
 
 
 @torch.no_grad()

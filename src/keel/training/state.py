@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from keel.config.model import Model
 from keel.learn.optimizer import AdamW
-from keel.learn.shards import REFERENCE, described, files_of, load_parts
+from keel.learn.ranks import REFERENCE, described, files_of, load_parts
 from keel.models.policy import BASE, Policy, load_policy
 from keel.runs import checkpoint
 from keel.training.prefetch import Pending, save_pending

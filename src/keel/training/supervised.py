@@ -22,7 +22,7 @@ from keel.learn.finite import (
     stop_unless_finite,
 )
 from keel.learn.optimizer import AdamW, bad_weight, learning_rate
-from keel.learn.shards import save_learned
+from keel.learn.ranks import save_learned
 from keel.learn.token_budget import TokenBudget
 from keel.models.chat import EncodedAnswer, Encoder, encode_answer
 from keel.models.packed import PackedSizes
