@@ -281,31 +281,24 @@ def _first_in_rollouts(
     for phase in (sampled, ((*components, *_SCORED),), (_LEARNED,), (extras,)):
         for sequence, (x, y) in enumerate(zip(a, b, strict=False)):
             for columns in phase:
-                places = {name: _first_unequal(x.get(name), y.get(name)) for name in columns}
-                found = [(place, name) for name, place in places.items() if place is not None]
+                cells = (_in_cell(name, sequence, x.get(name), y.get(name)) for name in columns)
+                found = [one for one in cells if one is not None]
                 if found:
-                    place, name = min(found, key=lambda item: item[0])
-                    return _change_in_cell(name, sequence, place, x.get(name), y.get(name))
+                    return min(found, key=lambda one: (*one.at, 0)[1])
         if phase is sampled and len(a) != len(b):
             return change("sequences", len(a), len(b), (min(len(a), len(b)),))
     return None
 
 
-def _first_unequal(a: Any, b: Any) -> int | None:
-    """The first token at which two cells of a table differ; 0 if they are not lists."""
+def _in_cell(name: str, sequence: int, a: Any, b: Any) -> Change | None:
+    """How two cells of a table differ; of lists the first token at which they do."""
     if same(a, b):
         return None
-    if not isinstance(a, list) or not isinstance(b, list):
-        return 0
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((at for at, (x, y) in pairs if not same(x, y)), min(len(a), len(b)))
-
-
-def _change_in_cell(name: str, sequence: int, place: int, a: Any, b: Any) -> Change:
     if not isinstance(a, list) and not isinstance(b, list):
         return change(name, a, b, (sequence,))
-    x, y = (c[place] if isinstance(c, list) and place < len(c) else None for c in (a, b))
-    return change(name, x, y, (sequence, place))
+    tokens = [*zip_longest(a or (), b or ())] or [(None, None)]
+    at = next((at for at, (x, y) in enumerate(tokens) if not same(x, y)), 0)
+    return change(name, *tokens[at], (sequence, at))
 
 
 def _compare_files(name: str, a: Path, b: Path) -> Iterator[Change]:

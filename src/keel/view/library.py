@@ -64,11 +64,10 @@ class OpenRun:
 
     def stage_config(self, stage: str) -> Mapping[str, Any]:
         """The table of a stage in the recipe."""
-        for at, name in enumerate(self.run.stages):
-            if name == stage:
-                table: Mapping[str, Any] = self.recipe["stages"][at]
-                return table
-        raise KeelError(f"no stage {stage!r} in {self.name}: it has {', '.join(self.run.stages)}")
+        names = self.run.stages
+        if stage not in names:
+            raise KeelError(f"no stage {stage!r} in {self.name}: it has {', '.join(names)}")
+        return dict(self.recipe["stages"][names.index(stage)])
 
     def stage(self, wanted: str | None = None) -> str:
         """The stage to show: the one that is asked for, else the last that has records."""
@@ -151,7 +150,12 @@ class Library:
                 self._open.pop(name, None)
                 raise KeelError(f"no run {name!r} here")
             if name not in self._open or self._open[name][0] != identity:
-                self._open[name] = identity, self._read(name, identity[0])
+                run = load(identity[0])
+                followed = (FollowedFile(run.folder.metrics), FollowedFile(run.folder.timings))
+                self._open[name] = (
+                    identity,
+                    OpenRun(name, run, *followed, RolloutIndex(run.folder)),
+                )
             return self._open[name][1]
 
     def chosen(self, names: Iterable[str]) -> list[OpenRun]:
@@ -162,11 +166,6 @@ class Library:
         known, wanted = self.names(), list(names)
         found = [name for name in wanted if name in known] or wanted[:1] or known[:1]
         return [self.get(name) for name in found]
-
-    def _read(self, name: str, path: Path) -> OpenRun:
-        run = load(path)
-        metrics, timings = FollowedFile(run.folder.metrics), FollowedFile(run.folder.timings)
-        return OpenRun(name, run, metrics, timings, RolloutIndex(run.folder))
 
     def _paths(self) -> dict[str, Path]:
         found: dict[str, Path] = {}
