@@ -31,7 +31,7 @@ class Interval:
         return {"mean": self.mean, "low": self.low, "high": self.high, "n": self.n}
 
 
-def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> Interval:
+def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> Interval:
     """Wilson's score interval of a success rate.
 
         p̂ = successes / n,   z = Φ⁻¹((1 + confidence) / 2)
@@ -84,12 +84,9 @@ def share_interval(
     `clustered_interval` of the influences u. Of no value nothing is known: NaN in [0, 1].
     """
     x = np.asarray(values_S, dtype=np.float64).reshape(-1)
-    if x.size == 0:
-        return Interval(math.nan, 0.0, 1.0, 0)
+    if clusters is None or x.size == 0:
+        return wilson_interval(float(x.sum()), x.size, confidence)
     rate = float(x.mean())
-    if clusters is None:
-        low, high = wilson_ends(rate, x.size, NormalDist().inv_cdf((1 + confidence) / 2))
-        return Interval(rate, low, high, x.size)
     return clustered_interval(rate, (x - rate) / x.size, clusters, x.size, confidence)
 
 
