@@ -104,20 +104,12 @@ class Judge:
     async def _scores(
         self, prompts: Sequence[Any], answers: Sequence[str], columns: dict[str, Any]
     ) -> list[Judgement]:
-        references = self._column(self.options.reference, columns, len(answers))
         options = self.options
+        references = self._column(options.reference, columns, len(answers))
+        asking = partial(score_question, rubric=options.rubric, low=options.low, high=options.high)
+        asked = zip(prompts, answers, references, strict=True)
         return await self.asker.judge(
-            [
-                score_question(
-                    prompt,
-                    text,
-                    rubric=options.rubric,
-                    low=options.low,
-                    high=options.high,
-                    reference=reference,
-                )
-                for prompt, text, reference in zip(prompts, answers, references, strict=True)
-            ]
+            [asking(prompt, text, reference=known) for prompt, text, known in asked]
         )
 
     async def _compare(
