@@ -105,8 +105,8 @@ def digest(*parts: object) -> bytes:
     return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).digest()
 
 
-SOURCE: Source = "rule"
-ANNOTATOR = "gold"
+GOLD_SOURCE: Source = "rule"
+GOLD_ANNOTATOR = "gold"
 
 
 def add_gold(store: PreferenceStore, path: Path, round: int) -> int:
@@ -116,13 +116,15 @@ def add_gold(store: PreferenceStore, path: Path, round: int) -> int:
     """
     if not path.is_file():
         raise KeelError(f"--gold {path}: there is no such file: fix the path")
-    return import_file(store, "trl", path, Attribution(SOURCE, ANNOTATOR, round), "stop").rows
+    return import_file(
+        store, "trl", path, Attribution(GOLD_SOURCE, GOLD_ANNOTATOR, round), "stop"
+    ).rows
 
 
 def gold_labels(store: PreferenceStore) -> dict[str, float]:
     """The known label of each gold pair (by id); of several the last."""
     sql = "SELECT pair, value FROM labels WHERE source = ? AND annotator = ? AND value IS NOT NULL"
-    return dict(store.database.rows(f"{sql} ORDER BY seq", (SOURCE, ANNOTATOR)))
+    return dict(store.database.rows(f"{sql} ORDER BY seq", (GOLD_SOURCE, GOLD_ANNOTATOR)))
 
 
 def gold_order(gold: Mapping[str, float], seed: int, annotator: str) -> list[str]:
