@@ -268,11 +268,28 @@ class FolderSampler:
             begin = time.monotonic()
 
             def write(place: int, group: Group, part: Sequence[Ready] = part) -> None:
+                """The missing completions of a prompt, in one transaction.
+
+                Half of a character, which UTF-8 cannot encode, becomes a question mark.
+                """
                 nonlocal begin
-                now = time.monotonic()
+                now, done = time.monotonic(), part[place][1]
                 seconds, begin = now - begin, now
-                self._write(store, part[place][1], group, seconds, usage)
-                notes.add(len(part[place][1]))
+                store.add(
+                    sample_record(
+                        options,
+                        one,
+                        completion.text.encode("utf-8", "replace").decode("utf-8"),
+                        tokens=len(completion),
+                        seconds=seconds / len(done),
+                        finish=completion.finish,
+                    )
+                    for one in done
+                    for completion in (group.completions[one.sample],)
+                )
+                amounts: dict[Unit, float] = {"machine_hours": seconds / 3600}
+                usage.add("completions", self.model.model, done[0].prompt.id, amounts)
+                notes.add(len(done))
 
             with oom_context(
                 f"{len(part)} prompts were answered", "lower max_num_seqs or max_tokens"
@@ -282,31 +299,3 @@ class FolderSampler:
                     prompts, options.samples, options.sampling, options.seed, on_group=write
                 )
         return len(of_prompts) - len(ready)
-
-    def _write(
-        self,
-        store: PreferenceStore,
-        work: Sequence[Work],
-        group: Group,
-        seconds: float,
-        usage: Usage,
-    ) -> None:
-        """The completions of a prompt that are missing, in one transaction; `seconds` is of all.
-
-        Half of a character, which UTF-8 cannot encode, becomes a question mark.
-        """
-        store.add(
-            sample_record(
-                self.options,
-                one,
-                completion.text.encode("utf-8", "replace").decode("utf-8"),
-                tokens=len(completion),
-                seconds=seconds / len(work),
-                finish=completion.finish,
-            )
-            for one in work
-            for completion in (group.completions[one.sample],)
-        )
-        usage.add(
-            "completions", self.model.model, work[0].prompt.id, {"machine_hours": seconds / 3600}
-        )
