@@ -22,8 +22,7 @@ from typing import Any
 
 from keel.config.entry import load_entry
 from keel.config.secrets import without_secrets
-from keel.engines.endpoint.protocol import MODEL, TOO_LONG, ChatRequest, RefusedRequest
-from keel.engines.endpoint.server import Endpoint
+from keel.engines.endpoint.server import MODEL, TOO_LONG, ChatRequest, Endpoint, RefusedRequest
 from keel.engines.endpoint.session import Session
 from keel.engines.turns import conversation_names, sample_turns
 from keel.models.chat import ChatEncoder

@@ -1,26 +1,222 @@
-"""The HTTP server of the endpoint, on the loopback interface at a free port."""
+"""The HTTP endpoint of a program: chat requests and responses in OpenAI's format, and the server.
+
+It listens on the loopback interface, at a free port. Torch-free.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from keel.engines.endpoint.protocol import (
-    MODEL,
-    ChatRequest,
-    RefusedRequest,
-    read_request,
-    stream_events,
-)
-
+MODEL = "policy"
+"""The policy's name in requests; another name is accepted as well."""
+TOO_LONG = "context_length_exceeded"
+MAX_DEPTH = 100
+"""Levels of nesting in JSON: what reads it later (chat templates, comparisons) is recursive."""
 MAX_BODY = 64 << 20
 """Bytes of the largest request."""
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([],),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "response_format": ({"type": "text"},),
+}
+"""Keys that would change the distribution: refused unless they change nothing."""
+
+
+class RefusedRequest(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, message: str, code: str = "invalid_request", status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+    def body(self) -> dict[str, Any]:
+        """The error in OpenAI's format."""
+        kind = "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """What is read of a request; `messages` in the form that a chat template gets."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: Any = None
+    max_tokens: int | None = None
+    stream: bool = False
+
+    @property
+    def characters(self) -> int:
+        """The length of all texts."""
+        return sum(len(str(message.get("content") or "")) for message in self.messages)
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """A request from its JSON; settings of sampling are the recipe's. Raises RefusedRequest."""
+    try:
+        data = _read_json(body)
+    except ValueError as error:
+        raise RefusedRequest(f"the body is not JSON: {error}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("messages"), list):
+        raise RefusedRequest("messages: give a list of messages")
+    for key, neutral in _NEUTRAL.items():
+        value = data.get(key)
+        if value is not None and value not in neutral:
+            raise RefusedRequest(f"{key} = {value!r}: set it in the recipe, or leave it out")
+    limits = (data.get("max_completion_tokens"), data.get("max_tokens"))
+    limit = next((one for one in limits if one is not None), None)
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise RefusedRequest(f"max_tokens = {limit!r}: give a number of at least 1")
+    messages = tuple(_message(one, at) for at, one in enumerate(data["messages"]))
+    if not messages or messages[-1]["role"] == "assistant":
+        raise RefusedRequest("messages: end them with a message of the user or a tool")
+    choice, tools = data.get("tool_choice"), data.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RefusedRequest("tools: give a list of objects")
+    given = () if choice == "none" else tuple(tools)
+    return ChatRequest(messages, given, choice, limit, bool(data.get("stream")))
+
+
+def _read_json(text: str | bytes) -> Any:
+    """A value of at most `MAX_DEPTH` levels. Raises ValueError."""
+    try:
+        value = json.loads(text)
+        deep = _is_deep(value, MAX_DEPTH)
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _is_deep(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deep(one, levels - 1) for one in inner)
+
+
+def _message(data: Any, at: int) -> dict[str, Any]:
+    if not isinstance(data, dict) or not isinstance(data.get("role"), str):
+        raise RefusedRequest(f"messages[{at}]: give a role and a content")
+    content = data.get("content") or ""
+    if isinstance(content, list):
+        parts = [one.get("text") if isinstance(one, dict) else None for one in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
+    if not isinstance(content, str):
+        raise RefusedRequest(f"messages[{at}].content: only text is supported")
+    message: dict[str, Any] = {"role": data["role"], "content": content}
+    for key in ("name", "tool_call_id"):
+        if data.get(key) is not None:
+            message[key] = data[key]
+    if data.get("tool_calls"):
+        try:
+            message["tool_calls"] = [_tool_call(one) for one in data["tool_calls"]]
+        except (KeyError, TypeError, AttributeError):
+            raise RefusedRequest(f"messages[{at}].tool_calls: give a list of calls") from None
+    return message
+
+
+def _tool_call(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": data.get("id"), "type": "function", "function": _function(data["function"])}
+
+
+def _function(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A called function with its arguments as an object, which is what chat templates expect."""
+    arguments = data.get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = _read_json(arguments)
+    return {"name": data["name"], "arguments": arguments}
+
+
+def first_difference(
+    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> int | None:
+    """The first message of `before` that is not in its place in `now`; blanks around the
+    assistant's text do not count."""
+    for at, message in enumerate(before):
+        if at >= len(now) or _compared(message) != _compared(now[at]):
+            return at
+    return None
+
+
+def _compared(message: Mapping[str, Any]) -> dict[str, Any]:
+    stripped = message["role"] == "assistant"
+    return {**message, "content": message["content"].strip()} if stripped else dict(message)
+
+
+def assistant_message(text: str, turn: int, tools: bool) -> dict[str, Any]:
+    """The policy's words as a message, its calls `<tool_call>{json}</tool_call>` read if the
+    request had tools.
+
+    Anything but a call of a name with an object of arguments, both valid Unicode, stays text: a
+    client could not repeat it, or a chat template not render it.
+    """
+    calls: list[dict[str, Any]] = []
+
+    def take(found: re.Match[str]) -> str:
+        try:
+            function = _function(_read_json(found[1]))
+            json.dumps(function, ensure_ascii=False).encode()
+        except (ValueError, KeyError):
+            return found[0]
+        if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
+            return found[0]
+        identifier = f"call_{turn}_{len(calls)}"
+        calls.append({"id": identifier, "type": "function", "function": function})
+        return ""
+
+    content = _CALL.sub(take, text) if tools else text
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def response(message: Mapping[str, Any], finish: str, prompt: int, made: int) -> dict[str, Any]:
+    """The body of an answer; `prompt` and `made` are numbers of tokens."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _text(call["function"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    shown = {"role": "assistant", "content": message["content"] or None, "refusal": None}
+    if calls:
+        shown["tool_calls"] = calls
+    reason = "length" if finish == "length" else "tool_calls" if calls else "stop"
+    choice = {"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}
+    usage = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    head = {"id": "chatcmpl-keel", "object": "chat.completion", "created": 0, "model": MODEL}
+    return {**head, "choices": [choice], "usage": usage}
+
+
+def _text(function: Mapping[str, Any]) -> str:
+    return json.dumps(function["arguments"], ensure_ascii=False)
+
+
+def stream_events(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A finished answer as the chunks of a stream."""
+    choice = body["choices"][0]
+    delta = dict(choice["message"])
+    calls = delta.get("tool_calls")
+    if calls:
+        delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+    head = {**body, "object": "chat.completion.chunk", "usage": None}
+    yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    reason = choice["finish_reason"]
+    yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+    yield {**head, "choices": [], "usage": body["usage"]}
+
 
 Submit = Callable[[str, ChatRequest], "Future[dict[str, Any]]"]
 """Takes over a request and the key that came with it."""

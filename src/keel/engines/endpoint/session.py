@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from keel.engines.endpoint.protocol import (
+from keel.engines.endpoint.server import (
     TOO_LONG,
     ChatRequest,
     RefusedRequest,
