@@ -1,4 +1,4 @@
-"""Runs by Ray: as one process's, and what happens where processes end."""
+"""Runs by Ray: as one process's, and what happens if processes end."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_killed_processes_change_no_bit_of_a_run_two_steps_ahead(tmp_path: Path)
 @pytest.mark.slow
 def test_a_trainer_that_is_always_lost_ends_the_run_with_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = keel("train", "tiny", *WORDS, "cluster.restarts=0", "--run", folder, "--quiet")
+    few = ("cluster.rollout_workers=1", "cluster.reward_workers=0", "cluster.restarts=0")
+    run = keel("train", "tiny", *WORDS, *few, "--run", folder, "--quiet")
     until_step(run, folder, 2)
     process = kill(run, "TrainerHost")
     error = run.communicate(timeout=WAIT)[1]

@@ -256,7 +256,7 @@ class ServerProcess:
         while not client.healthy():
             heartbeat()
             raise_if_cancelled()
-            if not self.alive():
+            if self._child.ended():
                 raise KeelError(
                     f"the vLLM server ended with status {exit_status(self.process)} before it "
                     f"answered ({last_error(self.log)}): see {self.log}"
@@ -267,10 +267,6 @@ class ServerProcess:
                     "raise rollout.vllm.start_timeout"
                 )
             time.sleep(0.2)
-
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return not self._child.ended()
 
     def stop(self) -> None:
         """End the server with all its processes."""
