@@ -22,6 +22,7 @@ from keel.cli.train import run_and_report, show
 from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
+from tests.runs.test_lifecycle import Notes
 
 STEPS = 36
 
@@ -55,16 +56,6 @@ def files(folder: Path) -> dict[str, bytes]:
     return {n: p.read_bytes() for n, p in found.items() if p.is_file() and n.startswith(kept)}
 
 
-class Notes:
-    """A callback that keeps the notes."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def on_note(self, text: str) -> None:
-        self.texts.append(text)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Notes]:
     """A run whose reward is at its maximum, and the notes that it showed; tests only read it."""
@@ -79,7 +70,7 @@ def test_condition_is_shown_and_recorded_once_during_the_run(finished: tuple[Run
     assert event["last_step"] < STEPS
     assert event["evidence"]
     assert event["changes"]
-    warnings = [text for text in notes.texts if text.startswith("WARNING: rl step")]
+    warnings = [text for text in notes.notes if text.startswith("WARNING: rl step")]
     assert warnings == [f"WARNING: {event['text']}"]
     assert "\n" not in event["text"]
 

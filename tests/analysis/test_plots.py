@@ -49,12 +49,18 @@ def size_and_chunks(path: Path) -> tuple[int, int, list[bytes]]:
     return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big"), chunks
 
 
-def pixels(path: Path, colour: str) -> int:
+def places(path: Path, colour: str) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of the pixels of a colour."""
     from matplotlib.image import imread
 
     wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
     image = np.rint(imread(path)[..., :3] * 255)
-    return int((np.abs(image - wanted).max(axis=-1) < 3).sum())
+    rows, columns = np.nonzero(np.abs(image - wanted).max(axis=-1) < 3)
+    return rows, columns
+
+
+def pixels(path: Path, colour: str) -> int:
+    return len(places(path, colour)[0])
 
 
 def test_same_numbers_give_the_same_bytes(tmp_path: Path) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from keel.cli.main import main
 from keel.training.run import train
+from tests.runs.test_diff import edit_rollouts, parquet, put
 from tests.training.small import small
 
 Capture = pytest.CaptureFixture[str]
@@ -44,16 +41,6 @@ def printed(capsys: Capture, code: int, a: str = "a", b: str = "b") -> list[str]
     return out.out.splitlines()
 
 
-def alter(step: int, change: Callable[[list[dict[str, Any]]], Any]) -> list[dict[str, Any]]:
-    """Change the rollouts of run b; the rows as they were."""
-    path = Path("b/rollouts") / f"step-{step:06d}.parquet"
-    table = pq.read_table(path)
-    before, rows = table.to_pylist(), table.to_pylist()
-    change(rows)
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
-    return before
-
-
 def test_the_same(here: Path, capsys: Capture) -> None:
     assert printed(capsys, 0) == [
         "a and b: same recipe",
@@ -63,7 +50,7 @@ def test_the_same(here: Path, capsys: Capture) -> None:
 
 
 def test_one_token(here: Path, capsys: Capture) -> None:
-    was = alter(1, lambda rows: rows[3]["tokens"].__setitem__(1, 99))
+    was = edit_rollouts(parquet(Path("b"), 1), put(3, "tokens", 99, 1))
     recipe = Path("b/recipe.toml")
     recipe.write_text(recipe.read_text().replace("seed = 0", "seed = 1"))
     info = json.loads(Path("b/run.json").read_text())
