@@ -23,7 +23,7 @@ from keel.preferences.files import import_file, preference_rows, steps_rows
 from keel.preferences.formats import Attribution
 from keel.preferences.pool import read_texts
 from keel.preferences.store import PreferenceStore
-from keel.training.judging.data import pair_encoder
+from keel.training.judging.data import encoder
 from keel.types import KeelError, Prompt, Split
 from tests.data.tasks.made import jsonl, source
 from tests.models.published_templates import tokenizer_of
@@ -272,7 +272,7 @@ def test_files_reach_the_template_as_they_are_written(tmp_path: Path) -> None:
     keys = written(tmp_path, "parquet", rows)
     splits = read_pairs(PreferenceData.model_validate({"name": "parquet", **keys}))
     pairs = {row.id[-1]: row for row in (*splits.train, *splits.validation)}
-    encode = pair_encoder(Reader(tokenizer))
+    encode = encoder("pairs", Reader(tokenizer))
     for at, prompt in enumerate(prompts(task_of("parquet", **keys))):
         wanted = tokenizer.apply_chat_template(
             ROWS[at]["prompt"], tools=ROWS[at]["tools"], add_generation_prompt=True, tokenize=False

@@ -14,7 +14,7 @@ from keel.models.loading import quiet
 from keel.models.reward import reward_model_from
 from keel.preferences import features as module
 from keel.preferences.features import head_weights, pair_features, text_features
-from keel.training.judging.data import pair_encoder
+from keel.training.judging.data import encoder
 from tests.models import tiny
 
 ROWS = (
@@ -28,7 +28,7 @@ def test_features_and_scores_are_those_of_stock_transformers(tmp_path: Path) -> 
     """Each answer in a call of its own, by the saved model."""
     model = reward_model_from(tiny.policy(), "outcome", 0)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
-    rows = [pair_encoder(model.reader())(row) for row in ROWS]
+    rows = [encoder("pairs", model.reader())(row) for row in ROWS]
     whole = pair_features(model, rows, 10_000)
     split = pair_features(model, rows, 1)
     assert whole.feature_CH.shape == (3, model.head.in_features)
@@ -60,7 +60,7 @@ def test_long_texts_have_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyP
     long = Preference("long", "1=", "1" * model.context, "0")
     found = text_features(tmp_path, [ROWS[0], long, *ROWS[1:]])
     assert np.isnan(found).all(axis=1).tolist() == [False, True, False, False]
-    rows = [pair_encoder(model.reader())(row) for row in ROWS]
+    rows = [encoder("pairs", model.reader())(row) for row in ROWS]
     whole = pair_features(model, rows, 10_000).feature_CH
     np.testing.assert_allclose(found[[0, 2, 3]], whole, atol=1e-4, rtol=1e-4)
     assert text_features(tmp_path, []).shape == (0, model.head.in_features)

@@ -20,7 +20,7 @@ from keel.models.reference import reference_for
 from keel.models.reward import Reader
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.training.judging.data import EncodedPair, pair_encoder
+from keel.training.judging.data import EncodedPair, encoder
 from keel.training.judging.losses import DPO
 from keel.training.judging.metrics import measure_pairs
 from keel.training.run import train
@@ -160,7 +160,7 @@ def dpo_of(policy: Policy, reference: Any, token_budget: int = 10_000, **keys: A
 
 
 def pairs_of(policy: Policy) -> list[EncodedPair]:
-    return list(map(pair_encoder(Reader(policy.tokenizer, policy.context)), PAIRS))
+    return list(map(encoder("pairs", Reader(policy.tokenizer, policy.context)), PAIRS))
 
 
 def moved(policy: Policy) -> None:

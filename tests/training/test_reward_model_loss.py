@@ -20,11 +20,9 @@ from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
 from keel.training.judging.data import (
     EncodedPair,
     Marked,
-    label_encoder,
+    encoder,
     of_step,
-    pair_encoder,
     ready,
-    step_encoder,
 )
 from keel.training.judging.losses import labels_backward, pairs_backward
 from keel.training.judging.metrics import first_under, measure_labels, measure_pairs, measure_steps
@@ -65,14 +63,14 @@ def model_of(kind: Literal["outcome", "process"], dtype: str = "float64") -> Rew
 
 
 def encoded_pairs(model: RewardModel) -> list[EncodedPair]:
-    return list(map(pair_encoder(Reader(model.tokenizer, model.context)), PAIRS))
+    return list(map(encoder("pairs", Reader(model.tokenizer, model.context)), PAIRS))
 
 
 def marked(model: RewardModel) -> list[Marked]:
     reader = Reader(model.tokenizer, model.context)
     if model.kind == "outcome":
-        return list(map(label_encoder(reader), LABELS))
-    return list(map(step_encoder(reader, " "), STEPS))
+        return list(map(encoder("labels", reader), LABELS))
+    return list(map(encoder("steps", reader, " "), STEPS))
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -220,7 +218,7 @@ def test_each_epoch_is_a_permutation() -> None:
 
 def test_rows_longer_than_the_limit_are_left_out() -> None:
     model = model_of("outcome")
-    encode = pair_encoder(Reader(model.tokenizer, model.context))
+    encode = encoder("pairs", Reader(model.tokenizer, model.context))
     longest = sorted(max(len(f"{r.prompt}{a}") + 1 for a in (r.chosen, r.rejected)) for r in PAIRS)
     limit = longest[2]
     found = ready(Splits(PAIRS, PAIRS), encode, limit, 2, "judging")
@@ -244,7 +242,7 @@ def test_rows_longer_than_the_limit_are_left_out() -> None:
 def test_validation_examples_are_a_random_sample() -> None:
     """Of a file that is sorted, the first rows are all of one kind."""
     rows = tuple(replace(PAIRS[0], id=str(at), prompt=f"{at}=") for at in range(100))
-    encode = pair_encoder(Reader(tiny.policy().tokenizer))
+    encode = encoder("pairs", Reader(tiny.policy().tokenizer))
     held = ready(Splits(rows, rows), encode, None, 20, "judging").validation
     places = [int(row.cluster[:-1]) for row in held]
     assert places == sorted(places)
@@ -254,7 +252,7 @@ def test_validation_examples_are_a_random_sample() -> None:
 
 def test_length_correlation_uses_answers_only() -> None:
     """A judge of the answer's length is fully explained by it, whatever the prompts are."""
-    encode = pair_encoder(Reader(tiny.policy().tokenizer))
+    encode = encoder("pairs", Reader(tiny.policy().tokenizer))
     rows = [
         encode(Preference(str(at), "1" * (1 + 7 * at % 23) + "=", "1" * (2 + at), "0" * (1 + at)))
         for at in range(8)
@@ -275,7 +273,7 @@ def test_length_correlation_uses_answers_only() -> None:
 def test_accuracy_in_training_equals_the_evaluation() -> None:
     """No answer is half right; a tie decides nothing."""
     model = model_of("outcome")
-    rows = [pair_encoder(model.reader())(row) for row in PAIRS]
+    rows = [encoder("pairs", model.reader())(row) for row in PAIRS]
     plain = pairs_backward(model, 0.0, rows, 10_000)
     decided = [row for row in rows if row.probability != 0.5]
     assert 0 < len(decided) < len(rows)
@@ -290,7 +288,7 @@ def test_rows_of_one_prompt_or_group_are_one_cluster() -> None:
     rows = [*PAIRS, replace(PAIRS[0], id="again", chosen="1")]
     groups = [replace(row, group=str(at % 2)) for at, row in enumerate(rows)]
     for chosen, clusters in ((rows, len(PAIRS)), (groups, 2)):
-        encoded = list(map(pair_encoder(Reader(model.tokenizer, model.context)), chosen))
+        encoded = list(map(encoder("pairs", Reader(model.tokenizer, model.context)), chosen))
         found = measure_pairs(encoded, lambda answers: model.judge(answers, 10_000))
         assert found.as_dict()["clusters"] == clusters
 
@@ -349,7 +347,7 @@ def test_first_step_under_the_threshold(
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_non_finite_scores_are_an_error(wrong: float) -> None:
-    rows = [pair_encoder(Reader(tiny.policy().tokenizer))(row) for row in PAIRS]
+    rows = [encoder("pairs", Reader(tiny.policy().tokenizer))(row) for row in PAIRS]
 
     def judge(answers: Sequence[Answered]) -> list[list[float]]:
         return [[wrong if at == 3 else 0.0] for at in range(len(answers))]

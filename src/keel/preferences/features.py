@@ -16,7 +16,7 @@ from keel.data.judged_rows import Preference
 from keel.models.reward import RewardModel, load_reward_model, pack_answers
 from keel.training.evaluation import judged_source
 from keel.training.export import reward_model_of
-from keel.training.judging.data import EncodedPair, pair_encoder, sizes_of
+from keel.training.judging.data import EncodedPair, encoder, sizes_of
 
 Array = npt.NDArray[np.float32]
 CHUNK = 1_000
@@ -63,7 +63,7 @@ def text_features(
     name, made_by = reward_model_of(model, stage)
     made = judged_source(model, made_by)
     loaded = load_reward_model(Model(name=name), "outcome")
-    encode = pair_encoder(loaded.reader(made is not None and made.raw))
+    encode = encoder("pairs", loaded.reader(made is not None and made.raw))
     found = [np.zeros((0, loaded.head.in_features), dtype=np.float32)]
     rest = iter(pairs)
     while some := [encode(pair) for pair in islice(rest, CHUNK)]:

@@ -152,16 +152,11 @@ def prompt_source(
         prompts.chat_template,
         forgiven=lenient,
         note=note,
-        raw=raw_tasks(tasks, sources),
+        raw={name for name, source in zip(tasks, sources, strict=True) if source.raw},
         served=policy.served,
     )
     stream = PromptStream(list(tasks.values()), weights, seed, encoder)
     return PromptSource(tasks, weights, encoder, stream)
-
-
-def raw_tasks(tasks: Mapping[str, Task], sources: Sequence[TaskSource]) -> set[str]:
-    """The names of the tasks whose plain prompts are not put through the chat template."""
-    return {name for name, source in zip(tasks, sources, strict=True) if source.raw}
 
 
 def _quarantine_prompts(

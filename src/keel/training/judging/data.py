@@ -106,10 +106,11 @@ def ready(
     return Ready(train, held, long, long_validation, tuple(left))
 
 
-def pair_encoder(reader: Reader) -> Callable[[Preference], EncodedPair]:
-    """Preferences as pairs of answers."""
+def encoder(records: Records, reader: Reader, separator: str = "\n") -> Callable[[Any], Any]:
+    """What encodes examples of a kind: preferences as pairs of answers, labelled answers, judged at
+    their end, or answers in steps with `separator` between them, judged at the end of each."""
 
-    def encode(row: Preference) -> EncodedPair:
+    def pair(row: Preference) -> EncodedPair:
         return EncodedPair(
             reader.answer(row.prompt, row.chosen, row.id, tools=row.tools),
             reader.answer(row.prompt, row.rejected, row.id, tools=row.tools),
@@ -118,34 +119,17 @@ def pair_encoder(reader: Reader) -> Callable[[Preference], EncodedPair]:
             cluster_of(row),
         )
 
-    return encode
-
-
-def label_encoder(reader: Reader) -> Callable[[Labelled], Marked]:
-    """Labelled answers, judged at their end."""
-
-    def encode(row: Labelled) -> Marked:
+    def labelled(row: Labelled) -> Marked:
         answer = reader.answer(row.prompt, row.completion, row.id, tools=row.tools)
         return Marked(answer, (row.label,), cluster_of(row))
 
-    return encode
-
-
-def step_encoder(reader: Reader, separator: str) -> Callable[[Stepwise], Marked]:
-    """Answers in steps, judged at the end of each."""
-
-    def encode(row: Stepwise) -> Marked:
+    def steps(row: Stepwise) -> Marked:
         answer = reader.steps(row.prompt, joined(row.steps, separator), row.id, tools=row.tools)
         return Marked(answer, row.labels, cluster_of(row))
 
-    return encode
-
-
-def encoder(records: Records, reader: Reader, separator: str = "\n") -> Callable[[Any], Any]:
-    """What encodes examples of a kind; `separator` is between the steps of an answer."""
-    if records == "steps":
-        return step_encoder(reader, separator)
-    return pair_encoder(reader) if records == "pairs" else label_encoder(reader)
+    kinds: dict[Records, Callable[[Any], Any]]
+    kinds = {"pairs": pair, "labels": labelled, "steps": steps}
+    return kinds[records]
 
 
 def cluster_of(row: JudgedRow) -> str:
