@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             *BY_STEPS,
             "normalisation.observations=true",
             "normalisation.rewards=true",
-            "environment.options.max_episode_steps=50",
+            *("environment.options.max_episode_steps=50", "epochs=2", "minibatches=4"),
         ),
     ),
     "ppo-penalty": ("ppo_kl_penalty", "CartPole-v1", (*BY_STEPS, "epochs=2", "minibatches=2")),
