@@ -1,4 +1,4 @@
-"""The measured pages of the documentation hold what the studies say."""
+"""The measured pages of the documentation hold what the studies say; the list of mutations fits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from keel.algorithms.presets import PRESETS
+from studies import mutations
 from studies.evidence import algorithms, distillation, pages
 
 PAGES = sorted(pages.MEASURED_PAGES.glob("*.md"))
@@ -51,3 +52,10 @@ def test_tokens_to_a_level_are_interpolated_between_evaluations() -> None:
     assert distillation.tokens_to(course, 0.7) == pytest.approx(200)
     assert distillation.tokens_to(course, 0.1) == 0
     assert distillation.tokens_to(course, 0.9) == np.inf
+
+
+def test_every_mutation_fits_the_code() -> None:
+    """`make soak` breaks these passages, and wants the tests named with them to fail."""
+    for one in mutations.MUTATIONS:
+        assert (mutations.PACKAGE / one.file).read_text("utf-8").count(one.old) == 1, one.what
+        assert all((mutations.ROOT / path).exists() for path in one.tests), one.what

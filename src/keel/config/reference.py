@@ -21,7 +21,8 @@ each stage is a `[[stages]]` table. On the command line a key applies to the sta
 (`sft.steps=10`), else to the last, and to the entry of a list that it numbers (`tasks.0.path=x`),
 or to its only one (`tasks.path=x`). `extends = "NAME"` starts from another recipe. `"none"` unsets
 a key. The kind of a stage is its key `stage`. Keys that several kinds have are described once; the
-tables of the other kinds hold only what differs, such as another default.
+tables of the other kinds hold only what differs, such as another default. A description begins with
+the values that a key may have, if they are few.
 
 The paths of data, models and functions (`file.py:name`) in a recipe's file are relative to its
 folder; those in keys of the command line, and in recipes that Python passes, to the working folder.
@@ -123,7 +124,7 @@ def _default(info: FieldInfo, value: Any = None) -> str:
 
 def _text(info: FieldInfo) -> str:
     choices = [a for a in get_args(info.annotation) if isinstance(a, str)]
-    listed = f"One of {', '.join(f'`{c}`' for c in choices)}. " if choices else ""
+    listed = f"{', '.join(f'`{c}`' for c in choices)}. " if choices else ""
     return listed + " ".join((info.description or "").split()).replace("|", "\\|")
 
 
