@@ -106,14 +106,19 @@ def reward_case(
         processing_class=tokenizer,
     )
     outputs = caught(trainer.model, "logits")
-    batch, loss = computed(trainer)
-    margins = batch["margin"].double().tolist() if case["margin"] else [0.0] * len(rows)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    scores, gradient = outputs[0][:, 0], outputs[0].grad[:, 0]
+    half = len(rows)
     return {
         **case,
-        "margins": margins,
-        **halves("", outputs[0][:, 0]),
-        "loss": loss,
-        **halves("_gradient", outputs[0].grad[:, 0]),
+        "margins": batch["margin"].double().tolist() if case["margin"] else [0.0] * half,
+        "chosen": scores[:half].tolist(),
+        "rejected": scores[half:].tolist(),
+        "loss": loss.item(),
+        "chosen_gradient": gradient[:half].tolist(),
+        "rejected_gradient": gradient[half:].tolist(),
     }
 
 
@@ -140,33 +145,26 @@ def dpo_case(
     )
     own = caught(trainer.model, "log_probs")
     others = caught(trainer.ref_model, "log_probs")
-    batch, loss = computed(trainer)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
     written = batch["completion_mask"][:, 1:].bool()
+    half = len(rows)
     sums = (own[0].detach()[:, -written.shape[1] :] * written).sum(1)
     other_sums = (others[0].detach()[:, -written.shape[1] :] * written).sum(1)
     gradient = one_each(own[0].grad[:, -written.shape[1] :], written)
     return {
         **case,
-        **halves("", sums),
-        **{f"reference_{side}": values for side, values in halves("", other_sums).items()},
-        **halves("_lengths", written.sum(1)),
-        "loss": loss,
-        **halves("_gradient", gradient),
+        "chosen": sums[:half].tolist(),
+        "rejected": sums[half:].tolist(),
+        "reference_chosen": other_sums[:half].tolist(),
+        "reference_rejected": other_sums[half:].tolist(),
+        "chosen_lengths": written.sum(1)[:half].tolist(),
+        "rejected_lengths": written.sum(1)[half:].tolist(),
+        "loss": loss.item(),
+        "chosen_gradient": gradient[:half].tolist(),
+        "rejected_gradient": gradient[half:].tolist(),
     }
-
-
-def computed(trainer: Any) -> tuple[Any, float]:
-    """The batch of all comparisons, and TRL's loss of it, whose gradient is left behind."""
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    return batch, loss.item()
-
-
-def halves(ending: str, values: Tensor) -> dict[str, list[float]]:
-    """TRL puts the chosen answers first."""
-    half = len(values) // 2
-    return {f"chosen{ending}": values[:half].tolist(), f"rejected{ending}": values[half:].tolist()}
 
 
 def plain(kind: Any) -> dict[str, Any]:
