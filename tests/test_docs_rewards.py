@@ -57,11 +57,14 @@ def section(name: str) -> str:
     return found[1]
 
 
-def table(text: str) -> dict[str, Any]:
-    """The options in a section's table, by name, with their defaults."""
-    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`|required) \|", text, re.M)
-    found = {name: tomllib.loads(f"x = {value}")["x"] if value else ... for name, value in rows}
-    return {name: None if value == "none" else value for name, value in found.items()}
+def listed_options(text: str) -> dict[str, Any]:
+    """The options in a section's list, by name, with their defaults."""
+    rows = re.findall(r"^- `(\w+)`(?: \((`.*?`|required)\))?: ", text, re.M)
+    given = {"": None, "required": ...}
+    return {
+        name: given[default] if default in given else tomllib.loads(f"x = {default[1:-1]}")["x"]
+        for name, default in rows
+    }
 
 
 def options(name: str) -> dict[str, Any]:
@@ -124,14 +127,14 @@ def test_reference_has_every_built_in() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in (*BUILT_IN, *MADE) if n not in ("judge", "process")])
-def test_table_has_every_option_and_its_default(name: str) -> None:
-    assert table(section(name)) == options(name)
+def test_page_has_every_option_and_its_default(name: str) -> None:
+    assert listed_options(section(name)) == options(name)
 
 
 def test_process_has_its_own_options_and_those_of_outcome() -> None:
-    own = table(section("process"))
+    own = listed_options(section("process"))
     assert set(own) == {"aggregate", "separator"}
-    assert table(section("outcome")) | own == options("process")
+    assert listed_options(section("outcome")) | own == options("process")
 
 
 def test_statuses_of_code_are_listed() -> None:

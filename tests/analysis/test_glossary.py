@@ -22,7 +22,7 @@ def test_every_entry_is_there_once_and_says_something() -> None:
     for metric in metrics:
         assert metric.meaning.endswith((".", "].")), metric.name
         assert metric.unit, metric.name
-        assert f"| `{metric.name}` |" in markdown()
+        assert f"\n- `{metric.name}`" in markdown()
 
 
 @pytest.mark.parametrize(

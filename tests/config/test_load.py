@@ -310,7 +310,7 @@ def test_extends_finds_a_sibling_and_refuses_itself(tmp_path: Path) -> None:
 def test_page_of_keys_is_current() -> None:
     page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
     assert page == markdown(), "run: python -m keel.config.reference > docs/recipe.md"
-    assert "| `rollout.group_size` | `8` |" in page
+    assert "\n- `rollout.group_size` (`8`): " in page
 
 
 def test_table_in_part_keeps_its_other_defaults() -> None:

@@ -48,12 +48,11 @@ INTRO = """\
 # Metrics
 
 What the columns of `metrics.jsonl` mean. Names are TRL's where TRL has one; a `*` stands
-for a name or a number k. Every row also has `stage` and `step` (counted from 1 within
-the stage; 0 is before training); a number that is not finite is `null`. Times are in
-`timings.jsonl`, so that `metrics.jsonl` is a function of recipe and seed. What a reward
+for a name or a number k. In parentheses is the unit, unless the description names it; shares
+are from 0 to 1. In italics: what to watch for. Every row also has `stage` and `step` (counted
+from 1 within the stage; 0 is before training); a number that is not finite is `null`. Times
+are in `timings.jsonl`, so that `metrics.jsonl` is a function of recipe and seed. What a reward
 function records with `log_metric` comes under the name that it gives.
-
-Made by `python -m keel.analysis.glossary > docs/metrics.md`.
 """
 
 
@@ -61,11 +60,12 @@ def markdown() -> str:
     """The glossary as the page docs/metrics.md."""
     lines = [INTRO.rstrip()]
     for title, metrics in sections().items():
-        lines += ["", f"## {title}", "", "| metric | what it is | unit | watch |"]
-        lines.append("|---|---|---|---|")
+        lines += ["", f"## {title}", ""]
         for metric in metrics:
-            cells = (f"`{metric.name}`", metric.meaning, metric.unit, metric.watch)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            plain = metric.unit == "1" or metric.unit.partition(",")[0] in metric.meaning.lower()
+            unit = "" if plain else f" ({metric.unit})"
+            watch = f" *{metric.watch}*" if metric.watch else ""
+            lines.append(f"- `{metric.name}`{unit}: {metric.meaning}{watch}")
     return "\n".join(lines) + "\n"
 
 

@@ -21,8 +21,10 @@ each stage is a `[[stages]]` table. On the command line a key applies to the sta
 (`sft.steps=10`), else to the last, and to the entry of a list that it numbers (`tasks.0.path=x`),
 or to its only one (`tasks.path=x`). `extends = "NAME"` starts from another recipe. `"none"` unsets
 a key. The kind of a stage is its key `stage`. Keys that several kinds have are described once; the
-tables of the other kinds hold only what differs, such as another default. A description begins with
-the values that a key may have, if they are few.
+lists of the other kinds hold only what differs, such as another default.
+
+In parentheses is the default. A key without one is unset (None) or empty; a table without one has
+the defaults of its keys. A description begins with the values that a key may have, if they are few.
 
 The paths of data, models and functions (`file.py:name`) in a recipe's file are relative to its
 folder; those in keys of the command line, and in recipes that Python passes, to the working folder.
@@ -36,7 +38,7 @@ algorithm and environment, replace the defaults below ([control](algorithms/cont
 
 def markdown() -> str:
     """The whole page. A key of several kinds of stages is described for the first of them; the
-    others list it by name, and only what differs as rows."""
+    others list it by name, and only what differs with its default."""
     lines = [HEAD]
     tables: tuple[tuple[str, type[BaseModel]], ...] = (
         ("The recipe", Recipe),
@@ -54,7 +56,6 @@ def markdown() -> str:
             if same:
                 listed = ", ".join(f"`{key.strip('[]')}`" for key in same)
                 lines.append(f"As in [{other}](#{_anchor(other)}): {listed}.\n")
-        lines.append("| key | default | description |\n|---|---|---|")
         inners = [key.strip("[]").partition(".")[2] for key, _, _ in rows]
         for row in rows:
             key, default, what = row
@@ -69,7 +70,8 @@ def markdown() -> str:
             elif same and any(name.startswith(f"{inner}.") for name in inners):
                 what += f" With the keys of `{same[0].strip('[]')}`."
             if not same or "." not in inner:
-                lines.append(f"| `{key}` | {default} | {what} |")
+                shown = f"`{key}`{default and f' ({default})'}"
+                lines.append(f"- {shown}: {what}" if what else f"- {shown}")
             described[row] = title
     return "\n".join(lines) + "\n"
 
@@ -103,7 +105,8 @@ def _keys(
             continue
         many = "tuple" in str(info.annotation)
         about = (inner.__doc__ or "").split("\n\n")[0]
-        yield f"[[{key}]]" if many else key, _default(info), " ".join(about.split())
+        off = info.default is None and "`none`"
+        yield f"[[{key}]]" if many else key, off or _default(info), " ".join(about.split())
         own = info.default if isinstance(info.default, inner) else None
         yield from _keys(inner, f"{key}.", own)
 
@@ -113,19 +116,17 @@ def _default(info: FieldInfo, value: Any = None) -> str:
         return "required"
     if value is None:
         value = info.default if info.default_factory is None else {}
-    if value is None:
-        return "none"
-    if isinstance(value, BaseModel) or value in ((), {}):
+    if value is None or isinstance(value, BaseModel) or value in ((), {}):
         return ""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    return f"`{value!r}`".replace("|", "\\|").replace("'", '"')
+    return f"`{value!r}`".replace("'", '"')
 
 
 def _text(info: FieldInfo) -> str:
     choices = [a for a in get_args(info.annotation) if isinstance(a, str)]
     listed = f"{', '.join(f'`{c}`' for c in choices)}. " if choices else ""
-    return listed + " ".join((info.description or "").split()).replace("|", "\\|")
+    return listed + " ".join((info.description or "").split())
 
 
 if __name__ == "__main__":

@@ -234,8 +234,7 @@ completions that it names ([`keel rollouts`](rollouts.md)). From Python:
     for one in diagnose(keel.load("runs/quickstart-1")):
         print(one.condition, one.evidence, one.changes)
 
-A further condition is a function of a `StageHistory` that returns a `Symptom` or None, in `RULES`
-of `keel/analysis/diagnosis/table.py`, and an entry of its name in `conditions.toml` next to it.
+Below: when each condition is found, and the keys to change.
 """
 
 
@@ -246,8 +245,7 @@ def markdown() -> str:
         rule = " ".join((inspect.getdoc(condition.rule) or "").split())
         keys = dict.fromkeys(f"`{one.key}`" for one in condition.advice)
         lines += [f"## {condition.id}", "", f"**{condition.severity.capitalize()}.** {rule}", ""]
-        lines += [f"- Likely causes: {'; '.join(condition.causes)}."]
-        lines += [f"- Change: {', '.join(keys)}.", ""]
+        lines += [f"Change {', '.join(keys)}.", ""]
     return "\n".join(lines[:-1]) + "\n"
 
 
