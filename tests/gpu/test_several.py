@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.commands import metrics
-from tests.cluster.test_processes import by_command
+from tests.cluster.commands import finished, keel, metrics
 from tests.cluster.test_ranks import updated
 from tests.gpu import needs_gpus
 
 pytestmark = needs_gpus(2)
 TOLERANCE = 1e-3
 """float32 sums in another order over ten updates, in no fixed order on a GPU."""
+
+
+def by_command(folder: Path, processes: int, *keys: str) -> Path:
+    run = keel("train", "tiny", f"cluster.processes={processes}", *keys, "--run", folder, "--quiet")
+    assert finished(run) == ""
+    return folder
 
 
 @pytest.mark.parametrize("case", ["ppo", "grpo", "gspo", "grpo+lora"])
