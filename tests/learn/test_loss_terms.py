@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from keel.algorithms.advantages import CustomAdvantage, GroupRelative
-from keel.algorithms.divergence import Divergence
+from keel.algorithms.divergence import Adaptive, Divergence
 from keel.algorithms.losses import Correction
 from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Cispo, Clip, CustomSurrogate, Geometric
 from keel.learn.advantages import RolloutRewards, estimate
-from keel.learn.loss import loss, prepare
+from keel.learn.loss import adapted_beta, loss, prepare
 from keel.models.head import Scores
 from keel.objective.group import group_relative
 from keel.objective.surrogates import clip
@@ -140,3 +140,11 @@ def test_entropy_bonus_lowers_the_loss_by_its_mean_over_tokens() -> None:
     whole = prepare(algorithm(), made.batch, made.estimates, 16)
     plain, bonus = (loss(algorithm(entropy=b), whole, scores, 0.0).total for b in (0.0, 0.3))
     torch.testing.assert_close(bonus - plain, -0.3 * made.entropy_N.mean(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["ppo", "ziegler"])
+def test_beta_follows_finite_divergences_only(rule: Literal["ppo", "ziegler"]) -> None:
+    adaptive = Adaptive(rule=rule)
+    assert adapted_beta(adaptive, 0.1, kl=1.0, sequences=64) > 0.1
+    for kl in (math.nan, math.inf):
+        assert adapted_beta(adaptive, 0.1, kl=kl, sequences=64) == 0.1

@@ -32,7 +32,10 @@ def _batch(ours: Policy) -> Packed:
     return batch(len(ours.tokenizer))[1]
 
 
-@pytest.mark.parametrize("family", ["olmo", "starcoder2", "mixtral", "gpt2", "phi3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "gemma2", "olmo", "starcoder2", "mixtral", "gpt2", "phi3", "gpt_oss"],
+)
 def test_the_reference_is_the_base_bit_for_bit(family: str) -> None:
     bare, ours = policy(family), policy(family, rank=4)
     packed = _batch(ours)

@@ -107,7 +107,7 @@ def _options(arguments: argparse.Namespace) -> SynthesisOptions:
 
     chosen: dict[str, Any] = {name: getattr(arguments, name) for name in OPTIONS}
     if arguments.rubric_file is not None:
-        chosen["rubric"] = read_text(Path(arguments.rubric_file), "--rubric-file")
+        chosen["rubric"] = read_text(Path(arguments.rubric_file), "--rubric-file")[0]
     return SynthesisOptions(
         models=tuple(whole(model, arguments.model_set) for model in models),
         judge=None if judge is None else whole(judge, arguments.judge_set),  # type: ignore[arg-type]

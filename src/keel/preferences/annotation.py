@@ -54,16 +54,17 @@ class AnnotationSettings:
     rubric: Rubric | None = None
 
 
-def read_text(path: Path, option: str) -> str:
-    """The text of a file that an option names. Raises KeelError if it has none."""
+def read_text(path: Path, option: str) -> tuple[str, bytes]:
+    """Text and bytes of a file that an option names. Raises KeelError if it has no text."""
     try:
-        text = path.read_text(encoding="utf-8-sig").strip()
+        data = path.read_bytes()  # once: it may be a pipe
+        text = data.decode("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise KeelError(f"{option} {path}: cannot be read: {why}: name a text file") from None
     if not text:
         raise KeelError(f"{option} {path}: it is empty: write what makes an answer better")
-    return text
+    return text, data
 
 
 def read_rubric(path: Path) -> Rubric:
@@ -71,7 +72,7 @@ def read_rubric(path: Path) -> Rubric:
 
     Raises KeelError if it cannot be read, is empty, or is not text.
     """
-    text, data = read_text(path, "--rubric"), path.read_bytes()
+    text, data = read_text(path, "--rubric")
     if len(data) > LONGEST_RUBRIC:
         raise KeelError(
             f"--rubric {path}: {len(data):,} bytes: shorten it to {LONGEST_RUBRIC:,} at most"

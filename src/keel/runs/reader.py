@@ -205,6 +205,7 @@ class FollowedFile:
     path: Path
     version: int = 0
     _offset: int = 0
+    _lines: int = 0
     _tail: bytes = b""
     _columns: dict[str, dict[str, tuple[list[float], list[float]]]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -226,7 +227,7 @@ class FollowedFile:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
                 if size < self._offset or not self._ends_as_before(file):
-                    self._offset, self._tail, self._columns = 0, b"", {}
+                    self._offset, self._lines, self._tail, self._columns = 0, 0, b"", {}
                     self.version += 1
                 file.seek(self._offset)
                 content = file.read(size - self._offset)
@@ -236,7 +237,9 @@ class FollowedFile:
             raise KeelError(f"cannot read {self.path}: {error.strerror}: fix it") from error
         end = content.rfind(b"\n") + 1  # the last line may be half written
         # All before any is kept: after a damaged line the same are read again.
-        for stage, step, record in [self._parsed(line) for line in content[:end].splitlines()]:
+        lines = enumerate(content[:end].splitlines(), self._lines + 1)
+        parsed = [self._parsed(number, line) for number, line in lines]
+        for stage, step, record in parsed:
             columns = self._columns.setdefault(stage, {})
             for name, value in record.items():
                 if value is not None and not isinstance(value, int | float):
@@ -245,6 +248,7 @@ class FollowedFile:
                 steps.append(step)
                 values.append(np.nan if value is None else float(value))
         self._offset += end
+        self._lines += len(parsed)
         self._tail = (self._tail + content[:end])[-64:]
         self.version += end > 0
 
@@ -263,9 +267,9 @@ class FollowedFile:
         file.seek(self._offset - len(self._tail))
         return file.read(len(self._tail)) == self._tail
 
-    def _parsed(self, line: bytes) -> tuple[str, float, dict[str, Any]]:
+    def _parsed(self, number: int, line: bytes) -> tuple[str, float, dict[str, Any]]:
         try:
             record = json.loads(line)
             return str(record.pop("stage")), float(record.pop("step")), record
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise KeelError(f"cannot read {self.path}: a line is damaged ({error})") from error
+            raise files.damaged_line(self.path, number, error) from error

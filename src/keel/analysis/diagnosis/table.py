@@ -243,10 +243,20 @@ def markdown() -> str:
     lines = [INTRO]
     for condition in conditions():
         rule = " ".join((inspect.getdoc(condition.rule) or "").split())
-        keys = dict.fromkeys(f"`{one.key}`" for one in condition.advice)
+        changes = dict.fromkeys(_change(one) for one in condition.advice)
         lines += [f"## {condition.id}", "", f"**{condition.severity.capitalize()}.** {rule}", ""]
-        lines += [f"Change {', '.join(keys)}.", ""]
+        lines += [f"Change {', '.join(changes)}.", ""]
     return "\n".join(lines[:-1]) + "\n"
+
+
+def _change(advice: Advice) -> str:
+    """A key, and what to do with it."""
+    if advice.factor is not None:
+        return f"`{advice.key}` × {advice.factor:g}"
+    if advice.value is not None:
+        value = str(advice.value).lower() if isinstance(advice.value, bool) else advice.value
+        return f"`{advice.key}` = {value}"
+    return f"`{advice.key}`" + ("" if advice.direction == "other" else f" {advice.direction}")
 
 
 if __name__ == "__main__":

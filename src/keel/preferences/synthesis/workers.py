@@ -182,18 +182,19 @@ def in_parallel(items: Iterable[T], work: Callable[[T], Awaitable[None]], worker
     """
     errors: list[KeelError] = []
 
+    waiting = iter(items)
+
+    async def worker() -> None:
+        for item in waiting:
+            if errors:
+                return
+            try:
+                await work(item)
+            except KeelError as error:
+                errors.append(error)
+
     async def every() -> None:
-        places = asyncio.Semaphore(workers)
-
-        async def one(item: T) -> None:
-            async with places:
-                if not errors:
-                    try:
-                        await work(item)
-                    except KeelError as error:
-                        errors.append(error)
-
-        await asyncio.gather(*map(one, items))
+        await asyncio.gather(*(worker() for _ in range(workers)))
 
     try:
         asyncio.get_running_loop()

@@ -20,7 +20,7 @@ from keel.rewards.judge.questions import (
     position_bias,
     score_question,
 )
-from keel.rewards.judge.requests import Asker
+from keel.rewards.judge.requests import Account, Asker
 from keel.rewards.outputs import Summary
 from keel.rewards.registry import RewardContext, with_arguments
 from keel.rewards.rules import stated_texts
@@ -88,9 +88,13 @@ class Judge:
         """The names of its metrics that add up over calls."""
         return [f"{self.options.label}/{what}" for what in ("asked", "tokens", "dollars")]
 
-    def paid(self) -> str:
+    def account(self) -> Account:
         """What was spent so far, by every run that shares the cache."""
-        account = self.asker.store.account()
+        return self.asker.store.account()
+
+    def paid(self) -> str:
+        """The account as a text."""
+        account = self.account()
         return f"judge {self.options.label!r}: {account.answers} answers for {account.spent}"
 
     def close(self) -> None:
