@@ -132,7 +132,9 @@ def encoded(name: str, chat: str, content: Any, answer: str, steps: list[str]) -
         if not all(0 <= end < len(found.tokens) for end in found.ends):
             raise Fault(f"ends {found.ends} of {len(found.tokens)} tokens")
         read_back = decode(tokenizer, [found.tokens[found.begins :]])[0]
-        if name in LOSSLESS and read_back != text:
+        # A template without a generation prompt leaves the header of the turn to the answer.
+        header = "assistant: " if chat == "plain" else ""
+        if name in LOSSLESS and read_back.removeprefix(header) != text.removeprefix(header):
             raise Fault(f"{text!r} is read as {read_back!r}")
     return Outcome(OK if made_of else REFUSED)
 
