@@ -20,14 +20,22 @@ def simulate(build: Callable[[], object], use: Callable[[Any], Awaitable[None]])
     No exception may be left to NiceGUI, which would print it.
     """
     errors: list[Exception] = []
+    failed: list[Exception] = []
 
     async def whole() -> None:
         async with testing.user_simulation(build) as user:
             app.on_exception(errors.append)
-            await user.open("/")
-            await use(user)
+            # Kept, since the simulation ends its timers only if no exception passes through it.
+            try:
+                async with asyncio.timeout(SECONDS):
+                    await user.open("/")
+                    await use(user)
+            except Exception as error:
+                failed.append(error)
 
-    asyncio.run(asyncio.wait_for(whole(), SECONDS))
+    asyncio.run(whole())
+    if failed:
+        raise failed[0]
     assert errors == []
 
 

@@ -111,7 +111,7 @@ def test_curves_follow_runs_while_one_of_them_is_damaged(tmp_path: Path) -> None
         torn.metrics.write_bytes(whole + b"{torn\n")
         await until(lambda: problems(user))
         (first,) = marked(user, "problem")
-        assert "a line is damaged" in first.text
+        assert "metrics.jsonl:2 is damaged" in first.text
         add_step(good, 0, 2)
         await until(lambda: "step 2 of 9" in status(user))
         assert marked(user, "problem") == [first]
