@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -324,3 +325,14 @@ def test_an_unwritten_label_can_be_tried_again(tmp_path: Path) -> None:
         label = one.submit(shown(one), "left")
         assert (label.note, label.seconds) == ("kept", 5)
         assert [one.id for one in store.labels()] == [label.id]
+
+
+def test_a_rubric_may_come_through_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "rubric.md").write_text("short answers\n")
+    read, write = os.pipe()
+    os.write(write, b"short answers\n")
+    os.close(write)
+    piped, file = read_rubric(Path(f"/dev/fd/{read}")), read_rubric(tmp_path / "rubric.md")
+    os.close(read)
+    assert piped.text == "short answers"
+    assert piped.id.split()[-1] == file.id.split()[-1]

@@ -29,7 +29,7 @@ from keel.preferences.synthesis.options import (
 )
 from keel.preferences.synthesis.run import SynthesisReport, synthesize
 from keel.preferences.synthesis.work import different_texts, new_pairs
-from keel.preferences.synthesis.workers import chat
+from keel.preferences.synthesis.workers import chat, in_parallel
 from keel.types import KeelError, Sampling
 from tests.preferences.synthesis.made import (
     JUDGE,
@@ -502,3 +502,14 @@ def test_seed_changes_which_pairs() -> None:
     every = completions(*"abcdefgh")
     found = {frozenset(texts(new_pairs(every, [], 4, seed=seed), every)) for seed in range(5)}
     assert len(found) > 1
+
+
+def test_items_are_drawn_as_workers_become_free() -> None:
+    drawn: list[int] = []
+
+    async def work(item: int) -> None:
+        await asyncio.sleep(0)
+        assert len(drawn) - item <= 3, "items wait in memory"
+
+    in_parallel((drawn.append(item) or item for item in range(50)), work, workers=3)
+    assert drawn == list(range(50))
