@@ -121,7 +121,7 @@ def half_trained(folder: Path, steps: int = 100) -> str:
         "steps": steps,
         "batch_size": 64,
         "tasks": [DIGITS],
-        "demonstration": "keel.data.tasks.generated:careless",
+        "demonstration": "keel.data.tasks:careless",
         "optimizer": {"learning_rate": 5e-3, "schedule": "cosine", "warmup_steps": 10},
     }
     run = train(load_recipe(recipe), folder / "half")

@@ -213,7 +213,7 @@ def half_trained(folder: Path, seed: int) -> str:
             "steps": 160,
             "batch_size": 64,
             "tasks": [SORT],
-            "demonstration": "keel.data.tasks.generated:careless",
+            "demonstration": "keel.data.tasks:careless",
             "optimizer": {"learning_rate": 4e-3, "schedule": "cosine", "warmup_steps": 10},
         }
         export(train(load_recipe(recipe), folder / "half").path, folder / "policy")

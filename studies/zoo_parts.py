@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from keel.data.tasks.generated import SortDigits
+from keel.data.tasks import SortDigits
 from keel.engines.native import NativeEngine
 from keel.types import Completion, Engine, Group, OnGroup, Prompt, Sampling, Split
 

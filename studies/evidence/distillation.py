@@ -54,7 +54,7 @@ def teacher_recipe(task: str) -> dict[str, Any]:
         "extends": str(HERE / f"{task}.toml"),
         "seed": TEACHER_SEED,
         "model": {"build": {"hidden_size": 128, "layers": 4, "heads": 4}},
-        "sft": {"demonstration": "keel.data.tasks.generated:gold", "steps": 400},
+        "sft": {"demonstration": "keel.data.tasks:gold", "steps": 400},
         "rl": {"steps": 20, "optimizer": {"learning_rate": 1e-4}},
     }
 

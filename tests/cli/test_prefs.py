@@ -28,7 +28,7 @@ from keel.preferences.records import (
 from keel.preferences.store import PreferenceStore
 from keel.view.server import TOKEN
 from tests.cli.test_wrong_inputs import tried
-from tests.data.tasks.made import jsonl
+from tests.data.made import jsonl
 from tests.models import tiny
 from tests.preferences.made import human, made
 

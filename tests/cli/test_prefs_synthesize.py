@@ -11,7 +11,7 @@ import pytest
 
 from keel.cli.main import main
 from tests.cli.test_wrong_inputs import tried
-from tests.data.tasks.made import jsonl
+from tests.data.made import jsonl
 from tests.preferences.made import human
 from tests.preferences.synthesis.made import judges, prompts_file, server
 from tests.rewards.judge_server import JudgeServer

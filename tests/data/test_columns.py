@@ -14,9 +14,9 @@ import pytest
 
 from keel.config.sources import PreferenceData
 from keel.data.columns import read_messages, read_tools
+from keel.data.mixture import build_task, stored
 from keel.data.preferences import read_labelled, read_pairs, read_steps
-from keel.data.tasks import build_task, stored
-from keel.data.tasks.stored import DataTask
+from keel.data.tasks import DataTask
 from keel.models.chat import ChatEncoder, encode_prompt
 from keel.models.reward import Reader
 from keel.preferences.files import import_file, preference_rows, steps_rows
@@ -25,7 +25,7 @@ from keel.preferences.pool import read_texts
 from keel.preferences.store import PreferenceStore
 from keel.training.judging.data import encoder
 from keel.types import KeelError, Prompt, Split
-from tests.data.tasks.made import jsonl, source
+from tests.data.made import jsonl, source
 from tests.models.published_templates import tokenizer_of
 
 

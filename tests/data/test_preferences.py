@@ -14,7 +14,7 @@ from keel.data.judged_rows import Labelled, Preference, Stepwise
 from keel.data.preferences import read_labelled, read_pairs, read_steps
 from keel.data.splits import splits_of
 from keel.types import KeelError
-from tests.data.tasks.made import jsonl
+from tests.data.made import jsonl
 from tests.shared import shared_path
 
 PAIRS = [

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from keel.config.sources import RewardSource, TaskSource
-from keel.data.tasks.stored import data_task
+from keel.data.tasks import data_task
 from keel.rewards import Scorer, load_reward
 from keel.types import Completion, Group
 from tests.shared import needs_bubblewrap

@@ -29,7 +29,7 @@ from keel.preferences.formats import Attribution
 from keel.preferences.records import SOURCES, LabelRecord
 from keel.preferences.store import PreferenceStore
 from keel.types import KeelError
-from tests.data.tasks.made import jsonl
+from tests.data.made import jsonl
 from tests.preferences.made import human, made, pair
 
 CHAT = [{"role": "user", "content": "Hi"}]

@@ -27,7 +27,7 @@ from keel.preferences.statistics import (
     vote_agreement,
 )
 from keel.preferences.store import PreferenceStore
-from tests.data.tasks.made import jsonl
+from tests.data.made import jsonl
 from tests.shared import shared_path
 
 

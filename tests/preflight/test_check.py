@@ -16,7 +16,7 @@ import torch
 from keel.config.fields import derive
 from keel.config.load import load_recipe, shipped
 from keel.config.sources import Rewards, RewardSource
-from keel.data.tasks import PromptStream, build_task
+from keel.data.mixture import PromptStream, build_task
 from keel.engines.native import NativeEngine
 from keel.models.build import character_tokenizer
 from keel.models.chat import Encoder
@@ -35,7 +35,7 @@ from keel.training.run import train
 from keel.training.stages.rl import RLStage
 from keel.types import KeelError
 from studies.preflight import Case, cases, half_trained, look
-from tests.data.tasks.made import source
+from tests.data.made import source
 from tests.shared import needs_bubblewrap, shared_path
 
 CASES = ("gold-format", "budget", "end-of-turn", "idle-keys", "long-prompts", "cold",
@@ -46,7 +46,7 @@ BUILD = {"family": "llama", "alphabet": "0123456789+=> ,abcdefghijklmnopqrstuvwx
          "hidden_size": 16, "layers": 1, "heads": 2, "context": 48}  # fmt: skip
 ROLLOUT = {"prompts_per_step": 8, "group_size": 4, "max_tokens": 4}
 OWN = """
-from keel.data.tasks.base import BaseTask
+from keel.data.tasks import BaseTask
 from keel.types import Prompt
 
 

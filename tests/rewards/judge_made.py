@@ -16,7 +16,7 @@ from keel.rewards.judge.requests import Account, JudgeStore
 from keel.rewards.judge.reward import Judge, judge
 from keel.rewards.registry import RewardContext
 from keel.types import Group, Prompt
-from tests.data.tasks.made import completion
+from tests.data.made import completion
 from tests.rewards.made import flat
 
 

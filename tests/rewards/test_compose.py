@@ -13,7 +13,7 @@ from keel.rewards.outputs import RewardOutput
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import compose
 from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
-from tests.data.tasks.made import completion
+from tests.data.made import completion
 from tests.rewards.made import flat, named
 
 ABOUT = {"rel": 1e-12, "abs": 1e-12}

@@ -19,7 +19,7 @@ from keel.rewards.judge.questions import (
     score_question,
 )
 from keel.types import Group, KeelError, Prompt
-from tests.data.tasks.made import completion
+from tests.data.made import completion
 from tests.rewards.judge_made import call, group, made, scored
 from tests.rewards.judge_server import Asked, JudgeServer, always, longer
 from tests.rewards.made import flat

@@ -16,7 +16,7 @@ from keel.rewards import Scored, Scorer, load_reward
 from keel.rewards.calls import PARTS
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.types import Group, KeelError, Prompt
-from tests.data.tasks.made import completion
+from tests.data.made import completion
 from tests.rewards.judge_server import JudgeServer, longer, score
 from tests.rewards.made import named
 

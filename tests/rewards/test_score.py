@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from keel.config.sources import RewardSource
-from keel.data.tasks import build_task
+from keel.data.mixture import build_task
 from keel.rewards import Scorer, load_reward
 from keel.rewards.registry import NamedReward
 from keel.types import Completion, Group, KeelError, Message, Prompt, Step
-from tests.data.tasks.made import Listed, completion, source
+from tests.data.made import Listed, completion, source
 from tests.rewards import functions
 from tests.rewards.made import named
 
@@ -451,7 +451,7 @@ def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
         "from keel.rewards import Scorer\n"
         "from tests.rewards.made import named\n"
         "from keel.types import Group, KeelError, Prompt\n"
-        "from tests.data.tasks.made import completion\n"
+        "from tests.data.made import completion\n"
         "async def waits(completions): time.sleep(600)\n"
         "def hangs(completions): time.sleep(600)\n"
         "scorer = Scorer([named(hangs), named(waits)], timeout=0.2)\n"

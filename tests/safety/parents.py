@@ -57,9 +57,9 @@ def code(trusted: bool) -> Work:
 
 def arithmetic(*_: str) -> Work:
     """A scorer of reasoning-gym that computes, in the sandbox."""
-    from keel.data.tasks import gym
-    from keel.data.tasks.base import Presentation
-    from tests.data.tasks.made import completion
+    from keel.data import gym
+    from keel.data.tasks import Presentation
+    from tests.data.made import completion
 
     gym.SCORE_PATIENCE = gym.SCORE_SECONDS = ENDLESS
     task = gym.GymTask(gym.PREFIX + "rubiks_cube", 0, Presentation(), {}, gym.GymProcess())

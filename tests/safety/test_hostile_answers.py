@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from keel.data.tasks.base import Presentation
-from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed
-from keel.data.tasks.gym_worker import COMPARING
+from keel.data.gym import PREFIX, GymProcess, GymTask, gym_installed
+from keel.data.gym_worker import COMPARING
+from keel.data.tasks import Presentation
 from keel.graders.answers import final_answer, stated_number
 from keel.graders.formats import has_tags, tag_content
 from keel.graders.mathematics import Mathematics
@@ -28,7 +28,7 @@ from keel.platform.sandbox.bubblewrap import Resident
 from keel.rewards.judge.options import Cost, StoredAnswer
 from keel.rewards.judge.questions import Question, parse
 from keel.types import KeelError, Prompt
-from tests.data.tasks.made import completion
+from tests.data.made import completion
 from tests.platform.processes import descendants, gone
 from tests.shared import needs_bubblewrap
 
@@ -149,7 +149,7 @@ def score(task: GymTask, text: str) -> float:
 def test_no_answer_reaches_anything_or_earns(
     name: str, tasks: dict[str, GymTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.data.tasks.gym.SCORE_SECONDS", 1.0)
+    monkeypatch.setattr("keel.data.gym.SCORE_SECONDS", 1.0)
     task = tasks[name]
     gold = task.gold(prompt(task))
     wrong = score(task, "")

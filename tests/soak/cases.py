@@ -19,7 +19,7 @@ from keel.algorithms.presets import PRESETS
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.data.splits import split_of
-from keel.data.tasks.base import BaseTask
+from keel.data.tasks import BaseTask
 from keel.runs.reader import Run
 from keel.types import Completion, Prompt, Split
 from tests.training import judged

@@ -17,8 +17,8 @@ from keel.algorithms.surrogates import Clip
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
 from keel.config.sampling import Rollout
-from keel.data.tasks import PromptStream
-from keel.data.tasks.base import BaseTask
+from keel.data.mixture import PromptStream
+from keel.data.tasks import BaseTask
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import from_groups
 from keel.learn.loss import loss, prepare

@@ -22,7 +22,7 @@ from keel.runs.reader import load
 from keel.training.judging import sampled as rows_sampled
 from keel.training.run import train
 from keel.types import Completion, Group, Message, Prompt, RewardResult, Split, Step
-from tests.data.tasks.made import completion
+from tests.data.made import completion
 from tests.training.judged import recipe
 
 TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}

@@ -38,7 +38,7 @@ context = 32
 stage = "sft"
 steps = 2
 batch_size = 4
-demonstration = "keel.data.tasks.generated:careless"
+demonstration = "keel.data.tasks:careless"
 [[stages.tasks]]
 name = "sort_digits"
 

@@ -30,7 +30,7 @@ def _recipes(arguments: argparse.Namespace) -> None:
 def _tasks(arguments: argparse.Namespace) -> None:
     """The tasks there are, or a few prompts of one."""
     from keel.config.sources import TaskSource
-    from keel.data.tasks import build_task, catalogue
+    from keel.data.mixture import build_task, catalogue
 
     if arguments.show is None:
         found = dict(catalogue())

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from keel.config.fields import derive
 from keel.config.sampling import SamplingSource
 from keel.config.schema import Recipe, Stage
-from keel.data.tasks.base import BaseTask
-from keel.data.tasks.build import UserTask
+from keel.data.mixture import UserTask
+from keel.data.tasks import BaseTask
 from keel.models.policy import Policy
 from keel.preflight.finding import Finding, found, quantile
 from keel.preflight.trial import LongestExample

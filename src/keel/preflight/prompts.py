@@ -10,8 +10,8 @@ from typing import Any
 
 from keel.config.fields import derive
 from keel.config.sources import Prompts, TaskSource
+from keel.data.mixture import build_tasks, stored
 from keel.data.splits import position
-from keel.data.tasks import build_tasks, stored
 from keel.models.chat import Encoder
 from keel.preflight import tokens
 from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops

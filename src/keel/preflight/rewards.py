@@ -14,8 +14,7 @@ import numpy as np
 
 from keel.analysis.statistics import wilson_interval
 from keel.config.sources import Rewards
-from keel.data.tasks import stored
-from keel.data.tasks.build import UserTask
+from keel.data.mixture import UserTask, stored
 from keel.models.text import encode_text
 from keel.preflight.batch import CUT, SAMPLES, TrialBatch
 from keel.preflight.context import PromptStats, SamplingPlan, StageContext

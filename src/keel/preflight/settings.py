@@ -24,8 +24,8 @@ from keel.config.sampling import SamplingSource
 from keel.config.schema import Recipe
 from keel.config.sources import Rewards
 from keel.config.stage import Optimizer
-from keel.data.tasks.build import GENERATORS
-from keel.data.tasks.gym import PREFIX
+from keel.data.gym import PREFIX
+from keel.data.tasks import GENERATORS
 from keel.engines.registry import capabilities_of
 from keel.preflight.finding import Finding, found, percent
 

@@ -20,7 +20,7 @@ from keel.config.load import to_toml
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import LEARNED, PreferenceData, Rewards, RewardSource, TaskSource
 from keel.config.stage import Checkpoints, Trackers
-from keel.data.tasks.base import BaseTask
+from keel.data.tasks import BaseTask
 from keel.platform.process import Child, python_environment, python_module
 from keel.types import Prompt, Split
 

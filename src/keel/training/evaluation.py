@@ -17,8 +17,8 @@ from keel.config.sampling import SamplingSource
 from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
 from keel.config.stage import JudgedSource, Records
+from keel.data.mixture import build_tasks, stored
 from keel.data.preferences import READERS
-from keel.data.tasks import build_tasks, stored
 from keel.models.loading import ADAPTER
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import load_reward_model

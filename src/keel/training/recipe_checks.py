@@ -13,9 +13,9 @@ from keel.config.fields import unknown
 from keel.config.sampling import Evaluation, SamplingSource
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import RewardSource, TaskSource
+from keel.data.mixture import build_task, stored
 from keel.data.preferences import READERS
 from keel.data.splits import KINDS, places
-from keel.data.tasks import build_task, stored
 from keel.engines.endpoint.programs import load_program
 from keel.engines.registry import capabilities_of, check_engine, check_requests
 from keel.learn.advantages import check_steps

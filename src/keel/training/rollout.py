@@ -15,7 +15,7 @@ from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.sampling import Rollout as SamplingConfig
 from keel.data.columns import shown_gold
-from keel.data.tasks.mixture import PromptStream
+from keel.data.mixture import PromptStream
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.turns import generate_multi_turn
 from keel.learn.batch import Batch

@@ -19,7 +19,7 @@ from keel.config.sampling import Rollout, SamplingSource
 from keel.config.schema import Recipe
 from keel.config.sources import Prompts, Rewards, TaskSource
 from keel.config.stage import StageConfig
-from keel.data.tasks import PromptStream, build_tasks, stored, validation_prompts
+from keel.data.mixture import PromptStream, build_tasks, stored, validation_prompts
 from keel.engines.endpoint.programs import ProgramConfig, load_program
 from keel.engines.registry import build_engine
 from keel.learn.token_budget import TokenBudget

@@ -12,7 +12,7 @@ from torch import nn
 
 from keel.config.fields import derive
 from keel.config.stage import Optimizer, StageConfig
-from keel.data.tasks.mixture import PromptStream
+from keel.data.mixture import PromptStream
 from keel.learn.batch import Batch, from_groups
 from keel.learn.finite import (
     Cause,

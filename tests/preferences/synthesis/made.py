@@ -10,7 +10,7 @@ from typing import Any
 from keel.preferences.records import PromptRecord
 from keel.preferences.synthesis.options import ModelServer, SynthesisOptions
 from keel.types import Sampling
-from tests.data.tasks.made import jsonl
+from tests.data.made import jsonl
 from tests.rewards.judge_server import Asked, JudgeServer, Verdict, longer
 
 WRITER, JUDGE = "writer", "judge"

@@ -14,7 +14,7 @@ import numpy as np
 from keel.config.fields import derive
 from keel.config.judging import PROMPTS_AT_ONCE, SampledData
 from keel.data.columns import prompt_columns
-from keel.data.tasks.base import SEED_NAMES
+from keel.data.tasks import SEED_NAMES
 from keel.platform.files import make_folder, write_text
 from keel.rewards.calls import without_stop
 from keel.rewards.scorer import Scorer

@@ -24,7 +24,7 @@ class SFTStage(StageConfig):
     name: StageName = "sft"
     tasks: Annotated[tuple[TaskSource, ...], AsTuple, Field(min_length=1)]
     prompts: Prompts = Prompts()
-    demonstration: EntryPoint = "keel.data.tasks.generated:gold"
+    demonstration: EntryPoint = "keel.data.tasks:gold"
     """`module:function` of (prompt, gold answer, random generator) that returns the text to
     imitate."""
     batch_size: Count = 32

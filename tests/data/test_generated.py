@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from keel.config.model import BuildModel
+from keel.data.mixture import build_task, build_tasks
 from keel.data.splits import split_of
-from keel.data.tasks import build_task, build_tasks, generated
-from keel.data.tasks.generated import Generated
+from keel.data.tasks import Generated, careless, gold
 from keel.types import KeelError, Prompt, Split
-from tests.data.tasks.made import completion, source
+from tests.data.made import completion, source
 
 NAMES = ["addition", "reverse", "sort_digits"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -152,9 +152,9 @@ def test_two_of_a_name_get_names_of_their_own() -> None:
 def test_demonstrations() -> None:
     rng = np.random.default_rng(0)
     prompt = Prompt("p", "x")
-    assert generated.gold(prompt, "0137", rng) == "0137"
-    message = [generated.careless(prompt, "0137", rng) for _ in range(2_000)]
+    assert gold(prompt, "0137", rng) == "0137"
+    message = [careless(prompt, "0137", rng) for _ in range(2_000)]
     assert set(message) == {"0137", "7130"}
     # Binomial(2000, 0.6): standard deviation 0.011; five of them.
     assert abs(message.count("7130") / 2_000 - 0.6) < 0.055
-    assert generated.careless(prompt, "7", rng) == "7"
+    assert careless(prompt, "7", rng) == "7"

@@ -17,13 +17,13 @@ import pytest
 
 from keel.config.entry import passed
 from keel.config.sources import PreferenceData, TaskSource
+from keel.data.mixture import build_task, build_tasks
 from keel.data.preferences import READERS
 from keel.data.splits import position
 from keel.data.tables import read_table
-from keel.data.tasks import build_task, build_tasks
-from keel.data.tasks.stored import DataTask
+from keel.data.tasks import DataTask
 from keel.types import KeelError
-from tests.data.tasks.made import completion, jsonl, source
+from tests.data.made import completion, jsonl, source
 from tests.shared import shared_path
 
 ROWS = [{"question": f"What is {n}+1?", "gold": str(n + 1), "level": n % 3} for n in range(200)]
@@ -349,7 +349,7 @@ def test_bad_python_entries(code: str, says: str, tmp_path: Path) -> None:
 
 
 def test_python_may_return_a_task(tmp_path: Path) -> None:
-    task = build_task(source("tests.data.tasks.made:Calculator", options={"name": "mine"}), seed=7)
+    task = build_task(source("tests.data.made:Calculator", options={"name": "mine"}), seed=7)
     assert task.name == "mine"
     assert task.inner.seed == 7  # type: ignore[attr-defined]
 

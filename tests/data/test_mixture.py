@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from keel.data.tasks import PromptStream, build_tasks, validation_prompts
+from keel.data.mixture import PromptStream, build_tasks, validation_prompts
 from keel.types import KeelError, Prompt
-from tests.data.tasks.made import Listed, source
+from tests.data.made import Listed, source
 
 
 def ids(prompts: list[Prompt]) -> list[str]:

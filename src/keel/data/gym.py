@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from keel.config.fields import unknown
-from keel.data.tasks.base import Presentation, split_and_index
-from keel.data.tasks.generated import Generated
+from keel.data.tasks import Generated, Presentation, split_and_index
 from keel.graders.formats import tag_content
 from keel.graders.stated import answer_part
 from keel.platform.process import Restarting
@@ -33,7 +32,7 @@ SCORE_PATIENCE = 30.0
 """The same by the clock, for an answer that waits."""
 ADDRESSES_KEPT = 16_384
 PACKAGE = "keel_gym"
-MODULES = ("gym_worker", "gym_expression")
+WORKER = "gym_worker"
 
 
 class GymProcess:
@@ -56,12 +55,12 @@ class GymProcess:
 
 
 def _started() -> Resident:
-    files = {f"{PACKAGE}/{name}.py": Path(__file__).with_name(f"{name}.py") for name in MODULES}
+    files = {f"{PACKAGE}/{WORKER}.py": Path(__file__).with_name(f"{WORKER}.py")}
     found = importlib.util.find_spec("reasoning_gym")
     assert found is not None
     assert found.origin is not None
     try:
-        process = Resident(f"{PACKAGE}.gym_worker", files, Path(found.origin).resolve().parents[1])
+        process = Resident(f"{PACKAGE}.{WORKER}", files, Path(found.origin).resolve().parents[1])
         # The import is not the request's.
         process.first(START_SECONDS, {"op": "names"})
     except KeelError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from keel.config.sources import TaskSource
-from keel.data.tasks.base import BaseTask
+from keel.data.tasks import BaseTask
 from keel.types import Completion, Prompt, Split
 
 

@@ -7,7 +7,7 @@ import pytest
 sympy = pytest.importorskip("sympy")
 from sympy.parsing.sympy_parser import parse_expr  # noqa: E402
 
-from keel.data.tasks.gym_expression import arithmetic, formula  # noqa: E402
+from keel.data.gym_worker import arithmetic, formula  # noqa: E402
 
 X = {"x": sympy.Symbol("x"), "C": sympy.Symbol("C")}
 

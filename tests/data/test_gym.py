@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from keel.data.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names
+from keel.data.mixture import build_task, catalogue
 from keel.data.splits import split_of
-from keel.data.tasks import build_task, catalogue
-from keel.data.tasks.base import Presentation
-from keel.data.tasks.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names
+from keel.data.tasks import Presentation
 from keel.types import KeelError, Split
-from tests.data.tasks.made import completion, source
+from tests.data.made import completion, source
 from tests.platform.processes import descendants, gone
 from tests.shared import needs_bubblewrap
 
@@ -77,7 +77,7 @@ def test_prompts_far_on_come_from_other_blocks(process: GymProcess) -> None:
 def test_prompts_do_not_depend_on_the_hash_seed_or_shared_streams(process: GymProcess) -> None:
     name = "isomorphic_strings"  # draws from sets, whose order Python shuffles in each process
     code = (
-        "from keel.data.tasks import build_task; from keel.config.sources import TaskSource;"
+        "from keel.data.mixture import build_task; from keel.config.sources import TaskSource;"
         f"t = build_task(TaskSource(name='reasoning_gym:{name}'), 0);"
         "print([t.prompt('train', i).content for i in range(3)])"
     )
@@ -132,7 +132,7 @@ def test_an_answer_to_halting_is_the_items_own(process: GymProcess) -> None:
 def test_an_answer_that_hangs_its_scorer_is_wrong(
     process: GymProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keel.data.tasks.gym.SCORE_SECONDS", 1.0)
+    monkeypatch.setattr("keel.data.gym.SCORE_SECONDS", 1.0)
     task = make("rubiks_cube", process)
     prompt = task.prompt("train", 0)
     process.ask(60.0, op="names")

@@ -12,13 +12,13 @@ import pytest
 
 from keel.cli.main import main
 from keel.config.sources import PreferenceData
+from keel.data.mixture import build_task, stored
 from keel.data.preferences import read_pairs
-from keel.data.tasks import build_task, stored
-from keel.data.tasks.stored import DataTask
+from keel.data.tasks import DataTask
 from keel.runs.quarantine import SHOWN, LeftOut, counted, named_from, write_quarantine
 from keel.training.run import train
 from keel.types import KeelError
-from tests.data.tasks.made import jsonl, source
+from tests.data.made import jsonl, source
 from tests.training.judged import recipe
 
 QUARANTINE = {"bad_rows": "quarantine"}
