@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from keel.analysis.panels import Line, Panel, Series
+from keel.analysis.metrics import Line, Panel, Series
 from keel.analysis.plots import drawing, plot_panel, set_titles
 from keel.analysis.statistics import Interval, bootstrap_interval, iqm
 from keel.config.control import load_control

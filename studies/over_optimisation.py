@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from keel.analysis.reward_plots import Optimisation, optimisation_of, over_optimisation_picture
+from keel.analysis.plots import Optimisation, optimisation_of, over_optimisation_picture
 from keel.runs.reader import load
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from keel.algorithms import spec
-from keel.algorithms.divergence import Adaptive
 from keel.algorithms.explain import explain, explain_algorithm, explain_preset
+from keel.algorithms.losses import Adaptive
 from keel.algorithms.presets import CHOICE, PRESETS
 from keel.algorithms.render import Explanation
 from keel.algorithms.spec import Algorithm

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 import keel
-from keel.analysis.diagnosis import monitor
-from keel.analysis.diagnosis.monitor import DiagnosisMonitor
+from keel.analysis.diagnosis import table
+from keel.analysis.diagnosis.table import DiagnosisMonitor
 from keel.analysis.progress import Bar, Lines
 from keel.cli.main import main
 from keel.cli.train import run_and_report, show
@@ -95,7 +95,7 @@ def test_error_in_a_condition_is_noted_once(
     def broken(*_: object) -> list[Any]:
         raise ZeroDivisionError("in a condition")
 
-    monkeypatch.setattr(monitor, "conditions_of", broken)
+    monkeypatch.setattr(table, "conditions_of", broken)
     run = train(tmp_path / "run", steps=12)
     assert len(run.metrics()) == 12
     (event,) = diagnoses(run, "diagnosis_failed")

@@ -13,12 +13,10 @@ from keel.analysis.diagnosis.completions import similarities
 from keel.analysis.diagnosis.history import (
     MOST_ROWS,
     StepRollouts,
-    read_step,
-    summarise,
-)
-from keel.analysis.diagnosis.trends import (
     holds_since,
+    read_step,
     rolling_medians,
+    summarise,
     trend,
 )
 from tests.analysis.written_runs import completion, written_run

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from keel.analysis.glossary import look_up, markdown, sections, unknown
+from keel.analysis.metrics import look_up, markdown, sections, unknown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown(), (
-        "run: python -m keel.analysis.glossary > docs/metrics.md"
+        "run: python -m keel.analysis.metrics > docs/metrics.md"
     )
 
 

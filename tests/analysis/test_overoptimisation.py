@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.analysis.reward_plots import distance, fit_law, law, optimisation_of
+from keel.analysis.plots import distance, fit_law, law, optimisation_of
 
 
 def gold_at(d: float, start: float, alpha: float, beta: float) -> float:

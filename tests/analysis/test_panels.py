@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.analysis.glossary import look_up
-from keel.analysis.panels import panels_of, series_of, smooth, tables, with_first
+from keel.analysis.metrics import look_up, panels_of, series_of, smooth, tables, with_first
 from keel.runs.reader import Column
 
 

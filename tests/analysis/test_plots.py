@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.analysis.panels import Line, Panel, Series
+from keel.analysis.metrics import Line, Panel, Series
 from keel.analysis.plots import COLOURS, drawing, plot_panel, stage_curve
 from keel.runs.reader import Column
 from keel.types import KeelError

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from keel.analysis import reward_plots
+from keel.analysis import plots
 from keel.analysis.calibration import label_report, pair_report
-from keel.analysis.plots import COLOURS
-from keel.analysis.reward_plots import (
+from keel.analysis.plots import (
+    COLOURS,
     Optimisation,
     length_picture,
     margin_picture,
@@ -99,7 +99,7 @@ def test_law_is_drawn_if_the_points_determine_it(
 ) -> None:
     path, plain = tmp_path / "a.png", tmp_path / "b.png"
     over_optimisation_picture([run("x", points)], path, "Few")
-    monkeypatch.setattr(reward_plots, "fit_law", lambda *_: None)
+    monkeypatch.setattr(plots, "fit_law", lambda *_: None)
     over_optimisation_picture([run("x", points)], plain, "Few")
     assert (path.read_bytes() != plain.read_bytes()) is drawn
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.analysis.text import visible
-from keel.analysis.token_values import MEASURES, Tokens
+from keel.analysis.text import MEASURES, Tokens, visible
 
 ROW = {
     "tokens": [5, 6, 7],

@@ -13,7 +13,7 @@ import torch
 
 from keel.config.control import Environment, Network, ReturnEvaluation
 from keel.config.fields import derive
-from keel.control.collect import (
+from keel.control.learner import (
     BLOCK,
     SIDE_BY_SIDE,
     Collected,

@@ -13,8 +13,8 @@ import pytest
 from gymnasium.spaces import Discrete
 
 from keel.config.control import Environment
-from keel.control.collect import ChooseActions, collect_episodes, collect_steps
 from keel.control.environments import Environments
+from keel.control.learner import ChooseActions, collect_episodes, collect_steps
 from keel.types import KeelError
 from tests.control import worlds
 

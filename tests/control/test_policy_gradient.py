@@ -17,7 +17,7 @@ from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
 from keel.config.control import load_control
-from keel.control.collect import Collected, Experience, collect_episodes, collect_steps
+from keel.control.learner import Collected, Experience, collect_episodes, collect_steps
 from keel.control.networks import Moments
 from keel.control.policy_gradient import FALLBACK_BUDGET, PolicyGradient
 from keel.learn.batch import Estimates, TrainBatch

@@ -16,11 +16,11 @@ import pytest
 from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 
-from keel.analysis.glossary import unknown
+from keel.analysis.metrics import unknown
 from keel.config.control import ControlRecipe, Environment, PolicyGradientStage, load_control, tuned
 from keel.config.fields import derive
 from keel.config.load import load_recipe, to_toml
-from keel.control.collect import evaluate
+from keel.control.learner import evaluate
 from keel.control.run import COUNTER, FRAMES, control, record_video, trained
 from keel.platform.signals import Interrupted
 from keel.runs.callbacks import RunState

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from keel.algorithms.advantages import GroupRelative
-from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import Clip
+from keel.algorithms.surrogates import Clip, Weights
 from keel.config.stage import Optimizer
 from keel.learn.batch import Batch, Estimates, TrainBatch
 from keel.learn.finite import (

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from keel.algorithms.advantages import CustomAdvantage, GroupRelative
-from keel.algorithms.divergence import Adaptive, Divergence
-from keel.algorithms.losses import Correction
-from keel.algorithms.ratios import Weights
+from keel.algorithms.losses import Adaptive, Correction, Divergence
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import Cispo, Clip, CustomSurrogate, Geometric
+from keel.algorithms.surrogates import Cispo, Clip, CustomSurrogate, Geometric, Weights
 from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.loss import adapted_beta, loss, prepare
 from keel.models.head import Scores

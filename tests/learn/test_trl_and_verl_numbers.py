@@ -20,11 +20,9 @@ from keel.algorithms.advantages import (
     LeaveOneOut,
     Optimal,
 )
-from keel.algorithms.divergence import Divergence
-from keel.algorithms.losses import ValueLoss
-from keel.algorithms.ratios import Weights
+from keel.algorithms.losses import Divergence, ValueLoss
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import Cispo, Clip, Geometric, LogProb, Sapo
+from keel.algorithms.surrogates import Cispo, Clip, Geometric, LogProb, Sapo, Weights
 from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.batch import Estimates
 from keel.learn.loss import loss, prepare

@@ -20,7 +20,6 @@ from keel.objective import (
     background,
     divergences,
     gae,
-    gaussian,
     group,
     preference,
     ratios,
@@ -198,9 +197,11 @@ EXAMPLES: dict[Function, Example] = {
     background.squared_loss: example(error_B=n(1)),
     background.huber: example({"threshold": 0.3}, error_B=n(1)),
     background.target_update: example({"target": n(1), "online": n(2), "rate": 0.3}),
-    gaussian.log_prob: example(mean_ND=MEAN, log_std_ND=LOG_STD, action_ND=matrix(8, 2, 3)),
-    gaussian.entropy: example(log_std_ND=LOG_STD),
-    gaussian.full: example(
+    divergences.gaussian_log_prob: example(
+        mean_ND=MEAN, log_std_ND=LOG_STD, action_ND=matrix(8, 2, 3)
+    ),
+    divergences.gaussian_entropy: example(log_std_ND=LOG_STD),
+    divergences.gaussian_kl: example(
         mean_ND=MEAN, log_std_ND=LOG_STD, reference_mean_ND=matrix(8, 2, 3),
         reference_log_std_ND=-LOG_STD),
     background.bellman_optimal: example({"gamma": 0.9}, q_XA=Q, reward_XA=-Q, transition_XAY=LEAKY),

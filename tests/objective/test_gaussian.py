@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributions import Independent, Normal, kl_divergence
 
-from keel.objective import gaussian
+from keel.objective import divergences
 from tests.objective import loops
 
 ROWS, WIDTH = 6, 3
@@ -29,8 +29,9 @@ def theirs(mean_ND: torch.Tensor, log_std_ND: torch.Tensor) -> Independent:
 def test_functions_are_the_loop_and_those_of_torch(
     log_std: torch.Tensor, other_log_std: torch.Tensor
 ) -> None:
-    log_prob, entropy = gaussian.log_prob(MEAN, log_std, ACTION), gaussian.entropy(log_std)
-    divergence = gaussian.full(MEAN, log_std, OTHER_MEAN, other_log_std)
+    log_prob = divergences.gaussian_log_prob(MEAN, log_std, ACTION)
+    entropy = divergences.gaussian_entropy(log_std)
+    divergence = divergences.gaussian_kl(MEAN, log_std, OTHER_MEAN, other_log_std)
     assert log_prob.shape == divergence.shape == (ROWS,)
     assert entropy.shape == (len(log_std),)
     loops.close(log_prob, theirs(MEAN, log_std).log_prob(ACTION))
@@ -39,7 +40,7 @@ def test_functions_are_the_loop_and_those_of_torch(
     loops.close(entropy.expand(ROWS), theirs(MEAN, log_std).entropy())
     other = theirs(OTHER_MEAN, other_log_std)
     loops.close(divergence, kl_divergence(theirs(MEAN, log_std), other))
-    loops.close(gaussian.full(MEAN, log_std, MEAN, log_std), [0.0] * ROWS)
+    loops.close(divergences.gaussian_kl(MEAN, log_std, MEAN, log_std), [0.0] * ROWS)
 
 
 def test_a_narrow_policy_far_from_the_action_stays_finite() -> None:
@@ -47,6 +48,6 @@ def test_a_narrow_policy_far_from_the_action_stays_finite() -> None:
     log_std = torch.full((1, 1), -20.0)
     # float32: σ² = e^-40 is a number yet, and so is (3/σ)²; 1e-6 is a few of its roundings.
     expected = -0.5 * 9 * math.exp(40) + 20 - 0.5 * math.log(2 * math.pi)
-    actual = float(gaussian.log_prob(mean, log_std, action))
+    actual = float(divergences.gaussian_log_prob(mean, log_std, action))
     assert actual == pytest.approx(expected, rel=1e-6)
-    assert torch.isfinite(gaussian.full(mean, log_std, action, log_std)).all()
+    assert torch.isfinite(divergences.gaussian_kl(mean, log_std, action, log_std)).all()

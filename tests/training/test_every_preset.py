@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from keel.algorithms.presets import PRESETS
-from keel.analysis.glossary import unknown
+from keel.analysis.metrics import unknown
 from keel.config.load import load_recipe
 from keel.models.policy import load_policy
 from keel.runs.reader import load

@@ -11,9 +11,8 @@ import torch
 
 from keel.algorithms.advantages import GAE, GroupRelative
 from keel.algorithms.losses import ValueLoss
-from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import Clip
+from keel.algorithms.surrogates import Clip, Weights
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
 from keel.config.sampling import Rollout

@@ -27,8 +27,8 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from keel.algorithms.terms import Signals
     from keel.objective import gae, group, segments
-    from keel.objective.signals import Signals
 else:
     gae, group, segments = Lazy("gae"), Lazy("group"), Lazy("segments")
 

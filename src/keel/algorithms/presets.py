@@ -22,18 +22,18 @@ from keel.algorithms.advantages import (
     ProcessGroupRelative,
     TeacherLogRatio,
 )
-from keel.algorithms.divergence import Adaptive, Divergence
-from keel.algorithms.losses import ValueLoss
-from keel.algorithms.ratios import Ratio, Weights
+from keel.algorithms.losses import Adaptive, Divergence, ValueLoss
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import (
     Cispo,
     Clip,
     Geometric,
     LogProb,
+    Ratio,
     Sapo,
     Surrogate,
     Unclipped,
+    Weights,
 )
 from keel.algorithms.terms import CHOICE
 

@@ -13,10 +13,8 @@ from typing import Annotated
 from pydantic import model_validator
 
 from keel.algorithms.advantages import Advantage
-from keel.algorithms.divergence import Divergence
-from keel.algorithms.losses import Correction, ValueLoss
-from keel.algorithms.ratios import RATIOS, Ratio, RatioKind, Weights
-from keel.algorithms.surrogates import CustomSurrogate, Surrogate
+from keel.algorithms.losses import Correction, Divergence, ValueLoss
+from keel.algorithms.surrogates import RATIOS, CustomSurrogate, Ratio, RatioKind, Surrogate, Weights
 from keel.algorithms.terms import SINGLE_UPDATE, Coefficient, FrozenModel, UnusedIf
 
 _OFF = UnusedIf(

@@ -125,7 +125,7 @@ class StageConfig(FrozenModel):
     reward_model: ClassVar[Literal["outcome", "process"] | None] = None
     """The kind of reward model that the stage trains."""
     panels: ClassVar[str | None] = None
-    """The plots that show the stage: a table of `keel.analysis.panels`."""
+    """The plots that show the stage: a table of `keel.analysis.metrics`."""
 
     stage: str
     name: StageName

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from keel.config.control import Network
-from keel.objective import divergences, gaussian
+from keel.objective import divergences
 from keel.objective.divergences import entropy
 
 Array = npt.NDArray[np.float32]
@@ -198,12 +198,12 @@ class DiagonalGaussian(Actor):
     def evaluate_actions(self, observation_NO: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
         mean_ND = self(observation_NO)
         log_std_1D = self.log_std.unsqueeze(0)
-        entropy_N = gaussian.entropy(log_std_1D).expand(len(mean_ND))
-        return gaussian.log_prob(mean_ND, log_std_1D, action), entropy_N
+        entropy_N = divergences.gaussian_entropy(log_std_1D).expand(len(mean_ND))
+        return divergences.gaussian_log_prob(mean_ND, log_std_1D, action), entropy_N
 
     def divergence(self, reference: Actor, observation_NO: Tensor) -> Tensor:
         assert isinstance(reference, DiagonalGaussian)
-        return gaussian.full(
+        return divergences.gaussian_kl(
             self(observation_NO),
             self.log_std.unsqueeze(0),
             reference(observation_NO).detach(),

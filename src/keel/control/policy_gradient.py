@@ -12,20 +12,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from keel.algorithms.terms import Signals
 from keel.config.control import PolicyGradientStage
 from keel.config.fields import derive
-from keel.control.collect import (
+from keel.control.learner import (
     ChooseActions,
     Collected,
+    ControlLearner,
     Experience,
     collect_episodes,
     collect_steps,
     episode_metrics,
     greedy,
+    prefixed,
     sampling,
     tensor,
+    within,
 )
-from keel.control.learner import ControlLearner, prefixed, within
 from keel.control.networks import Actor, Moments, build_actor, perceptron
 from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.batch import Estimates, TrainBatch
@@ -34,7 +37,6 @@ from keel.learn.loss import adapted_beta, loss, prepare, value_metrics
 from keel.learn.optimizer import learning_rate
 from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
-from keel.objective.signals import Signals
 
 FALLBACK_BUDGET = 1_000
 """C of `constant` weights, if neither the algorithm nor the environment gives a length."""

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from keel.config.control import QLearningStage
 from keel.config.fields import derive
-from keel.control.collect import ChooseActions, episode_metrics
 from keel.control.environments import Episode
-from keel.control.learner import ControlLearner, prefixed, within
+from keel.control.learner import ChooseActions, ControlLearner, episode_metrics, prefixed, within
 from keel.control.networks import perceptron
 from keel.learn.finite import stop_unless_finite
 from keel.learn.optimizer import learning_rate

@@ -14,15 +14,14 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from keel.analysis.panels import stage_columns
+from keel.analysis.metrics import stage_columns
 from keel.analysis.plots import stage_curve
 from keel.config.control import ControlRecipe, Environment, load_control
 from keel.config.fields import derive
 from keel.config.load import to_toml
 from keel.control import learner as state
-from keel.control.collect import ChooseActions, evaluate
 from keel.control.environments import derive_episode, make
-from keel.control.learner import ControlLearner, ControlProgress
+from keel.control.learner import ChooseActions, ControlLearner, ControlProgress, evaluate
 from keel.control.policy_gradient import PolicyGradient
 from keel.control.q_learning import QLearning
 from keel.platform import files

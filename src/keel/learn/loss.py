@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keel.algorithms.divergence import Adaptive
+from keel.algorithms.losses import Adaptive
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.learn.advantages import SURROGATE, call_custom

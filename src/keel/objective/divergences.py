@@ -19,6 +19,8 @@ gradient 0.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -181,3 +183,45 @@ def entropy(logits_NV: Float[Tensor, "N V"]) -> Float[Tensor, " N"]:
     log_prob_NV = torch.log_softmax(logits_NV, dim=-1)
     finite_NV = log_prob_NV.masked_fill(log_prob_NV == -torch.inf, 0.0)
     return -(log_prob_NV.exp() * finite_NV).sum(-1)
+
+
+def gaussian_log_prob(
+    mean_ND: Float[Tensor, "N D"],
+    log_std_ND: Float[Tensor, "#N D"],
+    action_ND: Float[Tensor, "N D"],
+) -> Float[Tensor, " N"]:
+    """The logarithm of the density of an action.
+
+        log π(a|s) = −Σ_d [ ½ ((a_d − μ_d)/σ_d)² + log σ_d + ½ log 2π ]
+
+    Source: Williams 1992 §6 (Gaussian units); arXiv:1502.05477 appendix D.
+    """
+    standard_ND = (action_ND - mean_ND) * (-log_std_ND).exp()
+    return -(0.5 * standard_ND.square() + log_std_ND + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def gaussian_entropy(log_std_ND: Float[Tensor, "#N D"]) -> Float[Tensor, "#N"]:
+    """The differential entropy, in nats; below 0 where the density is above 1.
+
+        H = Σ_d [ ½ + ½ log 2π + log σ_d ]
+
+    Source: Cover and Thomas 2006, theorem 8.4.1.
+    """
+    return (log_std_ND + 0.5 + 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def gaussian_kl(
+    mean_ND: Float[Tensor, "N D"],
+    log_std_ND: Float[Tensor, "#N D"],
+    reference_mean_ND: Float[Tensor, "N D"],
+    reference_log_std_ND: Float[Tensor, "#N D"],
+) -> Float[Tensor, " N"]:
+    """The exact divergence from the reference.
+
+        KL(π‖ref) = Σ_d [ log(σ_ref/σ) + (σ² + (μ − μ_ref)²) / (2 σ_ref²) − ½ ]
+
+    Source: Kullback 1959, the divergence of two normal densities.
+    """
+    variance_ND = (2 * log_std_ND).exp() + (mean_ND - reference_mean_ND).square()
+    scaled_ND = 0.5 * variance_ND * (-2 * reference_log_std_ND).exp()
+    return torch.sum(reference_log_std_ND - log_std_ND + scaled_ND - 0.5, dim=-1)

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from keel.analysis.panels import stage_columns
-from keel.analysis.plots import stage_curve
-from keel.analysis.reward_plots import optimisation_of, over_optimisation_picture
+from keel.analysis.metrics import stage_columns
+from keel.analysis.plots import optimisation_of, over_optimisation_picture, stage_curve
 from keel.cluster.parts import PlacedStage, StageFactory, StageParts
 from keel.cluster.placement import placement_of
 from keel.config.entry import PYTHON

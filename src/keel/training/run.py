@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from keel.analysis.diagnosis.monitor import DiagnosisMonitor
+from keel.analysis.diagnosis.table import DiagnosisMonitor
 from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe

@@ -14,7 +14,7 @@ import numpy as np
 from nicegui import events, ui
 from nicegui import run as background
 
-from keel.analysis.panels import Panel, Series, series_of
+from keel.analysis.metrics import Panel, Series, series_of
 from keel.analysis.plots import COLOURS
 from keel.analysis.text import visible
 from keel.types import KeelError

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from keel.analysis.panels import Panel, panels_of, with_first
+from keel.analysis.metrics import Panel, panels_of, with_first
 from keel.analysis.text import visible
 from keel.config.load import load_recipe
 from keel.platform.files import is_taken

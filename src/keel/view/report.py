@@ -12,10 +12,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from keel.analysis.diagnosis.table import diagnose
-from keel.analysis.panels import Panel, Series, series_of
+from keel.analysis.metrics import Panel, Series, series_of
 from keel.analysis.plots import drawing, plain_label, plot_panel, svg
-from keel.analysis.text import visible
-from keel.analysis.token_values import Tokens
+from keel.analysis.text import Tokens, visible
 from keel.platform import files
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT

@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from keel.analysis.text import visible
-from keel.analysis.token_values import Measure, Tokens
+from keel.analysis.text import Measure, Tokens, visible
 from keel.runs.layout import FolderEntry, RunFolder
 from keel.runs.reader import Run, rows_of
 from keel.runs.rollouts import COMPONENT, EXTRA, TERMS

@@ -10,8 +10,7 @@ from typing import Any
 from nicegui import run as background
 from nicegui import ui
 
-from keel.analysis.text import visible
-from keel.analysis.token_values import Tokens
+from keel.analysis.text import Tokens, visible
 from keel.types import KeelError
 from keel.view.address import CHOICES, KINDS, LARGEST, SEARCHED, Address
 from keel.view.frame import EVERY, LinkedTable, Shown, page, problem

@@ -23,7 +23,7 @@ from keel.analysis.comparison import (
     RunScore,
     band,
 )
-from keel.analysis.panels import Line, Panel, Series, smooth
+from keel.analysis.metrics import Line, Panel, Series, smooth
 from keel.analysis.plots import COLOURS, drawing, plot_panel, svg
 from keel.analysis.statistics import Array, Interval
 from keel.platform import files

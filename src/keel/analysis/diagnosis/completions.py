@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from keel.analysis.diagnosis.history import (
+    WINDOW,
     Array,
     RolloutSample,
     StageHistory,
     StepRollouts,
     Symptom,
+    median,
     newest,
+    trend,
 )
-from keel.analysis.diagnosis.trends import WINDOW, median, trend
 
 GROWTH = 1.5
 CUT = 0.2

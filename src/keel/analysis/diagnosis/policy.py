@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from keel.analysis.diagnosis.history import StageHistory, Symptom
-from keel.analysis.diagnosis.trends import (
+from keel.analysis.diagnosis.history import (
     WINDOW,
+    StageHistory,
+    Symptom,
     holds_since,
     median,
     noise,

@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 
 from keel.analysis.diagnosis.history import (
+    WINDOW,
     Array,
     RolloutSample,
     StageHistory,
     StepRollouts,
     Steps,
     Symptom,
+    holds_since,
+    median,
     newest,
+    rolling_medians,
+    trend,
 )
-from keel.analysis.diagnosis.trends import WINDOW, holds_since, median, rolling_medians, trend
 
 ALIKE = 0.9
 """Share of groups without variance from which on a step learns from one group in ten at most."""

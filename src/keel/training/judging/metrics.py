@@ -18,7 +18,7 @@ from keel.analysis.calibration import (
     length_correlation,
     pair_report,
 )
-from keel.analysis.reward_plots import length_picture, margin_picture, reliability_picture
+from keel.analysis.plots import length_picture, margin_picture, reliability_picture
 from keel.config.stage import Records
 from keel.data.judged_rows import first_wrong
 from keel.models.reward import Answered

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from keel.analysis.reward_plots import forgetting_picture
+from keel.analysis.plots import forgetting_picture
 from keel.config.fields import derive
 from keel.config.judging import (
     JudgingStage,
