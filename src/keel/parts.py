@@ -33,8 +33,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models import policy as policies
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
-from keel.models.reference import reference_for
-from keel.models.value import critic_from_policy
+from keel.models.reference import critic_from_policy, reference_for
 from keel.training.setup import rollout_engine
 from keel.types import Content, Engine, KeelError, Prompt
 

@@ -23,9 +23,8 @@ from keel.learn.optimizer import AdamW, trainable
 from keel.learn.ranks import ONE, Ranks
 from keel.learn.token_budget import TokenBudget
 from keel.models.policy import load_policy
-from keel.models.reference import reference_for
+from keel.models.reference import critic_from_policy, reference_for
 from keel.models.sharded import shard, whole
-from keel.models.value import critic_from_policy
 from keel.training.rl import Minibatch, minibatches
 from keel.types import Completion, Group, Prompt, RewardResult
 

@@ -14,11 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.engines.compiled import CompiledRunner
-from keel.engines.kv_cache import PagePool, PrefixCache
-from keel.engines.multi_step import MultiStep
+from keel.engines.compiled import CompiledRunner, MultiStep
 from keel.engines.native import NativeEngine
-from keel.engines.scheduler import DecodeBatch
+from keel.engines.scheduler import DecodeBatch, PagePool, PrefixCache
 from keel.models.lora import add_lora, lora_layers
 from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling
 from tests.engines import scripted

@@ -18,7 +18,7 @@ import openai
 import pytest
 import torch
 
-from keel.engines.endpoint.server import RefusedRequest, read_request
+from keel.engines.endpoint import RefusedRequest, read_request
 from keel.engines.native import NativeEngine
 from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder

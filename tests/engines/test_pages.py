@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from keel.engines.kv_cache import PagePool, PageTable, page_numbers
+from keel.engines.scheduler import PagePool, PageTable, page_numbers
 from keel.models.kernels.decode import PAGE
 
 LIKE = torch.empty(0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keel.engines import sampler
 from keel.engines.sampler import sample_tokens
-from keel.models.kernels import sample as compiled
+from keel.models.kernels import sampling as compiled
 from keel.types import Sampling
 
 
@@ -22,7 +22,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each way in which tokens are drawn on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(compiled, "library", lambda: None)
+            patch.setattr(compiled, "sample_library", lambda: None)
         yield request.param
 
 

@@ -11,19 +11,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from keel.engines import multi_step as steps
-from keel.engines import native
-from keel.engines.multi_step import MultiStep
+from keel.engines import compiled, native
+from keel.engines.compiled import MultiStep
 from keel.engines.native import NativeEngine
 from keel.models.families import head_of
-from keel.models.kernels import steps as compiled
-from keel.models.kernels.decode import PAGE
+from keel.models.kernels.decode import PAGE, steps_library
 from keel.types import Completion, Group, KeelError, Prompt, Sampling
 from tests.engines.test_compiled import model_of, prompts
 from tests.engines.test_decoding import poison
 from tests.engines.tiny import TOKENIZER
 
-pytestmark = pytest.mark.skipif(compiled.library() is None, reason="no compiler")
+pytestmark = pytest.mark.skipif(steps_library() is None, reason="no compiler")
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: model_of("llama"),
@@ -46,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(MultiStep, "__call__", counting)
     # A slow machine cuts no call short.
-    monkeypatch.setattr(steps, "SLICE", 3600.0)
+    monkeypatch.setattr(compiled, "SLICE", 3600.0)
     return found
 
 
@@ -149,7 +147,7 @@ def test_what_compiled_code_lacks_goes_step_by_step(
 def test_a_call_ends_when_its_time_is_over(
     calls: list[int], one_by_one: Callable[..., list[Group]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "SLICE", 0.0)
+    monkeypatch.setattr(compiled, "SLICE", 0.0)
     engine = NativeEngine(model_of("llama"), TOKENIZER)
     asked = (prompts(4, 7), 3, Sampling(max_tokens=30), 0)
     assert message(engine.sample(*asked)) == message(one_by_one(engine, *asked))

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 
-from keel.engines.stopping import EOS, GOING, LENGTH, STOP, Stops, eos_ids
+from keel.engines.sampler import EOS, GOING, LENGTH, STOP, Stops, eos_ids
 from keel.models.build import byte_tokenizer
 from keel.types import KeelError, Sampling
 from tests.engines.tiny import TOKENIZER, tiny

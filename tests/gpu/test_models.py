@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from keel.config.model import Autocast
-from keel.models import attention, probe
+from keel.models import attention, families
 from keel.models.attention import PackedLayout, Rules
 from keel.models.families import uses_autocast
-from keel.models.policy import Policy, load_policy
-from keel.models.precision import rounding_effect
+from keel.models.policy import Policy, load_policy, rounding_effect
 from tests.gpu import needs_gpus
 from tests.models.test_attention import LAYOUTS, inputs
 from tests.models.test_precision import GRADIENT, LOG_PROB, ROUNDED
@@ -75,7 +74,7 @@ def test_the_probe_measures_no_rounding(
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        probe.prepare(deep_model(dtype).to(DEVICE), autocast)
+        families.prepare(deep_model(dtype).to(DEVICE), autocast)
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -22,7 +22,7 @@ from keel.learn.token_budget import TokenBudget
 from keel.models.attention import install
 from keel.models.packed import Packed
 from keel.models.policy import Policy
-from keel.models.value import value_head_for
+from keel.models.reference import value_head_for
 from keel.types import Completion, Group, Prompt
 from tests.engines.tiny import TOKENIZER, tiny
 

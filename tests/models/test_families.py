@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from keel.config.model import Autocast
-from keel.models import families, probe
+from keel.models import families
 from keel.models.attention import PackedLayout
 from keel.models.build import build_config, build_model
 from keel.models.families import FAMILIES, check_family
@@ -97,21 +97,23 @@ def test_the_probe_refuses_a_leak_between_sequences(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("what", ["logits", "hidden states"])
 def test_the_probe_refuses_positions_that_do_not_restart(
-    what: probe.Output, monkeypatch: pytest.MonkeyPatch
+    what: families.Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "keel.models.packed.Packed.positions", lambda self: torch.arange(len(self.tokens_T))
     )
     model = stir(build_model(build("gpt2"), 0, torch.float32))
     with pytest.raises(KeelError, match=f"'gpt2' fails the packing probe: the {what}"):
-        probe.prepare(model, False, what)
+        families.prepare(model, False, what)
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
 def test_the_probe_refuses_a_head_that_forgets_the_scale(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "head_of", lambda model: Head(model.get_output_embeddings().weight))
+    monkeypatch.setattr(
+        families, "head_of", lambda model: Head(model.get_output_embeddings().weight)
+    )
     with pytest.raises(KeelError, match=f"'{family}' fails the packing probe"):
         load_policy(spec(family), 0)
 
@@ -121,7 +123,7 @@ def test_the_probe_refuses_nan() -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(float("nan"))
     with pytest.raises(KeelError, match="nan"):
-        probe.prepare(model, autocast=False)
+        families.prepare(model, autocast=False)
 
 
 IN_BFLOAT16 = [(torch.float32, "bfloat16"), (torch.bfloat16, False)]
@@ -132,11 +134,11 @@ IN_BFLOAT16 = [(torch.float32, "bfloat16"), (torch.bfloat16, False)]
     [(*IN_BFLOAT16[0], "logits"), (*IN_BFLOAT16[1], "hidden states")],
 )
 def test_the_probe_does_not_measure_rounding(
-    dtype: torch.dtype, autocast: Autocast, what: probe.Output
+    dtype: torch.dtype, autocast: Autocast, what: families.Output
 ) -> None:
     model = deep_model(dtype)
     before = copy.deepcopy(model.state_dict())
-    probe.prepare(model, autocast, what)
+    families.prepare(model, autocast, what)
     for name, weight in model.state_dict().items():
         assert weight.dtype == dtype
         assert torch.equal(weight, before[name]), name
@@ -147,15 +149,15 @@ def test_the_probe_finds_a_small_leak_under_rounding(
     dtype: torch.dtype, autocast: Autocast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A leak of a thousandth, which bfloat16 alone would hide."""
-    real = probe._packed
+    real = families._packed
 
     def leaking(*args: Any) -> Tensor:
         found = real(*args)
         return found + 1e-3 * found.roll(7, 0)
 
-    monkeypatch.setattr(probe, "_packed", leaking)
+    monkeypatch.setattr(families, "_packed", leaking)
     with pytest.raises(KeelError, match=r"separate ones by 0\.001 of the largest"):
-        probe.prepare(deep_model(dtype), autocast)
+        families.prepare(deep_model(dtype), autocast)
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), IN_BFLOAT16)
@@ -173,7 +175,7 @@ def test_the_probe_refuses_a_fault_of_bfloat16_alone(
     monkeypatch.setattr(PackedLayout, "attend", leaking)
     model = build_model(build("llama"), 0, dtype)
     with pytest.raises(KeelError, match=r"'llama' fails the packing probe.* differ in bfloat16"):
-        probe.prepare(stir(model), autocast)
+        families.prepare(stir(model), autocast)
 
 
 @pytest.mark.parametrize(
@@ -183,18 +185,18 @@ def test_the_probe_refuses_a_fault_of_bfloat16_alone(
 def test_the_probe_allows_what_products_round_alone(
     share: float, precision: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, products = probe._packed, torch.backends.cuda.matmul
+    real, products = families._packed, torch.backends.cuda.matmul
 
     def moved(*args: Any) -> Tensor:
         found = real(*args)
         return found + share * found.abs().max()
 
-    monkeypatch.setattr(probe, "_packed", moved)
+    monkeypatch.setattr(families, "_packed", moved)
     before = products.fp32_precision
     products.fp32_precision = precision
     try:
         with nullcontext() if fits else pytest.raises(KeelError, match="fails the packing probe"):
-            probe.prepare(build_model(build("llama"), 0, torch.float32), False)
+            families.prepare(build_model(build("llama"), 0, torch.float32), False)
     finally:
         products.fp32_precision = before
 
@@ -243,4 +245,4 @@ def test_a_trusted_family_still_has_to_pass_the_probe(family: str) -> None:
     with torch.random.fork_rng():
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(KeelError):
-        probe.prepare(model, autocast=False)
+        families.prepare(model, autocast=False)

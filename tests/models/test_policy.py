@@ -15,8 +15,7 @@ from keel.models.attention import PackedLayout
 from keel.models.loading import quiet
 from keel.models.packed import pack
 from keel.models.policy import load_policy
-from keel.models.reference import reference_for
-from keel.models.value import critic_from_policy, load_critic, value_head_for
+from keel.models.reference import critic_from_policy, load_critic, reference_for, value_head_for
 from keel.types import KeelError
 from tests.models.tiny import batch, build, learn, policy, separate_log_probs, spec, stir
 

@@ -7,9 +7,9 @@ import torch
 
 from keel.config.model import Autocast
 from keel.learn.ranks import ONE
-from keel.models import precision
+from keel.models import policy as policies
 from keel.models.families import uses_autocast
-from keel.models.precision import (
+from keel.models.policy import (
     ProductTimes,
     needs_resolution,
     resolve_autocast,
@@ -103,7 +103,7 @@ def test_updates_in_bfloat16_follow_those_in_float32(name: str) -> None:
 
 def test_products_are_timed_in_the_sizes_of_the_model() -> None:
     made = policy()
-    sizes = precision._product_sizes(made.model.base_model)
+    sizes = policies._product_sizes(made.model.base_model)
     hidden, mlp = 32, made.model.config.intermediate_size
     # Of two layers: q and o; k and v, of half as many heads; gate and up; down.
     assert sizes == {(hidden, hidden): 4, (16, hidden): 4, (mlp, hidden): 4, (hidden, mlp): 2}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.models import precision
+from keel.models import policy
 from keel.platform.signals import Interrupted
 from keel.preflight.check import check
 from keel.training.run import train
@@ -20,7 +20,7 @@ AUTO = 'model.autocast="auto"'
 ROUNDED = ('model.autocast="bfloat16"', "algorithm.correction.kind=truncate")
 GAP = "sampling/sampling_logp_difference/mean"
 ALWAYS, NEVER = math.inf, 0.0
-"""Values of `precision.WORTH` at which any timing finds that bfloat16 pays, and that it does
+"""Values of `policy.WORTH` at which any timing finds that bfloat16 pays, and that it does
 not."""
 
 
@@ -28,7 +28,7 @@ not."""
 def test_auto_is_what_the_timing_says_and_noted(
     worth: float, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "WORTH", worth)
+    monkeypatch.setattr(policy, "WORTH", worth)
     folder = run(tmp_path / "auto", AUTO, "minibatches=2")
     assert info(folder)["autocast"] == expected
     assert any(f'"auto": {expected} from here on' in note for note in notes(folder))
@@ -38,12 +38,12 @@ def test_auto_is_what_the_timing_says_and_noted(
 
 def test_a_resumed_run_keeps_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends with the same bytes, although a timing would now decide otherwise."""
-    monkeypatch.setattr(precision, "WORTH", ALWAYS)
+    monkeypatch.setattr(policy, "WORTH", ALWAYS)
     recipe = small(AUTO)
     whole = train(recipe, tmp_path / "whole")
     with pytest.raises(Interrupted):
         train(recipe, tmp_path / "resumed", callbacks=[Stop(2)])
-    monkeypatch.setattr(precision, "WORTH", NEVER)
+    monkeypatch.setattr(policy, "WORTH", NEVER)
     resumed = train(None, tmp_path / "resumed", resume=True)
     assert info(resumed)["autocast"] == "bfloat16"
     assert differences(whole.path, resumed.path) == []
@@ -75,7 +75,7 @@ def test_check_states_the_effect_and_what_is_not_corrected() -> None:
 
 def test_check_decides_as_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     for worth, start in ((ALWAYS, "bfloat16, since"), (NEVER, "float32, since")):
-        monkeypatch.setattr(precision, "WORTH", worth)
+        monkeypatch.setattr(policy, "WORTH", worth)
         (stage,) = check("tiny", [*FAST, AUTO], runs=False).stages
         assert str(stage.figures["autocast"]).startswith(start)
         assert ("bfloat16 autocast" in stage.figures) is (worth == ALWAYS)

@@ -17,13 +17,20 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Autocast
 from keel.config.sampling import Rollout
-from keel.engines.compiled import compiled
-from keel.engines.kv_cache import PrefixCache
+from keel.engines.compiled import compiled, make_multi_step
 from keel.engines.model_runner import DecodeRows, ModelRunner, ModuleRunner, Prefill
-from keel.engines.multi_step import make_multi_step
-from keel.engines.sampler import Uniforms, check, sample_tokens
-from keel.engines.scheduler import DecodeBatch, DecodeEntry
-from keel.engines.stopping import LENGTH, REASONS, Stops, budgets, completion_texts, eos_ids
+from keel.engines.sampler import (
+    LENGTH,
+    REASONS,
+    Stops,
+    Uniforms,
+    budgets,
+    check,
+    completion_texts,
+    eos_ids,
+    sample_tokens,
+)
+from keel.engines.scheduler import DecodeBatch, DecodeEntry, PrefixCache
 from keel.models.attention import ATTENTION, install
 from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import steady_logits
@@ -257,7 +264,7 @@ class _Run:
         self.tokens = [array("q") for _ in range(total)]
         self.log_probs = [array("d") for _ in range(total)]
         self.codes = np.zeros(total, dtype=np.int8)
-        """What ended each sequence (`engines.stopping`)."""
+        """What ended each sequence (`engines.sampler`)."""
 
     def step(self) -> Ints:
         """Let sequences enter, run the model, and sample a token for every row; or several tokens

@@ -24,10 +24,9 @@ from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import AdamW, bad_weight, step_all
 from keel.learn.ranks import ONE, Ranks, save_learned, spans
 from keel.learn.token_budget import TokenBudget
-from keel.models.head import Scores
+from keel.models.head import Scores, ValueHead
 from keel.models.policy import Policy
-from keel.models.reference import FrozenPolicy, Reference
-from keel.models.value import Critic, ValueHead
+from keel.models.reference import Critic, FrozenPolicy, Reference
 from keel.types import KeelError
 
 T = TypeVar("T")

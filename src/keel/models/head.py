@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from keel.models.kernels import head as compiled
+from keel.models.kernels.sampling import HeadWeight, head_library
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of one chunk of float32 logits."""
@@ -110,14 +110,14 @@ def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, 
     return lambda states: _shaped(product(states.float().contiguous()), head)
 
 
-def compiled_weight(head: Head) -> compiled.HeadWeight | None:
+def compiled_weight(head: Head) -> HeadWeight | None:
     """The compiled product with the head's weight and bias, without scale and soft cap; None where
     the head is not float32 on a CPU, or there is no compiler."""
     weight, bias = head.rows
     given = [x for x in (weight, bias) if x is not None]
     fits = all(x.dtype == torch.float32 and x.is_contiguous() for x in given)
-    if fits and weight.device.type == "cpu" and compiled.library() is not None:
-        return compiled.HeadWeight(weight, bias)
+    if fits and weight.device.type == "cpu" and head_library() is not None:
+        return HeadWeight(weight, bias)
     return None
 
 

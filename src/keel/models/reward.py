@@ -25,7 +25,7 @@ from transformers import (
 from keel.config.model import Autocast, Lora, Model
 from keel.models import lora
 from keel.models.chat import ChatEncoder, as_turns, encode_answer, encode_prompt
-from keel.models.families import context_length, states_at
+from keel.models.families import context_length, prepare, states_at
 from keel.models.loading import (
     choose_device,
     load_pretrained,
@@ -34,7 +34,6 @@ from keel.models.loading import (
 )
 from keel.models.packed import Packed, pack, sizes_on
 from keel.models.policy import Policy
-from keel.models.probe import prepare
 from keel.models.text import encode_text, split_steps
 from keel.models.tokenizer_round_trip import quiet
 from keel.types import Content, KeelError, Prompt, Tools

@@ -23,11 +23,15 @@ from keel.engines.compiled import is_llama_like
 from keel.learn.advantages import check_entries
 from keel.learn.optimizer import trainable
 from keel.models.chat import ChatEncoder
-from keel.models.kernels.build import fingerprint
-from keel.models.policy import Policy, load_policy
-from keel.models.precision import needs_resolution, resolve_autocast, time_products
-from keel.models.reference import load_teacher
-from keel.models.value import load_critic
+from keel.models.kernels import fingerprint
+from keel.models.policy import (
+    Policy,
+    load_policy,
+    needs_resolution,
+    resolve_autocast,
+    time_products,
+)
+from keel.models.reference import load_critic, load_teacher
 from keel.platform.memory import free_memory
 from keel.preflight import settings
 from keel.preflight.context import Figure, SamplingPlan, StageContext, StageStops

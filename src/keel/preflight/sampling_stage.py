@@ -13,12 +13,12 @@ from keel.cluster.placement import placement_of
 from keel.config.sources import RewardSource
 from keel.data.columns import prompt_columns
 from keel.engines.registry import unmet_requests
-from keel.engines.stopping import eos_ids, split_stops
+from keel.engines.sampler import eos_ids, split_stops
 from keel.learn.advantages import check_steps
 from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder
 from keel.models.families import uses_autocast
-from keel.models.precision import rounding_effect
+from keel.models.policy import rounding_effect
 from keel.preflight import tokens
 from keel.preflight.batch import TrialBatch, check_ends, load_of, sample, size_for
 from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops

@@ -29,11 +29,18 @@ from keel.learn.optimizer import AdamW, trainable
 from keel.learn.ranks import Ranks
 from keel.learn.token_budget import TokenBudget
 from keel.models.families import uses_autocast
+from keel.models.head import ValueHead
 from keel.models.loading import describe_model
 from keel.models.policy import Policy, load_policy
-from keel.models.reference import load_teacher, reference_for
+from keel.models.reference import (
+    Critic,
+    critic_from_policy,
+    load_critic,
+    load_teacher,
+    reference_for,
+    value_head_for,
+)
 from keel.models.sharded import mesh_of, shard
-from keel.models.value import Critic, ValueHead, critic_from_policy, load_critic, value_head_for
 from keel.platform.files import make_folder
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter, update_run_json

@@ -15,10 +15,15 @@ from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe
 from keel.learn.token_budget import LESS, oom_context
-from keel.models.kernels.build import fingerprint
+from keel.models.kernels import fingerprint
 from keel.models.loading import describe_model
-from keel.models.policy import Policy, load_policy
-from keel.models.precision import needs_resolution, resolve_autocast, time_products
+from keel.models.policy import (
+    Policy,
+    load_policy,
+    needs_resolution,
+    resolve_autocast,
+    time_products,
+)
 from keel.platform.files import make_folder, write_text
 from keel.platform.signals import Interrupt, ProcessLost, keep_freed
 from keel.platform.time_limit import Hung

@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from keel.models.kernels import build
-from keel.models.kernels.build import SOURCES
+from keel.models import kernels
+from keel.models.kernels import SOURCES
 
 PROGRAM = """
 import ctypes, sys
 from pathlib import Path
-from keel.models.kernels import build
+from keel.models import kernels
 try:
     ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)  # in place of torch's
 except OSError:
     import torch
-build.SOURCES = Path(sys.argv[1])
-found = build.load("small")
-print("none" if found is None else found._name, build.fingerprint("small"))
+kernels.SOURCES = Path(sys.argv[1])
+found = kernels.load("small")
+print("none" if found is None else found._name, kernels.fingerprint("small"))
 """
 CODE = """
 #ifdef _OPENMP
@@ -128,10 +128,10 @@ def test_a_folder_of_someone_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build._folder().is_relative_to(tmp_path)
+    assert kernels._folder().is_relative_to(tmp_path)
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    assert not build._folder().is_relative_to(tmp_path)
+    assert not kernels._folder().is_relative_to(tmp_path)
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])
@@ -177,6 +177,6 @@ def test_without_a_home_it_is_made_for_the_process(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", classmethod(homeless))
-    folder = build._folder()
+    folder = kernels._folder()
     assert folder.is_dir()
     assert folder.is_relative_to(tempfile.gettempdir())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from keel.engines import sampler
-from keel.models.kernels.sample import sample_tokens
+from keel.models.kernels.sampling import sample_tokens
 from keel.types import Sampling
 from tests.engines.test_decoding import poison
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from keel.models.head import Head, logits, steady_logits
-from keel.models.kernels import head as compiled
+from keel.models.kernels import sampling as compiled
 from tests.engines.test_decoding import poison
 
-pytestmark = pytest.mark.skipif(compiled.library() is None, reason="no compiler")
+pytestmark = pytest.mark.skipif(compiled.head_library() is None, reason="no compiler")
 
 SHAPES = [
     (1, 1, 1),
@@ -52,7 +52,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(monkeypatch: pytest.M
     whole = compiled.HeadWeight(weight, bias)(states)
     for rows in (slice(0, 1), slice(7, 20), slice(40, 61)):
         assert torch.equal(compiled.HeadWeight(weight, bias)(states[rows]), whole[rows])
-    monkeypatch.setattr(compiled, "SHARE", 1)
+    monkeypatch.setattr(compiled, "SHARED_PRODUCTS", 1)
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert torch.equal(compiled.HeadWeight(weight, bias)(states), whole)

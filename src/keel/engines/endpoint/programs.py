@@ -22,8 +22,14 @@ from typing import Any
 
 from keel.config.entry import load_entry
 from keel.config.secrets import without_secrets
-from keel.engines.endpoint.server import MODEL, TOO_LONG, ChatRequest, Endpoint, RefusedRequest
-from keel.engines.endpoint.session import Session
+from keel.engines.endpoint import (
+    MODEL,
+    TOO_LONG,
+    ChatRequest,
+    Endpoint,
+    RefusedRequest,
+    Session,
+)
 from keel.engines.turns import conversation_names, sample_turns
 from keel.models.chat import ChatEncoder
 from keel.platform.calls import POLL, LoopThread, Served

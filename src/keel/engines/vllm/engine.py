@@ -21,16 +21,17 @@ from transformers import PreTrainedModel
 from keel.config.fields import derive
 from keel.config.sampling import Rollout, VllmServer
 from keel.engines.native import copy_weights
-from keel.engines.sampler import check, occurrences
-from keel.engines.stopping import (
+from keel.engines.sampler import (
     GOING,
     LENGTH,
     REASONS,
     STOP,
     Stops,
     budgets,
+    check,
     completion_texts,
     eos_ids,
+    occurrences,
 )
 from keel.engines.vllm.server import (
     MODEL,

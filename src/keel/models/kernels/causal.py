@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from keel.models.kernels.build import load
+from keel.models.kernels import load
 
 Ints = npt.NDArray[np.int64]
 PANEL = 32

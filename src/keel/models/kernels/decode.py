@@ -1,10 +1,11 @@
-"""`decode.c` from Python: its structures, and weights in its format."""
+"""`decode.c` and `steps.c` from Python: their structures, and weights in their format."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import byref, c_double, c_float, c_int64, c_void_p
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from keel.models.kernels.build import load
+from keel.models.kernels import load
 
 Ints = npt.NDArray[np.int64]
 PANEL = 32
@@ -61,6 +62,23 @@ class DecodeArguments(ctypes.Structure):
     )
 
 
+class StepsArguments(ctypes.Structure):
+    """struct steps."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("decode", "norm", "logits", "draw")),
+        *((name, c_void_p) for name in ("layers", "step", "weight", "head", "chance")),
+        ("count", c_int64),
+        ("epsilon", c_double),
+        *((name, c_int64) for name in ("rows", "hidden", "room", "most")),
+        *((name, c_void_p) for name in ("embed", "ends", "pages", "x")),
+        *((name, c_void_p) for name in ("position", "end", "page", "place", "token")),
+        *((name, c_void_p) for name in ("number", "log_prob", "numbers", "tokens", "log_probs")),
+        ("steps", c_int64),
+        ("seconds", c_double),
+    )
+
+
 def library(dtype: torch.dtype) -> Any:
     """The compiled functions for weights, keys and values in `dtype`, or None."""
     found = load(STORED[dtype]) if dtype in STORED else None
@@ -75,6 +93,28 @@ def library(dtype: torch.dtype) -> Any:
         for name in ("keel_decode", "keel_norm", "keel_copy", "keel_panels"):
             getattr(found, name).restype = None
     return found
+
+
+@cache
+def steps_library() -> Any:
+    """The compiled functions of steps.c, or None."""
+    found = load("steps")
+    if found is not None:
+        found.keel_steps.argtypes, found.keel_steps.restype = (c_void_p,), c_int64
+    return found
+
+
+def address(function: Any) -> int:
+    """The address of a compiled function."""
+    found = ctypes.cast(function, c_void_p).value
+    assert found is not None
+    return found
+
+
+def run_steps(work: StepsArguments) -> int:
+    """Run the steps; returns how many were done."""
+    done: int = steps_library().keel_steps(byref(work))
+    return done
 
 
 def filled(inputs: int, dtype: torch.dtype) -> int:

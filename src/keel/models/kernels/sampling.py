@@ -1,4 +1,4 @@
-"""`sample.c` from Python: tokens sampled from float32 logits on a CPU."""
+"""`head.c` and `sample.c` from Python: from hidden states to sampled tokens, float32 on a CPU."""
 
 from __future__ import annotations
 
@@ -9,15 +9,92 @@ from functools import cache
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from keel.models.kernels.build import load
+from keel.models.kernels import load
 from keel.types import Sampling
 
+PANEL = 32
+"""Outputs in a panel, as in tile.h."""
 GROUP = 64
 """Logits that share one maximum, as in sample.c."""
-SHARE = 1 << 14
+SHARED_PRODUCTS = 1 << 19
+"""Products for which a further thread pays: about 15 µs, without copying the panels."""
+SHARED_LOGITS = 1 << 14
 """Logits for which a further thread pays: about 20 µs."""
+
+
+class Logits(ctypes.Structure):
+    """struct logits."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weight", "bias")),
+        *((name, c_int64) for name in ("rows", "inputs", "outputs", "threads")),
+        *((name, c_void_p) for name in ("rooms", "out")),
+    )
+
+
+@cache
+def head_library() -> Any:
+    """The compiled functions of head.c, or None."""
+    found = load("head")
+    if found is not None:
+        found.keel_logits.argtypes, found.keel_logits.restype = (c_void_p,), None
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """What a product reads and writes."""
+
+    given: tuple[Tensor, Tensor, Tensor | None]
+    rooms: Tensor
+    out: Float[Tensor, "R V"]
+
+    def pointers(self) -> Logits:
+        """Valid as long as this object."""
+        x, weight, bias = self.given
+        (rows, outputs), inputs = self.out.shape, x.shape[1]
+        start = None if bias is None else bias.data_ptr()
+        return Logits(
+            x=x.data_ptr(),
+            weight=weight.data_ptr(),
+            bias=start,
+            rows=rows,
+            inputs=inputs,
+            outputs=outputs,
+            threads=len(self.rooms),
+            rooms=self.rooms.data_ptr(),
+            out=self.out.data_ptr(),
+        )
+
+
+class HeadWeight:
+    """A contiguous weight (V, H) with a bias or None, to multiply hidden states with."""
+
+    def __init__(self, weight_VH: Float[Tensor, "V H"], bias_V: Float[Tensor, "V"] | None) -> None:
+        given = (weight_VH, bias_V)
+        assert all(x is None or (x.is_contiguous() and x.dtype == torch.float32) for x in given)
+        self._given, self.shape = given, weight_VH.shape
+        self.function = head_library().keel_logits
+
+    def __call__(self, states_RH: Float[Tensor, "R H"]) -> Float[Tensor, "R V"]:
+        """W h + b of contiguous states, without gradients. The result of a row does not depend on
+        other rows or on the number of threads."""
+        product = self.of(states_RH)
+        self.function(byref(product.pointers()))
+        return product.out
+
+    def of(self, states_RH: Float[Tensor, "R H"]) -> Product:
+        """The buffers of the product with these states."""
+        rows, (outputs, inputs) = len(states_RH), self.shape
+        assert states_RH.shape[1] == inputs
+        assert states_RH.is_contiguous()
+        assert states_RH.dtype == torch.float32
+        threads = min(torch.get_num_threads(), 1 + rows * inputs * outputs // SHARED_PRODUCTS)
+        rooms = states_RH.new_empty(threads, PANEL * inputs)
+        return Product((states_RH, *self._given), rooms, states_RH.new_empty(rows, outputs))
 
 
 class SampleArguments(ctypes.Structure):
@@ -33,8 +110,8 @@ class SampleArguments(ctypes.Structure):
 
 
 @cache
-def library() -> Any:
-    """The compiled functions, or None."""
+def sample_library() -> Any:
+    """The compiled functions of sample.c, or None."""
     found = load("sample")
     if found is not None:
         found.keel_draw.argtypes, found.keel_draw.restype = (c_void_p,), None
@@ -80,7 +157,7 @@ class Draw:
 
 
 def _threads(logits: Tensor) -> int:
-    return min(torch.get_num_threads(), 1 + logits.numel() // SHARE)
+    return min(torch.get_num_threads(), 1 + logits.numel() // SHARED_LOGITS)
 
 
 def draw_of(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
@@ -100,5 +177,5 @@ def draw_of(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Draw:
 def sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """`engines.sampler.sample_tokens` by compiled code."""
     found = draw_of(logits, uniform, sampling)
-    library().keel_draw(byref(found.pointers()))
+    sample_library().keel_draw(byref(found.pointers()))
     return found.tokens, found.log_probs
