@@ -8,7 +8,7 @@ import pytest
 
 from keel.algorithms.explain import explain_preset
 from keel.algorithms.presets import PRESETS
-from keel.view.formula import FONT, font_face, mathml
+from keel.view.library import FONT, font_face, mathml
 
 LINES = [
     (name, line.latex)

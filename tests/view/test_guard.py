@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keel.view.guard import COOKIE, LOOPBACK, Guard
+from keel.view.server import COOKIE, LOOPBACK, Guard
 
 OK = {"type": "http.response.start", "status": 200, "headers": []}
 

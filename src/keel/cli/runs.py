@@ -51,7 +51,7 @@ def _report(arguments: argparse.Namespace) -> None:
 
 def _view(arguments: argparse.Namespace) -> None:
     """Serve the pages of runs until interrupted."""
-    from keel.view.app import serve
+    from keel.view.server import serve
 
     serve(
         arguments.folders,

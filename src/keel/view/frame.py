@@ -11,8 +11,8 @@ from nicegui import events, ui
 
 from keel.analysis.text import visible
 from keel.runs.rollouts import COMPONENT
-from keel.view import formula
 from keel.view.address import Address
+from keel.view.library import FORMULA_STYLE, font_face
 
 EVERY = 2.0
 """Seconds between two looks at the files."""
@@ -101,7 +101,7 @@ def page(shown: Shown, title: str, keys: Keys | None = None) -> Iterator[None]:
 
 def begin(title: str, theme: str | None) -> None:
     """The style, title and theme of a page."""
-    ui.add_css(STYLE + formula.STYLE + formula.font_face(FONT_PATH))
+    ui.add_css(STYLE + FORMULA_STYLE + font_face(FONT_PATH))
     ui.page_title(visible(f"{title} · Keel", 120))
     ui.dark_mode({"dark": True, "light": False}.get(theme or ""))
 

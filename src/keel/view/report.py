@@ -19,10 +19,11 @@ from keel.platform import files
 from keel.runs.reader import load
 from keel.runs.rollouts import COMPONENT
 from keel.types import KeelError
-from keel.view.formula import STYLE, font_face
 from keel.view.library import (
+    FORMULA_STYLE,
     Library,
     OpenRun,
+    font_face,
     formula_of,
     panels,
     pictures_of,
@@ -66,7 +67,7 @@ def html(run: OpenRun, price: float | None = None) -> str:
     diagnoses, rollouts = diagnose(run.run, damaged), _rollouts(run, damaged)
     return environment.from_string(source).render(
         name=run.name,
-        formula_style=Markup(STYLE + font_face()),
+        formula_style=Markup(FORMULA_STYLE + font_face()),
         info=run.run.info(),
         stages=stages,
         diagnoses=diagnoses,

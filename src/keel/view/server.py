@@ -1,15 +1,27 @@
-"""Where the pages are served, and who may ask for them. Torch-free."""
+"""The server of pages: where it listens, who may ask, and the pages of `keel view`. Torch-free."""
 
 from __future__ import annotations
 
+import hmac
 import importlib.util
 import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from keel.types import KeelError
+from keel.view.address import Address
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from keel.view.library import Library
+
 
 TOKEN = "KEEL_TOKEN"
 """The environment variable of a token that stays the same from start to start."""
@@ -41,8 +53,6 @@ def serve_pages(
     Raises KeelError if the address is taken.
     """
     from nicegui import app, ui
-
-    from keel.view.guard import LOOPBACK, Guard
 
     local = host in LOOPBACK
     token = None if local else _token()
@@ -111,3 +121,144 @@ def listen(host: str, wanted: int | None) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     raise KeelError(f"no free port on {host}: name one with --port")
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+COOKIE = "keel-view"
+
+
+class Guard:
+    """Refuses requests and websockets from hosts and pages that may not ask.
+
+    The `Host` header must name one of `hosts`, against a foreign name that resolves to this machine
+    (DNS rebinding); an `Origin` must be the host, and what browsers say that another site asks
+    for must be a page of its own (a followed link), no image or frame of that site. With a
+    `token`, a request needs it, once as `?token=` and then as the cookie that this sets.
+    `before` is called before each request that is let in.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hosts: Iterable[str] | None,
+        token: str | None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.app, self.before = app, before
+        self.hosts = None if hosts is None else {host.lower() for host in hosts}
+        self.token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        # NiceGUI brings Starlette, and may be missing.
+        from starlette.datastructures import MutableHeaders
+        from starlette.requests import HTTPConnection
+        from starlette.responses import PlainTextResponse
+        from starlette.websockets import WebSocketClose
+
+        asked = HTTPConnection(scope)
+        # Browsers send a cookie to every port of a host: a name of its own for each server.
+        port = asked.headers.get("host", "").rpartition(":")[2]
+        name = f"{COOKIE}-{port}" if port.isdecimal() else COOKIE
+        wrong = self._wrong_host(asked.headers)
+        by_query = self._fits(asked.query_params.get("token", ""))
+        by_cookie = self._fits(asked.cookies.get(name, ""))
+        if wrong is None and not by_query and not by_cookie:
+            wrong = "this page needs the token that the command printed: open the address with it"
+        if wrong is not None:
+            refusal: ASGIApp = PlainTextResponse(f"{wrong}\n", 403)
+            if scope["type"] == "websocket":
+                await receive()
+                refusal = WebSocketClose(1008, wrong[:120])
+            await refusal(scope, receive, send)
+            return
+
+        self.before()
+
+        async def with_cookie(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.append("x-content-type-options", "nosniff")
+                headers.append("referrer-policy", "no-referrer")
+                if self.token is not None and by_query:
+                    cookie = f"{name}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+                    headers.append("set-cookie", cookie)
+            await send(message)
+
+        await self.app(scope, receive, with_cookie)
+
+    def _wrong_host(self, headers: Mapping[str, str]) -> str | None:
+        try:
+            host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+            origin = urlsplit(headers.get("origin", "")).netloc
+        except ValueError:
+            return "this server does not understand the request's host or origin"
+        if self.hosts is not None and host not in self.hosts:
+            return f"this server does not answer for the host {host!r}"
+        of_others = headers.get("sec-fetch-site") == "cross-site"
+        followed = headers.get("sec-fetch-dest") == "document"
+        foreign = "origin" in headers and origin != headers.get("host")
+        if foreign or (of_others and not followed):
+            return "this server does not answer pages of other sites"
+        return None
+
+    def _fits(self, given: str) -> bool:
+        return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
+
+
+def serve(
+    folders: Sequence[Path | str],
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    price: float | None = None,
+    browser: bool = True,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve the pages of the runs in and below `folders` until interrupted.
+
+    `host` and `port` as in `serve_pages`. `price` is of an hour of the machine.
+
+    Raises KeelError if there is no run, NiceGUI is missing, or the address is taken.
+    """
+    require_nicegui("keel view", " (keel report writes one HTML file without it)")
+    from nicegui import app, ui
+
+    from keel.view.curves import curves_page
+    from keel.view.frame import FONT_PATH, Shown, page, problem
+    from keel.view.library import FONT, Library
+    from keel.view.rollouts import RolloutsPage
+    from keel.view.runs import diagnosis_page, objective_page, runs_page
+
+    library = Library(folders)
+    start = "/curves" if len(library.names()) == 1 else "/"
+
+    def add(path: str, build: Callable[[Library, Address], None]) -> None:
+        @ui.page(path)
+        def _page() -> None:
+            address = Address.read(ui.context.client.request.query_params.multi_items())
+            try:
+                build(library, address)
+            except KeelError as error:  # of a run that is damaged, or gone
+                with page(Shown(path, address), "problem"):
+                    problem(str(error))
+
+    add("/", runs_page)
+    add("/curves", partial(curves_page, price=price))
+    add("/rollouts", lambda library, address: RolloutsPage(library, address).build())
+    add("/diagnosis", diagnosis_page)
+    add("/objective", objective_page)
+    app.add_static_file(local_file=FONT, url_path=FONT_PATH)
+    _preload(library)
+    serve_pages("keel view", start, host=host, port=port, browser=browser, announce=announce)
+
+
+def _preload(library: Library) -> None:
+    """Read the newest runs before someone asks, so that the first page is quick."""
+    for name in library.names()[:8]:
+        try:
+            library.get(name).update()
+        except KeelError:
+            continue  # its page says what is wrong
