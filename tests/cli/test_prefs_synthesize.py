@@ -13,7 +13,7 @@ from keel.cli.main import main
 from tests.cli.test_wrong_inputs import tried
 from tests.data.made import jsonl
 from tests.preferences.made import human
-from tests.preferences.synthesis.made import judges, prompts_file, server
+from tests.preferences.synthesis_made import judges, prompts_file, server
 from tests.rewards.judge_server import JudgeServer
 
 Capture = pytest.CaptureFixture[str]

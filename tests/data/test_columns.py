@@ -19,8 +19,7 @@ from keel.data.preferences import read_labelled, read_pairs, read_steps
 from keel.data.tasks import DataTask
 from keel.models.chat import ChatEncoder, encode_prompt
 from keel.models.reward import Reader
-from keel.preferences.files import import_file, preference_rows, steps_rows
-from keel.preferences.formats import Attribution
+from keel.preferences.files import Attribution, import_file, preference_rows, steps_rows
 from keel.preferences.pool import read_texts
 from keel.preferences.store import PreferenceStore
 from keel.training.judging.data import encoder

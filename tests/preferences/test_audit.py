@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keel.analysis.statistics import wilson_interval
-from keel.preferences.audit import audit_judges
+from keel.preferences.agreement import audit_judges
 from keel.preferences.records import (
     CompletionRecord,
     LabelRecord,

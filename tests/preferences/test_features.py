@@ -12,8 +12,8 @@ from transformers import AutoModelForSequenceClassification
 from keel.data.judged_rows import Preference
 from keel.models.loading import quiet
 from keel.models.reward import reward_model_from
-from keel.preferences import features as module
-from keel.preferences.features import head_weights, pair_features, text_features
+from keel.preferences import labeller as module
+from keel.preferences.labeller import head_weights, pair_features, text_features
 from keel.training.judging.data import encoder
 from tests.models import tiny
 

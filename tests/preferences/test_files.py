@@ -16,6 +16,7 @@ from keel.data.preferences import read_pairs, read_steps
 from keel.preferences.files import (
     BATCH,
     READERS,
+    Attribution,
     ImportReport,
     Selection,
     import_file,
@@ -25,7 +26,6 @@ from keel.preferences.files import (
     write_left_out,
     write_rows,
 )
-from keel.preferences.formats import Attribution
 from keel.preferences.records import SOURCES, LabelRecord
 from keel.preferences.store import PreferenceStore
 from keel.types import KeelError

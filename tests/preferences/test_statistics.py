@@ -16,16 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.analysis.statistics import share_interval
-from keel.preferences.files import import_file
-from keel.preferences.formats import Attribution
-from keel.preferences.statistics import (
+from keel.preferences.agreement import (
     cohen_kappa,
     count_votes,
-    describe_pairs,
     fleiss_kappa,
     pairwise_agreement,
     vote_agreement,
 )
+from keel.preferences.files import Attribution, import_file
+from keel.preferences.statistics import describe_pairs
 from keel.preferences.store import PreferenceStore
 from tests.data.made import jsonl
 from tests.shared import shared_path

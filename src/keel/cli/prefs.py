@@ -12,9 +12,11 @@ from typing import Any
 from keel.cli.main import print_result
 from keel.platform.files import write_bytes
 from keel.platform.sqlite import is_database
+from keel.preferences.agreement import shown
 from keel.preferences.annotation import AnnotationProject, AnnotationSettings, add_gold, read_rubric
 from keel.preferences.files import (
     DEFAULTS,
+    Attribution,
     Selection,
     import_file,
     preference_rows,
@@ -22,10 +24,9 @@ from keel.preferences.files import (
     write_left_out,
     write_rows,
 )
-from keel.preferences.formats import Attribution
 from keel.preferences.pages import serve_annotation
 from keel.preferences.records import CostRecord
-from keel.preferences.statistics import describe, shown, statistics_lines
+from keel.preferences.statistics import describe, statistics_lines
 from keel.preferences.store import PreferenceStore
 from keel.runs.quarantine import counted
 from keel.runs.values import record_line
@@ -135,7 +136,7 @@ def _select(arguments: argparse.Namespace) -> None:
     )
     features: Features | None = None
     if arguments.model is not None:
-        from keel.preferences.features import text_features
+        from keel.preferences.labeller import text_features
 
         features = partial(text_features, arguments.model, stage=arguments.stage)
     with PreferenceStore(Path(arguments.store)) as store:
@@ -186,7 +187,7 @@ def _select_lines(result: Mapping[str, Any]) -> list[str]:
 
 def _costs(arguments: argparse.Namespace) -> None:
     """Print the costs of a store or of a run."""
-    from keel.preferences.costs import cost_lines, describe_costs, step_costs
+    from keel.preferences.statistics import cost_lines, describe_costs, step_costs
     from keel.runs.reader import load
 
     given = [name for name in ENTRY if getattr(arguments, name) not in (None, False)]

@@ -14,19 +14,19 @@ from keel.cli.main import print_result
 from keel.config.fields import unknown
 from keel.config.load import parse_override
 from keel.config.presets import merge
+from keel.preferences.agreement import audit_judges, audit_lines
 from keel.preferences.annotation import read_text
-from keel.preferences.audit import audit_judges, audit_lines
 from keel.preferences.store import PreferenceStore
-from keel.preferences.synthesis.forecast import Unit
-from keel.preferences.synthesis.options import (
+from keel.preferences.synthesis import SynthesisReport, read_prompts, synthesize
+from keel.preferences.synthesis_options import (
     SAMPLING,
     CompletionModel,
     ModelFolder,
     ModelServer,
     SynthesisOptions,
+    Unit,
     parse_model,
 )
-from keel.preferences.synthesis.run import SynthesisReport, read_prompts, synthesize
 from keel.types import KeelError, Sampling
 
 STOPPED = 3

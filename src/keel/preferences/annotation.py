@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from keel.analysis.statistics import Interval, share_interval
-from keel.preferences.files import import_file
-from keel.preferences.formats import Attribution
+from keel.preferences.agreement import label_agreement, verdict
+from keel.preferences.files import Attribution, import_file
 from keel.preferences.records import JudgedPair, LabelRecord, Lease, Side, Source
-from keel.preferences.statistics import label_agreement, labels_by, verdict
+from keel.preferences.statistics import labels_by
 from keel.preferences.store import PreferenceStore, where
 from keel.types import Content, KeelError
 

@@ -28,9 +28,8 @@ def serve_annotation(
     require_nicegui(COMMAND)
     from nicegui import ui
 
-    from keel.preferences.pages.labelling import LabellingPage
+    from keel.preferences.pages.labelling import LabellingPage, summary_page
     from keel.preferences.pages.style import PageAddress, sign_in_page
-    from keel.preferences.pages.summary import summary_page
 
     def address() -> PageAddress:
         return PageAddress.read(ui.context.client.request.query_params)

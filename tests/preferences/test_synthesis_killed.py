@@ -15,9 +15,9 @@ import pytest
 
 from keel.cli.main import main
 from keel.preferences.store import PreferenceStore
-from keel.preferences.synthesis.options import requests_path
+from keel.preferences.synthesis_options import requests_path
 from keel.rewards.judge.requests import JudgeStore
-from tests.preferences.synthesis.made import JUDGE, WRITER, judges, prompts_file, server
+from tests.preferences.synthesis_made import JUDGE, WRITER, judges, prompts_file, server
 from tests.rewards.judge_server import JudgeServer
 from tests.shared import ROOT
 

@@ -13,25 +13,30 @@ from typing import Any
 
 from keel.data.judged_rows import Fields
 from keel.data.tables import read_file, refuse_bad
-from keel.preferences.audit import audit_judges
+from keel.preferences.agreement import audit_judges
 from keel.preferences.records import PromptRecord, content_id
 from keel.preferences.store import PreferenceStore
-from keel.preferences.synthesis.forecast import CostForecast, Role, Usage, forecast_costs
-from keel.preferences.synthesis.options import (
+from keel.preferences.synthesis_options import (
+    CostForecast,
     ModelFolder,
+    Role,
     SynthesisOptions,
+    Usage,
     build_asker,
+    forecast_costs,
     requests_path,
 )
-from keel.preferences.synthesis.work import (
+from keel.preferences.synthesis_work import (
+    FolderSampler,
     Note,
     ProgressNotes,
     Work,
+    ask_server,
+    check_folder,
     missing_completions,
     missing_labels,
     missing_pairs,
 )
-from keel.preferences.synthesis.workers import FolderSampler, ask_server, check_folder
 from keel.rewards.judge.options import SpendLimitReached
 from keel.rewards.judge.requests import Account, JudgeStore
 from keel.types import KeelError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.preferences.records import PromptRecord
-from keel.preferences.synthesis.options import ModelServer, SynthesisOptions
+from keel.preferences.synthesis_options import ModelServer, SynthesisOptions
 from keel.types import Sampling
 from tests.data.made import jsonl
 from tests.rewards.judge_server import Asked, JudgeServer, Verdict, longer

@@ -12,13 +12,13 @@ import pytest
 from keel.config.model import BuildModel
 from keel.engines.native import NativeEngine
 from keel.models.build import build_model, build_tokenizer
-from keel.preferences.costs import cost_items
 from keel.preferences.records import PromptRecord
+from keel.preferences.statistics import cost_items
 from keel.preferences.store import PreferenceStore
-from keel.preferences.synthesis.options import ModelFolder, SynthesisOptions
-from keel.preferences.synthesis.run import synthesize
+from keel.preferences.synthesis import synthesize
+from keel.preferences.synthesis_options import ModelFolder, SynthesisOptions
 from keel.types import KeelError, Sampling
-from tests.preferences.synthesis.made import options, prompts, server
+from tests.preferences.synthesis_made import options, prompts, server
 
 
 @pytest.fixture(scope="module")

@@ -14,24 +14,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.preferences.costs import describe_costs
 from keel.preferences.files import preference_rows
 from keel.preferences.records import CompletionRecord, PairRecord
+from keel.preferences.statistics import describe_costs
 from keel.preferences.store import PreferenceStore
-from keel.preferences.synthesis.forecast import Usage, forecast_costs
-from keel.preferences.synthesis.options import (
+from keel.preferences.synthesis import SynthesisReport, synthesize
+from keel.preferences.synthesis_options import (
     CompletionModel,
     ModelFolder,
     ModelServer,
     SynthesisOptions,
+    Usage,
+    forecast_costs,
     parse_model,
     requests_path,
 )
-from keel.preferences.synthesis.run import SynthesisReport, synthesize
-from keel.preferences.synthesis.work import different_texts, new_pairs
-from keel.preferences.synthesis.workers import chat, in_parallel
+from keel.preferences.synthesis_work import chat, different_texts, in_parallel, new_pairs
 from keel.types import KeelError, Sampling
-from tests.preferences.synthesis.made import (
+from tests.preferences.synthesis_made import (
     JUDGE,
     QUICK,
     WRITER,
