@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from keel.learn.loss import prepare
     from keel.parts import encode_prompts, load_algorithm, load_policy, make_engine, make_learner
     from keel.python import check, evaluate, load, train
-    from keel.runs.callbacks import Callback, RunState, StopRun
+    from keel.runs.writer import Callback, RunState, StopRun
     from keel.training.export import export
     from keel.types import Prompt, Sampling
 
@@ -53,11 +53,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "keel.runs.callbacks",
+    "Callback": "keel.runs.writer",
     "Prompt": "keel.types",
-    "RunState": "keel.runs.callbacks",
+    "RunState": "keel.runs.writer",
     "Sampling": "keel.types",
-    "StopRun": "keel.runs.callbacks",
+    "StopRun": "keel.runs.writer",
     "check": "keel.python",
     "encode_prompts": "keel.parts",
     "estimate": "keel.learn.advantages",

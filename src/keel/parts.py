@@ -27,9 +27,9 @@ from keel.config.model import Model
 from keel.config.presets import DEFAULT_PRESET, merge
 from keel.config.sampling import Rollout
 from keel.config.stage import Optimizer
+from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.token_budget import TokenBudget
 from keel.models import policy as policies
 from keel.models.chat import Encoder
 from keel.models.policy import Policy

@@ -12,7 +12,7 @@ import pytest
 
 from keel.analysis.diagnosis.history import StageHistory, summarise
 from keel.analysis.diagnosis.table import conditions, conditions_of, diagnose, markdown
-from keel.runs.rollouts import RolloutRow
+from keel.runs.rows import RolloutRow
 from tests.analysis.test_plots import columns as by_name
 from tests.analysis.written_runs import completion, ids, written_run
 

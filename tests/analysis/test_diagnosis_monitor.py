@@ -19,9 +19,9 @@ from keel.analysis.diagnosis.table import DiagnosisMonitor
 from keel.analysis.progress import Bar, Lines
 from keel.cli.main import main
 from keel.cli.train import run_and_report, show
-from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
+from keel.runs.writer import RunState
 from tests.runs.test_lifecycle import Notes
 
 STEPS = 36

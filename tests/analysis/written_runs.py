@@ -11,7 +11,7 @@ import numpy as np
 from keel.config.load import load_recipe, to_toml
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
-from keel.runs.rollouts import RolloutRow
+from keel.runs.rows import RolloutRow
 from keel.runs.writer import Recorder, update_run_json
 from tests.runs.example import row
 

@@ -22,13 +22,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.algorithms.presets import PRESETS
 from keel.cluster.parts import Member
-from keel.cluster.rank_stage import SharedEngine
+from keel.cluster.placement import SharedEngine
 from keel.cluster.ranks import RankGroup, start
 from keel.config.model import BuildModel, Model
 from keel.config.sampling import Rollout
 from keel.engines.registry import build_engine
-from keel.learn.finite import Cause, NotFinite
 from keel.learn.learner import Learner
+from keel.learn.optimizer import Cause, NotFinite
 from keel.learn.ranks import ONE, Ranks
 from keel.models.policy import Policy, load_policy
 from keel.models.sharded import mesh_of, shard, whole, wholes, within

@@ -17,11 +17,10 @@ from keel.algorithms.presets import PRESETS
 from keel.config.model import Autocast, BuildModel, Lora, Model
 from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
-from keel.learn.batch import from_groups
+from keel.learn.batch import TokenBudget, from_groups
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.ranks import ONE, Ranks
-from keel.learn.token_budget import TokenBudget
 from keel.models.policy import load_policy
 from keel.models.reference import critic_from_policy, reference_for
 from keel.models.sharded import shard, whole

@@ -23,9 +23,9 @@ from keel.config.load import load_recipe, to_toml
 from keel.control.learner import evaluate
 from keel.control.run import COUNTER, FRAMES, control, record_video, trained
 from keel.platform.signals import Interrupted
-from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
+from keel.runs.writer import RunState
 from keel.types import KeelError
 from tests.control import worlds
 from tests.shared import ROOT

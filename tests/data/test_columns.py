@@ -22,7 +22,7 @@ from keel.models.reward import Reader
 from keel.preferences.files import Attribution, import_file, preference_rows, steps_rows
 from keel.preferences.pool import read_texts
 from keel.preferences.store import PreferenceStore
-from keel.training.judging.data import encoder
+from keel.training.judged_data import encoder
 from keel.types import KeelError, Prompt, Split
 from tests.data.made import jsonl, source
 from tests.models.published_templates import tokenizer_of

@@ -15,7 +15,7 @@ from keel.config.sources import PreferenceData
 from keel.data.mixture import build_task, stored
 from keel.data.preferences import read_pairs
 from keel.data.tasks import DataTask
-from keel.runs.quarantine import SHOWN, LeftOut, counted, named_from, write_quarantine
+from keel.runs.rows import SHOWN, LeftOut, counted, named_from, write_quarantine
 from keel.training.run import train
 from keel.types import KeelError
 from tests.data.made import jsonl, source

@@ -19,7 +19,7 @@ from keel.config.model import Lora
 from keel.config.sampling import VllmServer
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
-from keel.runs.rollouts import read_table
+from keel.runs.rows import read_table
 from keel.types import KeelError, Sampling
 from tests.engines.killing import DONE, KILL_AT
 from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny

@@ -20,7 +20,7 @@ from keel.cli.main import one_line as shown
 from keel.config.sources import PreferenceData, TaskSource
 from keel.data.mixture import build_task, stored
 from keel.data.preferences import read_labelled, read_pairs, read_steps
-from keel.runs.quarantine import LeftOut, write_quarantine
+from keel.runs.rows import LeftOut, write_quarantine
 from keel.types import KeelError
 
 READERS: dict[str, Callable[[PreferenceData], Any]] = {

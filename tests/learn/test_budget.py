@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from keel.cli.main import main
-from keel.learn.token_budget import TokenBudget, oom_context, out_of_memory
+from keel.learn.batch import TokenBudget, oom_context, out_of_memory
 from keel.models.packed import PackedSizes
 from keel.training.setup import token_budget
 from keel.training.state import Progress

@@ -12,17 +12,19 @@ from keel.algorithms.advantages import GroupRelative
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Clip, Weights
 from keel.config.stage import Optimizer
-from keel.learn.batch import Batch, Estimates, TrainBatch
-from keel.learn.finite import (
-    Cause,
-    NotFinite,
-    find_offending_sequence,
-    stop_unless_finite,
-)
+from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch
 from keel.learn.learner import Learner
 from keel.learn.loss import prepare
-from keel.learn.optimizer import AdamW, bad_weight, step_all, trainable
-from keel.learn.token_budget import TokenBudget
+from keel.learn.optimizer import (
+    AdamW,
+    Cause,
+    NotFinite,
+    bad_weight,
+    find_offending_sequence,
+    step_all,
+    stop_unless_finite,
+    trainable,
+)
 from keel.types import KeelError
 from tests.learn.flat import blank
 from tests.models import tiny

@@ -14,11 +14,10 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.config.stage import Optimizer
 from keel.learn import learner as learner_module
-from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
+from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.token_budget import TokenBudget
 from keel.models.attention import install
 from keel.models.packed import Packed
 from keel.models.policy import Policy

@@ -15,11 +15,10 @@ from keel.algorithms.advantages import GroupRelative
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Clip, Weights
 from keel.config.stage import Optimizer
-from keel.learn.batch import Batch, Estimates, from_groups
+from keel.learn.batch import Batch, Estimates, TokenBudget, from_groups
 from keel.learn.learner import Learner
 from keel.learn.loss import prepare
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.token_budget import TokenBudget
 from keel.models.attention import install
 from keel.models.build import byte_tokenizer
 from keel.models.policy import Policy

@@ -14,7 +14,7 @@ from keel.models.loading import quiet
 from keel.models.reward import reward_model_from
 from keel.preferences import labeller as module
 from keel.preferences.labeller import head_weights, pair_features, text_features
-from keel.training.judging.data import encoder
+from keel.training.judged_data import encoder
 from tests.models import tiny
 
 ROWS = (

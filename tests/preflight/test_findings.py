@@ -18,7 +18,7 @@ from keel.preflight import rewards as r
 from keel.preflight import settings as c
 from keel.preflight.batch import truncated
 from keel.preflight.finding import BudgetShare, Finding, catalogue, holding, percent, quantile
-from keel.runs.quarantine import LeftOut
+from keel.runs.rows import LeftOut
 from keel.training.stages.rl import RLStage
 from tests.source_tree import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from keel.runs.layout import RunFolder
-from keel.runs.rollouts import RolloutRow
+from keel.runs.rows import RolloutRow
 
 
 @dataclass(frozen=True)

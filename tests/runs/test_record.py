@@ -10,7 +10,7 @@ import pytest
 
 from keel.runs import reader as read
 from keel.runs.layout import Place, RunFolder
-from keel.runs.rollouts import encode, table
+from keel.runs.rows import encode, table
 from keel.runs.writer import JsonlWriter, Recorder, truncate_after, update_run_json
 from keel.types import KeelError
 from tests.runs.example import one_stage, row, two_stages

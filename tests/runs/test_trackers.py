@@ -11,7 +11,8 @@ import pytest
 
 from keel.config.stage import Trackers
 from keel.runs.layout import RunFolder
-from keel.runs.trackers import TensorBoard, Tracker, open_trackers
+from keel.runs.trackers import TensorBoard, open_trackers
+from keel.runs.writer import Tracker
 from keel.types import KeelError
 from tests.runs.example import row, two_stages
 

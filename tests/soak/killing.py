@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from keel.config.load import to_toml
 from keel.config.schema import Recipe
-from keel.runs.callbacks import Callback, RunState
+from keel.runs.writer import Callback, RunState
 
 Kind = Literal["row", "operation", "module", "second", "byte"]
 

@@ -13,16 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from keel.data.judged_rows import Preference
-from keel.learn.token_budget import TokenBudget
+from keel.learn.batch import TokenBudget
 from keel.models import lora
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import reference_for
 from keel.models.reward import Reader
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.training.judging.data import EncodedPair, encoder
-from keel.training.judging.losses import DPO
-from keel.training.judging.metrics import measure_pairs
+from keel.training.judged_data import EncodedPair, encoder
+from keel.training.judged_losses import DPO, measure_pairs
 from keel.training.run import train
 from tests.models import tiny
 from tests.training.judged import data, exchanged, headline, ones, recipe

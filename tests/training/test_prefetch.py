@@ -20,18 +20,9 @@ from keel.platform.signals import Interrupted
 from keel.platform.time_limit import raise_if_cancelled
 from keel.runs.reader import load
 from keel.training import rl
-from keel.training.prefetch import (
-    PENDING,
-    Pending,
-    RolloutPrefetcher,
-    Sample,
-    Ticket,
-    as_kept,
-    read_pending,
-    save_pending,
-)
-from keel.training.rollout import Rollouts
+from keel.training.rollout import Pending, RolloutPrefetcher, Rollouts, Sample, Ticket, as_kept
 from keel.training.run import train
+from keel.training.state import PENDING, read_pending, save_pending
 from keel.types import Completion, Group, KeelError, Message, Prompt, RewardResult, Sampling
 from tests.engines.scripted import replace_native
 from tests.rewards.judge_server import JudgeServer
@@ -320,7 +311,7 @@ def test_prefetch_thread_that_never_checks_is_abandoned(monkeypatch: pytest.Monk
             assert began.wait(WAIT)
             raise KeelError("the update fell over")
 
-    monkeypatch.setattr("keel.training.prefetch.PATIENCE", 0.1)
+    monkeypatch.setattr("keel.training.rollout.PATIENCE", 0.1)
     with pytest.raises(KeelError, match="the update fell over"):
         learn()
     assert threads() == ["keel-ahead"]

@@ -17,15 +17,15 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from keel.data.judged_rows import Labelled, Preference, Stepwise
 from keel.data.splits import Splits
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
-from keel.training.judging.data import (
-    EncodedPair,
-    Marked,
-    encoder,
-    of_step,
-    ready,
+from keel.training.judged_data import EncodedPair, Marked, encoder, of_step, ready
+from keel.training.judged_losses import (
+    first_under,
+    labels_backward,
+    measure_labels,
+    measure_pairs,
+    measure_steps,
+    pairs_backward,
 )
-from keel.training.judging.losses import labels_backward, pairs_backward
-from keel.training.judging.metrics import first_under, measure_labels, measure_pairs, measure_steps
 from keel.types import KeelError
 from tests.models import tiny
 

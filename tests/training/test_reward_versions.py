@@ -12,7 +12,7 @@ from keel.config.load import load_recipe
 from keel.data.preferences import read_pairs
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.training.judging.training import is_newest, rows_of, versions, with_replay
+from keel.training.judging import is_newest, rows_of, versions, with_replay
 from keel.training.run import train
 from keel.types import KeelError
 from tests.training.judged import MODEL, data, headline, ones, recipe

@@ -19,7 +19,7 @@ from keel.models.text import decode, split_steps
 from keel.rewards.rules import place_match
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.training.judging import sampled as rows_sampled
+from keel.training.judged_data import sampled_labels, sampled_pairs, sampled_steps
 from keel.training.run import train
 from keel.types import Completion, Group, Message, Prompt, RewardResult, Split, Step
 from tests.data.made import completion
@@ -162,7 +162,7 @@ def test_steps_joined_are_the_answer_that_was_written(text: str) -> None:
     )
     group = Group(Prompt(id="p", content="12>", tokens=(3, 4)), (completion,))
     result = RewardResult(reward=1.0, components={}, steps=tuple(Step(end, 1.0) for end in ends))
-    make = rows_sampled.steps(" ", lambda tokens: decode(tokenizer, [tokens])[0])
+    make = sampled_steps(" ", lambda tokens: decode(tokenizer, [tokens])[0])
     choice = SampledData(tasks=(TaskSource(name="sort_digits"),))
     (row,) = make(group, [result], choice, np.random.default_rng(0))
     assert "".join(joined(row["completions"], " ")) == text
@@ -181,7 +181,7 @@ def test_rows_keep_messages_and_tools_whole() -> None:
     two = [completion(text) for text in "ab"]
     results = [RewardResult(1.0), RewardResult(0.0)]
     choice, rng = SampledData.model_validate(SAMPLED), np.random.default_rng(0)
-    for make in (rows_sampled.pairs, rows_sampled.labels):
+    for make in (sampled_pairs, sampled_labels):
         made = make(Group(prompt, tuple(two)), results, choice, rng)
         assert all(row["prompt"] == turns and row["tools"] == [{"name": "f"}] for row in made)
         assert made

@@ -22,7 +22,7 @@ from keel.models.build import build_tokenizer
 from keel.platform.signals import Interrupted
 from keel.training.evaluation import evaluate, evaluate_reward_model
 from keel.training.run import train
-from keel.training.template_time import templates_at, time_read_by
+from keel.training.setup import templates_at, time_read_by
 from tests.soak.cases import IMITATE, REINFORCE, SAMPLED
 from tests.soak.killing import differences
 from tests.training.judged import MODEL, data, ones, recipe

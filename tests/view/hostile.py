@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from keel.runs.layout import RunFolder
-from keel.runs.rollouts import RolloutRow
+from keel.runs.rows import RolloutRow
 from keel.runs.writer import Recorder, update_run_json
 
 MARKUP = "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'>"

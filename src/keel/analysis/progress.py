@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from keel.runs.callbacks import Callback, RunState
+from keel.runs.writer import Callback, RunState
 
 SHOWN = {
     "loss": "loss",

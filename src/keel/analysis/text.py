@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from keel.runs.rollouts import TERMS
+from keel.runs.rows import TERMS
 
 JOINERS = "\u200c\u200d"
 """Zero width, between letters that are written apart or together."""

@@ -28,7 +28,7 @@ from keel.preferences.pages import serve_annotation
 from keel.preferences.records import CostRecord
 from keel.preferences.statistics import describe, statistics_lines
 from keel.preferences.store import PreferenceStore
-from keel.runs.quarantine import counted
+from keel.runs.rows import counted
 from keel.runs.values import record_line
 from keel.types import KeelError
 

@@ -14,7 +14,7 @@ from keel.analysis.text import visible
 from keel.cli.main import print_result
 from keel.runs.diff import Difference, FirstDifference, Point, diff
 from keel.runs.reader import Run, load
-from keel.runs.rollouts import COMPONENT
+from keel.runs.rows import COMPONENT
 from keel.runs.values import Change
 from keel.types import KeelError, shown_text
 

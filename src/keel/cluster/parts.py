@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 
 from keel.algorithms.spec import Algorithm
 from keel.config.sources import RewardSource
-from keel.learn.batch import Batch, TrainBatch, to_device
-from keel.learn.finite import Cause
+from keel.learn.batch import Batch, TokenBudget, TrainBatch, to_device
 from keel.learn.learner import Learner, Losses, Trainer
+from keel.learn.optimizer import Cause
 from keel.learn.ranks import Ranks
-from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy, frozen_copy
 from keel.models.sharded import wholes
 from keel.rewards.registry import NamedReward, RewardContext

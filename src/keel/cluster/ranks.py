@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from keel.learn.finite import NotFinite
+from keel.learn.optimizer import NotFinite
 from keel.learn.ranks import Ranks
 from keel.platform.process import Child, python_environment, python_module
 from keel.platform.signals import ProcessLost, keep_freed

@@ -35,8 +35,8 @@ from keel.cluster.ray_workers import (
 )
 from keel.config.model import Cluster
 from keel.config.sources import RewardSource
+from keel.learn.batch import TokenBudget
 from keel.learn.ranks import Ranks, prompt_units
-from keel.learn.token_budget import TokenBudget
 from keel.models.policy import Policy
 from keel.platform.calls import POLL, restart_time_limit
 from keel.rewards.outputs import Log

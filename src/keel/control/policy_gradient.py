@@ -32,9 +32,8 @@ from keel.control.learner import (
 from keel.control.networks import Actor, Moments, build_actor, perceptron
 from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.batch import Estimates, TrainBatch
-from keel.learn.finite import stop_unless_finite
 from keel.learn.loss import adapted_beta, loss, prepare, value_metrics
-from keel.learn.optimizer import learning_rate
+from keel.learn.optimizer import learning_rate, stop_unless_finite
 from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
 

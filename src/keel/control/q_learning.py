@@ -22,8 +22,7 @@ from keel.config.fields import derive
 from keel.control.environments import Episode
 from keel.control.learner import ChooseActions, ControlLearner, episode_metrics, prefixed, within
 from keel.control.networks import perceptron
-from keel.learn.finite import stop_unless_finite
-from keel.learn.optimizer import learning_rate
+from keel.learn.optimizer import learning_rate, stop_unless_finite
 from keel.objective import background
 from keel.types import KeelError
 

@@ -15,7 +15,7 @@ from keel.data import judged_rows as judged
 from keel.data.judged_rows import Fields, JudgedRow, Labelled, Preference, Stepwise
 from keel.data.splits import KINDS, Placed, Splits, call_entry, position, read_splits, source_tables
 from keel.data.tables import SourceRow, Table, all_bad, rows_table
-from keel.runs.quarantine import LeftOut
+from keel.runs.rows import LeftOut
 from keel.types import KeelError
 
 T = TypeVar("T", bound=JudgedRow)

@@ -13,7 +13,7 @@ from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.sources import PreferenceData, TaskSource
 from keel.data.tables import SourceRow, Table, all_bad, list_rows, read_table, refuse_bad
-from keel.runs.quarantine import LeftOut
+from keel.runs.rows import LeftOut
 from keel.types import Content, KeelError, Split, one_line, text_of
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from keel.config.fields import BadRows, nearest, unknown
-from keel.runs.quarantine import LeftOut, Why, shortened
+from keel.runs.rows import LeftOut, Why, shortened
 from keel.types import KeelError, one_line
 
 Row = Mapping[str, Any]

@@ -35,7 +35,7 @@ from keel.data.tables import (
 )
 from keel.graders.formats import same_text
 from keel.graders.stated import answer_part
-from keel.runs.quarantine import LeftOut, Why
+from keel.runs.rows import LeftOut, Why
 from keel.types import Completion, Content, KeelError, Message, Prompt, Split, Tools, one_line
 
 

@@ -15,8 +15,7 @@ from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.algorithms.terms import Signals
 from keel.config.entry import load_entry
-from keel.learn.batch import Actions, Estimates
-from keel.learn.token_budget import out_of_memory
+from keel.learn.batch import Actions, Estimates, out_of_memory
 from keel.objective import segments
 from keel.types import Group, KeelError, RewardResult, one_line
 

@@ -12,18 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
-from keel.learn.batch import Batch, TrainBatch
-from keel.learn.finite import (
+from keel.learn.batch import Batch, TokenBudget, TrainBatch
+from keel.learn.loss import Loss, loss
+from keel.learn.optimizer import (
+    AdamW,
     Cause,
+    bad_weight,
     find_offending_sequence,
     in_tensors,
     in_weights,
+    step_all,
     stop_unless_finite,
 )
-from keel.learn.loss import Loss, loss
-from keel.learn.optimizer import AdamW, bad_weight, step_all
 from keel.learn.ranks import ONE, Ranks, save_learned, spans
-from keel.learn.token_budget import TokenBudget
 from keel.models.head import Scores, ValueHead
 from keel.models.policy import Policy
 from keel.models.reference import Critic, FrozenPolicy, Reference

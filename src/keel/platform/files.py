@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -245,6 +245,12 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
         except (ValueError, TypeError, RecursionError) as error:
             raise damaged_line(path, number, error) from error
         yield number, line, record
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Writes rows to a file, one a line, completely or not at all; its folder too."""
+    make_folder(path.parent)
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def damaged_line(path: Path, number: int, error: Exception) -> KeelError:

@@ -30,7 +30,7 @@ from keel.preferences.records import (
     mean_label,
 )
 from keel.preferences.store import PreferenceStore
-from keel.runs.quarantine import LeftOut, Why, write_quarantine
+from keel.runs.rows import LeftOut, Why, write_quarantine
 from keel.runs.values import record_line
 from keel.types import Content, KeelError, Message, one_line
 
@@ -385,7 +385,7 @@ def _add(store: PreferenceStore, batch: Iterable[Record]) -> dict[str, int]:
 
 
 def write_left_out(store: Path, source: Path, report: ImportReport) -> Path | None:
-    """List the rows of a file that were left out, as `runs.quarantine` does.
+    """List the rows of a file that were left out, as `runs.rows` does.
 
     Returns the list's file, or None if there are none.
     """

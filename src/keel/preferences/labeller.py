@@ -20,6 +20,7 @@ from keel.config.repeat import round_of
 from keel.data import judged_rows
 from keel.data.judged_rows import Fields, Preference
 from keel.models.reward import RewardModel, load_reward_model, pack_answers
+from keel.platform.files import read_jsonl, write_jsonl
 from keel.preferences.files import Attribution, answer_records, compared
 from keel.preferences.pool import prefer_pairs
 from keel.preferences.records import CostKind, CostRecord, LabelRecord, Record
@@ -33,8 +34,7 @@ from keel.preferences.store import PreferenceStore
 from keel.runs.layout import RunFolder
 from keel.training.evaluation import judged_source
 from keel.training.export import reward_model_of
-from keel.training.judging.data import EncodedPair, encoder, sizes_of
-from keel.training.judging.sampled import read_jsonl, write_jsonl
+from keel.training.judged_data import EncodedPair, encoder, sizes_of
 from keel.types import KeelError
 
 Array = npt.NDArray[np.float32]
@@ -146,7 +146,7 @@ class PeopleLabeller:
         assert stage.sampled.people is not None
         name, price, people = stage.name, stage.sampled.price, stage.sampled.people
         round = round_of(name)
-        pairs = [_pool_pair(row, round, price) for row in read_jsonl(folder.pool(name))]
+        pairs = [_pool_pair(row, round, price) for row in _rows(folder.pool(name))]
         with PreferenceStore(folder.preferences, create=True) as store:
             path = folder.chosen(name)
             if not path.exists():
@@ -161,7 +161,7 @@ class PeopleLabeller:
                     seed=derive(seed, "choice"),
                 )  # fmt: skip
                 write_jsonl(path, [{"row": fresh[at]} for at in found])
-            chosen = [pairs[row["row"]] for row in read_jsonl(path)][: people.labels]
+            chosen = [pairs[row["row"]] for row in _rows(path)][: people.labels]
             spending: dict[CostKind, float] = {
                 "api": len(pairs) * price,
                 "human": len(chosen) * people.price,
@@ -194,7 +194,7 @@ class PeopleLabeller:
         """
         for stage in folder.stages:
             path = folder.labels(stage)
-            before = read_jsonl(path) if path.exists() else []
+            before = _rows(path)
             found: set[Any] = set()
             if before and folder.preferences.exists():
                 with PreferenceStore(folder.preferences) as store:
@@ -206,6 +206,11 @@ class PeopleLabeller:
                     f"{folder.preferences}: {lost} of {len(before)} labels that people had given "
                     f"when stage {stage!r} began are missing or changed: restore it from a copy"
                 )
+
+
+def _rows(path: Path) -> list[Row]:
+    """The rows of a file that `write_jsonl` wrote; none if there is none."""
+    return [row for _, _, row in read_jsonl(path)]
 
 
 def _choose(

@@ -42,7 +42,8 @@ from keel.preflight.sampling_stage import inspect_sampling_stage
 from keel.preflight.settings import Facts, unused_keys
 from keel.preflight.trial import TrialProcess, TrialResult, trial_recipe
 from keel.runs.trackers import check_trackers
-from keel.training.recipe_checks import leaks, longest_sequence
+from keel.training.run import leaks
+from keel.training.setup import longest_sequence
 
 FROZEN_SHARE = 0.5
 """More than half of the weights not moving is more than rounding: in float32 at the same rate it

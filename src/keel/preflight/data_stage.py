@@ -30,8 +30,8 @@ from keel.preflight.prompts import (
     unreadable,
 )
 from keel.preflight.trial import LongestExample
-from keel.training.judging.data import encoder
-from keel.training.judging.training import base_policy
+from keel.training.judged_data import encoder
+from keel.training.judging import base_policy
 from keel.training.supervised import demonstration, encode_demonstration
 from keel.types import KeelError
 

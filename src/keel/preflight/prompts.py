@@ -16,7 +16,7 @@ from keel.models.chat import Encoder
 from keel.preflight import tokens
 from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops
 from keel.preflight.finding import Finding, found, percent, quantile, surely_more
-from keel.runs.quarantine import WORDS, LeftOut
+from keel.runs.rows import WORDS, LeftOut
 from keel.training.setup import prompt_source
 from keel.types import KeelError, Prompt, Task, text_of
 

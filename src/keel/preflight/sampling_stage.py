@@ -39,8 +39,14 @@ from keel.preflight.trial import LongestExample
 from keel.rewards.code import CodeReward
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
-from keel.training.recipe_checks import check_component, check_rewards, check_rewards_of_steps
-from keel.training.setup import build_scorer, load_rewards, reward_context
+from keel.training.setup import (
+    build_scorer,
+    check_component,
+    check_rewards,
+    check_rewards_of_steps,
+    load_rewards,
+    reward_context,
+)
 from keel.types import KeelError, RewardResult
 
 ROUNDED_TOKENS = 2048

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from keel.config.load import load_recipe, to_toml
-from keel.learn.token_budget import out_of_memory
+from keel.learn.batch import out_of_memory
 from keel.platform.files import write_text
 from keel.platform.memory import PROC, resident_memory
 from keel.runs import lifecycle
-from keel.runs.callbacks import Callback, RunState
-from keel.runs.writer import Clock, RunWriter
+from keel.runs.writer import Callback, Clock, RunState, RunWriter
 from keel.training.run import run_stages
 from keel.training.state import Progress
 from keel.types import KeelError, one_line

@@ -24,7 +24,7 @@ from keel.runs import checkpoint
 from keel.runs.checkpoint import records_until
 from keel.runs.layout import Place, RunFolder
 from keel.runs.reader import Run
-from keel.runs.rollouts import COMPONENT, LEARNED, SCORED, TERMS, read_table
+from keel.runs.rows import COMPONENT, LEARNED, SCORED, TERMS, read_table
 from keel.runs.values import Change, change, changes, same
 from keel.types import KeelError, Split
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from keel.platform import files
 from keel.runs.layout import FolderEntry, Place, RunFolder
-from keel.runs.rollouts import read_table
+from keel.runs.rows import read_table
 from keel.types import KeelError
 
 if TYPE_CHECKING:

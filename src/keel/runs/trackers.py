@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from keel.config.stage import Trackers
 from keel.platform import files
 from keel.runs.layout import RunFolder
-from keel.runs.rollouts import RolloutRow, prompt_text
+from keel.runs.rows import prompt_text
 from keel.runs.values import clean_text
+from keel.runs.writer import Rows, Tracker
 from keel.types import KeelError
 
 _LOGIN = "run wandb login, set WANDB_MODE=offline, or set trackers.wandb = false"
-
-
-Rows = Sequence[RolloutRow]
-
-
-class Tracker(Protocol):
-    """Shows metrics somewhere else while a run goes on."""
-
-    def log(self, stage: str, step: int, metrics: Mapping[str, Any], rollouts: Rows = ()) -> None:
-        """Log the finite metrics of a step, counted within its stage, and its rollouts."""
-
-    def close(self) -> None:
-        """Send what is buffered."""
 
 
 class TensorBoard:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from keel.config.stage import Checkpoints, OnNonfinite
-from keel.learn.batch import Batch, TrainBatch
-from keel.learn.finite import Cause, NotFinite, tensors_of
-from keel.learn.token_budget import LESS, TokenBudget, oom_context
+from keel.learn.batch import LESS, Batch, TokenBudget, TrainBatch, oom_context
+from keel.learn.optimizer import Cause, NotFinite, tensors_of
 from keel.runs import checkpoint
-from keel.runs.rollouts import RolloutRow
+from keel.runs.rows import RolloutRow
 from keel.runs.writer import RunWriter, due
 from keel.training.state import Progress, State
 from keel.types import KeelError

@@ -19,19 +19,16 @@ from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
-from keel.learn.batch import Batch, Estimates, TrainBatch, from_groups
-from keel.learn.finite import Cause, NotFinite
+from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oom_context
 from keel.learn.learner import Losses, Trainer
 from keel.learn.loss import adapted_beta, prepare, value_metrics
-from keel.learn.optimizer import learning_rate
-from keel.learn.token_budget import LESS, oom_context
+from keel.learn.optimizer import Cause, NotFinite, learning_rate
 from keel.objective import divergences
-from keel.runs.rollouts import LOSS, RolloutRow
-from keel.training.evaluator import Evaluator
+from keel.runs.rows import LOSS, RolloutRow
+from keel.training.evaluation import Evaluator
 from keel.training.loop import Loop, StepResult, write_batch
-from keel.training.prefetch import RolloutPrefetcher
-from keel.training.rollout import Rollouts, Sampler, rollout_records
-from keel.training.state import Progress, State
+from keel.training.rollout import RolloutPrefetcher, Rollouts, Sampler
+from keel.training.state import Progress, State, rollout_records
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from keel.config.schema import Recipe
 from keel.config.sources import LEARNED
 from keel.engines.registry import capabilities_of, check_requests
 from keel.learn.advantages import check_entries
+from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
 from keel.learn.optimizer import AdamW, trainable
 from keel.learn.ranks import Ranks
-from keel.learn.token_budget import TokenBudget
 from keel.models.families import uses_autocast
 from keel.models.head import ValueHead
 from keel.models.loading import describe_model
@@ -45,27 +45,27 @@ from keel.platform.files import make_folder
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training import rl
-from keel.training.evaluator import Evaluator
-from keel.training.prefetch import (
-    RolloutPrefetcher,
-    begin_alone,
-    begin_pinned,
-    read_pending,
-)
-from keel.training.recipe_checks import longest_sequence
-from keel.training.rollout import Sampler
+from keel.training.evaluation import Evaluator
+from keel.training.rollout import RolloutPrefetcher, Sampler, begin_alone, begin_pinned
 from keel.training.setup import (
     RunContext,
     build_sampler,
     build_scorer,
     load_rewards,
+    longest_sequence,
     open_prompts,
     reward_context,
     rollout_engine,
+    templates_at,
     token_budget,
 )
-from keel.training.state import Progress, read_reference, restore_modules, restore_optimizers
-from keel.training.template_time import templates_at
+from keel.training.state import (
+    Progress,
+    read_pending,
+    read_reference,
+    restore_modules,
+    restore_optimizers,
+)
 from keel.types import KeelError
 
 

@@ -1,20 +1,31 @@
-"""A recipe from its start, or from its newest checkpoint, to its end."""
+"""A recipe from its start or its newest checkpoint to its end, and what is checked before its first
+step: later stages, leaks between splits."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from keel.analysis.diagnosis.table import DiagnosisMonitor
+from keel.cluster.placement import placement_of
 from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_recipe, to_toml
-from keel.config.schema import Recipe
-from keel.learn.token_budget import LESS, oom_context
+from keel.config.sampling import SamplingSource
+from keel.config.schema import Recipe, Stage
+from keel.config.sources import TaskSource
+from keel.data.mixture import build_task, stored
+from keel.data.preferences import READERS
+from keel.data.splits import KINDS, places
+from keel.engines.endpoint.programs import load_program
+from keel.engines.registry import capabilities_of, check_engine, check_requests
+from keel.learn.batch import LESS, oom_context
 from keel.models.kernels import fingerprint
 from keel.models.loading import describe_model
 from keel.models.policy import (
@@ -24,23 +35,30 @@ from keel.models.policy import (
     resolve_autocast,
     time_products,
 )
+from keel.models.reference import check_teacher
+from keel.models.reward import check_classifier
 from keel.platform.files import make_folder, write_text
 from keel.platform.signals import Interrupt, ProcessLost, keep_freed
 from keel.platform.time_limit import Hung
 from keel.runs import checkpoint, lifecycle
-from keel.runs.callbacks import check_callbacks
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import texts
 from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
-from keel.runs.writer import RunWriter, update_run_json
-from keel.training.recipe_checks import leaks, validate_later_stages
-from keel.training.setup import PairLabeller, RunContext
+from keel.runs.writer import RunWriter, check_callbacks, update_run_json
+from keel.training.setup import (
+    PairLabeller,
+    RunContext,
+    check_evaluated,
+    check_rewards_of_steps,
+    longest_sequence,
+    templates_at,
+)
 from keel.training.state import Progress, check_base, read_progress, restore_policy
-from keel.training.template_time import templates_at
-from keel.types import KeelError
+from keel.types import KeelError, Split
 
 REPORTED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+T = TypeVar("T")
 
 
 def train(
@@ -54,7 +72,7 @@ def train(
 ) -> RunFolder:
     """Run a recipe into a run folder (the next free one under runs/ unless named).
 
-    `callbacks` are described in `keel.runs.callbacks`. `inputs` writes the files that the recipe
+    `callbacks` are described in `keel.runs.writer`. `inputs` writes the files that the recipe
     names by `$RUN/inputs/` into a folder of a new run. `labeller` has people label pairs.
 
     With `resume` the run continues from the folder's newest whole checkpoint, under the folder's
@@ -224,3 +242,141 @@ def _prune(recipe: Recipe, folder: RunFolder) -> None:
     }
     kept = [folder.checkpoint(stage, step) for stage, step in known.items()]
     checkpoint.prune(folder, recipe.stages[-1].checkpoints.keep, kept)
+
+
+# ---------------------------------------------------------------- later stages
+
+
+def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
+    """Check the data, models and rewards of the stages after number `current`; of that stage too
+    its engine, and whether its advantage and its rewards of steps fit.
+
+    Raises KeelError as the stage itself would.
+    """
+    here = recipe.cluster.ray in (None, "local")
+    for stage in recipe.stages[current:]:
+        if stage.sampling is not None:
+            rollout = stage.sampling.rollout
+            _named_stage(stage.name, check_rewards_of_steps, stage.sampling)
+            _named_stage(stage.name, partial(check_engine, here=here), rollout)
+            offered = placement_of(recipe.cluster).offers(capabilities_of(rollout.engine))
+            _named_stage(stage.name, partial(check_requests, engine=offered), stage.sampling)
+            if rollout.program is not None:
+                _named_stage(stage.name, load_program, rollout.program)
+    for stage in recipe.stages[current + 1 :]:
+        if stage.sampling is not None:
+            _named_stage(stage.name, check_evaluated, stage.sampling)
+            _named_stage(stage.name, partial(_check_teacher, recipe, policy), stage.sampling)
+        data, records = stage.preference_data, stage.records
+        # The records of a Python function may be expensive to make.
+        if data is not None and records is not None and data.name in KINDS:
+            READERS[records](data, recipe.seed)
+        base, kind = stage.base_model, stage.reward_model
+        if base is not None and kind is not None and base.name is None and base.stage is None:
+            check_classifier(policy.model.config, kind)
+
+
+def _check_teacher(recipe: Recipe, policy: Policy, sampling: SamplingSource) -> None:
+    if sampling.teacher is not None:
+        longest = longest_sequence(sampling, policy)
+        check_teacher(sampling.teacher, policy, recipe.model, longest)
+
+
+def _named_stage(stage: str, look: Callable[[T], object], at: T) -> None:
+    try:
+        look(at)
+    except KeelError as error:
+        raise KeelError(f"stage {stage!r}: {error}") from error
+
+
+# ---------------------------------------------------------------- leaks between splits
+
+
+@dataclass(frozen=True)
+class _File:
+    """The places of the prompts of one file's split; a prompt has a place in each of its forms."""
+
+    name: str
+    prompts: frozenset[frozenset[float]]
+
+    @property
+    def places(self) -> frozenset[float]:
+        return frozenset(place for prompt in self.prompts for place in prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Validation prompts of a stage (`shared` of `held`, of the file `source`) that the stage
+    `trained` learns from, from the file `learned`; `judged`: as preference data."""
+
+    stage: str
+    trained: str
+    shared: int
+    held: int
+    source: str
+    learned: str
+    judged: bool
+
+    def __str__(self) -> str:
+        return (
+            f"WARNING: {self.shared} of the {self.held} validation prompts of stage {self.stage!r} "
+            f"({self.source}) are train prompts of stage {self.trained!r} ({self.learned}): its "
+            "figures are too high. Give both the same validation_path, or leave these rows out"
+        )
+
+
+def leaks(recipe: Recipe) -> Iterator[Leak]:
+    """Each stage and file whose validation prompts an earlier stage or it trains on.
+
+    Of files and `datasets` names; rows that a Python function returns are not read for this. What
+    cannot be read is passed over: its own stage stops at it.
+    """
+    if _alike(recipe):
+        return
+    splits = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
+    for at, (stage, files) in enumerate(splits):
+        evaluation = None if stage.sampling is None else stage.sampling.evaluation
+        if evaluation is None or not evaluation.prompts:
+            continue
+        for held in (file for split, file in files if split == "validation"):
+            for before, others in splits[: at + 1]:
+                for learned in (file for split, file in others if split == "train"):
+                    places = learned.places
+                    shared = sum(not prompt.isdisjoint(places) for prompt in held.prompts)
+                    if shared:
+                        judged = before.preference_data is not None
+                        count, files_ = len(held.prompts), (held.name, learned.name)
+                        yield Leak(stage.name, before.name, shared, count, *files_, judged)
+
+
+def _alike(recipe: Recipe) -> bool:
+    """Whether all prompts are of one file, split in one way, so that the splits are disjoint."""
+    judged = any(stage.preference_data is not None for stage in recipe.stages)
+    split = {
+        (source.name, source.path, source.validation_path, source.validation_fraction,
+         source.prompt, tuple(sorted((k, repr(v)) for k, v in source.options.items())))
+        for stage in recipe.stages for source in _sources(stage)
+    }  # fmt: skip
+    return not judged and len(split) < 2
+
+
+def _sources(stage: Stage) -> tuple[TaskSource, ...]:
+    """The stage's tasks of stored rows."""
+    return tuple(source for source in stage.trained_tasks if source.name in KINDS)
+
+
+def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
+    """The splits of the stage's files."""
+    for source in _sources(stage):
+        with suppress(KeelError):
+            data = stored(build_task(source, recipe.seed))
+            assert data is not None
+            for split, rows in data.splits.items():
+                prompts = frozenset(frozenset(places(entry.body)) for entry in rows)
+                yield split, _File(data.sources[split], prompts)
+    pairs, records = stage.preference_data, stage.records
+    if pairs is not None and records is not None and pairs.name in KINDS:
+        with suppress(KeelError):
+            examples = READERS[records](pairs, recipe.seed).train
+            prompts = frozenset(frozenset(places(one.prompt)) for one in examples)
+            yield "train", _File(str(pairs.path), prompts)

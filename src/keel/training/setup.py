@@ -5,43 +5,49 @@ Loops and parts take what is built here; they do not read the recipe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
+from transformers.utils import chat_template_utils
 
 from keel.cluster.parts import PlacedReward
-from keel.config.fields import derive
+from keel.config.fields import derive, unknown
 from keel.config.judging import JudgingStage
-from keel.config.sampling import Rollout, SamplingSource
+from keel.config.sampling import Evaluation, Rollout, SamplingSource
 from keel.config.schema import Recipe
-from keel.config.sources import Prompts, Rewards, TaskSource
+from keel.config.sources import Prompts, Rewards, RewardSource, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.mixture import PromptStream, build_tasks, stored, validation_prompts
 from keel.engines.endpoint.programs import ProgramConfig, load_program
 from keel.engines.registry import build_engine
-from keel.learn.token_budget import TokenBudget
+from keel.learn.advantages import check_steps
+from keel.learn.batch import TokenBudget
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.models.reward import RewardModel
 from keel.platform.calls import LoopThread
-from keel.rewards import load_reward
-from keel.rewards.registry import NamedReward, RewardContext
+from keel.rewards.registry import MADE, NamedReward, RewardContext, load_reward, read_options
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
-from keel.runs.quarantine import LeftOut, counted, write_quarantine
-from keel.runs.writer import RunWriter
+from keel.runs.reader import read_run_json
+from keel.runs.rows import LeftOut, counted, write_quarantine
+from keel.runs.writer import RunWriter, update_run_json
 from keel.training.rollout import Sampler
-from keel.training.state import (
-    Progress,
-)
-from keel.training.template_time import time_read_by
+from keel.training.state import Progress
 from keel.types import Engine, KeelError, Prompt, Task
 
 ENCODED_BEFORE = 10_000
 """Stored examples of a stage that are encoded before the first step, to find the bad ones."""
+TEMPLATE_TIME = "template_time"
+"""The key of run.json."""
+_CLOCK: Any = chat_template_utils
+"""The module whose clock transformers renders with: it passes no functions to a template."""
 
 
 class PairLabeller(Protocol):
@@ -325,3 +331,100 @@ def build_sampler(
         less=less,
         program=program,
     )
+
+
+# ---------------------------------------------------------------- what goes together
+
+
+def longest_sequence(sampling: SamplingSource, policy: Policy) -> int | None:
+    """The most tokens that a prompt and its completion may have; None if there is no limit."""
+    prompt, answer = sampling.prompts.max_tokens, sampling.rollout.max_tokens
+    return policy.context if prompt is None else prompt + answer
+
+
+def check_rewards(sampling: SamplingSource) -> list[str]:
+    """The names of a stage's rewards, without loading a model or calling a server.
+
+    Raises KeelError as the stage would: for an unknown option, a duplicate name, or weights that
+    are all 0 if the stage learns from rewards.
+    """
+    named = [replace(_named(source), function=None) for source in sampling.rewards.functions]
+    with closing(Scorer(named, needed=sampling.needs_reward)) as scorer:
+        return [one.name for one in scorer.functions]
+
+
+def check_evaluated(sampling: SamplingSource) -> None:
+    """The rewards of a stage, and which of them decides its evaluation. Raises KeelError."""
+    names = check_rewards(sampling)
+    if sampling.evaluation is not None and sampling.evaluation.prompts:
+        check_component(sampling.evaluation, names)
+
+
+def check_rewards_of_steps(sampling: SamplingSource) -> None:
+    """Raise KeelError if the rewards are known to be of steps and the advantage cannot use them,
+    or the reverse. User functions show it when they are called."""
+    if sampling.algorithm is None:
+        return
+    learned = [source for source in sampling.rewards.functions if source.weight]
+    there = [_of_steps(source) for source in learned]
+    if True in there:
+        check_steps(sampling.algorithm, True)
+    elif None not in there:
+        check_steps(sampling.algorithm, False)
+
+
+def _of_steps(source: RewardSource) -> bool | None:
+    """Whether a reward is of steps; None for a user's function."""
+    if ":" in source.function:
+        return None
+    aggregate = source.options.get("aggregate", "steps")
+    return source.function == "step_match" or (source.function, aggregate) == ("process", "steps")
+
+
+def check_component(choice: Evaluation, names: list[str]) -> None:
+    """Raise KeelError if the reward that decides an evaluation is none of the stage's."""
+    if choice.component is not None and choice.component not in names:
+        guess = unknown("reward", choice.component, names)
+        raise KeelError(f"evaluation.component: {guess}")
+
+
+def _named(source: RewardSource) -> NamedReward:
+    """A reward by name and weight; of one that needs a model or a server only the options are
+    checked."""
+    if source.function not in MADE:
+        return load_reward(source)
+    read_options(source)
+    return NamedReward(source.name or source.function, source)
+
+
+# ---------------------------------------------------------------- the time of templates
+
+
+@contextmanager
+def templates_at(
+    time: str | None = None, run: RunFolder | None = None, *, record: bool = False
+) -> Iterator[None]:
+    """Chat templates that are rendered in the block are given this time (ISO 8601), or the one of a
+    run, which with `record` begins when a template first asks for it; else the present one."""
+    before = _CLOCK.datetime
+
+    def now() -> datetime:
+        nonlocal time
+        if time is None and run is not None:
+            time = read_run_json(run).get(TEMPLATE_TIME)
+            if time is None and record:
+                time = before.now().isoformat(timespec="seconds")
+                update_run_json(run, {TEMPLATE_TIME: time})
+        found: datetime = before.now() if time is None else datetime.fromisoformat(time)
+        return found
+
+    _CLOCK.datetime = SimpleNamespace(now=now)
+    try:
+        yield
+    finally:
+        _CLOCK.datetime = before
+
+
+def time_read_by(template: Any) -> str | None:
+    """The time that a chat template is given now; None for one that does not ask for it."""
+    return _CLOCK.datetime.now().isoformat() if "strftime_now" in str(template) else None

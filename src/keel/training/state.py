@@ -1,26 +1,40 @@
-"""The state of a stage: everything that later steps depend on; written to and read from disk."""
+"""What of a stage goes to the disk and back: its state, everything that later steps depend on; the
+policies of checkpoints; rollouts that no step has trained on yet, and the records of others."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from keel.config.model import Model
+from keel.learn.batch import Batch
 from keel.learn.optimizer import AdamW
 from keel.learn.ranks import REFERENCE, described, files_of, load_parts
 from keel.models.policy import BASE, Policy, load_policy
+from keel.models.text import token_texts
 from keel.runs import checkpoint
-from keel.training.prefetch import Pending, save_pending
-from keel.types import KeelError
+from keel.runs.rows import RolloutRow
+from keel.training.rollout import Pending, Rollouts, expected_answer
+from keel.types import (
+    Completion,
+    Group,
+    KeelError,
+    Prompt,
+    RewardResult,
+    Step,
+)
 
 STATE = "state.json"
 POLICY = "policy"
+PENDING = "pending.json"
 TRAINABLE = "trainable.safetensors"
 
 
@@ -186,3 +200,144 @@ def base_name(model: Model) -> str:
     if model.build is not None:
         return f"model.build of family {model.build.family!r}"
     return f"model.name = {model.name!r}"
+
+
+# ---------------------------------------------------------------- pending rollouts
+
+
+def save_pending(folder: Path, pending: Pending) -> None:
+    """Write rollouts, as they are kept, into a checkpoint."""
+    states = [_state(step, rollouts) for step, rollouts in pending.items()]
+    checkpoint.save_json(folder / PENDING, {"pending": states})
+
+
+def _state(step: int, rollouts: Rollouts) -> dict[str, Any]:
+    return {
+        "step": step,
+        "groups": [_group(group) for group in rollouts.groups],
+        "results": [[asdict(result) for result in judged] for judged in rollouts.results],
+        "greedy": rollouts.greedy,
+        # As text: keys that a user chose must not meet those of the state.
+        "extras": json.dumps(rollouts.extras),
+        "metrics": rollouts.metrics,
+    }
+
+
+def read_pending(folder: Path | None) -> Pending:
+    """The rollouts that a checkpoint holds."""
+    if folder is None or not (folder / PENDING).exists():
+        return {}
+    state = checkpoint.load_json(folder / PENDING)
+    try:
+        return {one["step"]: _read(one) for one in state["pending"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise KeelError(
+            f"{folder / PENDING} was written by another version of Keel ({error}): resume with "
+            "that version"
+        ) from error
+
+
+def _read(state: Mapping[str, Any]) -> Rollouts:
+    return Rollouts(
+        groups=tuple(_read_group(group) for group in state["groups"]),
+        results=tuple(tuple(_read_result(one) for one in judged) for judged in state["results"]),
+        greedy=state["greedy"],
+        extras=json.loads(state["extras"]),
+        metrics=state["metrics"],
+    )
+
+
+def _group(group: Group) -> dict[str, Any]:
+    return {
+        "prompt": {
+            **{name: getattr(group.prompt, name) for name in Prompt.__slots__},
+            "content": json.dumps(group.prompt.content),
+            "tools": json.dumps(group.prompt.tools),
+        },
+        "completions": [
+            {
+                **{name: getattr(completion, name) for name in Completion.__slots__},
+                "turns": json.dumps(completion.turns),
+            }
+            for completion in group.completions
+        ],
+    }
+
+
+def _read_group(state: Mapping[str, Any]) -> Group:
+    prompt = {**state["prompt"], "content": json.loads(state["prompt"]["content"])}
+    prompt["tools"] = tuple(json.loads(prompt.get("tools", "[]")))
+    completions = [
+        {**one, "turns": tuple(json.loads(one["turns"]))} for one in state["completions"]
+    ]
+    return Group(Prompt(**prompt), tuple(Completion(**one) for one in completions))
+
+
+def _read_result(state: Mapping[str, Any]) -> RewardResult:
+    steps = tuple(Step(**step) for step in state["steps"])
+    return RewardResult(
+        state["reward"], state["components"], steps, state["outcome"], state["unshaped"]
+    )
+
+
+# ---------------------------------------------------------------- records of rollouts
+
+
+def rollout_records(
+    rollouts: Rollouts, batch: Batch, tokens: Mapping[str, Tensor], tokenizer: Any
+) -> list[RolloutRow]:
+    """A step's rollouts as the records of its Parquet file: one for each completion.
+
+    `tokens` are values (N,) of the batch's tokens by the name of their column.
+    """
+    ends = np.cumsum(batch.lengths)[:-1]
+    split = {
+        name: np.split(value_N.detach().cpu().numpy(), ends) for name, value_N in tokens.items()
+    }
+    rows = completion_rows(rollouts.groups, rollouts.results, tokenizer)
+    completions = [c for group in rollouts.groups for c in group.completions]
+    return [
+        replace(
+            row,
+            values={name: _placed(completion, parts[at]) for name, parts in split.items()},
+            extras={name: extras[at] for name, extras in rollouts.extras.items()},
+        )
+        for at, (row, completion) in enumerate(zip(rows, completions, strict=True))
+    ]
+
+
+def completion_rows(
+    groups: Sequence[Group], results: Sequence[Sequence[RewardResult]], tokenizer: Any
+) -> list[RolloutRow]:
+    """Completions with their results as records, without values of their tokens."""
+    ids = {int(i) for group in groups for c in group.completions for i in c.tokens}
+    texts = token_texts(tokenizer, sorted(ids))
+    return [
+        RolloutRow(
+            group=g,
+            prompt_id=group.prompt.id,
+            task=group.prompt.task,
+            prompt=group.prompt.content,
+            expected=expected_answer(group.prompt),
+            completion=completion.transcript,
+            tokens=completion.tokens,
+            pieces=tuple(texts[int(i)] for i in completion.tokens),
+            log_probs=completion.log_probs,
+            written=completion.written,
+            finish=completion.finish,
+            weight_version=completion.weight_version,
+            reward=result.reward,
+            components=result.components,
+            steps=result.steps,
+            outcome=result.outcome,
+        )
+        for g, (group, judged) in enumerate(zip(groups, results, strict=True))
+        for completion, result in zip(group.completions, judged, strict=True)
+    ]
+
+
+def _placed(completion: Completion, written: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Values of the written tokens at their places in the completion, 0 at the others."""
+    out = np.zeros(len(completion), dtype=np.float32)
+    out[completion.written] = written
+    return out

@@ -13,17 +13,18 @@ from torch import nn
 from keel.config.fields import derive
 from keel.config.stage import Optimizer, StageConfig
 from keel.data.mixture import PromptStream
-from keel.learn.batch import Batch, from_groups
-from keel.learn.finite import (
+from keel.learn.batch import Batch, TokenBudget, from_groups
+from keel.learn.optimizer import (
+    AdamW,
     Cause,
     NotFinite,
+    bad_weight,
     find_offending_sequence,
     in_weights,
+    learning_rate,
     stop_unless_finite,
 )
-from keel.learn.optimizer import AdamW, bad_weight, learning_rate
 from keel.learn.ranks import save_learned
-from keel.learn.token_budget import TokenBudget
 from keel.models.chat import EncodedAnswer, Encoder, encode_answer
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy

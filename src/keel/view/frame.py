@@ -10,7 +10,7 @@ from typing import Any
 from nicegui import events, ui
 
 from keel.analysis.text import visible
-from keel.runs.rollouts import COMPONENT
+from keel.runs.rows import COMPONENT
 from keel.view.address import Address
 from keel.view.library import FORMULA_STYLE, font_face
 

@@ -17,7 +17,7 @@ from keel.analysis.plots import drawing, plain_label, plot_panel, svg
 from keel.analysis.text import Tokens, visible
 from keel.platform import files
 from keel.runs.reader import load
-from keel.runs.rollouts import COMPONENT
+from keel.runs.rows import COMPONENT
 from keel.types import KeelError
 from keel.view.library import (
     FORMULA_STYLE,

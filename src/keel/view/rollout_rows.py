@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from keel.analysis.text import Measure, Tokens, visible
 from keel.runs.layout import FolderEntry, RunFolder
 from keel.runs.reader import Run, rows_of
-from keel.runs.rollouts import COMPONENT, EXTRA, TERMS
+from keel.runs.rows import COMPONENT, EXTRA, TERMS
 from keel.types import shown_text
 from keel.view.address import Address
 

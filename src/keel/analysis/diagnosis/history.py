@@ -19,7 +19,7 @@ import numpy.typing as npt
 from keel.analysis.metrics import has_rollouts
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Column, Run
-from keel.runs.rollouts import COMPONENT, TERMS, read_table
+from keel.runs.rows import COMPONENT, TERMS, read_table
 from keel.types import KeelError
 
 Array = npt.NDArray[np.float64]

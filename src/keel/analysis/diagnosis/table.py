@@ -28,8 +28,8 @@ from keel.analysis.diagnosis.history import (
     histories,
     read_step,
 )
-from keel.runs.callbacks import Callback, RunState
 from keel.runs.reader import FollowedFile, Run, load
+from keel.runs.writer import Callback, RunState
 from keel.types import one_line
 
 Severity = Literal["warning", "error"]

@@ -59,10 +59,9 @@ class DPOStage(JudgingStage):
         from keel.learn.optimizer import AdamW, trainable
         from keel.models.reference import reference_for
         from keel.models.reward import Reader
-        from keel.training.judging import sampled, training
-        from keel.training.judging.data import encoder
-        from keel.training.judging.losses import DPO
-        from keel.training.judging.metrics import measure_pairs
+        from keel.training import judging
+        from keel.training.judged_data import encoder, sampled_pairs
+        from keel.training.judged_losses import DPO, measure_pairs
         from keel.training.setup import token_budget
         from keel.training.state import read_reference
 
@@ -71,12 +70,12 @@ class DPOStage(JudgingStage):
             self.chat_template if self.sampled is None else self.sampled.prompts.chat_template
         )
         reader = Reader(policy.tokenizer, policy.context, template, raw=self.raw)
-        rows = training.examples(run, self, sampled.pairs, encoder("pairs", reader), policy.context)
+        rows = judging.examples(run, self, sampled_pairs, encoder("pairs", reader), policy.context)
         optimizer = AdamW(trainable(policy), self.optimizer)
         reference = reference_for(policy, None if start is None else read_reference(start))
         budget = token_budget(self, progress, run.writer)
         dpo = DPO(policy, reference, budget, self.loss, self.beta, self.smoothing)
-        return training.train_on_rows(
+        return judging.train_on_rows(
             run,
             self,
             progress,

@@ -47,13 +47,13 @@ class ProcessRewardModelStage(JudgingStage):
         from functools import partial
 
         from keel.models.text import decode
-        from keel.training.judging import sampled
-        from keel.training.judging.losses import labels_backward
-        from keel.training.judging.training import new_model, train_reward_model
+        from keel.training.judged_data import sampled_steps
+        from keel.training.judged_losses import labels_backward
+        from keel.training.judging import new_model, train_reward_model
 
         model = new_model(run, self, self.base, "process")
         tokenizer = run.policy.tokenizer
-        make = sampled.steps(self.separator, lambda ids: decode(tokenizer, [ids])[0])
+        make = sampled_steps(self.separator, lambda ids: decode(tokenizer, [ids])[0])
         backward = partial(labels_backward, model)
         return train_reward_model(run, self, progress, model, make, backward)
 

@@ -50,15 +50,15 @@ class RewardModelStage(JudgingStage):
     def train(self, run: RunContext, progress: Progress) -> Progress:
         from functools import partial
 
-        from keel.training.judging import sampled
-        from keel.training.judging.losses import labels_backward, pairs_backward
-        from keel.training.judging.training import new_model, train_reward_model
+        from keel.training.judged_data import sampled_labels, sampled_pairs
+        from keel.training.judged_losses import labels_backward, pairs_backward
+        from keel.training.judging import new_model, train_reward_model
 
         model = new_model(run, self, self.base, "outcome")
         if self.objective == "pairs":
-            make, backward = sampled.pairs, partial(pairs_backward, model, self.centering)
+            make, backward = sampled_pairs, partial(pairs_backward, model, self.centering)
         else:
-            make, backward = sampled.labels, partial(labels_backward, model)
+            make, backward = sampled_labels, partial(labels_backward, model)
         return train_reward_model(run, self, progress, model, make, backward)
 
 

@@ -23,8 +23,8 @@ from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
 from keel.data.preferences import READERS, readable
 from keel.data.splits import Splits
+from keel.learn.batch import LESS, oom_context
 from keel.learn.optimizer import AdamW, trainable
-from keel.learn.token_budget import LESS, oom_context
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import (
     Kind,
@@ -36,24 +36,22 @@ from keel.models.reward import (
 from keel.platform.files import make_folder
 from keel.runs import checkpoint
 from keel.runs.layout import RunFolder
-from keel.runs.quarantine import LeftOut, named_from, write_quarantine
 from keel.runs.reader import read_run_json
+from keel.runs.rows import LeftOut, named_from, write_quarantine
 from keel.runs.writer import update_run_json
-from keel.training.judging import sampled
-from keel.training.judging.data import (
+from keel.training.judged_data import (
+    Make,
     Ready,
+    SampledDataSource,
     cluster_of,
     encoder,
     of_step,
     ready,
     sizes_of,
     some_rows,
+    write_rows,
 )
-from keel.training.judging.metrics import (
-    Measured,
-    plot_calibration,
-    reward_model_metrics,
-)
+from keel.training.judged_losses import Measured, plot_calibration, reward_model_metrics
 from keel.training.loop import EvaluationResult
 from keel.training.setup import (
     RunContext,
@@ -77,7 +75,7 @@ def train_reward_model(
     stage: JudgingStage,
     progress: Progress,
     model: RewardModel,
-    make: sampled.Make,
+    make: Make,
     backward: Backward,
 ) -> Progress:
     """Train a reward model, and save it in the run folder."""
@@ -250,7 +248,7 @@ def _other_model(recipe: Recipe, name: str) -> Model:
 
 
 def _sampled_files(
-    run: RunContext, stage: JudgingStage, choice: SampledData, make: sampled.Make
+    run: RunContext, stage: JudgingStage, choice: SampledData, make: Make
 ) -> PreferenceData:
     """The stage's data as files of the run folder, sampled unless they are there."""
     folder, policy = run.writer.folder, run.policy
@@ -278,8 +276,8 @@ def _sampled_files(
         sampler = build_sampler(engine, source, judge, rollout, seed, less=less)
         prompts = source.validation(choice.validation)
         judge.check(prompts)
-        parts = sampled.SampledDataSource(sampler, judge, prompts, choice, seed)
-        counts = sampled.write_rows(parts, folder, stage.name, make)
+        parts = SampledDataSource(sampler, judge, prompts, choice, seed)
+        counts = write_rows(parts, folder, stage.name, make)
     if counts:
         run.writer.note(f"{stage.name}: {counts}")
     return made
@@ -288,7 +286,7 @@ def _sampled_files(
 def examples(
     run: RunContext,
     stage: JudgingStage,
-    make: sampled.Make,
+    make: Make,
     encode: Callable[[Any], Any],
     context: int | None,
     model: RewardModel | None = None,

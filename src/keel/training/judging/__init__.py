@@ -1,1 +1,0 @@
-"""Stages that learn from pairs, labelled answers and labelled steps: rows, losses, measures."""
