@@ -40,7 +40,7 @@ class Mutation:
 OBJECTIVE = "tests/objective/test_"
 GROUP = (f"{OBJECTIVE}group_advantages.py",)
 TEMPORAL = (f"{OBJECTIVE}segments.py", f"{OBJECTIVE}gae.py")
-POLICY = (f"{OBJECTIVE}surrogates.py", f"{OBJECTIVE}ratios.py", f"{OBJECTIVE}weight_laws.py")
+POLICY = (f"{OBJECTIVE}surrogates.py", f"{OBJECTIVE}ratios.py")
 DIVERGENCE = (f"{OBJECTIVE}divergences.py", f"{OBJECTIVE}enumeration.py")
 LEARN = ("tests/learn",)
 VALUE = (f"{OBJECTIVE}value_entropy_correction.py", f"{OBJECTIVE}background.py")

@@ -55,13 +55,13 @@ def members(groups: Sequence[int], i: int, rewards: Floats) -> list[int]:
     return [j for j in range(len(groups)) if groups[j] == groups[i] and not math.isnan(rewards[j])]
 
 
-def unbiased_std(x: Floats) -> float:
+def deviation(x: Floats, ddof: int) -> float:
     mean = sum(x) / len(x)
-    return math.sqrt(sum((v - mean) ** 2 for v in x) / (len(x) - 1))
+    return math.sqrt(sum((v - mean) ** 2 for v in x) / (len(x) - ddof))
 
 
 def group_relative(
-    rewards: Floats, groups: Sequence[int], scale: str, epsilon: float
+    rewards: Floats, groups: Sequence[int], scale: str, epsilon: float, ddof: int = 1
 ) -> list[float]:
     present = [r for r in rewards if not math.isnan(r)]
     out = []
@@ -72,8 +72,8 @@ def group_relative(
             continue
         std = {
             "none": 1.0 - epsilon,
-            "std": unbiased_std(peers),
-            "batch": unbiased_std(present) if len(present) > 1 else 0.0,
+            "std": deviation(peers, ddof),
+            "batch": deviation(present, ddof) if len(present) > 1 else 0.0,
         }[scale]
         out.append((reward - sum(peers) / len(peers)) / (std + epsilon))
     return out

@@ -47,32 +47,6 @@ def test_against_the_loops(lengths: list[int], gamma: float, lam: float, steps: 
     loops.close(gae.returns_to_go(reward_N, loops.ints(lengths), gamma=gamma), to_go)
 
 
-def test_gae_is_the_mixture_of_n_step_advantages() -> None:
-    _, _, delta_N, go_N = deltas([7, 3], 0.9, 2)
-    lam, mixture = 0.6, torch.zeros(10, dtype=torch.float64)
-    # The terms after the end of the longest episode are a geometric series of the last one.
-    for k in range(1, 200):
-        mixture += (1 - lam) * lam ** (k - 1) * gae.n_step(delta_N, go_N, gamma=0.9, steps=k)
-    loops.close(gae.gae(delta_N, go_N, gamma=0.9, lam=lam), mixture)
-
-
-def test_termination_cuts_bootstrap_and_trace_truncation_the_trace_alone() -> None:
-    reward, value = loops.tensor([1.0, 2.0, 3.0, 4.0]), loops.tensor([0.1, 0.2, 0.3, 0.4])
-    goes_on = torch.tensor([True, False, True, False])
-    last_seen = 7.0
-    terminated = loops.tensor([0.2, 0.0, 0.4, 0.0])
-    truncated = loops.tensor([0.2, last_seen, 0.4, 0.0])
-    out = []
-    for after in (terminated, truncated):
-        delta = gae.td_error(reward, value, after, gamma=0.9)
-        out.append(gae.gae(delta, goes_on, gamma=0.9, lam=0.8))
-    second = 2.0 - 0.2
-    loops.close(out[0][:2], [1 + 0.9 * 0.2 - 0.1 + 0.72 * second, second])
-    bootstrapped = second + 0.9 * last_seen
-    loops.close(out[1][:2], [1 + 0.9 * 0.2 - 0.1 + 0.72 * bootstrapped, bootstrapped])
-    loops.close(out[0][2:], out[1][2:])
-
-
 def test_adaptive_lambda() -> None:
     lam_S = gae.adaptive_lambda(loops.ints([1, 19, 20, 40, 1000]), alpha=0.05)
     loops.close(lam_S, [0.0, 0.0, 0.0, 0.5, 1 - 1 / 50])

@@ -1,19 +1,19 @@
-"""Importance ratios: MATH's sixth law, and which ratio passes which gradient."""
+"""Importance ratios (which passes which gradient), and the weights of tokens."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from keel.objective import ratios, surrogates, weights
 from tests.objective import loops
 
 RAGGED = st.lists(st.integers(1, 9), min_size=1, max_size=6)
-EVERY = (ratios.token, ratios.sequence, ratios.sequence_token, ratios.sequence_product)
 
 
 @settings(max_examples=25, deadline=None)
@@ -29,23 +29,6 @@ def test_values_are_the_loops(lengths: list[int], seed: int) -> None:
     product = loops.join([[sum(p)] * len(p) for p in parts])
     loops.close(ratios.sequence_product(new_N, old_N, lengths_S), product)
     assert ratios.none(new_N, old_N, lengths_S) is new_N
-
-
-def test_the_unclipped_gradient_of_the_sequence_ratio() -> None:
-    lengths = [3, 1, 5]
-    new_N, old_N = loops.random(9, 1, 0.3).requires_grad_(), loops.random(9, 2, 0.3)
-    lengths_S, advantage_S = loops.ints(lengths), loops.tensor([1.0, -0.5, 2.0])
-    advantage_N = advantage_S.repeat_interleave(lengths_S)
-    log_ratio_N = ratios.sequence(new_N, old_N, lengths_S)
-    value_N = surrogates.unclipped(log_ratio_N, advantage_N, lengths_S)
-    (weights.sequence_mean(lengths_S) * value_N).sum().backward()
-    expected = []
-    for part, advantage in zip(
-        loops.split(new_N.detach() - old_N, lengths), advantage_S.tolist(), strict=True
-    ):
-        ratio = math.exp(sum(part) / len(part))
-        expected += [advantage * ratio / (3 * len(part))] * len(part)
-    loops.close(new_N.grad, expected)
 
 
 def gradient(ratio: object, advantage_N: torch.Tensor) -> torch.Tensor:
@@ -65,14 +48,6 @@ def test_sequence_token_equals_sequence_only_for_constant_advantages() -> None:
     assert difference.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ratio", EVERY)
-def test_on_policy_the_ratio_is_one_bitwise(ratio: object, dtype: torch.dtype) -> None:
-    new_N = (loops.random(11, 1) * 5).to(dtype).requires_grad_()
-    log_ratio_N = ratio(new_N, new_N.detach(), loops.ints([3, 1, 7]))  # type: ignore[operator]
-    assert torch.equal(ratios.exponential(log_ratio_N), torch.ones(11, dtype=dtype))
-
-
 def test_only_the_exponential_is_clamped() -> None:
     log_ratio_N = loops.tensor([50.0, -50.0, 20.0, 1.0])
     loops.close(
@@ -81,3 +56,43 @@ def test_only_the_exponential_is_clamped() -> None:
     # A mean over ±50 is 0; had the terms been clamped first, −50 and 30 would not give −10.
     pair = ratios.sequence(loops.tensor([-50.0, 30.0]), loops.tensor([0.0, 0.0]), loops.ints([2]))
     loops.close(pair, [-10.0, -10.0])
+
+
+# ---------------- weights
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sequence_mean": weights.sequence_mean,
+    "token_mean": weights.token_mean,
+    "constant": lambda lengths_S: weights.constant(lengths_S, constant=16),
+    "sequence_sum": weights.sequence_sum,
+}
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=RAGGED)
+def test_weights_are_the_loops_and_sum_to_what_they_say(lengths: list[int]) -> None:
+    lengths_S, size, total = loops.ints(lengths), len(lengths), sum(lengths)
+    each = {
+        "sequence_mean": [1 / (size * n) for n in lengths],
+        "token_mean": [1 / total] * size,
+        "constant": [1 / (size * 16)] * size,
+        "sequence_sum": [1 / size] * size,
+    }
+    sums = {
+        "sequence_mean": 1.0,
+        "token_mean": 1.0,
+        "constant": total / (size * 16),
+        "sequence_sum": total / size,
+    }
+    for kind, function in KINDS.items():
+        weight_N = function(lengths_S)
+        loops.close(
+            weight_N, loops.join([[w] * n for w, n in zip(each[kind], lengths, strict=True)])
+        )
+        loops.close(weight_N.sum(), torch.tensor(sums[kind], dtype=torch.float64))
+
+
+def test_no_sequences_and_empty_sequences() -> None:
+    assert all(function(loops.ints([])).shape == (0,) for function in KINDS.values())
+    assert all(function(loops.ints([0, 2])).isfinite().all() for function in KINDS.values())
+    loops.close(weights.sequence_mean(loops.ints([0, 2])), [0.25, 0.25])

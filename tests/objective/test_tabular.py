@@ -6,8 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.functional import one_hot
 
 from keel.objective import background
@@ -47,23 +45,6 @@ def test_one_sweep_is_the_loop(gamma: float) -> None:
     expected = loops.bellman(values, reward_XA.tolist(), transition_XAY.tolist(), gamma)
     actual = background.bellman_optimal(q_XA, reward_XA, transition_XAY, gamma=gamma)
     loops.close(actual, torch.tensor(expected, dtype=torch.float64))
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), gamma=st.floats(0.0, 1.0))
-def test_a_sweep_is_a_contraction(seed: int, gamma: float) -> None:
-    reward_XA, transition_XAY = random_process(seed, stays=1.0)
-    one_XA, other_XA = (
-        loops.random(STATES * ACTIONS, seed + k, 3.0).reshape(STATES, ACTIONS) for k in (2, 3)
-    )
-
-    def sweep(q_XA: torch.Tensor) -> torch.Tensor:
-        return background.bellman_optimal(q_XA, reward_XA, transition_XAY, gamma=gamma)
-
-    apart = float((one_XA - other_XA).abs().max())
-    assert float((sweep(one_XA) - sweep(other_XA)).abs().max()) <= gamma * apart + 1e-12
-    # γ and no less: a constant comes through times γ where no episode ends.
-    loops.close(sweep(one_XA + 2.0), sweep(one_XA) + gamma * 2.0)
 
 
 def test_without_end_or_discount_there_is_no_solution() -> None:
