@@ -1,4 +1,4 @@
-"""What holds of every term class: its parameters reach its function, and its edges its metrics."""
+"""What holds of term classes: parameters and edges arrive; figures are read strictly."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from keel.algorithms.presets import PRESETS
+from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import (
     Cispo,
     Clip,
@@ -54,3 +57,23 @@ def test_surrogate_parameter_reaches_its_function(term: type[SurrogateTerm], nam
 )
 def test_surrogate_edges(term: SurrogateTerm, edges: tuple[float, float]) -> None:
     assert term.edges == edges
+
+
+@pytest.mark.parametrize("value", ["0.04", True, float("nan"), float("inf"), -0.1])
+def test_a_figure_must_be_a_finite_number(value: object) -> None:
+    data = PRESETS["grpo"].algorithm.model_dump()
+    data["divergence"]["beta"] = value
+    with pytest.raises(ValidationError, match=r"divergence\.beta"):
+        Algorithm.model_validate(data)
+
+
+def test_none_in_words_unsets_what_may_be_absent() -> None:
+    data = PRESETS["ppo"].algorithm.model_dump()
+    data["divergence"] = "none"
+    assert Algorithm.model_validate(data).divergence is None
+    data["value"]["clip"] = "none"
+    value = Algorithm.model_validate(data).value
+    assert value is not None
+    assert value.clip is None
+    with pytest.raises(ValidationError):
+        Algorithm.model_validate({**data, "weights": "none"})

@@ -468,13 +468,7 @@ def test_any_history_is_judged_without_an_error(seed: int) -> None:
 
 
 def test_evaluation_below_that_before_the_stage_falls(tmp_path: Path) -> None:
-    columns = usual(
-        **{
-            name: [None] * (STEPS - 1) + [value]
-            for name, value in (("eval/pass@1", 0.1), ("eval/pass@1/low", 0.05),
-                                ("eval/pass@1/high", 0.2))
-        }
-    )  # fmt: skip
+    columns = usual(**evaluated(0.1))
     before = {"mean": 0.5, "low": 0.4, "high": 0.6, "n": 100, "measure": "pass@1"}
     found = diagnose(written_run(tmp_path / "fell", columns, before=before))
     assert ids(found) == ["gold-falls"]
@@ -522,14 +516,7 @@ def test_accuracy_that_stands_still_under_a_proxy_is_named(
 
 def test_recovery_from_a_collapse_is_not_over_optimisation(tmp_path: Path) -> None:
     """The evaluation is below that before the stage, and the reward rises, but from 0."""
-    columns = usual(
-        reward=np.r_[0.6, ramp(0.02, 0.4)[1:]],
-        **{
-            name: [None] * (STEPS - 1) + [value]
-            for name, value in (("eval/pass@1", 0.4), ("eval/pass@1/low", 0.35),
-                                ("eval/pass@1/high", 0.45))
-        },
-    )  # fmt: skip
+    columns = usual(reward=np.r_[0.6, ramp(0.02, 0.4)[1:]], **evaluated(0.4, width=0.1))
     before = {"mean": 0.6, "low": 0.55, "high": 0.65, "n": 100, "measure": "pass@1"}
     found = ids(diagnose(written_run(tmp_path / "recovers", columns, before=before)))
     assert "gold-falls" not in found

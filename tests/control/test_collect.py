@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,6 @@ import torch
 from keel.config.control import Environment, Network, ReturnEvaluation
 from keel.config.fields import derive
 from keel.control.learner import (
-    BLOCK,
     SIDE_BY_SIDE,
     Collected,
     Experience,
@@ -98,46 +96,6 @@ def test_episodes_are_those_of_a_plain_loop(name: str, count: int) -> None:
             assert (environments.episode_E < 0).all()
 
 
-# ---------------------------------------------------------------- what ends a part
-
-
-def iterations(times: int, many: int, **options: Any) -> list[Collected]:
-    """Iterations of one Counter."""
-    with opened(count=1, **options) as environments:
-        return [collect_steps(environments, worlds.choose_all, times) for _ in range(many)]
-
-
-@pytest.mark.parametrize(
-    ("ending", "terminated"), [("terminated", True), ("truncated", False), ("both", True)]
-)
-def test_an_episode_over_three_iterations(ending: str, terminated: bool) -> None:
-    first, second, third = iterations(3, 3, length=7, ending=ending)
-    for part, count in ((first, 3), (second, 6)):
-        assert part.lengths == (3,)
-        assert part.episode_S.tolist() == [0]
-        assert part.terminated_S.tolist() == [False]  # cut by the end of the iteration
-        assert part.last_state_SO[:, 1].tolist() == [count]
-        assert not part.finished
-    assert third.lengths == (1, 2)
-    assert third.episode_S.tolist() == [0, 1]
-    assert third.terminated_S.tolist() == [terminated, False]
-    # After the end lies the state that was reached, not the next episode's first.
-    assert third.last_state_SO.tolist() == [
-        [worlds.mark_of(SEED, 0), 7],
-        [worlds.mark_of(SEED, 1), 2],
-    ]
-    (episode,) = third.finished
-    assert (episode.length, episode.number) == (7, 0)  # all of it, not this iteration's part
-    assert episode.total > sum(range(1, 8)) - 1
-
-
-def test_buffers_grow() -> None:
-    length = 2 * BLOCK + 5
-    with opened(count=2, length=length) as environments:
-        collected = collect_episodes(environments, worlds.choose_all, 3)
-    assert_is(collected, worlds.plain_episodes(worlds.COUNTER, SEED, 0, 3, length=length))
-
-
 # ---------------------------------------------------------------- draws
 
 
@@ -206,7 +164,7 @@ STARTS = (0, 3, 4, 8)
 ESTIMATES = Estimates(torch.arange(N) + 0.1)
 
 
-def experience(vectors: bool = False) -> Experience:
+def experience() -> Experience:
     """Ten actions of four episodes; every number says which action it is of."""
     n = torch.arange(N)
     return Experience(
@@ -216,34 +174,25 @@ def experience(vectors: bool = False) -> Experience:
         old_log_prob_N=n + 0.2,
         value_N=n + 0.3,
         observation_NO=torch.stack([n, n + 100], 1).float(),
-        action_N=torch.stack([n, -n], 1).float() if vectors else n,
+        action_N=n,
     )
 
 
-def assert_rows(part: Experience, wanted: list[int], vectors: bool = False) -> None:
+def assert_rows(part: Experience, wanted: list[int]) -> None:
     """All that it says of an action is of these ones, in this order."""
     n = torch.tensor(wanted)
     assert torch.equal(part.engine_log_prob_N, n + 0.1)
     for name, more in (("old_log_prob_N", 0.2), ("value_N", 0.3)):
         assert torch.equal(getattr(part, name), n + more)
     assert torch.equal(part.observation_NO, torch.stack([n, n + 100], 1).float())
-    assert torch.equal(part.action_N, torch.stack([n, -n], 1).float() if vectors else n)
+    assert torch.equal(part.action_N, n)
     absent = {"reference_log_prob_N", "teacher_log_prob_N"}
     assert {f.name for f in fields(part) if getattr(part, f.name) is None} == absent
 
 
-@pytest.mark.parametrize("vectors", [False, True])
-def test_steps_are_chosen_each_for_itself(vectors: bool) -> None:
-    part = experience(vectors).minibatch([9, 0, 4], steps=True)
-    assert_rows(part, [9, 0, 4], vectors)
-    assert part.lengths == (1, 1, 1)
-    assert part.sequences == 3
-
-
-@pytest.mark.parametrize("vectors", [False, True])
-def test_episodes_are_chosen_whole(vectors: bool) -> None:
-    part = experience(vectors).minibatch([2, 0], steps=False)
-    assert_rows(part, [4, 5, 6, 7, 0, 1, 2], vectors)
+def test_episodes_are_chosen_whole() -> None:
+    part = experience().minibatch([2, 0], steps=False)
+    assert_rows(part, [4, 5, 6, 7, 0, 1, 2])
     assert part.lengths == (4, 3)
     assert part.groups_S.tolist() == [8, 7]
 
@@ -262,6 +211,7 @@ def test_parts_cover_everything_once(steps: bool, count: int) -> None:
     for part, numbers in zip(parts, seen, strict=True):
         assert_rows(part, numbers)
         if steps:
+            assert part.lengths == (1,) * len(numbers)
             continue
         at = 0
         for length in part.lengths:  # each is one whole episode, in order of time

@@ -63,18 +63,6 @@ def pair() -> tuple[Perceptron, Perceptron, TrainedNetwork]:
     return first, second, TrainedNetwork({"actor": first, "critic": second})
 
 
-def test_one_vector_holds_every_parameter(
-    pair: tuple[Perceptron, Perceptron, TrainedNetwork],
-) -> None:
-    first, second, trained = pair
-    every = [*first.parameters(), *second.parameters()]
-    assert trained.vector.numel() == sum(p.numel() for p in every)
-    with torch.no_grad():
-        trained.vector.copy_(torch.arange(trained.vector.numel()))
-    flat = torch.cat([p.reshape(-1) for p in every])
-    assert torch.equal(flat, torch.arange(len(flat)).float())  # the networks moved with it
-
-
 def test_the_vectors_gradient_is_the_parameters(
     pair: tuple[Perceptron, Perceptron, TrainedNetwork],
 ) -> None:
@@ -263,15 +251,6 @@ def moments(*parts: Reals) -> Moments:
 def rows(count: int) -> Reals:
     """Of very different means and deviations: a sum of squares would lose five digits here."""
     return np.random.default_rng(0).normal([3.0, -200.0, 0.0], [2.0, 0.1, 50.0], (count, 3))
-
-
-def test_parts_make_the_moments_of_the_whole() -> None:
-    x = rows(102)
-    running = moments(*np.split(x, [7, 8, 38])).running
-    # float64 in either order: some hundred roundings of 1e-16 each.
-    np.testing.assert_allclose(running.mean, x.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(running.var, x.var(0), rtol=1e-12)
-    assert running.count == len(x)
 
 
 def test_numbers_are_centred_scaled_and_cut() -> None:

@@ -257,56 +257,32 @@ def log_probs(actor: Any, experience: Experience) -> Tensor:
     return out.double()
 
 
-def test_beta_follows_ppos_rule() -> None:
-    settings = ("optimizer.learning_rate=0.01", "minibatches=2")
-
-    def run(target: float, number: int = 1) -> tuple[float, float]:
-        more = f"algorithm.divergence.adaptive.target={target}"
-        with learner("ppo_kl_penalty", *settings, more) as pg:
-            assert pg.beta == 1.0
-            experience, _, metrics = iteration(pg)
-            assert experience.old_log_prob_N is not None
-            d = log_probs(pg.actor, experience) - experience.old_log_prob_N
-            kl = float((d.exp() - 1 - d).mean())  # KL(old‖π), from the old policy's actions
-            # float32 log-probabilities, rounded to 1e-7, of a KL of 1e-3.
-            assert metrics["kl/after"] == pytest.approx(kl, rel=1e-2)
-            assert metrics["beta"] == pg.beta
-            assert pg.facts()["beta"] == pg.beta
-            return metrics["kl/after"], pg.beta
-
-    kl, _ = run(0.01)
-    assert kl > 1e-4
-    # Its first iteration does not depend on the target, so that this KL comes again.
-    betas = {share: run(kl / share) for share in (1.6, 1.4, 1 / 1.4, 1 / 1.6)}
-    assert [found for found, _ in betas.values()] == [kl] * 4
-    assert [beta for _, beta in betas.values()] == [2.0, 1.0, 1.0, 0.5]
+def test_beta_follows_ppos_rule_by_the_kl_after_updates() -> None:
+    adaptive = "algorithm.divergence.adaptive.target=1e-4"
+    with learner("ppo_kl_penalty", "optimizer.learning_rate=0.01", "minibatches=2", adaptive) as pg:
+        experience, _, metrics = iteration(pg)
+        assert experience.old_log_prob_N is not None
+        d = log_probs(pg.actor, experience) - experience.old_log_prob_N
+        kl = float((d.exp() - 1 - d).mean())  # KL(old‖π), from the old policy's actions
+        assert kl > 2e-4
+        # float32 log-probabilities, rounded to 1e-7, of a KL of 1e-3.
+        assert metrics["kl/after"] == pytest.approx(kl, rel=1e-2)
+        assert metrics["beta"] == pg.beta == pg.facts()["beta"] == 2.0
 
 
-def test_beta_follows_zieglers_rule() -> None:
-    def divergence(target: float) -> str:
-        return (
-            "algorithm.divergence={to='reference',where='loss',estimator='k3',beta=0.1,"
-            f"adaptive={{rule='ziegler',target={target},horizon=50.0}}}}"
-        )
-
-    def run(target: float) -> tuple[float, float, int]:
-        with learner("grpo", divergence(target)) as pg:
-            shake(pg, seed=2)  # away from the reference
-            assert pg.reference is not None
-            actor = {name: p.clone() for name, p in pg.actor.state_dict().items()}
-            experience, _, metrics = iteration(pg)
-            pg.actor.load_state_dict(actor)  # the KL is of the policy that acted
-            d = log_probs(pg.actor, experience) - log_probs(pg.reference, experience)
-            kl = float(d.sum()) / 8
-            assert metrics["kl/sequence"] == pytest.approx(kl, rel=1e-4)  # float32, sums of 200
-            return kl, pg.beta, experience.sequences
-
-    kl, _, m = run(1.0)
-    assert m == 8
-    assert kl > 0.01
-    for target, error in ((kl / 2, 0.2), (kl / 1.1, 0.1), (kl * 2, -0.2)):
-        _, beta, _ = run(target)
-        assert beta == pytest.approx(0.1 * (1 + error * 8 / 50), rel=1e-5)
+def test_beta_follows_zieglers_rule_by_the_policy_that_acted() -> None:
+    adaptive = "adaptive={rule='ziegler',target=0.01,horizon=50.0}"
+    divergence = f"{{to='reference',where='loss',estimator='k3',beta=0.1,{adaptive}}}"
+    with learner("grpo", f"algorithm.divergence={divergence}") as pg:
+        shake(pg, seed=2)  # away from the reference
+        assert pg.reference is not None
+        acted = deepcopy(pg.actor)
+        experience, _, metrics = iteration(pg)
+        d = log_probs(acted, experience) - log_probs(pg.reference, experience)
+        kl = float(d.sum()) / 8
+        assert metrics["kl/sequence"] == pytest.approx(kl, rel=1e-4)  # float32, sums of 200
+        assert kl > 0.012
+        assert pg.beta == pytest.approx(0.1 * (1 + 0.2 * 8 / 50), rel=1e-5)
 
 
 def test_the_reference_stands_still_until_it_is_reset() -> None:
@@ -381,16 +357,6 @@ def test_presets_run_on_cartpole(name: str) -> None:
             assert metrics["updates"] == 2 * pg.stage.epochs
             assert not torch.equal(pg.trained.vector, before)
             before = pg.trained.vector.detach().clone()
-
-
-def test_real_actions() -> None:
-    with learner("ppo", "epochs=2", "minibatches=2", name="Pendulum-v1") as pg:
-        before = pg.trained.state()["actor/log_std"].clone()
-        for number in (1, 2):
-            metrics = pg.iterate(number)
-            assert all(np.isfinite(value) for value in metrics.values())
-        assert not torch.equal(pg.trained.state()["actor/log_std"], before)
-        assert pg.steps == 2 * 24 * pg.stage.environment.count
 
 
 # ---------------------------------------------------------------- it learns

@@ -248,16 +248,11 @@ def test_wrong_recipes(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "environment", "words"),
-    [
-        ("ppo", "CartPoll-v1", "CartPole"),
-        ("ppo", "no_such_module:Env-v0", "no_such_module"),
-        ("dqn", "Pendulum-v1", "use ppo"),
-    ],
+    ("environment", "words"), [("CartPoll-v1", "CartPole"), ("Pendulum-v1", "use ppo")]
 )
-def test_wrong_environments(algorithm: str, environment: str, words: str, tmp_path: Path) -> None:
+def test_a_wrong_environment_leaves_no_folder(environment: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=words):
-        control(load_control(algorithm, environment), tmp_path / "run")
+        control(load_control("dqn", environment), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
