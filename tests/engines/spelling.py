@@ -6,16 +6,19 @@ again would come back as other tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import openai
+import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
 
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
+from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder
 from keel.platform.calls import LoopThread
 from keel.types import Completion, Engine, Group, ProgramInput, Prompt, Sampling
@@ -99,19 +102,70 @@ def run(engine: Any, program: Any, n: int = 1, tokens: int = 900, **keys: Any) -
     return sample_with_program(engine, PROMPTS, n, Sampling(tokens), 3, **parts)
 
 
-def client_of(given: ProgramInput, **keys: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=given.base_url, api_key=given.api_key, max_retries=0, **keys)
+class Talk:
+    """A program's conversation over the openai client: `messages` with all that it got."""
+
+    def __init__(self, client: openai.OpenAI, given: ProgramInput) -> None:
+        self.client, self.given = client, given
+        self.messages: Any = list(given.messages)
+
+    def request(self, messages: Any, **keys: Any) -> dict[str, Any]:
+        """The answer to these messages, which is not recorded."""
+        create = self.client.chat.completions.create
+        if not keys.pop("stream", False):
+            answer = create(model=self.given.model, messages=messages, **keys)
+            return answer.choices[0].message.model_dump(exclude_none=True)
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        for chunk in create(model=self.given.model, messages=messages, stream=True, **keys):
+            for choice in chunk.choices:
+                message["content"] += choice.delta.content or ""
+                calls = [one.model_dump(exclude_none=True) for one in choice.delta.tool_calls or []]
+                message |= {"tool_calls": calls} if calls else {}
+        return message
+
+    def ask(self, *new: Any, **keys: Any) -> dict[str, Any]:
+        """Append messages, and the answer to all of them."""
+        self.messages += new
+        self.messages.append(self.request(self.messages, **keys))
+        return dict(self.messages[-1])
 
 
-def ask(client: openai.OpenAI, given: ProgramInput, messages: Any, **keys: Any) -> dict[str, Any]:
-    create = client.chat.completions.create
-    if not keys.pop("stream", False):
-        answer = create(model=given.model, messages=messages, **keys)
-        return answer.choices[0].message.model_dump(exclude_none=True)
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
-    for chunk in create(model=given.model, messages=messages, stream=True, **keys):
-        for choice in chunk.choices:
-            message["content"] += choice.delta.content or ""
-            calls = [one.model_dump(exclude_none=True) for one in choice.delta.tool_calls or []]
-            message |= {"tool_calls": calls} if calls else {}
-    return message
+def talking(program: Callable[[Talk], Any], **keys: Any) -> Callable[[ProgramInput], Any]:
+    """A program that has its conversation as argument; `keys` are the client's."""
+
+    def run(given: ProgramInput) -> Any:
+        with client_of(given, **keys) as client:
+            return program(Talk(client, given))
+
+    return run
+
+
+def client_of(given: ProgramInput, key: str | None = None, **keys: Any) -> openai.OpenAI:
+    """The client of a program, with its own key or another."""
+    own = {"base_url": given.base_url, "api_key": key or given.api_key, "max_retries": 0}
+    return openai.OpenAI(**own, **keys)
+
+
+def check_written(engine: SpellingEngine, groups: list[Group], turns: int) -> None:
+    """What is trained is what the engine returned, and each turn begins with those before it."""
+    trained: list[int] = []
+    for group in groups:
+        for index, completion in enumerate(group.completions):
+            calls = [engine.seen[f"{group.prompt.id}/0/{index}/{turn}"] for turn in range(turns)]
+            own = [token for _, made in calls for token in made.tokens.tolist()]
+            trained += own
+            written = completion.written
+            assert completion.tokens[written].tolist() == own
+            scores = np.concatenate([made.log_probs for _, made in calls])
+            np.testing.assert_array_equal(completion.log_probs[written], scores)
+            assert not completion.log_probs[~written].any()
+            assert group.prompt.tokens == calls[0][0][: len(group.prompt.tokens)]
+            for (before, made), (after, _) in itertools.pairwise(calls):
+                recorded = (*before, *made.tokens.tolist())
+                assert after[: len(recorded)] == recorded
+            whole = [*group.prompt.tokens, *completion.tokens.tolist()]
+            assert whole == [*calls[-1][0], *calls[-1][1].tokens.tolist()]
+            assert TOKENIZER.encode(TOKENIZER.decode(whole)) != whole  # it would drift
+    assert len(engine.seen) == turns * sum(len(group.completions) for group in groups)
+    batch = from_groups(groups, torch.device("cpu"))
+    assert batch.tokens_T[batch.target_N].tolist() == trained

@@ -245,21 +245,6 @@ def test_identical_conversations_have_pages_of_their_own(fed: list[int]) -> None
     agree(spoken, engine.sample(third, 1, WORDS, 0))
 
 
-def test_replies_that_differ_do_not_meet(fed: list[int]) -> None:
-    """Rows from one prompt go on in pages of their own: what one hears the other does not."""
-    engine = NativeEngine(wide("llama"), TOKENIZER)
-    with engine.conversation() as conversation:
-        groups = conversation.sample(prompts(20), 2, replace(WORDS, temperature=0), 0)
-        one, other = going_on(groups)
-        asked = [one, replace(other, tokens=(*other.tokens[:-3], 20, 21, 22, 23))]
-        fed.clear()
-        spoken = conversation.sample(asked, 3, WORDS, 0)
-        assert fed[0] == 4 + 5
-        again = conversation.sample(going_on(spoken), 1, WORDS, 1)
-    agree(spoken, engine.sample(asked, 3, WORDS, 0))
-    agree(again, engine.sample(going_on(spoken), 1, WORDS, 1))
-
-
 def test_a_call_that_is_cut_short_leaves_nothing() -> None:
     model = wide("llama")
     engine = NativeEngine(model, TOKENIZER)
@@ -278,23 +263,6 @@ def test_a_call_that_is_cut_short_leaves_nothing() -> None:
         spoken = conversation.sample(asked, 1, WORDS, 1)
         assert held(conversation._prefix_cache)
     agree(spoken, engine.sample(asked, 1, WORDS, 1))
-
-
-def test_an_exception_in_the_scope_gives_the_memory_back() -> None:
-    engine, seen = NativeEngine(wide("llama"), TOKENIZER), []
-
-    def interrupted() -> None:
-        with engine.conversation() as conversation:
-            conversation.sample(prompts(15, 33), 2, WORDS, 0)
-            seen.append(conversation._prefix_cache)
-            assert held(seen[0])
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        interrupted()
-    assert seen[0]._pool is None
-    assert not held(seen[0])
-    assert seen[0].full
 
 
 def test_what_has_used_up_its_budget_is_not_kept() -> None:

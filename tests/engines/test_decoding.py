@@ -115,25 +115,6 @@ def test_memory_that_nothing_was_written_to_is_not_read(
             assert (one.log_probs == other.log_probs).all()
 
 
-def test_layers_may_differ_in_their_heads() -> None:
-    live = DecodeRows(np.array([0, 0, 1]), np.array([0, 0, 0]), np.array([2, 1]), CPU)
-    store = SimpleNamespace(prompts=KVStore(2), answers=KVStore(4))
-    store.prompts.reserve(2, 2, 0)
-    store.answers.reserve(3, 4, 0)
-    generator = torch.Generator().manual_seed(0)
-    layout = StepLayout(
-        (store.prompts, store.answers), None, (torch.arange(0), torch.arange(0)), live
-    )
-    for layer, count in enumerate((2, 1, 4)):
-        first, own = (heads(count, 3, generator) for _ in range(2))
-        places = (torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]))
-        store.prompts.write(layer, places, *(x[0].transpose(0, 1) for x in (first, first)))
-        out = layout.attend(layer, heads(4, 3, generator), own, own, RULE)[0]
-        assert out.shape == (3, 4, WIDTH)
-        if count == 4:
-            assert torch.isfinite(out).all()
-
-
 def test_a_store_keeps_live_entries_as_it_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

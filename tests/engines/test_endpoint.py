@@ -16,31 +16,39 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-import torch
 
 from keel.engines.endpoint import RefusedRequest, read_request
 from keel.engines.native import NativeEngine
-from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder
 from keel.types import ProgramInput
-from tests.engines.spelling import EOS, TOKENIZER, TOOLS, USER, SpellingEngine, ask, client_of, run
+from tests.engines.spelling import (
+    EOS,
+    TOKENIZER,
+    TOOLS,
+    USER,
+    SpellingEngine,
+    Talk,
+    check_written,
+    run,
+    talking,
+)
 from tests.engines.tiny import stock_logits, tiny
 
 
-def adding(stream: bool) -> Callable[[ProgramInput], None]:
+def adding(stream: bool) -> Callable[[Talk], None]:
     """A client that executes the tool until the policy calls it no more."""
 
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        with client_of(given) as client:
-            while True:
-                messages.append(ask(client, given, messages, tools=TOOLS, stream=stream))
-                if not messages[-1].get("tool_calls"):
-                    return
-                for call in messages[-1]["tool_calls"]:
-                    total = sum(json.loads(call["function"]["arguments"]).values())
-                    tool = {"role": "tool", "tool_call_id": call["id"], "content": str(total)}
-                    messages.append(tool)
+    def program(talk: Talk) -> None:
+        results: list[Any] = []
+        while calls := talk.ask(*results, tools=TOOLS, stream=stream).get("tool_calls"):
+            results = [
+                {
+                    "role": "tool",
+                    "tool_call_id": call["id"],
+                    "content": str(sum(json.loads(call["function"]["arguments"]).values())),
+                }
+                for call in calls
+            ]
 
     return program
 
@@ -54,39 +62,16 @@ def two_calls(name: str, turn: int) -> str:
 @pytest.mark.parametrize("stream", [False, True])
 def test_two_tool_turns_train_exactly_what_the_policy_wrote(stream: bool) -> None:
     engine = SpellingEngine(two_calls)
-    groups = run(engine, adding(stream), n=2)
-    trained: list[int] = []
+    groups = run(engine, talking(adding(stream)), n=2)
+    check_written(engine, groups, turns=3)
     for number, group in enumerate(groups):
-        for index, completion in enumerate(group.completions):
-            calls = [engine.seen[f"{group.prompt.id}/0/{index}/{turn}"] for turn in range(3)]
-            own = [token for _, made in calls for token in made.tokens.tolist()]
-            trained += own
-            assert completion.tokens[completion.written].tolist() == own
-            scores = np.concatenate([made.log_probs for _, made in calls])
-            np.testing.assert_array_equal(completion.log_probs[completion.written], scores)
-            assert not completion.log_probs[~completion.written].any()
-            assert group.prompt.tokens == calls[0][0]
-            results = ["23", str(123 + number)]
-            for (before, made), (after, _), result in zip(
-                calls[:-1], calls[1:], results, strict=True
-            ):
-                recorded = (*before, *made.tokens.tolist())
-                assert after[: len(recorded)] == recorded
-                context = f"\nt:{result}<eos>\na:"
-                assert TOKENIZER.decode(after[len(recorded) :]) == context
-            whole = [*group.prompt.tokens, *completion.tokens.tolist()]
-            assert whole == [*calls[2][0], *calls[2][1].tokens.tolist()]
-            assert TOKENIZER.encode(TOKENIZER.decode(whole)) != whole  # it would drift
+        first, last = "23", str(123 + number)
+        for completion in group.completions:
+            context = TOKENIZER.decode(completion.tokens[~completion.written].tolist())
+            assert context == f"\nt:{first}<eos>\na:\nt:{last}<eos>\na:"
+            own = [two_calls(group.prompt.id, turn) for turn in range(3)]
             texts = [turn["content"] for turn in completion.turns]
-            assert texts == [
-                two_calls(group.prompt.id, 0),
-                "23",
-                two_calls(group.prompt.id, 1),
-                results[1],
-                f"It is {results[1]}.",
-            ]
-    batch = from_groups(groups, torch.device("cpu"))
-    assert batch.tokens_T[batch.target_N].tolist() == trained
+            assert texts == [own[0], first, own[1], last, own[2]]
 
 
 def test_random_weights_keep_their_tokens_and_log_probs() -> None:
@@ -95,15 +80,12 @@ def test_random_weights_keep_their_tokens_and_log_probs() -> None:
     model = tiny("llama", **size)
     engine = NativeEngine(tiny("llama", **size), TOKENIZER)
 
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        with client_of(given) as client:
-            messages.append(ask(client, given, messages, max_tokens=40))
-            messages.append({"role": "user", "content": "again <eos>"})
-            ask(client, given, messages, max_tokens=40)
+    def program(talk: Talk) -> None:
+        talk.ask(max_tokens=40)
+        talk.ask({"role": "user", "content": "again <eos>"}, max_tokens=40)
 
     drifted = 0
-    for group in run(engine, program, n=3, tokens=200):
+    for group in run(engine, talking(program), n=3, tokens=200):
         for completion in group.completions:
             own = completion.tokens[completion.written].tolist()
             drifted += TOKENIZER.encode(TOKENIZER.decode(own)) != own
@@ -130,19 +112,16 @@ def test_large_texts_are_refused_before_they_are_encoded(
     monkeypatch.setattr(ChatEncoder, "after", small)
     refusals: list[str] = []
 
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        with client_of(given) as client:
-            messages.append(ask(client, given, messages, max_tokens=5))
-            tool = {"role": "tool", "content": text, "tool_call_id": "x"}
-            with pytest.raises(openai.BadRequestError, match="context_length_exceeded") as caught:
-                ask(client, given, [*messages, tool])
-            refusals.append(str(caught.value))
-            if given.index:
-                messages.append({"role": "tool", "content": "shorter", "tool_call_id": "x"})
-                ask(client, given, messages, max_tokens=5)
+    def program(talk: Talk) -> None:
+        talk.ask(max_tokens=5)
+        tool = {"role": "tool", "content": text, "tool_call_id": "x"}
+        with pytest.raises(openai.BadRequestError, match="context_length_exceeded") as caught:
+            talk.request([*talk.messages, tool])
+        refusals.append(str(caught.value))
+        if talk.given.index:
+            talk.ask({**tool, "content": "shorter"}, max_tokens=5)
 
-    for group in run(SpellingEngine(two_calls), program, n=2):
+    for group in run(SpellingEngine(two_calls), talking(program), n=2):
         assert group.completions[0].finish == "length"
         assert group.completions[1].turns[1]["content"] == "shorter"
     assert len(refusals) == 4
@@ -152,18 +131,16 @@ def test_the_time_that_programs_take_changes_nothing() -> None:
     size = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 512, "eos_token_id": EOS}
     engine = NativeEngine(tiny("llama", **size), TOKENIZER)
 
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        with client_of(given) as client, suppress(openai.BadRequestError):
-            messages.append(ask(client, given, messages))
+    def program(talk: Talk) -> None:
+        with suppress(openai.BadRequestError):
+            talk.ask()
             time.sleep(random.random() * 0.02)
-            messages.append({"role": "tool", "content": "tool says <eos> 7", "tool_call_id": "x"})
-            ask(client, given, messages)
+            talk.ask({"role": "tool", "content": "tool says <eos> 7", "tool_call_id": "x"})
 
     def sampled() -> list[Any]:
         return [
             (c.tokens.tobytes(), c.log_probs.tobytes(), c.written.tobytes(), c.finish, c.turns)
-            for group in run(engine, program, n=2, tokens=80)
+            for group in run(engine, talking(program), n=2, tokens=80)
             for c in group.completions
         ]
 
@@ -171,17 +148,16 @@ def test_the_time_that_programs_take_changes_nothing() -> None:
 
 
 def test_models_and_usage() -> None:
-    def program(given: ProgramInput) -> None:
-        with client_of(given) as client:
-            assert [model.id for model in client.models.list()] == [given.model]
-            answer = client.chat.completions.create(
-                model="another name", messages=given.messages, max_tokens=2, temperature=0.3, n=1
-            )
-            assert answer.choices[0].finish_reason == "length"
-            assert answer.usage is not None
-            assert answer.usage.completion_tokens == 2
+    def program(talk: Talk) -> None:
+        assert [model.id for model in talk.client.models.list()] == [talk.given.model]
+        answer = talk.client.chat.completions.create(
+            model="another name", messages=talk.messages, max_tokens=2, temperature=0.3, n=1
+        )
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2
 
-    groups = run(SpellingEngine(lambda name, turn: "yes"), program)
+    groups = run(SpellingEngine(lambda name, turn: "yes"), talking(program))
     assert [len(group.completions[0]) for group in groups] == [2, 2]
 
 
@@ -233,19 +209,18 @@ def test_what_is_nested_deeply_is_no_fault() -> None:
 def test_a_refused_request_changes_nothing(
     body: bytes, headers: dict[str, str], status: int
 ) -> None:
-    def program(given: ProgramInput) -> None:
-        request = urllib.request.Request(f"{given.base_url}/chat/completions", body, headers)
+    def program(talk: Talk) -> None:
+        request = urllib.request.Request(f"{talk.given.base_url}/chat/completions", body, headers)
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=10)
         with caught.value as error:
             assert error.code == status
             assert json.load(error)["error"]["type"] == "invalid_request_error"
-        with client_of(given) as client:
-            with pytest.raises(openai.BadRequestError, match="n = 2"):
-                ask(client, given, given.messages, n=2)
-            ask(client, given, given.messages)
+        with pytest.raises(openai.BadRequestError, match="n = 2"):
+            talk.request(talk.messages, n=2)
+        talk.ask()
 
-    groups = run(SpellingEngine(lambda name, turn: "yes"), program)
+    groups = run(SpellingEngine(lambda name, turn: "yes"), talking(program))
     assert [group.completions[0].text for group in groups] == ["yes", "yes"]
 
 
@@ -264,46 +239,39 @@ def test_an_edited_history_is_refused(edit: Any, line: str) -> None:
     """The third request edits what the first two said. Beginning again is a retry only while
     nothing was added."""
 
-    def program(given: ProgramInput) -> None:
-        messages = list(given.messages)
-        with client_of(given) as client:
-            messages.append(ask(client, given, messages))
-            assert messages[-1]["content"] == "<think>2</think>yes"
-            messages.append(USER)
-            messages.append(ask(client, given, messages))
-            messages.append(USER)
-            with pytest.raises(openai.BadRequestError) as caught:
-                ask(client, given, edit(messages))
-            assert line in caught.value.message
-            ask(client, given, messages)
+    def program(talk: Talk) -> None:
+        assert talk.ask()["content"] == "<think>2</think>yes"
+        talk.ask(USER)
+        talk.messages.append(USER)
+        with pytest.raises(openai.BadRequestError) as caught:
+            talk.request(edit(talk.messages))
+        assert line in caught.value.message
+        talk.ask()
 
     engine = SpellingEngine(lambda name, turn: "<think>2</think>yes")
-    for group in run(engine, program):
+    for group in run(engine, talking(program)):
         assert len(group.completions[0].turns) == 5
         assert group.completions[0].text == "<think>2</think>yes" * 3
 
 
 def test_tools_that_change_are_refused() -> None:
-    def program(given: ProgramInput) -> None:
-        messages = list(given.messages)
-        with client_of(given) as client:
-            messages += [ask(client, given, messages), USER]
-            with pytest.raises(openai.BadRequestError, match="tools differ"):
-                ask(client, given, messages, tools=TOOLS)
+    def program(talk: Talk) -> None:
+        talk.ask()
+        with pytest.raises(openai.BadRequestError, match="tools differ"):
+            talk.ask(USER, tools=TOOLS)
 
-    run(SpellingEngine(lambda name, turn: "yes"), program)
+    run(SpellingEngine(lambda name, turn: "yes"), talking(program))
 
 
 def test_a_retry_gets_the_same_answer_and_samples_nothing() -> None:
     answers: list[str] = []
 
-    def program(given: ProgramInput) -> None:
-        with client_of(given) as client:
-            answers.extend(ask(client, given, given.messages)["content"] for _ in range(3))
+    def program(talk: Talk) -> None:
+        answers.extend(talk.request(talk.messages)["content"] for _ in range(3))
 
     numbers: Iterator[int] = iter(range(9))
     engine = SpellingEngine(lambda name, turn: f"{next(numbers)}")
-    groups = run(engine, program)
+    groups = run(engine, talking(program))
     assert len(engine.seen) == len(groups) == 2
     assert sorted(answers) == ["0", "0", "0", "1", "1", "1"]
     assert [len(group.completions[0].turns) for group in groups] == [1, 1]
@@ -334,7 +302,8 @@ def test_one_conversation_answers_one_request_at_a_time() -> None:
 def test_keys_separate_conversations_and_end_with_them() -> None:
     given_all: list[ProgramInput] = []
 
-    def program(given: ProgramInput) -> None:
+    def program(talk: Talk) -> None:
+        given = talk.given
         given_all.append(given)
         address = given.base_url.removeprefix("http://").removesuffix("/v1")
         assert address.startswith("127.0.0.1:")
@@ -343,35 +312,30 @@ def test_keys_separate_conversations_and_end_with_them() -> None:
             socket.create_connection(("127.0.0.2", int(address.partition(":")[2])), 5)
         assert given.api_key not in repr(given)
         for key in ("keel", "x" * 22):
-            other = openai.OpenAI(base_url=given.base_url, api_key=key, max_retries=0)
-            with other, pytest.raises(openai.AuthenticationError, match="no running program"):
-                ask(other, given, given.messages)
-        with client_of(given) as client:
-            ask(client, given, given.messages)
+            with pytest.raises(openai.AuthenticationError, match="no running program"):
+                talking(Talk.ask, key=key)(given)
+        talk.ask()
 
-    groups = run(SpellingEngine(lambda name, turn: name), program, n=2)
+    groups = run(SpellingEngine(lambda name, turn: name), talking(program), n=2)
     texts = {completion.text for group in groups for completion in group.completions}
     assert texts == {"p0/0/0", "p0/0/1", "p1/0/0", "p1/0/1"}
     assert len({given.api_key for given in given_all}) == 4
-    with client_of(given_all[0], timeout=5.0) as client, pytest.raises(openai.APIConnectionError):
-        ask(client, given_all[0], given_all[0].messages)
+    with pytest.raises(openai.APIConnectionError):
+        talking(Talk.ask, timeout=5.0)(given_all[0])
 
 
 def test_an_ended_conversation_is_closed_while_others_go_on() -> None:
     """A program that is done must not be continued with its key."""
     keys: dict[str, str] = {}
 
-    def program(given: ProgramInput) -> None:
-        with client_of(given) as client:
-            ask(client, given, given.messages)
-            if given.prompt_id == "p0":
-                keys["first"] = given.api_key
-                return
-            messages = [*given.messages, {"role": "assistant", "content": "yes"}, USER]
-            ask(client, given, messages)  # a batch waits until the first program has ended
-            late = openai.OpenAI(base_url=given.base_url, api_key=keys["first"], max_retries=0)
-            with late, pytest.raises(openai.AuthenticationError):
-                ask(late, given, given.messages)
+    def program(talk: Talk) -> None:
+        talk.ask()
+        if talk.given.prompt_id == "p0":
+            keys["first"] = talk.given.api_key
+            return
+        talk.ask(USER)  # a batch waits until the first program has ended
+        with pytest.raises(openai.AuthenticationError):
+            talking(Talk.ask, key=keys["first"])(talk.given)
 
-    groups = run(SpellingEngine(lambda name, turn: "yes"), program)
+    groups = run(SpellingEngine(lambda name, turn: "yes"), talking(program))
     assert [len(group.completions[0].turns) for group in groups] == [1, 3]

@@ -19,9 +19,10 @@ from tests.engines.spelling import (
     TOOLS,
     USER,
     SpellingEngine,
-    ask,
+    Talk,
     client_of,
     run,
+    talking,
 )
 
 
@@ -30,13 +31,15 @@ def pair(first: Any, second: Any) -> Any:
     return lambda given: (first if given.prompt_id == "p0" else second)(given)
 
 
+YES = SpellingEngine(lambda name, turn: "yes")
+
+
 def wait_for_end(given: ProgramInput) -> None:
     """Until the endpoint answers another key with something else than that it is unknown."""
-    other = openai.OpenAI(base_url=given.base_url, api_key="x", max_retries=0)
-    with other, suppress(openai.NotFoundError, openai.APIConnectionError):
+    with suppress(openai.NotFoundError, openai.APIConnectionError):
         while True:
             with pytest.raises(openai.AuthenticationError):
-                ask(other, given, given.messages)
+                talking(Talk.ask, key="x")(given)
             time.sleep(0.01)
 
 
@@ -62,18 +65,15 @@ def test_any_call_of_the_policy_can_be_repeated(call: str, arguments: str | None
     """A call of a name with an object is a tool call, any other text; a client repeats both."""
     text = f"I add.<tool_call>{call}</tool_call>"
 
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        with client_of(given) as client:
-            messages.append(ask(client, given, messages, tools=TOOLS))
-            calls = messages[1].get("tool_calls", [])
-            assert [one["function"]["arguments"] for one in calls] == [arguments] * len(calls)
-            assert messages[1]["content"] == (text if arguments is None else "I add.")
-            messages.append({"role": "user", "content": "more"})
-            assert ask(client, given, messages, tools=TOOLS)["content"] == "yes"
+    def program(talk: Talk) -> None:
+        answer = talk.ask(tools=TOOLS)
+        calls = answer.get("tool_calls", [])
+        assert [one["function"]["arguments"] for one in calls] == [arguments] * len(calls)
+        assert answer["content"] == (text if arguments is None else "I add.")
+        assert talk.ask(USER, tools=TOOLS)["content"] == "yes"
 
     engine = SpellingEngine(lambda name, turn: [text, "yes"][turn])
-    for group in run(engine, program, tokens=8000):
+    for group in run(engine, talking(program), tokens=8000):
         assert group.completions[0].text == f"{text}yes"
 
 
@@ -81,21 +81,19 @@ def test_a_retry_of_a_waiting_request_is_answered() -> None:
     """The other program holds the batch up until the client has tried again."""
     tried = threading.Event()
 
-    def impatient(given: ProgramInput) -> None:
-        with client_of(given) as client:
-            for _ in range(2):
-                with pytest.raises(openai.APITimeoutError):
-                    ask(client, given, given.messages, timeout=0.2)
-            tried.set()
-            assert ask(client, given, given.messages)["content"] == "yes"
+    def impatient(talk: Talk) -> None:
+        for _ in range(2):
+            with pytest.raises(openai.APITimeoutError):
+                talk.ask(timeout=0.2)
+        tried.set()
+        assert talk.ask()["content"] == "yes"
 
-    def slow(given: ProgramInput) -> None:
+    def slow(talk: Talk) -> None:
         assert tried.wait(30)
-        with client_of(given) as client:
-            ask(client, given, given.messages)
+        talk.ask()
 
     engine = SpellingEngine(lambda name, turn: "yes")
-    groups = run(engine, pair(impatient, slow))
+    groups = run(engine, pair(talking(impatient), talking(slow)))
     assert len(engine.seen) == 2
     assert [len(group.completions[0].turns) for group in groups] == [1, 1]
 
@@ -105,22 +103,21 @@ def test_a_request_that_its_program_abandons_leaves_nothing() -> None:
     ended = threading.Event()
 
     def impatient(given: ProgramInput) -> float:
-        messages = given.messages
         with client_of(given) as client:
-            messages += [ask(client, given, messages), USER]
+            talk = Talk(client, given)
+            talk.ask()
             with pytest.raises(openai.APITimeoutError):
-                ask(client, given, messages, timeout=0.2)
+                talk.ask(USER, timeout=0.2)
         ended.set()
         return 1.0
 
-    def slow(given: ProgramInput) -> None:
-        with client_of(given) as client:
-            messages = [*given.messages, ask(client, given, given.messages), USER]
-            assert ended.wait(30)
-            ask(client, given, messages)
+    def slow(talk: Talk) -> None:
+        talk.ask()
+        assert ended.wait(30)
+        talk.ask(USER)
 
     before = set(threading.enumerate())
-    first, second = run(SpellingEngine(lambda name, turn: "yes"), pair(impatient, slow))
+    first, second = run(YES, pair(impatient, talking(slow)))
     assert first.completions[0].written.all()
     assert [turn["content"] for turn in first.completions[0].turns] == ["yes"]
     assert first.completions[0].columns == {"reward": 1.0}
@@ -132,36 +129,29 @@ def test_a_request_that_its_program_abandons_leaves_nothing() -> None:
 
 
 def test_a_program_that_waits_for_no_answer_is_named() -> None:
-    def impatient(given: ProgramInput) -> None:
-        with client_of(given) as client, pytest.raises(openai.APITimeoutError):
-            ask(client, given, given.messages, timeout=0.2)
+    def impatient(talk: Talk) -> None:
+        with pytest.raises(openai.APITimeoutError):
+            talk.ask(timeout=0.2)
 
     with pytest.raises(KeelError, match=r"prompt 'p0', completion 0\) waited for no answer"):
-        run(SpellingEngine(lambda name, turn: "yes"), pair(impatient, wait_for_end))
+        run(YES, pair(talking(impatient), wait_for_end))
 
 
 def test_an_answer_that_the_program_capped_is_not_truncated() -> None:
     """Finish "length" means that the budget of the completion is spent."""
 
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        with client_of(given) as client:
-            messages += [ask(client, given, messages, max_tokens=2), USER]
-            limit = 3 if given.prompt_id == "p0" else 50
-            ask(client, given, messages, max_tokens=limit)
+    def program(talk: Talk) -> None:
+        talk.ask(max_tokens=2)
+        talk.ask(USER, max_tokens=3 if talk.given.prompt_id == "p0" else 50)
 
     engine = SpellingEngine(lambda name, turn: "ok" if turn == 0 else "a long answer")
-    groups = run(engine, program, tokens=20)  # 2 and the 12 of "\nu:more<eos>\na:" before the last
+    # 2 and the 12 of "\nu:more<eos>\na:" before the last
+    groups = run(engine, talking(program), tokens=20)
     assert [group.completions[0].finish for group in groups] == ["stop", "length"]
-    (first, _) = run(engine, lambda given: _capped_at(given, 20), tokens=20)
-    assert first.completions[0].finish == "eos"
-    (first, _) = run(engine, lambda given: _capped_at(given, 2), tokens=2)
-    assert first.completions[0].finish == "length"
-
-
-def _capped_at(given: ProgramInput, limit: int) -> None:
-    with client_of(given) as client:
-        ask(client, given, given.messages, max_tokens=limit)
+    for limit, finish in ((20, "eos"), (2, "length")):
+        once = talking(lambda talk, limit=limit: talk.ask(max_tokens=limit) and None)
+        (first, _) = run(engine, once, tokens=limit)
+        assert first.completions[0].finish == finish
 
 
 def test_a_template_without_turns_keeps_the_first_token(
@@ -171,14 +161,11 @@ def test_a_template_without_turns_keeps_the_first_token(
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     monkeypatch.setattr(TOKENIZER, "chat_template", template)
 
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        with client_of(given) as client:
-            messages += [ask(client, given, messages, max_tokens=1), {**USER, "content": "5678"}]
-            ask(client, given, messages)
+    def program(talk: Talk) -> None:
+        talk.ask(max_tokens=1)
+        talk.ask({**USER, "content": "5678"})
 
-    engine = SpellingEngine(lambda name, turn: "5")
-    for group in run(engine, program):
+    for group in run(SpellingEngine(lambda name, turn: "5"), talking(program)):
         completion = group.completions[0]
         assert TOKENIZER.decode(completion.tokens[~completion.written]) == "5678"
 
@@ -186,59 +173,47 @@ def test_a_template_without_turns_keeps_the_first_token(
 @pytest.mark.parametrize(
     ("end", "finish"),
     [
-        (lambda given, refused: None, "length"),
-        (lambda given, refused: _raise(refused), "length"),
-        (lambda given, refused: _raise(ValueError("the agent failed"), refused), "length"),
-        (lambda given, refused: _raise(ExceptionGroup("tasks", [refused])), "length"),
-        (lambda given, refused: _raise(ValueError(f"the agent said {refused}")), "length"),
-        (lambda given, refused: 1 / 0, "raised ZeroDivisionError"),
-        (lambda given, refused: _shorter(given), "eos"),
-        (lambda given, refused: _raise(_shorter(given) or refused), "raised BadRequestError"),
+        (lambda talk, refused: None, "length"),
+        (lambda talk, refused: _raise(refused), "length"),
+        (lambda talk, refused: _raise(ValueError("the agent failed"), refused), "length"),
+        (lambda talk, refused: _raise(ExceptionGroup("tasks", [refused])), "length"),
+        (lambda talk, refused: _raise(ValueError(f"the agent said {refused}")), "length"),
+        (lambda talk, refused: 1 / 0, "raised ZeroDivisionError"),
+        (lambda talk, refused: talk.ask(USER) and None, "eos"),
+        (lambda talk, refused: talk.ask(USER) and _raise(refused), "raised BadRequestError"),
     ],
     ids=["returns", "raises", "cause", "group", "text", "fault", "shorter", "later"],
 )
 def test_a_program_may_raise_where_no_budget_is_left(end: Any, finish: str) -> None:
     """Nothing else that it raises is ignored, and a shorter request goes on."""
 
-    def program(given: ProgramInput) -> None:
-        messages = given.messages
-        with client_of(given) as client:
-            messages.append(ask(client, given, messages))
-            with pytest.raises(openai.BadRequestError, match="no token is left") as caught:
-                ask(client, given, [*messages, {**USER, "content": "9" * 500}])
-        end(given, caught.value)
-
-    def sample() -> str:
-        groups = run(SpellingEngine(lambda name, turn: "yes"), program, tokens=200)
-        (found,) = {group.completions[0].finish for group in groups}
-        return found
+    def program(talk: Talk) -> None:
+        talk.ask()
+        with pytest.raises(openai.BadRequestError, match="no token is left") as caught:
+            talk.request([*talk.messages, {**USER, "content": "9" * 500}])
+        end(talk, caught.value)
 
     if finish.startswith("raised"):
         with pytest.raises(KeelError, match=finish):
-            sample()
+            run(YES, talking(program), tokens=200)
     else:
-        assert sample() == finish
+        groups = run(YES, talking(program), tokens=200)
+        assert {group.completions[0].finish for group in groups} == {finish}
 
 
 def _raise(error: Exception, cause: Exception | None = None) -> None:
     raise error from cause
 
 
-def _shorter(given: ProgramInput) -> None:
-    with client_of(given) as client:
-        ask(client, given, [*given.messages, USER])
-
-
 def test_a_program_that_repeats_a_request_is_named() -> None:
     """Its answer stays the same, so an agent that wants another one would ask for ever."""
 
-    def program(given: ProgramInput) -> None:
-        with client_of(given) as client:
-            while True:
-                assert ask(client, given, given.messages)["content"] == "yes"
+    def program(talk: Talk) -> None:
+        while True:
+            assert talk.request(talk.messages)["content"] == "yes"
 
     with pytest.raises(KeelError, match="append a message to the conversation"):
-        run(SpellingEngine(lambda name, turn: "yes"), program)
+        run(YES, talking(program))
 
 
 @pytest.mark.parametrize(
@@ -251,27 +226,26 @@ def test_a_program_that_repeats_a_request_is_named() -> None:
 def test_a_silent_program_is_named_with_its_last_request(messages: Any, line: str) -> None:
     """A program that catches the refusal, and one that waits after a repeated request."""
 
-    def program(given: ProgramInput) -> None:
-        with client_of(given) as client:
-            ask(client, given, given.messages)
-            with suppress(openai.BadRequestError):
-                ask(client, given, messages or given.messages)
-        wait_for_end(given)
+    def program(talk: Talk) -> None:
+        first = talk.given.messages
+        talk.request(first)
+        with suppress(openai.BadRequestError):
+            talk.request(messages or first)
+        wait_for_end(talk.given)
 
     with pytest.raises(Hung) as caught:
-        run(SpellingEngine(lambda name, turn: "yes"), program, timeout=1)
+        run(YES, talking(program), timeout=1)
     assert "makes no request within 1 s" in str(caught.value)
     assert line in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [True, np.float32(0.5), Fraction(1, 2)])
 def test_any_real_number_is_a_reward(value: Any) -> None:
-    def program(given: ProgramInput) -> Any:
-        with client_of(given) as client:
-            ask(client, given, given.messages)
-        return value if given.prompt_id == "p0" else {"reward": value}
+    def program(talk: Talk) -> Any:
+        talk.ask()
+        return value if talk.given.prompt_id == "p0" else {"reward": value}
 
-    groups = run(SpellingEngine(lambda name, turn: "yes"), program)
+    groups = run(YES, talking(program))
     assert [float(group.completions[0].columns["reward"]) for group in groups] == [value, value]
 
 
@@ -285,24 +259,22 @@ def test_any_real_number_is_a_reward(value: Any) -> None:
 )
 def test_programs_that_fail_are_named(program: Any, line: str, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=line) as caught:
-        run(SpellingEngine(lambda name, turn: "yes"), program, timeout=0.3, limit=1)
+        run(YES, program, timeout=0.3, limit=1)
     assert "'mine:run' (prompt 'p0', completion 0)" in str(caught.value)
 
 
 def test_program_that_raises_after_an_answer_is_skipped() -> None:
-    def program(given: ProgramInput) -> dict[str, float]:
-        with client_of(given) as client:
-            ask(client, given, given.messages)
-        if given.index == 1:
+    def program(talk: Talk) -> dict[str, float]:
+        talk.ask()
+        if talk.given.index == 1:
             raise OSError("the tool is down")
         return {"reward": 1.0}
 
-    engine = SpellingEngine(lambda name, turn: "yes")
-    groups = run(engine, program, n=3, skips=True)
+    groups = run(YES, talking(program), n=3, skips=True)
     failed = ["", "OSError: the tool is down", ""]
     assert [[one.failed for one in group.completions] for group in groups] == [failed, failed]
     assert all(len(one) for group in groups for one in group.completions)
     with pytest.raises(KeelError, match="raised ZeroDivisionError"):
-        run(engine, lambda given: 1 / 0, skips=True)
+        run(YES, lambda given: 1 / 0, skips=True)
     with pytest.raises(KeelError, match="the tool is down"):
-        run(engine, program, n=3)
+        run(YES, talking(program), n=3)

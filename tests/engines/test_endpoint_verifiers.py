@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from keel.cli.main import main
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.endpoint.verifiers import run, tasks
-from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder
 from keel.platform.calls import LoopThread
 from keel.runs import reader
 from keel.types import Group, KeelError, Prompt, Sampling
-from tests.engines.spelling import TOKENIZER, SpellingEngine
+from tests.engines.spelling import TOKENIZER, SpellingEngine, check_written
 
 pytest.importorskip("verifiers")
 pytestmark = [pytest.mark.verifiers, pytest.mark.slow]
@@ -127,26 +123,6 @@ def sample(engine: Any, settings: Mapping[str, Any], n: int = 2, tokens: int = 9
     config = ProgramConfig(name="verifiers:run", function=run, limit=4, timeout=300.0)
     parts = {"program": config, "chat": ChatEncoder(TOKENIZER), "loop": LoopThread()}
     return sample_with_program(engine, prompts, n, Sampling(tokens), 3, **parts)
-
-
-def check_written(engine: SpellingEngine, groups: list[Group], turns: int) -> None:
-    """What is trained on is what the engine returned, and each turn begins with those before it."""
-    trained: list[int] = []
-    for group in groups:
-        for index, completion in enumerate(group.completions):
-            calls = [engine.seen[f"{group.prompt.id}/0/{index}/{turn}"] for turn in range(turns)]
-            own = [token for _, answer in calls for token in answer.tokens.tolist()]
-            trained += own
-            assert completion.tokens[completion.written].tolist() == own
-            scores = np.concatenate([answer.log_probs for _, answer in calls])
-            np.testing.assert_array_equal(completion.log_probs[completion.written], scores)
-            for (before, answer), (after, _) in itertools.pairwise(calls):
-                recorded = (*before, *answer.tokens.tolist())
-                assert after[: len(recorded)] == recorded
-            assert TOKENIZER.encode(TOKENIZER.decode(own)) != own  # it would drift
-    assert len(engine.seen) == turns * sum(len(group.completions) for group in groups)
-    batch = from_groups(groups, torch.device("cpu"))
-    assert batch.tokens_T[batch.target_N].tolist() == trained
 
 
 def adds(tool: str) -> Callable[[str, int], str]:

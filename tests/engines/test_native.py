@@ -141,22 +141,6 @@ def test_every_family_decodes_as_it_scores(family: str) -> None:
     assert max(len(c) for _, c in completions(groups)) > 6
 
 
-@pytest.mark.slow
-def test_what_shares_the_batch_does_not_choose_the_draws() -> None:
-    model = tiny("llama")
-    prompts = ragged_prompts(8)
-    sampling = Sampling(16, temperature=1.2)
-    together = engine_for(model).sample(prompts, 4, sampling, seed=5)
-    for options in ({"max_num_seqs": 1}, {"max_num_seqs": 7}, {"prefill_tokens": 9}):
-        assert_same(together, engine_for(model, **options).sample(prompts, 4, sampling, seed=5))
-    engine = engine_for(model)
-    alone = [engine.sample([prompt], 4, sampling, seed=5)[0] for prompt in prompts]
-    assert_same(together, alone)
-    assert_same(together, engine.sample(prompts[::-1], 4, sampling, seed=5)[::-1])
-    fewer = engine.sample(prompts, 2, sampling, seed=5)
-    assert_same(fewer, [Group(g.prompt, g.completions[:2]) for g in together])
-
-
 @pytest.mark.quick("100")
 @pytest.mark.parametrize("max_num_seqs", [5, 100])
 def test_each_prompt_enters_once_and_each_token_once(max_num_seqs: int) -> None:

@@ -1,4 +1,4 @@
-"""Engines by the name in `rollout.engine`."""
+"""Engines by the name in `rollout.engine`, and what a recipe asks that one cannot give."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from keel.cluster.placement import placement_of
 from keel.config.load import load_recipe
 from keel.config.sampling import Rollout
 from keel.engines.native import NativeEngine
-from keel.engines.registry import build_engine
+from keel.engines.registry import build_engine, capabilities_of, unmet_requests
+from keel.preflight.check import check
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import Capabilities, KeelError
@@ -100,3 +102,44 @@ def test_the_native_engine_is_built_by_its_name() -> None:
 def test_what_is_no_engine_is_refused(name: str, error: str) -> None:
     with pytest.raises(KeelError, match=error):
         build_engine(Rollout(engine=name), model=tiny.tiny("llama"), tokenizer=tiny.TOKENIZER)
+
+
+# ---------------------------------------------------------------- what a recipe asks of its engine
+
+
+CORRECTED = "algorithm.correction.kind=truncate"
+RAY = ("cluster.ray=local", CORRECTED)
+SEVERAL = "cluster.processes=2"
+CASES = [
+    ((), ()),
+    (("rollout.overlap_rewards=true",), ()),
+    (("rollout.overlap_rewards=true", SEVERAL), ()),
+    (("rollout.async_level=1", CORRECTED), ()),
+    (("rollout.async_level=1", CORRECTED, SEVERAL), ("rollout.async_level",)),
+    (("rollout.async_level=1", CORRECTED, SEVERAL, "rollout.engine=vllm"), ()),
+    (("rollout.async_level=2", CORRECTED), ("rollout.async_level",)),
+    (("rollout.async_level=2", CORRECTED, "rollout.engine=vllm"), ("rollout.async_level",)),
+    (("rollout.async_level=2", *RAY), ()),
+    (("rollout.engine=vllm",), ("rollout.engine",)),
+    (("rollout.engine=vllm", CORRECTED), ()),
+]
+
+
+@pytest.mark.parametrize(("keys", "unmet"), CASES)
+def test_requests_that_engine_and_processes_cannot_serve(
+    keys: tuple[str, ...], unmet: tuple[str, ...]
+) -> None:
+    recipe = load_recipe("tiny", keys)
+    sampling = recipe.stages[0].sampling
+    assert sampling is not None
+    offered = placement_of(recipe.cluster).offers(capabilities_of(sampling.rollout.engine))
+    assert tuple(one.key for one in unmet_requests(sampling, offered)) == unmet
+
+
+def test_unmet_request_is_a_finding_and_stops_the_run(tmp_path: Path) -> None:
+    keys = ["rollout.async_level=2", CORRECTED]
+    found = [one for one in check("tiny", keys, runs=False).findings if one.severity == "error"]
+    assert [(one.kind, one.key) for one in found] == [("engine-cannot", "rollout.async_level")]
+    with pytest.raises(KeelError, match=r"stage 'rl': rollout\.async_level = 2 needs an engine"):
+        train(load_recipe("tiny", keys), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -130,20 +130,6 @@ def test_the_native_engine_goes_on_from_the_reply() -> None:
     assert replies > 6
 
 
-def test_turns_do_not_depend_on_company() -> None:
-    engine = NativeEngine(tiny("llama"), TOKENIZER)
-    prompts = ragged_prompts(5)
-    prompts.append(prompts[0])  # the same prompt again, with other draws
-    together = talk(engine, prompts, 3, Sampling(40), Calculator(), max_turns=3)
-    for prompt, group in list(zip(prompts, together, strict=True))[:-1]:
-        alone = talk(engine, [prompt], 3, Sampling(40), Calculator(), max_turns=3)[0]
-        for ours, theirs in zip(group.completions, alone.completions, strict=True):
-            assert ours.tokens.tolist() == theirs.tokens.tolist()
-            assert ours.finish == theirs.finish
-    texts = [[c.text for c in group.completions] for group in (together[0], together[-1])]
-    assert len({*texts[0], *texts[1]}) == 6
-
-
 def test_every_turn_of_every_conversation_has_its_own_stream() -> None:
     names: list[str] = []
 

@@ -130,12 +130,6 @@ def test_stops_end_completions_as_natively(engine: VllmEngine, native: NativeEng
         _same(engine.sample(asked, 1, sampling, 0), theirs)
 
 
-def test_end_of_sequence_is_part_of_the_completion(engine: VllmEngine) -> None:
-    ended = [c for c in _all(engine.sample(ragged_prompts(8), 8, SAMPLING, 3)) if c.finish == "eos"]
-    assert ended
-    assert all(c.tokens[-1] == 1 and 1 not in c.tokens[:-1] for c in ended)
-
-
 def test_the_context_limits_a_completion(engine: VllmEngine, native: NativeEngine) -> None:
     asked = [Prompt(id="long", content="", tokens=tuple(2 + i % 30 for i in range(90)))]
     sampling = replace(GREEDY, max_tokens=50)
@@ -152,28 +146,6 @@ def test_truncation_keeps_to_the_likeliest_tokens(
         for group in cut:
             for c in group.completions:
                 np.testing.assert_allclose(c.log_probs, 0.0, atol=ROUNDING)
-
-
-def test_groups_are_handed_over_once_each(engine: VllmEngine) -> None:
-    seen: dict[int, Group] = {}
-
-    def take(place: int, group: Group) -> None:
-        assert place not in seen
-        seen[place] = group
-
-    groups = engine.sample(ragged_prompts(4), 3, SAMPLING, 2, on_group=take)
-    assert [seen[place] for place in range(4)] == groups
-
-
-def test_what_on_group_raises_ends_the_call(engine: VllmEngine) -> None:
-    def fail(place: int, group: Group) -> None:
-        raise ZeroDivisionError
-
-    before = engine.restarts
-    with pytest.raises(ZeroDivisionError):
-        engine.sample(ragged_prompts(4), 4, SAMPLING, 2, on_group=fail)
-    assert len(engine.sample(ragged_prompts(2), 2, SAMPLING, 2)) == 2
-    assert engine.restarts == before
 
 
 def test_each_of_twenty_syncs_reaches_the_server(

@@ -44,7 +44,7 @@ def test_updates_in_float32_equal_those_on_the_cpu(name: str, lora: bool) -> Non
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "gspo"])
 def test_updates_under_autocast_follow_those_on_the_cpu(name: str) -> None:
-    """The bounds of bfloat16 on a CPU (`tests/models/test_precision.py`), ten times as wide for
+    """The bounds of bfloat16 on a CPU (`tests/models/test_policy.py`), ten times as wide for
     kernels that also keep the attention in bfloat16."""
     exact = updates(name, False, "cpu", False)
     for ours, theirs in zip(updates(name, False, DEVICE, True), exact, strict=True):

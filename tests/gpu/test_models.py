@@ -13,7 +13,7 @@ from keel.models.families import uses_autocast
 from keel.models.policy import Policy, load_policy, rounding_effect
 from tests.gpu import needs_gpus
 from tests.models.test_attention import LAYOUTS, inputs
-from tests.models.test_precision import GRADIENT, LOG_PROB, ROUNDED
+from tests.models.test_policy import GRADIENT, LOG_PROB, ROUNDED
 from tests.models.tiny import batch, deep_model, spec, stir
 
 pytestmark = needs_gpus(1)

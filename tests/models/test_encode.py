@@ -100,15 +100,6 @@ def test_what_cannot_be_encoded_is_named(content: object, template: str | None, 
     assert "\n" not in str(error.value)
 
 
-def test_a_tokenizer_that_raises_is_reported() -> None:
-    from keel.models.build import character_tokenizer
-
-    made = character_tokenizer("0123>", 64)
-    assert len(encode(Prompt("p", "301>"), made, {}).tokens) == 4
-    with pytest.raises(KeelError, match=r"holds 'é'.*add it to model.build.alphabet"):
-        encode(Prompt("p", "30é>"), made, {})
-
-
 def test_too_long_prompts_are_left_out() -> None:
     encoder = Encoder(tokenizer(), max_tokens=3)
     kept = encoder(Prompt("p", "hi you hi"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +122,6 @@ def test_reference_has_the_policys_tokens() -> None:
     torch.testing.assert_close(
         scores.full_kl_N, torch.zeros_like(scores.full_kl_N), atol=1e-5, rtol=0
     )
-
-
-def test_greedy_tokens_are_those_of_generate_with_them_suppressed() -> None:
-    made = padded()
-    groups = sampled(
-        made,
-        NativeEngine(made.model, made.tokenizer, autocast=False),
-        replace(SAMPLED, temperature=0),
-    )
-    made.model.set_attn_implementation("sdpa")
-    for group in groups:
-        (wanted,) = made.model.generate(
-            torch.tensor([group.prompt.tokens]),
-            max_new_tokens=12,
-            do_sample=False,
-            suppress_tokens=list(range(len(made.tokenizer), 128)),
-        )[:, len(group.prompt.tokens) :].tolist()
-        assert group.completions[0].tokens.tolist() == wanted
 
 
 def test_tokens_end_with_the_last_id_also_after_a_hole() -> None:

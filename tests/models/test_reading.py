@@ -149,12 +149,6 @@ def test_a_step_without_tokens_is_refused(steps: list[str]) -> None:
         Reader(LETTERS).steps("a:", steps, "row 4")
 
 
-def test_joined_closes_all_but_the_last() -> None:
-    assert joined(["a", "b", "c"], "; ") == ["a; ", "b; ", "c"]
-    assert joined(["a"], "; ") == ["a"]
-    assert joined([], "; ") == []
-
-
 @same
 @given(wide, st.sampled_from(["\n", "→", "😀", "\n\n"]))
 def test_the_steps_of_any_text_end_where_they_end(text: str, separator: str) -> None:
