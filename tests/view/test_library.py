@@ -1,25 +1,34 @@
-"""The runs that the pages show: by name, and the newest where a folder is made again."""
+"""The runs that the pages show: by name, their state, and their formulas as MathML."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from keel.algorithms.explain import explain_preset
+from keel.algorithms.presets import PRESETS
+from keel.platform.files import locked
 from keel.runs.layout import RunFolder
-from keel.runs.writer import Recorder
+from keel.runs.writer import Recorder, update_run_json
 from keel.types import KeelError
-from keel.view.library import Library, OpenRun, status_of
+from keel.view.library import FONT, Library, OpenRun, font_face, mathml, status_of
 
 RECIPE = 'name = "x"\n\n[[stages]]\nstage = "rl"\nname = "{}"\nsteps = {}\n'
 
 
-def write(path: Path, stage: str, steps: int) -> None:
-    with Recorder(RunFolder.create(path, RECIPE.format(stage, steps))) as recorder:
+def write(path: Path, stage: str, steps: int) -> RunFolder:
+    folder = RunFolder.create(path, RECIPE.format(stage, steps))
+    with Recorder(folder) as recorder:
         recorder.metrics(0, 1, {"reward": 1.0})
+    return folder
 
 
 def where(run: OpenRun) -> tuple[str, int, int]:
@@ -86,3 +95,72 @@ def test_runs_of_one_name_in_two_folders_are_distinct(tmp_path: Path) -> None:
     for name, folder in (("x", first), ("x'", second)):
         run = library.get(name)
         assert (run.name, run.folder.path) == (name, folder / "x")
+
+
+def test_state_is_that_of_the_lock(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", "rl", 3)
+    opened = Library([folder.path]).get("run")
+    assert opened.state() == "stopped"
+    with locked(folder.path):
+        assert opened.state() == "running", "a slow step is no end"
+    code = (
+        "import sys, time, pathlib; from keel.platform.files import locked\n"
+        "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert opened.state() == "running"
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+    assert opened.state() == "stopped", "a killed run is stopped at once"
+    update_run_json(folder, {"finished": True})
+    assert opened.state() == "finished"
+
+
+LINES = [
+    (name, line.latex)
+    for name in PRESETS
+    for equations in (
+        explain_preset(name).objective,
+        *(term.equations for term in explain_preset(name).terms),
+    )
+    for line in equations
+]
+
+
+@pytest.mark.parametrize(
+    ("latex", "wanted"),
+    [
+        (r"\mathrm{clip}(x)", "<mi>clip</mi><mo"),
+        (r"\min(x)", "<mi>min</mi><mo"),
+        (r"A_n \exp(x)", '</msub><mspace width="0.167em" /><mi>exp</mi><mo'),
+        (r"\log \rho_t", '<mi>log</mi><mspace width="0.167em" /><msub>'),
+        (r"\exp\left(x\right)", "<mi>exp</mi><mrow><mo"),
+        (r"V \pm 0.2", "<mo>&#x000B1;</mo>"),
+        (r"(a, -0.4)", '<mo form="prefix">&#x02212;</mo>'),
+        (r"\hat{R}_n", 'accent="true"><mrow><mi>R</mi></mrow><mo stretchy="false">&#x002C6;'),
+        (r"\tilde{R}_i", 'accent="true"><mrow><mi>R</mi></mrow><mo stretchy="false">&#x0007E;'),
+        (r"\frac{\sum_{j\in g} L_j}{2}", "<munder><mo>&#x02211;</mo><mrow>"),
+        (r"\left(\sum_n x\right)", "<munder><mo>&#x02211;</mo><mi>n</mi></munder>"),
+    ],
+)
+def test_mathml_says_what_each_part_is(latex: str, wanted: str) -> None:
+    assert wanted in mathml(latex)
+
+
+@pytest.mark.parametrize(("name", "latex"), LINES)
+def test_words_of_presets_are_single_identifiers(name: str, latex: str) -> None:
+    found = mathml(latex)
+    assert 'normal">' not in found, name
+    words = re.findall(r"\\(?:mathrm|min|max|exp|log)(?:\{(\w+)\})?", latex)
+    assert all(f"<mi>{word}</mi>" in found for word in words if word), name
+
+
+def test_font_is_in_the_style_unless_served() -> None:
+    assert FONT.read_bytes().startswith(b"wOF2")
+    assert len(FONT.read_bytes()) < 100_000
+    assert 'url("data:font/woff2;base64,d09GMg' in font_face()
+    assert 'url("/math.woff2")' in font_face("/math.woff2")

@@ -148,6 +148,7 @@ def test_pictures_of_a_reward_model_are_in_the_report(tmp_path: Path) -> None:
     for name in ("rl-accuracy-by-length.png", "other-margins.png"):
         (folder.pictures / name).write_bytes(b"\x89PNG of " + name.encode())
     path = write_report(folder.path)
+    assert "accuracy by length" in path.read_text(encoding="utf-8")
     images = [link for link in elements(path).links if link]
     assert len(images) == 1
     assert base64.b64decode(images[0].split(",")[1]) == b"\x89PNG of rl-accuracy-by-length.png"
