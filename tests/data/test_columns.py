@@ -89,24 +89,19 @@ def task_of(kind: str, **keys: Any) -> DataTask:
 
 
 def written(path: Path, kind: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if kind == "datasets":
+        files = {"train": parquet(path / "rows.parquet", rows)}
+        return {"path": "parquet", "options": {"data_files": files}}
     return {"path": (parquet if kind == "parquet" else jsonl)(path / f"rows.{kind}", rows)}
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
 def test_a_task_keeps_whole_messages_and_tools(kind: str, tmp_path: Path) -> None:
     found = prompts(task_of(kind, **written(tmp_path, kind, ROWS)))
     assert [list(prompt.content) for prompt in found] == [WEATHER, CLOCK, PLAIN]
     assert [list(prompt.tools) for prompt in found] == [row["tools"] or [] for row in ROWS]
     # Templates write keys in the order in which the data has them.
     assert json.dumps(found[1].content[2]) == json.dumps(CLOCK[2])
-
-
-def test_the_datasets_library_adds_no_keys(tmp_path: Path) -> None:
-    files = {"train": parquet(tmp_path / "a.parquet", ROWS)}
-    keys = {"path": "parquet", "options": {"data_files": files}}
-    found = prompts(task_of("datasets", **keys))
-    assert [list(prompt.content) for prompt in found] == [WEATHER, CLOCK, PLAIN]
-    assert [list(prompt.tools) for prompt in found] == [row["tools"] or [] for row in ROWS]
 
 
 def test_null_arguments_of_json_stay(tmp_path: Path) -> None:

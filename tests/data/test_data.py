@@ -26,7 +26,10 @@ from keel.types import KeelError
 from tests.data.made import completion, jsonl, source
 from tests.shared import shared_path
 
-ROWS = [{"question": f"What is {n}+1?", "gold": str(n + 1), "level": n % 3} for n in range(200)]
+ROWS = [
+    {"question": f"What is {n}+1?", "gold": str(n + 1), "answer": "a long rationale"}
+    for n in range(200)
+]
 KEYS = {"prompt": "{question}", "answer": "gold"}
 
 
@@ -67,12 +70,6 @@ def test_the_split_of_a_row_is_its_own(tmp_path: Path) -> None:
     assert 70 < more.size("validation") < 130
 
 
-def test_a_text_and_one_message_share_a_split() -> None:
-    message = {"role": "user", "content": "What is 2 + 2?\r\n"}
-    assert position([message]) == position("What is 2 + 2?")
-    assert position([{**message, "role": "system"}]) != position("What is 2 + 2?")
-
-
 def test_blanks_and_line_endings_make_no_other_prompt(tmp_path: Path) -> None:
     forms = ("{}", " {}\n", "{}\r\n", "\u00a0{}\t")
     texts = [
@@ -90,6 +87,9 @@ def test_blanks_and_line_endings_make_no_other_prompt(tmp_path: Path) -> None:
         assert 0 < len(numbers) < len(texts)
         questions = {number // 12 for number in numbers}
         assert numbers == [12 * q + at for q in sorted(questions) for at in range(12)]
+    message = {"role": "user", "content": "What is 2 + 2?\r\n"}
+    assert position([message]) == position("What is 2 + 2?")
+    assert position([{**message, "role": "system"}]) != position("What is 2 + 2?")
     # Blanks within a text are part of it.
     assert position("a  b") != position("a b") != position("a\nb")
     train = jsonl(tmp_path / "train.jsonl", [{"prompt": "x\r\ny "}, {"prompt": "z"}])
@@ -247,14 +247,6 @@ def test_messages_and_system(tmp_path: Path) -> None:
         build("jsonl", path=jsonl(tmp_path / "chat.jsonl", rows), prompt="chat", system="y")
 
 
-def test_the_named_answer_column_wins_over_one_that_is_called_answer(tmp_path: Path) -> None:
-    rows = [{"question": f"q{i}", "answer": "a long rationale", "final": str(i)} for i in range(9)]
-    path = jsonl(tmp_path / "a.jsonl", rows)
-    task = build_task(source("jsonl", path=path, prompt="{question}", answer="final"), 0)
-    prompt = task.prompt("train", 0)
-    assert prompt.columns["answer"] == prompt.columns["final"] == task.gold(prompt)
-
-
 def test_verdict_is_exact_match_where_an_answer_is_named(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ROWS)
     task = build("jsonl", path=path, **KEYS)
@@ -281,6 +273,10 @@ def text(path: Path, content: str) -> str:
 BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
     "no path": (lambda p: {}, "task.path is not set"),
     "missing": (lambda p: {"path": str(p / "sums.jsnl")}, "there is no such file"),
+    "mistyped": (
+        lambda p: {"path": jsonl(p / "sums.jsonl", ROWS).replace("sums", "smus")},
+        "sums.jsonl'?",
+    ),
     "folder": (lambda p: {"path": str(p)}, "is a folder"),
     "empty": (lambda p: {"path": text(p / "a.jsonl", "\n\n")}, "the data set is empty"),
     "column": (
@@ -313,12 +309,6 @@ def test_bad_input_is_one_line_with_the_place(case: str, tmp_path: Path) -> None
         build("jsonl", **{**KEYS, **make(tmp_path)})
     assert says in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_mistyped_file_gets_a_suggestion(tmp_path: Path) -> None:
-    jsonl(tmp_path / "train.jsonl", ROWS)
-    with pytest.raises(KeelError, match=r"did you mean '.*train\.jsonl'\?"):
-        build("jsonl", path=str(tmp_path / "trian.jsonl"), **KEYS)
 
 
 FAILING = "from keel.types import KeelError\n"
