@@ -12,9 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from keel.cli.main import main
-from keel.config.errors import models_in
+from keel.config.errors import EXPLAINED, FOREIGN, models_in
 from keel.config.fields import nearest
-from keel.config.foreign import EXPLAINED, FOREIGN
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.data.tables import read_table

@@ -25,7 +25,7 @@ from keel.cluster.parts import Member
 from keel.cluster.placement import SharedEngine
 from keel.cluster.ranks import RankGroup, start
 from keel.config.model import BuildModel, Model
-from keel.config.sampling import Rollout
+from keel.config.sources import Rollout
 from keel.engines.registry import build_engine
 from keel.learn.learner import Learner
 from keel.learn.optimizer import Cause, NotFinite

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from keel.algorithms.presets import PRESETS
-from keel.config.address import gather, layer
 from keel.config.control import ControlRecipe, PolicyGradientStage, QLearningStage
+from keel.config.layers import gather, layer
 from keel.config.load import parse_override
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.config.sampling import Rollout
+from keel.config.sources import Rollout
 from keel.engines.registry import ENGINES
 from keel.engines.sampler import check
 from keel.engines.turns import generate_multi_turn

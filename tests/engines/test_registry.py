@@ -10,7 +10,7 @@ import torch
 
 from keel.cluster.placement import placement_of
 from keel.config.load import load_recipe
-from keel.config.sampling import Rollout
+from keel.config.sources import Rollout
 from keel.engines.native import NativeEngine
 from keel.engines.registry import build_engine, capabilities_of, unmet_requests
 from keel.preflight.check import check

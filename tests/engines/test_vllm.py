@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.config.sampling import VllmServer
+from keel.config.sources import VllmServer
 from keel.engines.native import NativeEngine
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy

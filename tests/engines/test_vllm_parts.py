@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from keel.config.model import Lora
-from keel.config.sampling import Rollout, VllmServer
+from keel.config.sources import Rollout, VllmServer
 from keel.engines.registry import check_engine
 from keel.engines.vllm.engine import VllmEngine
 from keel.engines.vllm.server import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from keel.config.load import load_recipe
-from keel.config.sampling import VllmServer
+from keel.config.sources import VllmServer
 from keel.engines.vllm.engine import MAX_RESTARTS, VllmEngine
 from keel.platform.time_limit import time_limit
 from keel.training.run import train

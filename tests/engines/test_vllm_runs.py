@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from keel.config.model import Lora
-from keel.config.sampling import VllmServer
+from keel.config.sources import VllmServer
 from keel.engines.vllm.engine import VllmEngine
 from keel.models.lora import add_lora, plain_copy
 from keel.runs.rows import read_table

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from keel.config.sampling import VllmServer
+from keel.config.sources import VllmServer
 from keel.engines.vllm.engine import VllmEngine
 from keel.learn.batch import from_groups
 from keel.models.attention import install

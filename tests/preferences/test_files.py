@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keel.cli.parser import LABEL_SOURCES, PREFERENCE_KINDS
+from keel.cli.main import LABEL_SOURCES, PREFERENCE_KINDS
 from keel.config.sources import PreferenceData
 from keel.data.preferences import read_pairs, read_steps
 from keel.preferences.files import (

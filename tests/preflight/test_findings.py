@@ -10,14 +10,13 @@ import pytest
 
 from keel.algorithms.presets import PRESETS
 from keel.config.model import Lora, Model
-from keel.config.sampling import SamplingSource
-from keel.config.sources import Rewards, RewardSource
+from keel.config.sources import Rewards, RewardSource, SamplingSource
 from keel.config.stage import Optimizer
 from keel.preflight import prompts as p
 from keel.preflight import rewards as r
 from keel.preflight import settings as c
 from keel.preflight.batch import truncated
-from keel.preflight.finding import BudgetShare, Finding, catalogue, holding, percent, quantile
+from keel.preflight.context import BudgetShare, Finding, catalogue, holding, percent, quantile
 from keel.runs.rows import LeftOut
 from keel.training.stages.rl import RLStage
 from tests.source_tree import ROOT

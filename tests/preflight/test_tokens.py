@@ -14,7 +14,7 @@ from keel.models.build import byte_tokenizer
 from keel.models.chat import ChatEncoder, encode
 from keel.models.policy import load_policy
 from keel.preflight.check import check_model, unmoved_share
-from keel.preflight.tokens import (
+from keel.preflight.prompts import (
     doubled_bos,
     end_of_turn,
     special_in_answers,

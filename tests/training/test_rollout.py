@@ -15,7 +15,7 @@ from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Clip, Weights
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
-from keel.config.sampling import Rollout
+from keel.config.sources import Rollout
 from keel.data.mixture import PromptStream
 from keel.data.tasks import BaseTask
 from keel.learn.advantages import estimate, outcome

@@ -1,4 +1,7 @@
-"""Runs a command, prints its result, and turns an error into an exit code and one line."""
+"""The command line: its commands and arguments, and what runs one and prints its result or error.
+
+Imports nothing heavy, so that help is instant.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn
 
-from keel.cli.parser import parse
 from keel.platform.signals import sleep_soon
+from keel.version import VERSION
 
 USAGE = 2
 FAILURE = 1
@@ -21,6 +24,349 @@ UNWRITTEN = (errno.EPIPE, errno.EIO, errno.ENOSPC)
 """Errors of an output without a reader, a closed terminal and a full disk."""
 LONGEST = 2_000
 """Characters of an error's line; a value of the user's in it may be a whole file."""
+PREFERENCE_KINDS = (
+    *("trl", "steps", "hh", "ultrafeedback"),
+    *("helpsteer", "helpsteer-preference"),
+)
+LABEL_SOURCES = ("human", "judge", "rule", "reward_model")
+_SOURCES, _SERVER = "|".join(LABEL_SOURCES), "NAME@http://HOST:PORT/v1 or NAME@openai"
+COMMANDS: Final = f"""
+train -- Run a recipe: fine-tuning, reinforcement learning, evaluation.
+  [recipe]
+  [overrides...] key=value
+  --run DIR
+  --resume
+  --quiet
+  --json
+check -- Report what will go wrong with a recipe before it runs.
+  recipe
+  [overrides...] key=value
+  --price PER_HOUR -- of this machine; predicts the cost
+  --json
+eval -- Evaluate a run or a model: greedy, sampled, pass@k, intervals.
+  model RUN|MODEL -- a run folder, a model folder or hub name
+  --task NAME -- a task by name (keel tasks); a run's own unless given
+  --set KEY=VALUE ... -- a key of the task, as in path=test.jsonl (scored wholly) or answer=answer
+  --reward FUNCTION ... -- reward, as module:function
+  --checkpoint NAME -- of a run: last (default), best (selected on the validation prompts), or a
+      name
+  --prompts N -- how many (default 200; of a file that is named, all)
+  --samples INT -- k of pass@k (default 0: none)
+  --temperature FLOAT -- of the samples
+  --top-k INT -- of the samples
+  --top-p FLOAT -- of the samples
+  --min-p FLOAT -- of the samples
+  --max-tokens N -- of a completion
+  --seed INT -- of the samples
+  --json
+  a reward model, on judged rows (JSONL or Parquet):
+  --pairs FILE -- rows of prompt/chosen/rejected
+  --labels FILE -- rows of prompt/completion/label
+  --steps FILE -- rows of prompt/completions/labels
+  --stage NAME -- the run's stage that made the model
+  --separator TEXT -- the text between two steps (default: the stage's, or a newline)
+  --threshold P -- a step less probably right is a mistake (default: the stage's, or 0.5)
+  --pictures DIR -- plot reliability and margins there
+explain -- Print the objective that a recipe or preset optimises.
+  recipe RECIPE|ALGORITHM -- a recipe or a preset's name
+  [overrides...] key=value
+  one of:
+  --latex -- as LaTeX
+  --json
+export -- Write a run's policy or reward model as a plain model folder, LoRA merged.
+  run RUN
+  folder FOLDER -- where to; must not exist
+  --checkpoint NAME = last -- last, best (selected on the validation prompts), or a name
+  --stage NAME -- the reward model that this stage made
+  --adapter -- only the LoRA adapter, for peft
+  --json
+control -- Q-learning and policy gradients on a Gymnasium environment.
+  [algorithm] ALGORITHM|RECIPE -- dqn, a preset (ppo, grpo, reinforce, ...) or a TOML file
+  [overrides...] key=value -- override a key, as in steps=20000
+  --env ID -- Gymnasium id, as in CartPole-v1
+  --run DIR
+  --resume
+  --quiet
+  --json
+prefs -- Preference data: import, label, select, export, count costs.
+prefs import -- Add preference data to a store.
+  kind {"|".join(PREFERENCE_KINDS)}
+  path FILE -- its file (JSONL, Parquet)
+  --store FILE -- the store; made if there is none (required)
+  --keep-empty -- keep the rows in which an answer is empty
+  --source {_SOURCES} -- who made the labels (default: the kind's, human)
+  --annotator NAME -- the person or model of the labels
+  --round INDEX
+  --json
+prefs export -- Write a store's labels as rows of prompt/chosen/rejected, or of labelled steps.
+  store STORE
+  --out FILE -- JSONL, or .parquet; must not exist (required)
+  --steps -- rows of prompt/completions/labels instead
+  --source {_SOURCES} ... -- only labels of it
+  --annotator NAME ... -- only labels of it
+  --round INDEX ... -- only labels of it
+  --json
+prefs stats -- Counts, lengths, duplicates, how far the judges agree.
+  files... FILE -- stores, or rows (JSONL, Parquet)
+  --json
+prefs synthesize -- Have models write completions of prompts, and a judge compare them in both
+      orders.
+  store STORE -- the store; made if there is none
+  --prompts FILE -- JSONL or Parquet (default: the store's prompts)
+  --model MODEL ... -- writes completions: {_SERVER}, or a model
+      folder
+  --judge MODEL -- compares pairs: {_SERVER}
+  --samples N -- of each model (default 4)
+  --pairs COUNT -- at most, a prompt (default 6)
+  --reference COLUMN -- an answer with full marks
+  --temperature T -- default 1
+  --top-p P -- default 1
+  --max-tokens N -- default 512
+  --max-num-seqs N -- of a folder, at once
+  --device auto|cpu|cuda -- of a model folder
+  --round INDEX
+  --seed INDEX -- of what is random (default 0)
+  --price MODEL=IN,OUT ... -- dollars for a million input and output tokens
+  --api-key-env MODEL=VARIABLE ... -- the environment variable of its API key
+  --model-set KEY=VALUE ... -- an option of the models' servers, as in timeout=300
+  --judge-set KEY=VALUE ... -- an option of the judge, as in max_tokens=1024
+  --budget DOLLARS -- the most that the store may cost in all
+  --forecast-prompts N -- that it is made from (default 4)
+  --only-forecast -- pay for its prompts, then stop
+  --json
+  one of:
+  --rubric TEXT -- what counts, for the judge
+  --rubric-file FILE -- a text file of it
+prefs audit -- How a judge compared pairs: order, position, length, its own completions, people.
+  store STORE
+  --json
+prefs annotate -- Serve local web pages on which people label the pairs of a store.
+  store STORE
+  --rubric FILE -- instructions: Markdown or text
+  --overlap N = 1 -- people a pair
+  --round INDEX -- only pairs of this round
+  --gold FILE -- rows of prompt/chosen/rejected with the known answer
+  --gold-rate P = 0.1 -- their share
+  --wage PER_HOUR -- dollars; a label's cost is its time's
+  --seed INT = 0 -- of the sides and of gold
+  --host ADDRESS = 127.0.0.1
+  --port PORT
+  --no-browser
+prefs select -- Choose which pairs of a store people label next.
+  store STORE
+  --model RUN|FOLDER -- an outcome reward model, whose hidden states are the features
+  --stage NAME -- the run's stage that made the model
+  --by d_optimal|bald|margin|random -- default: d_optimal, without a model random
+  --count N = 100 -- how many pairs
+  --round INDEX -- choose among the pairs of this round
+  --source {_SOURCES} ... -- only these labels teach
+  --pool N -- choose among N pairs, and learn from N, at random (default: all)
+  --seed INDEX = 0 -- of what is random
+  --out FILE -- the chosen pairs as JSONL; must not exist
+  --json
+prefs costs -- What labels and completions cost, by round.
+  store STORE -- a preference store, or a run folder: its store and its steps
+  --gpu-price DOLLARS -- of an hour of a run's steps
+  --json
+  add an entry to the ledger:
+  --add ID -- its id, so that it is counted once
+  --kind api|human|gpu -- what it went to
+  --amount X -- how much
+  --unit dollars|hours -- default dollars
+  --purpose TEXT -- what for
+  --round INDEX
+  --forecast -- expected, and not spent yet
+runs -- What run folders hold.
+runs diff -- The first step, sequence and token at which two runs differ, and in what.
+  a RUN
+  b RUN
+  --json
+rollouts -- Print what a run sampled: prompts, completions, rewards.
+  run RUN
+  --step N -- which step (required)
+  --stage NAME -- if several stages sample
+  -n N -- how many (default 5; as JSON all)
+  --json
+diagnose -- Report what went wrong in a run: evidence, causes, keys to change.
+  run RUN -- a run folder, also of a run that goes on
+  --json
+compare -- Compare algorithms or recipes over seeds, with intervals and costs.
+  recipes... RECIPE -- TOML files or names of shipped recipes; key=value sets a key in all of them
+  --algorithms A,B -- presets, as in grpo,gspo,ppo
+  --vary KEY=A,B ... -- values of a key, each with each algorithm
+  --seeds N = 10 -- how many
+  --first-seed INT = 0 -- the first of them
+  --baseline ARM -- compare every other with this one (default: all pairs)
+  --out DIR -- default: comparisons/NAME; goes on there
+  --jobs N -- runs at a time (default: one a core)
+  --no-shared-start -- train the stages before reinforcement learning in every run, not once a seed
+  --json
+view -- Show runs as local web pages, live while they train.
+  folders... FOLDER -- run folders, or folders of them
+  --host ADDRESS = 127.0.0.1
+  --port PORT
+  --price PER_HOUR -- of the machine; shows the cost so far
+  --no-browser
+report -- Write a run's report: one HTML file, and a PNG.
+  run RUN
+  --out FILE -- default: RUN/report.html
+  --price PER_HOUR -- of the machine
+  --json
+recipes -- List the shipped recipes.
+  --json
+rewards -- List the built-in rewards.
+  --json
+models -- List the model families that work.
+  --json
+tasks -- List the tasks there are.
+  --show TASK -- print a few prompts of a task
+  --json
+"""
+"""Each command with its help, and its arguments: `[x]` may be left out, `x...` may be
+several words; an option without a placeholder is a flag; ` ...` after it: it may be given several
+times.
+
+A placeholder may be the choices, or have a default; its name gives the type (`TYPES`). A line that
+ends with a colon is the title of the options after it.
+"""
+HELP: Final = {
+    "recipe": "a TOML file or the name of a shipped recipe (keel recipes)",
+    "overrides": "override a key, as in rl.steps=50",
+    "run": "a run folder",
+    "a": "a run folder",
+    "b": "a run folder",
+    "store": "a preference store",
+    "kind": "what the file holds: %(choices)s",
+    "--run": "run folder (default: the next free in runs/)",
+    "--resume": "go on from the run folder's newest checkpoint",
+    "--quiet": "print nothing but errors",
+    "--json": "print the result as JSON",
+    "--round": "the round (default 0)",
+    "--host": "where to listen, by default this machine only",
+    "--port": "default: 8765, or a free one",
+    "--no-browser": "only print the address",
+}
+"""Of arguments whose line has none."""
+MODULES: Final = {
+    **dict.fromkeys(("explain", "recipes", "tasks", "rewards", "models"), "lists"),
+    **dict.fromkeys(("rollouts", "diagnose", "report", "view"), "runs"),
+    **{"export": "eval", "control": "train"},
+}
+"""The file of a command or action; of others it has the command's name."""
+
+
+def _number(kind: Callable[[str], float], least: float, most: float, wanted: str) -> Any:
+    """A type for argparse: the numbers from `least` to `most`."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
+        return value
+
+    read.__name__ = kind.__name__
+    return read
+
+
+_POSITIVE = _number(int, 1, 2**63, "1 or more")
+_PRICE = _number(float, 0, 1e300, "a number from 0 on")
+TYPES: Final[dict[str, Any]] = {
+    "INT": int,
+    "FLOAT": float,
+    "N": _POSITIVE,
+    "PORT": _POSITIVE,
+    **dict.fromkeys(("INDEX", "COUNT"), _number(int, 0, 2**63, "0 or more")),
+    "P": _number(float, 0, 1, "between 0 and 1"),
+    **dict.fromkeys(("PER_HOUR", "DOLLARS", "X", "T"), _PRICE),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        line = " ".join(message.split())[:1_000]
+        self.exit(2, f"keel: error: {line} (see {self.prog} --help)\n")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments of a command; overrides may be before, between or after its options."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    strange = [word for word in rest if word.startswith("-") or "=" not in word]
+    if strange or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(strange or rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = Parser(
+        prog="keel",
+        description="Train language models by reinforcement learning: PPO, GRPO, GSPO and their "
+        "relatives, from a laptop's CPU up.",
+    )
+    parser.add_argument("--version", action="version", version=f"keel {VERSION}")
+    subparsers: dict[str, Any] = {
+        "": parser.add_subparsers(
+            title="commands", metavar="COMMAND", required=True, parser_class=Parser
+        )
+    }
+    made: dict[str, Parser] = {}
+    command: Any = parser
+    place: Any = parser
+    for line in COMMANDS.strip().replace("\n      ", " ").splitlines():
+        text, _, help = line.strip().partition(" -- ")
+        if not line.startswith(" "):
+            above, _, name = text.rpartition(" ")
+            if above not in subparsers:
+                subparsers[above] = made[above].add_subparsers(
+                    dest="action", metavar="ACTION", required=True, parser_class=Parser
+                )
+            command = subparsers[above].add_parser(name, help=help, description=help)
+            module = f"keel.cli.{MODULES.get(text, above or name)}"
+            command.set_defaults(module=module, command=text)
+            place = made[text] = command
+        elif text == "one of:":
+            place = command.add_mutually_exclusive_group()
+        elif text.endswith(":"):
+            place = command.add_argument_group(text.removesuffix(":"))
+        else:
+            _add_argument(place, text, help)
+    made["compare"].set_defaults(overrides=[])
+    return parser
+
+
+def _add_argument(place: Any, text: str, help: str) -> None:
+    """Add the argument that a line of `COMMANDS` describes."""
+    word, _, placeholder = text.partition(" ")
+    name = word.strip("[].")
+    placeholder, _, default = placeholder.partition(" = ")
+    placeholder, several, _ = placeholder.partition(" ...")
+    help = help or HELP[name]
+    options: dict[str, Any] = {}
+    if word != name:
+        options["nargs"] = "?" if "..." not in word else "*" if word.startswith("[") else "+"
+    if help.endswith(" (required)"):
+        options["required"] = True
+    if default:
+        options["default"] = TYPES.get(placeholder, str)(default)
+        help += " (default %(default)s)"
+    if several:
+        options |= {"action": "append", "default": []}
+        help += "; may be given several times"
+    if "|" in placeholder and placeholder.islower():
+        options["choices"] = placeholder.split("|")
+    elif placeholder:
+        options |= {"metavar": placeholder, "type": TYPES.get(placeholder, str)}
+    elif name.startswith("-"):
+        options["action"] = "store_true"
+    place.add_argument(name, help=help, **options)
+
+
+# ---------------------------------------------------------------- running one
 
 
 def main(argv: Sequence[str] | None = None) -> int:

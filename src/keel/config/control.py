@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS, Preset
 from keel.algorithms.terms import FrozenModel, Positive, Unit
-from keel.config.address import gather, layer, overlay
 from keel.config.entry import DEFAULT_KIND, stage_kind
 from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Width, unknown
+from keel.config.layers import DEFAULT_PRESET, gather, layer, merge, overlay, resolve_algorithm
 from keel.config.load import (
     SHIPPED,
     names_in,
@@ -26,9 +26,8 @@ from keel.config.load import (
     split_override,
     validated,
 )
-from keel.config.presets import DEFAULT_PRESET, merge, resolve_algorithm
 from keel.config.rl import ReferenceConfig
-from keel.config.sampling import NamedAlgorithm
+from keel.config.sources import NamedAlgorithm
 from keel.config.stage import Checkpoints, Optimizer
 from keel.types import KeelError
 

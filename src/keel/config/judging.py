@@ -8,8 +8,15 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.terms import Coefficient, FrozenModel, Unit, UnusedIf
 from keel.config.fields import Answers, AsTuple, Count, Index, StageName, Temperature, Tokens
-from keel.config.sampling import PAST_THE_END, Rollout, SamplingSource
-from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource
+from keel.config.sources import (
+    PAST_THE_END,
+    PreferenceData,
+    Prompts,
+    Rewards,
+    Rollout,
+    SamplingSource,
+    TaskSource,
+)
 from keel.config.stage import JudgedSource, Records, StageConfig
 
 PROMPTS_AT_ONCE = 128

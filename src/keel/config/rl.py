@@ -9,16 +9,19 @@ from pydantic import Field, model_validator
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import FrozenModel, UnusedIf
 from keel.config.fields import AsTuple, Count, Index, StageName, Tokens
+from keel.config.layers import resolve_algorithm
 from keel.config.model import TeacherModel
-from keel.config.presets import resolve_algorithm
-from keel.config.sampling import (
+from keel.config.sources import (
+    LEARNED,
     PAST_THE_END,
     Evaluation,
     NamedAlgorithm,
+    Prompts,
+    Rewards,
     Rollout,
     SamplingSource,
+    TaskSource,
 )
-from keel.config.sources import LEARNED, Prompts, Rewards, TaskSource
 from keel.config.stage import Optimizer, StageConfig
 
 if TYPE_CHECKING:

@@ -1,14 +1,31 @@
-"""The keys that say where prompts and their judgement come from. Torch-free."""
+"""What a stage reads and samples: tasks, rewards, preference data, rollouts, evaluation."""
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.terms import FrozenModel, KeyUse, Positive, UnusedIf
-from keel.config.fields import SEPARATE_VALIDATION, AsTuple, BadRows, Real, Seconds, Tokens
-from keel.config.model import NO_CONVERSATION
+from keel.algorithms.spec import Algorithm
+from keel.algorithms.terms import FrozenModel, KeyUse, Positive, Unit, UnusedIf
+from keel.config.fields import (
+    SEPARATE_VALIDATION,
+    Answers,
+    AsTuple,
+    BadRows,
+    Count,
+    Ids,
+    Index,
+    Real,
+    Seconds,
+    Temperature,
+    Tokens,
+    Words,
+)
+from keel.config.layers import DEFAULT_PRESET, GROUP_SIZE, PROMPTS_PER_STEP
+from keel.config.model import NO_CONVERSATION, SAME_DTYPE, TeacherModel
 from keel.config.secrets import wrong_key_name
 
 LEARNED = ("outcome", "process")
@@ -209,3 +226,222 @@ class PreferenceData(FileSource):
     quarantine/."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of `datasets.load_dataset`."""
+
+
+# ---------------------------------------------------------------- how completions are sampled
+
+PAST_THE_END = UnusedIf(
+    lambda key: key.value > key.stage.steps, "the stage ends after {key.stage.steps} steps"
+)
+_NO_EVALUATION = UnusedIf(lambda key: key.table.prompts == 0, NEVER_EVALUATED.why)
+_NO_REPLIES = UnusedIf(
+    lambda key: key.facts.replies.get(key.stage.name) is False, "no task of the stage replies"
+)
+_ONE_TURN = UnusedIf(lambda key: key.table.max_turns == 1, "rollout.max_turns is 1: no replies")
+_NO_REFILLS = UnusedIf(
+    lambda key: not key.table.dynamic_sampling, "rollout.dynamic_sampling is off: no refills"
+)
+_NO_REWARD = UnusedIf(
+    lambda key: not key.stage.algorithm.needs_reward,
+    'advantage "{key.stage.algorithm.advantage.kind}" reads no reward',
+)
+_MANY_TURNS = UnusedIf(
+    lambda key: key.table.max_turns > 1, "with several turns rewards are called after sampling"
+)
+_OTHER_ENGINE = UnusedIf(lambda key: key.table.server is not key.value, "another engine samples")
+_ON_CPU = UnusedIf(lambda key: key.facts.cpu, "the model is on a CPU")
+_RUNS_ALREADY = UnusedIf(lambda key: key.table.url is not None, "rollout.vllm.url is set")
+_SERVES_ITS_OWN = UnusedIf(
+    lambda key: key.table.server is not None and key.table.server.url is not None,
+    "rollout.vllm.url is set, and that server has its own",
+)
+_NO_PROGRAM = UnusedIf(lambda key: key.table.program is None, "rollout.program is not set")
+_PROGRAM = UnusedIf(
+    lambda key: key.table.program is not None, "rollout.program decides what is said in turn"
+)
+_NOT_SAMPLED = UnusedIf(
+    lambda key: key.table.samples == 0 and key.stage is not key.recipe.stages[-1],
+    "evaluation.samples = 0 leaves sampling out",
+)
+
+
+class VllmServer(FrozenModel):
+    """The server of `rollout.engine = "vllm"`."""
+
+    url: str | None = None
+    """Address of a server that runs on this machine, instead of one that Keel starts:
+    `http://HOST:PORT` or `unix:PATH`."""
+    python: Annotated[str | None, _RUNS_ALREADY] = None
+    """The Python of the environment that has vLLM, relative to the recipe's folder; unset: the
+    variable `KEEL_VLLM_PYTHON`."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _RUNS_ALREADY] = 0.4
+    """Share of the GPU's memory that vLLM may use; the trainer needs the rest."""
+    gpus: Annotated[Ids, _RUNS_ALREADY, _ON_CPU] = ()
+    """GPUs of the server, counted as torch counts them; none: the trainer's."""
+    arguments: Annotated[Words, _RUNS_ALREADY] = ()
+    """Further arguments of `vllm serve`."""
+    start_timeout: Annotated[Seconds, _RUNS_ALREADY] = 600.0
+    """Seconds in which the server has to answer after its start."""
+
+    @property
+    def interpreter(self) -> str | None:
+        """The Python that has vLLM, as an absolute path unless it is to be found in PATH; None
+        if none is named."""
+        name = self.python or os.environ.get("KEEL_VLLM_PYTHON") or None
+        # Not resolved: a virtual environment's Python is a link.
+        return os.path.abspath(os.path.expanduser(name)) if name and "/" in name else name
+
+
+class Rollout(FrozenModel):
+    """How completions are sampled."""
+
+    prompts_per_step: Count = PROMPTS_PER_STEP
+    """Prompts of a step."""
+    group_size: Answers = GROUP_SIZE
+    """Completions of each prompt."""
+    max_tokens: Tokens = 256
+    """Longest completion, in tokens, replies of the environment included."""
+    temperature: Temperature = 1.0
+    """Temperature of the sampling distribution."""
+    top_k: Index = 0
+    """Sample from the k most likely tokens. Must be 0 (off) in training."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the tokens with this total probability. Must be 1 (off) in training."""
+    min_p: Unit = 0.0
+    """Sample from tokens with this share of the top probability. Must be 0 (off) in training."""
+    stop: Words = ()
+    """Strings that end a completion."""
+    stop_ids: Ids = ()
+    """Token ids that end a completion."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token, so that every completion has `max_tokens` tokens: to
+    measure memory and speed."""
+    max_turns: Annotated[Answers, _PROGRAM, _NO_REPLIES] = 1
+    """Turns of the policy in one completion, for tasks that reply."""
+    reply_role: Annotated[Literal["user", "tool"], _PROGRAM, _ONE_TURN, _NO_REPLIES] = "user"
+    """The role of a reply in a conversation."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards (without length penalty) are all equal, and sample others in their
+    place; the preset's unless set."""
+    max_refills: Annotated[Count, _NO_REFILLS] = 10
+    """How often a step samples again for dropped groups."""
+    mask_truncated: bool = False
+    """Leave completions that reach `max_tokens` out of the loss. The weights of the others do not
+    change."""
+    overlong_buffer: Annotated[Index, _NO_REWARD] = 0
+    """Length of the soft length penalty at the end of the budget, in tokens (DAPO); the preset's
+    unless set."""
+    old_log_probs: Literal["trainer", "engine"] = "trainer"
+    """Whether log π_old is computed by the trainer before the update, or taken from the engine."""
+    engine: str = "native"
+    """`native`, `vllm` ([how to](howto/vllm.md)), or `module:function` of a function that returns
+    an engine (see [extending](extending.md))."""
+    program: str | None = None
+    """`module:function` of a program that leads each conversation over an OpenAI-compatible
+    endpoint (see [agents](howto/agents.md))."""
+    max_programs: Annotated[Answers, _NO_PROGRAM] = 64
+    """Programs that run at once."""
+    on_error: Annotated[Literal["stop", "skip"], _NO_PROGRAM] = "stop"
+    """Whether a program that raises after an answer stops the run, or its completion is counted and
+    not learned from."""
+    dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
+    """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy, so it
+    needs `algorithm.correction`. The native engine evaluates in the model's dtype; another engine
+    does both."""
+    timeout: Seconds = 1800.0
+    """Seconds without a new token after which the engine is considered hung; and without a request,
+    the program. With vLLM: of each request, a whole completion."""
+    max_num_seqs: Answers = 256
+    """Sequences that the engine decodes at once."""
+    overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
+    """Score the first groups while the last ones are still being sampled."""
+    async_level: Annotated[int, Field(ge=0, le=64)] = 0
+    """How many steps ahead rollouts are sampled, by a copy of the model: no completion is trained
+    on more than this number of updates after the weights that it was begun with. Needs
+    `algorithm.correction`; more than 1 needs an engine that pins weights, as those of
+    `cluster.ray`."""
+    vllm: Annotated[VllmServer, _OTHER_ENGINE] = VllmServer()
+    """The vLLM server."""
+
+    @property
+    def server(self) -> VllmServer | None:
+        """The settings of the engine's server; None: it has none."""
+        return {"vllm": self.vllm}.get(self.engine)
+
+    @model_validator(mode="after")
+    def _on_policy(self) -> Rollout:
+        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self, key) != off:
+                raise ValueError(
+                    f"rollout.{key} = {getattr(self, key)} samples from a truncated distribution, "
+                    "but the loss scores the full softmax, which is off policy: "
+                    f"set rollout.{key} = {off} (evaluation may truncate)"
+                )
+        return self
+
+
+class Evaluation(FrozenModel):
+    """Greedy pass@1 and sampled pass@k on the validation split; if no reward is declared as
+    correctness, the mean reward."""
+
+    every: Annotated[Index, _NO_EVALUATION, PAST_THE_END] = 50
+    """Steps between evaluations; 0: only before and after the stage."""
+    prompts: Index = 200
+    """Number of validation prompts; 0: no evaluation."""
+    samples: Annotated[int, Field(ge=0, le=65_536), NEVER_EVALUATED] = 0
+    """k of pass@k; 0: greedy decoding only."""
+    temperature: Annotated[Temperature, NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
+    """Temperature of the sampled completions."""
+    top_k: Annotated[Index, NEVER_EVALUATED, _NOT_SAMPLED] = 0
+    """top-k of the sampled completions; 0: off."""
+    top_p: Annotated[float, Field(gt=0, le=1), NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
+    """top-p of the sampled completions; 1: off."""
+    min_p: Annotated[Unit, NEVER_EVALUATED, _NOT_SAMPLED] = 0.0
+    """min-p of the sampled completions; 0: off."""
+    component: Annotated[str | None, NEVER_EVALUATED] = None
+    """Name of the reward that is evaluated; None: the first that is declared as correctness, else
+    the total reward."""
+    threshold: Annotated[Real, NEVER_EVALUATED] = 1.0
+    """A completion is right if the reward declared as correctness is at least this."""
+
+
+class NamedAlgorithm(Algorithm):
+    """A row and the preset that its defaults came from."""
+
+    preset: str = DEFAULT_PRESET
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSource:
+    """What a stage samples and scores.
+
+    `train_prompts` is the number of prompts that the stage samples to learn from, over all steps.
+    `key` is the table of these settings within the stage ("" or "sampled."), `seed_name` the stream
+    that their seeds come from, `first_draw` the name of the first step's draw in that stream.
+    The others are those of a stage that trains on what it samples: `ratio_stays_one` if its loop
+    gives the importance ratio no chance to move.
+    """
+
+    key: str
+    tasks: tuple[TaskSource, ...]
+    prompts: Prompts
+    rewards: Rewards
+    rollout: Rollout
+    validation_prompts: int
+    seed_name: tuple[str, ...]
+    first_draw: tuple[str | int, ...]
+    algorithm: NamedAlgorithm | None = None
+    evaluation: Evaluation | None = None
+    teacher: TeacherModel | None = None
+    epochs: int = 1
+    ratio_stays_one: bool = False
+    train_prompts: int = 0
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether the stage learns from rewards, and not from a teacher alone."""
+        return self.algorithm is None or self.algorithm.needs_reward
+
+    def setting(self, name: str) -> str:
+        """The key of a setting of the rollouts, within the stage."""
+        return f"{self.key}{name}" if self.key else f"rollout.{name}"

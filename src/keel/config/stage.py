@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
     from keel.algorithms.render import Explanation
     from keel.config.model import BaseModelChoice, Cluster, Model
-    from keel.config.sampling import SamplingSource
-    from keel.config.sources import PreferenceData, Prompts, Rewards, TaskSource
+    from keel.config.sources import PreferenceData, Prompts, Rewards, SamplingSource, TaskSource
 
 Records = Literal["pairs", "labels", "steps"]
 Decay = Annotated[float, Field(ge=0, lt=1)]

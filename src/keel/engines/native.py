@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.config.model import Autocast
-from keel.config.sampling import Rollout
+from keel.config.sources import Rollout
 from keel.engines.compiled import compiled, make_multi_step
 from keel.engines.model_runner import DecodeRows, ModelRunner, ModuleRunner, Prefill
 from keel.engines.sampler import (

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
 from keel.config.model import Autocast
-from keel.config.sampling import Rollout, SamplingSource
+from keel.config.sources import Rollout, SamplingSource
 from keel.engines.native import CAPABILITIES as NATIVE
 from keel.engines.native import build_native
 from keel.engines.vllm.engine import CAPABILITIES as VLLM

@@ -15,8 +15,8 @@ import torch
 
 from keel.config.fields import derive
 from keel.config.judging import JudgingStage, People
+from keel.config.load import round_of
 from keel.config.model import Model
-from keel.config.repeat import round_of
 from keel.data import judged_rows
 from keel.data.judged_rows import Fields, Preference
 from keel.models.reward import RewardModel, load_reward_model, pack_answers

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from keel.config.repeat import round_of
+from keel.config.load import round_of
 from keel.preferences.agreement import label_agreement, longer_preferred, shown, verdict
 from keel.preferences.records import CostKind, JudgedPair, Source, mean_label
 from keel.preferences.store import PreferenceStore, where

@@ -10,10 +10,12 @@ from typing import Final
 from keel.analysis.statistics import wilson_interval
 from keel.models.families import context_length
 from keel.models.policy import Policy
-from keel.preflight.context import PromptStats, SamplingPlan, StageContext
-from keel.preflight.finding import (
+from keel.preflight.context import (
     BudgetShare,
     Finding,
+    PromptStats,
+    SamplingPlan,
+    StageContext,
     found,
     holding,
     interval,

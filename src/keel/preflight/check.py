@@ -34,12 +34,22 @@ from keel.models.policy import (
 from keel.models.reference import load_critic, load_teacher
 from keel.platform.memory import free_memory
 from keel.preflight import settings
-from keel.preflight.context import Figure, SamplingPlan, StageContext, StageStops
-from keel.preflight.data_stage import inspect_demonstrations, inspect_preference_data
-from keel.preflight.finding import Finding, found, percent
+from keel.preflight.context import (
+    Figure,
+    Finding,
+    SamplingPlan,
+    StageContext,
+    StageStops,
+    found,
+    percent,
+)
 from keel.preflight.judge_cost import dollars, over_budget
-from keel.preflight.sampling_stage import inspect_sampling_stage
 from keel.preflight.settings import Facts, unused_keys
+from keel.preflight.stages import (
+    inspect_demonstrations,
+    inspect_preference_data,
+    inspect_sampling_stage,
+)
 from keel.preflight.trial import TrialProcess, TrialResult, trial_recipe
 from keel.runs.trackers import check_trackers
 from keel.training.run import leaks

@@ -1,28 +1,128 @@
-"""What is known of a stage while it is inspected."""
+"""What `keel check` finds: findings and how they are written; what is known of a stage by then."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+from keel.analysis.statistics import wilson_interval
 from keel.config.fields import derive
-from keel.config.sampling import SamplingSource
 from keel.config.schema import Recipe, Stage
+from keel.config.sources import SamplingSource
 from keel.data.mixture import UserTask
 from keel.data.tasks import BaseTask
 from keel.models.policy import Policy
-from keel.preflight.finding import Finding, found, quantile
 from keel.preflight.trial import LongestExample
+from keel.rewards.judge.options import Cost, JudgeOptions
 from keel.training.setup import PromptSource
 from keel.types import KeelError, Prompt, Task, one_line
 
-if TYPE_CHECKING:
-    from keel.preflight.judge_cost import Forecast
-
+Severity = Literal["error", "warning"]
+"""An error: the run would stop, or learn nothing. A warning: it would waste or mislead."""
 Figure = str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One problem of a recipe: what, the evidence, the key to change, and how to fix it.
+
+    `kind` is a short name that stays the same from version to version (`zero-variance`);
+    docs/check.md lists all. `key` is written as in the recipe (`rollout.max_tokens`).
+    """
+
+    kind: str
+    what: str
+    evidence: str
+    key: str
+    fix: str
+    severity: Severity = "warning"
+
+
+@cache
+def catalogue() -> dict[str, dict[str, Any]]:
+    """What findings say, by kind: the table `findings.toml`."""
+    table = resources.files("keel.preflight") / "findings.toml"
+    return tomllib.loads(table.read_text(encoding="utf-8"))
+
+
+def found(kind: str, key: str, severity: Severity | None = None, /, **facts: Any) -> Finding:
+    """The finding of a kind at a key, with these facts in its texts."""
+    own = catalogue()[kind]
+    what, evidence, fix = (own[part].format(**facts) for part in ("what", "evidence", "fix"))
+    return Finding(kind, what, evidence, key, fix, severity or own.get("severity", "warning"))
+
+
+def percent(share: float) -> str:
+    """A share as `42 %`; small ones with one decimal."""
+    digits = 1 if 0 < share < 0.1 else 0
+    return f"{100 * share:.{digits}f} %"
+
+
+def surely_more(count: int, n: int, share: float) -> bool:
+    """Whether `count` of `n` shows more than a share: by the lower end of its 95 % interval."""
+    return n > 0 and wilson_interval(count, n).low > share
+
+
+def interval(count: int, n: int) -> str:
+    """The 95 % interval of a share, in words."""
+    share = wilson_interval(count, n)
+    return f"95 % interval {percent(share.low)} to {percent(share.high)}"
+
+
+def shorten(text: str, width: int = 80) -> str:
+    """The text, cut to a width."""
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+# ---------------------------------------------------------------- lengths
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetShare:
+    """A budget that holds a share of all completions; a lower bound if not `known`."""
+
+    tokens: int
+    known: bool
+
+    def __str__(self) -> str:
+        return f"{self.tokens}" if self.known else f"more than {self.tokens}"
+
+
+def holding(lengths: Sequence[int], ended: Sequence[bool], share: float = 0.95) -> BudgetShare:
+    """The smallest budget that holds `share` of the completions, by Kaplan and Meier's estimate.
+
+        S(t) = Π_{t_i ≤ t} (1 − d_i / n_i),   budget = min {t : 1 − S(t) ≥ share}
+
+    d_i completions end at length t_i, n_i are at least that long. A completion that was cut
+    (`ended` is False) is only known to be longer. Where the estimate does not reach the share, the
+    longest length is a lower bound. Source: Kaplan and Meier 1958, JASA 53:457.
+
+    Raises ValueError for no lengths.
+    """
+    if not lengths:
+        raise ValueError("no lengths")
+    left = 1.0
+    for t in sorted({n for n, done in zip(lengths, ended, strict=True) if done}):
+        at_risk = sum(n >= t for n in lengths)
+        ends = sum(n == t and done for n, done in zip(lengths, ended, strict=True))
+        left *= 1 - ends / at_risk
+        if 1 - left >= share - 1e-12:  # rounding of the product
+            return BudgetShare(t, True)
+    return BudgetShare(max(lengths), False)
+
+
+def quantile(lengths: Sequence[int], share: float) -> int:
+    """The smallest length that `share` of the lengths do not exceed. Raises ValueError for none."""
+    return holding(lengths, [True] * len(lengths), share).tokens
+
+
+# ---------------------------------------------------------------- a stage while it is inspected
 
 
 class StageStops(Exception):
@@ -73,6 +173,31 @@ class SamplingPlan:
     def setting(self, name: str) -> str:
         """The key of a setting of the rollouts."""
         return f"{self.key.removesuffix(self.sampling.key)}{self.sampling.setting(name)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A stage's questions to one judge, `evaluation` of them from validation, and their cost.
+
+    `costs` are the low end, the estimate and the high end. The interval: 95 % of the mean length of
+    the sampled answers, the bytes of a token and the length of a reply, evaluations that all
+    ask the same or never, and no refill or all (dynamic sampling).
+    """
+
+    name: str
+    key: str
+    questions: int
+    evaluation: int
+    costs: tuple[Cost, Cost, Cost]
+    options: JudgeOptions
+
+    def __str__(self) -> str:
+        priced = self.costs[1].dollars > 0
+        low, estimate, high = (
+            f"${cost.dollars:.2f}" if priced else str(cost.tokens) for cost in self.costs
+        )
+        asked = f"{self.questions} questions, {self.evaluation} of them in evaluation"
+        return f"{asked}: about {estimate}{'' if priced else ' tokens'} ({low} to {high})"
 
 
 @dataclass(eq=False)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from keel.analysis.statistics import mean_interval
-from keel.config.sampling import SamplingSource
 from keel.config.schema import Stage
-from keel.config.sources import RewardSource
+from keel.config.sources import RewardSource, SamplingSource
 from keel.graders.stated import answer_part
-from keel.preflight.finding import Finding, found
+from keel.preflight.context import Finding, Forecast, found
 from keel.rewards.judge.options import GROUP, Cost, JudgeOptions, most_tokens
 from keel.rewards.judge.questions import choose_pairs, pair_question, score_question
 from keel.types import Group
@@ -21,31 +19,6 @@ BYTES_PER_TOKEN = (5.0, 4.0, 2.5)
 """Of a prompt to the judge: long tokens, usual English, and short tokens (code, other scripts)."""
 REPLY_TOKENS = (16, 64)
 """Of a reply: a verdict alone, and one with two sentences of reason; at most `max_tokens`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """A stage's questions to one judge, `evaluation` of them from validation, and their cost.
-
-    `costs` are the low end, the estimate and the high end. The interval: 95 % of the mean length of
-    the sampled answers, the ends of `BYTES_PER_TOKEN` and of a reply's length, evaluations that all
-    ask the same or never, and no refill or all (dynamic sampling).
-    """
-
-    name: str
-    key: str
-    questions: int
-    evaluation: int
-    costs: tuple[Cost, Cost, Cost]
-    options: JudgeOptions
-
-    def __str__(self) -> str:
-        priced = self.costs[1].dollars > 0
-        low, estimate, high = (
-            f"${cost.dollars:.2f}" if priced else str(cost.tokens) for cost in self.costs
-        )
-        asked = f"{self.questions} questions, {self.evaluation} of them in evaluation"
-        return f"{asked}: about {estimate}{'' if priced else ' tokens'} ({low} to {high})"
 
 
 def forecast_judge(

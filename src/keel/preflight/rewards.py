@@ -17,10 +17,12 @@ from keel.config.sources import Rewards
 from keel.data.mixture import UserTask, stored
 from keel.models.text import encode_text
 from keel.preflight.batch import CUT, SAMPLES, TrialBatch
-from keel.preflight.context import PromptStats, SamplingPlan, StageContext
-from keel.preflight.finding import (
+from keel.preflight.context import (
     Finding,
+    PromptStats,
+    SamplingPlan,
     Severity,
+    StageContext,
     found,
     interval,
     percent,

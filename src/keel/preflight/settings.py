@@ -17,17 +17,16 @@ from pydantic import BaseModel
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import KeyUse, UnusedIf
-from keel.config.address import layer
+from keel.config.layers import layer
 from keel.config.load import Source, parse_override, read_own
 from keel.config.model import Model
-from keel.config.sampling import SamplingSource
 from keel.config.schema import Recipe
-from keel.config.sources import Rewards
+from keel.config.sources import Rewards, SamplingSource
 from keel.config.stage import Optimizer
 from keel.data.gym import PREFIX
 from keel.data.tasks import GENERATORS
 from keel.engines.registry import capabilities_of
-from keel.preflight.finding import Finding, found, percent
+from keel.preflight.context import Finding, found, percent
 
 KeyPath = tuple[str | int, ...]
 ADAPTER_RATE = 2e-6

@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 from keel.analysis.statistics import mean_interval, wilson_interval
 from keel.config.fields import derive
+from keel.config.layers import merge
 from keel.config.load import load_recipe, parse_override
 from keel.config.model import Model
-from keel.config.presets import merge
-from keel.config.sampling import Evaluation, SamplingSource
 from keel.config.schema import Recipe
-from keel.config.sources import PreferenceData
+from keel.config.sources import Evaluation, PreferenceData, SamplingSource
 from keel.config.stage import JudgedSource, Records
 from keel.data.columns import shown_gold
 from keel.data.mixture import build_tasks, stored

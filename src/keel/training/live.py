@@ -20,8 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel.algorithms.presets import Preset
-from keel.config.address import layer, overlay
 from keel.config.entry import DEFAULT_KIND, PYTHON, stage_kind
+from keel.config.layers import layer, overlay
 from keel.config.load import RUN_FOLDER, Source, read_recipe
 from keel.config.schema import Recipe
 from keel.config.sources import ENDINGS

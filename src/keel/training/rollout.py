@@ -24,7 +24,7 @@ import torch
 
 from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
-from keel.config.sampling import Rollout as SamplingConfig
+from keel.config.sources import Rollout as SamplingConfig
 from keel.data.columns import shown_gold
 from keel.data.mixture import PromptStream
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program

@@ -19,9 +19,16 @@ from transformers.utils import chat_template_utils
 from keel.cluster.parts import PlacedReward
 from keel.config.fields import derive, unknown
 from keel.config.judging import JudgingStage
-from keel.config.sampling import Evaluation, Rollout, SamplingSource
 from keel.config.schema import Recipe
-from keel.config.sources import Prompts, Rewards, RewardSource, TaskSource
+from keel.config.sources import (
+    Evaluation,
+    Prompts,
+    Rewards,
+    RewardSource,
+    Rollout,
+    SamplingSource,
+    TaskSource,
+)
 from keel.config.stage import StageConfig
 from keel.data.mixture import PromptStream, build_tasks, stored, validation_prompts
 from keel.engines.endpoint.programs import ProgramConfig, load_program

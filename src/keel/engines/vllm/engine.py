@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.config.fields import derive
-from keel.config.sampling import Rollout, VllmServer
+from keel.config.sources import Rollout, VllmServer
 from keel.engines.native import copy_weights
 from keel.engines.sampler import (
     GOING,

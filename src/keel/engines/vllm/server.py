@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keel.config.sampling import VllmServer
+from keel.config.sources import VllmServer
 from keel.platform.http import HttpClient, transport_to
 from keel.platform.process import Child, exit_status, has_ended, kill_group
 from keel.platform.time_limit import heartbeat, raise_if_cancelled

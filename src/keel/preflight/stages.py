@@ -1,30 +1,50 @@
-"""Inspects what a stage samples: its prompts, a batch, its rewards, and what they show."""
+"""Inspects a stage: what it samples and scores, or the demonstrations and rows it learns from."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import chain
+from typing import Any
 
+import numpy as np
 import torch
 
 from keel.cluster.placement import placement_of
+from keel.config.entry import load_entry
+from keel.config.fields import derive
 from keel.config.sources import RewardSource
+from keel.config.stage import DemonstrationSource, JudgedSource
 from keel.data.columns import prompt_columns
+from keel.data.preferences import READERS, encode_row, without_bad
+from keel.data.splits import KINDS
 from keel.engines.registry import unmet_requests
 from keel.engines.sampler import eos_ids, split_stops
 from keel.learn.advantages import check_steps
 from keel.learn.batch import from_groups
 from keel.models.chat import ChatEncoder
 from keel.models.families import uses_autocast
-from keel.models.policy import rounding_effect
-from keel.preflight import tokens
+from keel.models.policy import Policy, rounding_effect
+from keel.models.reward import Reader, check_classifier
 from keel.preflight.batch import TrialBatch, check_ends, load_of, sample, size_for
-from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops
-from keel.preflight.finding import found
+from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops, found
 from keel.preflight.judge_cost import forecast_judge
-from keel.preflight.prompts import read_prompts, reply_holds_answer
+from keel.preflight.prompts import (
+    check_tokens,
+    encoded_prompts,
+    end_of_turn,
+    few_rows,
+    how_read,
+    over_length,
+    read_prompts,
+    reply_holds_answer,
+    report_left_out,
+    special_in_answers,
+    spread,
+    unreadable,
+)
 from keel.preflight.rewards import (
     SHOWN,
     Gold,
@@ -39,6 +59,8 @@ from keel.preflight.trial import LongestExample
 from keel.rewards.code import CodeReward
 from keel.rewards.registry import NamedReward
 from keel.rewards.scorer import Scorer
+from keel.training.judged_data import encoder
+from keel.training.judging import base_policy
 from keel.training.setup import (
     build_scorer,
     check_component,
@@ -47,10 +69,13 @@ from keel.training.setup import (
     load_rewards,
     reward_context,
 )
+from keel.training.supervised import demonstration, encode_demonstration
 from keel.types import KeelError, RewardResult
 
 ROUNDED_TOKENS = 2048
 """Of the completions whose log-probabilities are computed in bfloat16 and in float32."""
+ENCODED = 2_000
+"""Rows whose length is measured, evenly spread."""
 
 
 def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
@@ -154,7 +179,7 @@ def _check_end_of_turn(context: StageContext, plan: SamplingPlan) -> None:
         stops = (*eos_ids(policy.model, policy.tokenizer), *plan.sampling.rollout.stop_ids, *ids)
         closing = ChatEncoder(policy.tokenizer, plan.sampling.prompts.chat_template).closing
         key = f"{plan.key}rollout"
-        context.add(tokens.end_of_turn(closing, policy.tokenizer, stops, texts, key))
+        context.add(end_of_turn(closing, policy.tokenizer, stops, texts, key))
 
 
 def _check_names(context: StageContext, plan: SamplingPlan) -> None:
@@ -257,3 +282,132 @@ def _set_work(
         context.skipped_checks.append("memory and time of rollout.program and of its requests")
     elif rollout.max_turns > 1:
         context.skipped_checks.append("memory and time of further turns of a conversation")
+
+
+# ---------------------------------------------------------------- demonstrations and stored rows
+
+
+def inspect_demonstrations(context: StageContext, source: DemonstrationSource) -> None:
+    """The first step's prompts, and the demonstrations made of them and of later prompts.
+
+    Raises StageStops if the stage would stop.
+    """
+    policy, prefix = context.policy, context.prefix
+    seed = derive(context.recipe.seed, context.stage.name)
+    stats = read_prompts(
+        context, source.tasks, source.prompts, seed,
+        prefix=prefix, answer_key="prompts.max_tokens", answer_tokens=1, take=source.batch_size,
+    )  # fmt: skip
+    tasks, encoder = stats.source.tasks, stats.source.encoder
+    lengths: list[int] = []
+    texts: list[tuple[str, str]] = []
+    with context.stops("as its demonstrations are made", f"{prefix}demonstration"):
+        demonstrate = load_entry(source.entry, "demonstration")
+        rng = np.random.default_rng(derive(seed, "demonstrations", 1))
+        later = (p for task in tasks.values() for p in encoded_prompts(task, encoder))
+        for number, prompt in enumerate(chain(stats.first, later)):
+            text = demonstration(prompt, tasks[prompt.task], source.entry, demonstrate, rng)
+            found = encode_demonstration(prompt, text, encoder, policy.context, prefix)
+            lengths.append(len(found.answer))
+            whole = len(prompt.tokens) + lengths[-1]
+            if number < len(stats.first):
+                texts.append((prompt.id, text))
+            if context.longest is None or whole > context.longest.tokens:
+                data = {**prompt_columns(prompt.content, prompt.tools), "answer": text}
+                context.longest = LongestExample(whole, data, prompt.task in encoder.raw)
+    specials = [str(token) for token in policy.tokenizer.all_special_tokens]
+    context.add(special_in_answers(texts, specials, f"{prefix}tasks.0.answer"))
+    context.add_lengths("demonstration tokens", lengths)
+
+
+def inspect_preference_data(context: StageContext, source: JudgedSource) -> None:
+    """The judged rows of a stage, encoded, and the model that it starts from.
+
+    Raises StageStops if the stage would stop.
+    """
+    prefix, data = context.prefix, source.data
+    with context.stops("as its model is made", f"{prefix}base"):
+        base = _base(context)
+    if data is None:
+        return
+    if data.name not in KINDS:
+        context.skipped_checks.append(f"the rows of {data.name!r}: its function was not called")
+        return
+    key = f"{prefix}data"
+    with context.stops("as its rows are read", key):
+        splits = READERS[source.records](data, context.recipe.seed)
+        encode = _encoder(context, source, base)
+        if data.bad_rows == "quarantine":
+            splits = without_bad(splits, encode)
+        chosen = [splits.train[at] for at in spread(len(splits.train), ENCODED)]
+        encoded = [encode_row(row, encode) for row in chosen]
+        lengths = [row.longest for row in encoded]
+        held = (
+            [encode_row(row, encode).longest for row in splits.validation[:ENCODED]]
+            if source.validation_rows
+            else []
+        )
+    limit = min((n for n in (source.max_tokens, base.context) if n is not None), default=None)
+    within = [at for at, row in enumerate(encoded) if limit is None or row.longest <= limit]
+    if within:
+        longest = max(within, key=lambda at: encoded[at].length)
+        example = chosen[longest].columns
+        context.longest = LongestExample(encoded[longest].length, example, source.raw)
+    if held and limit is not None and min(held) > limit:
+        error = KeelError(
+            f"each of the {len(held)} validation rows is longer than {limit} tokens: raise "
+            f"{prefix}max_tokens, or set {prefix}evaluation.rows = 0",
+            key="evaluation.rows",
+        )
+        context.add_stop("as its rows are read", error, f"{prefix}max_tokens")
+    _check_row_tokens(context, base, source, chosen, key)
+    rows = len(splits.train)
+    report_left_out(context, splits.left_out)
+    context.figures |= {
+        "train rows": rows,
+        "validation rows": len(splits.validation),
+        "plain prompts are read": how_read(base.tokenizer, source.raw),
+        "epochs": round(context.stage.steps * source.batch_size / max(rows, 1), 2),
+    }
+    context.add_lengths("row tokens", lengths)
+    context.add(
+        few_rows(rows, source.batch_size, f"{key}.path"),
+        over_length(
+            "rows-over-length", "rows", lengths, limit, "prompt and answer", f"{prefix}max_tokens",
+            "raise it to {held} (a model with a longer context, if that is the bound)",
+        ),
+        unreadable(splits.left_out, rows + len(splits.validation), f"{key}.bad_rows"),
+    )  # fmt: skip
+
+
+def _check_row_tokens(
+    context: StageContext, base: Policy, source: JudgedSource, rows: Sequence[Any], key: str
+) -> None:
+    """Findings of the first rows' prompts, and of the answers of all, as tokens."""
+    template, tokenizer = source.template_keywords, base.tokenizer
+    reader = Reader(tokenizer, None, template, raw=source.raw)
+    prompts = [reader.prompt(row.prompt, row.id, row.tools) for row in rows[:32]]
+    check_tokens(context, tokenizer, prompts, template, {prompt.task: key for prompt in prompts})
+    specials = [str(token) for token in tokenizer.all_special_tokens]
+    answers = [(row.id, text) for row in rows for text in row.answers.values()]
+    context.add(special_in_answers(answers, specials, key, letters=True))
+
+
+def _base(context: StageContext) -> Policy:
+    """The language model that the stage's own starts from. Raises KeelError if none can."""
+    choice, kind = context.stage.base_model, context.stage.reward_model
+    if choice is None or kind is None:
+        return context.policy
+    base = base_policy(context.recipe, context.policy, choice)
+    if choice.stage is None:
+        check_classifier(base.model.config, kind)
+    return base
+
+
+def _encoder(context: StageContext, source: JudgedSource, base: Policy) -> Callable[[Any], Any]:
+    """What encodes the stage's rows."""
+    kind = context.stage.reward_model
+    template = None if kind else source.template_keywords
+    closing = kind == "outcome"
+    reader = Reader(base.tokenizer, base.context, template, raw=source.raw, closing=closing)
+    return encoder(source.records, reader, source.separator)
