@@ -13,7 +13,6 @@ from keel.analysis.diagnosis.table import diagnose
 from keel.models.policy import load_policy
 from keel.preflight.check import check
 from keel.runs.reader import load
-from keel.training.run import train
 from keel.types import KeelError
 from keel.workflows.compare import plan
 from tests.training.small import info, metrics, run, save_teacher, small
@@ -95,45 +94,6 @@ def test_reward_of_weight_0_is_logged_and_changes_nothing(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------- refused, checked
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (("algorithm=opd",), "reads a teacher: set teacher.name to the folder or hub name"),
-        (("algorithm=grpo", "teacher.name=a/b"), 'reads no teacher: set algorithm = "opd", or'),
-        (
-            ("algorithm=opd", "teacher.name=a/b", "rollout.dynamic_sampling=true"),
-            "drops groups by their rewards: set rollout.dynamic_sampling = false",
-        ),
-        (
-            (
-                "algorithm={preset='opd', divergence={where='reward', estimator='k1'}}",
-                "teacher.name=a/b",
-            ),
-            'reads no reward: a divergence in it would be lost, set where = "loss"',
-        ),
-    ],
-)
-def test_keys_that_do_not_fit_are_refused(overrides: tuple[str, ...], words: str) -> None:
-    with pytest.raises(KeelError) as caught:
-        small(*overrides)
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_unset_teacher_goes_with_any_preset() -> None:
-    taught = small("algorithm=opd", "teacher={name='a/b', dtype='bfloat16'}")
-    assert taught.stages[0].teacher.dtype == "bfloat16"  # type: ignore[union-attr]
-    assert small("algorithm=grpo", "teacher=none").stages[0].teacher is None  # type: ignore[union-attr]
-
-
-def test_unfit_teacher_of_a_later_stage_stops_before_the_first_step(tmp_path: Path) -> None:
-    teacher = save_teacher(tmp_path / "teacher").replace("teacher.name", "rl.teacher.name")
-    name = ("model.build.alphabet=0123456789>x", "rl.algorithm=opd", teacher)
-    with pytest.raises(KeelError, match=r"stage 'rl': teacher\.name = .* has another tokenizer"):
-        train(small(*name, recipe="quickstart"), tmp_path / "run")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_check_loads_the_teacher_and_expects_no_reward(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -401,20 +401,3 @@ def test_an_error_of_one_step_cancels_the_others() -> None:
     with pytest.raises(KeelError, match="step 1 fell over"):
         sampling(1, 9)
     assert threads() == []
-
-
-MIXES: Mapping[str, Sequence[str]] = {
-    "no correction": ["rollout.async_level=1"],
-    "the engine's log-probs": [*AHEAD, "rollout.old_log_probs=engine"],
-    "both": ["rollout.async_level=1", "rollout.old_log_probs=engine"],
-}
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_async_level_without_correction_is_refused(mix: str) -> None:
-    with pytest.raises(KeelError) as caught:
-        small(*MIXES[mix])
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in ("rollout.async_level = 1", "algorithm.correction", 'old_log_probs = "trainer"'):
-        assert part in message

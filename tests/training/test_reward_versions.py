@@ -14,8 +14,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.judging import is_newest, rows_of, versions, with_replay
 from keel.training.run import train
-from keel.types import KeelError
-from tests.training.judged import MODEL, data, headline, ones, recipe
+from tests.training.judged import MODEL, data, ones, recipe
 from tests.training.small import info
 
 TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
@@ -70,16 +69,6 @@ def test_rows_with_a_held_out_prompt_are_not_replayed(tmp_path: Path) -> None:
     old = rows_of(RunFolder(tmp_path, ("old", "new")), chain(tmp_path, 1.0).stages[0])
     held = read_pairs(old).train[:15]
     assert set(replayed(tmp_path, 1.0, held)[10:]) == {row["prompt"] for row in ones(20, 1)[15:]}
-
-
-def test_replay_needs_a_model_that_has_learned_before() -> None:
-    with pytest.raises(KeelError, match=r"base\.replay"):
-        load_recipe(
-            {
-                "model": MODEL,
-                "stages": [{"stage": "reward_model", "sampled": SAMPLED, "base": {"replay": 0.1}}],
-            }
-        )
 
 
 def iterated() -> Any:
@@ -141,45 +130,3 @@ def test_each_round_begins_with_the_reference_set_to_the_policy(folder: RunFolde
         assert all(row["reference_log_probs"] == row["old_log_probs"] for row in first)
     last = load(folder.path).rollouts(2, "grpo-2")
     assert any(row["reference_log_probs"] != row["old_log_probs"] for row in last)
-
-
-BRIEF: dict[str, Any] = {"steps": 4, "batch_size": 8, "optimizer": {"learning_rate": 4e-3}}
-
-
-@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
-def test_later_stage_starts_from_the_earlier_reward_model(
-    lora: dict[str, Any] | None, tmp_path: Path
-) -> None:
-    rows = data(tmp_path, ones(48, 1), ones(24, 2))
-    first = {"stage": "reward_model", "name": "first", "data": rows, **BRIEF}
-    base = {"stage": "first", **({} if lora is None else {"lora": lora})}
-    second = {**first, "name": "second", "base": base}
-    found = info(train(recipe(first, second), tmp_path / "run"))["measured"]
-    ended, began = found["first"]["after"], found["second"]["before"]
-    # Saved in float32: the same scores to the last few digits.
-    assert headline(began, "log_loss") == pytest.approx(headline(ended, "log_loss"), abs=1e-6)
-    assert headline(found["first"]["before"], "log_loss") != headline(began, "log_loss")
-    assert headline(found["second"]["after"], "log_loss") != headline(began, "log_loss")
-    assert (tmp_path / "run/models/second/adapter").is_dir() == (lora is not None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("reward_model", "later"), ("reward_model", "absent"), ("process_reward_model", "sft")],
-)
-def test_base_that_is_no_earlier_stage_of_the_kind_is_refused(
-    kind: str, name: str, tmp_path: Path
-) -> None:
-    rows = data(tmp_path, ones(48, 1), ones(24, 2))
-    sft = {"stage": "sft", "steps": 1, "tasks": [{"name": "sort_digits"}]}
-    first = {"stage": kind, "name": "made", "data": rows, "base": {"stage": name}, **BRIEF}
-    later = {"stage": kind, "name": "later", "data": rows, **BRIEF}
-    with pytest.raises(KeelError, match=rf'made.base.stage = "{name}" is not a {kind} stage'):
-        recipe(sft, first, later)
-
-
-def test_base_with_two_sources_is_refused(tmp_path: Path) -> None:
-    rows = data(tmp_path, ones(48, 1), ones(24, 2))
-    base = {"stage": "first", "name": "folder"}
-    with pytest.raises(KeelError, match=r"set one of base\.name"):
-        recipe({"stage": "reward_model", "data": rows, "base": base, **BRIEF})

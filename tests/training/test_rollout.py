@@ -13,7 +13,6 @@ from keel.algorithms.advantages import GAE, GroupRelative
 from keel.algorithms.losses import ValueLoss
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import Clip, Weights
-from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
 from keel.config.sources import Rollout
 from keel.data.mixture import PromptStream
@@ -26,11 +25,10 @@ from keel.models.policy import Policy, load_policy
 from keel.rewards.scorer import Scorer
 from keel.runs.reader import load
 from keel.training.rollout import Sampler, collect
-from keel.training.run import train
-from keel.types import Completion, KeelError, Prompt, Split
+from keel.types import Completion, Prompt, Split
 from tests.engines.scripted import ScriptedEngine
 from tests.training import rewards
-from tests.training.small import metrics, run, small
+from tests.training.small import metrics, run
 
 HERE = "tests.training.rewards"
 
@@ -105,46 +103,6 @@ def test_mask_truncated_gives_zero_advantages(tmp_path: Path) -> None:
     assert 0 < len(cut) < len(rows)
     assert all(set(row["advantages"]) == {0.0} for row in cut)
     assert any(set(row["advantages"]) != {0.0} for row in rows if row["finish"] != "length")
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("evaluation.component=tusk", "did you mean 'task'"),
-        ("algorithm.advantage={kind='custom', function='math:sqroot'}", "sqrt"),
-        ("rollout.dynamic_sampling=true", None),
-    ],
-)
-def test_invalid_settings_are_refused_before_the_first_step(
-    override: str, reason: str | None, tmp_path: Path
-) -> None:
-    if reason is None:
-        with pytest.raises(KeelError, match="group of one"):
-            small("algorithm=ppo", "rollout.group_size=1", override)
-        return
-    recipe = small("rewards.functions=[{function='task'}]", override)
-    with pytest.raises(KeelError, match=reason):
-        train(recipe, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-SFT = {
-    "model": {"build": {"alphabet": "0123456789>", "hidden_size": 32, "layers": 1, "heads": 2}},
-    "stages": [{"stage": "sft", "steps": 2, "batch_size": 4, "tasks": [{"name": "sort_digits"}]}],
-}
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        (f"demonstration={HERE}:shouts", "'!'.*model.build.alphabet"),
-        (f"demonstration={HERE}:rambles", "more than the model's context"),
-        (f"demonstration={HERE}:falls", "raised RuntimeError"),
-    ],
-)
-def test_invalid_demonstration_is_named(override: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(KeelError, match=reason):
-        train(load_recipe(SFT, [override, "model.build.context=32"]), tmp_path / "run")
 
 
 TOOL = " is 12;"

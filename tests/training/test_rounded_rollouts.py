@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from keel.engines.native import NativeEngine
 from keel.runs.reader import load
-from keel.types import Group, KeelError
-from tests.training.small import info, metrics, run, small
+from keel.types import Group
+from tests.training.small import info, metrics, run
 
 BF16 = ("rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")
 GAP = "sampling/sampling_logp_difference"
@@ -69,22 +69,3 @@ def test_the_first_update_measures_the_difference_where_nothing_else_does(
     if one_update:
         assert set(separate) - set(first) == {"kl", "kl/reference", "kl/sequence"}
         assert first["loss"] == pytest.approx(separate["loss"], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (BF16[:1], 'set algorithm.correction.kind = "truncate", or rollout.dtype = "model"'),
-        (
-            (*BF16[:1], "rollout.old_log_probs=engine"),
-            'set algorithm.correction.kind = "truncate" and rollout.old_log_probs = "trainer", or',
-        ),
-        ((*BF16, "rollout.old_log_probs=engine"), 'set it to "trainer"'),
-        (("rollout.dtype=float16", *BF16[1:]), "should be 'model' or 'bfloat16'"),
-    ],
-)
-def test_bfloat16_without_correction_is_refused(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(KeelError) as caught:
-        small(*overrides)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)

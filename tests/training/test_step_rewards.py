@@ -15,7 +15,7 @@ from keel.runs.reader import load
 from keel.training.rl import minibatches
 from keel.training.rollout import all_alike
 from keel.training.run import train
-from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
+from keel.types import Completion, Group, Prompt, RewardResult, Step
 from tests.rewards.made import named
 from tests.training.small import info, run, small
 
@@ -23,7 +23,6 @@ BOTH = (
     "rewards.functions=[{function='tests.training.rewards:digits_in_order'}, "
     "{function='place_match', weight=0.5}]"
 )
-BUILT_IN = "rewards.functions=[{function='step_match', options={separator=' '}}]"
 
 
 def group(lengths: tuple[int, ...]) -> Group:
@@ -51,17 +50,6 @@ def test_process_advantages_follow_from_recorded_rewards(tmp_path: Path) -> None
             ends = np.array([*row["step_ends"], len(row["tokens"]) - 1])
             expected = [normal[ends >= at].sum() for at in range(len(row["tokens"]))]
             assert row["advantages"] == pytest.approx(expected, abs=1e-5)
-
-
-def test_step_rewards_unfit_for_the_advantage_are_refused(
-    tmp_path: Path,
-) -> None:
-    with pytest.raises(KeelError, match='"group_relative" is of whole answers'):
-        train(small("algorithm=grpo", BUILT_IN), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(KeelError, match="needs rewards of steps"):
-        train(small("algorithm=grpo_process"), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_overlong_penalty_is_no_variance_for_dynamic_sampling() -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from keel.cli.main import main
 from keel.config.load import to_toml
 from tests.training.judged import recipe
-from tests.training.test_reward_model_stage import pairs
+from tests.training.test_judging_stages import pairs
 
 
 @pytest.mark.quick("dpo")

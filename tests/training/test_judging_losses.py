@@ -1,9 +1,9 @@
-"""The gradient of a reward model's step, against plain padded transformers in float64."""
+"""Losses of preferences and labels and their gradients, against plain padded transformers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +16,14 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from keel.data.judged_rows import Labelled, Preference, Stepwise
 from keel.data.splits import Splits
+from keel.learn.batch import TokenBudget
+from keel.models import lora
+from keel.models.policy import Policy
+from keel.models.reference import reference_for
 from keel.models.reward import Answered, Reader, RewardModel, reward_model_from
 from keel.training.judged_data import EncodedPair, Marked, encoder, of_step, ready
 from keel.training.judged_losses import (
+    DPO,
     first_under,
     labels_backward,
     measure_labels,
@@ -51,14 +56,19 @@ EXACT = 1e-10
 """float64; the sums differ in order and nothing else."""
 
 
-def model_of(kind: Literal["outcome", "process"], dtype: str = "float64") -> RewardModel:
-    """A reward model whose head is not zero."""
-    made = reward_model_from(tiny.policy(dtype=dtype), kind, 0)
+def moved(parameters: Iterable[Tensor], scale: float) -> None:
+    """Add seeded noise, so that a head is not zero, or a policy is not its reference."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in made.head.parameters():
+        for parameter in parameters:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(0.3 * noise)
+            parameter.add_(scale * noise)
+
+
+def model_of(kind: Literal["outcome", "process"]) -> RewardModel:
+    """A reward model whose head is not zero."""
+    made = reward_model_from(tiny.policy(dtype="float64"), kind, 0)
+    moved(made.head.parameters(), 0.3)
     return made
 
 
@@ -112,7 +122,7 @@ def padded(tokenizer: Any, texts: Sequence[str]) -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-def cross_entropy(z: Tensor, y: float) -> Tensor:
+def cross_entropy(z: Tensor, y: float | Tensor) -> Tensor:
     """−y log σ(z) − (1−y) log(1−σ(z)), by the sigmoid itself: the figures are small here."""
     return -y * torch.sigmoid(z).log() - (1 - y) * (1 - torch.sigmoid(z)).log()
 
@@ -153,9 +163,9 @@ def plain_step_loss(plain: Any, tokenizer: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("token_budget", [1, 20, 40, 10_000])
+@pytest.mark.parametrize("token_budget", [1, 30, 10_000])
 @pytest.mark.parametrize("kind", ["pairs", "centred pairs", "labels", "steps"])
-def test_loss_and_gradient_equal_plain_transformers(
+def test_reward_model_gradient_equals_plain_transformers(
     kind: str, token_budget: int, tmp_path: Path
 ) -> None:
     """Soft labels, ties, margins and centring included; any size of micro-batch, any order."""
@@ -176,6 +186,98 @@ def test_loss_and_gradient_equal_plain_transformers(
     loss.backward()
     assert learned["loss"] == pytest.approx(float(loss.detach()), rel=EXACT)
     same(ours, gradients(plain))
+
+
+# ---------------------------------------------------------------- DPO, by plain transformers
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "sigmoid": {},
+    "ipo": {"loss": "ipo"},
+    "smoothed": {"smoothing": 0.2},
+}
+BETA = 0.3
+COMPARED = tuple(row for row in PAIRS if row.margin == 0)
+
+
+def dpo_of(policy: Policy, token_budget: int, **keys: Any) -> tuple[DPO, list[EncodedPair]]:
+    """DPO of a policy that has moved from its reference, and pairs for it."""
+    work = DPO(policy, reference_for(policy), TokenBudget(token_budget), beta=BETA, **keys)
+    moved(policy.trainable().values(), 0.05)
+    read = encoder("pairs", Reader(policy.tokenizer, policy.context))
+    return work, list(map(read, COMPARED))
+
+
+def plain_log_probs(model: Any, tokenizer: Any, split: str) -> tuple[Tensor, Tensor]:
+    """Σ log π of answer and end after the prompt, and the number of their tokens."""
+    inputs = padded(tokenizer, [str(row.prompt) + getattr(row, split) for row in COMPARED])
+    log_p = model(**inputs).logits.log_softmax(-1)
+    sums, counts = [], []
+    for at, row in enumerate(COMPARED):
+        begins = len(tokenizer(str(row.prompt))["input_ids"])
+        ends = int(inputs["attention_mask"][at].sum())
+        places = range(begins, ends)
+        sums.append(sum(log_p[at, i - 1, inputs["input_ids"][at, i]] for i in places))
+        counts.append(float(len(places)))
+    return torch.stack(sums), torch.tensor(counts, dtype=torch.float64)
+
+
+def plain_dpo(
+    policy: Policy, weights: dict[str, Tensor], loss: str = "sigmoid", smoothing: float = 0.0
+) -> tuple[Any, Tensor, Tensor]:
+    """Plain transformers with these weights, its mean loss, and each pair's log-ratio gap."""
+    plain, first = (tiny.stock(dtype=torch.float64) for _ in range(2))
+    plain.load_state_dict(weights)
+    p = torch.tensor([row.probability for row in COMPARED], dtype=torch.float64)
+    gap = torch.zeros(len(COMPARED), dtype=torch.float64)
+    for split, sign in (("chosen", 1), ("rejected", -1)):
+        now, count = plain_log_probs(plain, policy.tokenizer, split)
+        then, _ = plain_log_probs(first, policy.tokenizer, split)
+        ratio = now - then.detach()
+        gap = gap + sign * (ratio / count if loss == "ipo" else ratio)
+    if loss == "ipo":
+        target = 0.5 / BETA
+        losses = p * (gap - target) ** 2 + (1 - p) * (gap + target) ** 2
+    else:
+        losses = cross_entropy(BETA * gap, p * (1 - smoothing) + (1 - p) * smoothing)
+    losses.mean().backward()
+    assert float(gap.detach().abs().max()) > 0.1
+    return plain, losses.mean().detach(), gap.detach()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("token_budget", [1, 30, 10_000])
+def test_dpo_gradient_equals_plain_transformers(loss: str, token_budget: int) -> None:
+    policy = tiny.policy(dtype="float64")
+    work, pairs = dpo_of(policy, token_budget, **LOSSES[loss])
+    learned = work.backward(pairs[::-1], work.budget.tokens)  # the order does not matter
+    plain, wanted, gap = plain_dpo(policy, policy.model.state_dict(), **LOSSES[loss])
+    assert learned["loss"] == pytest.approx(float(wanted), rel=EXACT)
+    assert learned["rewards/margins"] == pytest.approx(BETA * float(gap.mean()), rel=EXACT)
+    assert learned["rewards/accuracies"] == float((gap > 0).double().mean())
+    same(gradients(policy.model), gradients(plain))
+    held = measure_pairs(pairs, work.implied_rewards).as_dict()
+    # How far the better answer lies above, over pairs that are no tie.
+    sign = torch.tensor([np.sign(row.probability - 0.5) for row in COMPARED])
+    toward = (BETA * gap * sign)[sign != 0].mean()
+    assert held["margins"]["mean"] == pytest.approx(float(toward), rel=EXACT)
+
+
+def test_dpo_gradient_of_lora_has_the_base_as_reference() -> None:
+    """The gradient of the adapter, by way of the merged weights W + (α/r) B A."""
+    policy = tiny.policy(dtype="float64", rank=4)
+    work, pairs = dpo_of(policy, token_budget=30)
+    learned = work.backward(pairs, work.budget.tokens)
+    plain, wanted, _ = plain_dpo(policy, lora.plain_weights(policy.model))
+    # The adapter is kept in float64 with these weights, but merged ones are rounded once more.
+    assert learned["loss"] == pytest.approx(float(wanted), rel=1e-9)
+    merged = dict(plain.named_parameters())
+    for name, layer in lora.lora_layers(policy.model):
+        gradient = merged[f"{name}.weight"].grad
+        a, b = layer.lora_A[lora.POLICY].weight, layer.lora_B[lora.POLICY].weight
+        scale = layer.scaling[lora.POLICY]
+        torch.testing.assert_close(b.grad, scale * gradient @ a.T, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(a.grad, scale * b.T @ gradient, rtol=1e-8, atol=1e-9)
+    assert all(p.grad is None for n, p in policy.named_parameters() if ".lora_" not in n)
 
 
 # ---------------------------------------------------------------- what comes of it

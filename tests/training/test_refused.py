@@ -1,0 +1,234 @@
+"""Recipes that are refused: when they are read, or before the first step is paid for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.config.load import load_recipe
+from keel.training.run import train
+from keel.types import KeelError
+from tests.training.judged import data, ones, recipe, traces
+from tests.training.small import save_teacher, small
+
+HERE = "tests.training.rewards"
+TEACHER = "teacher.name=a/b"
+BF16 = "rollout.dtype=bfloat16"
+AHEAD = "rollout.async_level=1"
+TRUNCATE = "algorithm.correction.kind=truncate"
+FROM_ENGINE = "rollout.old_log_probs=engine"
+OF_OLDER_WEIGHTS = (
+    "rollout.async_level = 1 trains on rollouts of older weights: set algorithm.correction.kind = "
+    '"truncate" or "mask" and rollout.old_log_probs = "trainer"'
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("algorithm=opd",), "reads a teacher: set teacher.name to the folder or hub name"),
+        (("algorithm=grpo", TEACHER), 'reads no teacher: set algorithm = "opd", or'),
+        (
+            ("algorithm=opd", TEACHER, "rollout.dynamic_sampling=true"),
+            "drops groups by their rewards: set rollout.dynamic_sampling = false",
+        ),
+        (
+            ("algorithm={preset='opd', divergence={where='reward', estimator='k1'}}", TEACHER),
+            'reads no reward: a divergence in it would be lost, set where = "loss"',
+        ),
+        ((AHEAD,), OF_OLDER_WEIGHTS),
+        ((AHEAD, TRUNCATE, FROM_ENGINE), OF_OLDER_WEIGHTS),
+        ((AHEAD, FROM_ENGINE), OF_OLDER_WEIGHTS),
+        ((BF16,), 'set algorithm.correction.kind = "truncate", or rollout.dtype = "model"'),
+        (
+            (BF16, FROM_ENGINE),
+            'set algorithm.correction.kind = "truncate" and rollout.old_log_probs = "trainer", or',
+        ),
+        ((BF16, TRUNCATE, FROM_ENGINE), 'set it to "trainer"'),
+        (("rollout.dtype=float16", TRUNCATE), "should be 'model' or 'bfloat16'"),
+        (("rewards.timeout=1e10",), "rewards.timeout = 10000000000.0: input should be less than"),
+        (("rollout.timeout=0",), "rollout.timeout = 0: input should be greater than 0"),
+        (
+            ("algorithm=ppo", "rollout.group_size=1", "rollout.dynamic_sampling=true"),
+            "a group of one never has any",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(KeelError) as caught:
+        small(*overrides)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_at_their_limits_are_accepted() -> None:
+    small("rewards.timeout=31536000", "rollout.timeout=31536000")
+    taught = small("algorithm=opd", "teacher={name='a/b', dtype='bfloat16'}")
+    assert taught.stages[0].teacher.dtype == "bfloat16"  # type: ignore[union-attr]
+    assert small("algorithm=grpo", "teacher=none").stages[0].teacher is None  # type: ignore[union-attr]
+
+
+# ---------------------------------------------------------------- stages
+
+
+TASK = {"name": "sort_digits"}
+FILE = {"name": "jsonl", "path": "rows.jsonl"}
+BRIEF: dict[str, Any] = {"steps": 2, "batch_size": 4}
+SFT: dict[str, Any] = {"stage": "sft", **BRIEF, "tasks": [TASK]}
+JUDGE: dict[str, Any] = {"stage": "reward_model", **BRIEF, "data": FILE}
+PROCESS: dict[str, Any] = {**JUDGE, "stage": "process_reward_model"}
+LATER = {**JUDGE, "name": "later"}
+ONE, TWO = {**JUDGE, "name": "one"}, {**JUDGE, "name": "two", "base": {"stage": "one"}}
+
+
+def outcome_of(stage: str) -> dict[str, Any]:
+    return {"functions": [{"function": "outcome", "options": {"stage": stage}}]}
+
+
+def rl(stage: str) -> dict[str, Any]:
+    return {"stage": "rl", "tasks": [TASK], "rewards": outcome_of(stage), "algorithm": "grpo"}
+
+
+def based(kind: dict[str, Any], **base: Any) -> dict[str, Any]:
+    return {**kind, "name": "made", "base": base}
+
+
+STAGES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "reward of a later stage": (
+        [rl("later"), LATER],
+        r'rl: the reward "outcome" is of .*"later"',
+    ),
+    "rows judged by a later stage": (
+        [{"stage": "dpo", "sampled": {"tasks": [TASK], "rewards": outcome_of("later")}}, LATER],
+        r'dpo: the reward "outcome" is of .*"later"',
+    ),
+    "process model as an outcome": (
+        [{**PROCESS, "name": "made"}, rl("made")],
+        r'"made", which is not a stage before .*there is none',
+    ),
+    "base is a later stage": (
+        [SFT, based(JUDGE, stage="later"), LATER],
+        r'made.base.stage = "later" is not a reward_model stage',
+    ),
+    "base is not a stage": (
+        [SFT, based(JUDGE, stage="absent")],
+        r'made.base.stage = "absent" is not a reward_model stage',
+    ),
+    "base is of another kind": (
+        [SFT, based(PROCESS, stage="sft")],
+        r'made.base.stage = "sft" is not a process_reward_model stage',
+    ),
+    "base of two sources": ([based(JUDGE, stage="a", name="b")], r"set one of base\.name"),
+    "replay without a base": ([based(JUDGE, replay=0.1)], r"base\.replay"),
+    # What the second holds out, the first has learned from.
+    "another share of one file": (
+        [ONE, {**TWO, "data": {**FILE, "validation_fraction": 0.3}}],
+        r"one and two split the same data otherwise",
+    ),
+    "other groups of one file": (
+        [ONE, {**TWO, "data": {**FILE, "group": "prompt"}}],
+        r"one and two split the same data otherwise",
+    ),
+}
+
+
+@pytest.mark.parametrize(("stages", "message"), STAGES.values(), ids=STAGES)
+def test_stages_that_do_not_fit_are_refused(stages: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(KeelError, match=message):
+        recipe(*stages)
+
+
+def test_stages_that_split_one_file_alike_are_accepted() -> None:
+    for other in ({}, {"validation_fraction": 0.05}, {"validation_path": "other.jsonl"}):
+        recipe(ONE, {**TWO, "data": {**FILE, **other}})
+
+
+# ---------------------------------------------------------------- before the first step
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("evaluation.component=tusk",), "did you mean 'task'"),
+        (("algorithm.advantage={kind='custom', function='math:sqroot'}",), "sqrt"),
+        (
+            ("rewards.functions=[{function='step_match', options={separator=' '}}]",),
+            '"group_relative" is of whole answers',
+        ),
+        (("algorithm=grpo_process",), "needs rewards of steps"),
+    ],
+)
+def test_recipe_is_refused_before_there_is_a_folder(
+    overrides: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    made = small("algorithm=grpo", "rewards.functions=[{function='task'}]", *overrides)
+    with pytest.raises(KeelError, match=message):
+        train(made, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def refused(folder: Path, stage: dict[str, Any], message: str, **model: Any) -> None:
+    """The run ends with the message, and no step of a first stage was taken."""
+    with pytest.raises(KeelError, match=message):
+        train(recipe(SFT, stage, **model), folder)
+    assert not (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ({"stage": "dpo", "data": {**FILE, "path": "nope.jsonl"}}, r"nope\.jsonl"),
+        (JUDGE, r"train\.jsonl:1.*chosen"),
+        ({**JUDGE, "objective": "labels"}, r"train\.jsonl:1.*completion"),
+    ],
+)
+def test_rows_of_a_later_stage_are_read_first(
+    stage: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    if stage["data"] is FILE:
+        stage = {**stage, "data": data(tmp_path, traces(9, 1), traces(9, 2))}
+    refused(tmp_path / "run", {**stage, **BRIEF}, message)
+
+
+def test_model_family_without_the_class_is_refused_first(tmp_path: Path) -> None:
+    stage = {**PROCESS, "data": data(tmp_path, traces(9, 1), traces(9, 2))}
+    build = {"family": "cohere", "alphabet": "0123456789> ", "hidden_size": 32, "layers": 1}
+    refused(tmp_path / "run", stage, "no token classification class", build=build)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ({"name": "./none"}, r"^reward_model\.base\.name = "),
+        ({"lora": {"rank": 2, "targets": ["nowhere"]}}, r"reward_model\.base\.lora"),
+    ],
+)
+def test_errors_of_a_base_name_its_keys(base: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = data(tmp_path, ones(40, 1), ones(9, 2))
+    with pytest.raises(KeelError, match=message):
+        train(recipe({**JUDGE, "data": source, "base": base}), tmp_path / "run")
+
+
+def test_unfit_teacher_of_a_later_stage_is_refused_first(tmp_path: Path) -> None:
+    teacher = save_teacher(tmp_path / "teacher").replace("teacher.name", "rl.teacher.name")
+    name = ("model.build.alphabet=0123456789>x", "rl.algorithm=opd", teacher)
+    with pytest.raises(KeelError, match=r"stage 'rl': teacher\.name = .* has another tokenizer"):
+        train(small(*name, recipe="quickstart"), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("shouts", "'!'.*model.build.alphabet"),
+        ("rambles", "more than the model's context"),
+        ("falls", "raised RuntimeError"),
+    ],
+)
+def test_invalid_demonstration_is_named(function: str, message: str, tmp_path: Path) -> None:
+    build = {"alphabet": "0123456789>", "hidden_size": 32, "layers": 1, "heads": 2, "context": 32}
+    stage = {**SFT, "demonstration": f"{HERE}:{function}"}
+    with pytest.raises(KeelError, match=message):
+        train(load_recipe({"model": {"build": build}, "stages": [stage]}), tmp_path / "run")
