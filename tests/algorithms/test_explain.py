@@ -33,61 +33,23 @@ def objective(explanation: Explanation) -> str:
     return "\n".join(e.unicode for e in explanation.objective)
 
 
-# ---------------------------------------------------------------- known formulas
-
-GOLDEN = {
-    "ppo_kl_penalty": [
-        "J(θ) = Σ_n w_n · ρ_n A_n − β Σ_n w_n · (e^{d_n} − d_n − 1)",
-        "β = 1 at first",
-        "β ← 2 β if KL > 1.5 · 0.01,   β / 2 if KL < 0.01 / 1.5",
-        "L_V(φ) = 0.1 · 1/N · Σ_n ½ max((V_n − R̂_n)², (clip(V_n, V_{old,n} ± 0.2) − R̂_n)²)",
-    ],
-    "grpo": [
-        "J(θ) = Σ_n w_n · min(ρ_n A_n, clip(ρ_n, 0.8, 1.2) A_n)"
-        " − 0.04 Σ_n w_n · (e^{−d_n} + d_n − 1)"
-    ],
-    "rloo": ["J(θ) = Σ_n w_n · A_n ℓ_n", "R̃_i = R_i − 0.03 Σ_{n∈i} d_n"],
-    "gmpo": [
-        "J(θ) = Σ_n w_n · A_n exp(1/L_i · Σ_{t∈i} g_i min(g_i log ρ_t, "
-        "g_i clip(log ρ_t, −0.4, 0.4)))",
-        "g_i = sign(A_n)",
-    ],
-}
-"""In Unicode, one of each shape; the LaTeX of all presets stands on their pages (test_pages)."""
-
-
-@pytest.mark.parametrize(("name", "lines"), GOLDEN.items())
-def test_the_objective_of_a_preset(name: str, lines: list[str]) -> None:
-    assert objective(explain_preset(name)).split("\n") == lines
-
-
 # ---------------------------------------------------------------- kinds
 
 
-@pytest.mark.parametrize(
-    ("table", "union"),
-    [
-        (samples.ADVANTAGES, samples.kinds(spec.Advantage)),
-        (samples.SURROGATES, samples.kinds(spec.Surrogate)),
-        (samples.RATIOS, samples.kinds(spec.Ratio)),
-        (samples.WEIGHTS, samples.literals(spec.Weights, "kind")),
-    ],
-    ids=["advantage", "surrogate", "ratio", "weights"],
-)
-def test_there_is_a_row_of_every_kind(table: dict[str, Algorithm], union: set[str]) -> None:
-    assert set(table) == union
-
-
-def test_there_is_a_row_of_every_divergence_rule_and_correction() -> None:
+def test_there_is_a_sample_of_every_kind() -> None:
+    assert {*samples.ADVANTAGES} == samples.kinds(spec.Advantage)
+    assert {*samples.SURROGATES} == samples.kinds(spec.Surrogate)
+    assert {*samples.RATIOS} == samples.kinds(spec.Ratio)
+    assert {*samples.WEIGHTS} == samples.literals(spec.Weights, "kind")
     found = [r.divergence for r in samples.ALL.values() if r.divergence is not None]
-    assert {d.estimator for d in found} == samples.literals(spec.Divergence, "estimator")
-    assert {d.where for d in found} == samples.literals(spec.Divergence, "where")
-    assert {d.to for d in found} == samples.literals(spec.Divergence, "to")
-    rules = {d.adaptive.rule for d in found if d.adaptive is not None}
-    assert rules == samples.literals(Adaptive, "rule")
     fixes = [r.correction for r in samples.ALL.values() if r.correction is not None]
-    assert {c.kind for c in fixes} == samples.literals(spec.Correction, "kind")
-    assert {c.level for c in fixes} == samples.literals(spec.Correction, "level")
+    rules = [d.adaptive for d in found if d.adaptive is not None]
+    for terms, model, field in (
+        *((found, spec.Divergence, name) for name in ("estimator", "where", "to")),
+        *((fixes, spec.Correction, name) for name in ("kind", "level")),
+        (rules, Adaptive, "rule"),
+    ):
+        assert {getattr(term, field) for term in terms} == samples.literals(model, field)
 
 
 @pytest.mark.parametrize("context", [Setting(), FULL], ids=["bare", "recipe"])

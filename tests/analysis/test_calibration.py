@@ -46,25 +46,32 @@ def sigma(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
+def loop(rows: list[tuple[float, float]]) -> tuple[float, float, list[float]]:
+    """Log loss, Brier score, and whether each decided label was predicted."""
+    loss = brier = 0.0
+    right: list[float] = []
+    for z, y in rows:
+        loss -= y * math.log(sigma(z)) + (1 - y) * math.log(sigma(-z))
+        brier += (sigma(z) - y) ** 2
+        if y != 0.5:
+            right.append(0.5 if z == 0 else float((z > 0) == (y > 0.5)))
+    return loss / len(rows), brier / len(rows), right
+
+
 # ---------------------------------------------------------------- pairs
 
 
 @given(pairs)
 def test_pairs_against_loops(rows: list[tuple[float, float]]) -> None:
     found = pair_report([d for d, _ in rows], [p for _, p in rows])
-    loss = brier = 0.0
-    right: list[float] = []
+    loss, brier, right = loop(rows)
     bins: list[list[tuple[float, float]]] = [[] for _ in range(10)]
     for d, p in rows:
-        loss -= p * math.log(sigma(d)) + (1 - p) * math.log(sigma(-d))
-        brier += (sigma(d) - p) ** 2
-        if p != 0.5:
-            right.append(0.5 if d == 0 else float((d > 0) == (p > 0.5)))
         confidence = sigma(abs(d))
         place = next((k for k in range(9) if confidence < 0.5 + 0.05 * (k + 1)), 9)
         bins[place].append((confidence, 0.5 if d == 0 else p if d > 0 else 1 - p))
-    assert found.log_loss == pytest.approx(loss / len(rows), rel=EXACT)
-    assert found.brier == pytest.approx(brier / len(rows), rel=EXACT, abs=EXACT)
+    assert found.log_loss == pytest.approx(loss, rel=EXACT)
+    assert found.brier == pytest.approx(brier, rel=EXACT, abs=EXACT)
     assert found.ties == len(rows) - len(right)
     assert found.accuracy.n == len(right)
     if right:
@@ -141,17 +148,13 @@ def test_length_bias_by_hand() -> None:
 @given(pairs)
 def test_labels_against_loops(rows: list[tuple[float, float]]) -> None:
     found = label_report([z for z, _ in rows], [y for _, y in rows])
-    loss = brier = 0.0
-    right, bins = [], [[] for _ in range(10)]  # type: ignore[var-annotated]
+    loss, brier, right = loop(rows)
+    bins: list[list[tuple[float, float]]] = [[] for _ in range(10)]
     for z, y in rows:
-        loss -= y * math.log(sigma(z)) + (1 - y) * math.log(sigma(-z))
-        brier += (sigma(z) - y) ** 2
-        if y != 0.5:
-            right.append(0.5 if z == 0 else float((z > 0) == (y > 0.5)))
         place = next((k for k in range(9) if sigma(z) < (k + 1) / 10), 9)
         bins[place].append((sigma(z), y))
-    assert found.log_loss == pytest.approx(loss / len(rows), rel=EXACT)
-    assert found.brier == pytest.approx(brier / len(rows), rel=EXACT, abs=EXACT)
+    assert found.log_loss == pytest.approx(loss, rel=EXACT)
+    assert found.brier == pytest.approx(brier, rel=EXACT, abs=EXACT)
     error = sum(abs(sum(y - q for q, y in inside)) / len(rows) for inside in bins if inside)
     assert found.ece == pytest.approx(error, abs=EXACT)
     assert found.base_rate == pytest.approx(sum(y for _, y in rows) / len(rows), rel=EXACT)

@@ -147,16 +147,6 @@ def test_weighted_estimators_of_the_divergence(
     loops.close(gradient(estimate, theta), gradient(wanted, theta))
 
 
-def test_full_is_the_token_divergence_without_sampling() -> None:
-    theta = parameter()
-    estimate = by_token(POLICY, divergences.full(theta[STATE], REFERENCE[STATE]))
-    wanted = in_states(POLICY, state_kl(theta, REFERENCE))
-    loops.close(estimate, wanted)
-    loops.close(gradient(estimate, theta), gradient(wanted, theta))
-    # In value, summed over the steps, that is the sequence divergence.
-    loops.close(wanted, kl(whole(POLICY), whole(REFERENCE)))
-
-
 def test_k1_in_the_reward_is_exact_for_the_sequence() -> None:
     """REINFORCE on −k1, summed from each token to the end, descends the sequence divergence."""
     theta = parameter()

@@ -96,11 +96,6 @@ class Algorithm(FrozenModel):
         )
 
     @property
-    def bounds_ratio(self) -> bool:
-        """Whether the surrogate holds the ratio near 1, by a clip or a gate."""
-        return self.surrogate.bounds_ratio
-
-    @property
     def needs_greedy(self) -> bool:
         """Whether a greedy completion of each prompt must be sampled and scored too."""
         return self.advantage.reads_greedy

@@ -53,8 +53,17 @@ class SurrogateTerm(TermChoice):
     def value(
         self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
     ) -> Tensor:
-        """s_n; every argument but `lengths_S` is of shape (N,)."""
-        raise NotImplementedError
+        """s_n; every argument but `lengths_S` is of shape (N,).
+
+        `keel.objective.surrogates` has the function under the name of the kind, and its options
+        under those of the fields.
+        """
+        function = getattr(surrogates, self.kind)
+        found: Tensor = function(log_ratio_N, advantage_N, lengths_S, **self._options())
+        return found
+
+    def _options(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"kind"})
 
     def describe(self) -> Description:
         """First the equation of s, then those of symbols that only s has."""
@@ -74,11 +83,6 @@ class Unclipped(SurrogateTerm):
     kind: Literal["unclipped"] = "unclipped"
     source: ClassVar[str] = "arXiv:1707.06347 eq. 6, 8"
 
-    def value(
-        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
-    ) -> Tensor:
-        return surrogates.unclipped(log_ratio_N, advantage_N, lengths_S)
-
     def describe(self) -> Description:
         text = (
             "The importance-weighted advantage, unclipped: where the ratio moves, a divergence "
@@ -96,13 +100,6 @@ class Clip(SurrogateTerm):
     dual: float | None = Field(default=None, gt=1, le=1e9)
     source: ClassVar[str] = "arXiv:1707.06347 eq. 7"
     bounds_ratio: ClassVar[bool] = True
-
-    def value(
-        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
-    ) -> Tensor:
-        return surrogates.clip(
-            log_ratio_N, advantage_N, lengths_S, low=self.low, high=self.high, dual=self.dual
-        )
 
     @property
     def edges(self) -> tuple[float, float]:
@@ -135,14 +132,8 @@ class Cispo(SurrogateTerm):
     def value(
         self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
     ) -> Tensor:
-        return surrogates.cispo(
-            log_ratio_N,
-            advantage_N,
-            lengths_S,
-            log_prob_N=log_prob_N,
-            cap=self.cap,
-            floor=self.floor,
-        )
+        options = {**self._options(), "log_prob_N": log_prob_N}
+        return surrogates.cispo(log_ratio_N, advantage_N, lengths_S, **options)
 
     @property
     def edges(self) -> tuple[float, float]:
@@ -178,17 +169,6 @@ class Sapo(SurrogateTerm):
     source: ClassVar[str] = "arXiv:2511.20347"
     bounds_ratio: ClassVar[bool] = True
 
-    def value(
-        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
-    ) -> Tensor:
-        return surrogates.sapo(
-            log_ratio_N,
-            advantage_N,
-            lengths_S,
-            temperature_positive=self.temperature_positive,
-            temperature_negative=self.temperature_negative,
-        )
-
     def describe(self) -> Description:
         positive, negative = self.temperature_positive, self.temperature_negative
         equations = (
@@ -215,13 +195,6 @@ class Geometric(SurrogateTerm):
     source: ClassVar[str] = "arXiv:2507.20673 eq. 4"
     per_sequence: ClassVar[bool] = True
     bounds_ratio: ClassVar[bool] = True
-
-    def value(
-        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
-    ) -> Tensor:
-        return surrogates.geometric(
-            log_ratio_N, advantage_N, lengths_S, low=self.low, high=self.high
-        )
 
     @property
     def edges(self) -> tuple[float, float]:
@@ -259,11 +232,6 @@ class LogProb(SurrogateTerm):
     kind: Literal["log_prob"] = "log_prob"
     source: ClassVar[str] = "Williams 1992"
     needs_ratio: ClassVar[bool] = False
-
-    def value(
-        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
-    ) -> Tensor:
-        return surrogates.log_prob(log_ratio_N, advantage_N, lengths_S)
 
     def describe(self) -> Description:
         text = r"REINFORCE: the gradient of $\ell_n$, times the advantage. Exact on policy only."

@@ -319,7 +319,7 @@ class RolloutStage(StageConfig):
             and algorithm.surrogate.kind == preset.algorithm.surrogate.kind
         )
         to_old = algorithm.divergence is not None and algorithm.divergence.to == "old"
-        return (algorithm.bounds_ratio and not (on_policy and own)) or to_old
+        return (algorithm.surrogate.bounds_ratio and not (on_policy and own)) or to_old
 
 
 def _with_value_rate(stage: dict[str, Any]) -> dict[str, Any]:
