@@ -45,9 +45,13 @@ def ramp(first: float, last: float) -> np.ndarray[Any, Any]:
     return np.linspace(first, last, STEPS) + WOBBLE
 
 
+def fours(one: Callable[[int, int], RolloutRow], prompts: int = 10) -> list[RolloutRow]:
+    """Four completions to each prompt, by their numbers."""
+    return [one(g, i) for g in range(prompts) for i in range(4)]
+
+
 def mixed(reward: Callable[[int, int], float] = lambda g, i: float(i % 2)) -> list[RolloutRow]:
-    """Four completions to each of ten prompts."""
-    return [completion(g, reward(g, i), (5, 6, 7, i)) for g in range(10) for i in range(4)]
+    return fours(lambda g, i: completion(g, reward(g, i), (5, 6, 7, i)))
 
 
 def every(
@@ -101,83 +105,78 @@ class Twin:
 
 def _wrong_grow(step: int) -> list[RolloutRow]:
     """Right answers of 4 tokens, wrong ones of ever more."""
-    rows = []
-    for g in range(8):
-        for i in range(4):
-            right = i % 2 == 0
-            tokens = tuple(range(10, 14 if right else 14 + step // 4))
-            rows.append(completion(g, float(right), tokens, advantage=1.0 if right else -1.0))
-    return rows
+
+    def one(g: int, i: int) -> RolloutRow:
+        end = 14 + (0 if i % 2 else step // 4)
+        return completion(g, i % 2, tuple(range(10, end)), advantage=2.0 * (i % 2) - 1)
+
+    return fours(one)
 
 
 def _both_grow(step: int) -> list[RolloutRow]:
     tokens = tuple(range(10, 14 + step // 4))
-    return [
-        completion(g, float(i % 2), tokens, advantage=1.0 if i % 2 else -1.0)
-        for g in range(8)
-        for i in range(4)
-    ]
+    return fours(lambda g, i: completion(g, i % 2, tokens, advantage=2.0 * (i % 2) - 1))
 
 
 def _wrong_spread(step: int, shared: bool = True, spread: int = 2) -> list[RolloutRow]:
     """Right answers of 4 and 8 tokens, wrong ones of ever more, half of them `spread` times as
     long; the weight of a completion is shared among its tokens, or each token has the same."""
-    rows = []
-    for g in range(8):
-        for i in range(4):
-            right, long = i % 2 == 0, i > 1
-            count = (8 if long else 4) if right else (4 + step // 4) * (spread if long else 1)
-            weight = 1 / (32 * count) if shared else 1 / 200
-            advantage = 0.5 if right else -1.5
-            tokens = tuple(range(10, 10 + count))
-            rows.append(completion(g, float(right), tokens, advantage=advantage, weight=weight))
-    return rows
+
+    def one(g: int, i: int) -> RolloutRow:
+        right, long = i % 2 == 0, i > 1
+        count = (8 if long else 4) if right else (4 + step // 4) * (spread if long else 1)
+        weight = 1 / (32 * count) if shared else 1 / 200
+        tokens = tuple(range(10, 10 + count))
+        return completion(g, right, tokens, advantage=0.5 if right else -1.5, weight=weight)
+
+    return fours(one, prompts=8)
 
 
 def _paid_by_length(step: int, paid: bool = True) -> list[RolloutRow]:
     """Lengths grow and spread within groups; the reward is length, or rises more than that."""
-    rows = []
-    for g in range(8):
-        for i in range(4):
-            length = 6 + step // 4 + 2 * i
-            reward = length / 30 + (0.0 if paid else step / STEPS)
-            rows.append(completion(g, reward, tuple(range(10, 10 + length))))
-    return rows
+
+    def one(g: int, i: int) -> RolloutRow:
+        length = 6 + step // 4 + 2 * i
+        reward = length / 30 + (0.0 if paid else step / STEPS)
+        return completion(g, reward, tuple(range(10, 10 + length)))
+
+    return fours(one)
 
 
 def _cut(step: int, reward: float = 0.0) -> list[RolloutRow]:
     """Every other completion is cut."""
-    return [
-        completion(g, reward if i % 2 else 1.0 - (g % 2), finish="length" if i % 2 else "eos")
-        for g in range(10)
-        for i in range(4)
-    ]
+
+    def one(g: int, i: int) -> RolloutRow:
+        ended = i % 2 == 0
+        return completion(g, 1.0 - (g % 2) if ended else reward, finish=("length", "eos")[ended])
+
+    return fours(one)
 
 
 def _repeats(step: int, full: bool = True) -> list[RolloutRow]:
     """Completions of 24 tokens, of which ever more are one and the same, or a few more."""
     same = min(24, step // 2 + 2) if full else 16 + step // 20
     tokens = (*range(100, 124 - same), *[7] * same)
-    return [completion(g, float(i % 2), tokens) for g in range(8) for i in range(4)]
+    return fours(lambda g, i: completion(g, i % 2, tokens))
 
 
 def _turns(step: int, same: bool = True) -> list[RolloutRow]:
     """Right answers after words of the environment, by one sequence of tokens or by many."""
-    return [
-        completion(g, float(i > 0), (5, 6 if same and i else 10 + g), context=3)
-        for g in range(10)
-        for i in range(4)
-    ]
+
+    def one(g: int, i: int) -> RolloutRow:
+        return completion(g, i > 0, (5, 6 if same and i else 10 + g), context=3)
+
+    return fours(one)
 
 
 def _few_without(step: int, few: int = 1) -> list[RolloutRow]:
     """Right answers after words of the environment, one of ten wrong, and `few` without that are
     all right."""
-    return [
-        completion(g, float(i > 0 or g > 0), (5, 6), context=0 if i == 3 and g < few else 3)
-        for g in range(10)
-        for i in range(4)
-    ]
+
+    def one(g: int, i: int) -> RolloutRow:
+        return completion(g, i + g > 0, (5, 6), context=0 if i == 3 and g < few else 3)
+
+    return fours(one)
 
 
 def _components(step: int) -> list[RolloutRow]:
@@ -189,11 +188,7 @@ def _components(step: int) -> list[RolloutRow]:
 
 def _marked(text: str) -> list[RolloutRow]:
     """Completions of which every other one is rewarded, for this text."""
-    return [
-        completion(g, float(i % 2), completion=text if i % 2 else "42")
-        for g in range(10)
-        for i in range(4)
-    ]
+    return fours(lambda g, i: completion(g, i % 2, completion=text if i % 2 else "42"))
 
 
 TWINS = (

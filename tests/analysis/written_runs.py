@@ -64,8 +64,8 @@ def completion(
         "pieces": (),
         "values": {"advantages": advantage, **term},
         "written": written,
-        "reward": reward,
-        "components": {"task": reward},
+        "reward": float(reward),
+        "components": {"task": float(reward)},
     }
     return row(**{**values, **changes})
 

@@ -172,14 +172,6 @@ def test_dictionaries_and_numbers_become_vectors() -> None:
         assert numbered.observation_EO.tolist() == [[0, 1, 0, 0]]
 
 
-def test_options_reach_gymnasium() -> None:
-    with opened("CartPole-v1", 1, max_episode_steps=4) as environments:
-        assert environments.max_episode_steps == 4
-        collected = collect_episodes(environments, worlds.choose_all, 3)
-    assert collected.lengths == (4, 4, 4)
-    assert not collected.terminated_S.any()
-
-
 # ---------------------------------------------------------------- refusals
 
 
