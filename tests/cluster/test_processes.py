@@ -70,7 +70,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
         ("algorithm=dr_grpo",),  # nothing is scored before the update
         ("algorithm.divergence.estimator=full", "model.lora.rank=4", "rollout.prompts_per_step=1"),
         (
-            "rollout.engine=studies.zoo_parts:colder",  # samples in the process that runs the loop
+            "rollout.engine=tests.engines.scripted:ColderEngine",  # in the process of the loop
             "rollout.async_level=1",
             "algorithm.correction.kind=truncate",
         ),

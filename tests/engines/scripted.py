@@ -1,4 +1,5 @@
-"""An engine that replays given completions: the double of a real one, for trials of a loop."""
+"""An engine that replays given completions: the double of a real one, for trials of a loop; and one
+that samples at a temperature of its own."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from keel.config.sources import Rollout
+from keel.engines.native import NativeEngine
 from keel.engines.registry import ENGINES
 from keel.engines.sampler import check
 from keel.engines.turns import generate_multi_turn
@@ -111,6 +113,23 @@ class ScriptedEngine(Engine):
             finish="eos" if kept == len(ids) else "length",
             text=decode(self.tokenizer, [ids[:kept]])[0],
         )
+
+
+class ColderEngine(Engine):
+    """The native engine at the temperature 0.6, whatever it is asked for."""
+
+    def __init__(self, *, model: Any, tokenizer: Any, max_num_seqs: int, **_: Any) -> None:
+        self.inner = NativeEngine(model, tokenizer, max_num_seqs=max_num_seqs)
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, sampling: Sampling, seed: int, **_: Any
+    ) -> list[Group]:
+        if sampling.temperature > 0:
+            sampling = replace(sampling, temperature=0.6)
+        return self.inner.sample(prompts, n, sampling, seed)
+
+    def sync(self, weights: Mapping[str, Any]) -> None:
+        self.inner.sync(weights)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from tests.training.small import info, metrics, run
 BF16 = ("rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")
 GAP = "sampling/sampling_logp_difference"
 DENSE = "rewards.functions=[{function='place_match'}]"
-COLDER = "studies.zoo_parts:colder"
+COLDER = "tests.engines.scripted:ColderEngine"
 """An engine that samples at another temperature than it is asked for."""
 
 
