@@ -73,7 +73,7 @@ bench: $(VENV)/.dev
 # on purpose. `make check` runs a share of each.
 soak: real-model
 	$(BIN)/python -m studies.soak
-	OMP_NUM_THREADS=1 $(BIN)/python studies/fuzz.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.fuzz
 	$(BIN)/python studies/mutations.py
 	$(BIN)/python -m studies.real_model
 

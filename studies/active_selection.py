@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.special import expit
 
 from keel.analysis.comparison import RESAMPLES, around, difference_interval
 from keel.analysis.statistics import Array, Interval
@@ -34,7 +35,7 @@ from keel.preferences.selection import (
     likeliest_posterior,
     select_pairs,
 )
-from studies.evidence.lengths import shown
+from studies.common import heading, line, shown
 
 START, BATCH, MOST, POOL, HELD = 20, 20, 300, 600, 400
 REACHED = 200
@@ -61,10 +62,6 @@ class Problem:
 # ---------------------------------------------------------------- problems
 
 
-def sigmoid(x: Array) -> Array:
-    return np.asarray(1 / (1 + np.exp(-x)))
-
-
 def linear(seed: int, share: float) -> Problem:
     """A linear reward; the difference of two answers has a standard deviation of 2.
 
@@ -79,7 +76,7 @@ def linear(seed: int, share: float) -> Problem:
         pool[:copies] = few[generator.integers(0, 8, copies)]
         pool[:copies] += 0.05 * generator.normal(size=(copies, WIDTH))
     held = generator.normal(size=(HELD, WIDTH))
-    asked = generator.random(POOL) < sigmoid(pool @ head)
+    asked = generator.random(POOL) < expit(pool @ head)
     return Problem(pool, asked.astype(float), held, np.sign(held @ head))
 
 
@@ -97,7 +94,7 @@ def nonlinear(seed: int) -> Problem:
 
     pool, gap = sides(POOL)
     held, held_gap = sides(HELD)
-    asked = generator.random(POOL) < sigmoid(gap)
+    asked = generator.random(POOL) < expit(gap)
     return Problem(pool, asked.astype(float), held, np.sign(held_gap))
 
 
@@ -214,7 +211,7 @@ def curves_table(name: str, curves: Mapping[Method, Array]) -> list[str]:
             cells += [shown(gap, 100, digits=2), shown(needed, digits=0)]
         else:
             cells += ["", str(REACHED)]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(line(cells))
     return lines
 
 
@@ -236,8 +233,8 @@ def main() -> None:
         table += curves_table(name, curves)
         took = f"{name}: {time.perf_counter() - start:.0f} s"
         print(took, *table[-len(METHODS) :], sep="\n", file=sys.stderr, flush=True)
-    print(f"| problem | labels by | at 100, % | at {REACHED} | at {MOST} | less random | needed |")
-    print("|---|---|---|---|---|---|---|", *table, sep="\n")
+    reached = ("at 100, %", f"at {REACHED}", f"at {MOST}")
+    print(heading("problem", "labels by", *reached, "less random", "needed"), *table, sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ label.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections import Counter
@@ -21,6 +20,7 @@ from math_verify import parse, verify
 
 from keel.graders.answers import only_repeats
 from keel.graders.expressions import same_answer
+from studies.common import heading, line, read_lines
 
 DRESSINGS = (r"\boxed{{{}}}", "Therefore the answer is ${}$.", "So it is\n\\[ \\boxed{{{}}} \\]")
 Case = tuple[str, str, str, bool]
@@ -41,7 +41,7 @@ def ours(gold: str, text: str, question: str) -> bool:
 
 def math500(path: Path) -> Iterator[Case]:
     """Right and wrong answers to each problem."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(path)
     for row, other in zip(rows, [*rows[1:], rows[0]], strict=True):
         gold, problem = row["answer"], row["problem"]
         for dressing in DRESSINGS:
@@ -54,8 +54,7 @@ def math500(path: Path) -> Iterator[Case]:
 
 def corpus(path: Path) -> Iterator[Case]:
     """The answers of a corpus that `math` grades, without thoughts, tags and stops."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_lines(path):
         if row["grader"] == "math" and isinstance(row["gold"], str) and row["kind"] > "12":
             yield row["gold"], row["answer"], row.get("prompt", ""), row["right"]
 
@@ -66,10 +65,8 @@ def main() -> None:
     sources = {"MATH-500": math500(Path(sys.argv[1]) / "math/math500.jsonl")}
     if len(sys.argv) > 2:
         sources["corpus"] = corpus(Path(sys.argv[2]))
-    print(
-        "| | answers | agree | right: only here | right: only there | wrong: here | wrong: there |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    kinds = ("right: only here", "right: only there", "wrong: here", "wrong: there")
+    print(heading("", "answers", "agree", *kinds))
     differences = []
     for name, cases in sources.items():
         counts: Counter[str] = Counter()
@@ -78,12 +75,11 @@ def main() -> None:
             counts["all"] += 1
             counts["agree"] += here == there
             if here != there:
-                side = "here" if here else "there"
-                counts[f"{'right' if right else 'wrong'} {side}"] += 1
-                label = "right" if right else "wrong"
+                label, side = "right" if right else "wrong", "here" if here else "there"
+                counts[f"{label} {side}"] += 1
                 differences.append(f"{name}, {label}, accepted {side}: {text[-90:]!r} for {gold!r}")
-        kinds = ("all", "agree", "right here", "right there", "wrong here", "wrong there")
-        print(f"| {name} | {' | '.join(str(counts[kind]) for kind in kinds)} |")
+        keys = ("all", "agree", "right here", "right there", "wrong here", "wrong there")
+        print(line((name, *(counts[key] for key in keys))))
     print("", *differences, sep="\n")
 
 

@@ -1,7 +1,7 @@
 """Code apart from its tests: what cheats, solutions and wrong variants get, and what it costs.
 
-    OMP_NUM_THREADS=1 python studies/code_isolation.py HumanEval.jsonl.gz    # prints Markdown
-    python studies/code_isolation.py HumanEval.jsonl.gz --mutants 1 --repeats 1 --problems 20
+    OMP_NUM_THREADS=1 python -m studies.code_isolation HumanEval.jsonl.gz   # prints Markdown
+    python -m studies.code_isolation HumanEval.jsonl.gz --mutants 1 --repeats 1 --problems 20
 
 Cheats (`tests/graders/cheats.py`) are judged in both isolations. Every solution of HumanEval has to
 pass. Variants of the solutions, changed in one place each (`tests/graders/mutants.py`), are first
@@ -28,6 +28,7 @@ from typing import Any
 from keel.graders.unit_tests import Checked, Isolation, read_tests, run_tests
 from keel.platform.sandbox.bubblewrap import Limits, Sandbox
 from keel.rewards.code import in_threads
+from studies.common import markdown
 from tests.graders.cheats import CHEATS, SHAPES
 from tests.graders.mutants import mutants
 
@@ -97,8 +98,7 @@ def times(
                 spent = time.perf_counter() - start, _processor() - before
                 found[isolation].append(spent)
     return {
-        one: (statistics.median(t[0] for t in each), statistics.median(t[1] for t in each))
-        for one, each in found.items()
+        one: tuple(map(statistics.median, zip(*each, strict=True))) for one, each in found.items()
     }
 
 
@@ -120,10 +120,9 @@ def main(words: Sequence[str] | None = None) -> None:
     problems: list[Problem] = [json.loads(line) for line in lines]
     sandbox = Sandbox(Limits())
 
-    print(f"| of {len(CHEATS)} cheats | paid |\n|---|---|")
     paid = cheats(sandbox, given.workers)
-    for isolation in ISOLATIONS:
-        print(f"| {isolation} | {len(paid[isolation])} |")
+    counts = [(isolation, len(names)) for isolation, names in paid.items()]
+    print(markdown((f"of {len(CHEATS)} cheats", "paid"), counts), flush=True)
 
     def ends(case: tuple[Problem, str]) -> tuple[bool, bool]:
         problem, program = case
@@ -139,20 +138,21 @@ def main(words: Sequence[str] | None = None) -> None:
     passed = sum(apart for _, apart in right)
     wrong = [apart for plainly, apart in changed if not plainly]
     same = [apart for plainly, apart in changed if plainly]
-    print("\n| programs | number | pass |\n|---|---|---|")
-    print(f"| solutions | {len(right)} | {passed} |")
-    print(f"| variants that fail without Keel | {len(wrong)} | {sum(wrong)} |")
-    print(f"| variants that pass without Keel | {len(same)} | {sum(same)} |")
+    kinds = [
+        ("solutions", len(right), passed),
+        ("variants that fail without Keel", len(wrong), sum(wrong)),
+        ("variants that pass without Keel", len(same), sum(same)),
+    ]
+    print("", markdown(("programs", "number", "pass"), kinds), sep="\n", flush=True)
     for (problem, text), (plainly, apart) in zip(cases, changed, strict=True):
         if plainly != apart:
             print(f"\n{problem['task_id']}: {plainly} without Keel, {apart} with it\n{text}")
 
-    print("\n| one judgement | ms | processor ms |\n|---|---|---|")
     spent = times(sandbox, problems, given.repeats)
-    for isolation, (clock, processor) in spent.items():
-        print(f"| {isolation} | {1e3 * clock:.1f} | {1e3 * processor:.1f} |")
-    ratios = [a / b for a, b in zip(spent["process"], spent["shared"], strict=True)]
-    print(f"| ratio | {ratios[0]:.2f} | {ratios[1]:.2f} |")
+    each = [(one, f"{1e3 * clock:.1f}", f"{1e3 * cpu:.1f}") for one, (clock, cpu) in spent.items()]
+    ratios = [f"{a / b:.2f}" for a, b in zip(spent["process"], spent["shared"], strict=True)]
+    head = ("one judgement", "ms", "processor ms")
+    print("", markdown(head, [*each, ("ratio", *ratios)]), sep="\n")
     if paid["process"] or passed < len(right) or any(wrong) or not all(same):
         raise SystemExit(1)
 

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
-import numpy.typing as npt
 from scipy.stats import norm
 
 from keel.analysis.comparison import around, improvement_interval, levels
-from keel.analysis.statistics import iqm
+from keel.analysis.statistics import Array, iqm
+from studies.common import heading, line
 
-Array = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Array]
 
 
@@ -41,6 +41,9 @@ DISTRIBUTIONS: dict[str, Draw] = {
     "near the ceiling (beta 5, 1)": lambda rng, shape: rng.beta(5, 1, shape),
     "bimodal": _bimodal,
 }
+
+
+PAIR_KINDS = ("quantiles", "standard error", "probability")
 
 
 def coverage(name: str, seeds: int = 10, simulations: int = 4_000) -> dict[str, float]:
@@ -65,7 +68,7 @@ def pair_coverage(
     """The share of pairs of equal arms whose interval holds the truth, by kind of interval."""
     rng = np.random.default_rng(0)
     quantiles = np.sort(DISTRIBUTIONS[name](rng, (100_000,)))
-    held = {"quantiles": 0, "standard error": 0, "probability": 0}
+    held = dict.fromkeys(PAIR_KINDS, 0)
     for _ in range(simulations):
         shared, own = rng.normal(size=seeds), rng.normal(size=(2, seeds))
         normal = np.sqrt(correlation) * shared + np.sqrt(1 - correlation) * own
@@ -85,24 +88,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--simulations", type=int, default=4_000)
-    arguments = parser.parse_args()
-    print("| scores | percentile | with Student's t |\n|---|---|---|")
+    sizes = vars(parser.parse_args())
+
+    def cells(found: dict[str, float]) -> list[str]:
+        return [f"{100 * share:.1f} %" for share in found.values()]
+
+    print(heading("scores", "percentile", "with Student's t"))
     for name in DISTRIBUTIONS:
-        found = coverage(name, arguments.seeds, arguments.simulations)
-        print(
-            f"| {name} | " + " | ".join(f"{100 * share:.1f} %" for share in found.values()) + " |"
-        )
-    print("\n| equal arms | confidence | quantiles | standard error | probability |")
-    print("|---|---|---|---|---|")
-    for name in DISTRIBUTIONS:
-        for correlation in (0.0, 0.7):
-            for confidence in (0.95, 1 - 0.05 / 16):
-                found = pair_coverage(
-                    name, correlation, confidence, arguments.seeds, arguments.simulations
-                )
-                label = f"{name}, correlation {correlation:g} | {100 * confidence:.3g} %"
-                shares = " | ".join(f"{100 * share:.1f} %" for share in found.values())
-                print(f"| {label} | {shares} |")
+        print(line((name, *cells(coverage(name, **sizes)))))
+    print("", heading("equal arms", "confidence", *PAIR_KINDS), sep="\n")
+    for name, correlation, confidence in product(DISTRIBUTIONS, (0.0, 0.7), (0.95, 1 - 0.05 / 16)):
+        found = pair_coverage(name, correlation, confidence, **sizes)
+        label = f"{name}, correlation {correlation:g}"
+        print(line((label, f"{100 * confidence:.3g} %", *cells(found))))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Bad input: recipes, rows of tasks and preferences, Parquet, tokenizers, command lines.
 
-    python studies/fuzz.py --inputs 10000 --seed 0        # prints a Markdown table
-    python studies/fuzz.py --inputs 500 --kinds preferences parquet
+    python -m studies.fuzz --inputs 10000 --seed 0        # prints a Markdown table
+    python -m studies.fuzz --inputs 500 --kinds preferences parquet
 
 Each input ends well, or with exit code 2 and one line, or with rows in the quarantine; a Python
 exception, a line too many, a file left behind or a row that is neither used nor left out with a
@@ -19,19 +19,20 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from studies.common import line
 from tests.fuzz.kinds import KINDS, Kind
 
 BATCH = 250
 """Inputs between two looks at whether there was a fault, after which drawing goes on."""
+KEYS = ["inputs", "ok", "refused", "quarantined", "rows", "used", "left out", "faults", "CPU s"]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -43,45 +44,37 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(words)
     kinds = {name: KINDS[name] for name in chosen.kinds}
     total = sum(kind.share for kind in kinds.values())
-    print(
-        "| kind | inputs | ok | refused | quarantined | rows | used | left out | faults | CPU s |"
-    )
-    print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    print(line(("kind", *KEYS)), f"|---|{'---:|' * len(KEYS)}", sep="\n", flush=True)
     tally: Counter[str] = Counter()
     faults: list[str] = []
     for name, kind in kinds.items():
         wanted = max(1, round(chosen.inputs * kind.share / total))
-        found = fuzz(kind, wanted, chosen.seed)
-        print(_row(name, found.count), flush=True)
-        tally += found.count
-        faults += [f"## {name}\n\n{fault}" for fault in found.faults]
-    print(_row("all", tally))
+        count, found = fuzz(kind, wanted, chosen.seed)
+        print(line((name, *(count[key] for key in KEYS))), flush=True)
+        tally += count
+        faults += [f"## {name}\n\n{fault}" for fault in found]
+    print(line(("all", *(tally[key] for key in KEYS))))
     print("\n\n".join(["", *faults]) if faults else "\nno fault")
     return int(bool(faults))
 
 
-class Found:
-    """What came of the inputs of a kind."""
-
-    def __init__(self) -> None:
-        self.count: Counter[str] = Counter()
-        self.faults: list[str] = []
-
-
-def fuzz(kind: Kind, inputs: int, start: int) -> Found:
-    """So many inputs of a kind, in batches that each shrink at most one fault."""
-    found = Found()
+def fuzz(kind: Kind, inputs: int, start: int) -> tuple[Counter[str], list[str]]:
+    """So many inputs of a kind, in batches that each shrink at most one fault: what became of
+    them, and the faults."""
+    count: Counter[str] = Counter()
+    faults: list[str] = []
     began = time.process_time()
     batch = 0
-    while found.count["inputs"] < inputs:
-        room = min(BATCH, inputs - found.count["inputs"])
-        _batch(kind, room, start * 1_000_003 + batch, found)
+    while count["inputs"] < inputs:
+        size = min(BATCH, inputs - count["inputs"])
+        faults += _batch(kind, size, start * 1_000_003 + batch, count)
         batch += 1
-    found.count["seconds"] = round(time.process_time() - began)
-    return found
+    count["CPU s"] = round(time.process_time() - began)
+    return count, faults
 
 
-def _batch(kind: Kind, inputs: int, start: int, found: Found) -> None:
+def _batch(kind: Kind, inputs: int, start: int, count: Counter[str]) -> Iterator[str]:
+    """Tries the inputs, counts what became of them; the fault, if there is one."""
     failing: list[object] = []
 
     @seed(start)
@@ -99,37 +92,24 @@ def _batch(kind: Kind, inputs: int, start: int, found: Found) -> None:
             try:
                 outcome = kind.hold(value, Path(folder))
             except Exception:
-                if not failing:  # shrinking tries it again and again
-                    found.count["inputs"] += 1
+                count["inputs"] += not failing  # shrinking tries it again and again
                 failing.append(value)
                 raise
         if not failing:
-            found.count.update(
-                {
-                    "inputs": 1,
-                    outcome.how: 1,
-                    "rows": outcome.rows,
-                    "used": outcome.used,
-                    "left_out": outcome.left_out,
-                }
-            )
+            rows = {"rows": outcome.rows, "used": outcome.used, "left out": outcome.left_out}
+            count.update({"inputs": 1, outcome.how: 1, **rows})
 
-    before = found.count["inputs"]
+    before = count["inputs"]
     warnings.filterwarnings("ignore", "Generating overly large repr")
     try:
         one()
     except Exception:
-        found.count["faults"] += 1
+        count["faults"] += 1
         shown = repr(failing[-1])
         message = traceback.format_exc().strip().splitlines()[-25:]
-        found.faults.append("\n".join([shown[:2_000], "", *(line[:300] for line in message)]))
-    if found.count["inputs"] == before:  # there are no other inputs of this kind
-        found.count["inputs"] += inputs
-
-
-def _row(name: str, count: Counter[str]) -> str:
-    keys = ("inputs", "ok", "refused", "quarantined", "rows", "used", "left_out", "faults")
-    return f"| {name} | " + " | ".join(str(count[key]) for key in (*keys, "seconds")) + " |"
+        yield "\n".join([shown[:2_000], "", *(row[:300] for row in message)])
+    if count["inputs"] == before:  # there are no other inputs of this kind
+        count["inputs"] += inputs
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Graders on real answers: right ones in many dressings, wrong ones in as many ways.
 
-    python studies/graders.py DATA          # the folder of gsm8k/test.jsonl, math/math500.jsonl
-    python studies/graders.py DATA --rows 50
+    python -m studies.graders DATA          # the folder of gsm8k/test.jsonl, math/math500.jsonl
+    python -m studies.graders DATA --rows 50
 
 `numeric_match` on GSM8K's test set and `math` on MATH-500, by the functions they go by. A false
 refusal is a gold answer in a dressing that gets 0; a false accept a wrong answer that gets 1:
@@ -14,7 +14,6 @@ words has no dressing with a unit, and answers that differ in a unit or a name a
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import random
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from keel.graders.answers import only_repeats, stated_number
 from keel.graders.expressions import same_answer
+from studies.common import heading, line, read_lines
 
 DRESSINGS = {
     "plain": "{}",
@@ -131,24 +131,22 @@ def main() -> None:
     gsm8k = _rows(options.data / "gsm8k/test.jsonl", "question")
     gsm8k = [(question, gold.rpartition("#### ")[2]) for question, gold in gsm8k]
     math = _rows(options.data / "math/math500.jsonl", "problem")
+    rules = {"numeric_match, GSM8K": (gsm8k, numeric), "math, MATH-500": (math, mathematical)}
     found = {
-        "numeric_match, GSM8K": measure(
-            gsm8k[: options.rows], numeric, random.Random(options.seed)
-        ),
-        "math, MATH-500": measure(math[: options.rows], mathematical, random.Random(options.seed)),
+        name: measure(rows[: options.rows], right, random.Random(options.seed))
+        for name, (rows, right) in rules.items()
     }
     kinds = ["right", "neighbours", "other answers", "several", "question", "premises"]
     kinds.append("false equation")
-    print(f"| | {' | '.join(kinds)} |\n|---|{'---|' * len(kinds)}")
+    print(heading("", *kinds))
     for name, counts in found.items():
         faults = [counts[f"{k}: {'refused' if k == 'right' else 'accepted'}"] for k in kinds]
-        cells = [f"{fault} of {counts[k]:,}" for k, fault in zip(kinds, faults, strict=True)]
-        print(f"| {name} | {' | '.join(cells)} |")
+        cells = (f"{fault} of {counts[k]:,}" for k, fault in zip(kinds, faults, strict=True))
+        print(line((name, *cells)))
 
 
 def _rows(path: Path, question: str) -> list[tuple[str, str]]:
-    with path.open(encoding="utf-8") as lines:
-        return [(row[question], row["answer"]) for row in map(json.loads, lines)]
+    return [(row[question], row["answer"]) for row in read_lines(path)]
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """A learned reward over-optimised, and held back by KL in the reward: the picture and its figures.
 
-    python studies/over_optimisation.py --seeds 0 1 2 --picture docs/images/over-optimisation.png
+    python -m studies.over_optimisation --picture docs/images/over-optimisation.png
 
-Each β is a whole `keel train over-optimisation` in a process of its own. The picture has the first
+Each β is a whole `keel train over-optimisation` in its own process. The picture has the first
 seed's runs; the table has all of them, the gold reward as its mean over ten steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,8 +16,8 @@ import numpy as np
 
 from keel.analysis.plots import Optimisation, optimisation_of, over_optimisation_picture
 from keel.runs.reader import load
+from studies.common import heading, keel, line
 
-ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 10
 """Steps that a figure of the table is the mean of."""
 
@@ -28,16 +25,9 @@ WINDOW = 10
 def run(beta: float, seed: int, target: Path, extra: list[str]) -> Optimisation:
     """One run with this much of the divergence taken off the reward."""
     words = [f"algorithm.divergence.beta={beta}", f"seed={seed}", *extra]
-    where = ["--run", str(target), "--quiet"]
-    subprocess.run(
-        [sys.executable, "-m", "keel", "train", "over-optimisation", *words, *where],
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
-    found = optimisation_of(
-        load(target).metrics("rl"), {"outcome": 1.0}, "hidden_rule", f"β = {beta:g}"
-    )
+    keel("train", "over-optimisation", *words, "--run", target, "--quiet")
+    rows = load(target).metrics("rl")
+    found = optimisation_of(rows, {"outcome": 1.0}, "hidden_rule", f"β = {beta:g}")
     assert found is not None
     return found
 
@@ -45,12 +35,9 @@ def run(beta: float, seed: int, target: Path, extra: list[str]) -> Optimisation:
 def row(curve: Optimisation, seed: int) -> str:
     """Gold at its best and at the end, the proxy at the end, and the KL there."""
     means = np.convolve(curve.gold_P, np.full(WINDOW, 1 / WINDOW), "valid")
-    end = slice(-WINDOW, None)
-    return (
-        f"| {curve.label} | {seed} | {100 * curve.gold_P[0]:.1f} | {100 * means.max():.1f} | "
-        f"{100 * means[-1]:.1f} | {curve.proxy_P[end].mean():.2f} | "
-        f"{curve.divergence_P[end].mean():.1f} |"
-    )
+    gold = (f"{100 * value:.1f}" for value in (curve.gold_P[0], means.max(), means[-1]))
+    proxy, kl = (one[-WINDOW:].mean() for one in (curve.proxy_P, curve.divergence_P))
+    return line((curve.label, seed, *gold, f"{proxy:.2f}", f"{kl:.1f}"))
 
 
 def main() -> None:
@@ -60,8 +47,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args()
-    print("| β in the reward | seed | gold, first step | best | last | proxy, last | KL, last |")
-    print("|---|---|---|---|---|---|---|")
+    gold = ("gold, first step", "best", "last")
+    print(heading("β in the reward", "seed", *gold, "proxy, last", "KL, last"))
     with tempfile.TemporaryDirectory() as scratch:
         for seed in arguments.seeds:
             curves = []

@@ -1,6 +1,6 @@
 """The figures of docs/check.md: thirteen recipes with one fault each, and three without.
 
-    python studies/preflight.py
+    python -m studies.preflight
 
 A small policy is trained half-way first: it ends its answers, and a third of them are right. Most
 recipes start from it. A consequence of a fault (a budget too small for completions is too small for
@@ -24,6 +24,7 @@ from keel.models.loading import DTYPES, quiet
 from keel.preflight.check import Report, check
 from keel.training.export import export
 from keel.training.run import train
+from studies.common import markdown
 
 DIGITS: dict[str, Any] = {"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 4}}
 ALPHABET = "0123456789># "
@@ -124,8 +125,7 @@ def half_trained(folder: Path, steps: int = 100) -> str:
         "demonstration": "keel.data.tasks:careless",
         "optimizer": {"learning_rate": 5e-3, "schedule": "cosine", "warmup_steps": 10},
     }
-    run = train(load_recipe(recipe), folder / "half")
-    export(run.path, folder / "policy")
+    export(train(load_recipe(recipe), folder / "half").path, folder / "policy")
     return str(folder / "policy")
 
 
@@ -137,14 +137,12 @@ def look(case: Case, runs: bool = True) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """As Markdown."""
-    lines = ["| recipe | planted | found | false alarms | seconds |", "|---|---|---|---|---|"]
+    lines = []
     for row in rows:
-        planted = row.case.fault or "nothing"
         kinds, alarms = ", ".join(row.kinds) or "nothing", ", ".join(row.false_alarms) or "none"
-        lines.append(
-            f"| {row.case.name} | {planted} | {kinds} | {alarms} | {row.report.seconds:.1f} |"
-        )
-    return "\n".join(lines)
+        seconds = f"{row.report.seconds:.1f}"
+        lines.append((row.case.name, row.case.fault or "nothing", kinds, alarms, seconds))
+    return markdown(("recipe", "planted", "found", "false alarms", "seconds"), lines)
 
 
 # ---------------------------------------------------------------- details
