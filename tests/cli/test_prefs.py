@@ -90,21 +90,14 @@ def test_export_selects_labels(here: Path, capsys: Capture) -> None:
         assert printed([*words, out, *options], capsys)["rows"] == count
     assert main([*words, "text.jsonl"]) == 0
     assert capsys.readouterr().out == "text.jsonl: 2 rows\n"
-    assert "nothing to write" in tried([*words, "x.jsonl", "--source", "rule"], capsys)
-    assert "nothing to write" in tried([*words, "x.jsonl", "--steps"], capsys)
-    assert "is there already" in tried([*words, "all.jsonl"], capsys)
-    assert "there is no folder" in tried([*words, "no/x.jsonl"], capsys)
-    assert "cannot write /proc/x.jsonl" in tried([*words, "/proc/x.jsonl"], capsys)
-
-
-def test_steps_through_the_command_line(here: Path, capsys: Capture) -> None:
-    rows = [{"prompt": "p", "completions": ["a", "b"], "labels": [1, 0]}]
-    path = jsonl(here / "steps.jsonl", rows)
-    assert printed(["prefs", "import", "steps", path, "--store", "a.db"], capsys)["rows"] == 1
-    assert (
-        printed(["prefs", "export", "a.db", "--steps", "--out", "out.jsonl"], capsys)["rows"] == 1
-    )
-    assert json.loads(Path("out.jsonl").read_text()) == rows[0]
+    for (out, *options), what in (
+        (["x.jsonl", "--source", "rule"], "nothing to write"),
+        (["x.jsonl", "--steps"], "nothing to write"),
+        (["all.jsonl"], "is there already"),
+        (["no/x.jsonl"], "there is no folder"),
+        (["/proc/x.jsonl"], "cannot write /proc/x.jsonl"),
+    ):
+        assert what in tried([*words, out, *options], capsys)
 
 
 def test_stats_of_a_store(here: Path, capsys: Capture) -> None:
@@ -120,15 +113,10 @@ def test_stats_of_a_store(here: Path, capsys: Capture) -> None:
     (found,) = printed(["prefs", "stats", "a.db"], capsys)
     assert (found["pairs"], found["labels"], found["costs"]) == (4, 9, 3)
     by = found["labels_by"]
-    assert by["source"] == [
-        {
-            **{"source": "human", "labels": 8, "ties": 1, "skips": 0},
-            **{"seconds_per_label": 6.0, "cost": 1.0, "sided": 0, "first_shown": 0},
-        },
-        {
-            **{"source": "judge", "labels": 1, "ties": 0, "skips": 1},
-            **{"seconds_per_label": None, "cost": None, "sided": 0, "first_shown": 0},
-        },
+    names = ("source", "labels", "ties", "skips", "seconds_per_label", "cost", "sided")
+    assert [tuple(row[name] for name in names) for row in by["source"]] == [
+        ("human", 8, 1, 0, 6.0, 1.0, 0),
+        ("judge", 1, 0, 1, None, None, 0),
     ]
     assert [(row["source"], row["annotator"], row["labels"]) for row in by["annotator"]] == [
         *(("human", "ann", 4), ("human", "bob", 4), ("judge", "m", 1))
@@ -236,10 +224,6 @@ def test_each_amount_is_in_one_cell(here: Path, capsys: Capture) -> None:
         assert sum(kinds) == pytest.approx(every[name])
         rounds = [row[name] or 0 for (round, _), row in table.items() if round is not None]
         assert sum(rounds) == pytest.approx(every[name])
-
-
-def test_the_table_of_costs(here: Path, capsys: Capture) -> None:
-    spent(here / "a.db")
     assert main(["prefs", "costs", "a.db"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "round  kind     forecast $     actual $   forecast h     actual h"
@@ -268,15 +252,11 @@ def test_entries_by_hand_are_counted_once(here: Path, capsys: Capture) -> None:
     assert (row["kind"], row["forecast_hours"], row["actual_hours"]) == ("gpu", 2.0, None)
 
 
-def test_costs_of_an_empty_store(here: Path, capsys: Capture) -> None:
-    made(here / "a.db").close()
-    assert main(["prefs", "costs", "a.db"]) == 0
-    assert "nothing is recorded" in capsys.readouterr().out
-
-
 def test_what_costs_refuses(here: Path, capsys: Capture) -> None:
     made(here / "a.db").close()
     costs = ["prefs", "costs"]
+    assert main([*costs, "a.db"]) == 0
+    assert "nothing is recorded" in capsys.readouterr().out
     for words, what in (
         (costs, "STORE"),
         ([*costs, "none.db"], "there is no such file"),

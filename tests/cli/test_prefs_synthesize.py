@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from keel.cli.main import main
+from keel.preferences.store import PreferenceStore
 from tests.cli.test_wrong_inputs import tried
 from tests.data.made import jsonl
-from tests.preferences.made import human
+from tests.preferences.made import human, made
 from tests.preferences.synthesis_made import judges, prompts_file, server
 from tests.rewards.judge_server import JudgeServer
 
@@ -57,18 +57,6 @@ def test_what_it_prints(here: Path, found: JudgeServer, capsys: Capture) -> None
     assert notes.index("labels of j: 10") > notes.index("completions of w: 10")
 
 
-def test_as_json(here: Path, found: JudgeServer, capsys: Capture) -> None:
-    assert main(words(found.url, *PRICES, "--json")) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["added"] == {"completions": 12, "pairs": 6, "labels": 12}
-    assert result["stopped"] is None
-    assert result["requests"]["answers"] == 24
-    assert result["audit"][0]["order_consistency"]["mean"] == 1
-    assert result["forecast"]["totals"]["dollars"]["mean"] == pytest.approx(
-        result["requests"]["spent"]["dollars"], rel=0.5
-    )
-
-
 def test_options_reach_the_requests(here: Path, found: JudgeServer) -> None:
     (here / "rubric.txt").write_text("is it long\n")
     more = ("--temperature", "0.5", "--top-p", "0.9", "--seed", "7", "--pairs", "0")
@@ -96,13 +84,19 @@ def test_a_used_up_budget_ends_with_3(here: Path, found: JudgeServer, capsys: Ca
     assert "run it again with a larger --budget (now 0.003)" in last
     assert "left: " in out
     assert main(words(found.url, *PRICES, "--budget", "1", "--json")) == 0
-    assert json.loads(capsys.readouterr().out)["left"] == {"completions": 0, "labels": 0}
+    result = json.loads(capsys.readouterr().out)
+    assert result["left"] == {"completions": 0, "labels": 0}
+    assert result["stopped"] is None
+    assert result["requests"]["answers"] == 24
+    assert result["audit"][0]["order_consistency"]["mean"] == 1
+    assert result["forecast"]["totals"]["dollars"]["mean"] > 0
     assert len(found.log) == len(set(found.names)) == 24
 
 
 def test_audit_of_a_store(here: Path, found: JudgeServer, capsys: Capture) -> None:
-    from keel.preferences.store import PreferenceStore
-
+    made(here / "b.db", 2).close()
+    assert main(["prefs", "audit", "b.db"]) == 0
+    assert "no pair has a judge's labels in both orders" in capsys.readouterr().out
     assert main(words(found.url)) == 0
     with PreferenceStore(here / "a.db") as store:
         pairs = [pair.id for pair in store.pairs()]
@@ -115,14 +109,6 @@ def test_audit_of_a_store(here: Path, found: JudgeServer, capsys: Capture) -> No
     assert main(["prefs", "audit", "a.db", "--json"]) == 0
     (judge,) = json.loads(capsys.readouterr().out)["judges"]
     assert judge["people"]["pairs"] == 6
-
-
-def test_audit_of_a_store_without_such_labels(here: Path, capsys: Capture) -> None:
-    from tests.preferences.made import made
-
-    made(here / "b.db", 2).close()
-    assert main(["prefs", "audit", "b.db"]) == 0
-    assert "no pair has a judge's labels in both orders" in capsys.readouterr().out
 
 
 URL = "http://127.0.0.1:9/v1"
@@ -181,15 +167,3 @@ def test_wrong_inputs(
     line = tried(["prefs", "synthesize", store, *options], capsys)
     assert part in line, line
     assert "sk-12" not in line
-
-
-def test_a_store_is_not_changed_by_a_wrong_file(here: Path, capsys: Capture) -> None:
-    from keel.preferences.store import PreferenceStore
-    from tests.preferences.made import made
-
-    made(here / "a.db", 3).close()
-    jsonl(here / "bad.jsonl", [{"prompt": "fine"}, {"prompt": 7}])
-    tried(["prefs", "synthesize", "a.db", "--prompts", "bad.jsonl", "--judge", f"j@{URL}"], capsys)
-    with PreferenceStore(here / "a.db") as store:
-        counts: dict[str, Any] = store.counts()
-    assert counts["prompts"] == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,22 @@ from keel.preferences.records import (
 from keel.preferences.store import PreferenceStore
 
 
-def pair(number: int, round: int = 0) -> list[Record]:
-    """A prompt, two completions and their pair, named by a number."""
-    prompt = PromptRecord(f"prompt {number}", id=f"q{number}")
-    answers = [CompletionRecord(prompt.id, text, id=f"{text}{number}") for text in "ab"]
+def pair(
+    number: int,
+    round: int = 0,
+    texts: Sequence[str] = ("a", "b"),
+    models: Sequence[str] = ("", ""),
+    prompt: str = "",
+    **columns: str,
+) -> list[Record]:
+    """The prompt q0, its completions a0 and b0 and their pair p0, or those of another number."""
+    head = PromptRecord(prompt or f"prompt {number}", id=f"q{number}")
+    answers = [
+        CompletionRecord(head.id, text, model, id=f"{side}{number}")
+        for side, text, model in zip("ab", texts, models, strict=True)
+    ]
     ids = [answer.id for answer in answers]
-    return [prompt, *answers, PairRecord(prompt.id, *ids, round=round, id=f"p{number}")]
+    return [head, *answers, PairRecord(head.id, *ids, round, columns=columns, id=f"p{number}")]
 
 
 def made(path: Path, pairs: int = 0) -> PreferenceStore:

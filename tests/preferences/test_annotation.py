@@ -24,7 +24,7 @@ from keel.preferences.annotation import (
 )
 from keel.preferences.store import PreferenceStore
 from keel.types import KeelError
-from tests.preferences.made import made, pair, taken
+from tests.preferences.made import human, made, pair, taken
 
 
 class Clock:
@@ -241,48 +241,32 @@ def test_open_gold_pair_comes_back_whatever_its_round(tmp_path: Path) -> None:
 def test_summary_counts_gold_agreement_and_progress(tmp_path: Path) -> None:
     with made(tmp_path / "a.db", 20) as store:
         add_gold(store, write_gold(tmp_path / "gold.jsonl", 4), 0)
-        settings = AnnotationSettings(overlap=2, gold_rate=0.3, wage=10.0)
-        project = AnnotationProject(store, settings)
-        hits: Counter[str] = Counter()
-        tries: Counter[str] = Counter()
+        project = AnnotationProject(store, AnnotationSettings(overlap=2))
         for name in ("ann", "bob"):
-            one = project.session(name)
-            while (found := one.current()) is not None:
-                known = "yes" in found.left + found.right
-                right = "left" if "yes" in found.left else "right"
-                wrong = "right" if right == "left" else "left"
-                number = tries[name]
-                if known:
-                    tries[name] += 1
-                    answer = wrong if name == "bob" and number < 2 else right
-                    hits[name] += answer == right
-                else:
-                    # They agree on "a" but for p0, which is a tie to bob.
-                    first = found.left == "a"
-                    answer = "left" if first else "right"
-                    if name == "bob" and found.lease.pair == "p0":
-                        answer = "tie"
-                one.submit(found, answer)  # type: ignore[arg-type]
-        found_summary = summarise_annotation(project)
-        assert (found_summary.made, found_summary.wanted) == (40, 40)
-        by_name = {one["annotator"]: one for one in found_summary.annotators}
-        assert tries["ann"] == tries["bob"] == 4
-        assert by_name["ann"]["gold"].mean == 1.0
-        assert (by_name["bob"]["gold"].mean, by_name["bob"]["gold"].n) == (hits["bob"] / 4, 4)
-        assert (found_summary.gold.mean, found_summary.gold.n) == (6 / 8, 8)
+            # Bob finds two of four known labels; they agree on "a" but for p0, a tie to him.
+            store.add(
+                human(pair, 1 - value if name == "bob" and at < 2 else value, name)
+                for at, (pair, value) in enumerate(project.gold.items())
+            )
+            tie = name == "bob"
+            store.add(human(f"p{n}", 0.5 if tie and n == 0 else 1.0, name) for n in range(20))
+        found = summarise_annotation(project)
+        assert (found.made, found.wanted) == (40, 40)
+        by_name = {one["annotator"]: one for one in found.annotators}
+        assert [(one["gold"].mean, one["gold"].n) for one in by_name.values()] == [(1, 4), (0.5, 4)]
+        assert (found.gold.mean, found.gold.n) == (6 / 8, 8)
         assert [by_name[name]["ties"] for name in ("ann", "bob")] == [0, 1]
         assert by_name["ann"]["labels"] == 24
-        (size,) = found_summary.agreement
+        (size,) = found.agreement
         # 20 pairs and 4 gold ones, of which they disagree on p0 and two of gold.
         assert size["pairs"] == 24
         assert size["pairwise"]["mean"] == pytest.approx(21 / 24)
+        # A third label of a pair, or a skip, is one more of this person, and no more of the work.
+        store.add([human("p1", None, "cid"), human("p2", 1.0, "cid")])
+        at = progress(project, "cid")
+        assert (at.made, at.wanted, at.own) == (40, 44, 2)
         at = progress(project, "ann")
         assert (at.made, at.wanted, at.own) == (44, 44, 24)
-        one = project.session("ann")
-        one.undo()
-        one.submit(shown(one), "skip")
-        at = progress(project, "ann")
-        assert (at.made, at.wanted, at.own) == (43, 44, 24)
 
 
 def test_empty_summary_has_no_figures(tmp_path: Path) -> None:

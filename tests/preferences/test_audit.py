@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from keel.analysis.statistics import wilson_interval
 from keel.preferences.agreement import audit_judges
-from keel.preferences.records import (
-    CompletionRecord,
-    LabelRecord,
-    PairRecord,
-    PromptRecord,
-    Record,
-)
+from keel.preferences.records import LabelRecord, Record, Side
 from keel.preferences.store import PreferenceStore
+from tests.preferences.made import human, made, pair
 
 # Of each pair: the two texts and models, the judge's value with the first and with the second
 # completion shown first, and people's values.
@@ -36,23 +32,29 @@ PAIRS: list[tuple[str, str, str, str, float | None, float | None, tuple[float | 
 def store(tmp_path: Path) -> Any:
     records: list[Record] = []
     for number, (one, other, *models, shown, swapped, people) in enumerate(PAIRS):
-        prompt = PromptRecord(f"prompt {number}")
-        first, second = (
-            CompletionRecord(prompt.id, text, model)
-            for text, model in zip((one, other), models, strict=True)
-        )
-        pair = PairRecord(prompt.id, first.id, second.id)
-        records += [prompt, first, second, pair]
-        for side, value in (("first", shown), ("second", swapped)):
-            records.append(
-                LabelRecord(pair.id, value, "judge", B, "rubric", shown_first=side)  # type: ignore[arg-type]
-            )
-        records += [
-            LabelRecord(pair.id, value, "human", f"person {at}") for at, value in enumerate(people)
-        ]
+        records += pair(number, texts=(one, other), models=models)
+        records += both_orders(number, (shown, swapped))
+        records += [human(f"p{number}", value, f"person {at}") for at, value in enumerate(people)]
     with PreferenceStore(tmp_path / "a.db", create=True) as opened:
         opened.add(records)
         yield opened
+
+
+def both_orders(number: int, values: Sequence[float | None]) -> list[Record]:
+    """The judge's labels of a pair with the first and with the second answer shown first."""
+    return [
+        LabelRecord(f"p{number}", value, "judge", B, "rubric", shown_first=side)
+        for value, side in zip(values, get_args(Side), strict=True)
+    ]
+
+
+def place_store(path: Path, labels: list[tuple[float, float]]) -> PreferenceStore:
+    """A pair a prompt, with the judge's values in the two orders."""
+    opened = made(path, len(labels))
+    opened.add(
+        label for number, values in enumerate(labels) for label in both_orders(number, values)
+    )
+    return opened
 
 
 def test_figures_of_a_small_store(store: PreferenceStore) -> None:
@@ -93,25 +95,6 @@ def test_agreement_with_people_by_hand(store: PreferenceStore) -> None:
     assert people["accuracy"]["low"] < 0.75 < people["accuracy"]["high"]
 
 
-def place_store(path: Path, labels: list[tuple[float, float]]) -> PreferenceStore:
-    """A pair a prompt, with the judge's values in the two orders."""
-    opened = PreferenceStore(path, create=True)
-    for number, values in enumerate(labels):
-        prompt = PromptRecord(f"prompt {number}")
-        first, second = (CompletionRecord(prompt.id, text) for text in ("a", "b"))
-        pair = PairRecord(prompt.id, first.id, second.id)
-        opened.add(
-            [
-                *(prompt, first, second, pair),
-                *(
-                    LabelRecord(pair.id, value, "judge", B, shown_first=side)  # type: ignore[arg-type]
-                    for side, value in zip(("first", "second"), values, strict=True)
-                ),
-            ]
-        )
-    return opened
-
-
 @pytest.mark.parametrize(
     ("values", "bias"), [((1.0, 0.0), 1.0), ((0.0, 1.0), -1.0), ((1.0, 1.0), 0.0)]
 )
@@ -130,13 +113,11 @@ def test_a_bias_without_spread_has_an_interval_nevertheless(
 
 def test_of_two_labels_of_one_order_the_last_counts(tmp_path: Path) -> None:
     with place_store(tmp_path / "a.db", [(1.0, 0.0)] * 2) as store:
-        pair = next(store.pairs()).id
-        store.add([LabelRecord(pair, 1.0, "judge", B, round=1, shown_first="second")])
+        store.add([LabelRecord("p0", 1.0, "judge", B, "rubric", round=1, shown_first="second")])
         assert audit_judges(store)[0]["order_consistency"]["mean"] == 0.5
 
 
 def test_labels_of_one_order_alone_are_not_audited(tmp_path: Path) -> None:
     with place_store(tmp_path / "a.db", [(1.0, 1.0)]) as store:
-        pair = next(store.pairs()).id
-        store.add([LabelRecord(pair, 1.0, "judge", "another", shown_first="first")])
+        store.add([LabelRecord("p0", 1.0, "judge", "another", shown_first="first")])
         assert [audit["judge"] for audit in audit_judges(store)] == [B]

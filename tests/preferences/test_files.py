@@ -175,12 +175,6 @@ def test_what_does_not_parse_is_listed(tmp_path: Path) -> None:
         import_file(store, "trl", path, Attribution())
 
 
-def test_empty_answers_are_kept_where_asked(tmp_path: Path) -> None:
-    rows = [TRL[0], {**TRL[1], "rejected": ""}]
-    _, report = imported(tmp_path, "trl", rows, keep_empty=True)
-    assert (report.rows, report.left_out) == (2, ())
-
-
 def test_a_compressed_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(TRL[0]).encode()))

@@ -20,15 +20,12 @@ from keel.preferences.pool import (
     select_batch,
 )
 from keel.preferences.records import (
-    CompletionRecord,
     LabelRecord,
     PairRecord,
-    PromptRecord,
-    Record,
 )
 from keel.preferences.store import PreferenceStore
 from keel.types import KeelError
-from tests.preferences.made import human, leased, made
+from tests.preferences.made import human, leased, made, pair
 
 
 def judge(pair: str, value: float) -> LabelRecord:
@@ -84,26 +81,16 @@ def features(texts: Iterable[Preference]) -> np.ndarray:
     ).reshape(-1, len(WORDS))
 
 
-def store_of(path: Path, count: int, labelled: int, kinds: int | None = None) -> PreferenceStore:
-    """Pairs of answers of which good words make the better, the first ones labelled by people;
-    copies of `kinds` pairs if given."""
+def store_of(path: Path, count: int, labelled: int) -> PreferenceStore:
+    """Pairs of answers of which good words make the better, the first ones labelled by people."""
     generator = random.Random(0)
-    few = [[generator.choices(WORDS, k=6) for _ in "ab"] for _ in range(kinds or count)]
     store = PreferenceStore(path, create=True)
     for number in range(count):
-        sides = few[number % len(few)]
+        sides = [generator.choices(WORDS, k=6) for _ in "ab"]
         good = [sum((w in GOOD) - (w in BAD) for w in side) for side in sides]
-        prompt = PromptRecord(f"prompt {number}", id=f"q{number}")
-        answers = [
-            CompletionRecord(prompt.id, " ".join(side), id=f"{name}{number}")
-            for name, side in zip("ab", sides, strict=True)
-        ]
-        ids = [answer.id for answer in answers]
-        pair = PairRecord(prompt.id, *ids, id=f"p{number}", round=number % 2)
-        records: list[Record] = [prompt, *answers, pair]
+        store.add(pair(number, number % 2, [" ".join(side) for side in sides]))
         if number < labelled:
-            records.append(human(f"p{number}", float(good[0] >= good[1])))
-        store.add(records)
+            store.add([human(f"p{number}", float(good[0] >= good[1]))])
     return store
 
 
@@ -124,20 +111,7 @@ def test_the_chosen_pairs_are_leased_first(tmp_path: Path) -> None:
         assert found.check is not None
         assert (found.check.learned, found.check.held_out) == (48, 12)
         assert found.check.accuracy.mean > 0.7
-        order = []
-        for now in range(7):
-            lease = leased(store, "bob", float(now))
-            store.submit(lease, human(lease.pair, 1.0, "bob"))
-            order.append(int(lease.pair[1:]))
-    assert order == chosen
-
-
-def test_near_copies_are_chosen_once(tmp_path: Path) -> None:
-    """Copies of six pairs: d_optimal takes none while others are left."""
-    with store_of(tmp_path / "a.db", 80, 0, kinds=6) as store:
-        found = select_batch(store, SelectionPlan("d_optimal", 6), features)
-        assert {number % 6 for number in numbers(found.rows)} == set(range(6))
-        assert "no pair is labelled" in found.hints[0]
+        assert leased(store, "bob").pair == f"p{chosen[0]}"
 
 
 def test_without_features_the_seed_decides(tmp_path: Path) -> None:

@@ -78,13 +78,6 @@ def test_head_of_separable_labels_is_found() -> None:
     np.testing.assert_allclose(slope, 0, atol=1e-8)
 
 
-def test_exchanging_the_answers_changes_nothing() -> None:
-    feature, label = pairs()
-    sign = np.where(np.arange(30) % 2, 1.0, -1.0)
-    turned = laplace_posterior(sign[:, None] * feature, np.where(sign > 0, label, 1 - label), 0.5)
-    np.testing.assert_allclose(turned.mean_H, laplace_posterior(feature, label, 0.5).mean_H)
-
-
 def test_skipped_pairs_say_nothing() -> None:
     feature, label = pairs()
     label[3] = math.nan

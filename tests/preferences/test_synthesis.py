@@ -418,14 +418,6 @@ def test_half_a_character_in_a_reason_is_no_error(tmp_path: Path) -> None:
         assert {label.note for label in store.labels()} == {"? so"}
 
 
-def test_it_runs_within_an_event_loop(tmp_path: Path, found: JudgeServer) -> None:
-    async def notebook(url: str) -> SynthesisReport:
-        return done(tmp_path / "a.db", options(url), 2)
-
-    report = asyncio.run(notebook(found.url))
-    assert report.added == {"completions": 6, "pairs": 6, "labels": 12}
-
-
 def test_tool_arguments_are_sent_as_json_text() -> None:
     arguments = {"town": "Bergen", "tags": []}
     call = {"id": "c", "function": {"name": "weather", "arguments": arguments}}
@@ -505,11 +497,15 @@ def test_seed_changes_which_pairs() -> None:
 
 
 def test_items_are_drawn_as_workers_become_free() -> None:
+    """Also within an event loop, as a notebook's."""
     drawn: list[int] = []
 
     async def work(item: int) -> None:
         await asyncio.sleep(0)
         assert len(drawn) - item <= 3, "items wait in memory"
 
-    in_parallel((drawn.append(item) or item for item in range(50)), work, workers=3)
+    async def notebook() -> None:
+        in_parallel((drawn.append(item) or item for item in range(50)), work, workers=3)
+
+    asyncio.run(notebook())
     assert drawn == list(range(50))

@@ -11,12 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from keel.preferences.records import (
-    CompletionRecord,
-    PairRecord,
-    PromptRecord,
-    Record,
-)
+from keel.preferences.records import Record
+from tests.preferences import made
 from tests.view.chromium import free_port
 
 MODEL = "secret-model"
@@ -31,13 +27,8 @@ PRESS = """(keys) => keys.forEach((key) =>
 
 def pair(number: int, texts: Sequence[str] = ("alpha", "beta"), prompt: str = "") -> list[Record]:
     """A question, two answers by named models, and their pair p0, p1, ..."""
-    head = PromptRecord(prompt or f"question {number}", id=f"q{number}")
-    answers = [
-        CompletionRecord(head.id, text, f"{MODEL}-{at}", id=f"{at}{number}")
-        for at, text in enumerate(texts)
-    ]
-    ids = [answer.id for answer in answers]
-    return [head, *answers, PairRecord(head.id, *ids, columns={"by": MODEL}, id=f"p{number}")]
+    models = (f"{MODEL}-0", f"{MODEL}-1")
+    return made.pair(number, 0, texts, models, prompt or f"question {number}", by=MODEL)
 
 
 class Server:
