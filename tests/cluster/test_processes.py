@@ -19,7 +19,7 @@ from keel.config.load import load_recipe
 from keel.learn.ranks import described, load_parts
 from keel.training.loop import MAX_DIAGNOSED
 from keel.types import KeelError
-from tests.cluster.commands import finished, keel, metrics, until_step
+from tests.cluster.commands import AHEAD, WORDS, finished, keel, metrics, until_step
 from tests.platform.processes import descendants, gone
 from tests.soak.killing import differences, whole
 
@@ -159,6 +159,8 @@ def test_a_run_that_is_ended_in_any_way_resumes(tmp_path: Path) -> None:
     [
         (("model.lora.rank=4", "reference.reset_every=2"), "reset_every with model.lora"),
         (("cluster.processes=0",), "cluster.processes"),
+        ((*WORDS, *AHEAD, "rollout.dynamic_sampling=true"), "dynamic_sampling"),
+        ((*WORDS, "rollout.async_level=2"), "algorithm.correction"),
     ],
 )
 def test_what_processes_cannot_do_is_refused(keys: tuple[str, ...], words: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from keel.config.load import load_recipe
-from keel.types import KeelError
 from tests.cluster.commands import AHEAD, WAIT, WORDS, finished, keel, kill, metrics, until_step
 from tests.soak.killing import differences, whole
 
@@ -78,18 +77,6 @@ def test_a_trainer_that_is_always_lost_ends_the_run_with_its_name(tmp_path: Path
     assert run.returncode == 2
     assert f"trainer 0 (process {process} on " in error
     assert "resume with: keel train --resume" in error
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ((*WORDS, *AHEAD, "rollout.dynamic_sampling=true"), "dynamic_sampling"),
-        ((*WORDS, "rollout.async_level=2"), "algorithm.correction"),
-    ],
-)
-def test_what_ray_cannot_do_is_refused(keys: tuple[str, ...], words: str) -> None:
-    with pytest.raises(KeelError, match=words):
-        load_recipe("tiny", [*keys])
 
 
 FUNCTION = """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,8 +14,23 @@ from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch, Estimates
 from keel.learn.loss import loss, prepare
 from keel.models.head import Scores
+from keel.types import Completion
 
 PROMPT = 2
+
+
+def answer(
+    tokens: Sequence[int], written: Sequence[bool] | None = None, log_probs: Any = None
+) -> Completion:
+    """A completion of these tokens, all of them the policy's unless `written` says which."""
+    count = len(tokens)
+    return Completion(
+        tokens=np.array(tokens, dtype=np.int64),
+        log_probs=np.zeros(count, np.float32) if log_probs is None else log_probs,
+        written=np.ones(count, bool) if written is None else np.array(written, dtype=bool),
+        finish="eos",
+        text="",
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from keel.learn.batch import from_groups
 from keel.learn.loss import prepare
 from keel.rewards.outputs import RewardOutput, read_rewards
 from keel.rewards.scorer import compose
-from keel.types import Completion, Group, KeelError, Prompt, RewardResult, Step
-from tests.learn.flat import blank, sample
+from keel.types import Group, KeelError, Prompt, RewardResult, Step
+from tests.learn.flat import answer, blank, sample
 from tests.rewards.made import named
 
 LENGTHS, GROUPS = (2, 3, 1, 1, 2), (0, 0, 1, 1, 1)
@@ -38,14 +38,7 @@ def rewards(*values: float) -> RolloutRewards:
 
 def group(size: int, written: Sequence[bool]) -> Group:
     """Completions with these tokens, of which the policy wrote some."""
-    completion = Completion(
-        tokens=np.arange(len(written)),
-        log_probs=np.zeros(len(written), np.float32),
-        written=np.array(written),
-        finish="eos",
-        text="",
-    )
-    return Group(Prompt("p", "p", tokens=(7,)), (completion,) * size)
+    return Group(Prompt("p", "p", tokens=(7,)), (answer(range(len(written)), written),) * size)
 
 
 def steps(*values: float) -> RewardResult:
@@ -173,17 +166,6 @@ def test_return_to_go_counts_later_steps_and_the_outcome() -> None:
     with_outcome = replace(steps(1, 2, 0), reward=7.0, outcome=4.0)
     assert advantages(TO_GO, with_outcome) == [[7.0, 6.0, 4.0]]
     assert advantages(TO_GO, steps(1, 0, 0), RewardResult(None)) == [[1.0, 0.0, 0.0], [0.0] * 3]
-
-
-def test_outcome_of_zero_is_a_step_where_another_of_the_group_has_one() -> None:
-    """Steps of 1 and 1 in both; one answer is right (3), the other wrong (2)."""
-    right = replace(steps(1, 1), reward=3.0, outcome=1.0)
-    wrong = replace(steps(1, 1), outcome=0.0)
-    found = advantages(algorithm("grpo_process"), right, wrong, tokens=2)
-    values = np.array([1, 1, 1, 1, 1, 0])
-    normal = (values - values.mean()) / (values.std(ddof=1) + 1e-4)
-    assert found[0] == pytest.approx([normal[:3].sum(), normal[1:3].sum()])
-    assert found[1] == pytest.approx([normal[3:].sum(), normal[4:].sum()])
 
 
 def test_outcomes_that_are_all_zero_are_steps_where_a_reward_gave_them() -> None:

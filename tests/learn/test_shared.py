@@ -24,6 +24,7 @@ from keel.models.policy import Policy
 from keel.models.reference import value_head_for
 from keel.types import Completion, Group, Prompt
 from tests.engines.tiny import TOKENIZER, tiny
+from tests.learn.flat import answer
 
 PLAN = [  # tokens of the prompt, and of each answer which are the policy's
     (1, ["1", "0110", "1"]),
@@ -40,20 +41,16 @@ def batch() -> Batch:
     def tokens(count: int) -> np.ndarray:
         return rng.integers(2, len(TOKENIZER), count)
 
-    def answer(marks: str) -> Completion:
-        return Completion(
-            tokens=tokens(len(marks)),
-            log_probs=rng.normal(-3, 1, len(marks)).astype(np.float32),
-            written=np.array([mark == "1" for mark in marks]),
-            finish="stop",
-            text="",
-        )
+    def marked(marks: str) -> Completion:
+        written = [mark == "1" for mark in marks]
+        own = tokens(len(marks))
+        return answer(own, written, rng.normal(-3, 1, len(marks)).astype(np.float32))
 
     groups = [
-        Group(Prompt(f"p{i}", "", tokens=tuple(tokens(count).tolist())), tuple(map(answer, marks)))
+        Group(Prompt(f"p{i}", "", tokens=tuple(tokens(count).tolist())), tuple(map(marked, marks)))
         for i, (count, marks) in enumerate(PLAN)
     ]
-    groups.append(Group(groups[2].prompt, (answer("10011"), answer("11"), answer(""))))
+    groups.append(Group(groups[2].prompt, (marked("10011"), marked("11"), marked(""))))
     return from_groups(groups)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,7 +21,8 @@ from keel.learn.optimizer import AdamW, trainable
 from keel.models.attention import install
 from keel.models.build import byte_tokenizer
 from keel.models.policy import Policy
-from keel.types import Completion, Group, Prompt
+from keel.types import Group, Prompt
+from tests.learn.flat import answer
 from tests.shared import shared_path
 
 WEIGHTS = 1e-4
@@ -36,15 +36,8 @@ def batch_of(step: dict[str, Any]) -> Batch:
     for prompt, tokens, mask in zip(
         step["prompt_ids"], step["completion_ids"], step["completion_mask"], strict=True
     ):
-        ids = np.array(tokens)[np.array(mask) == 1]
-        completion = Completion(
-            tokens=ids,
-            log_probs=np.zeros(len(ids), dtype=np.float32),
-            written=np.ones(len(ids), dtype=bool),
-            finish="length",
-            text="",
-        )
-        groups.append(Group(Prompt(id="p", content="", tokens=tuple(prompt)), (completion,)))
+        ids = [token for token, kept in zip(tokens, mask, strict=True) if kept]
+        groups.append(Group(Prompt("p", "", tokens=tuple(prompt)), (answer(ids),)))
     batch = from_groups(groups)
     each = torch.tensor(step["advantages"])
     return batch, Estimates(each.repeat_interleave(batch.lengths_S))

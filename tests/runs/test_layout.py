@@ -9,15 +9,12 @@ from keel.types import KeelError
 from tests.runs.example import ONE, TWO, one_stage, two_stages
 
 
-def test_paths_of_a_recipe_with_one_stage(tmp_path: Path) -> None:
+def test_paths_carry_the_stage_where_there_are_several(tmp_path: Path) -> None:
     folder = one_stage(tmp_path)
     assert folder.rollouts(0, 12) == tmp_path / "run/rollouts/step-000012.parquet"
     assert folder.checkpoint(0, 100) == tmp_path / "run/checkpoints/step-000100"
     assert folder.recipe.read_text() == ONE
-
-
-def test_paths_carry_the_stage_where_there_are_several(tmp_path: Path) -> None:
-    folder = two_stages(tmp_path)
+    folder = two_stages(tmp_path / "two")
     assert folder.checkpoint(0, 100).name == "warmup-step-000100"
     assert folder.rollouts(1, 3).name == "rl-step-000003.parquet"
 

@@ -24,11 +24,8 @@ from keel.models.sharded import wholes
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.types import Capabilities, Engine
 
-
-class BuildLearner(Protocol):
-    """Makes the learner of a stage, new or from a checkpoint; of several ranks this one's part."""
-
-    def __call__(self, policy: Policy, budget: TokenBudget, ranks: Ranks) -> Learner: ...
+BuildLearner = Callable[[Policy, TokenBudget, Ranks], Learner]
+"""Makes the learner of a stage, new or from a checkpoint; of several ranks this one's part."""
 
 
 class BuildEngine(Protocol):

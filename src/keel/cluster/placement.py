@@ -77,10 +77,23 @@ class RankPlacement:
         before = torch.get_num_threads()
         each = self.threads or max(before // self.cluster.processes, 1)
         torch.set_num_threads(each)
+        policy, samples = parts.policy, parts.engine_kind.in_process
+        own = replace(parts.factory, rewards={}, reward_context=RewardContext())
         try:
-            offered = self.offers(parts.engine_kind)
-            with rank_stage(parts, self.cluster, each, offered) as placed:
-                yield placed
+            alone = None if samples else parts.own_engine()
+            with rank_processes.start(
+                self.cluster.processes,
+                partial(_member, own, samples, policy),
+                partial(_member, own, samples, None),
+                each,
+                policy.device.type,
+                self.cluster.deadline,
+            ) as group:
+                learner = group.member.learner
+                kinds = (learner.has_reference, learner.learns_values)
+                shared = SharedEngine(group, self.offers(parts.engine_kind))
+                engine = shared if alone is None else alone
+                yield PlacedStage(SharedLearner(group, policy, parts.budget, *kinds), engine)
         finally:
             torch.set_num_threads(before)
 
@@ -173,28 +186,6 @@ class SharedEngine(Engine):
 
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Nothing: `SharedLearner.weights` has brought them to every rank."""
-
-
-@contextmanager
-def rank_stage(
-    parts: StageParts, cluster: Cluster, threads: int, offered: Capabilities
-) -> Iterator[PlacedStage]:
-    """The parts of a stage on `cluster.processes` ranks; see `RankPlacement`."""
-    policy, each = parts.policy, parts.engine_kind.in_process
-    alone = None if each else parts.own_engine()
-    own = replace(parts.factory, rewards={}, reward_context=RewardContext())
-    with rank_processes.start(
-        cluster.processes,
-        partial(_member, own, each, policy),
-        partial(_member, own, each, None),
-        threads,
-        policy.device.type,
-        cluster.deadline,
-    ) as group:
-        learner = group.member.learner
-        kinds = (learner.has_reference, learner.learns_values)
-        engine = SharedEngine(group, offered) if alone is None else alone
-        yield PlacedStage(SharedLearner(group, policy, parts.budget, *kinds), engine)
 
 
 # ---------------------------------------------------------------- on every rank

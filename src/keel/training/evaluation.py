@@ -81,13 +81,7 @@ class Evaluator:
         pass@k. Every evaluation samples with the same random
         numbers. `spent` is what paid rewards cost, if there are any.
         """
-        budget = self.sampler.config
-        greedy = Sampling(
-            max_tokens=budget.max_tokens,
-            temperature=0.0,
-            stop=budget.stop,
-            stop_ids=budget.stop_ids,
-        )
+        greedy = replace(self.sampler.sampling, temperature=0.0, ignore_eos=False)
         spent: dict[str, float] = {}
         groups, results = self._judge(1, greedy, step, spent)
         rows = self._rows(groups, results, "greedy")

@@ -24,7 +24,6 @@ from keel.models.packed import PackedSizes, sizes_on
 from keel.models.reward import Answered, Reader, joined
 from keel.platform.files import write_jsonl
 from keel.rewards.calls import without_stop
-from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.rows import LeftOut
 from keel.training.rollout import Sampler
@@ -203,24 +202,20 @@ Make = Callable[[Group, Sequence[RewardResult], SampledData, np.random.Generator
 """Makes examples from the scored answers to one prompt."""
 
 
-@dataclass(frozen=True, eq=False)
-class SampledDataSource:
-    """What samples and scores the answers, before a stage."""
-
-    sampler: Sampler
-    scorer: Scorer
-    validation: Sequence[Prompt]
-    choice: SampledData
-    seed: int
-
-
-def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: Make) -> str:
+def write_rows(
+    sampler: Sampler,
+    choice: SampledData,
+    folder: RunFolder,
+    stage: str,
+    make: Make,
+    *,
+    validation: Sequence[Prompt],
+) -> str:
     """Write the examples of both splits to files of the run folder, unless they exist.
 
     Returns a line with the number of examples and prompts. Raises KeelError if nothing can be
     learned from the answers.
     """
-    choice = source.choice
     counts = []
     for split in ("train", "validation"):
         train = split == "train"
@@ -228,12 +223,8 @@ def write_rows(source: SampledDataSource, folder: RunFolder, stage: str, make: M
         target = folder.pool(stage) if pool else folder.rows(stage, split)
         if target.exists():
             continue
-        prompts = (
-            source.sampler.stream.take(choice.train)
-            if train
-            else source.validation[: choice.validation]
-        )
-        rows = list(_examples(source, prompts, split, make))
+        prompts = sampler.stream.take(choice.train) if train else validation[: choice.validation]
+        rows = list(_examples(sampler, choice, prompts, split, make))
         if not rows:
             raise KeelError(
                 f"stage {stage!r}: the {len(prompts)} {split} prompts gave no example to learn "
@@ -315,20 +306,19 @@ def sampled_steps(separator: str, decode: Callable[[Sequence[int]], str]) -> Mak
 
 
 def _examples(
-    source: SampledDataSource, prompts: Sequence[Prompt], split: Split, make: Make
+    sampler: Sampler, choice: SampledData, prompts: Sequence[Prompt], split: Split, make: Make
 ) -> Iterator[dict[str, Any]]:
-    choice, sampler = source.choice, source.sampler
     if split == "validation":  # accuracy is relative to the rewards themselves
         choice = choice.model_copy(update={"noise": 0.0, "people": None})
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
-        seed = derive(source.seed, "answers", SEED_NAMES[split], start)
+        seed = derive(sampler.seed, "answers", SEED_NAMES[split], start)
         part = prompts[start : start + PROMPTS_AT_ONCE]
         sampled = sampler.sample(part, choice.group_size, sampler.sampling, seed)
         groups = [without_stop(group, sampler.sampling.stop) for group in sampled]
-        scored = source.scorer(groups, 0)
+        scored = sampler.scorer(groups, 0)
         for number, (group, results) in enumerate(zip(groups, scored.results, strict=True)):
             rng = np.random.default_rng(
-                derive(source.seed, "rows", SEED_NAMES[split], start + number)
+                derive(sampler.seed, "rows", SEED_NAMES[split], start + number)
             )
             yield from make(group, results, choice, rng)
 

@@ -69,8 +69,7 @@ class DPO:
                     "rewards/margins": self.beta * gap_C,
                     "rewards/accuracies": gap_C > 0,
                 }
-                for name, value in shown.items():
-                    sums[name] = sums.get(name, 0.0) + float(value.sum()) / len(pairs)
+                _add(sums, len(pairs), **shown)
         return sums
 
     def pair_loss(

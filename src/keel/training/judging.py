@@ -42,7 +42,6 @@ from keel.runs.writer import update_run_json
 from keel.training.judged_data import (
     Make,
     Ready,
-    SampledDataSource,
     cluster_of,
     encoder,
     of_step,
@@ -276,8 +275,7 @@ def _sampled_files(
         sampler = build_sampler(engine, source, judge, rollout, seed, less=less)
         prompts = source.validation(choice.validation)
         judge.check(prompts)
-        parts = SampledDataSource(sampler, judge, prompts, choice, seed)
-        counts = write_rows(parts, folder, stage.name, make)
+        counts = write_rows(sampler, choice, folder, stage.name, make, validation=prompts)
     if counts:
         run.writer.note(f"{stage.name}: {counts}")
     return made

@@ -7,9 +7,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -57,7 +55,6 @@ from keel.training.state import Progress, check_base, read_progress, restore_pol
 from keel.types import KeelError, Split
 
 REPORTED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-T = TypeVar("T")
 
 
 def train(
@@ -256,16 +253,20 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
     for stage in recipe.stages[current:]:
         if stage.sampling is not None:
             rollout = stage.sampling.rollout
-            _named_stage(stage.name, check_rewards_of_steps, stage.sampling)
-            _named_stage(stage.name, partial(check_engine, here=here), rollout)
-            offered = placement_of(recipe.cluster).offers(capabilities_of(rollout.engine))
-            _named_stage(stage.name, partial(check_requests, engine=offered), stage.sampling)
-            if rollout.program is not None:
-                _named_stage(stage.name, load_program, rollout.program)
+            with _naming(stage):
+                check_rewards_of_steps(stage.sampling)
+                check_engine(rollout, here=here)
+                offered = placement_of(recipe.cluster).offers(capabilities_of(rollout.engine))
+                check_requests(stage.sampling, engine=offered)
+                if rollout.program is not None:
+                    load_program(rollout.program)
     for stage in recipe.stages[current + 1 :]:
         if stage.sampling is not None:
-            _named_stage(stage.name, check_evaluated, stage.sampling)
-            _named_stage(stage.name, partial(_check_teacher, recipe, policy), stage.sampling)
+            with _naming(stage):
+                check_evaluated(stage.sampling)
+                if (teacher := stage.sampling.teacher) is not None:
+                    longest = longest_sequence(stage.sampling, policy)
+                    check_teacher(teacher, policy, recipe.model, longest)
         data, records = stage.preference_data, stage.records
         # The records of a Python function may be expensive to make.
         if data is not None and records is not None and data.name in KINDS:
@@ -275,17 +276,13 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
             check_classifier(policy.model.config, kind)
 
 
-def _check_teacher(recipe: Recipe, policy: Policy, sampling: SamplingSource) -> None:
-    if sampling.teacher is not None:
-        longest = longest_sequence(sampling, policy)
-        check_teacher(sampling.teacher, policy, recipe.model, longest)
-
-
-def _named_stage(stage: str, look: Callable[[T], object], at: T) -> None:
+@contextmanager
+def _naming(stage: Stage) -> Iterator[None]:
+    """Errors name the stage."""
     try:
-        look(at)
+        yield
     except KeelError as error:
-        raise KeelError(f"stage {stage!r}: {error}") from error
+        raise KeelError(f"stage {stage.name!r}: {error}") from error
 
 
 # ---------------------------------------------------------------- leaks between splits

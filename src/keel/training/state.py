@@ -212,15 +212,14 @@ def save_pending(folder: Path, pending: Pending) -> None:
 
 
 def _state(step: int, rollouts: Rollouts) -> dict[str, Any]:
-    return {
-        "step": step,
-        "groups": [_group(group) for group in rollouts.groups],
-        "results": [[asdict(result) for result in judged] for judged in rollouts.results],
-        "greedy": rollouts.greedy,
-        # As text: keys that a user chose must not meet those of the state.
-        "extras": json.dumps(rollouts.extras),
-        "metrics": rollouts.metrics,
-    }
+    # What users chose as text: its keys must not meet those of the state.
+    state = {"step": step, **asdict(rollouts), "extras": json.dumps(rollouts.extras)}
+    for group in state["groups"]:
+        prompt = group["prompt"]
+        prompt |= {name: json.dumps(prompt[name]) for name in ("content", "tools")}
+        for completion in group["completions"]:
+            completion["turns"] = json.dumps(completion["turns"])
+    return state
 
 
 def read_pending(folder: Path | None) -> Pending:
@@ -247,37 +246,21 @@ def _read(state: Mapping[str, Any]) -> Rollouts:
     )
 
 
-def _group(group: Group) -> dict[str, Any]:
-    return {
-        "prompt": {
-            **{name: getattr(group.prompt, name) for name in Prompt.__slots__},
-            "content": json.dumps(group.prompt.content),
-            "tools": json.dumps(group.prompt.tools),
-        },
-        "completions": [
-            {
-                **{name: getattr(completion, name) for name in Completion.__slots__},
-                "turns": json.dumps(completion.turns),
-            }
-            for completion in group.completions
-        ],
-    }
-
-
 def _read_group(state: Mapping[str, Any]) -> Group:
-    prompt = {**state["prompt"], "content": json.loads(state["prompt"]["content"])}
-    prompt["tools"] = tuple(json.loads(prompt.get("tools", "[]")))
+    prompt = dict(state["prompt"])
+    prompt |= {
+        "content": json.loads(prompt["content"]),
+        "tools": tuple(json.loads(prompt["tools"])),
+    }
     completions = [
-        {**one, "turns": tuple(json.loads(one["turns"]))} for one in state["completions"]
+        Completion(**{**one, "turns": tuple(json.loads(one["turns"]))})
+        for one in state["completions"]
     ]
-    return Group(Prompt(**prompt), tuple(Completion(**one) for one in completions))
+    return Group(Prompt(**prompt), tuple(completions))
 
 
 def _read_result(state: Mapping[str, Any]) -> RewardResult:
-    steps = tuple(Step(**step) for step in state["steps"])
-    return RewardResult(
-        state["reward"], state["components"], steps, state["outcome"], state["unshaped"]
-    )
+    return RewardResult(**{**state, "steps": tuple(Step(**step) for step in state["steps"])})
 
 
 # ---------------------------------------------------------------- records of rollouts
