@@ -16,7 +16,7 @@ from keel.cluster.placement import placement_of
 from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe, Stage
-from keel.config.sources import SamplingSource, TaskSource
+from keel.config.sources import TaskSource
 from keel.data.mixture import build_task, stored
 from keel.data.preferences import READERS
 from keel.data.splits import KINDS, places
