@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.graders.unit_tests import Checked, Isolation, read_tests, run_tests
-from keel.platform.sandbox.bubblewrap import Limits, Sandbox
+from keel.platform.sandbox import Limits, Sandbox
 from keel.rewards.code import in_threads
 from studies.common import markdown
 from tests.graders.cheats import CHEATS, SHAPES

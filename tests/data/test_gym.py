@@ -185,7 +185,7 @@ def test_refuses_with_bubblewraps_message_if_it_fails(
 
 
 def test_without_a_filter_of_system_calls_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keel.platform.sandbox.bubblewrap.computing_filter", lambda: None)
+    monkeypatch.setattr("keel.platform.sandbox.computing_filter", lambda: None)
     with pytest.raises(KeelError, match="no filter of system calls"):
         GymProcess().ask(60.0, op="names")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keel.graders.unit_tests import Checked, Isolation, read_tests, run_tests
-from keel.platform.sandbox.bubblewrap import Limits, Sandbox
+from keel.platform.sandbox import Limits, Sandbox
 from keel.rewards.code import in_threads
 from tests.graders.cheats import CHEATS, SHAPES, Cheat
 from tests.shared import needs_bubblewrap

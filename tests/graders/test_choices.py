@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from keel.graders.choices import label_of
+from keel.graders.answers import label_of
 from keel.rewards.outputs import Wrong
 from keel.rewards.rules import choice
 

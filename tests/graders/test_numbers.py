@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.graders.answers import final_answer, only_repeats, stated_number
-from keel.graders.choices import chosen
+from keel.graders.answers import chosen, final_answer, only_repeats, stated_number
 from keel.graders.expressions import same_answer
 from keel.graders.numbers import read_number, same_number
 from tests.shared import shared_path

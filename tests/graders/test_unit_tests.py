@@ -18,7 +18,7 @@ from keel.graders.unit_tests import (
     run_tests,
     wanted_names,
 )
-from keel.platform.sandbox.bubblewrap import Limits, Sandbox, environment
+from keel.platform.sandbox import Limits, Sandbox, environment
 from keel.rewards.code import in_threads
 from keel.types import KeelError
 from tests.graders.mutants import mutants

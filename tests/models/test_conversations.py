@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keel.engines.endpoint import ChatRequest, Session
 from keel.engines.turns import generate_multi_turn
-from keel.graders.stated import answer_part
+from keel.graders.formats import answer_part
 from keel.models.build import byte_tokenizer
 from keel.models.chat import PROBE, ChatEncoder, encode, encode_answer
 from keel.models.reward import Reader

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from keel.platform.sandbox.boundary import DEPTH, NotPlainData, _exception, decode, encode, refill
+from keel.platform.boundary import DEPTH, NotPlainData, _exception, decode, encode, refill
 
 Pair = collections.namedtuple("Pair", "a b")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.platform.memory import free_memory, resident_memory
+from keel.platform.signals import free_memory, resident_memory
 
 KB = 1024
 

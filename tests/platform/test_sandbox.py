@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keel.platform.sandbox.bubblewrap import DYNAMIC_UIDS, Limits, Sandbox, SandboxResult, _pick_uid
+from keel.platform.sandbox import DYNAMIC_UIDS, Limits, Sandbox, SandboxResult, _pick_uid
 from keel.types import KeelError
 from tests.platform.processes import children, eventually, processes_with, resident_mb
 from tests.shared import needs_bubblewrap
@@ -178,7 +178,7 @@ def test_an_interpreter_behind_links(tmp_path: Path) -> None:
     (tmp_path / "twice").symlink_to("a/b")
     code = (
         "import sys\n"
-        "from keel.platform.sandbox.bubblewrap import Sandbox\n"
+        "from keel.platform.sandbox import Sandbox\n"
         "print(Sandbox().run([sys.executable, '-c', 'import sys, numpy; print(sys.executable)']))"
     )
     for name in ("a/venv", "a/b/once", "twice/once"):
@@ -211,7 +211,7 @@ def test_no_two_runs_share_a_user() -> None:
     code = "import os, time; print(os.getuid(), flush=True); time.sleep(0.5)"
     parent = (
         "import os, sys, threading\n"
-        "from keel.platform.sandbox.bubblewrap import Sandbox\n"
+        "from keel.platform.sandbox import Sandbox\n"
         "sandbox, seen = Sandbox(), []\n"
         "child = os.fork()\n"
         f"run = lambda: seen.append(sandbox.run([sys.executable, '-c', {code!r}]).printed)\n"
@@ -245,7 +245,7 @@ def test_no_zombie_is_left_for_init() -> None:
     """No process is left for the host's init, which in a container may reap none."""
     code = (
         "import ctypes, sys\n"
-        "from keel.platform.sandbox.bubblewrap import Limits, Sandbox\n"
+        "from keel.platform.sandbox import Limits, Sandbox\n"
         "from tests.platform.processes import children\n"
         "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # orphans come to this process\n"
         "for limits, inside in ((Limits(), ''), (Limits(timeout=0.5), 'while True: pass')):\n"

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from keel.platform.sandbox.seccomp import (
+from keel.platform.seccomp import (
     ARCHITECTURES,
     BUFFER_SIZES,
     CLONE,

@@ -16,7 +16,7 @@ import pytest
 from keel.cli.main import main
 from keel.preferences.store import PreferenceStore
 from keel.preferences.synthesis_options import requests_path
-from keel.rewards.judge.requests import JudgeStore
+from keel.rewards.judge_requests import JudgeStore
 from tests.preferences.synthesis_made import JUDGE, WRITER, judges, prompts_file, server
 from tests.rewards.judge_server import JudgeServer
 from tests.shared import ROOT

@@ -11,9 +11,9 @@ from typing import Any
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scored, Scorer, load_reward
-from keel.rewards.judge.options import JudgeOptions
-from keel.rewards.judge.requests import Account, JudgeStore
-from keel.rewards.judge.reward import Judge, judge
+from keel.rewards.judge import Judge, judge
+from keel.rewards.judge_questions import JudgeOptions
+from keel.rewards.judge_requests import Account, JudgeStore
 from keel.rewards.registry import RewardContext
 from keel.types import Group, Prompt
 from tests.data.made import completion

@@ -10,7 +10,7 @@ import pytest
 
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
-from keel.rewards.judge.questions import (
+from keel.rewards.judge_questions import (
     Judgement,
     PairVerdict,
     choose_pairs,

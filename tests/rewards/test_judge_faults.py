@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from keel.rewards.judge.options import Cost, StoredAnswer
-from keel.rewards.judge.questions import parse, score_question
+from keel.rewards.judge_questions import Cost, StoredAnswer, parse, score_question
 from keel.types import KeelError
 from tests.rewards.judge_made import account_of, group, made, scored
 from tests.rewards.judge_server import Asked, Fault, JudgeServer

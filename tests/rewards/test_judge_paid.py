@@ -15,9 +15,9 @@ import pytest
 from keel.config.load import load_recipe
 from keel.config.sources import RewardSource
 from keel.rewards import Scorer, load_reward
-from keel.rewards.judge.options import Cost, JudgeOptions, StoredAnswer
-from keel.rewards.judge.requests import Account, JudgeStore
-from keel.rewards.judge.reward import Judge
+from keel.rewards.judge import Judge
+from keel.rewards.judge_questions import Cost, JudgeOptions, StoredAnswer
+from keel.rewards.judge_requests import Account, JudgeStore
 from keel.rewards.registry import RewardContext
 from keel.types import KeelError
 from tests.rewards.judge_made import account_of, call, group, made, scored

@@ -13,9 +13,8 @@ from transformers import AutoModelForTokenClassification
 from keel.models.loading import quiet
 from keel.models.text import split_steps
 from keel.rewards import Scorer
-from keel.rewards.learned import _sigmoid
+from keel.rewards.learned import _sigmoid, aggregate, on_tokens
 from keel.rewards.registry import NamedReward, RewardContext
-from keel.rewards.steps import aggregate, on_tokens
 from keel.types import Group, KeelError, Prompt
 from tests.models.test_encode import tokenizer as words
 from tests.rewards.learned import completion, group, policy, reward, save_model

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from keel.models.build import byte_tokenizer
 from keel.models.text import split_steps
 from keel.rewards import Scorer
+from keel.rewards.learned import aggregate, on_tokens
 from keel.rewards.registry import RewardContext
-from keel.rewards.steps import aggregate, on_tokens
 from keel.types import KeelError
 from tests.rewards.learned import group, policy, reward
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.config.sources import RewardSource
-from keel.graders import languages
 from keel.graders.formats import repeated_share, units
-from keel.graders.languages import language_of, language_share, prose
+from keel.rewards import graded
+from keel.rewards.graded import language_of, language_share, prose
 from keel.rewards.outputs import Wrong
 from keel.rewards.registry import load_reward
 from keel.rewards.rules import repetition
@@ -103,20 +103,20 @@ def test_a_long_text_takes_no_long_time(unit: str) -> None:
     """Half a million characters, at which time to the square would be hours."""
     for text in ("abc." + unit * (500_000 // len(unit)), unit * (500_000 // len(unit)) + "b"):
         assert len(prose(text)) <= len(text) + 1
-        assert sum(map(len, languages._passages(text))) <= len(text)
+        assert sum(map(len, graded._passages(text))) <= len(text)
 
 
 def test_lingua_reads_long_words_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes time to the square of a word's length."""
     pytest.importorskip("lingua")
-    real, read = languages._detector(), []
+    real, read = graded._detector(), []
 
     class Detector:
         def detect_language_of(self, text: str) -> Any:
             read.append(text)
             return real.detect_language_of(text)
 
-    monkeypatch.setattr(languages, "_detector", Detector)
+    monkeypatch.setattr(graded, "_detector", Detector)
     for letters in ("a" * 20_000, "ab\u00e9" * 7_000, "\u0e01\u0e32" * 10_000):
         read.clear()
         language_of(letters)
@@ -171,7 +171,7 @@ def test_without_lingua_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
             raise ImportError(name)
         return loaded(name, *rest, **more)
 
-    languages._codes.cache_clear()
+    graded._codes.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(KeelError, match=r"reward 'language': .*pip install 'keel-rl\[language\]'"):
         load_reward(RewardSource(function="language", options={"wanted": "en"}))

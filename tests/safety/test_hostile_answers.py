@@ -20,13 +20,11 @@ from keel.data.gym import PREFIX, GymProcess, GymTask, gym_installed
 from keel.data.gym_worker import COMPARING
 from keel.data.tasks import Presentation
 from keel.graders.answers import final_answer, stated_number
-from keel.graders.formats import has_tags, tag_content
+from keel.graders.formats import answer_part, before_stop, has_tags, tag_content
 from keel.graders.mathematics import Mathematics
 from keel.graders.numbers import read_number
-from keel.graders.stated import answer_part, before_stop
-from keel.platform.sandbox.bubblewrap import Resident
-from keel.rewards.judge.options import Cost, StoredAnswer
-from keel.rewards.judge.questions import Question, parse
+from keel.platform.sandbox import Resident
+from keel.rewards.judge_questions import Cost, Question, StoredAnswer, parse
 from keel.types import KeelError, Prompt
 from tests.data.made import completion
 from tests.platform.processes import descendants, gone

@@ -23,8 +23,8 @@ CALLS = {
 LAST = {name.rpartition(".")[2] for name in CALLS}
 NAMES = {"ProcessPoolExecutor", "read_pickle", "to_pickle", "_load_from_state"}
 ORDERS_ONLY = {
-    "platform/sandbox/inside.py",
-    "platform/sandbox/bubblewrap.py",
+    "platform/inside.py",
+    "platform/sandbox.py",
     "workflows/processes.py",
     "engines/vllm/transfer.py",  # handles of this GPU's memory, in the form that vLLM reads
 }

@@ -16,10 +16,9 @@ import numpy as np
 
 from keel.config.fields import unknown
 from keel.data.tasks import Generated, Presentation, split_and_index
-from keel.graders.formats import tag_content
-from keel.graders.stated import answer_part
+from keel.graders.formats import answer_part, tag_content
 from keel.platform.process import Restarting
-from keel.platform.sandbox.bubblewrap import Resident
+from keel.platform.sandbox import Resident
 from keel.types import Completion, KeelError, Prompt, Split
 
 PREFIX = "reasoning_gym:"
@@ -39,7 +38,7 @@ class GymProcess:
     """The process, started when first asked, ended and started again when it hangs.
 
     Calls from several threads take turns. It lives in the sandbox
-    (`keel.platform.sandbox.bubblewrap`), and forks a process for each answer that it scores.
+    (`keel.platform.sandbox`), and forks a process for each answer that it scores.
     Raises KeelError if there is no sandbox.
     """
 

@@ -7,7 +7,7 @@ Started by `keel.data.gym` in the sandbox, without the rest of Keel. Requests:
     {"op": "score", … as item, "text", "cpu", "patience"}               -> number from 0 to 1
 
 A reply is {"ok": value} or {"error": one line, "known": names of options}. An answer is scored in a
-process that is forked for it alone (`keel.platform.sandbox.confined`), unless its scorer is known
+process that is forked for it alone (`keel.platform.confined`), unless its scorer is known
 to do nothing but compare strings. In place of `eval` that process makes a syntax tree of the text,
 and of the tree sympy's objects; only numbers, operators, names of symbols and a few functions are
 read.
@@ -34,7 +34,7 @@ from typing import Any
 
 import sympy
 
-from keel.platform.sandbox.confined import Confined, Request, serve
+from keel.platform.confined import Confined, Request, serve
 
 LONGEST = 10_000
 """Characters; an answer has a few dozen."""

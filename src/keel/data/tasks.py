@@ -33,8 +33,7 @@ from keel.data.tables import (
     encodable,
     refuse_bad,
 )
-from keel.graders.formats import same_text
-from keel.graders.stated import answer_part
+from keel.graders.formats import answer_part, same_text
 from keel.runs.rows import LeftOut, Why
 from keel.types import Completion, Content, KeelError, Message, Prompt, Split, Tools, one_line
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 
-from keel.graders.stated import ANSWER_NAME
+from keel.graders.formats import ANSWER_NAME
 
 _OPENING = re.compile(
     r"^([ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?:<\w+>|[^\n`]*:[ \t]+)?"

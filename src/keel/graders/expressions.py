@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from keel.graders.answers import final_answer, stated_number
-from keel.graders.choices import chosen, label_of
-from keel.graders.forms import formulas, left_to_do, squeezed, stands_in
-from keel.graders.notation import bare, word_set
+from keel.graders.answers import chosen, final_answer, label_of, stated_number
+from keel.graders.notation import bare, formulas, left_to_do, squeezed, stands_in, word_set
 from keel.graders.numbers import DECIMAL, Number, name_of, only_units, read_number, same_name
 from keel.graders.prose import formula_of
 

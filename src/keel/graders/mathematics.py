@@ -16,7 +16,7 @@ from typing import Literal, cast
 
 from keel.graders.expressions import NotPlainExpression, same_answer
 from keel.platform.process import Restarting
-from keel.platform.sandbox.bubblewrap import Resident, bubblewrap
+from keel.platform.sandbox import Resident, bubblewrap
 from keel.types import KeelError
 
 Finding = Literal["same", "different", "unreadable gold", "timed out", "died"]

@@ -17,7 +17,7 @@ from typing import Any
 from sympy.core.random import seed
 
 from keel.graders.expressions import can_be_read, same_answer, same_to_math_verify
-from keel.platform.sandbox.confined import Confined, Request, serve
+from keel.platform.confined import Confined, Request, serve
 
 KEPT = 16_384
 """Gold answers of which it is remembered whether they can be read."""

@@ -4,7 +4,7 @@ The verdict rests on secrets, one for each test, that are reported only once the
 printed word, exit status or early end stands for a pass.
 
 With the isolation `process` the code runs in one sandbox and its tests in another. The tests call
-its functions through pipes that carry JSON (`keel.platform.sandbox.boundary`): the code sees the
+its functions through pipes that carry JSON (`keel.platform.boundary`): the code sees the
 arguments of the calls, and neither the tests nor what they expect; the tests see no object of the
 code's. A test that needs what JSON cannot carry fails, and its cause says so: it needs `shared`.
 
@@ -30,8 +30,8 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from keel.graders.code_blocks import DEFINING, NOT_PYTHON, names_in, parsed
-from keel.platform.sandbox.bubblewrap import Sandbox, SandboxResult
-from keel.platform.sandbox.inside import CODE
+from keel.platform.inside import CODE
+from keel.platform.sandbox import Sandbox, SandboxResult
 from keel.types import KeelError
 
 Status = Literal[

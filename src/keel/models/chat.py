@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from keel.graders.stated import begun_tag
+from keel.graders.formats import begun_tag
 from keel.models.text import (
     QUESTIONS,
     common_prefix,

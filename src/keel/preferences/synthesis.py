@@ -37,8 +37,8 @@ from keel.preferences.synthesis_work import (
     missing_labels,
     missing_pairs,
 )
-from keel.rewards.judge.options import SpendLimitReached
-from keel.rewards.judge.requests import Account, JudgeStore
+from keel.rewards.judge_questions import SpendLimitReached
+from keel.rewards.judge_requests import Account, JudgeStore
 from keel.types import KeelError
 
 

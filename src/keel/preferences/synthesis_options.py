@@ -20,8 +20,8 @@ from keel.config.errors import explain_validation
 from keel.config.fields import unknown
 from keel.config.secrets import wrong_secret
 from keel.preferences.records import CostKind, CostRecord, CostUnit
-from keel.rewards.judge.options import RUBRIC, JudgeOptions
-from keel.rewards.judge.requests import Asker
+from keel.rewards.judge_questions import RUBRIC, JudgeOptions
+from keel.rewards.judge_requests import Asker
 from keel.types import KeelError, Sampling
 
 Role = Literal["completions", "labels"]
@@ -162,7 +162,7 @@ class ModelServer:
 
     `price` is dollars for a million input and output tokens, None if they are unknown.
     `api_key_env` names the environment variable of the API key. `options` are those of a judge
-    (`SERVER_KEYS`, see `keel.rewards.judge.options`), such as `timeout` or `extra`.
+    (`SERVER_KEYS`, see `keel.rewards.judge_questions`), such as `timeout` or `extra`.
     """
 
     model: str

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from keel.config.model import Model
 from keel.data.columns import shown_gold
-from keel.graders.stated import answer_part
+from keel.graders.formats import answer_part
 from keel.preferences.records import (
     CompletionRecord,
     JudgedPair,
@@ -41,9 +41,8 @@ from keel.preferences.synthesis_options import (
     Usage,
     build_asker,
 )
-from keel.rewards.judge.options import Cost
-from keel.rewards.judge.questions import SWAPPED, WORTH, Judgement, Question, pair_question
-from keel.rewards.judge.requests import Asker
+from keel.rewards.judge_questions import SWAPPED, WORTH, Cost, Judgement, Question, pair_question
+from keel.rewards.judge_requests import Asker
 from keel.runs.values import clean_text
 from keel.types import Content, Group, KeelError, Message, Prompt
 

@@ -32,7 +32,7 @@ from keel.models.policy import (
     time_products,
 )
 from keel.models.reference import load_critic, load_teacher
-from keel.platform.memory import free_memory
+from keel.platform.signals import free_memory
 from keel.preflight import settings
 from keel.preflight.context import (
     Figure,

@@ -19,7 +19,7 @@ from keel.data.mixture import UserTask
 from keel.data.tasks import BaseTask
 from keel.models.policy import Policy
 from keel.preflight.trial import LongestExample
-from keel.rewards.judge.options import Cost, JudgeOptions
+from keel.rewards.judge_questions import Cost, JudgeOptions
 from keel.training.setup import PromptSource
 from keel.types import KeelError, Prompt, Task, one_line
 

@@ -9,10 +9,17 @@ from typing import Any
 from keel.analysis.statistics import mean_interval
 from keel.config.schema import Stage
 from keel.config.sources import RewardSource, SamplingSource
-from keel.graders.stated import answer_part
+from keel.graders.formats import answer_part
 from keel.preflight.context import Finding, Forecast, found
-from keel.rewards.judge.options import GROUP, Cost, JudgeOptions, most_tokens
-from keel.rewards.judge.questions import choose_pairs, pair_question, score_question
+from keel.rewards.judge_questions import (
+    GROUP,
+    Cost,
+    JudgeOptions,
+    choose_pairs,
+    most_tokens,
+    pair_question,
+    score_question,
+)
 from keel.types import Group
 
 BYTES_PER_TOKEN = (5.0, 4.0, 2.5)

@@ -21,7 +21,7 @@ import torch
 from keel.config.load import load_recipe, to_toml
 from keel.learn.batch import out_of_memory
 from keel.platform.files import write_text
-from keel.platform.memory import PROC, resident_memory
+from keel.platform.signals import PROC, resident_memory
 from keel.runs import lifecycle
 from keel.runs.writer import Callback, Clock, RunState, RunWriter
 from keel.training.run import run_stages

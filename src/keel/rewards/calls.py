@@ -23,7 +23,7 @@ import numpy as np
 
 from keel.config.fields import unknown
 from keel.config.secrets import without_secrets
-from keel.graders.stated import before_stop
+from keel.graders.formats import before_stop
 from keel.platform.calls import (
     POLL,
     AsyncCall,

@@ -20,7 +20,7 @@ from keel.graders.unit_tests import (
     trivial_codes,
     wanted_names,
 )
-from keel.platform.sandbox.bubblewrap import Limits, Sandbox
+from keel.platform.sandbox import Limits, Sandbox
 from keel.rewards.outputs import Summary
 from keel.rewards.registry import Column, RewardContext, with_arguments
 from keel.rewards.rules import stated_texts

@@ -28,11 +28,11 @@ MADE: Mapping[str, str] = {
     "math": "keel.rewards.graded:math",
     "code": "keel.rewards.code:code",
     "language": "keel.rewards.graded:language",
-    "judge": "keel.rewards.judge.reward:judge",
+    "judge": "keel.rewards.judge:judge",
     "outcome": "keel.rewards.learned:outcome",
     "process": "keel.rewards.learned:process",
     "returned": "keel.rewards.graded:returned",
-    "step_match": "keel.rewards.steps:step_match",
+    "step_match": "keel.rewards.learned:step_match",
 }
 """Built-ins with state (a model, processes, a connection), by the function that makes them.
 

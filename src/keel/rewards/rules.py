@@ -14,11 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.data.columns import gold_entries, read_gold
-from keel.graders.answers import in_tag, only_repeats, stated_number
-from keel.graders.choices import chosen, label_of
-from keel.graders.formats import SECONDS, has_tags, matches, repeated_share, same_text
+from keel.graders.answers import chosen, in_tag, label_of, only_repeats, stated_number
+from keel.graders.formats import (
+    SECONDS,
+    answer_part,
+    has_tags,
+    matches,
+    opened,
+    repeated_share,
+    same_text,
+)
 from keel.graders.numbers import Number, read_number, same_number
-from keel.graders.stated import answer_part, opened
 from keel.rewards.outputs import Wrong
 from keel.types import KeelError, text_of
 

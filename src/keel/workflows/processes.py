@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from keel.platform.memory import resident_memory
 from keel.platform.process import Child, python_environment, python_module
+from keel.platform.signals import resident_memory
 
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

@@ -19,14 +19,16 @@ from urllib.parse import urlsplit
 from keel.config.secrets import without_secrets, wrong_key_name
 from keel.platform.calls import LoopThread
 from keel.platform.sqlite import Database, Format
-from keel.rewards.judge.options import (
+from keel.rewards.judge_questions import (
     Cost,
+    Judgement,
     JudgeOptions,
+    Question,
     SpendLimitReached,
     StoredAnswer,
     Structured,
+    parse,
 )
-from keel.rewards.judge.questions import Judgement, Question, parse
 from keel.types import KeelError, one_line
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from keel.data.columns import shown_gold
-from keel.rewards.judge.options import GROUP, JudgeOptions
-from keel.rewards.judge.questions import (
+from keel.rewards.judge_questions import (
+    GROUP,
     Judgement,
+    JudgeOptions,
     PairVerdict,
     asked_orders,
     choose_pairs,
@@ -20,7 +21,7 @@ from keel.rewards.judge.questions import (
     position_bias,
     score_question,
 )
-from keel.rewards.judge.requests import Account, Asker
+from keel.rewards.judge_requests import Account, Asker
 from keel.rewards.outputs import Summary
 from keel.rewards.registry import RewardContext, with_arguments
 from keel.rewards.rules import stated_texts

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from keel.platform.process import Child, JsonChild, Lifeline, close_all, has_ended, output_of
-from keel.platform.sandbox.seccomp import computing_filter, seccomp_filter
+from keel.platform.seccomp import computing_filter, seccomp_filter
 from keel.types import KeelError
 
 Status = Literal["ended", "timeout", "output", "died"]
@@ -59,11 +59,10 @@ COMMON = {
     # In place of the package's own, which is the front of what is not in the sandbox.
     "keel/__init__.py": HERE / "__init__.py",
     "keel/platform/__init__.py": HERE / "__init__.py",
-    "keel/platform/sandbox/__init__.py": HERE / "__init__.py",
-    "keel/platform/sandbox/confined.py": HERE / "confined.py",
-    "keel/platform/sandbox/inside.py": HERE / "inside.py",
+    "keel/platform/confined.py": HERE / "confined.py",
+    "keel/platform/inside.py": HERE / "inside.py",
 }
-"""Files of each resident process; it runs `keel.platform.sandbox.confined.serve`."""
+"""Files of each resident process; it runs `keel.platform.confined.serve`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ class Sandbox:
         ends: Sequence[int] = (),
         stop: threading.Event | None = None,
     ) -> SandboxResult:
-        """Run what `keel.platform.sandbox.inside` makes of the orders.
+        """Run what `keel.platform.inside` makes of the orders.
 
         They are its standard input, with four more: the file descriptors `report`, to which it
         reports, and `ends`; `started`, the first line of its report, which begins its time; and its

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from keel.platform.sandbox.inside import confine, limit, run_as_init
+from keel.platform.inside import confine, limit, run_as_init
 
 MEMORY = 8 * 2**30
 """Address space, in bytes, of the parent."""

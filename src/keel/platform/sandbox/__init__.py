@@ -1,1 +1,0 @@
-"""Isolation: sandboxes and worker processes for code that is not trusted."""

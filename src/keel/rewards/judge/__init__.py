@@ -1,1 +1,0 @@
-"""An LLM as a judge."""
