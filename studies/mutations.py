@@ -43,7 +43,7 @@ TEMPORAL = (f"{OBJECTIVE}segments.py", f"{OBJECTIVE}gae.py")
 POLICY = (f"{OBJECTIVE}surrogates.py", f"{OBJECTIVE}ratios.py")
 DIVERGENCE = (f"{OBJECTIVE}divergences.py", f"{OBJECTIVE}enumeration.py")
 LEARN = ("tests/learn",)
-VALUE = (f"{OBJECTIVE}value_entropy_correction.py", f"{OBJECTIVE}background.py")
+VALUE = tuple(f"{OBJECTIVE}{name}.py" for name in ("gae", "divergences", "ratios", "background"))
 
 MUTATIONS: tuple[Mutation, ...] = (
     # advantages

@@ -166,3 +166,15 @@ def test_a_narrow_policy_far_from_the_action_stays_finite() -> None:
     actual = float(divergences.gaussian_log_prob(mean, log_std, action))
     assert actual == pytest.approx(expected, rel=1e-6)
     assert torch.isfinite(divergences.gaussian_kl(mean, log_std, action, log_std)).all()
+
+
+def test_entropy() -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, -1.0]], dtype=torch.float64)
+    p = logits[1].softmax(-1).tolist()
+    expected = [math.log(4), -sum(x * math.log(x) for x in p)]
+    loops.close(divergences.entropy(logits), expected)
+    ruled_out = torch.tensor([[0.0, 0.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
+    out = divergences.entropy(ruled_out)
+    (slope,) = torch.autograd.grad(out.sum(), ruled_out)
+    loops.close(out, [math.log(2)])
+    loops.close(slope, torch.zeros(1, 3))

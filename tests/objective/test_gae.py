@@ -1,4 +1,4 @@
-"""Temporal advantages: MATH's fifth law, and each function against its loop."""
+"""Temporal advantages: MATH's fifth law, and each function against its loop; the value loss."""
 
 from __future__ import annotations
 
@@ -106,22 +106,53 @@ def test_lambda_1_is_monte_carlo_where_episodes_are_truncated_too(
     loops.close(full_N, loops.join(expected))
 
 
-def test_monte_carlo_reads_the_value_behind_the_last_action_alone() -> None:
-    lengths_S = loops.ints([2, 0, 3, 1, 2])
-    reward_N, value_N = loops.random(8, 1), loops.random(8, 2)
-    reward_N[6] = float("nan")
-    last_N = ~segments.continues(lengths_S)
-    next_N = loops.random(8, 3)
-    plain_N = gae.monte_carlo(reward_N, lengths_S, value_N, next_N, gamma=0.9)
-    for other in (99.0, float("nan")):
-        changed_N = torch.where(last_N, next_N, torch.full_like(next_N, other))
-        again_N = gae.monte_carlo(reward_N, lengths_S, value_N, changed_N, gamma=0.9)
-        assert torch.equal(again_N, plain_N)
-    # None is an end of its own everywhere.
-    none_N = gae.monte_carlo(reward_N, lengths_S, value_N, gamma=0.9)
-    zero_N = gae.monte_carlo(reward_N, lengths_S, value_N, next_N.masked_fill(last_N, 0), gamma=0.9)
-    assert torch.equal(none_N, zero_N)
-    differs_N = none_N != plain_N
-    # All but the last two: their sequence has a reward that is absent, and so no advantage.
-    assert differs_N.tolist() == [True] * 6 + [False] * 2
-    assert plain_N[6:].tolist() == [0.0, 0.0]
+# ---------------- the value model
+
+
+@pytest.mark.parametrize(
+    ("v", "old", "target", "loss", "slope", "clipped"),
+    [
+        # within the band: plain
+        (1.1, 1.0, 2.0, 0.5 * 0.9**2, -0.9, False),
+        # past the band towards the target: the clipped error is the larger one, no gradient
+        (1.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0, True),
+        (0.5, 1.0, 0.0, 0.5 * 0.8**2, 0.0, True),
+        # past the band away from the target: the plain error is the larger one
+        (0.5, 1.0, 2.0, 0.5 * 1.5**2, -1.5, False),
+        (1.5, 1.0, 0.0, 0.5 * 1.5**2, 1.5, False),
+        # past the target by far: plain again
+        (3.0, 1.0, 1.5, 0.5 * 1.5**2, 1.5, False),
+    ],
+)
+def test_value_loss_table(
+    v: float, old: float, target: float, loss: float, slope: float, clipped: bool
+) -> None:
+    value_N = loops.tensor([v]).requires_grad_()
+    loss_N, clipped_N = gae.value_loss(
+        value_N, loops.tensor([old]), loops.tensor([target]), clip=0.2
+    )
+    (slope_N,) = torch.autograd.grad(loss_N.sum(), value_N)
+    loops.close(loss_N, [loss])
+    loops.close(slope_N, [slope])
+    assert clipped_N.tolist() == [clipped]
+
+
+def test_a_wide_clip_is_half_the_squared_error() -> None:
+    value_N, old_N, return_N = loops.random(20, 1), loops.random(20, 2), loops.random(20, 3)
+    plain = 0.5 * (value_N - return_N) ** 2
+    for clip in (1e6, None):
+        loss_N, clipped_N = gae.value_loss(value_N, old_N, return_N, clip=clip)
+        loops.close(loss_N, plain)
+        assert not clipped_N.any()
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"), [([1.0, 2.0, 4.0], 1.0), ([3.0, 3.0, 3.0], 0.0), ([2.0, 1.0, -1.0], -3.0)]
+)
+def test_explained_variance_is_the_share_of_the_returns_variance(
+    values: list[float], wanted: float
+) -> None:
+    return_N = torch.tensor([3.0, 4.0, 6.0], dtype=torch.float64)
+    found = gae.explained_variance(torch.tensor(values, dtype=torch.float64), return_N)
+    assert found == pytest.approx(wanted, abs=1e-12)
+    assert gae.explained_variance(return_N, torch.ones(3)) == 0.0  # returns that do not vary

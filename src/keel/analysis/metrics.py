@@ -79,6 +79,9 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
+# ---------------------------------------------------------------- panels
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """A metric of a panel, by name or pattern; `label` names it in the legend.

@@ -209,6 +209,9 @@ def styled(width: float, height: float) -> Iterator[Figure]:
         yield figure
 
 
+# ---------------------------------------------------------------- reward models
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Optimisation:
     """One run against a proxy: its points in order of training.

@@ -132,6 +132,9 @@ def within(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
 
 
+# ---------------------------------------------------------------- experience
+
+
 @dataclass(frozen=True, eq=False)
 class Experience(Actions):
     """Sequences of actions, with the observation before each."""
@@ -317,6 +320,8 @@ def tensor(array: npt.NDArray[Any]) -> Tensor:
     """The array as a tensor, float64 as float32."""
     return torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array)
 
+
+# ---------------------------------------------------------------- evaluation
 
 SIDE_BY_SIDE = 16
 """Most environments that an evaluation steps together."""

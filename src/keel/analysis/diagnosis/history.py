@@ -296,6 +296,8 @@ class Symptom:
     """The condition is an error here, even if it is a warning in general."""
 
 
+# ---------------------------------------------------------------- summaries of a metric
+
 WINDOW = 5
 """Fewest steps of a window: a median of five ignores two outliers."""
 WINDOWS = 20

@@ -215,58 +215,7 @@ def conditions_of(history: StageHistory) -> list[Diagnosis]:
     return [one for one in found if one is not None]
 
 
-INTRO = """# What is wrong with a run?
-
-    keel diagnose RUN [--json]
-
-reads a run folder, also of a run that goes on, and reports each problem of its stages of
-reinforcement learning: the evidence, completions that show it, likely causes, and the recipe keys
-to change, each with its reason and, if it follows from the present value, the new one. An *error*:
-the run learns nothing more, or the wrong thing. A *warning*: it wastes time or may mislead. The
-exit code is 0 either way.
-
-`keel train` and `keel.train` look for the same during the run. A problem that two checks in a row
-find (five steps apart, or a fiftieth of the steps so far) is shown once, in a line that begins with
-`WARNING`, and recorded as an event `diagnosis` in `events.jsonl`; the run goes on unchanged.
-`keel train --json` returns the problems of the whole run as `diagnoses`.
-
-The rules use medians of five steps or more and rank tests; a run that is too short for a rule is
-not diagnosed by it. Rules on single completions read the first 256 of up to 24 steps, if the run
-wrote rollouts ([`rollouts_every`](../recipe.md)). A diagnosis is a sign, not a proof: read the
-completions that it names ([`keel rollouts`](rollouts.md)). From Python:
-
-    from keel.analysis.diagnosis.table import diagnose
-    for one in diagnose(keel.load("runs/quickstart-1")):
-        print(one.condition, one.evidence, one.changes)
-
-Below: when each condition is found, and the keys to change.
-"""
-
-
-def markdown() -> str:
-    """The page."""
-    lines = [INTRO]
-    for condition in conditions():
-        rule = " ".join((inspect.getdoc(condition.rule) or "").split())
-        changes = dict.fromkeys(_change(one) for one in condition.advice)
-        lines += [f"## {condition.id}", "", f"**{condition.severity.capitalize()}.** {rule}", ""]
-        lines += [f"Change {', '.join(changes)}.", ""]
-    return "\n".join(lines[:-1]) + "\n"
-
-
-def _change(advice: Advice) -> str:
-    """A key, and what to do with it."""
-    if advice.factor is not None:
-        return f"`{advice.key}` × {advice.factor:g}"
-    if advice.value is not None:
-        value = str(advice.value).lower() if isinstance(advice.value, bool) else advice.value
-        return f"`{advice.key}` = {value}"
-    return f"`{advice.key}`" + ("" if advice.direction == "other" else f" {advice.direction}")
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
-
+# ---------------------------------------------------------------- while the run goes on
 
 EVERY = 5
 """Fewest steps between two checks, and between two steps whose rollouts are read."""
@@ -350,3 +299,58 @@ def warning(found: Diagnosis) -> str:
     """A diagnosis as one line: when, what, the first figures, the first key to change."""
     change = f"; change {found.changes[0]}" if found.changes else ""
     return f"{found.stage} step {found.last_step}: {found.title}: {found.evidence[0]}{change}"
+
+
+# ---------------------------------------------------------------- the page
+
+INTRO = """# What is wrong with a run?
+
+    keel diagnose RUN [--json]
+
+reads a run folder, also of a run that goes on, and reports each problem of its stages of
+reinforcement learning: the evidence, completions that show it, likely causes, and the recipe keys
+to change, each with its reason and, if it follows from the present value, the new one. An *error*:
+the run learns nothing more, or the wrong thing. A *warning*: it wastes time or may mislead. The
+exit code is 0 either way.
+
+`keel train` and `keel.train` look for the same during the run. A problem that two checks in a row
+find (five steps apart, or a fiftieth of the steps so far) is shown once, in a line that begins with
+`WARNING`, and recorded as an event `diagnosis` in `events.jsonl`; the run goes on unchanged.
+`keel train --json` returns the problems of the whole run as `diagnoses`.
+
+The rules use medians of five steps or more and rank tests; a run that is too short for a rule is
+not diagnosed by it. Rules on single completions read the first 256 of up to 24 steps, if the run
+wrote rollouts ([`rollouts_every`](../recipe.md)). A diagnosis is a sign, not a proof: read the
+completions that it names ([`keel rollouts`](rollouts.md)). From Python:
+
+    from keel.analysis.diagnosis.table import diagnose
+    for one in diagnose(keel.load("runs/quickstart-1")):
+        print(one.condition, one.evidence, one.changes)
+
+Below: when each condition is found, and the keys to change.
+"""
+
+
+def markdown() -> str:
+    """The page."""
+    lines = [INTRO]
+    for condition in conditions():
+        rule = " ".join((inspect.getdoc(condition.rule) or "").split())
+        changes = dict.fromkeys(_change(one) for one in condition.advice)
+        lines += [f"## {condition.id}", "", f"**{condition.severity.capitalize()}.** {rule}", ""]
+        lines += [f"Change {', '.join(changes)}.", ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _change(advice: Advice) -> str:
+    """A key, and what to do with it."""
+    if advice.factor is not None:
+        return f"`{advice.key}` × {advice.factor:g}"
+    if advice.value is not None:
+        value = str(advice.value).lower() if isinstance(advice.value, bool) else advice.value
+        return f"`{advice.key}` = {value}"
+    return f"`{advice.key}`" + ("" if advice.direction == "other" else f" {advice.direction}")
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
