@@ -1,3 +1,5 @@
+"""Records of a run: written, read, and read as their file grows."""
+
 from __future__ import annotations
 
 import json
@@ -11,6 +13,7 @@ import pytest
 
 from keel.runs import reader as read
 from keel.runs.layout import Place, RunFolder
+from keel.runs.reader import FollowedFile
 from keel.runs.rows import encode, table
 from keel.runs.writer import JsonlWriter, Recorder, truncate_after, update_run_json
 from keel.types import KeelError
@@ -214,3 +217,68 @@ def test_run_is_read_by_stage(tmp_path: Path) -> None:
     assert run.rollout_places()[-1] == Place(1, 3)
     with pytest.raises(KeelError, match="name the stage"):
         run.rollouts(1)
+
+
+# ---------------------------------------------------------------- followed
+
+
+def test_each_update_reads_what_was_added(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    file = FollowedFile(folder.metrics)
+    assert file.update() == 0
+    with Recorder(folder) as recorder:
+        recorder.metrics(0, 1, {"loss": 2.0})
+        assert file.update() == file.update() == 1
+        recorder.metrics(0, 2, {"loss": float("nan"), "note": "text"})
+        recorder.metrics(1, 1, {"reward": 1})
+        assert file.update() == 2
+    assert file.stages() == ["warmup", "rl"]
+    loss = file.columns("warmup")["loss"]
+    np.testing.assert_array_equal(loss.steps, [1, 2])
+    np.testing.assert_array_equal(loss.values, [2.0, np.nan])
+    assert list(file.columns("warmup")) == ["loss"]
+    assert file.columns("other") == {}
+
+
+def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = FollowedFile(path)
+    path.write_text('{"stage": "rl", "step": 1, "x": 1}\n{"stage": "rl", "st')
+    assert file.update() == 1
+    with path.open("a") as more:
+        more.write('ep": 2, "x": 3}\n')
+    assert file.update() == 2
+    assert file.columns("rl")["x"].values.tolist() == [1, 3]
+
+
+def test_records_after_a_checkpoint_are_replaced_when_a_run_resumes(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    file = FollowedFile(folder.metrics)
+    with Recorder(folder) as recorder:
+        for step in (1, 2, 3):
+            recorder.metrics(0, step, {"loss": float(step)})
+    before = file.update()
+    truncate_after(folder, 0, 1)
+    with Recorder(folder) as recorder:
+        for step in (2, 3, 4):  # more than before, so that the file is not shorter
+            recorder.metrics(0, step, {"loss": float(10 * step)})
+    assert file.update() > before
+    assert file.columns("warmup")["loss"].values.tolist() == [1, 20, 30, 40]
+    folder.metrics.write_text("")
+    assert file.update() > before + 2
+    assert file.columns("warmup") == {}
+
+
+RECORD = '{"stage": "rl", "step": 1, "x": 1}\n'
+
+
+def test_damaged_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(RECORD)
+    file = FollowedFile(path)
+    file.update()
+    path.write_text(2 * RECORD + "no json\n")
+    for _ in range(2):
+        with pytest.raises(KeelError, match=r"metrics\.jsonl:3 is damaged .*: fix or delete"):
+            file.update()
+    assert file.columns("rl")["x"].values.tolist() == [1], "kept from a part that is read again"

@@ -72,14 +72,16 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("offline")
 def test_wandb_logs_offline_and_resumes_its_run(tmp_path: Path) -> None:
     folder = two_stages(tmp_path)
-    wanted = Trackers(wandb=True, project="keel-test")
-    identities = []
-    for step in (1, 2):
+    identities, rows = [], [row(completion=text, reward=1.0) for text in ("a", "b", "c")]
+    for step, (name, group) in enumerate(((None, None), ("seed-3", "grpo")), 1):
+        wanted = Trackers(
+            wandb=True, project="keel-test", run_name=name, group=group, completions=2
+        )
         (tracker,) = start(wanted, folder)
-        tracker.log("rl", step, {"reward": 0.5, "kl": math.inf})
+        tracker.log("rl", step, {"reward": 0.5, "kl": math.inf}, rows)
         run = tracker._run  # type: ignore[attr-defined]
         assert dict(run.config) == {"seed": 3}
-        assert (run.project, run.name) == ("keel-test", "sort-1")
+        assert (run.project, run.name, run.group) == ("keel-test", name or "sort-1", group or "")
         assert run.summary["rl/reward"] == 0.5
         assert run.summary["rl/step"] == step
         assert "rl/kl" not in run.summary.keys()  # noqa: SIM118
@@ -87,19 +89,6 @@ def test_wandb_logs_offline_and_resumes_its_run(tmp_path: Path) -> None:
         identities.append(run.id)
     assert identities[0] == identities[1]
     assert list(folder.trackers.glob("wandb/wandb/offline-run-*"))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("offline")
-def test_wandb_gets_run_name_group_and_a_table_of_completions(tmp_path: Path) -> None:
-    folder = two_stages(tmp_path)
-    wanted = Trackers(wandb=True, run_name="seed-3", group="grpo", completions=2)
-    (tracker,) = start(wanted, folder)
-    rows = [row(completion=text, reward=1.0) for text in ("a", "b", "c")]
-    tracker.log("rl", 1, {"reward": 0.5}, rows)
-    run = tracker._run  # type: ignore[attr-defined]
-    assert (run.name, run.group) == ("seed-3", "grpo")
-    tracker.close()
     (file,) = (Path(run.dir) / "media" / "table").rglob("*.table.json")
     shown = json.loads(file.read_text())
     assert shown["columns"] == ["step", "prompt", "completion", "reward"]

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from keel.training.run import train
 from keel.types import KeelError
 from keel.workflows import compare
 from keel.workflows.compare import START, Plan, outcome, plan, run
+from tests.platform.processes import eventually
 
 SMALL = ("steps=2", "evaluation.prompts=4", "evaluation.every=1")
 COMMAND = ("compare", "tiny", "--algorithms", "grpo,ppo", "--seeds", "1", *SMALL)
@@ -225,10 +225,8 @@ def test_interrupted_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     words += ["evaluation.prompts=4", "checkpoints.every=2", "--out", str(cut)]
     command = [sys.executable, "-m", "keel", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as first:
-        deadline = time.monotonic() + 120
-        while not list(cut.glob("runs/*/seed-0/checkpoints/step-*")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        begun = "runs/*/seed-0/checkpoints/step-*"
+        assert eventually(lambda: any(cut.glob(begun)), 120)
         os.kill(first.pid, signal.SIGTERM)
         printed = first.communicate()[0].decode()
     assert first.returncode == 130

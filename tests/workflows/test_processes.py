@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import pytest
 
 from keel.runs.reader import load
 from keel.workflows.processes import Children, CommandEnd
+from tests.cluster.commands import steps
+from tests.platform.processes import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +38,8 @@ def a_long_run(children: Children, folder: Path) -> Callable[[], CommandEnd]:
     never = ("evaluation.every=100000", "checkpoints.every=100000")
     words = ("tiny", "steps=100000", *never, "--quiet", "--run", str(folder))
     wait = in_thread(children, "train", *words)
-    wait_for_a_step(folder)
+    assert eventually(lambda: steps(folder) > 0, 120)
     return wait
-
-
-def wait_for_a_step(folder: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").is_file() or not load(folder).metrics():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_failed_command_is_reported_with_its_last_line(capfd: pytest.CaptureFixture) -> None:
@@ -76,12 +70,9 @@ def test_killed_caller_leaves_a_checkpoint_and_no_memory_of_its_own(tmp_path: Pa
         f"Children().run({words!r})\n"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as caller:
-        wait_for_a_step(folder)
+        assert eventually(lambda: steps(folder) > 0, 120)
         caller.kill()
-    deadline = time.monotonic() + 120
-    while not load(folder).checkpoints():
-        assert time.monotonic() < deadline, "the run goes on, or ended without a checkpoint"
-        time.sleep(0.1)
+    assert eventually(lambda: load(folder).checkpoints() != [], 120)
 
 
 def test_stopped_children_leave_a_checkpoint_and_no_other_starts(tmp_path: Path) -> None:
