@@ -1,4 +1,4 @@
-"""What a mistaken name on the command line or in a recipe is answered with."""
+"""What mistaken names are answered with, and the lists of rewards and models."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from keel.config.fields import nearest
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.data.tables import read_table
+from keel.models.families import FAMILIES
 from keel.rewards.registry import BUILT_IN, MADE, TASK
 from keel.types import KeelError
 
 Capture = pytest.CaptureFixture[str]
+NO_SEQUENCE = ("cohere", "cohere2", "ernie4_5", "granite", "olmoe")
+NO_TOKEN = (*NO_SEQUENCE, "gemma3_text", "hunyuan_v1_dense", "olmo", "olmo2", "olmo3", "opt")
+"""Families without the class in transformers 5."""
 
 
 @pytest.mark.parametrize(
@@ -166,3 +170,17 @@ def test_check_finds_a_tracker_without_login(tmp_path: Path) -> None:
     (finding,) = json.loads(done.stdout)
     assert finding["severity"] == "error"
     assert "wandb login" in finding["evidence"]
+
+
+def test_models_lists_every_family_and_its_reward_models(capsys: Capture) -> None:
+    assert main(["models", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == FAMILIES.keys()
+    assert {name for name, has in found.items() if not has["outcome"]} == set(NO_SEQUENCE)
+    assert {name for name, has in found.items() if not has["process"]} == set(NO_TOKEN)
+    assert main(["models"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1 : len(FAMILIES) + 1]
+    assert [row.split()[0] for row in rows] == sorted(FAMILIES)
+    assert [row.split()[-1] == "no" for row in rows] == [
+        name in NO_TOKEN for name in sorted(FAMILIES)
+    ]

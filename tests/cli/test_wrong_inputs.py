@@ -44,14 +44,13 @@ def reward(name: str, *more: str) -> Words:
     return ["train", "small.toml", functions, *more]
 
 
-def data(folder: Path, *rows: str) -> Words:
+def data(*rows: str) -> Words:
     """A run on a data file of these lines."""
-    (folder / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    Path("rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
     tasks = "tasks=[{name='jsonl', path='rows.jsonl', answer='answer', validation_fraction=0.5}]"
     return ["train", "small.toml", tasks]
 
 
-ROW = json.dumps({"prompt": "12>", "answer": "12"})
 CASES: dict[str, tuple[Words, list[str]]] = {
     "missing data": (
         ["train", "small.toml", "tasks=[{name='jsonl', path='none.jsonl'}]"],
@@ -65,10 +64,26 @@ CASES: dict[str, tuple[Words, list[str]]] = {
     "no such reward": (reward("missing"), ["missing"]),
     "no such task": (["train", "small.toml", "tasks=[{name='sort'}]"], ["sort"]),
     "missing model": (["train", "small.toml", "model.name=./none"], ["none", "does not exist"]),
+    "budget over context": (
+        ["train", "small.toml", "rollout.max_tokens=64"],
+        ["rollout.max_tokens = 64", "64 tokens"],
+    ),
     "no command": (["trian"], ["trian"]),
     "not a run": (["train", "--resume", "--run", "none"], ["none", "does not exist"]),
     "no task to evaluate": (["eval", "./none"], ["--task"]),
     "export of nothing": (["export", "none", "out"], ["none"]),
+}
+ROWS: dict[str, tuple[list[str], str]] = {
+    "no rows": ([], "rows.jsonl"),
+    "not JSON": (['{"prompt": "12>", "answer": "12"}', "{not json"], "rows.jsonl:2"),
+    "longer than the context": (
+        [json.dumps({"prompt": f"{i}" * 70 + ">", "answer": "1"}) for i in range(1, 9)],
+        "too long",
+    ),
+    "unknown character": (
+        [json.dumps({"prompt": f"{i} ü", "answer": "1"}) for i in range(8)],
+        "model.build.alphabet",
+    ),
 }
 
 
@@ -80,32 +95,10 @@ def test_a_wrong_input(case: str, here: Path, capsys: pytest.CaptureFixture[str]
         assert part in line
 
 
-def test_an_empty_data_set(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "rows.jsonl" in tried(data(here), capsys)
-
-
-def test_a_row_that_is_no_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = tried(data(here, ROW, "{not json"), capsys)
-    assert "rows.jsonl:2" in line or "line 2" in line
-
-
-def test_a_prompt_longer_than_the_context(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [json.dumps({"prompt": f"{i}" * 70 + ">", "answer": "1"}) for i in range(1, 9)]
-    assert "too long" in tried(data(here, *rows), capsys)
-
-
-def test_a_budget_longer_than_the_context(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = tried(["train", "small.toml", "rollout.max_tokens=64"], capsys)
-    assert "rollout.max_tokens = 64" in line
-    assert "64 tokens" in line
-
-
-def test_a_character_that_the_tokenizer_lacks(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [json.dumps({"prompt": f"{i} ü", "answer": "1"}) for i in range(8)]
-    line = tried(data(here, *rows), capsys)
-    assert "model.build.alphabet" in line
+@pytest.mark.parametrize("case", ROWS)
+def test_wrong_rows_of_data(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, part = ROWS[case]
+    assert part in tried(data(*rows), capsys)
 
 
 def test_a_run_folder_that_exists(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

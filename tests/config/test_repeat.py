@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keel.config.load import load_recipe, to_toml
+from keel.config.load import load_recipe
 from keel.types import KeelError
 
 TASKS = [{"name": "sort_digits"}]
@@ -70,14 +70,6 @@ def test_overrides_are_of_all_rounds_and_their_number() -> None:
     data = recipe(stages, ["grpo", "update"], 3)
     loaded = load_recipe(data, ["repeat.times=2", "grpo.steps=7", "update.steps=5"])
     assert [stage.steps for stage in loaded.stages[1:]] == [7, 5, 7, 5]
-
-
-def test_recipe_that_was_written_out_loads_as_it_is(tmp_path: Any) -> None:
-    stages = [reward_model("judge", "judge"), policy("ppo", "judge")]
-    loaded = load_recipe(recipe(stages, ["judge", "ppo"]))
-    path = tmp_path / "recipe.toml"
-    path.write_text(to_toml(loaded))
-    assert load_recipe(str(path)) == loaded.model_copy(update={"name": loaded.name})
 
 
 def test_first_model_may_have_a_name() -> None:

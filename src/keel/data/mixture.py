@@ -147,6 +147,12 @@ class UserTask(BaseTask):
     def reply(self, prompt: Prompt, text: str) -> str | None:
         return cast("str | None", self._ask("reply", prompt, text))
 
+    @property
+    def replies(self) -> bool:
+        if isinstance(self.inner, BaseTask):
+            return self.inner.replies
+        return hasattr(self.inner, "reply")
+
     def _ask(self, what: str, *arguments: Any) -> Any:
         method = getattr(self.inner, what, None)
         if method is None:

@@ -65,6 +65,11 @@ class BaseTask:
         """No answer of the environment: the conversation ends."""
         return None
 
+    @property
+    def replies(self) -> bool:
+        """Whether the environment can answer the policy, which a task without `reply` cannot."""
+        return type(self).reply is not BaseTask.reply
+
 
 SEED_NAMES: Mapping[Split, str] = {"train": "train", "validation": "heldout"}
 """The names of the splits in what seeds random numbers: with others, results would change."""

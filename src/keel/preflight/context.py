@@ -15,13 +15,12 @@ from keel.analysis.statistics import wilson_interval
 from keel.config.fields import derive
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import SamplingSource
-from keel.data.mixture import UserTask
 from keel.data.tasks import BaseTask
 from keel.models.policy import Policy
 from keel.preflight.trial import LongestExample
 from keel.rewards.judge_questions import Cost, JudgeOptions
 from keel.training.setup import PromptSource
-from keel.types import KeelError, Prompt, Task, one_line
+from keel.types import KeelError, Prompt, one_line
 
 Severity = Literal["error", "warning"]
 """An error: the run would stop, or learn nothing. A warning: it would waste or mislead."""
@@ -150,7 +149,7 @@ class PromptStats:
     @property
     def replies(self) -> bool:
         """Whether any task can answer the policy."""
-        return any(_replies(task) for task in self.source.tasks.values())
+        return any(isinstance(t, BaseTask) and t.replies for t in self.source.tasks.values())
 
     def task_key(self, prompt: Prompt) -> str:
         """The table of a prompt's task."""
@@ -274,9 +273,3 @@ class StageContext:
         except KeelError as error:
             self.add_stop(where, error, key)
             raise StageStops from error
-
-
-def _replies(task: Task) -> bool:
-    inner = task.inner if isinstance(task, UserTask) else task
-    reply: Any = getattr(type(inner), "reply", None)
-    return reply is not None and reply is not BaseTask.reply
