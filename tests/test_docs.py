@@ -18,9 +18,9 @@ TASK = {"tasks": [{"name": "addition"}]}
 RECIPES = (README, ROOT / "docs/getting-started.md", *sorted((ROOT / "docs/howto").glob("*.md")))
 
 
-def fences(page: Path, language: str) -> list[str]:
-    """The page's code blocks in a language."""
-    text = page.read_text(encoding="utf-8")
+def fences(page: Path | str, language: str) -> list[str]:
+    """The code blocks in a language, of a page or of a text."""
+    text = page if isinstance(page, str) else page.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.M)
 
 

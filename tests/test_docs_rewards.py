@@ -28,6 +28,7 @@ from keel.training.stages.rl import RLStage
 from keel.types import Prompt
 from tests.rewards.learned import policy
 from tests.shared import ROOT, needs_bubblewrap
+from tests.test_docs import fences
 
 GUIDE = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
 PAGE = (ROOT / "docs" / "reward-reference.md").read_text(encoding="utf-8")
@@ -38,13 +39,9 @@ MODELS = {"my-reward-model": "outcome", "my-process-model": "process"}
 COLUMNS = ("answer", "tests", "test", "test_list", "test_setup_code", "entry_point", "prompt")
 
 
-def fences(language: str, text: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.M)
-
-
 def snippets() -> Iterator[Any]:
     """Every TOML of the pages; those that start a sandbox need bubblewrap."""
-    for number, text in enumerate(fences("toml", GUIDE + PAGE)):
+    for number, text in enumerate(fences(GUIDE + PAGE, "toml")):
         sandboxed = re.search('function = "(code|math)"', text) and "trusted = true" not in text
         marks = [needs_bubblewrap] if sandboxed else []
         yield pytest.param(text, marks=marks, id=f"{number}-{text.split()[0]}")
@@ -88,7 +85,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     for name, kind in MODELS.items():
         reward_model_from(policy(), kind, 0).save(folder / name)  # type: ignore[arg-type]
-    (folder / "my_rewards.py").write_text("".join(fences("python", GUIDE)), encoding="utf-8")
+    (folder / "my_rewards.py").write_text("".join(fences(GUIDE, "python")), encoding="utf-8")
     return folder
 
 
@@ -145,7 +142,7 @@ def test_statuses_of_code_are_listed() -> None:
 def _functions() -> list[dict[str, Any]]:
     """Every reward of every snippet."""
     found: list[dict[str, Any]] = []
-    for text in fences("toml", PAGE):
+    for text in fences(PAGE, "toml"):
         data = tomllib.loads(text)
         for place in (data, *data.get("stages", [])):
             found += place.get("rewards", {}).get("functions", [])

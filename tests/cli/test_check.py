@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
@@ -17,33 +16,7 @@ from keel.cli.check import lines
 from keel.cli.main import main
 from keel.preflight.check import Report, check
 
-Keel: TypeAlias = "Callable[..., Done]"
-
 TINY = ("tiny", "evaluation.prompts=4", "rollout.prompts_per_step=4", "threads=1")
-
-
-@dataclass(frozen=True)
-class Done:
-    """How a command ended: its code, and what it printed."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def keel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Keel:
-    """`keel check` in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> Done:
-        code = main(["check", *words])
-        out, err = capsys.readouterr()
-        return Done(code, out, err)
-
-    return run
 
 
 def test_as_a_process(tmp_path: Path) -> None:
@@ -68,9 +41,10 @@ def test_a_finding_is_three_lines() -> None:
 
 @pytest.mark.slow
 def test_report_is_printed_and_nothing_is_left(
-    keel: Keel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As JSON with a finding, and as text without one."""
+    monkeypatch.chdir(tmp_path)
     reports: list[Report] = []
 
     def kept(*arguments: Any, **names: Any) -> Report:
@@ -78,9 +52,10 @@ def test_report_is_printed_and_nothing_is_left(
         return reports[0]
 
     monkeypatch.setattr("keel.preflight.check.check", kept)
-    done = keel(*TINY, "rollout.max_refills=3", "--json", "--price", "2")
-    assert (done.returncode, done.stderr) == (1, "")
-    report = json.loads(done.stdout)
+    assert main(["check", *TINY, "rollout.max_refills=3", "--json", "--price", "2"]) == 1
+    out = capsys.readouterr()
+    assert out.err == ""
+    report = json.loads(out.out)
     assert set(report) == {"recipe", "stages", "findings", "total", "seconds"}
     (found,) = report["findings"]
     assert set(found) == {"kind", "severity", "what", "evidence", "key", "fix"}
@@ -94,29 +69,11 @@ def test_report_is_printed_and_nothing_is_left(
     sound = replace(reports[0], findings=())
     monkeypatch.setattr("keel.preflight.check.check", lambda *_, **__: sound)
     monkeypatch.setattr("keel.preflight.trial.TrialProcess", nullcontext)
-    done = keel(*TINY, "--price", "2")
-    assert (done.returncode, done.stderr) == (0, "")
-    printed = done.stdout.splitlines()
+    assert main(["check", *TINY, "--price", "2"]) == 0
+    printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("tiny: checked in ")
     assert printed[-1] == "nothing found"
     assert any(line.startswith("  peak memory on cpu: ") for line in printed)
     steps = [line for line in printed if line.startswith("  all steps: at most about ")]
     assert all(", cost 0.0" in line for line in steps)
     assert steps
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("tiny", "model.name=/nowhere"), "does not exist"),
-        (("gone.toml",), "no such file"),
-    ],
-)
-def test_load_error_is_one_line_and_ends_2(
-    words: tuple[str, ...], message: str, keel: Keel
-) -> None:
-    done = keel(*words)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""

@@ -322,8 +322,13 @@ def test_unknown_evaluation_component_would_stop_unless_nothing_is_evaluated(
     assert errors(check(recipe(rl(evaluation={"prompts": 0, "component": "tusk"})))) == []
 
 
-def test_would_stop_has_the_key_and_the_line(own: str, tmp_path: Path) -> None:
+def test_would_stop_has_the_key_and_the_line(own: str, pairs: str, tmp_path: Path) -> None:
     gone = [{"name": "jsonl", "path": str(tmp_path / "gone.jsonl")}]
+    late = questions(tmp_path / "late.jsonl", 290, [{"prompt": "7 7>", "answer": "7" * 60}])
+    unknown = [{"prompt": "1>", "chosen": "Z", "rejected": "2"}] * 9
+    rows = {"name": "jsonl", "path": write_rows(tmp_path / "unknown.jsonl", unknown)}
+    long = [{"prompt": f"9{at}>", "chosen": "1" * 60, "rejected": "0"} for at in range(5)]
+    held = {"path": pairs, "validation_path": write_rows(tmp_path / "held.jsonl", long)}
     for stage, key, reason in (
         (rl({"function": f"{own}:broken"}, tasks=[questions(tmp_path / "q.jsonl", 60)]),
          "rewards.functions", "no such thing"),
@@ -332,6 +337,11 @@ def test_would_stop_has_the_key_and_the_line(own: str, tmp_path: Path) -> None:
         (rl(rollout={**ROLLOUT, "stop_ids": [999]}), "rollout.stop_ids", "999"),
         (rl(rollout={**ROLLOUT, "stop": ["É"]}), "model.build.alphabet", "stop = 'É'"),
         (rl(tasks=[{"name": f"{own}:Misnamed"}]), "tasks", "is of task 'mine'"),
+        ({"stage": "sft", "steps": 2, "batch_size": 4, "tasks": [late]}, "prompts.max_tokens",
+         "tokens, more than the model's context of 48"),
+        ({"stage": "reward_model", "data": rows}, "model.build.alphabet", "'Z'"),
+        ({"stage": "dpo", "data": held}, "evaluation.rows",
+         "each of the 5 validation rows is longer than 48"),
     ):  # fmt: skip
         found, line = stops(check(recipe(stage)))
         assert (found, reason in line) == (key, True), line
@@ -449,29 +459,6 @@ def test_unreadable_gold_answer_of_a_late_row_would_stop(tmp_path: Path) -> None
     assert "rows.jsonl:291" in line
     skip = {"functions": [numeric], "on_error": "skip"}
     assert errors(check(recipe(rl(tasks=[task], rewards=skip)))) == []
-
-
-def test_late_demonstration_that_is_too_long_would_stop(tmp_path: Path) -> None:
-    task = questions(tmp_path / "rows.jsonl", 290, [{"prompt": "7 7>", "answer": "7" * 60}])
-    sft = {"stage": "sft", "steps": 2, "batch_size": 4, "tasks": [task]}
-    key, line = stops(check(recipe(sft)))
-    assert key == "prompts.max_tokens"
-    assert "tokens, more than the model's context of 48" in line
-
-
-def test_preference_rows_of_unknown_characters_would_stop(tmp_path: Path) -> None:
-    lines = [{"prompt": "1>", "chosen": "Z", "rejected": "2"}] * 9
-    data = {"name": "jsonl", "path": write_rows(tmp_path / "pairs.jsonl", lines)}
-    assert "'Z'" in stops(check(recipe({"stage": "reward_model", "data": data})))[1]
-
-
-def test_validation_rows_that_are_all_too_long_would_stop(tmp_path: Path, pairs: str) -> None:
-    long = [{"prompt": f"9{at}>", "chosen": "1" * 60, "rejected": "0"} for at in range(5)]
-    held = write_rows(tmp_path / "held.jsonl", long)
-    dpo = {"stage": "dpo", "data": {"name": "jsonl", "path": pairs, "validation_path": held}}
-    key, line = stops(check(recipe(dpo)))
-    assert key == "evaluation.rows"
-    assert "each of the 5 validation rows is longer than 48" in line
 
 
 def test_rows_left_out_are_counted_by_check_and_evaluation(tmp_path: Path) -> None:

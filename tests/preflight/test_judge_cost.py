@@ -30,6 +30,15 @@ def stage(*overrides: str) -> RLStage:
     return found
 
 
+def judged(server: JudgeServer) -> dict[str, Any]:
+    """A recipe whose reward is a judge on the server."""
+    options = {"model": "judge-1", "url": server.url, "low": 0, "high": 100, **PRICES}
+    return {
+        "extends": "tiny",
+        "rewards": {"functions": [{"function": "judge", "options": options}]},
+    }
+
+
 def forecast(validation: int = 0, *overrides: str, **options: Any) -> Forecast:
     source = RewardSource(function="judge", options={"model": "m", **options})
     found = forecast_judge(source, GROUPS, stage(*overrides), validation, "rewards.functions.0")
@@ -114,13 +123,8 @@ def test_token_budget_is_named() -> None:
 def test_run_is_billed_within_the_forecast_interval(tmp_path: Path) -> None:
     """The server bills a token for four bytes read and for each character written."""
     with JudgeServer() as server:
-        options = {"model": "judge-1", "url": server.url, "low": 0, "high": 100, **PRICES}
-        recipe = {
-            "extends": "tiny",
-            "rewards": {"functions": [{"function": "judge", "options": options}]},
-            "evaluation": {"every": 2, "prompts": 6, "samples": 2},
-            "steps": 4,
-        }
+        evaluation = {"every": 2, "prompts": 6, "samples": 2}
+        recipe = {**judged(server), "evaluation": evaluation, "steps": 4}
         report = check(recipe, runs=False)
         assert server.log == []
         keel.train(load_recipe(recipe), tmp_path / "run")
@@ -149,13 +153,10 @@ def test_run_is_billed_within_the_forecast_interval(tmp_path: Path) -> None:
 )
 def test_metrics_count_all_questions_of_a_step(keys: list[str], asked: int, tmp_path: Path) -> None:
     with JudgeServer(lambda request: '{"reason": "alike", "score": 50}') as server:
-        options = {"model": "judge-1", "url": server.url, "low": 0, "high": 100, **PRICES}
-        recipe = {
-            "extends": "tiny",
-            "rewards": {"functions": [{"function": "judge", "options": options}]},
-        }
         sizes = ["steps=1", "evaluation.prompts=0", "rollout.prompts_per_step=2"]
-        keel.train(load_recipe(recipe, [*sizes, "rollout.group_size=2", *keys]), tmp_path / "run")
+        keel.train(
+            load_recipe(judged(server), [*sizes, "rollout.group_size=2", *keys]), tmp_path / "run"
+        )
         (row,) = keel.load(tmp_path / "run").metrics()
         assert len(server.log) <= row["judge/asked"] == asked
         billed = [rate * tokens for rate, tokens in zip((1.0, 10.0), server.billed, strict=True)]

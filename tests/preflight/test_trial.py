@@ -169,13 +169,9 @@ STAGES = {"sft": SFT, "rl": RL}
 REPORT: dict[str, Any] = {"stage": "rl", "phase": "rollout", "stages": STAGES, "end": ""}
 
 
-def test_report_of_a_finished_trial_has_all_stages() -> None:
-    result = read_result({**REPORT, "end": "finished"}, 0)
-    assert result.stages == STAGES
-    assert not result.full
-
-
 def test_report_of_an_ended_trial_names_the_reason() -> None:
+    finished = read_result({**REPORT, "end": "finished"}, 0)
+    assert (finished.stages, finished.full) == (STAGES, False)
     killed = read_result(REPORT, -9)
     assert (killed.stopped, killed.phase, killed.full) == ("rl", "rollout", True)
     assert "SIGKILL" in killed.why

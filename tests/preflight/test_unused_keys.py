@@ -60,20 +60,73 @@ def judging(stage: str, **keys: Any) -> dict[str, Any]:
 
 SAMPLED: dict[str, Any] = {"tasks": [TASK]}
 PAIRWISE = {"model": "m", "mode": "pairwise"}
+SERVED = "algorithm.correction.kind=truncate rollout.engine=vllm"
+URL = f"{SERVED} rollout.vllm.url=http://127.0.0.1:8000"
+OVERRIDES = f"""
+model.build.tokenizer=bytes model.build.alphabet=0123
+prompts.chat_template.thinks=true
+optimizer.min_lr_ratio=0.5
+trackers.project=mine
+cluster.rollout_workers=3
+cluster.deadline=30
+rollout.max_turns=3
+rollout.program=mine.py:run rollout.max_turns=3
+rollout.reply_role=tool
+rollout.max_programs=3
+rollout.program=mine.py:run rollout.overlap_rewards=true
+rollout.max_refills=3
+rollout.vllm.gpu_memory_utilization=0.6
+{URL} rollout.vllm.start_timeout=9.0
+{URL} rollout.dtype=bfloat16
+{SERVED} rollout.vllm.gpus=[0]
+algorithm.correction.kind=truncate model.dtype=bfloat16 rollout.dtype=bfloat16
+algorithm=opd teacher.name=a/b rollout.overlong_buffer=8
+algorithm=opd model.dtype=bfloat16 teacher.name=a/b teacher.dtype=bfloat16
+algorithm=ppo algorithm.advantage.adaptive_alpha=0.1 algorithm.advantage.lam=0.9
+algorithm=dr_grpo algorithm.advantage.epsilon=0.1
+algorithm=dr_grpo algorithm.advantage.ddof=0
+algorithm.surrogate.high=0.28
+algorithm.surrogate.dual=3.0
+algorithm=cispo minibatches=1 algorithm.surrogate.cap=3.0
+algorithm=cispo minibatches=1 algorithm.surrogate.floor=0.5
+algorithm=sapo minibatches=1 algorithm.surrogate.temperature_positive=2.0
+algorithm.weights.constant=99
+algorithm.divergence.beta=0.0 algorithm.divergence.estimator=k2
+algorithm=ppo_kl_penalty algorithm.divergence.adaptive.horizon=50.0
+algorithm=ppo epochs=1 algorithm.value.clip=0.5
+algorithm.correction.kind=truncate algorithm.correction.floor=0.1
+value.warmup_steps=2
+value.kind=head
+value.optimizer.learning_rate=1e-4
+algorithm=dapo reference.reset_every=5
+steps=100 reference.reset_every=100
+algorithm=ppo reference.measured=true
+evaluation.every=200
+rollouts_every=500
+tasks.0.weight=2.0
+tasks.0.bad_rows=quarantine
+"""
+"""Overrides of which the last sets a key that has no effect."""
 CASES: list[tuple[Any, ...]] = [
+    *(
+        (words[-1].partition("=")[0], rl(), tuple(words))
+        for words in map(str.split, OVERRIDES.strip().splitlines())
+    ),
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ()),
+    ("model.autocast", rl(model={**BUILD, "autocast": False}), ("model.dtype=float64",), CHAT),
     ("cluster.offload", rl(cluster={"offload": "cpu"}), (), CHAT),
     ("cluster.offload", rl(cluster={"processes": 2, "offload": "cpu"}), ()),
     ("model.revision", rl(model={**BUILD, "revision": "main"}), ()),
+    ("model.revision", rl(model={"name": ".", "revision": "main"}), (), replace(LOCAL, local=True)),
     ("model.trust_remote_code", rl(model={**BUILD, "trust_remote_code": True}), ()),
-    ("model.build.alphabet", rl(), ("model.build.alphabet=0123", "model.build.tokenizer=bytes")),
     ("model.chat_template", rl(model={**BUILD, "chat_template": "{{ messages }}"}), ()),
-    ("prompts.chat_template.thinks", rl(), ("prompts.chat_template.thinks=true",)),
-    ("optimizer.min_lr_ratio", rl(), ("optimizer.min_lr_ratio=0.5",)),
-    ("trackers.project", rl(), ("trackers.project=mine",)),
-    ("tasks.0.weight", rl(tasks=[{**TASK, "weight": 2.0}]), ()),
+    ("model.build.kv_heads", rl(model={"build": {"family": "gpt2", "kv_heads": 2}}), (),
+     replace(LOCAL, kv_heads=False)),
+    ("prompts.chat_template.thinks", rl(prompts={"chat_template": {"thinks": True, "dates": True}}),
+     (), replace(CHAT, unread={"rl": frozenset({"thinks"})})),
+    ("tasks.0.weight", rl(), ("tasks.weight=2.0",)),
+    ("tasks.0.raw", rl(tasks=[{**TASK, "raw": True}]), (), replace(LOCAL, template=False)),
     ("tasks.0.validation_fraction", rl(tasks=[{**TASK, "validation_fraction": 0.2}]), ()),
-    ("tasks.0.bad_rows", rl(tasks=[{**TASK, "bad_rows": "quarantine"}]), ()),
     ("tasks.0.validation_fraction",
      rl(tasks=[{**FILE, "validation_path": "b.jsonl", "validation_fraction": 0.2}]), ()),
     ("rewards.functions.1.clip", rewarded({"function": "task"}, {
@@ -86,72 +139,12 @@ CASES: list[tuple[Any, ...]] = [
      rewarded({"function": "judge", "options": {**PAIRWISE, "low": 1.0}}), ()),
     ("rewards.functions.0.options.rivals", rewarded({
         "function": "judge", "options": {**PAIRWISE, "against": "gold", "rivals": 3}}), ()),
-    ("sampled.rewards.functions.0.correctness", judging("dpo", sampled={
-        **SAMPLED, "rewards": {"functions": [{"function": "task", "correctness": True}]}}), ()),
-    ("rollout.max_turns", rl(), ("rollout.max_turns=3",)),
-    ("rollout.max_turns", rl(), ("rollout.max_turns=3", "rollout.program=mine.py:run")),
-    ("rollout.reply_role", rl(), ("rollout.reply_role=tool",)),
-    ("rollout.max_programs", rl(), ("rollout.max_programs=3",)),
-    ("rollout.overlap_rewards", rl(),
-     ("rollout.program=mine.py:run", "rollout.overlap_rewards=true")),
-    ("tasks.0.weight", rl(), ("tasks.weight=2.0",)),
-    ("tasks.0.bad_rows", rl(), ("tasks.0.bad_rows=quarantine",)),
-    ("rollout.vllm.gpu_memory_utilization", rl(), ("rollout.vllm.gpu_memory_utilization=0.6",)),
-    ("rollout.vllm.start_timeout", rl(), ("algorithm.correction.kind=truncate",
-     "rollout.engine=vllm", "rollout.vllm.url=http://127.0.0.1:8000",
-     "rollout.vllm.start_timeout=9.0")),
-    ("rollout.dtype", rl(), ("algorithm.correction.kind=truncate", "rollout.engine=vllm",
-     "rollout.vllm.url=http://127.0.0.1:8000", "rollout.dtype=bfloat16")),
-    ("cluster.rollout_workers", rl(), ("cluster.rollout_workers=3",)),
-    ("cluster.deadline", rl(), ("cluster.deadline=30",)),
-    ("rollout.vllm.gpus", rl(), ("algorithm.correction.kind=truncate", "rollout.engine=vllm",
-                                 "rollout.vllm.gpus=[0]")),
     ("rollout.overlap_rewards", rl(),
      ("rollout.max_turns=2", "rollout.overlap_rewards=true"), replace(LOCAL, replies={})),
-    ("model.autocast", rl(model={**BUILD, "autocast": False}), ("model.dtype=float64",), CHAT),
-    ("model.revision", rl(model={"name": ".", "revision": "main"}), (), replace(LOCAL, local=True)),
-    ("model.build.kv_heads", rl(model={"build": {"family": "gpt2", "kv_heads": 2}}), (),
-     replace(LOCAL, kv_heads=False)),
-    ("tasks.0.raw", rl(tasks=[{**TASK, "raw": True}]), (), replace(LOCAL, template=False)),
-    ("prompts.chat_template.thinks", rl(prompts={"chat_template": {"thinks": True, "dates": True}}),
-     (), replace(CHAT, unread={"rl": frozenset({"thinks"})})),
-    ("rollout.max_refills", rl(), ("rollout.max_refills=3",)),
-    ("algorithm.advantage.lam", rl(), ("algorithm=ppo", "algorithm.advantage.adaptive_alpha=0.1",
-                                       "algorithm.advantage.lam=0.9")),
-    ("algorithm.advantage.epsilon", rl(), ("algorithm=dr_grpo", "algorithm.advantage.epsilon=0.1")),
-    ("algorithm.advantage.ddof", rl(), ("algorithm=dr_grpo", "algorithm.advantage.ddof=0")),
-    ("value.warmup_steps", rl(), ("value.warmup_steps=2",)),
-    ("algorithm.surrogate.high", rl(), ("algorithm.surrogate.high=0.28",)),
-    ("algorithm.surrogate.dual", rl(), ("algorithm.surrogate.dual=3.0",)),
-    ("algorithm.surrogate.cap", rl(),
-     ("algorithm=cispo", "minibatches=1", "algorithm.surrogate.cap=3.0")),
-    ("algorithm.surrogate.floor", rl(),
-     ("algorithm=cispo", "minibatches=1", "algorithm.surrogate.floor=0.5")),
-    ("algorithm.surrogate.temperature_positive", rl(),
-     ("algorithm=sapo", "minibatches=1", "algorithm.surrogate.temperature_positive=2.0")),
-    ("algorithm.weights.constant", rl(), ("algorithm.weights.constant=99",)),
-    ("algorithm.divergence.estimator", rl(),
-     ("algorithm.divergence.beta=0.0", "algorithm.divergence.estimator=k2")),
-    ("algorithm.divergence.adaptive.horizon", rl(),
-     ("algorithm=ppo_kl_penalty", "algorithm.divergence.adaptive.horizon=50.0")),
-    ("algorithm.value.clip", rl(), ("algorithm=ppo", "epochs=1", "algorithm.value.clip=0.5")),
-    ("algorithm.correction.floor", rl(),
-     ("algorithm.correction.kind=truncate", "algorithm.correction.floor=0.1")),
-    ("rollout.dtype", rl(), ("algorithm.correction.kind=truncate", "model.dtype=bfloat16",
-                             "rollout.dtype=bfloat16")),
-    ("rollout.overlong_buffer", rl(),
-     ("algorithm=opd", "teacher.name=a/b", "rollout.overlong_buffer=8")),
-    ("teacher.dtype", rl(), ("algorithm=opd", "model.dtype=bfloat16", "teacher.name=a/b",
-                             "teacher.dtype=bfloat16")),
-    ("value.kind", rl(), ("value.kind=head",)),
-    ("value.optimizer.learning_rate", rl(), ("value.optimizer.learning_rate=1e-4",)),
-    ("reference.reset_every", rl(), ("algorithm=dapo", "reference.reset_every=5")),
-    ("reference.reset_every", rl(), ("reference.reset_every=100", "steps=100")),
-    ("reference.measured", rl(), ("algorithm=ppo", "reference.measured=true")),
-    ("evaluation.every", rl(), ("evaluation.every=200",)),
     ("rl.evaluation.samples", before(rl()), ("rl.evaluation.prompts=0", "rl.evaluation.samples=4")),
     ("rl.evaluation.temperature", before(rl()), ("rl.evaluation.temperature=0.5",)),
-    ("rollouts_every", rl(), ("rollouts_every=500",)),
+    ("sampled.rewards.functions.0.correctness", judging("dpo", sampled={
+        **SAMPLED, "rewards": {"functions": [{"function": "task", "correctness": True}]}}), ()),
     ("evaluation.every", judging("dpo", evaluation={"rows": 0, "every": 5}), ()),
     ("threshold", judging("process_reward_model", threshold=0.3, evaluation={"rows": 0}), ()),
     ("chat_template.thinking", judging("dpo", chat_template={"thinking": True}), ()),
@@ -176,27 +169,30 @@ def test_unused_key_is_reported_alone(
     assert found(recipe, *overrides, facts=facts) == [key]
 
 
+EFFECTS = """
+optimizer.schedule=linear optimizer.min_lr_ratio=0.5
+trackers.wandb=true trackers.project=mine
+rollout.max_turns=3 algorithm=dapo rollout.max_refills=3
+algorithm.surrogate.high=0.28 minibatches=2
+algorithm.surrogate.high=0.28 rollout.old_log_probs=engine
+algorithm=cispo algorithm.surrogate.cap=3.0
+algorithm=ppo value.warmup_steps=2
+algorithm=dr_grpo algorithm.weights.constant=99
+algorithm=ppo algorithm.value.clip=0.5 value.optimizer.learning_rate=1e-4
+algorithm=ppo algorithm.divergence.beta=0.0 reference.measured=true
+reference.measured=true
+reference.reset_every=10
+evaluation.samples=4 evaluation.temperature=0.5 evaluation.every=100
+evaluation.prompts=0 evaluation.samples=4 evaluation.threshold=0.5
+evaluation.temperature=0.5
+"""
+"""Overrides that all have an effect: `keel eval` of the run reads those of evaluations."""
 EFFECTIVE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    *((rl(), tuple(line.split())) for line in EFFECTS.strip().splitlines()),
     (rl(model={**BUILD, "autocast": False, "chat_template": "{{ messages }}"}), ()),
     (rl(model={"name": "a/b", "revision": "main", "trust_remote_code": True}), ()),
-    (rl(), ("optimizer.schedule=linear", "optimizer.min_lr_ratio=0.5")),
-    (rl(), ("trackers.wandb=true", "trackers.project=mine")),
     (rl(tasks=[{**TASK, "weight": 2.0}, TASK]), ()),
     (rl(tasks=[{**FILE, "validation_fraction": 0.2, "bad_rows": "quarantine"}]), ()),
-    (rl(), ("rollout.max_turns=3", "algorithm=dapo", "rollout.max_refills=3")),
-    (rl(), ("algorithm.surrogate.high=0.28", "minibatches=2")),
-    (rl(), ("algorithm.surrogate.high=0.28", "rollout.old_log_probs=engine")),
-    (rl(), ("algorithm=cispo", "algorithm.surrogate.cap=3.0")),
-    (rl(), ("algorithm=ppo", "value.warmup_steps=2")),
-    (rl(), ("algorithm=dr_grpo", "algorithm.weights.constant=99")),
-    (rl(), ("algorithm=ppo", "algorithm.value.clip=0.5", "value.optimizer.learning_rate=1e-4")),
-    (rl(), ("algorithm=ppo", "algorithm.divergence.beta=0.0", "reference.measured=true")),
-    (rl(), ("reference.measured=true",)),
-    (rl(), ("reference.reset_every=10",)),
-    (rl(), ("evaluation.samples=4", "evaluation.temperature=0.5", "evaluation.every=100")),
-    # `keel eval` of the run reads them.
-    (rl(), ("evaluation.prompts=0", "evaluation.samples=4", "evaluation.threshold=0.5")),
-    (rl(), ("evaluation.temperature=0.5",)),
     (judging("dpo", sampled={**SAMPLED, "pairs": 3, "validation": 9}), ()),
 ]
 
