@@ -18,7 +18,7 @@ from keel.engines.turns import generate_multi_turn
 from keel.models.chat import ChatEncoder
 from keel.models.loading import DTYPES
 from keel.models.text import decode
-from keel.types import Completion, Engine, Group, KeelError, OnGroup, Prompt, Sampling, Split
+from keel.types import Completion, Engine, Group, OnGroup, Prompt, Sampling, Split
 
 Line = str | tuple[str, Sequence[float]]
 """A completion's text, or text and the log-probability of each token (its end among them)."""
@@ -63,11 +63,7 @@ class ScriptedEngine(Engine):
         *,
         on_group: OnGroup | None = None,
     ) -> list[Group]:
-        """The script's lines as groups.
-
-        Raises KeelError for a prompt that the script does not know, and for log-probabilities that
-        are not one a token.
-        """
+        """The script's lines as groups."""
         check(sampling, n)
         return [
             Group(
@@ -88,9 +84,7 @@ class ScriptedEngine(Engine):
         if callable(self.script):
             return self.script(prompt, index)
         text = prompt.content if isinstance(prompt.content, str) else None
-        lines = self.script.get(prompt.id) or self.script.get(text or "")
-        if not lines:
-            raise KeelError(f"the script has no line for prompt '{prompt.id}': add one by its id")
+        lines = self.script.get(prompt.id) or self.script[text or ""]
         return lines[index % len(lines)]
 
     def _completion(self, prompt: Prompt, line: Line, sampling: Sampling) -> Completion:
@@ -100,11 +94,7 @@ class ScriptedEngine(Engine):
             self.tokenizer.eos_token_id,
         ]
         log_probs = [self.log_prob] * len(ids) if given is None else list(given)
-        if len(log_probs) != len(ids):
-            raise KeelError(
-                f"the script gives {len(log_probs)} log-probabilities for the {len(ids)} tokens of "
-                f"prompt '{prompt.id}': give one for each, the end-of-sequence token's too"
-            )
+        assert len(log_probs) == len(ids), "one for each token, the end-of-sequence token's too"
         kept = min(len(ids), sampling.max_tokens)
         return Completion(
             tokens=np.array(ids[:kept], dtype=np.int64),

@@ -23,7 +23,7 @@ from tests.engines import scripted
 from tests.engines.scripted import ReplyTask
 from tests.engines.test_compiled import model_of, prompts
 from tests.engines.test_decoding import poison
-from tests.engines.tiny import TOKENIZER
+from tests.engines.tiny import TOKENIZER, agree
 
 WORDS = Sampling(max_tokens=170, stop_ids=tuple(range(2, 9)))
 """Turns of some six tokens; three of them and two replies of at most 40 fit."""
@@ -98,26 +98,6 @@ def fed() -> Iterator[list[int]]:
     one_by_one = patch.object(CompiledRunner, "__call__", one_step)
     with one_by_one, patch.object(MultiStep, "__call__", some_steps):
         yield counts
-
-
-def agree(
-    ours: Sequence[Group],
-    theirs: Sequence[Group],
-    rounding: float = 1e-4,  # float32 in another order
-    least: float = 0.9,
-) -> None:
-    """The same words for at least so great a part, and their log-probabilities up to rounding."""
-    compared = all_of = 0
-    for one, other in zip(ours, theirs, strict=True):
-        for a, b in zip(one.completions, other.completions, strict=True):
-            same = min(len(a), len(b))
-            # A number that falls next to a border may tip a draw; up to there all is alike.
-            if not (a.tokens[:same] == b.tokens[:same]).all():
-                same = int((a.tokens[:same] != b.tokens[:same]).argmax())
-            assert abs(a.log_probs[:same] - b.log_probs[:same]).max(initial=0) < rounding
-            assert (a.written[:same] == b.written[:same]).all()
-            compared, all_of = compared + same, all_of + len(b)
-    assert compared > least * all_of
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)

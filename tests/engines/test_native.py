@@ -13,7 +13,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from keel.engines.native import NativeEngine
 from keel.types import Completion, Engine, Group, KeelError, Prompt, Sampling
-from tests.engines.tiny import FAMILIES, TOKENIZER, ragged_prompts, stock_logits, tiny
+from tests.engines.tiny import (
+    FAMILIES,
+    TOKENIZER,
+    assert_same,
+    pairs,
+    ragged_prompts,
+    stock_log_probs,
+    tiny,
+)
 
 EOS = 1
 
@@ -25,14 +33,6 @@ def engine_for(model: PreTrainedModel, **options: int) -> NativeEngine:
 
 def completions(groups: list[Group]) -> list[tuple[Prompt, Completion]]:
     return [(group.prompt, c) for group in groups for c in group.completions]
-
-
-def assert_same(left: list[Group], right: list[Group], atol: float = 1e-6) -> None:
-    for (prompt, ours), (other, theirs) in zip(completions(left), completions(right), strict=True):
-        assert prompt.id == other.id
-        assert ours.tokens.tolist() == theirs.tokens.tolist()
-        assert (ours.finish, ours.text) == (theirs.finish, theirs.text)
-        np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=atol)
 
 
 @contextmanager
@@ -77,53 +77,22 @@ def test_greedy_equals_generate_token_for_token(family: str) -> None:
     assert 0 < sum(EOS in row for row in generated) < 64  # some stop by themselves
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(12),
-        Sampling(12, temperature=0),
-        Sampling(12, temperature=1.3, top_k=5),
-        Sampling(12, temperature=1.5, min_p=0.2),
-        Sampling(12, temperature=2.0, top_k=12, top_p=0.9, min_p=0.1),
-    ],
-    ids=str,
-)
-def test_log_probs_are_those_of_the_distribution_drawn_from(sampling: Sampling) -> None:
+def test_settings_of_sampling_reach_the_draws() -> None:
+    """Log-probabilities are those of the distribution that was drawn from."""
     model = tiny("llama", dtype=torch.float32)
-    groups = engine_for(model).sample(ragged_prompts(8), 3, sampling, seed=1)
-    for prompt, completion in completions(groups):
-        tokens = completion.tokens.tolist()
-        logits = stock_logits(model, [*prompt.tokens, *tokens])[len(prompt.tokens) - 1 : -1]
-        expected = [
-            reference_log_prob(row, token, sampling)
-            for row, token in zip(logits.double().numpy(), tokens, strict=True)
-        ]
-        # The bound that was asked for: float32 sums in another order.
-        np.testing.assert_allclose(completion.log_probs, expected, atol=1e-5)
-        assert completion.log_probs.dtype == np.float32
-        assert completion.written.all()
-
-
-def reference_log_prob(logits: np.ndarray, token: int, sampling: Sampling) -> float:
-    """Temperature, top-k, top-p, min-p and renormalisation, on one row and by plain lists."""
-    scaled = logits / (sampling.temperature or 1.0)
-    prob = np.exp(scaled - scaled.max())
-    prob /= prob.sum()
-    if sampling.temperature == 0:
-        assert token == int(prob.argmax())
-        return float(np.log(prob[token]))
-    ranked = sorted(range(len(prob)), key=lambda v: -prob[v])
-    kept = ranked[: sampling.top_k or len(ranked)]
-    mass = sum(prob[v] for v in kept)
-    nucleus, reached = [], 0.0
-    for v in kept:
-        if reached >= sampling.top_p and sampling.top_p < 1:
-            break
-        nucleus.append(v)
-        reached += prob[v] / mass
-    final = [v for v in nucleus if prob[v] >= sampling.min_p * prob[ranked[0]]]
-    assert token in final
-    return float(np.log(prob[token] / sum(prob[v] for v in final)))
+    for group in engine_for(model).sample(ragged_prompts(8), 3, Sampling(12, 1.3), seed=1):
+        for completion in group.completions:
+            expected = stock_log_probs(model, group.prompt, completion, 1.3)
+            # The bound that was asked for: float32 sums in another order.
+            np.testing.assert_allclose(completion.log_probs, expected, atol=1e-5)
+            assert completion.log_probs.dtype == np.float32
+            assert completion.written.all()
+    greedy = engine_for(model).sample(ragged_prompts(8), 1, Sampling(12, temperature=0), seed=1)
+    for cut in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}):
+        groups = engine_for(model).sample(ragged_prompts(8), 1, Sampling(12, **cut), seed=1)
+        for ours, theirs in pairs(groups, greedy):
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            assert not ours.log_probs.any()  # of the only token that is left
 
 
 @pytest.mark.quick("qwen2", "gpt2", "opt", "gpt_neox")
@@ -133,9 +102,7 @@ def test_every_family_decodes_as_it_scores(family: str) -> None:
     model = tiny(family)
     groups = engine_for(model, max_num_seqs=7).sample(ragged_prompts(5), 2, Sampling(15), seed=3)
     for prompt, completion in completions(groups):
-        tokens = completion.tokens.tolist()
-        logits = stock_logits(model, [*prompt.tokens, *tokens])[len(prompt.tokens) - 1 : -1]
-        expected = logits.log_softmax(-1)[range(len(tokens)), tokens]
+        expected = stock_log_probs(model, prompt, completion)
         # Norms and rotary embeddings work in float32 even where the weights are float64.
         np.testing.assert_allclose(completion.log_probs, expected, atol=1e-5)
     assert max(len(c) for _, c in completions(groups)) > 6

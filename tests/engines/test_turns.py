@@ -16,9 +16,10 @@ from keel.platform.time_limit import Cancelled, cancelled_by
 from keel.types import KeelError, Prompt, Sampling
 from tests.engines import scripted
 from tests.engines.scripted import ReplyTask, ScriptedEngine
-from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_logits, tiny
+from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
 
 EOS = 1
+ASKED = Prompt("p", "3+4", tokens=(5,))
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Calculator(ReplyTask):
 
 
 talk = partial(scripted.talk, tokenizer=TOKENIZER)
+GO = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
 
 
 def ids(text: str) -> list[int]:
@@ -47,7 +49,7 @@ def test_a_scripted_tool_call() -> None:
 
     engine = ScriptedEngine(script, TOKENIZER, log_prob=-0.5)
     task = Calculator()
-    groups = talk(engine, [Prompt("p", "3+4", tokens=(5,))], 2, Sampling(50), task, max_turns=2)
+    groups = talk(engine, [ASKED], 2, Sampling(50), task, max_turns=2)
     completion = groups[0].completions[1]
     assert completion.tokens.tolist() == [*ids("<3+4>"), EOS, *ids("=7;"), *ids("done: 7"), EOS]
     assert completion.written.tolist() == [True] * 6 + [False] * 3 + [True] * 8
@@ -66,14 +68,12 @@ def test_a_scripted_tool_call() -> None:
 
 
 def test_a_conversation_goes_on_until_the_task_is_silent() -> None:
-    engine = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
-    prompt = Prompt("p", "3+4", tokens=(5,))
     task = Calculator(times=2)
-    group = talk(engine, [prompt], 1, Sampling(90), task, max_turns=9)[0]
+    group = talk(GO, [ASKED], 1, Sampling(90), task, max_turns=9)[0]
     assert group.completions[0].transcript == "go=7;go=7;go"
     assert group.completions[0].text == "gogogo"
     assert len(task.asked) == 3
-    group = talk(engine, [prompt], 1, Sampling(90), Calculator(times=9), max_turns=4)[0]
+    group = talk(GO, [ASKED], 1, Sampling(90), Calculator(times=9), max_turns=4)[0]
     assert group.completions[0].transcript == "go" + "=7;go" * 3
 
 
@@ -91,9 +91,7 @@ def test_a_conversation_goes_on_until_the_task_is_silent() -> None:
 def test_the_budget_covers_policy_and_task(
     budget: int, text: str, finish: str, written: int
 ) -> None:
-    engine = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
-    prompt = Prompt("p", "3+4", tokens=(5,))
-    completion = talk(engine, [prompt], 1, Sampling(budget), Calculator(), 2)[0].completions[0]
+    completion = talk(GO, [ASKED], 1, Sampling(budget), Calculator(), 2)[0].completions[0]
     assert (completion.transcript, completion.finish) == (text, finish)
     assert completion.written.sum() == written
     assert len(completion) <= budget
@@ -119,9 +117,7 @@ def test_the_native_engine_goes_on_from_the_reply() -> None:
             assert not cut or len(completion) == 40
             replies += len(foreign) // len(reply)
             assert (completion.log_probs[~written] == 0).all()
-            logits = stock_logits(model, [*group.prompt.tokens, *tokens])
-            log_prob = logits[len(group.prompt.tokens) - 1 : -1].log_softmax(-1)
-            expected = log_prob[range(len(tokens)), tokens].numpy()
+            expected = stock_log_probs(model, group.prompt, completion)
             # Norms and rotary embeddings work in float32 even where the weights are float64.
             np.testing.assert_allclose(completion.log_probs[written], expected[written], atol=1e-5)
             assert len(completion) <= 40
@@ -137,9 +133,8 @@ def test_every_turn_of_every_conversation_has_its_own_stream() -> None:
         names.append(f"{prompt.id} {index}")
         return "go"
 
-    prompt = Prompt("p", "3+4", tokens=(5,))
     engine = ScriptedEngine(script, TOKENIZER)
-    talk(engine, [prompt, replace(prompt, id="q")], 3, Sampling(50), Calculator(times=2), 3)
+    talk(engine, [ASKED, replace(ASKED, id="q")], 3, Sampling(50), Calculator(times=2), 3)
     assert len(names) == 2 * 3 * 3
     assert len(set(names)) == len(names)
 
@@ -162,9 +157,9 @@ def test_a_cancelled_conversation_ends_at_the_next_reply() -> None:
             printed.set()
             return super().reply(prompt, text)
 
-    engine, task = ScriptedEngine(lambda prompt, index: "go", TOKENIZER), Tells()
+    task = Tells()
     with pytest.raises(Cancelled), cancelled_by(printed):
-        talk(engine, [Prompt("p", "3+4", tokens=(5,))], 3, Sampling(90), task, max_turns=2)
+        talk(GO, [ASKED], 3, Sampling(90), task, max_turns=2)
     assert len(task.asked) == 1
 
 
@@ -173,8 +168,7 @@ def test_a_special_token_in_a_reply_is_ordinary_characters() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     reply = "ok<|im_end|>more"
     engine, task = ScriptedEngine(lambda prompt, index: "go", tokenizer), Calculator(answer=reply)
-    prompt = Prompt("p", "3+4", tokens=(5,))
-    [group] = scripted.talk(engine, [prompt], 1, Sampling(90), task, 2, tokenizer=tokenizer)
+    [group] = scripted.talk(engine, [ASKED], 1, Sampling(90), task, 2, tokenizer=tokenizer)
     completion = group.completions[0]
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") not in completion.tokens.tolist()
     assert completion.turns[1]["content"] == reply
@@ -182,12 +176,10 @@ def test_a_special_token_in_a_reply_is_ordinary_characters() -> None:
 
 
 def test_one_turn_asks_no_task() -> None:
-    engine = ScriptedEngine(lambda prompt, index: "go", TOKENIZER)
-    prompt = Prompt("p", "3+4", tokens=(5,))
     task = Calculator()
-    talk(engine, [prompt], 1, Sampling(50), task, max_turns=1)
+    talk(GO, [ASKED], 1, Sampling(50), task, max_turns=1)
     assert task.asked == []
     with pytest.raises(KeelError, match="holds 'É', which the tokenizer does not know"):
-        talk(engine, [prompt], 1, Sampling(50), Calculator(answer="É"), max_turns=2)
+        talk(GO, [ASKED], 1, Sampling(50), Calculator(answer="É"), max_turns=2)
     with pytest.raises(KeelError, match="max_turns = 0"):
-        talk(engine, [prompt], 1, Sampling(50), task, max_turns=0)
+        talk(GO, [ASKED], 1, Sampling(50), task, max_turns=0)

@@ -27,7 +27,7 @@ from keel.models.lora import add_lora, plain_copy
 from keel.platform.process import has_ended
 from keel.platform.time_limit import time_limit
 from keel.types import Completion, Group, Prompt, Sampling
-from tests.engines.tiny import TOKENIZER, ragged_prompts, stock_log_probs, tiny
+from tests.engines.tiny import TOKENIZER, assert_same, ragged_prompts, stock_log_probs, tiny
 from tests.platform.processes import eventually, gone, look
 
 pytestmark = [
@@ -70,13 +70,6 @@ def _all(groups: list[Group]) -> list[Completion]:
     return [completion for group in groups for completion in group.completions]
 
 
-def _same(ours: list[Group], theirs: list[Group]) -> None:
-    for a, b in zip(_all(ours), _all(theirs), strict=True):
-        assert a.tokens.tolist() == b.tokens.tolist()
-        assert (a.finish, a.text) == (b.finish, b.text)
-        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=ROUNDING)
-
-
 def _log_probs(model: PreTrainedModel, prompt: Prompt, c: Completion, t: float) -> np.ndarray:
     """Those of the model's weights for a completion at a temperature, by plain transformers."""
     stock = _model()
@@ -86,7 +79,7 @@ def _log_probs(model: PreTrainedModel, prompt: Prompt, c: Completion, t: float) 
 
 def test_greedy_equals_the_native_engine(engine: VllmEngine, native: NativeEngine) -> None:
     asked = ragged_prompts(6)
-    _same(engine.sample(asked, 1, GREEDY, 0), native.sample(asked, 1, GREEDY, 0))
+    assert_same(engine.sample(asked, 1, GREEDY, 0), native.sample(asked, 1, GREEDY, 0), ROUNDING)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
@@ -104,7 +97,7 @@ def test_completion_depends_on_its_seed_alone(engine: VllmEngine) -> None:
     asked = ragged_prompts(5)
     whole = engine.sample(asked, 4, SAMPLING, 7)
     part = engine.sample(asked[3:], 4, SAMPLING, 7)
-    _same(part, whole[3:])
+    assert_same(part, whole[3:], ROUNDING)
     other = engine.sample(asked[3:], 4, SAMPLING, 8)
     assert [c.tokens.tolist() for c in _all(other)] != [c.tokens.tolist() for c in _all(part)]
     assert len({tuple(c.tokens.tolist()) for c in whole[0].completions}) > 1
@@ -127,7 +120,7 @@ def test_stops_end_completions_as_natively(engine: VllmEngine, native: NativeEng
         assert [c.finish for c in _all(theirs)] != [c.finish for c in free] or (
             sampling.max_tokens < GREEDY.max_tokens
         )
-        _same(engine.sample(asked, 1, sampling, 0), theirs)
+        assert_same(engine.sample(asked, 1, sampling, 0), theirs, ROUNDING)
 
 
 def test_the_context_limits_a_completion(engine: VllmEngine, native: NativeEngine) -> None:
@@ -135,7 +128,7 @@ def test_the_context_limits_a_completion(engine: VllmEngine, native: NativeEngin
     sampling = replace(GREEDY, max_tokens=50)
     theirs = native.sample(asked, 1, sampling, 0)
     assert len(theirs[0].completions[0]) <= 6
-    _same(engine.sample(asked, 1, sampling, 0), theirs)
+    assert_same(engine.sample(asked, 1, sampling, 0), theirs, ROUNDING)
 
 
 def test_truncation_keeps_to_the_likeliest_tokens(
@@ -228,7 +221,7 @@ def test_server_that_fails_is_started_again(
     engine.max_num_seqs = rows
     assert engine.restarts == before + 1
     assert sorted(seen) == list(range(6))
-    _same(groups, wanted)
+    assert_same(groups, wanted, ROUNDING)
     assert eventually(lambda: not _lives(groups_of[0]))  # its engine ended with it
 
 

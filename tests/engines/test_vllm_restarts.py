@@ -7,6 +7,7 @@ in `test_vllm.py`.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -26,19 +27,11 @@ COMPLETIONS, BROKEN = "/v1/completions", (500, "broken", 0.0)
 AGAIN = "the vLLM server failed and is started again: "
 
 
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TMPDIR", "/tmp")  # of the socket, whose path must not be long
-    return fake_vllm.write(tmp_path)
-
-
 class Case:
-    """An engine, its log and its notes."""
+    """An engine, its log and its notes; the program is its server, which answers as `starts` say"""
 
-    def __init__(
-        self, program: Path, monkeypatch: pytest.MonkeyPatch, timeout: float, *starts: Replies
-    ):
-        monkeypatch.setenv("VLLM_FAKE", json.dumps(starts))
+    def __init__(self, program: Path, timeout: float, *starts: Replies):
+        os.environ["VLLM_FAKE"] = json.dumps(starts)
         self.log, self.notes = program.with_name("log"), list[str]()
         self.engine = VllmEngine(
             tiny("llama", dtype=torch.float32),
@@ -54,11 +47,16 @@ class Case:
         return sum(len(group.completions) for group in groups)
 
 
-def test_a_server_that_hangs_is_started_again(
-    program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", "/tmp")  # of the socket, whose path must not be long
+    monkeypatch.setenv("VLLM_FAKE", "")  # put back at the end
+    return fake_vllm.write(tmp_path)
+
+
+def test_a_server_that_hangs_is_started_again(program: Path) -> None:
     """Although what watches the engine has the same time limit as a request."""
-    case = Case(program, monkeypatch, 2.0, {COMPLETIONS: HANGS}, {})
+    case = Case(program, 2.0, {COMPLETIONS: HANGS}, {})
     with time_limit("the engine", 2.0, "raise rollout.timeout"):
         assert case.sample() == 4
     case.engine.close()
@@ -69,38 +67,32 @@ def test_a_server_that_hangs_is_started_again(
     assert f"keel: {AGAIN}/v1/completions" in case.log.read_text()
 
 
-def test_engine_is_not_hung_during_slow_requests(
-    program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(program, monkeypatch, 60.0, {COMPLETIONS: (*USUAL[COMPLETIONS][:2], 2.5)})
+def test_engine_is_not_hung_during_slow_requests(program: Path) -> None:
+    case = Case(program, 60.0, {COMPLETIONS: (*USUAL[COMPLETIONS][:2], 2.5)})
     with time_limit("the engine", 1.5, "raise rollout.timeout"):
         assert case.sample() == 4
     case.engine.close()
     assert case.notes == []
 
 
-def test_a_server_that_always_fails_ends_the_call(
-    program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(program, monkeypatch, 60.0, {COMPLETIONS: BROKEN})
+def test_a_server_that_always_fails_ends_the_call(program: Path) -> None:
+    case = Case(program, 60.0, {COMPLETIONS: BROKEN})
     with pytest.raises(KeelError, match=rf"restarted {MAX_RESTARTS} times\): .*500.*: see .*log"):
         case.sample()
     assert len(case.notes) == MAX_RESTARTS
     assert fake_vllm.starts(program) == MAX_RESTARTS + 1
 
 
-def test_weights_that_are_refused_twice_end_the_sync(
-    program: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_refused_twice_end_the_sync(program: Path) -> None:
     """By a server and by the one after it; a failure that goes away is a restart."""
-    case = Case(program, monkeypatch, 60.0, {"/update_weights": BROKEN})
+    case = Case(program, 60.0, {"/update_weights": BROKEN})
     weights = dict(case.engine.model.named_parameters())
     case.sample()
     with pytest.raises(KeelError, match=r"restarted once\): /update_weights .*500.*: see .*log"):
         case.engine.sync(weights)
     assert (len(case.notes), fake_vllm.starts(program)) == (1, 2)
 
-    case = Case(program, monkeypatch, 60.0, {})
+    case = Case(program, 60.0, {})
     case.sample()
     assert case.engine.process is not None
     case.engine.process.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from keel.models.build import character_tokenizer
-from keel.types import Completion, Prompt
+from keel.types import Completion, Group, Prompt
 
 ALPHABET = "0123456789abcdefghijklmnop+-*/=<>().,:;? \n"
 TOKENIZER = character_tokenizer(ALPHABET, 96)
@@ -100,3 +101,37 @@ def stock_log_probs(
     scores = (stock_logits(model, ids).double() / temperature).log_softmax(-1)
     places = torch.arange(len(prompt.tokens) - 1, len(ids) - 1)
     return scores[places, torch.tensor(ids)[places + 1]].float().numpy()
+
+
+def pairs(ours: Sequence[Group], theirs: Sequence[Group]) -> Iterator[tuple[Completion, ...]]:
+    """The completions of two calls, one after the other."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.prompt.id == other.prompt.id
+        yield from zip(one.completions, other.completions, strict=True)
+
+
+def assert_same(ours: Sequence[Group], theirs: Sequence[Group], atol: float = 1e-6) -> None:
+    """The same tokens and ends, and log-probabilities up to rounding."""
+    for a, b in pairs(ours, theirs):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert (a.finish, a.text) == (b.finish, b.text)
+        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=atol)
+
+
+def agree(
+    ours: Sequence[Group],
+    theirs: Sequence[Group],
+    rounding: float = 1e-4,  # float32 in another order
+    least: float = 0.9,
+) -> None:
+    """The same words for at least so great a part, and their log-probabilities up to rounding."""
+    compared = all_of = 0
+    for a, b in pairs(ours, theirs):
+        same = min(len(a), len(b))
+        # A number that falls next to a border may tip a draw; up to there all is alike.
+        if not (a.tokens[:same] == b.tokens[:same]).all():
+            same = int((a.tokens[:same] != b.tokens[:same]).argmax())
+        assert abs(a.log_probs[:same] - b.log_probs[:same]).max(initial=0) < rounding
+        assert (a.written[:same] == b.written[:same]).all()
+        compared, all_of = compared + same, all_of + len(b)
+    assert compared > least * all_of

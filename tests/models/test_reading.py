@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keel.models import text as texts
 from keel.models.build import byte_tokenizer, character_tokenizer
 from keel.models.packed import PackedSizes
 from keel.models.reward import Answered, Reader, joined, pack_answers
@@ -32,24 +33,6 @@ def changed(**special: str | None) -> Any:
     for name, token in special.items():
         setattr(made, name, token)
     return made
-
-
-class Counting:
-    """A tokenizer that counts its calls."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.calls = inner, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.inner(*args, **kwargs)
-
-    def batch_decode(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return self.inner.batch_decode(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 # ---------------------------------------------------------------- answers
@@ -116,7 +99,7 @@ def test_conversations_go_through_the_template() -> None:
         Reader(LETTERS).answer(turns, "a", "row 3")
 
 
-def test_a_text_and_a_conversation_of_the_same_repr_are_two_prompts() -> None:
+def test_raw_text_goes_without_the_template_and_a_conversation_with_it() -> None:
     reader = Reader(word_tokenizer("<s> $A", TEMPLATE), raw=True)
     assert reader.answer("hi", "you", "row").tokens == (1, 7, 8, 2)
     turns = [{"role": "user", "content": "hi"}]
@@ -253,25 +236,27 @@ def test_token_ends_where_a_tokens_text_depends_on_its_place(
     assert token_ends(words, ids, ends) == scan(words, ids, ends)
 
 
-def test_token_ends_take_few_calls() -> None:
+def test_token_ends_take_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two for all places together, however many; a bad split costs some more at its own place."""
-    counting = Counting(BYTES)
+    calls: list[int] = []
+
+    def counted(tokenizer: Any, sequences: Any) -> list[str]:
+        calls.append(len(sequences))
+        return decode(tokenizer, sequences)
+
+    monkeypatch.setattr(texts, "decode", counted)
     text = "step\n" * 200
-    token_ends(counting, list(text.encode()), list(range(5, 1001, 5)))
-    assert counting.calls == 2
-    counting = Counting(BYTES)
-    assert token_ends(counting, list(f"{text}。{text}".encode()), [1001]) == [1002]
-    assert counting.calls <= 4
+    token_ends(BYTES, list(text.encode()), list(range(5, 1001, 5)))
+    assert len(calls) == 2
+    assert token_ends(BYTES, list(f"{text}。{text}".encode()), [1001]) == [1002]
+    assert len(calls) <= 6
 
 
 def test_token_ends_by_hand() -> None:
-    assert token_ends(BYTES, list(b"ab\ncd"), [3, 5]) == [2, 4]
     assert token_ends(BYTES, [*b"ab", BYTES.eos_token_id], [2, 9]) == [1, 2]
     assert token_ends(BYTES, list(b"ab"), []) == []
     assert token_ends(BYTES, [], []) == token_ends(BYTES, [], [0]) == []
     assert token_ends(BYTES, list("一。二。三".encode()), [2, 4, 5]) == [5, 11, 14]
-    words = word_tokenizer()
-    assert token_ends(words, [7, 8, 9], [2, 6, 11]) == [0, 1, 2]  # hi you slow
 
 
 def test_text_is_decoded_as_the_tokens_say() -> None:
