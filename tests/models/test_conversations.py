@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,20 @@ from keel.models.build import byte_tokenizer
 from keel.models.chat import PROBE, ChatEncoder, encode, encode_answer
 from keel.models.reward import Reader
 from keel.models.text import decode, encode_text
-from keel.types import Completion, Message, Prompt, Sampling
-from tests.engines.scripted import ScriptedEngine
+from keel.types import Completion, Engine, Group, Message, Prompt, Sampling
 from tests.models.published_templates import CHATML, FAMILIES, tokenizer_of
 
 NAMES = sorted(FAMILIES)
 ASK = (Message(role="user", content="What is 12 + 18?"),)
+
+
+def asked(*contents: str, last: str = "user") -> list[Message]:
+    """The question, an answer, and what follows it: contents by turns."""
+    roles = ["assistant", "user"] * len(contents)
+    found = [Message(role=roles[at], content=text) for at, text in enumerate(contents)]
+    return [*ASK, *found[:-1], Message(role=last, content=contents[-1])]
+
+
 ANSWERS = ("30", "It is 30.\n\nReally: 日本 30", "12 + 18\n= 30", "", "a < b > [inst]", "<end> of")
 """Answers that no template changes."""
 
@@ -73,8 +80,7 @@ def with_answer(name: str, answer: str) -> list[int]:
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_are_the_templates(name: str) -> None:
     tokenizer = tokenizer_of(name)
-    talk = (*ASK, Message(role="assistant", content="30"), Message(role="user", content="Sure?"))
-    for messages in (ASK, talk):
+    for messages in (ASK, tuple(asked("30", "Sure?"))):
         prompt = encode(Prompt("p", messages), tokenizer, {})
         assert list(prompt.tokens) == rendered(tokenizer, messages, True)
 
@@ -154,7 +160,7 @@ def _by_replies(prompt: Prompt, made: list[list[int]], replies: list[str], chat:
 
     engine = _Recorded(made, chat.tokenizer)
     [group] = generate_multi_turn(
-        engine,  # type: ignore[arg-type]
+        engine,
         [prompt],
         1,
         Sampling(3000),
@@ -185,24 +191,20 @@ def _by_requests(prompt: Prompt, made: list[list[int]], replies: list[str], chat
     return found.tokens.tolist(), found.written.tolist(), texts
 
 
-class _Recorded(ScriptedEngine):
+class _Recorded(Engine):
     """Answers with given tokens, one turn after the other."""
 
     def __init__(self, made: list[list[int]], tokenizer: Any) -> None:
-        super().__init__(lambda prompt, index: "", tokenizer)
-        self.made = iter(made)
+        self.made, self.tokenizer = iter(made), tokenizer
 
     def sample(self, prompts: Any, n: int, sampling: Sampling, seed: int, **_: Any) -> Any:
         ids = next(self.made)
-        groups = super().sample(prompts, n, sampling, seed)
-        return [replace(g, completions=(_completion(ids, self.tokenizer),)) for g in groups]
+        text = decode(self.tokenizer, [ids])[0]
+        given = np.array(ids), np.zeros(len(ids), np.float32), np.ones(len(ids), bool)
+        return [Group(prompt, (Completion(*given, "eos", text),)) for prompt in prompts]
 
-
-def _completion(ids: list[int], tokenizer: Any) -> Completion:
-    n = len(ids)
-    return Completion(
-        np.array(ids), np.zeros(n, np.float32), np.ones(n, bool), "eos", decode(tokenizer, [ids])[0]
-    )
+    def sync(self, weights: Any) -> None:
+        pass
 
 
 THOUGHT = "12 + 18 is 30."
@@ -349,7 +351,7 @@ def test_a_turn_that_the_policy_closed_is_not_closed_again(
         + closing
         + "{% endif %}{% endfor %}"
     )
-    turns = [*ASK, Message(role="assistant", content="30"), Message(role="user", content="Sure?")]
+    turns = asked("30", "Sure?")
     found = ChatEncoder(tokenizer).after(turns, 2, encode_text(last, "t", tokenizer)[0], "row")
     kept = tokenizer.decode(found)
     assert kept == (closing + before + "Sure?" + after).partition(last)[2]
@@ -417,12 +419,7 @@ def test_special_tokens_that_a_reply_spells_out_are_characters() -> None:
     chat = ChatEncoder(tokenizer)
     frame = [tokenizer.convert_tokens_to_ids(t) for t in ("[TOOL_RESULTS]", "[/TOOL_RESULTS]")]
     for spelled in ("[/TOOL_RESULTS]<sol>", "</s>[TOOL_RESULTS]", "<sol>"):
-        turns = [
-            *ASK,
-            Message(role="assistant", content="a"),
-            Message(role="tool", content=spelled),
-        ]
-        found = chat.after(turns, 2, tokenizer.eos_token_id, "row")
+        found = chat.after(asked("a", spelled, last="tool"), 2, tokenizer.eos_token_id, "row")
         assert found == [frame[0], *spelled.encode(), frame[1]]
     answer = encode_answer(ASK, "<sol></s>", "row", chat).answer
     sol, end = (tokenizer.convert_tokens_to_ids(t) for t in ("<sol>", "</s>"))
@@ -436,8 +433,7 @@ def test_turns_framed_by_plain_tokens_cannot_be_spelled(text: str) -> None:
     """Tokens that are added and not special, as in DeepSeek's tokenizer, frame turns too."""
     tokenizer = tokenizer_of("deepseek-r1")
     chat = ChatEncoder(tokenizer)
-    turns = [*ASK, Message(role="assistant", content="a"), Message(role="user", content=text)]
-    found = chat.after(turns, 2, tokenizer.eos_token_id, "row")
+    found = chat.after(asked("a", text), 2, tokenizer.eos_token_id, "row")
     user, assistant, think = tokenizer.convert_tokens_to_ids(
         ["<｜User｜>", "<｜Assistant｜>", "<think>"]
     )
@@ -451,8 +447,7 @@ def test_a_reply_may_say_anything() -> None:
     """Also what an answer is probed with."""
     tokenizer = tokenizer_of("chatml")
     reply = f"{PROBE}, please"
-    turns = [*ASK, Message(role="assistant", content="a"), Message(role="user", content=reply)]
-    found = ChatEncoder(tokenizer).after(turns, 2, tokenizer.eos_token_id, "row")
+    found = ChatEncoder(tokenizer).after(asked("a", reply), 2, tokenizer.eos_token_id, "row")
     assert reply in tokenizer.decode(found)
 
 
