@@ -1,4 +1,4 @@
-"""What a reward model reads: places of answers and steps, end of sequence, prompts, the cache."""
+"""What policies and reward models read: prompts, places of answers and steps, ends of sequences."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from keel.models import text as texts
 from keel.models.build import byte_tokenizer, character_tokenizer
+from keel.models.chat import Encoder, encode
 from keel.models.packed import PackedSizes
 from keel.models.reward import Answered, Reader, joined, pack_answers
 from keel.models.text import decode, split_steps, token_ends
-from keel.types import KeelError
-from tests.models.test_encode import TEMPLATE
-from tests.models.test_encode import tokenizer as word_tokenizer
+from keel.types import KeelError, Prompt
 
 LETTERS = character_tokenizer("ab:\n", 64)
 PAD, EOS, A, B, COLON, NEWLINE = range(6)
@@ -89,7 +93,7 @@ def test_a_character_that_is_unknown_names_the_row() -> None:
 
 def test_conversations_go_through_the_template() -> None:
     turns = ({"role": "system", "content": "you"}, {"role": "user", "content": "hi"})
-    reader = Reader(word_tokenizer("<s> $A", TEMPLATE))
+    reader = Reader(words_of("<s> $A", TEMPLATE))
     # system you user hi assistant | slow </s>: what frames plain text frames no answer.
     assert reader.answer(turns, "slow", "row") == Answered((4, 8, 5, 7, 6, 9, 2), 5, (6,))
     assert reader.steps(turns, ["slow ", "hi you"], "row").ends == (5, 8)
@@ -100,7 +104,7 @@ def test_conversations_go_through_the_template() -> None:
 
 
 def test_raw_text_goes_without_the_template_and_a_conversation_with_it() -> None:
-    reader = Reader(word_tokenizer("<s> $A", TEMPLATE), raw=True)
+    reader = Reader(words_of("<s> $A", TEMPLATE), raw=True)
     assert reader.answer("hi", "you", "row").tokens == (1, 7, 8, 2)
     turns = [{"role": "user", "content": "hi"}]
     assert reader.answer(turns, "you", "row").tokens == (5, 7, 6, 8, 2)  # type: ignore[arg-type]
@@ -231,7 +235,7 @@ def test_token_ends_where_a_tokens_text_depends_on_its_place(
     ids: list[int], data: st.DataObject
 ) -> None:
     """Words, with the blank between two coming with the second."""
-    words = word_tokenizer()
+    words = words_of()
     ends = places(data, 5 * len(ids))
     assert token_ends(words, ids, ends) == scan(words, ids, ends)
 
@@ -261,9 +265,111 @@ def test_token_ends_by_hand() -> None:
 
 def test_text_is_decoded_as_the_tokens_say() -> None:
     """No blank is tidied away, and special tokens leave no trace."""
-    words = word_tokenizer()
+    words = words_of()
     assert decode(words, [[7, 2, 8], [0]]) == ["hi you", ""]
     assert decode(BYTES, [list(b"a , b ."), list("→".encode())]) == ["a , b .", "→"]
     tidy = copy.deepcopy(BYTES)
     tidy.clean_up_tokenization_spaces = True
     assert decode(tidy, [list(b"a , b .")]) == ["a , b ."]
+
+
+# ---------------------------------------------------------------- prompts as a policy gets them
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if mode is defined %}{{ mode }} {% endif %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", "system", "user", "assistant", "hi", "you", "slow"]
+
+
+def words_of(frame: str = "$A", template: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of words, which puts `frame` round plain text."""
+    words = Tokenizer(WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(
+        single=frame, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize(
+    ("frame", "tokens"),
+    [("$A", (7, 8)), ("<s> $A", (1, 7, 8)), ("<s> $A </s>", (1, 7, 8)), ("$A </s>", (7, 8))],
+)
+def test_plain_text_keeps_bos_and_never_ends_in_eos(frame: str, tokens: tuple[int, ...]) -> None:
+    prompt = Prompt("p", "hi you", {"n": 1}, "task")
+    encoded = encode(prompt, words_of(frame), {})
+    assert encoded == Prompt("p", "hi you", {"n": 1}, "task", tokens)
+    assert prompt.tokens == ()
+
+
+def test_plain_text_is_the_users_turn_where_there_is_a_chat_template() -> None:
+    made = words_of("<s> $A", TEMPLATE)
+    turn = ({"role": "user", "content": "hi you"},)
+    asked = encode(Prompt("p", "hi you"), made, {})
+    assert asked.tokens == encode(Prompt("p", turn), made, {}).tokens == (5, 7, 8, 6)  # type: ignore[arg-type]
+    assert asked.content == turn
+    raw = encode(Prompt("p", "hi you"), made, {}, raw=True)
+    assert (raw.content, raw.tokens) == ("hi you", (1, 7, 8))
+
+
+def test_an_encoder_reads_the_plain_prompts_of_raw_tasks_as_they_stand() -> None:
+    encoder = Encoder(words_of("<s> $A", TEMPLATE), raw=["text"])
+    for task, tokens in (("text", (1, 7)), ("talk", (5, 7, 6))):
+        encoded = encoder(Prompt("p", "hi", task=task))
+        assert encoded is not None
+        assert encoded.tokens == tokens
+
+
+def test_messages_go_through_the_template_with_its_arguments() -> None:
+    content = ({"role": "system", "content": "you"}, {"role": "user", "content": "hi"})
+    made = words_of(template=TEMPLATE)
+    prompt = Prompt("p", content)  # type: ignore[arg-type]
+    assert encode(prompt, made, {}).tokens == (4, 8, 5, 7, 6)
+    assert encode(prompt, made, {"mode": "slow"}).tokens == (4, 8, 5, 7, 9, 6)
+    # The template writes its own special tokens.
+    framed = words_of("<s> $A </s>", TEMPLATE)
+    assert encode(prompt, framed, {}).tokens == (4, 8, 5, 7, 6)
+
+
+def user(content: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": content},)
+
+
+@pytest.mark.parametrize(
+    ("content", "template", "says"),
+    [
+        (user("hi"), None, "has no chat template: set model.chat_template"),
+        ("", None, "no tokens"),
+        ((), TEMPLATE, "no messages"),
+        ((*user("hi"), {"role": "assistant", "content": "x"}), TEMPLATE, "the assistant's turn"),
+        (user("hi"), "{{ raise_exception('only systems') }}", "only systems"),
+        (user("hi"), "{{ 1 / }}", "the chat template fails"),
+        ("hi there", None, "which the tokenizer does not know"),
+    ],
+)
+def test_what_cannot_be_encoded_is_named(content: object, template: str | None, says: str) -> None:
+    with pytest.raises(KeelError) as error:
+        encode(Prompt("data/train/3", content), words_of(template=template), {})  # type: ignore[arg-type]
+    assert says in str(error.value)
+    assert "data/train/3" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_too_long_prompts_are_left_out() -> None:
+    encoder = Encoder(words_of(), max_tokens=3)
+    kept = encoder(Prompt("p", "hi you hi"))
+    assert kept is not None
+    assert kept.tokens == (7, 8, 7)
+    assert encoder(Prompt("p", "hi you hi you")) is None
+    assert Encoder(words_of())(Prompt("p", "hi " * 500)) is not None

@@ -16,7 +16,7 @@ from keel.rewards import Scorer
 from keel.rewards.learned import _sigmoid, aggregate, on_tokens
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.types import Group, KeelError, Prompt
-from tests.models.test_encode import tokenizer as words
+from tests.models.test_reading import words_of as words
 from tests.rewards.learned import completion, group, policy, reward, save_model
 from tests.rewards.made import flat
 

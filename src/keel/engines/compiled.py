@@ -276,9 +276,8 @@ class CompiledRunner:
         self._prefix_cache.hold(sequence, kept.release(0))
 
     def _copy(self, source: SlotMapping, target: SlotMapping) -> None:
-        arrays = (source.page, source.place, target.page, target.place)
         shape = (len(self._blocks), *self._heads[1:], len(source.page))
-        self.functions.keel_copy(*shape, *(values.ctypes.data for values in arrays))
+        self.functions.keel_copy(*shape, *(values.ctypes.data for values in (*source, *target)))
 
     def drop(self, rows: Moves, rows_left: int, slots: Moves, slots_left: int) -> None:
         self._answers.close(rows, rows_left)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -208,8 +209,7 @@ class PagePool:
         self._free.extend(start + size * page for page in reversed(range(count)))
 
 
-@dataclass(frozen=True, eq=False)
-class SlotMapping:
+class SlotMapping(NamedTuple):
     """Where the keys and values of tokens are: addresses of pages, and places in these."""
 
     page: Ints
@@ -218,10 +218,7 @@ class SlotMapping:
 
 def joined(first: SlotMapping, second: SlotMapping) -> SlotMapping:
     """The first mapping, then the second."""
-    page, place = (
-        np.concatenate([getattr(first, name), getattr(second, name)]) for name in ("page", "place")
-    )
-    return SlotMapping(page, place)
+    return SlotMapping(*map(np.concatenate, zip(first, second, strict=True)))
 
 
 class PageTable:

@@ -327,16 +327,13 @@ def _runs(tokenizer: Any, ids: Sequence[int]) -> list[tuple[list[int], str]]:
 
 def _token_of_run(tokenizer: Any, run: Sequence[int], text: str, end: int) -> int:
     """The first token of a run that completes its text up to `end`, by bisection."""
-    low, high = 0, len(run) - 1
-    while low < high:
-        middle = (low + high) // 2
+
+    def reaches(token: int) -> bool:
         # Part of a character decodes to another one, so its length is not enough.
-        beginning = decode(tokenizer, [run[: middle + 1]])[0]
-        if len(beginning) >= end and beginning[:end] == text[:end]:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+        beginning = decode(tokenizer, [run[: token + 1]])[0]
+        return len(beginning) >= end and beginning[:end] == text[:end]
+
+    return bisect.bisect_left(range(len(run) - 1), True, key=reaches)
 
 
 def split_steps(text: str, separator: str) -> list[tuple[int, int]]:
