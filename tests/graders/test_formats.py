@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import re
+import tomllib
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keel.graders import formats
+from keel.graders.answers import in_tag
 from keel.graders.formats import (
+    answer_part,
+    before_stop,
     has_tags,
     matches,
     normalise,
+    opened,
     repeated_share,
     same_text,
     tag_content,
@@ -17,29 +25,19 @@ from keel.graders.formats import (
 from keel.rewards.outputs import Wrong
 from keel.rewards.rules import format_match, repetition
 
-BOTH = ("think", "answer")
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))
+OPENINGS = {
+    "<think>\n": "</think>",
+    "<reasoning>\n": "</reasoning>",
+    "[THINK]": "[/THINK]",
+    "<|begin_of_thought|>": "<|end_of_thought|>",
+    "<scratchpad>\n": "</scratchpad>",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "fits"),
-    [
-        ("<think>a</think><answer>b</answer>", True),
-        (" <think>a\nb</think>\n\n<answer>c</answer>\n", True),
-        ("<think>a</think><answer></answer>", False),
-        ("<think> \n</think><answer>b</answer>", False),
-        ("<think>\u200b</think><answer>b</answer>", False),
-        ("<think>a</think><answer>\ufeff\u2060\u00a0</answer>", False),
-        ("<answer>b</answer><think>a</think>", False),
-        ("<think>a</think>so <answer>b</answer>", False),
-        ("<think>a</think><answer>b</answer> done", False),
-        ("<think>a</think><answer>b", False),
-        ("<think>a<think></think><answer>b</answer>", False),
-        ("<think><answer>b</answer></think>", False),
-        ("", False),
-    ],
-)
-def test_tags(text: str, fits: bool) -> None:
-    assert has_tags(text, BOTH) is fits
+@pytest.mark.parametrize("row", TABLE["tagged"], ids=itemgetter("text"))
+def test_tags(row: dict[str, Any]) -> None:
+    assert has_tags(row["text"], ("think", "answer")) is row["fits"]
 
 
 def test_the_last_complete_tag_counts() -> None:
@@ -109,3 +107,43 @@ def test_numbers_and_borders_are_no_runs() -> None:
     for text in ("1000000000", "|---|------|", "0.3333333333", "....", "book", "====" * 10):
         assert units(text) == [text]
     assert len(units("7" * 300)) == 300
+
+
+# ---------------------------------------------------------------- thoughts, tags, stop strings
+
+
+@pytest.mark.parametrize("row", TABLE["parts"], ids=itemgetter("text"))
+def test_only_what_follows_the_last_thought_counts(row: dict[str, str]) -> None:
+    assert answer_part(row["text"]) == row.get("part")
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_a_thought_that_the_template_opened(opening: str) -> None:
+    assert opened(opening) == opening
+    assert answer_part("so 36", opening) is None
+    end = OPENINGS[opening]
+    assert answer_part(f"35{end}36", opening) == "36"
+    assert answer_part(f"{opening}35{end}36", opening) == "36"
+    assert not opened(opening + end)
+    assert answer_part("36", opening + end) == "36"
+
+
+def test_openings_that_are_no_thoughts() -> None:
+    for opening in ("", "Sure: ", "<think>\n\n</think>\n\n"):
+        assert (opened(opening), answer_part("36", opening)) == ("", "36")
+    assert answer_part("36</answer>", "<answer>") == "<answer>36</answer>"
+
+
+def test_the_tag_of_a_recipe() -> None:
+    assert in_tag("<sol>25</sol> so 7", "sol") == "25"
+    assert in_tag("<x>1</x> no, <x>25</x>", "x") == "25"
+    assert in_tag("- <x>25</x>", "x") == in_tag("1. **<x>25</x>**", "x") == "25"
+    for text in ("<sol>25", "25</sol>", "25", "<answer>25</answer>"):
+        assert in_tag(text, "sol") is None
+    for text in ("-<sol>25</sol>", "3 * <sol>25</sol>", "<sol>25</sol>0", "<sol>25</sol>/5"):
+        assert in_tag(text, "sol") is None
+
+
+@pytest.mark.parametrize("row", TABLE["stops"], ids=itemgetter("text"))
+def test_the_text_before_a_stop_string(row: dict[str, Any]) -> None:
+    assert before_stop(row["text"], row["stop"]) == row["before"]

@@ -4,8 +4,11 @@ import gzip
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +29,8 @@ from tests.shared import needs_bubblewrap, shared_path
 
 ASSERTS = ["assert double(1) == 2", "assert abs(double(2)) == 4", "assert double(0) == 0"]
 RIGHT = "def double(x):\n    return 2 * x\n"
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("code.toml").read_text("utf-8"))
+code_of = itemgetter("code")
 ISOLATIONS: tuple[Isolation, ...] = ("process", "shared")
 
 
@@ -65,41 +70,14 @@ def test_code_that_passes(run: Run) -> None:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(
-    ("code", "passed", "status", "cause"),
-    [
-        ("def double(x): return x * x", (0, 1, 1), "failed", "test 0: AssertionError"),
-        ("def double(x): return 2 // x", (1, 0, 0), "failed", "test 1: AssertionError"),
-        ("def double(x): return None", (0, 0, 0), "failed", "test 0: AssertionError"),
-        ("def triple(x): return x", (0, 0, 0), "failed", "test 0: NameError: name 'double' is"),
-        ("def double(x): raise SystemExit(0)", (0, 0, 0), "failed", "test 0: SystemExit: 0"),
-        ("def double(", (0, 0, 0), "error", "code: SyntaxError"),
-        ("1 / 0", (0, 0, 0), "error", "code: ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(0)", (0, 0, 0), "error", "code: SystemExit: 0"),
-        ("import os; os._exit(0)", (0, 0, 0), "exited", "ended before its tests did (exit status"),
-        (f"{RIGHT}\nimport os; os.kill(os.getpid(), 9)", (0, 0, 0), "died", "killed by signal 9"),
-        ("x = [0] * 10**10", (0, 0, 0), "memory", "code: MemoryError"),
-        ("def double(x): return bytearray(10**10)", (0, 0, 0), "memory", "test 0: MemoryError"),
-        ("import os\nwhile True: os.fork()", (0, 0, 0), "processes", "code: BlockingIOError"),
-        ("while True: print('x' * 1000)", (0, 0, 0), "output", "too much output"),
-        (
-            "import threading, time\n"
-            "while True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
-            (0, 0, 0),
-            "processes",
-            "code: RuntimeError: can't start new thread",
-        ),
-    ],
-)
-def test_code_that_does_not(
-    run: Run, code: str, passed: tuple[int, ...], status: str, cause: str
-) -> None:
-    tested = run(code, ASSERTS)
-    assert tested.passed == tuple(map(bool, passed))
-    assert tested.status == status
-    assert tested.cause.startswith(cause)
+@pytest.mark.parametrize("row", TABLE["failing"], ids=code_of)
+def test_code_that_does_not(run: Run, row: dict[str, Any]) -> None:
+    tested = run(row["code"], ASSERTS)
+    assert tested.passed == tuple(map(bool, row["passed"]))
+    assert tested.status == row["status"]
+    assert tested.cause.startswith(row["cause"])
     assert "\n" not in tested.cause
-    assert tested.share == sum(passed) / 3
+    assert tested.share == sum(row["passed"]) / 3
 
 
 @needs_bubblewrap
@@ -113,40 +91,9 @@ def test_what_passed_before_the_time_was_up_counts(isolation: Isolation) -> None
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(
-    "code",
-    [
-        # Words, statuses and early ends that look like success.
-        "def double(x): print('passed', flush=True); __import__('os')._exit(0)",
-        "print('passed')\nimport os\nfor n in range(3, 30):\n"
-        "  try: os.write(n, b'passed\\n')\n  except OSError: pass\nos._exit(0)",
-        "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",
-        # Builtins that the tests use, taken over at once or when called.
-        "import builtins\nbuiltins.abs = lambda x: 4\ndef double(x): return 2 * x if x < 2 else -5",
-        "import builtins\ndef double(x):\n"
-        "  builtins.abs = lambda x: 4\n  return 2 * x if x < 2 else -5",
-        # What the harness uses, taken over.
-        "import os, builtins\nos._exit = os.write = builtins.exec = builtins.compile = print\n"
-        "def double(x): return 0",
-        "import builtins\n"
-        "builtins.enumerate = builtins.list = lambda *a: [(n, '') for n in range(3)]\n"
-        "builtins.vars = builtins.dict = lambda *a: {}\ndef double(x): return 0",
-        "def __exit__(*a): return True\n__builtins__['AssertionError'] = None\n"
-        "def double(x): return 0",
-        # A child that is asked to go on, while the parent ends.
-        "import os\nif os.fork(): os._exit(0)\ndef double(x): return 2 * x",
-        "import os\nchild = os.fork()\nif child: os.waitpid(child, 0)\n"
-        "def double(x): return 0 if child else 2 * x",
-        # What came by the standard input is gone, and no file of it is open.
-        "import os\nfor n in os.listdir('/proc/self/fd'):\n"
-        "  try: print(open(f'/proc/self/fd/{n}', 'rb').read(0))\n  except OSError: pass\n"
-        "assert not __import__('sys').stdin.read()\ndef double(x): return 0",
-        "import sys\ndef double(x): return 0\nsys.settrace(lambda *a: None)",
-    ],
-)
-def test_cheap_cheats_do_not_pass(sandbox: Sandbox, code: str) -> None:
-    """In one interpreter; cheats.py tries the like with two processes."""
-    tested = run_tests(sandbox, code, ASSERTS, isolation="shared")
+@pytest.mark.parametrize("row", TABLE["cheap_cheats"], ids=code_of)
+def test_cheap_cheats_do_not_pass(sandbox: Sandbox, row: dict[str, Any]) -> None:
+    tested = run_tests(sandbox, row["code"], ASSERTS, isolation="shared")
     assert tested.status != "passed"
     assert not all(tested.passed)
     assert tested.cause
@@ -158,24 +105,12 @@ MODULES = "import math, unittest\nassert math.isclose(double(2), 4)\n" + (
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import math\nmath.isclose = lambda *a, **k: True",
-        "import sys, types\nsys.modules['math'] = types.SimpleNamespace(isclose=lambda *a: True)",
-        "import sys\ndel sys.modules['math']\nimport math\nmath.isclose = lambda *a: True",
-        "import math\nclass Odd(type(math)):\n"
-        "  def __getattribute__(self, name): return lambda *a: True\nmath.__class__ = Odd",
-        "import __main__, math, builtins\nmath.isclose = lambda *a: True\n"
-        "for name in ('vars', 'object', 'type', 'sys', '_keep', 'dict'):\n"
-        "  setattr(__main__, name, print)",
-    ],
-)
-def test_modules_that_the_tests_import_are_as_they_were(run: Run, code: str) -> None:
+@pytest.mark.parametrize("row", TABLE["patched_modules"], ids=code_of)
+def test_modules_that_the_tests_import_are_as_they_were(run: Run, row: dict[str, Any]) -> None:
     wrong = "\nimport unittest\nunittest.TestCase.assertEqual = lambda *a: None\n"
     wrong += "def double(x): return 0"
     tests = ["import math\nassert math.isclose(double(2), 4)", MODULES]
-    assert not any(run(code + wrong, tests).passed)
+    assert not any(run(row["code"] + wrong, tests).passed)
 
 
 @needs_bubblewrap
@@ -226,19 +161,10 @@ def test_what_the_tests_of_other_programs_become(run: Run) -> None:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(
-    "tests",
-    [
-        # typing's entries in sys.modules are not all modules.
-        "from typing import List\nassert double(1) == 2",
-        ["def test_it():\n    assert double(1) == 2", "test_it()"],
-        "import sys\nif double(1) != 2: sys.exit(1)",
-        "def case(f):\n    f()\n    return f\n@case\ndef test_it(): assert double(1) == 2",
-    ],
-)
-def test_other_forms_of_tests(run: Run, tests: Any) -> None:
-    assert run(RIGHT, tests).status == "passed"
-    assert run("def double(x): return x", tests).status != "passed"
+@pytest.mark.parametrize("row", TABLE["forms"], ids=str)
+def test_other_forms_of_tests(run: Run, row: dict[str, Any]) -> None:
+    assert run(RIGHT, row["tests"]).status == "passed"
+    assert run("def double(x): return x", row["tests"]).status != "passed"
 
 
 @needs_bubblewrap
@@ -286,25 +212,10 @@ def test_chance_is_the_same_each_time(run: Run) -> None:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(
-    "tests",
-    [
-        "n = f(100)\nif n == 0: 1 / 0\n"
-        + "".join(f"elif n == {at}: assert at\n" for at in range(1, 100))
-        + "else: assert f(n) == 100",
-        f"assert f(0x{'f' * 6000}) > 0x{'e' * 6000} and (0x{'f' * 6000}).bit_length() == f(24000)",
-        f"assert f(1500) == {'+'.join('1' * 1500)}",
-        "from __future__ import annotations\nn: é = 'é'; assert f(n) == n\nassert f(1) == 1",
-        "def other(x):\n\treturn x\r\n@other\ndef é(n): 'é'; assert f(n) == n\né(2)",
-        "n = f(2)\nif(n == 1): 1 / 0\nelif[] or f(0): 1 / 0\nelif(n) == 2 if n else 3: f(2)\n"
-        "else: 1 / 0",
-        "match f(2):\n    case 1: raise ValueError\n    case _: assert f(3) == 3",
-        "try: f()\nexcept TypeError: pass\nelse: raise ValueError\nfinally: assert f(3) == 3",
-    ],
-)
-def test_tests_run_as_they_are_written(run: Run, tests: str) -> None:
-    assert run("def f(x): return x", tests).cause == ""
-    assert run("def f(x): return 7.5", tests).status == "failed"
+@pytest.mark.parametrize("row", TABLE["written"], ids=str)
+def test_tests_run_as_they_are_written(run: Run, row: dict[str, Any]) -> None:
+    assert run("def f(x): return x", row["tests"]).cause == ""
+    assert run("def f(x): return 7.5", row["tests"]).status == "failed"
 
 
 @needs_bubblewrap
@@ -316,88 +227,11 @@ def test_the_chance_of_tests_is_not_the_codes(run: Run, before: str) -> None:
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize(
-    ("code", "tests", "cause"),
-    [
-        # Arguments changed in place are changed for the tests if the call returns None.
-        ("def f(x): x.sort()", "n = [3, 1]\nassert f(n) is None and n == [1, 3]", ""),
-        ("def f(x): x['a'].append(1)", "n = {'a': []}\nf(n)\nassert n == {'a': [1]}", ""),
-        ("def f(x): x[0].add(1)", "n = (set(), 2)\nf(n)\nassert n == ({1}, 2)", ""),
-        ("def f(*, x): x += b'a'", "n = bytearray()\nf(x=n)\nassert n == b'a'", ""),
-        (
-            "def f(x): x.sort(); return x",
-            "n = [3, 1]\nassert f(n) == [1, 3]\nassert n == [3, 1]",
-            "",
-        ),
-        (
-            "def f(x): x.append(f)",
-            "f([])\nassert True",
-            "test 0: TypeError: what f returns or leaves in an argument is or holds a function",
-        ),
-        ("def f(x): x.append(x)", "f([])", "test 0: TypeError: what f returns or leaves in an arg"),
-        # The code's own state keeps to its process.
-        ("def f(x, y=[]): y.append(x); return y", "assert f(1) == [1] and f(2) == [1, 2]", ""),
-        # Exceptions keep their class and their arguments.
-        (
-            "class Own(KeyError): pass\ndef f(): raise Own('a', 1)",
-            "try: f()\nexcept KeyError as e: assert e.args == ('a', 1) and type(e) is KeyError\n"
-            "else: assert 0",
-            "",
-        ),
-        (
-            "def f(): raise ValueError('no')",
-            "import unittest\nt = unittest.TestCase()\n"
-            "with t.assertRaisesRegex(ValueError, 'no'): f()",
-            "",
-        ),
-        ("def f(): raise ValueError('no')", "f()", "test 0: ValueError: no"),
-        # Iterators are read item by item.
-        (
-            "def f():\n    n = 0\n    while True:\n        yield (n := n + 1)",
-            "from itertools import islice\nassert [*islice(f(), 3)] == [1, 2, 3]",
-            "",
-        ),
-        ("def f(): yield 1; raise KeyError(2)", "[*f()]", "test 0: KeyError: 2"),
-        ("def f(): return map(str, [1])", "a = f()\nassert next(a) == '1' and [*a] == []", ""),
-        ("def f(): yield len", "[*f()]", "test 0: TypeError: what f returns is or holds a builtin"),
-        # Names that are no functions.
-        ("N = {'a': (1, 2.5)}\ndef f(): return 1", "assert N == {'a': (1, 2.5)} and f()", ""),
-        (
-            "import math\ndef f(): return 1",
-            "assert math.pi",
-            "test 0: NameError: name 'math' is not",
-        ),
-        (
-            "class F:\n    def g(self): return 1",
-            "assert F().g() == 1",
-            "test 0: TypeError: what F returns is or holds a F, which JSON cannot carry; see the",
-        ),
-        # A test cannot pass by the exception of a value that cannot cross.
-        (
-            "def f(x): return 1",
-            "try: f(object())\nexcept TypeError: pass",
-            "test 0: TypeError: an argument of f is or holds a object, which JSON cannot carry",
-        ),
-        (
-            "def f(): return object()",
-            "try: f()\nexcept TypeError: pass",
-            "test 0: TypeError: what f returns is or holds a object, which JSON cannot carry",
-        ),
-        # State stays between calls, and the code cannot know the chance of its tests.
-        ("n = []\ndef f(): n.append(1); return len(n)", "assert [f(), f()] == [1, 2]", ""),
-        (
-            "import random\ndef f(): return random.random()",
-            "import random\nassert f() == random.random()",
-            "test 0: AssertionError",
-        ),
-    ],
-)
-def test_what_crosses_between_code_and_tests(
-    sandbox: Sandbox, code: str, tests: str, cause: str
-) -> None:
-    found = run_tests(sandbox, code, tests)
-    assert found.cause.startswith(cause)
-    assert (found.status == "passed") == (not cause)
+@pytest.mark.parametrize("row", TABLE["crossing"], ids=code_of)
+def test_what_crosses_between_code_and_tests(sandbox: Sandbox, row: dict[str, Any]) -> None:
+    found = run_tests(sandbox, row["code"], row["tests"])
+    assert found.cause.startswith(row["cause"])
+    assert (found.status == "passed") == (not row["cause"])
 
 
 @needs_bubblewrap
@@ -504,41 +338,12 @@ def test_without_the_prompt_a_helper_is_the_codes(sandbox: Sandbox) -> None:
 
 
 def test_what_are_no_tests() -> None:
-    case = "class T(TestCase):\n    def test(self): assert f()\n"
-    for tests, words in (
-        ([], "empty list"),
-        ("", "tests nothing"),
-        ("x = 1", "tests nothing"),
-        ("assert (", "is not Python"),
-        (["assert f(1)", "def g(): pass"], "'def g.* tests nothing"),
-        ("def check(f): assert f()", "entry_point"),
-        ("def check(f): return 1", "tests nothing"),
-        # Asserts and calls that do not run.
-        ("def g(): assert f()", "tests nothing"),
-        ("g = lambda: f()", "tests nothing"),
-        ("if __name__ == '__main__': f()", "tests nothing"),
-        ("class A:\n    def g(self): assert f()", "tests nothing"),
-        ("async def g(): assert f()\ng()", r"does not await it: use asyncio.run\(g\(\)\)"),
-        ("async def test_g(): assert f()\ntest_g()", "does not await it"),
-        ("def test_f(): assert f()", "defines test_f but never calls it: add the call"),
-        ("assert f()\ndef test_f(): assert f(1)", "defines test_f but never calls it"),
-        ("class TestF:\n    def test_f(self): assert f()", "defines TestF but never calls it"),
-        ("async def test_f(): assert f()", "defines test_f but never calls it"),
-        # A decorator of another's calls nothing.
-        ("import pytest\n@pytest.mark.slow\ndef test_f(): assert f()", "never calls it"),
-        ("def check(f): assert f()\nif __name__ == '__main__': check(f)", "entry_point"),
-        (case, "defines the TestCase T, but raises nothing.*TestCase.T..*wasSuccessful"),
-        (f"{case}TextTestRunner().run(T('test'))", "raises nothing"),
-        (f"{case}if __name__ == '__main__': unittest.main()", "raises nothing"),
-        (f"{case}assert f()\nunittest.main(exit=False)", "calls unittest.main, which"),
-        (None, "the test None is not text"),
-        ([None], "the test None is not text"),
-        (5, "the test 5 is not text"),
-        ({"a": 1}, "is not text"),
-        (b"assert f()", "is not text"),
-    ):
+    others: list[tuple[Any, str]] = [([], "empty list"), ({"a": 1}, "is not text")]
+    others += [(one, f"the test {one!r} is not text") for one in (None, 5, b"x")]
+    others += [([None], "the test None is not text")]
+    for tests, words in [*((row["tests"], row["words"]) for row in TABLE["no_tests"]), *others]:
         with pytest.raises(KeelError, match=words) as raised:
-            read_tests(tests, None)  # type: ignore[arg-type]
+            read_tests(tests, None)
         assert "\n" not in str(raised.value)
 
 

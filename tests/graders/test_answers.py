@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keel.graders.answers import chosen, final_answer, only_repeats, stated_number
+from keel.graders.answers import chosen, final_answer, label_of, only_repeats, stated_number
 from keel.graders.expressions import same_answer
 from keel.graders.numbers import read_number, same_number
+from keel.rewards.outputs import Wrong
+from keel.rewards.rules import choice
 from tests.shared import shared_path
 
 READINGS: list[dict[str, Any]] = [
@@ -126,3 +128,28 @@ def test_gsm8k_golds_are_all_read() -> None:
         answer = json.loads(line)["answer"]
         expected = answer.rsplit("#### ", 1)[1].replace(",", "").replace("$", "")
         assert ends_on(answer) == Fraction(expected)
+
+
+@pytest.mark.parametrize(
+    ("gold", "letter"),
+    [
+        *((one, "D") for one in ("D", "(D)", "D) 14", "d", r"\text{(D)}", "D. 14")),
+        *(("14", ""), ("Dog", ""), ("", ""), ("D or C", "")),
+    ],
+)
+def test_letter_of_a_gold_answer(gold: str, letter: str) -> None:
+    assert label_of(gold) == letter
+
+
+def test_choice_reward_compares_letters() -> None:
+    given = choice(
+        completions=["B", "B", "x", "<a>B</a> C", "B"],
+        answer=["(B)", "C", "B", "B", None],
+        tag=None,
+    )
+    assert given == [1.0, 0.0, 0.0, 0.0, None]
+    assert choice(completions=["<a>B</a> C"], answer=["B) 2"], tag="a") == [1.0]
+    assert choice(completions=["Which? A or B"], answer=["B"], prompts=["Which? A or B"]) == [0.0]
+    (wrong,) = choice(completions=["B"], answer=["12"])
+    assert isinstance(wrong, Wrong)
+    assert "'12', which is not an option's letter" in wrong.why
