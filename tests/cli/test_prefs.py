@@ -21,8 +21,6 @@ from keel.preferences.records import (
     CompletionRecord,
     CostRecord,
     LabelRecord,
-    PairRecord,
-    PromptRecord,
     StepsRecord,
 )
 from keel.preferences.store import PreferenceStore
@@ -30,7 +28,7 @@ from keel.view.server import TOKEN
 from tests.cli.test_wrong_inputs import tried
 from tests.data.made import jsonl
 from tests.models import tiny
-from tests.preferences.made import human, made
+from tests.preferences.made import human, made, pair
 
 Capture = pytest.CaptureFixture[str]
 PAIRS = [{"prompt": f"p{n}", "chosen": "yes, so it is", "rejected": "no"} for n in range(4)]
@@ -300,23 +298,15 @@ def test_hidden_states_of_a_reward_model(here: Path, capsys: Capture) -> None:
     model = reward_model_from(tiny.policy(), "outcome", 0)
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
     model.save(here / "model")
-    generator = random.Random(0)
-    reader = model.reader()
+    generator, reader = random.Random(0), model.reader()
     with PreferenceStore(here / "a.db", create=True) as store:
         for n in range(300):
             texts = ["".join(generator.choices("0123456789", k=4)) for _ in range(2)]
-            prompt = PromptRecord(f"{n}=", id=f"q{n}")
-            answers = [
-                CompletionRecord(prompt.id, t, id=f"{s}{n}")
-                for s, t in zip("ab", texts, strict=True)
-            ]
-            store.add([prompt, *answers, PairRecord(prompt.id, f"a{n}", f"b{n}", id=f"p{n}")])
+            store.add(pair(n, texts=texts, prompt=f"{n}="))
             if n < 240:
                 scores = model.judge([reader.answer(f"{n}=", t, "x") for t in texts], 1000)
                 store.add([human(f"p{n}", float(scores[0][0] > scores[1][0]))])
-        prompt = PromptRecord("1" * 400, id="long")
-        answers = [CompletionRecord("long", t, id=f"{t}long") for t in "01"]
-        store.add([prompt, *answers, PairRecord("long", "0long", "1long", id="long")])
+        store.add(pair(300, texts="01", prompt="1" * 400))
     capsys.readouterr()
     words = ["prefs", "select", "a.db", "--model", "model", "--count", "5"]
     assert main([*words, "--json"]) == 0

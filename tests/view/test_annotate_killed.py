@@ -1,4 +1,4 @@
-"""Two people label 80 pairs; a browser and the server are killed: each label is there once."""
+"""Two people label 48 pairs; a browser and the server are killed: each label is there once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.view.annotating import Annotator, Server, pair
 from tests.view.chromium import WAIT, launch, sync_api
 
 pytestmark = [pytest.mark.slow, needs_chromium]
-PAIRS, BROWSER_KILL = 80, 24
-SERVER_KILLS = {36: 0.0, 48: 0.02, 60: 0.2}
+PAIRS, BROWSER_KILL = 48, 12
+SERVER_KILLS = {20: 0.0, 28: 0.02, 36: 0.2}
 """After how many labels the server is killed, and how many seconds after a key."""
 KEYS = {"1": "left", "ArrowLeft": "left", "2": "right", "ArrowRight": "right", "t": "tie"}
 Confirmed = dict[str, tuple[str, float]]
@@ -113,7 +113,7 @@ def test_labels_survive_a_killed_browser_and_a_killed_server(tmp_path: Path) -> 
                 killed_server(server, people, key, kills.pop(len(done)), done, store)
                 continue
             question = label(one, key, done)
-            if len(done) % 20 == 7:  # take it back, and label it again
+            if len(done) % 16 == 7:  # take it back, and label it again
                 assert one.press("u")
                 assert one.question == question
                 del done[question]

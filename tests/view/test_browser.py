@@ -11,7 +11,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.writer import Recorder
 from tests.shared import needs_chromium
@@ -155,21 +154,6 @@ def test_groups_of_a_step_are_counted_and_turned(page: sync_api.Page, served: Se
         key=lambda at: rows[at]["reward"],
     )
     page.wait_for_url(f"**&row={best}*")
-
-
-def test_figures_sort_as_numbers(page: sync_api.Page, served: Served) -> None:
-    place = RunFolder.create(served.folder / "sorted", hostile.RECIPE.format(name="sorted"))
-    with Recorder(place) as recorder:
-        recorder.metrics(0, 1, {"reward": 0.5})
-        rewards = (2.0, 10.0, -1.0, 0.5)
-        recorder.rollouts(0, 1, [hostile.row("answer", reward=one) for one in rewards])
-    page.goto(f"{served.url}/rollouts?run=sorted")
-    head = part(page, "group").locator("th", has_text="reward").first
-    head.click()
-    shown = part(page, "group").locator("tbody tr td:nth-child(3)")
-    expect(shown).to_have_text(["-1", "0.5", "2", "10"])
-    head.click()
-    expect(shown).to_have_text(["10", "2", "0.5", "-1"])
 
 
 def test_new_steps_appear_while_the_page_is_open(page: sync_api.Page, served: Served) -> None:
