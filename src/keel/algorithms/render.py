@@ -43,11 +43,40 @@ class Explanation:
 
     def unicode(self, width: int = 100) -> str:
         """Plain text for a terminal of `width` columns (60 or more), without colour."""
-        return _unicode(self, max(width, 60))
+        columns = max(width, 60)
+        blocks = [_head(self, columns), *(_term(term, columns) for term in self.terms)]
+        blocks += [_models(self, columns)]
+        if self.notes:
+            blocks += ["\n".join(["Notes", *_bullets(self.notes, columns)])]
+        if any(term.keels_choice for term in self.terms):
+            blocks += [_LEGEND]
+        return "\n\n".join(blocks)
 
     def latex(self) -> str:
         """A LaTeX fragment; the document must load amsmath and be UTF-8."""
-        return _latex(self)
+        lines = [
+            rf"\paragraph{{{text_to_latex(self.name)}: {text_to_latex(self.title)}}}",
+            r"\begin{align*}",
+            " \\\\\n".join(_aligned(line) for line in self.objective),
+            r"\end{align*}",
+            prose_to_latex(self.reading),
+            r"\begin{description}",
+        ]
+        for term in self.terms:
+            kind = text_to_latex(term.kind)
+            lines += [rf"\item[{{${term.symbol}$ \quad {term.title} ({kind})}}] \hfill"]
+            lines += [rf"\[ {line.latex} \]" for line in term.equations]
+            mark = r" (\dag)" if term.keels_choice else ""
+            lines += [prose_to_latex(term.text)]
+            lines += [rf"\emph{{Source{mark}: {text_to_latex(term.source)}.}}"]
+        lines += [r"\end{description}", rf"\noindent Models in memory: {len(self.loaded)}."]
+        lines += [r"\begin{itemize}"]
+        lines += [rf"\item {use.role}: {prose_to_latex(use.what)}" for use in self.models]
+        lines += [rf"\item {prose_to_latex(note)}" for note in self.notes]
+        lines += [r"\end{itemize}"]
+        if any(term.keels_choice for term in self.terms):
+            lines += [r"\noindent " + _LEGEND.replace(_MARK, r"\dag{}")]
+        return "\n".join(lines) + "\n"
 
     def json(self) -> dict[str, Any]:
         """Plain data for `json.dumps`; every formula as Unicode and as LaTeX."""
@@ -87,17 +116,6 @@ class Explanation:
 
 
 # ---------------------------------------------------------------- terminal
-
-
-def _unicode(found: Explanation, columns: int) -> str:
-    """Plain text of at most so many columns, where no single symbol is wider."""
-    blocks = [_head(found, columns), *(_term(term, columns) for term in found.terms)]
-    blocks += [_models(found, columns)]
-    if found.notes:
-        blocks += ["\n".join(["Notes", *_bullets(found.notes, columns)])]
-    if any(term.keels_choice for term in found.terms):
-        blocks += [_LEGEND]
-    return "\n\n".join(blocks)
 
 
 def _head(found: Explanation, columns: int) -> str:
@@ -175,34 +193,6 @@ def _fill(text: str, columns: int, first: str, rest: str | None = None) -> list[
 
 
 # ---------------------------------------------------------------- LaTeX
-
-
-def _latex(found: Explanation) -> str:
-    """A fragment for a document that loads `amsmath`."""
-    lines = [
-        rf"\paragraph{{{text_to_latex(found.name)}: {text_to_latex(found.title)}}}",
-        r"\begin{align*}",
-        " \\\\\n".join(_aligned(line) for line in found.objective),
-        r"\end{align*}",
-        prose_to_latex(found.reading),
-        r"\begin{description}",
-    ]
-    for term in found.terms:
-        lines += [
-            rf"\item[{{${term.symbol}$ \quad {term.title} ({text_to_latex(term.kind)})}}] \hfill"
-        ]
-        lines += [rf"\[ {line.latex} \]" for line in term.equations]
-        mark = r" (\dag)" if term.keels_choice else ""
-        lines += [prose_to_latex(term.text)]
-        lines += [rf"\emph{{Source{mark}: {text_to_latex(term.source)}.}}"]
-    lines += [r"\end{description}", rf"\noindent Models in memory: {len(found.loaded)}."]
-    lines += [r"\begin{itemize}"]
-    lines += [rf"\item {use.role}: {prose_to_latex(use.what)}" for use in found.models]
-    lines += [rf"\item {prose_to_latex(note)}" for note in found.notes]
-    lines += [r"\end{itemize}"]
-    if any(term.keels_choice for term in found.terms):
-        lines += [r"\noindent " + _LEGEND.replace(_MARK, r"\dag{}")]
-    return "\n".join(lines) + "\n"
 
 
 def _aligned(line: Equation) -> str:
