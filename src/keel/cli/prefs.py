@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -67,17 +67,9 @@ OPTIONS = ("samples", "pairs", "rubric", "reference", "round", "seed", "budget",
 
 def run(arguments: argparse.Namespace) -> int | None:
     """The action that the command line names; `STOPPED` if a budget is used up."""
-    actions = {
-        "import": _import,
-        "export": _export,
-        "stats": _stats,
-        "select": _select,
-        "annotate": _annotate,
-        "costs": _costs,
-        "synthesize": _synthesize,
-        "audit": _audit,
-    }
-    return actions[arguments.action](arguments)
+    actions: tuple[Callable[[argparse.Namespace], int | None], ...]
+    actions = (_import, _export, _stats, _select, _annotate, _costs, _synthesize, _audit)
+    return {action.__name__[1:]: action for action in actions}[arguments.action](arguments)
 
 
 def _import(arguments: argparse.Namespace) -> None:

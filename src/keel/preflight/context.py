@@ -11,6 +11,8 @@ from importlib import resources
 from itertools import takewhile
 from typing import Any, Literal
 
+from scipy.stats import CensoredData, ecdf
+
 from keel.analysis.statistics import wilson_interval
 from keel.config.fields import derive
 from keel.config.schema import Recipe, Stage
@@ -106,14 +108,10 @@ def holding(lengths: Sequence[int], ended: Sequence[bool], share: float = 0.95) 
     """
     if not lengths:
         raise ValueError("no lengths")
-    left = 1.0
-    for t in sorted({n for n, done in zip(lengths, ended, strict=True) if done}):
-        at_risk = sum(n >= t for n in lengths)
-        ends = sum(n == t and done for n, done in zip(lengths, ended, strict=True))
-        left *= 1 - ends / at_risk
-        if 1 - left >= share - 1e-12:  # rounding of the product
-            return BudgetShare(t, True)
-    return BudgetShare(max(lengths), False)
+    cut = [not done for done in ended]
+    shares = ecdf(CensoredData.right_censored(lengths, cut)).cdf
+    reached = shares.quantiles[shares.probabilities >= share - 1e-12]  # rounding of the product
+    return BudgetShare(int(reached[0]), True) if len(reached) else BudgetShare(max(lengths), False)
 
 
 def quantile(lengths: Sequence[int], share: float) -> int:

@@ -100,12 +100,8 @@ class TrialMonitor(Clock, Callback):
 
     def on_stage(self, state: RunState) -> None:
         self.end_phase(OUTSIDE)
-        self.report["stages"][state.stage] = {
-            "peak": 0,
-            "phase": OUTSIDE,
-            "phases": {},
-            "seconds": {},
-        }
+        nothing = {"peak": 0, "phase": OUTSIDE, "phases": {}, "seconds": {}}
+        self.report["stages"][state.stage] = nothing
         self.write(stage=state.stage, phase=OUTSIDE)
 
     def on_step(self, state: RunState) -> None:
