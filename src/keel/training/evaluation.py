@@ -36,7 +36,7 @@ from keel.training.export import pick_checkpoint, reward_model_of
 from keel.training.judged_data import encoder
 from keel.training.judged_losses import Measured, plot_calibration, reward_model_metrics
 from keel.training.loop import EvaluationResult
-from keel.training.rollout import Sampler
+from keel.training.rollout import Results, Sampler
 from keel.training.setup import (
     build_sampler,
     build_scorer,
@@ -83,11 +83,11 @@ class Evaluator:
         """
         greedy = replace(self.sampler.sampling, temperature=0.0, ignore_eos=False)
         spent: dict[str, float] = {}
-        groups, results = self._judge(1, greedy, step, spent)
-        rows = self._rows(groups, results, "greedy")
+        groups, results, verdicts = self._judge(1, greedy, step, spent)
+        rows = self._rows(groups, results, verdicts, "greedy")
         lengths = [int(group.completions[0].written.sum()) for group in groups]
         report: dict[str, Any] = {
-            **self._greedy(groups, results),
+            **self._greedy(results, verdicts),
             "mean_length": sum(lengths) / len(lengths),
         }
         if self.config.samples > 0:
@@ -104,6 +104,38 @@ class Evaluator:
             report, metrics(report), score=report["mean"], rows=rows, before=report
         )
 
+    def _judge(
+        self, n: int, sampling: Sampling, step: int, spent: dict[str, float]
+    ) -> tuple[list[Group], Sequence[Results], list[list[bool | None]] | None]:
+        """Groups of `n`, their results, and whether each completion is right, None if no reward
+        that is declared as correctness gives a verdict; what they cost is added to `spent`."""
+        seed = derive(self.sampler.seed, "evaluation")
+        groups, scored = self.sampler.sample_and_score(
+            self.prompts, n, sampling, seed, self.scorer, step
+        )
+        for name in self.scorer.spending:
+            spent[name] = spent.get(name, 0.0) + float(scored.metrics.get(name, 0.0))
+        verdicts = [
+            [self._passed(group.prompt, result) for result in judged]
+            for group, judged in zip(groups, scored.results, strict=True)
+        ]
+        given: list[object] = [verdict for each in verdicts for verdict in each]
+        if self.judging is not None and not self.scorer.needed:  # not that it failed everywhere
+            name = self.judging.name
+            given = [one.components.get(name) for each in scored.results for one in each]
+        known = any(one is not None for one in given)
+        return groups, scored.results, verdicts if known else None
+
+    def _greedy(
+        self, results: Sequence[Results], verdicts: list[list[bool | None]] | None
+    ) -> dict[str, Any]:
+        if verdicts is None:
+            return {**_mean_reward([self._rewards(one) for one in results]), "measure": "reward"}
+        passed = [verdict for one in verdicts for verdict in one if verdict is not None]
+        report = {**wilson_interval(sum(passed), len(passed)).as_dict(), "measure": "pass@1"}
+        unjudged = len(verdicts) - len(passed)
+        return {**report, "unjudged": unjudged} if unjudged else report
+
     def _sampled(
         self, greedy: Sampling, step: int, spent: dict[str, float]
     ) -> tuple[dict[str, Any], list[RolloutRow]]:
@@ -111,12 +143,12 @@ class Evaluator:
         sampling = replace(
             greedy, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
         )
-        groups, results = self._judge(k, sampling, step, spent)
-        rows = self._rows(groups, results, "sampled")
-        if not self._judges(groups, results):
+        groups, results, verdicts = self._judge(k, sampling, step, spent)
+        rows = self._rows(groups, results, verdicts, "sampled")
+        if verdicts is None:
             return {"sampled": _mean_reward([self._rewards(judged) for judged in results])}, rows
-        verdicts = [self._verdicts(*one) for one in zip(groups, results, strict=True)]
-        right = [one for one in verdicts if one]
+        known = ([verdict for verdict in one if verdict is not None] for one in verdicts)
+        right = [one for one in known if one]
         figures = {
             "sampled": _rate_interval([mean(one) for one in right]),
             f"pass@{k}": wilson_interval(sum(map(any, right)), len(right)).as_dict(),
@@ -126,54 +158,14 @@ class Evaluator:
     def _rows(
         self,
         groups: Sequence[Group],
-        results: Sequence[Sequence[RewardResult]],
+        results: Sequence[Results],
+        verdicts: list[list[bool | None]] | None,
         mode: Literal["greedy", "sampled"],
     ) -> list[RolloutRow]:
         """The completions as records."""
         rows = completion_rows(groups, results, self.sampler.chat.tokenizer)
-        known = self._judges(groups, results)
-        passed = [
-            self._passed(group.prompt, result) if known else None
-            for group, judged in zip(groups, results, strict=True)
-            for result in judged
-        ]
+        passed = [verdict for one in verdicts or () for verdict in one] or [None] * len(rows)
         return [replace(row, mode=mode, passed=one) for row, one in zip(rows, passed, strict=True)]
-
-    def _judge(
-        self, n: int, sampling: Sampling, step: int, spent: dict[str, float]
-    ) -> tuple[list[Group], Sequence[Sequence[RewardResult]]]:
-        """Groups of `n` and their results; what they cost is added to `spent`."""
-        seed = derive(self.sampler.seed, "evaluation")
-        groups, scored = self.sampler.sample_and_score(
-            self.prompts, n, sampling, seed, self.scorer, step
-        )
-        for name in self.scorer.spending:
-            spent[name] = spent.get(name, 0.0) + float(scored.metrics.get(name, 0.0))
-        return groups, scored.results
-
-    def _greedy(
-        self, groups: Sequence[Group], results: Sequence[Sequence[RewardResult]]
-    ) -> dict[str, Any]:
-        if not self._judges(groups, results):
-            return {**_mean_reward([self._rewards(one) for one in results]), "measure": "reward"}
-        every = [self._verdicts(*one) for one in zip(groups, results, strict=True)]
-        passed = [verdict for one in every for verdict in one]
-        report = {**wilson_interval(sum(passed), len(passed)).as_dict(), "measure": "pass@1"}
-        unjudged = len(every) - len(passed)
-        return {**report, "unjudged": unjudged} if unjudged else report
-
-    def _judges(self, groups: Sequence[Group], results: Sequence[Sequence[RewardResult]]) -> bool:
-        """Whether a reward that is declared as correctness gives a verdict; of a stage that needs
-        no reward, whether it gave any value."""
-        if self.judging is not None and not self.scorer.needed:
-            name = self.judging.name
-            return any(one.components.get(name) is not None for each in results for one in each)
-        return any(self._verdicts(*one) for one in zip(groups, results, strict=True))
-
-    def _verdicts(self, group: Group, results: Sequence[RewardResult]) -> list[bool]:
-        """Whether each completion that has a verdict is right."""
-        found = (self._passed(group.prompt, result) for result in results)
-        return [verdict for verdict in found if verdict is not None]
 
     def _passed(self, prompt: Prompt, result: RewardResult) -> bool | None:
         """None if the prompt's gold answer is empty. An answer whose reward fails is wrong: to make
