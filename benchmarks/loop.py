@@ -26,7 +26,6 @@ different completions of one distribution, so mean lengths are reported as well.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -35,7 +34,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sides import SEED, SMOKE, Size, alternate, measure, prepare, report
+from benchmarks.sides import (
+    SEED,
+    SMOKE,
+    Size,
+    alternate,
+    begin,
+    measure,
+    parser,
+    prepare,
+    row,
+    save,
+)
 
 ROWS = ("ragged-8-short", "equal-8-short", "ragged-64-short", "ragged-8-long")
 """The first two are those of the ratios."""
@@ -45,9 +55,9 @@ BF16 = "-bf16"
 MIB = 2**20
 
 
-def job_of(row: str, folder: Path, size: Size, chosen: argparse.Namespace) -> dict[str, Any]:
+def job_of(name: str, folder: Path, size: Size, chosen: argparse.Namespace) -> dict[str, Any]:
     """The settings of a process."""
-    lengths, group, prompts = row.split("-")
+    lengths, group, prompts = name.split("-")
     return {
         "model": str(folder / lengths),
         "prompts": str(folder / f"{prompts}.jsonl"),
@@ -74,13 +84,9 @@ def once(side: str, job: Mapping[str, Any], chosen: argparse.Namespace) -> dict[
 
 def summed(runs: Sequence[Mapping[str, Any]], completions: int) -> dict[str, Any]:
     """Medians of a side over its measurements; the first step of each is left out."""
-    steps = [
-        (tokens, seconds, cpu, phases)
-        for one in runs
-        for tokens, seconds, cpu, phases in list(
-            zip(one["tokens"], one["seconds"], one["cpu"], one["phases"], strict=True)
-        )[1:]
-    ]
+    keys = ("tokens", "seconds", "cpu", "phases")
+    each = [[*zip(*(one[key] for key in keys), strict=True)] for one in runs]
+    steps = [step for first, *others in each for step in others]
     return {
         "tokens_per_second": statistics.median(tokens / seconds for tokens, seconds, _, _ in steps),
         "tokens_per_cpu_second": statistics.median(tokens / cpu for tokens, _, cpu, _ in steps),
@@ -94,11 +100,11 @@ def summed(runs: Sequence[Mapping[str, Any]], completions: int) -> dict[str, Any
     }
 
 
-def compare(row: str, folder: Path, size: Size, chosen: argparse.Namespace) -> dict[str, Any]:
+def compare(name: str, folder: Path, size: Size, chosen: argparse.Namespace) -> dict[str, Any]:
     """A row's figures."""
     plain = ["keel"] if chosen.keel_only else ["keel", "trl"]
     sides = [*plain, *(side + BF16 for side in plain if chosen.bf16)]
-    job = job_of(row, folder, size, chosen)
+    job = job_of(name, folder, size, chosen)
     runs = alternate(sides, chosen.repeats, lambda side, _: once(side, job, chosen))
     found = {side: summed(some, size.completions) for side, some in runs.items()}
     for side in ("keel", f"keel{BF16}"):
@@ -106,48 +112,32 @@ def compare(row: str, folder: Path, size: Size, chosen: argparse.Namespace) -> d
             ours = found[side]
             ours["ratio"] = ours["tokens_per_second"] / other["tokens_per_second"]
             ours["memory_ratio"] = ours["peak"] / other["peak"]
-    return {"row": row, **found}
+    return found
 
 
-HEAD = (
-    "| row | side | tokens/s | ratio | s a step | of which | mean length "
-    "| tokens per CPU s | peak, MiB | above imports | memory ratio |\n" + "|---" * 11 + "|"
-)
-
-
-def lines(row: Mapping[str, Any]) -> str:
-    """A row for each side."""
-    out = []
-    for side, found in row.items():
-        if side == "row":
-            continue
-        phases = ", ".join(f"{k} {v:.2f}" for k, v in found["phases"].items() if v >= 0.005)
-        ratios = [f"{found[k]:.2f}" if k in found else "" for k in ("ratio", "memory_ratio")]
-        out.append(
-            f"| {row['row']} | {side} | {found['tokens_per_second']:,.0f} | {ratios[0]} "
-            f"| {found['seconds']:.2f} | {phases} | {found['mean_length']:.1f} "
-            f"| {found['tokens_per_cpu_second']:,.0f} | {found['peak'] / MIB:,.0f} "
-            f"| {found['peak_above_import'] / MIB:,.0f} | {ratios[1]} |"
-        )
-    return "\n".join(out)
+def show(name: str, side: str, found: Mapping[str, Any]) -> None:
+    """Print a row of the table."""
+    ratios = [f"{found[k]:.2f}" if k in found else "" for k in ("ratio", "memory_ratio")]
+    speed = (f"{found['tokens_per_second']:,.0f}", ratios[0], f"{found['seconds']:.2f}")
+    phases = ", ".join(f"{k} {v:.2f}" for k, v in found["phases"].items() if v >= 0.005)
+    cpu = f"{found['tokens_per_cpu_second']:,.0f}"
+    peaks = (f"{found[key] / MIB:,.0f}" for key in ("peak", "peak_above_import"))
+    row(name, side, *speed, phases, f"{found['mean_length']:.1f}", cpu, *peaks, ratios[1])
 
 
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", nargs="+", metavar="ROW", default=list(ROWS))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of each, the first uncounted")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--trl-python", default=os.environ.get("KEEL_TRL_PYTHON"), metavar="PATH")
-    parser.add_argument("--trl-micro", type=int, default=16, metavar="N")
-    parser.add_argument("--keel", nargs="+", default=[], metavar="KEY=VALUE", help="of the recipe")
-    parser.add_argument("--bf16", action="store_true", help="each row also with bf16 updates")
-    parser.add_argument("--keel-only", action="store_true", help="leave TRL out")
-    parser.add_argument("--smoke", action="store_true", help="two tiny rows, in seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    chosen = parser.parse_args(words)
+    asked = parser(__doc__)
+    asked.add_argument("--repeats", type=int, default=3)
+    asked.add_argument("--rows", nargs="+", metavar="ROW", default=list(ROWS))
+    asked.add_argument("--steps", type=int, default=4, help="of each, the first uncounted")
+    asked.add_argument("--trl-python", default=os.environ.get("KEEL_TRL_PYTHON"), metavar="PATH")
+    asked.add_argument("--trl-micro", type=int, default=16, metavar="N")
+    asked.add_argument("--keel", nargs="+", default=[], metavar="KEY=VALUE", help="of the recipe")
+    asked.add_argument("--bf16", action="store_true", help="each row also with bf16 updates")
+    asked.add_argument("--keel-only", action="store_true", help="leave TRL out")
+    chosen = asked.parse_args(words)
     if not chosen.keel_only and chosen.trl_python is None:
-        parser.error("name a Python that has TRL, by --trl-python; or leave TRL out: --keel-only")
+        asked.error("name a Python that has TRL, by --trl-python; or leave TRL out: --keel-only")
     if chosen.smoke:
         chosen.rows, chosen.repeats, chosen.steps = list(ROWS[:2]), 1, 2
     return chosen
@@ -156,18 +146,20 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
 def main(words: Sequence[str] | None = None) -> None:
     chosen = parsed(words)
     size = SMOKE if chosen.smoke else Size()
-    rows: list[dict[str, Any]] = []
-    print(f"{os.cpu_count()} cores, {chosen.threads} threads\n\n{HEAD}", flush=True)
+    found: dict[str, dict[str, Any]] = {}
+    speed = ("tokens/s", "ratio", "s a step", "of which", "mean length", "tokens per CPU s")
+    begin(chosen.threads, "row", "side", *speed, "peak, MiB", "above imports", "memory ratio")
     with tempfile.TemporaryDirectory() as place:
         prepare(size, Path(place))
-        for row in chosen.rows:
-            rows.append(compare(row, Path(place), size, chosen))
-            print(lines(rows[-1]), flush=True)
-    keel = {row["row"]: row["keel"] for row in rows}
-    figures = {f"{name.split('-')[0]}_ratio": keel.get(name, {}).get("ratio") for name in ROWS[:2]}
-    figures["memory_ratio"] = keel.get(ROWS[0], {}).get("memory_ratio")
-    if chosen.json:
-        chosen.json.write_text(json.dumps(report(size, rows, **figures), indent=2) + "\n", "utf-8")
+        for name in chosen.rows:
+            found[name] = compare(name, Path(place), size, chosen)
+            for side, figures in found[name].items():
+                show(name, side, figures)
+    keel = {name: sides["keel"] for name, sides in found.items()}
+    ratios = {f"{name.split('-')[0]}_ratio": keel.get(name, {}).get("ratio") for name in ROWS[:2]}
+    ratios["memory_ratio"] = keel.get(ROWS[0], {}).get("memory_ratio")
+    rows = [{"row": name, **sides} for name, sides in found.items()]
+    save(chosen.json, rows, size=vars(size), **ratios)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,11 @@ states and of the output weights, and these are in the figures.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.sides import answer, measure, resident
+from benchmarks.sides import answer, begin, measure, parser, resident, row, save
 
 VOCABULARY, HIDDEN = 151_936, 896
 """Of Qwen2.5-0.5B."""
@@ -73,35 +71,30 @@ def compare(tokens: int, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
-    parser.add_argument("--hidden", type=int, default=HIDDEN)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2_048])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--smoke", action="store_true", help="tiny, in seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    chosen = parser.parse_args(words)
+    asked = parser(__doc__)
+    asked.add_argument("--vocabulary", type=int, default=VOCABULARY)
+    asked.add_argument("--hidden", type=int, default=HIDDEN)
+    asked.add_argument("--tokens", type=int, nargs="+", default=[2_048])
+    chosen = asked.parse_args(words)
     if chosen.smoke:
         chosen.vocabulary, chosen.hidden, chosen.tokens = 20_000, 32, [1_024]
-    gradient = 4 * chosen.vocabulary * chosen.hidden
-    print(
-        f"vocabulary {chosen.vocabulary:,}, hidden {chosen.hidden}, float32; {gradient / MIB:,.0f}"
-    )
-    print("MiB are the gradient of the output weights, in both\n")
-    print("| tokens | all at once, MiB | in chunks, MiB | ratio | seconds | in chunks, s |")
-    print("|---" * 6 + "|")
+    gradient = 4 * chosen.vocabulary * chosen.hidden / MIB
+    print(f"vocabulary {chosen.vocabulary:,}, hidden {chosen.hidden}, float32; {gradient:,.0f}")
+    print("MiB are the gradient of the output weights, in both")
+    sides = ("all at once, MiB", "in chunks, MiB", "ratio", "seconds", "in chunks, s")
+    begin(chosen.threads, "tokens", *sides)
     rows = []
     for tokens in chosen.tokens:
-        row = compare(tokens, chosen)
-        rows.append(row)
-        naive, chunked = row["naive"], row["chunked"]
-        print(
-            f"| {tokens:,} | {naive['bytes'] / MIB:,.0f} | {chunked['bytes'] / MIB:,.0f} "
-            f"| {row['ratio']:.1f} | {naive['seconds']:.1f} | {chunked['seconds']:.1f} |",
-            flush=True,
+        rows.append(found := compare(tokens, chosen))
+        both = (found["naive"], found["chunked"])
+        sizes = [f"{one['bytes'] / MIB:,.0f}" for one in both]
+        row(
+            f"{tokens:,}",
+            *sizes,
+            f"{found['ratio']:.1f}",
+            *(f"{one['seconds']:.1f}" for one in both),
         )
-    if chosen.json:
-        chosen.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n", "utf-8")
+    save(chosen.json, rows)
 
 
 if __name__ == "__main__":

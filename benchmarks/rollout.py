@@ -22,16 +22,15 @@ lengths are reported as well.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sides import SMOKE, Size, alternate, measure, prepare, report
+from benchmarks.sides import SMOKE, Size, alternate, begin, measure, parser, prepare, row, save
 
 CASES = ("ragged", "equal")
 SIDES = ("keel-bf16", "generate", "vllm")
@@ -101,49 +100,39 @@ def compare(
     return rows
 
 
-HEAD = (
-    "| lengths | side | tokens/s | slowest to fastest | s a pass | mean length | Keel's ratio |\n"
-    + "|---" * 7
-    + "|"
-)
-
-
-def line(row: Mapping[str, Any]) -> str:
-    """A row of the table."""
-    return (
-        f"| {row['lengths']} | {row['side']} | {row['tokens_per_second']:,.0f} "
-        f"| {row['slowest']:,.0f} to {row['fastest']:,.0f} | {row['seconds']:.2f} "
-        f"| {row['mean_length']:.1f} | {row['ratio']:.2f} |"
-    )
-
-
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="engines besides keel")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warm", type=int, default=2, help="passes before the one that counts")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--vllm-python", default=os.environ.get("KEEL_VLLM_PYTHON"), metavar="PATH")
-    parser.add_argument("--smoke", action="store_true", help="tiny, one case, in seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    chosen = parser.parse_args(words)
+    asked = parser(__doc__)
+    asked.add_argument("--repeats", type=int, default=5)
+    asked.add_argument("--sides", nargs="+", choices=SIDES, help="engines besides keel")
+    asked.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    asked.add_argument("--warm", type=int, default=2, help="passes before the one that counts")
+    asked.add_argument("--vllm-python", default=os.environ.get("KEEL_VLLM_PYTHON"), metavar="PATH")
+    chosen = asked.parse_args(words)
     sides = list(chosen.sides or SIDES if chosen.vllm_python else chosen.sides or SIDES[:2])
     if "vllm" in sides and not chosen.vllm_python:
-        parser.error("vllm: name a Python that has it, by --vllm-python (make vllm builds one)")
+        asked.error("vllm: name a Python that has it, by --vllm-python (make vllm builds one)")
     size = SMOKE if chosen.smoke else Size()
     if chosen.smoke:
         chosen.repeats, chosen.warm, chosen.cases = 1, 0, [CASES[0]]
     rows: list[dict[str, Any]] = []
-    print(f"{os.cpu_count()} cores, {chosen.threads} threads\n\n{HEAD}", flush=True)
+    speed = ("tokens/s", "slowest to fastest", "s a pass")
+    begin(chosen.threads, "lengths", "side", *speed, "mean length", "Keel's ratio")
     with tempfile.TemporaryDirectory() as place:
         prepare(size, Path(place))
         for case in chosen.cases:
-            rows += compare(case, ["keel", *sides], Path(place), size, chosen)
-            print("\n".join(map(line, rows[-len(sides) - 1 :])), flush=True)
-    ratios = {f"{row['side']}_{row['lengths']}_ratio": row["ratio"] for row in rows}
-    if chosen.json:
-        chosen.json.write_text(json.dumps(report(size, rows, **ratios), indent=2) + "\n", "utf-8")
+            found = compare(case, ["keel", *sides], Path(place), size, chosen)
+            rows += found
+            for one in found:
+                rates = (one["tokens_per_second"], one["slowest"], one["fastest"])
+                rate, slowest, fastest = (f"{value:,.0f}" for value in rates)
+                others = (
+                    f"{one['seconds']:.2f}",
+                    f"{one['mean_length']:.1f}",
+                    f"{one['ratio']:.2f}",
+                )
+                row(case, one["side"], rate, f"{slowest} to {fastest}", *others)
+    ratios = {f"{one['side']}_{one['lengths']}_ratio": one["ratio"] for one in rows}
+    save(chosen.json, rows, size=vars(size), **ratios)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ process. Nothing of Keel is imported at the top, since TRL and vLLM have environ
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -16,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 ALPHABET = string.ascii_letters + string.digits + string.punctuation + " \n"
@@ -28,6 +29,7 @@ SEED = 0
 NEVER = -30.0
 """The logit of an end that is not drawn: e^-30 a token."""
 LETTERS = frozenset("aeiou")
+Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,10 @@ def versions() -> dict[str, str]:
 
 
 def alternate(
-    sides: Sequence[str], repeats: int, once: Callable[[str, int], dict[str, Any]]
-) -> dict[str, list[dict[str, Any]]]:
+    sides: Sequence[str], repeats: int, once: Callable[[str, int], Measured]
+) -> dict[str, list[Measured]]:
     """The measurements of each side; each side goes first in turn."""
-    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    found: dict[str, list[Measured]] = {side: [] for side in sides}
     for repeat in range(repeats):
         turn = repeat % len(sides)
         for side in [*sides[turn:], *sides[:turn]]:
@@ -183,7 +185,33 @@ def end(model: Any, p: float | None) -> None:
         head[eos, 0] = wanted / state[..., 0].mean()
 
 
-def report(size: Size, rows: Sequence[Mapping[str, Any]], **figures: Any) -> dict[str, Any]:
-    """What goes into the file of --json."""
-    machine = {"machine": platform.machine(), "cores": os.cpu_count()}
-    return {**figures, "rows": rows, "size": asdict(size), **machine}
+# ---------------------------------------------------------------- what all benchmarks are asked
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options of every benchmark."""
+    found = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    found.add_argument("--threads", type=int, default=2)
+    found.add_argument("--smoke", action="store_true", help="tiny, in seconds")
+    found.add_argument("--json", type=Path, metavar="FILE")
+    return found
+
+
+def begin(threads: int, *head: str) -> None:
+    """Print what the figures depend on, and the first two lines of a table."""
+    print(f"{os.cpu_count()} cores, {threads} threads\n")
+    row(*head)
+    print("|---" * len(head) + "|", flush=True)
+
+
+def row(*cells: object) -> None:
+    """Print a row of a table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+def save(file: Path | None, rows: Sequence[Mapping[str, Any]], **figures: Any) -> None:
+    """Write the file of --json."""
+    if file is not None:
+        machine = {"machine": platform.machine(), "cores": os.cpu_count()}
+        text = json.dumps({**figures, "rows": rows, **machine}, indent=2)
+        file.write_text(f"{text}\n", "utf-8")

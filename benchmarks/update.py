@@ -11,20 +11,16 @@ which is checked before anything is timed. The sides take turns; reported are me
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.sides import ALPHABET, SEED, SMOKE, Size, report
+from benchmarks.sides import ALPHABET, SEED, SMOKE, Size, alternate, begin, parser, row, save
 from keel.algorithms.presets import PRESETS
 from keel.config.model import BuildModel, Model
 from keel.config.stage import Optimizer
@@ -109,33 +105,27 @@ def difference(learner: Learner, sides: dict[str, TrainBatch[Batch]]) -> float:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--prompts", nargs="+", type=int, default=[20, 500, 2000], help="tokens")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--smoke", action="store_true", help="tiny, in seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    chosen = parser.parse_args(words)
+    asked = parser(__doc__)
+    asked.add_argument("--repeats", type=int, default=5)
+    asked.add_argument("--prompts", nargs="+", type=int, default=[20, 500, 2000], help="tokens")
+    chosen = asked.parse_args(words)
     torch.set_num_threads(chosen.threads)
     size = SMOKE if chosen.smoke else Size()
     one = learner(size)
     vocabulary = int(one.policy.model.config.vocab_size)
-    print(f"{os.cpu_count()} cores, {chosen.threads} threads\n")
-    print("| prompt | repeated, s | once, s | ratio |\n|---|---|---|---|")
+    begin(chosen.threads, "prompt", "repeated, s", "once, s", "ratio")
     rows: list[dict[str, Any]] = []
     for prompt in chosen.prompts:
         sides = batches(vocabulary, size, prompt)
         apart = difference(one, sides)
-        taken: dict[str, list[float]] = {side: [] for side in sides}
-        for number in range(1 if chosen.smoke else chosen.repeats):
-            for side in sorted(sides, reverse=number % 2 == 1):
-                taken[side].append(seconds(one, sides[side]))
+        repeats = 1 if chosen.smoke else chosen.repeats
+        taken = alternate([*sides], repeats, lambda side, _, sides=sides: seconds(one, sides[side]))
         once, repeated = (statistics.median(taken[side]) for side in ("once", "repeated"))
-        row = {"prompt": prompt, "once": once, "repeated": repeated, "ratio": repeated / once}
-        rows.append({**row, "difference": apart})
-        print(f"| {prompt:,} | {repeated:.3g} | {once:.3g} | {repeated / once:.2f} |", flush=True)
-    if chosen.json:
-        chosen.json.write_text(json.dumps(report(size, rows), indent=2) + "\n", "utf-8")
+        ratio = repeated / once
+        figures = {"once": once, "repeated": repeated, "ratio": ratio, "difference": apart}
+        rows.append({"prompt": prompt, **figures})
+        row(f"{prompt:,}", f"{repeated:.3g}", f"{once:.3g}", f"{ratio:.2f}")
+    save(chosen.json, rows, size=vars(size))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from keel.graders.unit_tests import Checked, Isolation, read_tests, run_tests
 from keel.platform.sandbox import Limits, Sandbox
 from keel.rewards.code import in_threads
 from studies.common import markdown
-from tests.graders.cheats import CHEATS, SHAPES
+from tests.graders.cheats import CHEATS, SHAPES, Cheat
 from tests.graders.mutants import mutants
 
 ISOLATIONS: tuple[Isolation, ...] = ("process", "shared")
@@ -65,19 +65,15 @@ def passes_plainly(problem: Problem, program: str) -> bool:
     return done.returncode == 0
 
 
-def cheats(sandbox: Sandbox, workers: int) -> dict[Isolation, list[str]]:
-    """The names of the cheats that are paid, wholly or in part."""
-    paid: dict[Isolation, list[str]] = {}
-    for isolation in ISOLATIONS:
+def paid_cheats(sandbox: Sandbox, isolation: Isolation, workers: int) -> int:
+    """How many of the cheats are paid, wholly or in part."""
 
-        def share(at: int, isolation: Isolation = isolation) -> float:
-            tests, name, prompt = SHAPES[CHEATS[at].shape]
-            read = read_tests(tests, name, prompt=prompt)
-            return run_tests(sandbox, prompt + CHEATS[at].code, read, isolation=isolation).share
+    def paid(cheat: Cheat) -> bool:
+        tests, name, prompt = SHAPES[cheat.shape]
+        read = read_tests(tests, name, prompt=prompt)
+        return run_tests(sandbox, prompt + cheat.code, read, isolation=isolation).share > 0
 
-        shares = in_threads(share, range(len(CHEATS)), workers)
-        paid[isolation] = [one.name for one, s in zip(CHEATS, shares, strict=True) if s > 0]
-    return paid
+    return sum(in_threads(paid, CHEATS, workers))
 
 
 def solution(problem: Problem) -> str:
@@ -120,9 +116,8 @@ def main(words: Sequence[str] | None = None) -> None:
     problems: list[Problem] = [json.loads(line) for line in lines]
     sandbox = Sandbox(Limits())
 
-    paid = cheats(sandbox, given.workers)
-    counts = [(isolation, len(names)) for isolation, names in paid.items()]
-    print(markdown((f"of {len(CHEATS)} cheats", "paid"), counts), flush=True)
+    paid = {one: paid_cheats(sandbox, one, given.workers) for one in ISOLATIONS}
+    print(markdown((f"of {len(CHEATS)} cheats", "paid"), paid.items()), flush=True)
 
     def ends(case: tuple[Problem, str]) -> tuple[bool, bool]:
         problem, program = case

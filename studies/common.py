@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.csv
 
-from keel.analysis.statistics import Interval
+from keel.analysis.statistics import Array, Interval
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,7 +35,7 @@ def line(cells: Iterable[object]) -> str:
 
 def heading(*cells: str) -> str:
     """The first two lines of a Markdown table."""
-    return f"{line(cells)}\n{'|---' * len(cells)}|"
+    return f"{line(cells)}\n{line(['---'] * len(cells))}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -56,6 +58,19 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, numbers as numbers; None for an empty cell."""
     rows: list[dict[str, Any]] = pyarrow.csv.read_csv(path).to_pylist()
     return rows
+
+
+def courses(path: Path, *columns: str, **only: str) -> dict[str, list[Array]]:
+    """By arm, and then for each seed (one if the file names none), an array (columns, rows) of the
+    rows with these values."""
+    found: dict[str, dict[int | None, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
+    for row in read_csv(path):
+        if all(row[key] == value for key, value in only.items()):
+            found[row["arm"]][row.get("seed")].append([row[column] for column in columns])
+    return {
+        arm: [np.array(rows, dtype=np.float64).T for rows in seeds.values()]
+        for arm, seeds in found.items()
+    }
 
 
 def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -183,11 +183,8 @@ def mutate(mutation: Mutation, folder: Path) -> None:
     shutil.copytree(PACKAGE, folder / "keel", ignore=shutil.ignore_patterns("__pycache__"))
     path = folder / "keel" / mutation.file
     text = path.read_text()
-    if text.count(mutation.old) != 1:
-        raise SystemExit(
-            f"{mutation.what}: {mutation.old!r} stands {text.count(mutation.old)} times in "
-            f"{mutation.file}, not once; bring the list up to date"
-        )
+    if (count := text.count(mutation.old)) != 1:
+        raise SystemExit(f"{mutation.what}: {count} times in {mutation.file}, not once: update it")
     path.write_text(text.replace(mutation.old, mutation.new))
 
 

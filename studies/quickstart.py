@@ -15,6 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from torch import Tensor
+
+from keel.objective.group import group_relative
 from studies.common import keel
 
 CASES: dict[str, list[str]] = {
@@ -24,7 +27,7 @@ CASES: dict[str, list[str]] = {
     "twin": [
         "quickstart",
         "algorithm.advantage.kind=custom",
-        "algorithm.advantage.function=studies.twin:turned",
+        "algorithm.advantage.function=studies.quickstart:turned",
     ],
 }
 LEARNED_REWARD: dict[str, list[str]] = {
@@ -32,6 +35,11 @@ LEARNED_REWARD: dict[str, list[str]] = {
     "rm-grpo": ["reward-model-quickstart-grpo"],
     "rm-process": ["reward-model-quickstart-process"],
 }
+
+
+def turned(reward_S: Tensor, groups_S: Tensor) -> Tensor:
+    """The twin that must not learn: −A of GRPO, A_i = (R_i − mean) / (std + ε)."""
+    return -group_relative(reward_S, groups_S, scale="std", epsilon=1e-4)
 
 
 def run_case(name: str, seed: int, target: Path, extra: list[str]) -> str:

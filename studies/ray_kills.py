@@ -35,11 +35,9 @@ KINDS = ("RolloutHost", "RewardHost", "TrainerHost", "loop")
 def prompts(folder: Path) -> Counter[str]:
     """How often each prompt was trained on."""
     found: Counter[str] = Counter()
-    for file in sorted((folder / "rollouts").glob("*.parquet")):
+    for file in (folder / "rollouts").glob("*.parquet"):
         table = pq.read_table(file, columns=["group", "prompt_id"]).to_pylist()
-        found.update(
-            prompt for _, prompt in sorted({(row["group"], row["prompt_id"]) for row in table})
-        )
+        found.update(prompt for _, prompt in {(row["group"], row["prompt_id"]) for row in table})
     return found
 
 
@@ -60,16 +58,15 @@ def disturbed(words: list[str], folder: Path, kills: int, chance: random.Random)
             kill(run, kind, chance.randrange(1 if kind == "RewardHost" else 2))
         killed.append(f"{kind} after step {steps(folder)}")
         print(killed[-1], flush=True)
-        step = steps(folder)
-        _until_it_goes_on(run, folder, step)
+        _until_it_goes_on(run, folder)
     finished(run, 3600)
     return killed
 
 
-def _until_it_goes_on(run: subprocess.Popen[str], folder: Path, step: int) -> None:
+def _until_it_goes_on(run: subprocess.Popen[str], folder: Path) -> None:
     """Until the run has taken another step, also where it went back to a checkpoint."""
     end = time.monotonic() + 300
-    lowest = step
+    lowest = steps(folder)
     while steps(folder) <= lowest:
         lowest = min(lowest, steps(folder))
         assert run.poll() is None, run.communicate()
@@ -78,10 +75,7 @@ def _until_it_goes_on(run: subprocess.Popen[str], folder: Path, step: int) -> No
 
 
 def main() -> None:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--level", type=int, default=2, help="rollout.async_level")

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,20 +75,15 @@ def begun(case: Case, folder: Path) -> Soaked:
 
 def planned(soaked: Soaked, plan: str) -> list[list[Instant]]:
     """After every row, before every operation on the run folder, or none."""
-    ended = soaked.ended
-    plans: dict[str, tuple[killing.Kind, int]] = {
-        "rows": ("row", ended.rows),
-        "operations": ("operation", ended.operations),
-        "chance": ("row", 0),
-    }
-    kind, count = plans[plan]
-    return [[Instant(kind, at)] for at in range(1, count + 1)]
+    if plan == "rows":
+        return [[Instant("row", at + 1)] for at in range(soaked.ended.rows)]
+    count = soaked.ended.operations if plan == "operations" else 0
+    return [[Instant("operation", at + 1)] for at in range(count)]
 
 
 def by_chance(soaked: Soaked, rng: np.random.Generator) -> list[Instant]:
     """One to three instants, each of any kind but the rows."""
-    times = 1 + int(rng.choice(len(AGAIN), p=AGAIN))
-    return [_instant(soaked, rng) for _ in range(times)]
+    return [_instant(soaked, rng) for _ in range(1 + int(rng.choice(len(AGAIN), p=AGAIN)))]
 
 
 def _instant(soaked: Soaked, rng: np.random.Generator) -> Instant:
@@ -101,7 +96,7 @@ def _instant(soaked: Soaked, rng: np.random.Generator) -> Instant:
     return Instant("byte", int(rng.integers(1, 1 + max(1, int(rng.choice(sizes))))))
 
 
-def soak(soaked: Soaked, plan: Sequence[Instant]) -> Outcome:
+def soak(soaked: Soaked, plan: Sequence[Instant]) -> None:
     """A run killed after a plan; its folder is kept where it differs."""
     folder = soaked.folder / f"killed-{len(soaked.outcomes) + 1}"
     outcome = killing.killed(soaked.recipe, folder, soaked.whole, plan)
@@ -112,7 +107,6 @@ def soak(soaked: Soaked, plan: Sequence[Instant]) -> Outcome:
         print(f"{soaked.case.name}: killed at {at}: {outcome.differences[0]}", flush=True)
     else:
         shutil.rmtree(folder)
-    return outcome
 
 
 def everything(cases: Sequence[Case], folder: Path, options: argparse.Namespace) -> list[Soaked]:
@@ -149,20 +143,16 @@ def everything(cases: Sequence[Case], folder: Path, options: argparse.Namespace)
 def table(every: Sequence[Soaked]) -> str:
     """A line a case and the totals."""
     head = f"{'case':<28} {'runs':>5} {'kills':>6} {'resumes':>8} {'differ':>7}   killed at"
-    lines = [head, "-" * len(head)]
-    total: Counter[str] = Counter()
-    for soaked in every:
-        where = Counter(instant.kind for outcome in soaked.outcomes for instant in outcome.kills)
-        total += where
-        lines.append(_line(soaked.case.name, [soaked], where))
-    return "\n".join([*lines, "-" * len(head), _line("all", every, total)])
+    lines = [head, "-" * len(head), *(_line(one.case.name, [one]) for one in every)]
+    return "\n".join([*lines, "-" * len(head), _line("all", every)])
 
 
-def _line(name: str, soaked: Sequence[Soaked], where: Mapping[str, int]) -> str:
-    runs = sum(len(s.outcomes) for s in soaked)
-    counts = [sum(numbers) for numbers in zip(*(s.count() for s in soaked), strict=True)]
+def _line(name: str, soaked: Sequence[Soaked]) -> str:
+    outcomes = [outcome for one in soaked for outcome in one.outcomes]
+    where = Counter(instant.kind for outcome in outcomes for instant in outcome.kills)
+    kills, resumes, different = map(sum, zip(*(one.count() for one in soaked), strict=True))
     at = ", ".join(f"{n} {kind}" for kind, n in sorted(where.items()))
-    return f"{name:<28} {runs:>5} {counts[0]:>6} {counts[1]:>8} {counts[2]:>7}   {at}"
+    return f"{name:<28} {len(outcomes):>5} {kills:>6} {resumes:>8} {different:>7}   {at}"
 
 
 def main() -> int:

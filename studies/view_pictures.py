@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 from playwright.sync_api import sync_playwright
@@ -21,7 +22,7 @@ IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 WIDTH = 1180
 
 
-def pages(run: str, other: str, step: int, text: str) -> dict[str, tuple[str, int]]:
+def pages(run: str, other: str, step: int, text: str, **_: Any) -> dict[str, tuple[str, int]]:
     """By picture: the address and the height in pixels. `text` is in many completions."""
     one = [("run", run)]
     shown = [("colour", "advantages"), ("token", 2)]  # of the group that differs most
@@ -55,9 +56,7 @@ def main() -> None:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox"]
         )
-        for name, (address, height) in pages(
-            arguments.run, arguments.other, arguments.step, arguments.text
-        ).items():
+        for name, (address, height) in pages(**vars(arguments)).items():
             page = browser.new_page(viewport={"width": WIDTH, "height": height})
             page.goto(found[0] + address, wait_until="networkidle", timeout=120_000)
             ready = "canvas" if "/curves" in address else "text=full colour"

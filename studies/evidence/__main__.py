@@ -16,37 +16,32 @@ What is finished in --out is not run again.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from studies.evidence import algorithms, distillation, lengths, memory, pages, replay
 
-STUDIES = (
-    *("tune", "compare", "stability", "lengths", "memory"),
-    *("distillation", "replay", "pages"),
-)
+STUDIES: dict[str, Callable[[Path], None]] = {
+    "tune": algorithms.tune,
+    "compare": algorithms.compare,
+    "stability": algorithms.stability,
+    "lengths": lengths.train,
+    "memory": memory.measure,
+    "distillation": distillation.run,
+    "replay": replay.measure,
+    "pages": lambda out: pages.write(),
+}
 
 
 def main() -> None:
-    assert __doc__ is not None
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", choices=STUDIES, nargs="*", metavar="STUDY")
     parser.add_argument("--out", type=Path, default=Path("comparisons/evidence"))
     arguments = parser.parse_args()
-    out = arguments.out.absolute()
-    run = {
-        "tune": lambda: algorithms.tune(out),
-        "compare": lambda: algorithms.compare(out),
-        "stability": lambda: algorithms.stability(out),
-        "lengths": lambda: lengths.train(out),
-        "memory": lambda: memory.measure(out),
-        "replay": lambda: replay.measure(out),
-        "distillation": lambda: distillation.run(out),
-        "pages": pages.write,
-    }
     for study in arguments.study or STUDIES:
-        run[study]()
+        STUDIES[study](arguments.out.absolute())
 
 
 if __name__ == "__main__":

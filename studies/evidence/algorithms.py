@@ -8,13 +8,9 @@ curves and comparison.json in results/.
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,9 +21,9 @@ from typing import Any
 import tomli_w
 
 from keel.algorithms.presets import PRESETS
+from studies.common import keel, read_csv
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 RATES = HERE / "rates.toml"
 TASKS = ("sort_digits", "reverse")
 RESULTS = HERE / "results"
@@ -39,7 +35,7 @@ BASELINE = "grpo"
 STABLE = ("ppo", "grpo", "gspo")
 STABLE_STEPS = "rl.steps=50"
 STABLE_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
-TUNING_SEEDS = ("--first-seed", "100", "--seeds", "2")
+TUNING_SEEDS = ("--first-seed", 100, "--seeds", 2)
 KEY = "rl.optimizer.learning_rate"
 
 
@@ -62,7 +58,7 @@ def recipe(
         value = {"kind": "critic", "warmup_steps": 5, "optimizer": {"learning_rate": 1e-3}}
         stage["value"] = value
     if name == "grpo_process":
-        function = {"function": "studies.evidence.rewards:characters", "name": "characters"}
+        function = {"function": "studies.evidence.parts:characters", "name": "characters"}
         watched = {"function": "task", "weight": 0.0}
         stage["rewards"] = {"functions": [function, watched]}
         stage["evaluation"] = {"component": "task"}
@@ -72,14 +68,13 @@ def recipe(
 def write_recipes(
     folder: Path,
     task: str,
-    rates: dict[str, float] | None = None,
+    rates: Mapping[str, float] = MappingProxyType({}),
     names: Sequence[str] = COMPARED,
     keys: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[Path]:
     """One recipe file for each preset; `keys` are further ones of its stage, by preset."""
-    rate = rates or {}
     return write_files(
-        folder, {name: recipe(task, name, rate.get(name), keys.get(name, {})) for name in names}
+        folder, {name: recipe(task, name, rates.get(name), keys.get(name, {})) for name in names}
     )
 
 
@@ -91,14 +86,6 @@ def write_files(folder: Path, recipes: Mapping[str, Mapping[str, Any]]) -> list[
         paths.append(folder / f"{name}.toml")
         paths[-1].write_text(tomli_w.dumps(one))
     return paths
-
-
-def keel(*words: str | Path) -> None:
-    """Run a command of Keel from the root of the repository, so that it finds `studies`."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
-    subprocess.run(
-        [sys.executable, "-m", "keel", *map(str, words)], check=True, cwd=ROOT, env=environment
-    )
 
 
 def tune(out: Path, tasks: Sequence[str] = TASKS) -> None:
@@ -123,11 +110,10 @@ def choose_rates(
         where = folder / f"from-{rates[0]:g}"
         values = ",".join(f"{rate:g}" for rate in rates)
         keel("compare", *paths, "--vary", f"{KEY}={values}", *TUNING_SEEDS, "--out", where)
-        with (where / "scores.csv").open() as lines:
-            for row in csv.DictReader(lines):
-                # Of a single recipe, arms are named by the rate alone.
-                name, _, rate = f"-{row['arm']}".rpartition(f"-{KEY}=")
-                scores[name[1:] or names[0]][float(rate)].append(float(row["score"]))
+        for row in read_csv(where / "scores.csv"):
+            # Of a single recipe, arms are named by the rate alone.
+            name, _, rate = f"-{row['arm']}".rpartition(f"-{KEY}=")
+            scores[name[1:] or names[0]][float(rate)].append(row["score"])
     chosen[task] = chosen.get(task, {}) | {
         name: max(rates, key=lambda rate: statistics.fmean(rates[rate]))
         for name, rates in scores.items()
@@ -140,8 +126,7 @@ def compare(out: Path, seeds: int = 10, tasks: Sequence[str] = TASKS) -> None:
     chosen = tomllib.loads(RATES.read_text())
     for task in tasks:
         paths = write_recipes(out / "recipes" / task, task, chosen[task])
-        baseline = ("--baseline", BASELINE)
-        keel("compare", *paths, "--seeds", str(seeds), *baseline, "--out", out / task)
+        keel("compare", *paths, "--seeds", seeds, "--baseline", BASELINE, "--out", out / task)
         keep(out / task, RESULTS / task, "compare")
 
 
@@ -150,7 +135,7 @@ def stability(out: Path, seeds: int = 10, task: str = "sort_digits") -> None:
     paths = write_recipes(out / "recipes" / "stability", task, names=STABLE)
     values = ",".join(f"{rate:g}" for rate in STABLE_RATES)
     vary = (STABLE_STEPS, "--vary", f"{KEY}={values}")
-    keel("compare", *paths, *vary, "--seeds", str(seeds), "--out", out / "stability")
+    keel("compare", *paths, *vary, "--seeds", seeds, "--out", out / "stability")
     keep(out / "stability", RESULTS / "stability", "stability")
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from keel.objective import group, weights
+from studies.common import markdown
 from studies.evidence.enumerable import LENGTH, EnumerableLM
-from studies.evidence.gae import markdown
 
 GROUPS = (8, 64)
 SHARES = (0.5, 0.25, 0.1, 0.05, 0.02, 0.01)

@@ -7,10 +7,8 @@ and learns from the teacher (opd) or from the reward (GRPO), each at its own lea
 
 from __future__ import annotations
 
-import csv
 import json
 import tomllib
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,18 +19,10 @@ import tomli_w
 
 from keel.analysis.statistics import Array, Interval, bootstrap_interval, iqm, mean_interval
 from keel.runs.reader import load
-from studies.evidence.algorithms import (
-    BASELINE,
-    HERE,
-    RATES,
-    RESULTS,
-    choose_rates,
-    keel,
-    keep,
-    write_recipes,
-)
-from studies.evidence.gae import markdown
-from studies.evidence.lengths import shown
+from studies.common import courses as read_courses
+from studies.common import keel, markdown, shown, write_csv
+from studies.evidence import algorithms
+from studies.evidence.algorithms import BASELINE, HERE, RATES, RESULTS
 
 STUDENT = "opd"
 ARMS = (STUDENT, BASELINE)
@@ -45,6 +35,7 @@ LEVELS = {"sort_digits": 0.8, "reverse": 0.5, RARE: 0.2}
 seeds."""
 EARLY = 20
 """A step at which accuracies are compared besides the last."""
+COLUMNS = ("step", "tokens", "accuracy")
 EVALUATED = {"evaluation": {"every": 5}}
 
 
@@ -74,27 +65,23 @@ def train_teacher(out: Path, task: str) -> Path:
 def run(out: Path, seeds: int = 10, tasks: Sequence[str] = tuple(LEVELS)) -> None:
     """Train teachers and students, and keep the results."""
     MEASURED.mkdir(parents=True, exist_ok=True)
-    teachers, found = {}, {}
+    teachers = {}
     for task in tasks:
         folder = out / "distillation" / task
         taught = "sort_digits" if task == RARE else task
         teacher = {"teacher": {"name": str(train_teacher(out, taught))}}
         known = tomllib.loads(RATES.read_text()).get(task, {})
         if missing := [arm for arm in ARMS if arm not in known]:
-            choose_rates(folder / "tune", task, missing, {STUDENT: teacher})
+            algorithms.choose_rates(folder / "tune", task, missing, {STUDENT: teacher})
         rates = tomllib.loads(RATES.read_text())[task]
         keys = {STUDENT: {**teacher, **EVALUATED}, BASELINE: EVALUATED}
-        paths = write_recipes(folder / "recipes", task, rates, ARMS, keys)
-        baseline = ("--baseline", BASELINE)
-        keel("compare", *paths, "--seeds", str(seeds), *baseline, "--out", folder / "arms")
-        keep(folder / "arms", MEASURED / task, "distillation")
-        found[task] = list(_measured(folder / "arms" / "runs", seeds))
+        paths = algorithms.write_recipes(folder / "recipes", task, rates, ARMS, keys)
+        chosen = ("--seeds", seeds, "--baseline", BASELINE)
+        keel("compare", *paths, *chosen, "--out", folder / "arms")
+        algorithms.keep(folder / "arms", MEASURED / task, "distillation")
+        rows = _measured(folder / "arms" / "runs", seeds)
+        write_csv(MEASURED / task / "tokens.csv", ("arm", "seed", *COLUMNS), rows)
         teachers[taught] = _teacher(out / "teachers" / f"{taught}-run")
-    for task, rows in found.items():
-        with (MEASURED / task / "tokens.csv").open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(
-                [("arm", "seed", "step", "tokens", "accuracy"), *rows]
-            )
     text = json.dumps(teachers, ensure_ascii=False, indent=1) + "\n"
     (MEASURED / "teachers.json").write_text(text)
 
@@ -127,13 +114,7 @@ def _teacher(folder: Path) -> dict[str, Any]:
 @cache
 def courses(task: str) -> Mapping[str, list[Array]]:
     """By arm and seed (3, evaluations): steps, tokens sampled by then, accuracy."""
-    rows: dict[str, dict[int, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
-    with (MEASURED / task / "tokens.csv").open() as file:
-        for row in csv.DictReader(file):
-            rows[row["arm"]][int(row["seed"])].append(
-                [float(row[key]) for key in ("step", "tokens", "accuracy")]
-            )
-    return {arm: [np.array(one).T for one in seeds.values()] for arm, seeds in rows.items()}
+    return read_courses(MEASURED / task / "tokens.csv", *COLUMNS)
 
 
 def tokens_to(course: Array, level: float) -> float:

@@ -59,13 +59,8 @@ class EnumerableLM:
         log_ZV = self.logits_ZV.log_softmax(-1)
         return segments.segment_sum(log_ZV[self.state_N, self.token_N], self.lengths_S).exp()
 
-    def expectation_Z(self, x_N: Tensor) -> Tensor:
-        """E[x | prefix], x a number of each token and of the completion that it stands in."""
-        p_N = segments.spread(self.probability_S, self.lengths_S)
-        return self._total(p_N * x_N) / self._total(p_N)
-
     def expectation_ZV(self, x_N: Tensor) -> Tensor:
-        """E[x | prefix, token]."""
+        """E[x | prefix, token], x a number of each token and of the completion it stands in."""
         p_N = segments.spread(self.probability_S, self.lengths_S)
         return self._cells(p_N * x_N) / self._cells(p_N)
 
@@ -77,7 +72,9 @@ class EnumerableLM:
     @property
     def value_Z(self) -> Tensor:
         """The exact value of each prefix: the mean reward of completions that go on from it."""
-        return self.expectation_Z(segments.spread(self.reward_S, self.lengths_S))
+        p_N = segments.spread(self.probability_S, self.lengths_S)
+        reward_N = segments.spread(self.reward_S, self.lengths_S)
+        return self._cells(p_N * reward_N).sum(-1) / self._cells(p_N).sum(-1)
 
     @property
     def advantage_ZV(self) -> Tensor:
@@ -93,9 +90,6 @@ class EnumerableLM:
         found = torch.zeros(len(self.lengths_S), *self.logits_ZV.shape, dtype=torch.float64)
         found.index_put_((sequence_N, self.state_N), weight_N[:, None] * ahead_NV, accumulate=True)
         return found.flatten(1)
-
-    def _total(self, x_N: Tensor) -> Tensor:
-        return torch.zeros(len(self.logits_ZV), dtype=x_N.dtype).index_add(0, self.state_N, x_N)
 
     def _cells(self, x_N: Tensor) -> Tensor:
         cell_N = self.state_N * (LETTERS + 1) + self.token_N

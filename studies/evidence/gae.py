@@ -6,13 +6,14 @@ No sampling but for the group baselines: bias and variance are sums over all com
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from keel.objective import gae, group, segments
+from studies.common import markdown
 from studies.evidence.enumerable import EnumerableLM
 
 LAMBDAS = (0.0, 0.5, 0.9, 0.95, 1.0)
@@ -169,8 +170,3 @@ def baseline_table(seeds: int = 10) -> str:
         (name, f"{statistics.median(one[name] for one in variances):.2f}") for name in variances[0]
     ]
     return markdown(("baseline", "variance"), rows)
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

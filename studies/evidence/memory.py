@@ -10,12 +10,12 @@ from pathlib import Path
 
 from keel.config.load import load_recipe
 from keel.models.policy import load_policy
-from studies.evidence.algorithms import HERE, RESULTS, keel, write_files
-from studies.evidence.gae import markdown
+from studies.common import keel, markdown
+from studies.evidence.algorithms import HERE, RESULTS, write_files
 
 ARMS = ("ppo", "grpo", "gspo", "rloo", "reinforce")
 KEPT = RESULTS / "memory.json"
-LENGTH = "studies.evidence.rewards:characters_written"
+LENGTH = "studies.evidence.parts:characters_written"
 REWARD_STAGE = {
     "stage": "reward_model",
     "steps": 1,
@@ -48,7 +48,7 @@ def measure(out: Path) -> None:
     stage = {"rewards": {"functions": [learned]}}
     arms = {name: {**extended, "rl": {**stage, "algorithm": {"preset": name}}} for name in ARMS}
     paths = write_files(folder, arms)
-    keel("compare", *paths, "--seeds", "2", "--jobs", "1", "--out", out / "memory")
+    keel("compare", *paths, "--seeds", 2, "--jobs", 1, "--out", out / "memory")
     ran = json.loads((out / "memory" / "comparison.json").read_text())["arms"]
     found = {one["arm"]: {key: one[key] for key in ("peak_bytes", "models")} for one in ran}
     KEPT.write_text(json.dumps({"weights": weights, "arms": found}, indent=1) + "\n")
@@ -61,10 +61,8 @@ def table() -> str:
     least = min(one["peak_bytes"] for one in arms.values())
     rows = []
     for name, one in arms.items():
-        models = [*one["models"]]
         above = (one["peak_bytes"] - least) / copy
-        held = f"{len(models)}: {', '.join(models)}"
+        held = f"{len(one['models'])}: {', '.join(one['models'])}"
         rows.append((name, held, f"{one['peak_bytes'] / 2**20:,.0f}", f"{above:.1f}"))
-    return markdown(
-        ("preset", "models", "peak, MiB", "copies of the weights above the least"), rows
-    )
+    head = ("preset", "models", "peak, MiB", "copies of the weights above the least")
+    return markdown(head, rows)

@@ -4,11 +4,9 @@ curve, and the tables between `<!-- table NAME -->` and `<!-- end -->` of docs/e
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import tomllib
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -19,18 +17,17 @@ import numpy as np
 from keel.algorithms.presets import PRESETS
 from keel.analysis.plots import COLOURS, FAINT, drawing
 from keel.analysis.statistics import Array, Interval
+from studies.common import ROOT, courses, markdown, shown
 from studies.evidence import bias, distillation, gae, lengths, memory, ratios, replay
 from studies.evidence.algorithms import (
     BASELINE,
     COMPARED,
     RATES,
     RESULTS,
-    ROOT,
     STABLE,
     STABLE_RATES,
     TASKS,
 )
-from studies.evidence.gae import markdown
 
 DOCS = ROOT / "docs"
 PRESET_PAGES = DOCS / "algorithms"
@@ -64,12 +61,8 @@ def comparison(folder: Path) -> dict[str, Any]:
 @cache
 def curves(folder: Path) -> Mapping[str, Array]:
     """By arm (4, steps): steps, interquartile mean of validation accuracy, the interval's ends."""
-    rows = defaultdict(list)
-    with (folder / "curves.csv").open() as file:
-        for row in csv.DictReader(file):
-            if row["metric"] == METRIC:
-                rows[row["arm"]].append([float(row[key]) for key in ("step", "iqm", "low", "high")])
-    return {arm: np.array(values).T for arm, values in rows.items()}
+    found = courses(folder / "curves.csv", "step", "iqm", "low", "high", metric=METRIC)
+    return {arm: values for arm, (values,) in found.items()}
 
 
 def arm(task: str, name: str) -> dict[str, Any]:
@@ -80,7 +73,7 @@ def arm(task: str, name: str) -> dict[str, Any]:
 
 def percent(one: Mapping[str, Any], sign: str = "") -> str:
     """A figure with its interval, in percent."""
-    return lengths.shown(Interval(**one), 100, sign)
+    return shown(Interval(**one), 100, sign)
 
 
 def difference(task: str, name: str) -> str:
@@ -107,34 +100,34 @@ def section(name: str) -> str:
     )
 
 
-def plot_preset(path: Path, name: str) -> None:
-    """A preset's curves with the baseline's in grey."""
-    others = {} if name == BASELINE else {BASELINE: FAINT}
-    plot(path, {**others, name: COLOURS[0]})
-
-
-def plot(path: Path, colours: Mapping[str, str]) -> None:
+def plot_presets(path: Path, colours: Mapping[str, str]) -> None:
     """Validation accuracy of presets over the steps, a panel for each task."""
-    with drawing(path, 3.0) as figure:
-        shown = next(reversed(colours))
-        tasks = tasks_of(shown)
-        panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-        for axes, task in zip(panels, tasks, strict=True):
-            # In one panel all curves are of one comparison.
-            folder = measured(shown, task)
-            for name, colour in colours.items():
-                _curve(axes, curves(folder)[name], name, colour)
-            axes.set_title(TITLES[task], fontsize=10)
+    preset = next(reversed(colours))
+    panels = {}
+    for task in tasks_of(preset):
+        found = curves(measured(preset, task))  # in one panel all curves are of one comparison
+        panels[TITLES[task]] = {name: (colour, found[name]) for name, colour in colours.items()}
+    plot(path, panels, 3.0, "validation accuracy", ylim=(0, 1))
+
+
+def plot(
+    path: Path,
+    panels: Mapping[str, Mapping[str, tuple[str, Array]]],
+    height: float,
+    ylabel: str,
+    **axis: Any,
+) -> None:
+    """By panel and label: curves (4, steps) of steps, means and the ends of their intervals."""
+    with drawing(path, height) as figure:
+        all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
+            for label, (colour, (steps, middle, low, high)) in lines.items():
+                axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+                axes.plot(steps, middle, color=colour, label=label)
+            axes.set_title(title, fontsize=9)
             axes.set_xlabel("step")
-        panels[0].set_ylabel("validation accuracy")
-        panels[0].set_ylim(0, 1)
-        panels[0].legend(loc="lower right")
-
-
-def _curve(axes: Any, values: Array, label: str, colour: str) -> None:
-    steps, middle, low, high = values
-    axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
-    axes.plot(steps, middle, color=colour, label=label)
+        all_axes[0].set(ylabel=ylabel, **axis)
+        all_axes[0].legend(loc="best")
 
 
 # ---------------------------------------------------------------- tables of docs/evidence
@@ -183,7 +176,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "memory": memory.table,
     "replay": replay.table,
     "forgetting": replay.forgetting,
-    "lengths": lambda: lengths.table(lengths.read()[1]),
+    "lengths": lengths.table,
     "difficulty": bias.difficulty_table,
     "drift": bias.drift_table,
     "lambda": gae.lambda_table,
@@ -211,8 +204,11 @@ def write() -> None:
     for name in PRESETS:
         path = PRESET_PAGES / f"{name}.md"
         path.write_text(path.read_text().partition(SECTION)[0] + section(name))
-        plot_preset(PRESET_PAGES / "curves" / f"{name}.png", name)
+        # With the baseline's curves in grey.
+        others = {} if name == BASELINE else {BASELINE: FAINT}
+        plot_presets(PRESET_PAGES / "curves" / f"{name}.png", {**others, name: COLOURS[0]})
     for path in sorted(MEASURED_PAGES.glob("*.md")):
         path.write_text(filled(path.read_text()))
-    plot(MEASURED_PAGES / "ppo-grpo-gspo.png", dict(zip(STABLE, COLOURS, strict=False)))
-    lengths.plot(MEASURED_PAGES / "lengths.png", *lengths.read())
+    stable = dict(zip(STABLE, COLOURS, strict=False))
+    plot_presets(MEASURED_PAGES / "ppo-grpo-gspo.png", stable)
+    plot(MEASURED_PAGES / "lengths.png", lengths.panels(), 2.8, "tokens of the second text")

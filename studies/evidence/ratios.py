@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from keel.objective import ratios, segments, surrogates, weights
-from studies.evidence.gae import markdown
+from studies.common import markdown
 
 LENGTHS = (16, 128, 1_024, 8_192)
 SIGMA = 0.02
 WILD = math.log(20)
 TOKENS = 2**20
 """Of each case, in completions of equal lengths."""
-Surrogate = Callable[[Tensor, Tensor, Tensor], Tensor]
+Term = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Kind:
     """A ratio with a surrogate."""
 
     name: str
-    ratio: Callable[[Tensor, Tensor, Tensor], Tensor]
-    surrogate: Surrogate
+    ratio: Term
+    surrogate: Term
 
 
 KINDS = (

@@ -11,9 +11,8 @@ import numpy as np
 
 from keel.analysis.comparison import difference_interval, iqm_interval
 from keel.analysis.statistics import Array
-from studies.evidence.algorithms import HERE, RESULTS, keel
-from studies.evidence.gae import markdown
-from studies.evidence.lengths import shown
+from studies.common import keel, markdown, shown
+from studies.evidence.algorithms import HERE, RESULTS
 
 SHARES = ("0", "0.1", "1")
 KEPT = RESULTS / "replay.json"
@@ -25,7 +24,7 @@ LAST = VERSIONS[-1]
 def measure(out: Path, seeds: int = 10) -> None:
     """Run all shares and write results/replay.json: of each, by seed, the accuracy of the last
     version of the reward model on each version's validation rows, and the policy's accuracy."""
-    vary = ("--vary", f"{KEY}={','.join(SHARES)}", "--seeds", str(seeds))
+    vary = ("--vary", f"{KEY}={','.join(SHARES)}", "--seeds", seeds)
     keel("compare", HERE / "replay.toml", *vary, "--out", out / "replay")
     compared = json.loads((out / "replay" / "comparison.json").read_text())["arms"]
     found: dict[str, Any] = {}
@@ -59,11 +58,8 @@ def forgetting(path: Path = KEPT) -> str:
     """Mean accuracy of each version on each version's rows without replay, in percent."""
     accuracy = 100 * np.array(json.loads(path.read_text())[SHARES[0]]["accuracy"]).mean(axis=0)
     head = ("model after", *(f"rows of {name}" for name in VERSIONS))
-    rows = [
-        (name, *(f"{value:.1f}" for value in row))
-        for name, row in zip(VERSIONS, accuracy, strict=True)
-    ]
-    return markdown(head, rows)
+    cells = ([f"{value:.1f}" for value in row] for row in accuracy)
+    return markdown(head, [(name, *row) for name, row in zip(VERSIONS, cells, strict=True)])
 
 
 def _figures(found: dict[str, Any]) -> tuple[Array, Array, Array]:

@@ -36,7 +36,7 @@ SINGLE = ("rollout.prompts_per_step=128", "rollout.group_size=1")
 RISE = 0.3
 TWIN = (
     "algorithm.advantage.kind=custom",
-    "algorithm.advantage.function=studies.twin:turned",
+    "algorithm.advantage.function=studies.quickstart:turned",
 )
 
 
