@@ -1,4 +1,4 @@
-"""A trained model's log-probabilities: packed equals separate, and bfloat16 costs no more."""
+"""A trained model's log-probabilities, packed and in bfloat16, and its greedy completions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from keel.config.model import Autocast
 from keel.models.packed import pack
 from keel.models.policy import Policy, load_policy
+from tests.real.greedy import greedy
 from tests.real.model import QUESTIONS, STORY, spec, stock, stock_log_probs
 
 pytestmark = pytest.mark.real
@@ -66,3 +67,10 @@ def test_bfloat16_is_as_near_to_float32_as_stock(
     far, stock_far = ((one - exact).abs().mean() for one in (ours, theirs))
     assert stock_far > 1e-3
     assert far < 1.05 * stock_far
+
+
+def test_greedy_completions_equal_generate() -> None:
+    found = greedy(QUESTIONS, max_tokens=40)
+    assert sum(one.tokens for one in found) > 100
+    assert [one for one in found if not one.excused] == []
+    assert sum(one.gap is None for one in found) >= len(found) - 1

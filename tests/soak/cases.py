@@ -304,17 +304,11 @@ def spaced(case: Case, every: int, keep: int) -> Case:
 
     def make(folder: Path) -> Recipe:
         recipe = case.make(folder)
-        stages = tuple(
-            stage.model_copy(
-                update={
-                    "checkpoints": stage.checkpoints.model_copy(
-                        update={"every": every, "keep": keep}
-                    )
-                }
-            )
-            for stage in recipe.stages
-        )
-        return recipe.model_copy(update={"stages": stages})
+        stages = []
+        for stage in recipe.stages:
+            kept = stage.checkpoints.model_copy(update={"every": every, "keep": keep})
+            stages.append(stage.model_copy(update={"checkpoints": kept}))
+        return recipe.model_copy(update={"stages": tuple(stages)})
 
     return Case(case.name, make, case.shows)
 
@@ -329,8 +323,7 @@ def _every() -> dict[str, Case]:
         **MORE,
     }
     spacing = itertools.cycle(itertools.product((2, 1, 3), (1, 2)))
-    cases = (Case(name, make, shows) for name, (make, shows) in parts.items())
-    every = {c.name: spaced(c, *next(spacing)) for c in cases}
+    every = {name: spaced(Case(name, *part), *next(spacing)) for name, part in parts.items()}
     every["best"] = spaced(Case("best", *LOOPS["best"]), 2, 1)
     return every
 

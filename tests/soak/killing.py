@@ -174,29 +174,39 @@ def _next(connection: Connection) -> dict[str, Any]:
 # ---------------------------------------------------------------- in the process
 
 
-class Rows(Callback):
-    """Counts rows; after one of them the process dies."""
+class Countdown:
+    """Counts its calls; at the one that an instant of this kind names, the process dies."""
 
-    def __init__(self, fatal: float) -> None:
-        self.fatal = fatal
-        self.rows = 0
+    def __init__(self, instant: Instant | None, kind: Kind) -> None:
+        self.fatal = instant.at if instant is not None and instant.kind == kind else -1
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == self.fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Rows(Callback):
+    """Counts rows."""
+
+    def __init__(self, count: Countdown) -> None:
+        self.count = count
 
     def on_step(self, state: RunState) -> None:
-        self.rows += 1
-        if self.rows == self.fatal:
-            _die()
+        self.count()
 
 
 class Operations:
-    """Counts what is done to the run folder; before one of the operations the process dies.
+    """Counts what is done to the run folder, before it is done.
 
     Operations are files opened for writing, synced, renamed or removed, folders made or removed,
     tensors written. What trackers do, in a thread of theirs, is none.
     """
 
-    def __init__(self, folder: Path, fatal: float) -> None:
+    def __init__(self, folder: Path, count: Countdown) -> None:
         self.folder, self.free = f"{folder}{os.sep}", f"{folder / 'trackers'}"
-        self.fatal = fatal
+        self.count = count
         self.done: list[str] = []
 
     def watch(self) -> None:
@@ -238,27 +248,7 @@ class Operations:
 
     def _count(self, what: str, path: Any) -> None:
         self.done.append(f"{what} {os.path.basename(os.fsdecode(path))}")
-        if len(self.done) == self.fatal:
-            _die()
-
-
-class Modules:
-    """Counts calls of modules, in scoring, updates and evaluation; before one the process dies."""
-
-    def __init__(self, fatal: float) -> None:
-        self.fatal = fatal
-        self.calls = 0
-
-    def watch(self) -> None:
-        """Install the hook, for the life of the process."""
-        from torch.nn.modules.module import register_module_forward_pre_hook
-
-        register_module_forward_pre_hook(self._count)
-
-    def _count(self, *_: Any) -> None:
-        self.calls += 1
-        if self.calls == self.fatal:
-            _die()
+        self.count()
 
 
 def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> None:
@@ -266,6 +256,7 @@ def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> 
     import tomllib
 
     import torch
+    from torch.nn.modules.module import register_module_forward_pre_hook
 
     from keel.config.load import load_recipe
     from keel.preferences.labeller import PeopleLabeller
@@ -273,32 +264,24 @@ def _run(recipe: str, folder: str, instant: Instant | None, out: Connection) -> 
 
     torch.set_num_threads(1)
     place = Path(folder)
-    rows = Rows(_fatal(instant, "row"))
-    operations = Operations(place, _fatal(instant, "operation"))
+    rows = Countdown(instant, "row")
+    operations = Operations(place, Countdown(instant, "operation"))
     resume = (place / "recipe.toml").exists()
     parsed = None if resume else load_recipe(tomllib.loads(recipe))
     out.send({})
     operations.watch()
     if instant is not None and instant.kind == "module":
-        Modules(instant.at).watch()
+        # In scoring, updates and evaluation.
+        register_module_forward_pre_hook(Countdown(instant, "module"))
     if instant is not None and instant.kind == "byte":
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(instant.at), int(instant.at)))
     try:
-        train(parsed, place, resume=resume, callbacks=[rows], labeller=PeopleLabeller())
+        train(parsed, place, resume=resume, callbacks=[Rows(rows)], labeller=PeopleLabeller())
     except BaseException as error:
         message = traceback.format_exception(error)
         out.send({"wrong": f"{type(error).__name__}: {error}\n{''.join(message)}"})
         os._exit(1)
-    out.send({"rows": rows.rows, "done": operations.done})
+    out.send({"rows": rows.calls, "done": operations.done})
     os._exit(0)
-
-
-def _fatal(instant: Instant | None, kind: Kind) -> float:
-    """The number that kills, where it is one of this kind."""
-    return instant.at if instant is not None and instant.kind == kind else -1
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
