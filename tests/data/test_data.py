@@ -287,10 +287,6 @@ BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         lambda p: {"path": text(p / "a.jsonl", '{"question": "x", "golden": "1"}')},
         "a.jsonl:1: unknown answer column 'gold': did you mean 'golden'?",
     ),
-    "later row": (
-        lambda p: {"path": jsonl(p / "a.jsonl", [*ROWS[:2], {"question": "x"}])},
-        "a.jsonl:3: unknown answer column 'gold'",
-    ),
     "template": (
         lambda p: {"path": jsonl(p / "a.jsonl", ROWS), "prompt": "{question"},
         "prompt = '{question'",
