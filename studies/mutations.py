@@ -43,7 +43,10 @@ TEMPORAL = (f"{OBJECTIVE}segments.py", f"{OBJECTIVE}gae.py")
 POLICY = (f"{OBJECTIVE}surrogates.py", f"{OBJECTIVE}ratios.py")
 DIVERGENCE = (f"{OBJECTIVE}divergences.py", f"{OBJECTIVE}enumeration.py")
 LEARN = ("tests/learn",)
-VALUE = tuple(f"{OBJECTIVE}{name}.py" for name in ("gae", "divergences", "ratios", "background"))
+VALUE = tuple(
+    f"{OBJECTIVE}{name}.py"
+    for name in ("gae", "divergences", "ratios", "background", "rlax_golden")
+)
 
 MUTATIONS: tuple[Mutation, ...] = (
     # advantages
