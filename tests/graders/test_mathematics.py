@@ -5,11 +5,10 @@ import gc
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from keel.graders import mathematics_worker
 from keel.graders.mathematics import Finding, Mathematics
 from keel.types import KeelError
+from tests.platform.processes import run_python
 from tests.shared import needs_bubblewrap, shared_path
 
 pytest.importorskip("math_verify")
@@ -77,18 +77,25 @@ def test_and_no_other_problems(mathematics: Mathematics, problems: list[dict[str
     assert same == [("5", "x=5"), ("7", "7"), ("3", "3")]
 
 
-def test_arithmetic_left_to_do_counts_only_if_asked() -> None:
-    lenient = Mathematics(timeout=LONG, evaluated=False)
-    pairs = [("408", r"\boxed{17 \times 24}"), ("408", r"\boxed{17 \times 23}"), ("2", "4/2")]
-    assert lenient.compare(pairs) == ["same", "different", "same"]
-    lenient.close()
-
-
-def test_math_verify_alone_decides_only_if_asked() -> None:
-    published = Mathematics(timeout=LONG, strict=False)
-    pairs = [("0.08", r"\boxed{8\%}"), ("408", r"\boxed{17 \times 24}"), ("x+1", "so it is $x$")]
-    assert published.compare(pairs) == ["same", "same", "different"]
-    published.close()
+@pytest.mark.parametrize(
+    ("option", "pairs", "found"),
+    [
+        (
+            "evaluated",
+            [("408", r"\boxed{17 \times 24}"), ("408", r"\boxed{17 \times 23}"), ("2", "4/2")],
+            ["same", "different", "same"],
+        ),
+        (
+            "strict",
+            [("0.08", r"\boxed{8\%}"), ("408", r"\boxed{17 \times 24}"), ("x+1", "so it is $x$")],
+            ["same", "same", "different"],
+        ),
+    ],
+)
+def test_more_counts_only_if_asked(option: str, pairs: list[Any], found: list[str]) -> None:
+    """Arithmetic that is left to do, and what math-verify alone takes for the same."""
+    with closing(Mathematics(timeout=LONG, **{option: False})) as lenient:
+        assert lenient.compare(pairs) == found
 
 
 @pytest.mark.slow
@@ -202,5 +209,4 @@ def test_limits_of_the_shell_are_kept() -> None:
         "from keel.graders.mathematics import Mathematics; "
         "print(Mathematics(workers=1).compare([('2x', '$x + x$')]))"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ran.stdout == "['same']\n", ran.stderr
+    assert run_python(program).stdout == "['same']\n"

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.source_tree import ROOT
+
 WAIT = 120.0
 """Seconds after which a test that waits fails; a busy machine takes a while to import torch."""
 TICK = os.sysconf("SC_CLK_TCK")
+
+
+def run_python(
+    code: str, *words: str, check: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """What Python makes of code in a process of its own, with these environment variables."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        timeout=WAIT,
+        capture_output=True,
+        text=True,
+        check=check,
+    )
 
 
 @dataclass(frozen=True)

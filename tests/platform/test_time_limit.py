@@ -11,6 +11,7 @@ import time
 import pytest
 
 from keel.platform.time_limit import Hung, heartbeat, place, stack_of, time_limit
+from tests.platform.processes import run_python
 
 
 def deaf() -> None:
@@ -96,13 +97,7 @@ MATCH = 're.match(r"(a+)+$", "a" * 60 + "b")'
     ],
 )
 def test_call_holding_the_interpreter_ends_the_process(block: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", HELD.format(block=block)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python(HELD.format(block=block), check=False)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
     assert "in match" in done.stderr
@@ -204,7 +199,5 @@ for call in calls:
     outcome = call.outcome()
     print(outcome.timed_out, outcome.value, " in sleep" in outcome.stack)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = run_python(script, check=False)
     assert done.stdout.splitlines() == ["True None True"] * 2, done.stderr

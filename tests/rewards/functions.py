@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 RELEASE = threading.Event()
@@ -59,14 +58,6 @@ def hangs(completions: list[str], **kwargs: Any) -> list[float]:
     return []
 
 
-def spins(completions: list[str], **kwargs: Any) -> list[float]:
-    """Hangs and computes."""
-    end = time.monotonic() + 30
-    while not RELEASE.is_set() and time.monotonic() < end:
-        pass
-    return []
-
-
 def raises(completions: list[str], **kwargs: Any) -> list[float]:
     """Raises."""
     raise ValueError("no\nway")
@@ -90,11 +81,6 @@ def one_number(completions: list[str], **kwargs: Any) -> Any:
 def nan_at_two(completions: list[str], **kwargs: Any) -> list[float]:
     """Not a number, once."""
     return [float("nan") if i == 2 else 1.0 for i in range(len(completions))]
-
-
-def infinite(completions: list[str], **kwargs: Any) -> list[float]:
-    """Infinite, once."""
-    return [float("inf") if i == 1 else 1.0 for i in range(len(completions))]
 
 
 def wordy(completions: list[str], **kwargs: Any) -> list[Any]:

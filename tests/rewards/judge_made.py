@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from keel.rewards.registry import RewardContext
 from keel.types import Group, Prompt
 from tests.data.made import completion
 from tests.rewards.made import flat
+
+REPLIES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("judge.toml").read_text("utf-8"))
+"""What judges and their servers write."""
 
 
 def made(url: str | None, folder: Path | None = None, **options: Any) -> Judge:

@@ -116,20 +116,10 @@ def test_invalid_tests_and_options_stop_before_anything_runs() -> None:
     with pytest.raises(KeelError, match="sample 1: the test 'assert ' is not Python"):
         asked([RIGHT, RIGHT], tests=[ASSERTS, "assert "])
     assert asked.extras == {}
-    with pytest.raises(KeelError, match="workers = 0"):
-        Asked(workers=0)
-    with pytest.raises(KeelError, match="sample 1: the test 5 is not text"):
-        asked([RIGHT, RIGHT], tests=[ASSERTS, 5])
-    with pytest.raises(KeelError, match=r"sample 0: .* defines test_it but never calls it"):
-        asked([RIGHT], tests=["def test_it(): assert double(1) == 2"])
     for options, words in (
         ({"memory_mb": 1}, "memory_mb = 1:"),
         ({"timeout": math.inf}, "timeout = inf: input should be a finite number"),
-        ({"timeout": "5"}, "timeout = '5': input should be a valid number"),
-        ({"workers": "2"}, "workers = '2': input should be a valid integer"),
-        ({"trusted": "false"}, "trusted = 'false': input should be a valid boolean"),
-        ({"partial": 1}, "partial = 1: input should be a valid boolean"),
-        ({"tests": 5}, "tests = 5: input should be a valid string"),
+        ({"workers": 0}, "workers = 0"),
         ({"isolation": "none"}, "isolation = 'none': input should be 'process' or 'shared'"),
         ({"entry_point": "my name"}, "entry_point: 'my name' cannot be an argument's name"),
     ):

@@ -11,7 +11,7 @@ import pytest
 
 from keel.rewards.judge_questions import Cost, StoredAnswer, parse, score_question
 from keel.types import KeelError
-from tests.rewards.judge_made import account_of, group, made, scored
+from tests.rewards.judge_made import REPLIES, account_of, group, made, scored
 from tests.rewards.judge_server import Asked, Fault, JudgeServer
 from tests.rewards.made import flat
 
@@ -27,29 +27,8 @@ REPEATED = {
     "too many": Fault(status=429),
     "overloaded": Fault(status=529),
 }
-SILENT = {
-    "prose": "I like it.",
-    "a word": '"7"',
-    "another type": '{"score": "7"}',
-    "a truth value": '{"score": true}',
-    "off the scale": '{"score": 11}',
-    "between": '{"score": 7.5}',
-    "none": '{"score": null}',
-    "another key": '{"verdict": 7}',
-    "two at once": '{"score": 7, "score": 3}',
-    "two objects": '{"score": 7} {"score": 3}',
-    "not a number": '{"score": NaN}',
-    "nothing": "",
-    "deep": "[" * 100_000,
-}
+SILENT = {**REPLIES["silent"], "deep": "[" * 100_000}
 """Replies without a verdict."""
-VERDICTS = {
-    "a fence": '```json\n{"score": 7.0}\n```',
-    "after a thought": '<think>{"score": 1}</think>\n{"score": 7}',
-    "a reason with the mark of thoughts": '{"reason": "it ends on </think>", "score": 7}',
-    "the same in a fence": '```json\n{"reason": "on </think>", "score": 7}\n```',
-    "braces in a thought": '<think>hm {{</think>\n{"score": 7}',
-}
 
 
 @pytest.fixture
@@ -126,7 +105,7 @@ def test_reply_without_a_verdict_says_why(text: str) -> None:
     assert parsed.wrong
 
 
-@pytest.mark.parametrize("text", VERDICTS.values(), ids=VERDICTS)
+@pytest.mark.parametrize("text", REPLIES["verdicts"].values(), ids=REPLIES["verdicts"])
 def test_verdict_is_read_whatever_is_around_it(text: str) -> None:
     parsed = parse(StoredAnswer(text, "stop", "", Cost()), score_question("q", "a", low=0))
     assert (parsed.value, parsed.wrong) == (7, "")
@@ -201,18 +180,7 @@ def test_refusals_are_no_verdict_and_are_not_asked_again(
     assert len(server.log) == 2
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "This model's maximum context length is 8192 tokens. However, you requested 9000 tokens",
-        "The input (61709 tokens) is longer than the model's context length (40960 tokens).",
-        "the request exceeds the available context size, try increasing it",
-        "Requested tokens (2285) exceed context window of 2048",
-        "prompt is too long: 208310 tokens > 200000 maximum",
-        "'max_tokens' is too large: 512. This model's maximum context length is 8192 tokens and "
-        "your request has 8000 input tokens",
-    ],
-)
+@pytest.mark.parametrize("words", REPLIES["too_long"])
 def test_too_long_a_prompt_is_known_by_its_words(
     server: JudgeServer, words: str, tmp_path: Path
 ) -> None:
@@ -314,11 +282,11 @@ def test_fatal_error_stops_further_requests_and_keeps_replies(tmp_path: Path) ->
         def fatal(asked: Asked) -> Fault | None:
             return Fault(status=404) if len(server.log) > 1 else None
 
-        def let_go_after(number: int) -> None:
+        def let_go() -> None:
             server.wait_for(lambda: len(server.log) > 1 and server.active == 1)
             server.let_go.set()
 
-        threading.Thread(target=let_go_after, args=(1,), daemon=True).start()
+        threading.Thread(target=let_go, daemon=True).start()
         server.fault_of = fatal
         groups = [group(["a" * n for n in range(1, 11)])]
         with pytest.raises(KeelError, match="Error code: 404"):

@@ -84,11 +84,8 @@ def test_signature_decides_the_arguments() -> None:
         ("nowhere.py:f", {}, "there is no file 'nowhere.py'"),
         ("length", {}, "the option 'target' is not set"),
         ("length", {"target": 0}, "target = 0"),
-        ("length", {"target": float("nan")}, "target = nan"),
-        ("length", {"target": 10, "width": 0}, "width = 0"),
         ("repetition", {"n": 0}, "n = 0: give at least 1"),
         ("repetition", {"max_penalty": -1.0}, "max_penalty = -1: give at least 0"),
-        ("repetition", {"max_penalty": float("nan")}, "max_penalty = nan: give at least 0"),
         ("length", {"target": "many"}, "reward 'length': "),
         ("format_match", {}, "exactly one of the options regex and tags"),
         ("format_match", {"regex": "a", "tags": ["a"]}, "exactly one of the options regex and"),
@@ -97,7 +94,7 @@ def test_signature_decides_the_arguments() -> None:
         ("format_match", {"tags": "answer"}, 'tags = "answer": give a list, ["answer"]'),
         *(
             ("numeric_match", {"tolerance": wrong}, f"tolerance = {wrong:g}: give a number of at l")
-            for wrong in (-0.5, float("nan"), float("inf"))
+            for wrong in (-0.5, float("inf"))
         ),
         ("exact_match", {"normalized": True}, "did you mean 'normalised'?"),
         ("task", {"x": 1}, "unknown option 'x'"),

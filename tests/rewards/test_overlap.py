@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from keel.rewards.calls import PARTS
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.types import Group, KeelError, Prompt
 from tests.data.made import completion
+from tests.platform.processes import eventually
 from tests.rewards.judge_server import JudgeServer, longer, score
 from tests.rewards.made import named
 
@@ -202,7 +203,7 @@ def test_parts_are_asked_before_the_last_group_is_there() -> None:
         for at, group in enumerate(step):
             overlap.add(at, group)
             assert began.wait(WAIT)
-        until(lambda: len(active) == 4)  # all of them wait side by side
+        assert eventually(lambda: len(active) == 4)  # all of them wait side by side
         drawn.set()
         overlap.finish()
     assert active == [0, 1, 2, 3]
@@ -225,13 +226,6 @@ def test_sync_functions_are_called_one_at_a_time() -> None:
     assert len(most) == 12  # six parts of two groups, asked twice each
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 # ---------------------------------------------------------------- what goes wrong
 
 
@@ -251,7 +245,7 @@ def test_failure_ends_the_sampling_and_is_raised() -> None:
         with scorer.overlapping([group.prompt for group in step], 3) as overlap:
             for at in range(3):
                 overlap.add(at, step[at])
-            until(lambda: overlap._error is not None)
+            assert eventually(lambda: overlap._error is not None)
             overlap.add(3, step[3])
             raise AssertionError("it goes on drawing")
 

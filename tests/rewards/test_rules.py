@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keel.graders.formats import repeated_share, units
 from keel.rewards.outputs import Wrong
 from keel.rewards.rules import (
     choice,
@@ -17,6 +18,7 @@ from keel.rewards.rules import (
     numeric_match,
     overlong_penalty,
     place_match,
+    repetition,
 )
 from keel.types import KeelError
 from tests.shared import shared_path
@@ -103,12 +105,6 @@ def test_overlong_is_dapo_equation_13(n: int, budget: int, cache: int) -> None:
     assert got == expected
     assert -1.0 <= got <= 0.0 or cache > budget
     assert overlong_penalty(n + 1, budget, cache) <= got
-
-
-def test_overlong_at_its_edges() -> None:
-    assert [overlong_penalty(n, 100, 20) for n in (0, 80, 81, 90, 100, 101)] == [
-        0.0, 0.0, -0.05, -0.5, -1.0, -1.0,
-    ]  # fmt: skip
 
 
 def test_gsm8k_solutions_are_scored_as_their_labels() -> None:
@@ -215,3 +211,25 @@ def test_a_list_of_numbers_is_read_entry_by_entry() -> None:
     assert extras["extracted"] == ["7", "36", "5"]
     with pytest.raises(KeelError, match="a table of text: name a key of it"):
         exact_match(completions=["8"], answer=[{"text": ["8"]}])
+
+
+# ---------------------------------------------------------------- repetition
+
+
+def test_repetition() -> None:
+    text = "a b c A  b\nC d"  # abc bca cab abc bcd: one of five is a repeat
+    message = [text, [{"role": "assistant", "content": text}], "a b", "", "x x x x", "a b c d"]
+    rewards = repetition(completions=message)
+    assert rewards == pytest.approx([-0.2, -0.2, 0, 0, -0.5, 0], abs=1e-12)
+    assert str(rewards[2]) == "0.0"
+    assert repetition(completions=["x x x x"], n=1, max_penalty=2.0) == [-1.5]
+    assert units("我们 ab，cd我") == ["我", "们", "ab，cd", "我"]
+    assert repetition(completions=["我们我们我们"], n=2) == pytest.approx([-0.6], abs=1e-12)
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=30), st.integers(1, 4))
+def test_repetition_counts_what_came_before(words: list[str], n: int) -> None:
+    grams = [words[at : at + n] for at in range(max(0, len(words) - n + 1))]
+    again = sum(gram in grams[:at] for at, gram in enumerate(grams))
+    expected = again / len(grams) if grams else 0.0
+    assert repeated_share(" ".join(words), n) == pytest.approx(expected, abs=1e-12)

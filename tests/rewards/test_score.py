@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from keel.rewards import Scorer, load_reward
 from keel.rewards.registry import NamedReward
 from keel.types import Completion, Group, KeelError, Message, Prompt, Step
 from tests.data.made import Listed, completion, source
+from tests.platform.processes import run_python
 from tests.rewards import functions
 from tests.rewards.made import named
 
@@ -328,11 +328,9 @@ BAD = {
     "too_few": ("returned 3 rewards for 4 completions", None),
     "one_number": ("returned a float, not a list", None),
     "hangs": ("hangs: no answer within 1 s (in hangs (functions.py:", None),
-    "spins": ("hangs: no answer within 1 s (in spins (functions.py:", None),
     "stubborn_async": ("hangs: no answer within 1 s (in stubborn_async (functions.py:", None),
     "blocking_async": ("hangs: no answer within 1 s (in blocking_async (functions.py:", None),
     "nan_at_two": ("sample 2 (prompt 't/train/0'): nan is not finite", 2),
-    "infinite": ("sample 1 (prompt 't/train/0'): inf is not finite", 1),
     "wordy": ("sample 0 (prompt 't/train/0'): 'good' is a str, not a number", 0),
 }
 
@@ -458,15 +456,8 @@ def test_a_reward_that_hangs_does_not_keep_the_process() -> None:
         "try: scorer([Group(Prompt('p', 'say'), (completion('a'),))], 0)\n"
         "except KeelError as error: print(error)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    printed = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,  # it takes the imports; with a thread that counts it would take ten minutes
-    )
-    assert printed.returncode == 0, printed.stderr
+    # It takes the imports; with a thread that counts it would take ten minutes.
+    printed = run_python(code, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
     assert printed.stdout.startswith("reward 'hangs' at step 0")
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,63 +31,10 @@ from tests.data.made import completion
 from tests.platform.processes import descendants, gone
 from tests.shared import needs_bubblewrap
 
-EVALUATED = (
-    *("countdown", "puzzle24", "simple_integration", "intermediate_integration"),
-    *("polynomial_multiplication", "string_insertion", "spiral_matrix", "binary_matrix"),
-    "n_queens",
-)
-"""Data sets whose scorers hand the answer to `eval` or to sympy's parser."""
-PARSED = (
-    *("complex_arithmetic", "polynomial_equations", "cryptarithm", "game_of_life"),
-    *("graph_color", "group_anagrams", "jugs", "number_sorting", "palindrome_partitioning"),
-    *("pool_matrix", "word_sorting", "arc_agi", "rearc", "bitwise_arithmetic"),
-    *("calendar_arithmetic", "chain_sum", "decimal_arithmetic", "decimal_chain_sum"),
-    *("fraction_simplification", "gsm_symbolic", "number_format", "power_function"),
-    *("prime_factorization", "products", "time_intervals", "rectangle_count", "rubiks_cube"),
-    *("boxnet", "kakurasu", "knight_swap", "rush_hour", "sokoban", "survo", "tower_of_hanoi"),
-    *("tsumego", "advanced_geometry", "quantum_lock", "shortest_path", "propositional_logic"),
-    *("coin_flip", "codeio"),
-)
-"""Data sets whose scorers parse numbers, JSON or moves, or match regular expressions."""
-REACHING = {
-    "system": "__import__('os').system('touch {marker}')",
-    "write": "open('{marker}', 'w')",
-    "spawn": "__import__('subprocess').run(['touch', '{marker}'])",
-    "exec": "__import__('os').execv('/bin/touch', ['touch', '{marker}'])",
-    "posix_spawn": "__import__('os').posix_spawn('/bin/touch', ['touch', '{marker}'], {{}})",
-    "link": "__import__('os').symlink('/', '{marker}')",
-    "folder": "__import__('os').mkdir('{marker}')",
-    "guard": "[setattr(__import__('sys').modules['__main__'].GUARD, 'closed', False)]",
-    "frames": "[f for f in [__import__('sys')._getframe(i) for i in range(9)]]",
-    "subclasses": "().__class__.__base__.__subclasses__()",
-    "ctypes": "__import__('ctypes').CDLL(None).system(b'touch {marker}')",
-    "network": "__import__('socket').create_connection(('127.0.0.1', {port}))",
-    "url": "__import__('urllib.request').request.urlopen('http://127.0.0.1:{port}')",
-    "thread": "__import__('threading').Thread(target=print).start()",
-    "fork": "__import__('os').fork()",
-    "fork bomb": "[__import__('os').fork() for _ in range(9999)]",
-    "kill parent": "__import__('os').kill(__import__('os').getppid(), 9)",
-    "kill all": "__import__('os').kill(-1, 9)",
-    "patch scorer": "setattr(type(__import__('gc').get_objects()[0]), 'score_answer', max)",
-    "patch sympy": "setattr(__import__('sympy'), 'parse_expr', lambda *a, **k: 24)",
-    "patch float": "setattr(__import__('builtins'), 'float', lambda *a: 1.0)",
-    "memory of parent": "open('/proc/%d/mem' % __import__('os').getppid(), 'wb').write(b'x')",
-    "all descriptors": "[__import__('os').write(n, b'\\0'*7+b'?') for n in range(64)]",
-    "exit": "__import__('os')._exit(0)",
-    "exit()": "exit()",
-    "raise": "(_ for _ in ()).throw(SystemExit(1))",
-    "lambda": "(lambda f: f(f))(lambda f: f(f))",
-    "attribute": "x.__class__.__init__.__globals__",
-    "walrus": "(x := open('{marker}', 'w'))",
-    "string": "'{marker}'.__len__()",
-    "symbol": "Symbol('x').__class__.__mro__[-1].__subclasses__()",
-    "lambdify": 'lambdify((), \'__import__("os").system("touch {marker}")\')()',
-    "sympify": 'sympify(\'__import__("os").mkdir("{marker}")\')',
-    "yaml": "!!python/object/apply:os.system ['touch {marker}']",
-    "pickle": "cos\nsystem\n(S'touch {marker}'\ntR.",
-    "template": "{{{{ ''.__class__.__mro__[1].__subclasses__() }}}}",
-}
-"""`marker` and `port` are what they must not reach."""
+TABLE = tomllib.loads(Path(__file__).with_name("hostile.toml").read_text("utf-8"))
+SCORERS: list[str] = [*TABLE["evaluated"], *TABLE["parsed"]]
+"""Data sets whose scorers evaluate or parse the answer."""
+REACHING: dict[str, str] = TABLE["reaching"]
 HEAVY = {
     "power": "9**9**9",
     "tower": "9**9**9**9",
@@ -115,10 +63,6 @@ HEAVY = {
 }
 
 
-def scorers() -> tuple[str, ...]:
-    return (*EVALUATED, *PARSED)
-
-
 @pytest.fixture(scope="module")
 def process() -> GymProcess:
     if not gym_installed():
@@ -128,7 +72,7 @@ def process() -> GymProcess:
 
 @pytest.fixture(scope="module")
 def tasks(process: GymProcess) -> dict[str, GymTask]:
-    return {n: GymTask(PREFIX + n, 0, Presentation(), {}, process) for n in scorers()}
+    return {n: GymTask(PREFIX + n, 0, Presentation(), {}, process) for n in SCORERS}
 
 
 def prompt(task: GymTask) -> Prompt:
@@ -143,7 +87,7 @@ def score(task: GymTask, text: str) -> float:
 
 @pytest.mark.quick("chain_sum")
 @needs_bubblewrap
-@pytest.mark.parametrize("name", scorers())
+@pytest.mark.parametrize("name", SCORERS)
 def test_no_answer_reaches_anything_or_earns(
     name: str, tasks: dict[str, GymTask], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,9 +116,9 @@ def test_no_answer_reaches_anything_or_earns(
 @needs_bubblewrap
 def test_every_data_set_is_compared_or_has_a_fork(process: GymProcess) -> None:
     """Those that are compared in the worker are known by name; all others are forked for."""
-    assert not set(scorers()) & COMPARING
+    assert not set(SCORERS) & COMPARING
     known = set(process.ask(120.0, op="names"))
-    assert {*scorers(), *COMPARING} <= known
+    assert {*SCORERS, *COMPARING} <= known
 
 
 @needs_bubblewrap

@@ -15,29 +15,30 @@ from tests.rewards.judge_server import Asked, Fault, JudgeServer
 
 KEY = "sk-SESAME0123-OPEN4567-89abcdefghij"
 PARTS = tuple(KEY[at : at + 12] for at in range(len(KEY) - 11))
-RECIPE = """
+TINY = """
 extends = "tiny"
 threads = 1
 steps = 2
 evaluation.prompts = 0
 checkpoints.every = 1
-[rollout]
-prompts_per_step = 2
-group_size = 2
-max_tokens = 4
-[rewards]
-timeout = 30.0
+rollout.prompts_per_step = 2
+rollout.group_size = 2
+rollout.max_tokens = 4
+rewards.timeout = 30.0
+"""
+RECIPE = f"""{TINY}
 [[rewards.functions]]
 function = "judge"
 [rewards.functions.options]
 model = "judge-model"
-url = {url!r}
+url = {{url!r}}
 api_key_env = "KEEL_TEST_KEY"
 retries = 0
 timeout = 20.0
 attempts = 1
 rubric = "one to ten"
 """
+CARELESS = f'{TINY}rewards.functions = [{{ function = "tests.safety.test_secrets:careless" }}]'
 
 
 @pytest.fixture
@@ -92,29 +93,22 @@ def test_a_run_that_goes_well(
     check(tmp_path, out + err + caplog.text)
 
 
-FAULTS = {
-    "refused": Fault(status=401, error={"message": f"Incorrect API key provided: {KEY}."}),
-    "a code": Fault(status=400, error={"message": "no", "code": KEY}),
-}
-
-
-@pytest.mark.quick("a code")
-@pytest.mark.parametrize("kind", FAULTS)
 def test_a_run_that_fails(
-    kind: str,
     server: JudgeServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("KEEL_TEST_KEY", KEY)
+    error = {"message": f"Incorrect API key provided: {KEY}.", "code": KEY}
     # The second step's, so that the folder stays.
-    server.fault_of = lambda asked: FAULTS[kind] if len(server.log) > 4 else None
+    refused = Fault(status=401, error=error)
+    server.fault_of = lambda asked: refused if len(server.log) > 4 else None
     assert main(run(tmp_path, server.url)) == 2
     out, err = capfd.readouterr()
     assert err.rstrip().rpartition("\n")[2].startswith("keel: error: ")
-    assert kind == "a code" or "$KEEL_TEST_KEY" in err
-    assert kind == "a code" or "check the key in KEEL_TEST_KEY" in err
+    assert "$KEEL_TEST_KEY" in err
+    assert "check the key in KEEL_TEST_KEY" in err
     check(tmp_path, out + err)
     assert (tmp_path / "run" / "recipe.toml").is_file()
 
@@ -128,16 +122,6 @@ def careless(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 CALLS = {"careless": 0}
-CARELESS = """
-extends = "tiny"
-threads = 1
-steps = 2
-evaluation.prompts = 0
-rollout.prompts_per_step = 2
-rollout.group_size = 2
-rollout.max_tokens = 4
-rewards.functions = [{ function = "tests.safety.test_secrets:careless" }]
-"""
 
 
 def test_a_reward_of_the_users_that_says_its_key(

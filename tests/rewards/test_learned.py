@@ -1,8 +1,10 @@
-"""Scores of a learned outcome model as a reward: the model's own, in order, here or elsewhere."""
+"""Rewards of learned models: scores in order, here or elsewhere; steps, where they end."""
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Iterator
@@ -13,15 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from keel.models.loading import quiet
 from keel.models.reward import Answered
 from keel.rewards import Scorer
+from keel.rewards.learned import _sigmoid, aggregate, on_tokens
 from keel.rewards.registry import NamedReward, RewardContext
-from keel.types import Group, KeelError, Message
-from tests.platform.processes import eventually
-from tests.rewards.learned import group, policy, reward, save_model
+from keel.types import Group, KeelError, Message, Prompt
+from tests.models.test_reading import words_of as words
+from tests.platform.processes import descendants, gone
+from tests.rewards.learned import completion, group, policy, reward, save_model
 from tests.rewards.made import flat
 
 SAME = 1e-5
@@ -203,21 +207,9 @@ def worker_of(named: NamedReward) -> int:
     return int(named.function.model.child.child.pid)  # type: ignore[union-attr]
 
 
-def lives(pid: int) -> bool:
-    """Whether there is such a process, which is no zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def address_space(pid: int) -> str:
+def address_space(pid: int) -> int:
     """The soft limit of a process."""
-    for line in Path(f"/proc/{pid}/limits").read_text().splitlines():
-        if line.startswith("Max address space"):
-            return line.split()[3]
-    raise AssertionError("no such limit")
+    return resource.prlimit(pid, resource.RLIMIT_AS)[0]
 
 
 @pytest.mark.slow
@@ -232,10 +224,11 @@ def test_own_process_gives_the_same_scores_and_ends(
     turned = flat(scorer(two_groups[::-1], 1))
     assert turned == pytest.approx([*here[6:], *here[:6]], abs=SAME)
     assert worker_of(elsewhere) == pid != os.getpid()  # and keeps the model
-    assert address_space(pid) == "unlimited"  # memory_mb is 0 unless given
-    assert lives(pid)
+    assert address_space(pid) == resource.RLIM_INFINITY  # memory_mb is 0 unless given
+    (worker,) = (one for one in descendants(os.getpid()) if one.pid == pid)
+    assert worker.lives
     scorer.close()
-    assert eventually(lambda: not lives(pid))
+    assert gone({worker}) == set()
     with pytest.raises(KeelError, match="the child process is closed"):
         scorer(two_groups, 2)
 
@@ -249,7 +242,7 @@ def test_errors_of_the_own_process_are_reported(tmp_path: Path, around: RewardCo
     with pytest.raises(KeelError, match="2 labels, so it is not an outcome reward model"):
         scorer(groups, 0)
     pid = worker_of(named)
-    assert address_space(pid) == "20000000000"
+    assert address_space(pid) == 20_000_000_000
     shutil.rmtree(tmp_path)
     save_model(tmp_path, "outcome", context=16)
     assert None not in flat(scorer(groups, 1))
@@ -273,3 +266,108 @@ def test_own_process_that_takes_too_long_is_ended(
         scorer(two_groups, 0)
     assert named.function.model.child.child.ended()  # type: ignore[union-attr]
     scorer.close()
+
+
+# ---------------------------------------------------------------- steps
+
+ANSWERS = ["1+1\n=2\n2", "", "aa bb", "a\n\nb\n", "\n1+1\n=2"]
+STEPS = [["1+1\n", "=2\n", "2"], [], ["aa bb"], ["a\n\n", "b\n"], ["\n1+1\n", "=2"]]
+
+
+@pytest.fixture(scope="module")
+def stepwise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("process")
+    save_model(made, "process")
+    return made
+
+
+def process(stepwise: Path, around: RewardContext, **options: Any) -> NamedReward:
+    return reward("process", around, options={"model": str(stepwise), **options})
+
+
+def plain_steps(stepwise: Path, prompt: str, steps: list[str]) -> list[float]:
+    """P(right) at the last token of each step by plain transformers; the last is the end."""
+    tokenizer = policy().tokenizer
+    with quiet():
+        model = AutoModelForTokenClassification.from_pretrained(stepwise).eval()
+    ids = tokenizer(prompt)["input_ids"]
+    ends = []
+    for step in steps:
+        ids = [*ids, *tokenizer(step)["input_ids"]]
+        ends.append(len(ids) - 1)
+    ids.append(tokenizer.eos_token_id)
+    ends[-1] += 1
+    with torch.no_grad():
+        right = model(input_ids=torch.tensor([ids])).logits[0].softmax(-1)[:, 1]
+    return [float(right[end]) for end in ends]
+
+
+def test_each_step_gets_its_probability_where_it_ends(
+    stepwise: Path, around: RewardContext
+) -> None:
+    scored = Scorer([process(stepwise, around)])([group(around.tokenizer, "1+1=", ANSWERS)], 0)
+    # Of letters, and an end of sequence: "1+1\n=2\n2" is nine tokens.
+    ends = [[3, 6, 8], [0], [5], [2, 5], [4, 7]]
+    for result, steps, places in zip(scored.results[0], STEPS, ends, strict=True):
+        assert [step.end for step in result.steps] == places
+        right = plain_steps(stepwise, "1+1=", steps) if steps else [0.0]
+        assert [step.reward for step in result.steps] == pytest.approx(right, abs=SAME)
+        assert result.reward == pytest.approx(sum(right), abs=SAME)
+    spread = [step.reward for result in scored.results[0] for step in result.steps]
+    assert len({round(x, 3) for x in spread}) == 9  # the model tells all of them apart
+
+
+@pytest.mark.parametrize("how", ["min", "last", "product", "mean"])
+def test_an_aggregate_is_one_number(how: Any, stepwise: Path, around: RewardContext) -> None:
+    named = process(stepwise, RewardContext(), aggregate=how)  # no tokens of a policy needed
+    scored = Scorer([named])([group(around.tokenizer, "1+1=", ANSWERS)], 0)
+    expected = [aggregate(plain_steps(stepwise, "1+1=", s), how) if s else 0.0 for s in STEPS]
+    assert flat(scored) == pytest.approx(expected, abs=SAME)
+    assert all(result.steps == () for result in scored.results[0])
+
+
+def test_the_policys_tokens_need_not_be_the_models(stepwise: Path) -> None:
+    """Steps end where the policy's tokens do: here bytes, with no end of sequence after."""
+    bytewise = policy(tokenizer="bytes").tokenizer
+    named = process(stepwise, RewardContext(tokenizer=bytewise))
+    made = Group(Prompt("p", "1+1="), (completion(bytewise, "1+1\n=2\n2", end=False),))
+    (result,) = Scorer([named])([made], 0).results[0]
+    assert [step.end for step in result.steps] == [3, 6, 7]
+    assert [step.reward for step in result.steps] == pytest.approx(
+        plain_steps(stepwise, "1+1=", STEPS[0]), abs=SAME
+    )
+
+
+def test_an_unknown_aggregate_and_a_missing_policy(stepwise: Path, around: RewardContext) -> None:
+    says = "reward 'process': aggregate = 'max': input should be 'steps', 'min', 'last'"
+    with pytest.raises(KeelError, match=says):
+        process(stepwise, around, aggregate="max")
+    with pytest.raises(KeelError, match="tokens of a policy, and there is none"):
+        process(stepwise, RewardContext())
+
+
+def test_steps_are_not_normalised_here(stepwise: Path, around: RewardContext) -> None:
+    named = reward("process", around, options={"model": str(stepwise)}, normalise="group")
+    with pytest.raises(KeelError, match="process_group_relative normalises steps itself"):
+        Scorer([named])([group(around.tokenizer, "1+1=", ANSWERS)], 0)
+    # One number an answer may be.
+    options = {"model": str(stepwise), "aggregate": "min"}
+    named = reward("process", around, options=options, normalise="group")
+    scored = flat(Scorer([named])([group(around.tokenizer, "1+1=", ANSWERS)], 0))
+    assert sum(x for x in scored if x is not None) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_two_steps_in_one_token_are_refused() -> None:
+    """Tokens here are words, and the blank before a word comes with the word."""
+    made = words()
+    text = "hi you slow hi"
+    assert on_tokens(made, [7, 8, 9, 7], text, "you ", [0.5, 0.75]) == [(2, 0.5), (3, 0.75)]
+    with pytest.raises(KeelError, match=r"two steps of 'hi you slow hi' end in one token.*'slow '"):
+        on_tokens(made, [7, 8, 9, 7], text, "slow ", [0.5, 0.75])
+
+
+@pytest.mark.parametrize("z", [0.0, 1.5, -1.5, 800.0, -800.0])
+def test_a_sigmoid_of_any_size(z: float) -> None:
+    expected = 0.0 if z < -700 else 1 / (1 + math.exp(-z))
+    # Two ways of writing it differ in the last bit.
+    assert _sigmoid(z) == pytest.approx(expected, rel=1e-15)

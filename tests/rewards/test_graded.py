@@ -4,40 +4,18 @@ import builtins
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from keel.config.sources import RewardSource
-from keel.graders.formats import repeated_share, units
 from keel.rewards import graded
 from keel.rewards.graded import language_of, language_share, prose
 from keel.rewards.outputs import Wrong
 from keel.rewards.registry import load_reward
-from keel.rewards.rules import repetition
 from keel.types import KeelError
+from tests.shared import needs_bubblewrap
 
 ENGLISH = "First we add the two numbers, and then we look at what is left of them."
 GERMAN = "Zuerst zählen wir die beiden Zahlen zusammen und sehen dann, was übrig bleibt."
 CHINESE = "首先我们把两个数字加起来，然后看看还剩下什么。"
-
-
-def test_repetition() -> None:
-    text = "a b c A  b\nC d"  # abc bca cab abc bcd: one of five is a repeat
-    message = [text, [{"role": "assistant", "content": text}], "a b", "", "x x x x", "a b c d"]
-    rewards = repetition(completions=message)
-    assert rewards == pytest.approx([-0.2, -0.2, 0, 0, -0.5, 0], abs=1e-12)
-    assert str(rewards[2]) == "0.0"
-    assert repetition(completions=["x x x x"], n=1, max_penalty=2.0) == [-1.5]
-    assert units("我们 ab，cd我") == ["我", "们", "ab，cd", "我"]
-    assert repetition(completions=["我们我们我们"], n=2) == pytest.approx([-0.6], abs=1e-12)
-
-
-@given(st.lists(st.sampled_from("abcd"), max_size=30), st.integers(1, 4))
-def test_repetition_counts_what_came_before(words: list[str], n: int) -> None:
-    grams = [words[at : at + n] for at in range(max(0, len(words) - n + 1))]
-    again = sum(gram in grams[:at] for at, gram in enumerate(grams))
-    expected = again / len(grams) if grams else 0.0
-    assert repeated_share(" ".join(words), n) == pytest.approx(expected, abs=1e-12)
 
 
 def test_languages() -> None:
@@ -175,3 +153,65 @@ def test_without_lingua_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(KeelError, match=r"reward 'language': .*pip install 'keel-rl\[language\]'"):
         load_reward(RewardSource(function="language", options={"wanted": "en"}))
+
+
+# ---------------------------------------------------------------- mathematics
+
+
+@needs_bubblewrap
+def test_the_reward_of_mathematics() -> None:
+    pytest.importorskip("math_verify")
+    reward = load_reward(RewardSource(function="math", options={"timeout": 300.0}))
+    assert (reward.required, reward.optional) == (
+        ("completions", "answer"),
+        ("prompts", "openings", "log_summary", "log_extra"),
+    )
+    logged: dict[str, float] = {}
+    extras: dict[str, object] = {}
+    texts = ["it is $1/2$", "0.25", "1/2", "what?"]
+    message = [[{"role": "assistant", "content": text}] for text in texts]
+    gold = [r"\frac{1}{2}", 0.5, None, "0.5"]
+    assert reward.function is not None
+    for completions in (texts, message):
+        values = reward.function(
+            completions=completions,
+            answer=gold,
+            log_summary=lambda found, summary: logged.update(summary(found)),
+            log_extra=extras.__setitem__,
+        )
+        assert values == [1, 0, None, 0]
+        assert extras == {"extracted": ["it is $1/2$", "0.25", "1/2", None]}
+    assert logged == {"math/timed_out": 0, "math/died": 0}
+    assert reward.function(completions=["1"], answer=["1"]) == [1]
+    several = [[r"\frac{1}{2}", "2"], ["3", ")("], [None, 0.5]]
+    assert reward.function(completions=["2", "4", "1/2"], answer=several) == [1, 0, 1]
+    reward.function.close()  # type: ignore[attr-defined]
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_tags_timeouts_and_gold_that_cannot_be_read() -> None:
+    pytest.importorskip("math_verify")
+    reward = load_reward(RewardSource(function="math", options={"timeout": 5, "tag": "answer"}))
+    assert reward.function is not None
+    logged: dict[str, float] = {}
+    texts = [
+        "<answer>p - q</answer> 7",
+        "p - q",
+        r"<answer>$p + 9^{9^{9^{9}}}$</answer>",
+        r"<answer>\boxed{p-q}</answer>",
+    ]
+    values = reward.function(
+        completions=texts,
+        answer=["p - q"] * 4,
+        log_summary=lambda found, summary: logged.update(summary(found)),
+    )
+    assert values == [1, 0, 0, 1]
+    assert sum(logged.values()) == 1  # out of time, or of memory: as fast as the machine is
+    texts = ["<answer>Answer: **3**</answer>", "<answer>it is 3</answer>", "<answer></answer>"]
+    assert reward.function(completions=texts, answer=["3"] * 3) == [1, 1, 0]
+    right, wrong = reward.function(completions=["<answer>1</answer>"] * 2, answer=["1", ")("])
+    assert right == 1
+    assert isinstance(wrong, Wrong)
+    assert wrong.why.startswith("the answer column holds ')(', which cannot be read: use")
+    reward.function.close()  # type: ignore[attr-defined]
