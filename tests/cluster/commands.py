@@ -11,7 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.durability.processes import Keel
 from tests.platform.processes import descendants
+
+Running = Keel | subprocess.Popen[str]
 
 WAIT = 300.0
 """Seconds: Ray alone takes 15 to start, and each of its processes imports torch."""
@@ -35,7 +38,7 @@ def keel(*words: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def finished(run: subprocess.Popen[str], seconds: float = WAIT) -> str:
+def finished(run: Running, seconds: float = WAIT) -> str:
     """Wait for the end of a run that is to be without error; what it printed."""
     printed = run.communicate(timeout=seconds)[1]
     assert run.returncode == 0, printed
@@ -47,7 +50,7 @@ def steps(folder: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def until_step(run: subprocess.Popen[str], folder: Path, step: int) -> None:
+def until_step(run: Running, folder: Path, step: int) -> None:
     end = time.monotonic() + WAIT
     while steps(folder) < step:
         assert run.poll() is None, run.communicate()
@@ -60,7 +63,7 @@ def workers(kind: str, run: int) -> list[int]:
     return sorted(one.pid for one in descendants(run) if one.command.startswith(f"ray::{kind}"))
 
 
-def kill(run: subprocess.Popen[str], kind: str, number: int = 0) -> int:
+def kill(run: Running, kind: str, number: int = 0) -> int:
     """Kill a process of a kind as soon as there is one; its id."""
     end = time.monotonic() + WAIT
     while len(found := workers(kind, run.pid)) <= number:

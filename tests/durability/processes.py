@@ -32,6 +32,20 @@ class Keel:
         assert self.process.pid is not None
         return self.process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def communicate(self, timeout: float = 60.0) -> tuple[str, str]:
+        """As that of a Popen, so that commands can be waited for alike."""
+        return self.end(timeout)[1:]
+
     def send(self, signum: int) -> None:
         os.kill(self.pid, signum)
 

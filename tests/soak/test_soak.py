@@ -12,7 +12,8 @@ import pytest
 
 from keel.config.load import to_toml
 from keel.runs.reader import load
-from tests.cluster.commands import finished, keel, until_step
+from tests.cluster.commands import finished, until_step
+from tests.durability.processes import start
 from tests.soak.cases import CASES
 from tests.soak.killing import Instant, differences, killed, whole
 
@@ -87,10 +88,10 @@ def test_killed_and_resumed_on_the_command_line_ends_the_same(case: str, tmp_pat
     file, folder = tmp_path / "recipe.toml", tmp_path / "killed"
     file.write_text(to_toml(recipe))
     whole(recipe, tmp_path / "whole")
-    process = keel("train", file, "--run", folder)
+    process = start(tmp_path, "train", file, "--run", folder)
     until_step(process, folder, 2)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    finished(keel("train", "--resume", "--run", folder))
+    finished(start(tmp_path, "train", "--resume", "--run", folder))
     assert differences(tmp_path / "whole", folder) == []
