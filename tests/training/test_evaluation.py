@@ -188,33 +188,32 @@ def test_an_answer_without_a_value_is_wrong(tmp_path: Path) -> None:
     assert (result["n"], result["mean"], "unjudged" in result) == (8, 1 / 8, False)
 
 
-def test_correctness_reward_is_evaluated_although_not_first(tmp_path: Path, mine: str) -> None:
-    functions = (
-        f"rewards.functions=[{{function='{mine}:half'}}, "
-        f"{{function='{mine}:sure', correctness=true}}]"
-    )
-    folder = run(tmp_path / "run", functions, "steps=1", "evaluation.samples=2")
-    result = numbers_of(folder)
-    assert (result["measure"], result["mean"], result["pass@2"]["mean"]) == ("pass@1", 1.0, 1.0)
-    assert metrics(folder)[-1]["eval/pass@1"] == 1.0
-    named = run(tmp_path / "named", functions, "steps=1", "evaluation.component=half")
-    assert (numbers_of(named)["measure"], numbers_of(named)["mean"]) == ("reward", 0.5)
+FUNCTIONS = "rewards.functions=[{function='MINE:half'}, {function='MINE:sure', correctness=true}]"
 
 
 @pytest.mark.parametrize(
-    ("made", "measure", "mean"), [("plain", "reward", 2.0), ("declared", "pass@1", 1.0)]
+    ("keys", "measure", "mean"),
+    [
+        ((FUNCTIONS,), "pass@1", 1.0),
+        ((FUNCTIONS, "evaluation.component=half"), "reward", 0.5),
+        (("tasks=[{name='MINE:plain'}]", "rewards.functions=[]"), "reward", 2.0),
+        (("tasks=[{name='MINE:declared'}]", "rewards.functions=[]"), "pass@1", 1.0),
+    ],
 )
-def test_task_score_is_correctness_if_declared(
-    made: str, measure: str, mean: float, tmp_path: Path, mine: str
+def test_measure_is_correctness_only_if_declared(
+    keys: tuple[str, ...], measure: str, mean: float, tmp_path: Path, mine: str
 ) -> None:
-    folder = run(
-        tmp_path / "run", f"tasks=[{{name='{mine}:{made}'}}]", "rewards.functions=[]", "steps=1"
-    )
+    """Whether it is the first reward or not; the task's score likewise."""
+    keys = tuple(key.replace("MINE", mine) for key in keys)
+    folder = run(tmp_path / "run", *keys, "steps=1", "evaluation.samples=2")
     result = numbers_of(folder)
     assert (result["measure"], result["mean"]) == (measure, mean)
     passed = {"pass@1": True, "reward": None}[measure]
-    examples = info(folder)["examples"]["rl"]["after"]
-    assert {one["passed"] for one in examples} == {passed}
+    assert {one["passed"] for one in info(folder)["examples"]["rl"]["after"]} == {passed}
+    assert metrics(folder)[-1][f"eval/{measure}"] == mean
+    pass_at_2 = {"pass@1": {"mean": 1.0}, "reward": {}}[measure]
+    assert pass_at_2.items() <= result.get("pass@2", {}).items()
+    assert ("pass@2" in result) == bool(pass_at_2)
 
 
 # ---------------------------------------------------------------- what was trained on, or chosen by

@@ -29,6 +29,7 @@ from tests.training.small import small
 from tests.training.test_resume import damage as tear
 
 CALLS = {"surrogate": 0}
+COUNTED = "algorithm.surrogate={kind='custom', function='tests.training.test_faults:counted'}"
 SPOILED = "algorithm.surrogate={kind='custom', function='tests.training.test_faults:spoiled'}"
 DENSE = "rewards.functions=[{function='place_match'}]"
 EVERY = ("checkpoints.every=1", "optimizer.learning_rate=1e-3", DENSE)
@@ -46,18 +47,30 @@ def spoiled(log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor) -> Tens
     return out
 
 
-SPOIL: dict[str, Any] = {"when": lambda _: False, "alone": lambda _: False, "first": False}
+SPOIL: dict[str, Any] = {"when": lambda _: False, "alone": lambda _: False, "call": None}
+
+
+def counted(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
+    """NaN in the calls that `SPOIL` selects by their number."""
+    CALLS["surrogate"] += 1
+    out = log_ratio_N.exp() * advantage_N
+    return out * math.nan if SPOIL["call"](CALLS["surrogate"]) else out
 
 
 def rows(folder: RunFolder) -> list[dict[str, Any]]:
     return load(folder.path).metrics()
 
 
-@pytest.fixture
-def sizes(tmp_path: Path) -> list[int]:
-    """The tokens of each step's batch, in a run without errors."""
-    folder = train(small(*EVERY, SPOILED), tmp_path / "sound")
-    found = [sum(len(r["tokens"]) for r in load(folder.path).rollouts(n)) for n in (1, 2, 3, 4)]
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run without errors."""
+    return train(small(*EVERY, SPOILED), tmp_path_factory.mktemp("faults") / "sound")
+
+
+@pytest.fixture(scope="module")
+def sizes(sound: RunFolder) -> list[int]:
+    """The tokens of each step's batch."""
+    found = [sum(len(r["tokens"]) for r in load(sound.path).rollouts(n)) for n in (1, 2, 3, 4)]
     assert len(set(found)) == 4, "steps must differ for the test to tell them apart"
     return found
 
@@ -68,7 +81,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *tokens: int) -> None:
 
 
 def test_non_finite_step_stops_the_run_which_resumes_exactly(
-    sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sound: RunFolder, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, sizes[2])
     monkeypatch.setitem(SPOIL, "alone", lambda lengths_S: True)
@@ -90,7 +103,7 @@ def test_non_finite_step_stops_the_run_which_resumes_exactly(
     assert load(folder.path).checkpoints()[-1].place.step == 2
     spoil(monkeypatch)
     train(None, folder.path, resume=True)
-    found = differences(tmp_path / "sound", folder.path)
+    found = differences(sound.path, folder.path)
     assert all("only in run: faults" in line for line in found), found
 
 
@@ -123,21 +136,14 @@ def test_skipped_steps_are_counted_and_resume_exactly(
 def test_only_the_non_finite_minibatch_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = (*EVERY, SPOILED, 'on_nonfinite="skip"', "minibatches=2", "steps=1")
-    monkeypatch.setattr("tests.training.test_faults.spoiled", _first_half)
+    keys = (*EVERY, COUNTED, 'on_nonfinite="skip"', "minibatches=2", "steps=1")
+    monkeypatch.setitem(SPOIL, "call", lambda number: number == 1)
     CALLS["surrogate"] = 0
     folder = train(small(*keys), tmp_path / "run")
     (row,) = rows(folder)
     assert row["steps_skipped"] == 1
     assert math.isfinite(row["loss"])
     assert [p.name for p in folder.faults.iterdir()] == ["rl-step-000001-0"]
-
-
-def _first_half(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
-    """NaN the first time it is called."""
-    CALLS["surrogate"] += 1
-    out = log_ratio_N.exp() * advantage_N
-    return out * math.nan if CALLS["surrogate"] == 1 else out
 
 
 def stage_of(folder: Path, **keys: Any) -> Mapping[str, Any]:
@@ -195,16 +201,8 @@ def test_skipped_step_of_reward_model_and_dpo_stages(
     assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
 
 
-def hopeless(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
-    """NaN in every call; after the first one where `SPOIL` has `first`."""
-    CALLS["surrogate"] += 1
-    sound = SPOIL["first"] and CALLS["surrogate"] == 1
-    out = log_ratio_N.exp() * advantage_N
-    return out if sound else out * math.nan
-
-
 HOPELESS = (
-    "algorithm.surrogate={kind='custom', function='tests.training.test_faults:hopeless'}",
+    COUNTED,
     'on_nonfinite="skip"',
     "epochs=10",
     "steps=3",
@@ -216,7 +214,7 @@ HOPELESS = (
 def test_too_many_skipped_steps_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(SPOIL, "first", False)
+    monkeypatch.setitem(SPOIL, "call", lambda number: True)
     names = [f"rl-step-000001-{n}" for n in range(8)]
     for resume in (False, True):
         with pytest.raises(
@@ -235,7 +233,7 @@ def test_too_many_skipped_steps_stop_the_run(
 
 
 def test_run_goes_on_if_a_step_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SPOIL, "first", True)
+    monkeypatch.setitem(SPOIL, "call", lambda number: number > 1)
     CALLS["surrogate"] = 0
     folder = train(small(*HOPELESS), tmp_path / "run")
     assert [row["steps_skipped"] for row in rows(folder)] == [9, 19, 29]

@@ -20,7 +20,7 @@ from keel.platform.signals import Interrupted
 from keel.platform.time_limit import raise_if_cancelled
 from keel.runs.reader import load
 from keel.training import rl
-from keel.training.rollout import Pending, RolloutPrefetcher, Rollouts, Sample, Ticket, as_kept
+from keel.training.rollout import RolloutPrefetcher, Rollouts, Sample, Ticket, as_kept
 from keel.training.run import train
 from keel.training.state import PENDING, read_pending, save_pending
 from keel.types import Completion, Group, KeelError, Message, Prompt, RewardResult, Sampling
@@ -148,57 +148,40 @@ def test_resume_without_async_level_uses_saved_rollouts(tmp_path: Path) -> None:
     assert not (folder.checkpoint(0, 3) / PENDING).exists()
 
 
-def written(folder: Path, keys: dict[str, Any]) -> Pending:
-    """Rollouts of which a user chose the keys, as a checkpoint will have them."""
-    prompt = Prompt("p", ({"role": "user", **keys},), task="t", tokens=(1,))
-    rollouts = Rollouts((Group(prompt, ()),), ((),), extras={"seen": [keys]})
-    return {1: as_kept(rollouts)}
-
-
-def test_saved_rollouts_keep_user_keys_and_turns(tmp_path: Path) -> None:
+def test_saved_rollouts_are_read_as_they_were(tmp_path: Path) -> None:
+    """With keys that a user chose, tools, the order of keys, and what was said in each turn."""
     keys = {"$type": "tuple", "items": [1]}
-    save_pending(tmp_path, written(tmp_path, keys))
-    again = read_pending(tmp_path)[1]
-    assert again.extras == {"seen": [keys]}
-    assert again.groups[0].prompt.content == [{"role": "user", **keys}]
+    call = {"function": {"name": "f", "arguments": {"z": 1, "a": None}}}
+    messages: tuple[Message, ...] = (
+        {"role": "user", "content": "x", **keys},  # type: ignore[typeddict-unknown-key]
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    )
     words = (("assistant", "go"), ("environment", "no, 12"), ("assistant", ""))
-    turns = tuple(Message(role=role, content=text) for role, text in words)
     completion = Completion(
         tokens=np.array([5, 6]),
         log_probs=np.zeros(2, dtype=np.float32),
         written=np.array([True, False]),
         finish="eos",
         text="go",
-        turns=turns,
+        turns=tuple(Message(role=role, content=text) for role, text in words),
     )
-    group = Group(Prompt("p", "x", {}, "t", (5,)), (completion,))
-    both = {step: Rollouts((group,), ((RewardResult(0.0),),)) for step in (1, 2)}
-    save_pending(tmp_path, both)
-    found = read_pending(tmp_path)
-    assert list(found) == [1, 2]
-    assert found[1].groups[0].completions[0].turns == turns
-    assert found[1].groups[0].completions[0].transcript == "gono, 12"
-
-
-def test_saved_prompts_keep_tools_and_the_order_of_keys(tmp_path: Path) -> None:
-    call = {"function": {"name": "f", "arguments": {"z": 1, "a": None}}}
-    turns: tuple[Message, ...] = (
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "tool_calls": [call], "reasoning_content": "hm"},
-        {"role": "tool", "tool_call_id": "c", "content": "7"},
+    tools = ({"name": "f", "description": "d"},)
+    prompt = Prompt("p", messages, {}, "t", (5,), tools=tools)
+    made = Rollouts(
+        (Group(prompt, (completion,)),), ((RewardResult(0.0),),), extras={"seen": [keys]}
     )
-    prompt = Prompt("p", turns, task="t", tokens=(1,), tools=({"name": "f", "description": "d"},))
-    kept = as_kept(Rollouts((Group(prompt, ()),), ((),)))
-    save_pending(tmp_path, {1: kept})
-    again = read_pending(tmp_path)[1]
-    for found in (kept.groups[0].prompt, again.groups[0].prompt):
-        assert json.dumps(found.content) == json.dumps(turns)
-        assert found.tools == prompt.tools
-        assert json.dumps(found.tools[0]) == json.dumps(prompt.tools[0])
-
-
-def test_saved_rollouts_of_another_version_are_refused(tmp_path: Path) -> None:
-    save_pending(tmp_path, written(tmp_path, {}))
+    kept = {step: as_kept(made) for step in (1, 2)}
+    save_pending(tmp_path, kept)
+    again = read_pending(tmp_path)
+    assert list(again) == [1, 2]
+    for rollouts in (kept[1], again[1]):
+        (group,) = rollouts.groups
+        assert json.dumps(group.prompt.content) == json.dumps(messages)
+        assert json.dumps(group.prompt.tools) == json.dumps(tools)
+        assert group.completions[0].turns == completion.turns
+        assert group.completions[0].transcript == "gono, 12"
+        assert rollouts.extras == {"seen": [keys]}
     path = tmp_path / PENDING
     path.write_text(path.read_text().replace('"columns"', '"surplus"'))
     with pytest.raises(KeelError, match=r"another version of Keel .*surplus.*resume with that"):
@@ -225,8 +208,7 @@ def test_failure_ahead_stops_the_run_before_the_step_is_saved(tmp_path: Path) ->
     assert run.checkpoints()[-1].place.step == 1
 
 
-@pytest.mark.parametrize("overlap", ["false", "true"])
-@pytest.mark.parametrize("awaited", [False, True])
+@pytest.mark.parametrize(("awaited", "overlap"), [(False, "true"), (True, "false")])
 def test_failure_of_the_update_cancels_rewards_ahead(
     awaited: bool, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

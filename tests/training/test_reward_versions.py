@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from keel.cli.train import show
 from keel.config.judging import JudgingStage
 from keel.config.load import load_recipe
 from keel.data.preferences import read_pairs
@@ -122,6 +124,20 @@ def test_rewards_carry_the_version_and_every_version_is_measured(folder: RunFold
     stages = [stage for stage in made.stages if isinstance(stage, JudgingStage)]
     assert [stage.name for stage in versions(made, stages[2])] == found["versions"]
     assert [is_newest(made, stage) for stage in stages] == [False, False, True]
+
+
+def test_each_stage_has_its_own_evaluation(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, rounds = info(folder), ("grpo-1", "grpo-2")
+    for name in rounds:
+        assert found["evaluation"].pop(name).keys() == {"before", "after"}
+    assert found["evaluation"] == {}
+    assert found["examples"].keys() == set(rounds)
+    show(Console(), folder)
+    message = capsys.readouterr().out
+    heads = [message.index(f"\n{when} {name}:") for name in rounds for when in ("before", "after")]
+    assert heads == sorted(heads)
 
 
 def test_each_round_begins_with_the_reference_set_to_the_policy(folder: RunFolder) -> None:

@@ -14,10 +14,9 @@ from keel.rewards.scorer import Scorer
 from keel.runs.reader import load
 from keel.training.rl import minibatches
 from keel.training.rollout import all_alike
-from keel.training.run import train
 from keel.types import Completion, Group, Prompt, RewardResult, Step
 from tests.rewards.made import named
-from tests.training.small import info, run, small
+from tests.training.small import run, small
 
 BOTH = (
     "rewards.functions=[{function='tests.training.rewards:digits_in_order'}, "
@@ -91,42 +90,3 @@ def test_weights_count_sequences_left_out_of_the_loss(kind: str) -> None:
     part = chosen.batch
     assert part.weight_N.tolist() == whole.batch.weight_N[2:5].tolist()
     assert (part.token_weight, part.metric_weight) == (1 / 12, 1 / 3)
-
-
-TWO = {
-    "model": {"build": {"alphabet": "0123456789> ", "hidden_size": 16, "layers": 1, "heads": 2}},
-    "threads": 1,
-    "stages": [
-        {
-            "stage": "rl", "name": name, "steps": 1, "algorithm": "grpo",
-            "tasks": [{"name": "sort_digits"}], "evaluation": {"prompts": 4},
-            "rewards": {"functions": [{"function": "place_match"}]},
-            "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 4},
-            "optimizer": {"learning_rate": rate},
-        }
-        for name, rate in (("first", 0.1), ("second", 0.1))
-    ],
-}  # fmt: skip
-
-
-def test_each_stage_has_its_own_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from keel.cli.train import show
-    from keel.config.load import load_recipe
-
-    folder = train(load_recipe(TWO), tmp_path / "run")
-    found = info(folder)
-    assert {k: set(v) for k, v in found["evaluation"].items()} == {
-        "first": {"before", "after"},
-        "second": {"before", "after"},
-    }
-    assert found["evaluation"]["first"]["after"] == found["evaluation"]["second"]["before"]
-    assert found["examples"].keys() == {"first", "second"}
-    from rich.console import Console
-
-    show(Console(), folder)
-    message = capsys.readouterr().out
-    heads = [message.index(f"\n{when} {name}:") for name in ("first", "second")
-             for when in ("before", "after")]  # fmt: skip
-    assert heads == sorted(heads)
