@@ -183,7 +183,7 @@ def _stored(folder: Path) -> Recipe:
 
 # ---------------------------------------------------------------- learning from rows
 
-TASK: dict[str, Any] = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
+TASK = judged.TASK
 ROWS: dict[str, Any] = {
     "steps": 4,
     "batch_size": 7,
@@ -192,15 +192,7 @@ ROWS: dict[str, Any] = {
 }
 """Seven rows of the 24 a step: the last one runs over the end of an epoch."""
 ADAPTER: dict[str, Any] = {"base": {"lora": {"rank": 4}}}
-SAMPLED: dict[str, Any] = {
-    "tasks": [TASK],
-    "rewards": {"functions": [{"function": "place_match"}]},
-    "train": 24,
-    "validation": 8,
-    "group_size": 4,
-    "max_tokens": 5,
-    "noise": 0.1,
-}
+SAMPLED = judged.sampled(24, 8, group_size=4, noise=0.1)
 IMITATE: dict[str, Any] = {
     "stage": "sft",
     "steps": 3,

@@ -26,6 +26,9 @@ MODEL: dict[str, Any] = {
 }
 
 
+TASK: dict[str, Any] = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
+
+
 def recipe(*stages: Mapping[str, Any], seed: int = 0, **model: Any) -> Recipe:
     """A recipe of these stages on a model of two layers of width 32."""
     data = {
@@ -36,6 +39,18 @@ def recipe(*stages: Mapping[str, Any], seed: int = 0, **model: Any) -> Recipe:
         "stages": [{"checkpoints": {"every": 1000}, **stage} for stage in stages],
     }
     return load_recipe(data)
+
+
+def sampled(train: int, validation: int, **keys: Any) -> dict[str, Any]:
+    """The `sampled` of a stage: answers to prompts of `TASK`, each judged by its digits."""
+    return {
+        "tasks": [TASK],
+        "rewards": {"functions": [{"function": "place_match"}]},
+        "train": train,
+        "validation": validation,
+        "max_tokens": 5,
+        **keys,
+    }
 
 
 def write(path: Path, rows: Rows) -> str:

@@ -24,7 +24,7 @@ from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from tests.soak.killing import differences
-from tests.training.judged import data, ones, recipe
+from tests.training.judged import data, ones, recipe, sampled
 from tests.training.small import small
 from tests.training.test_resume import damage as tear
 
@@ -375,14 +375,7 @@ def test_engine_failure_in_sampled_data_names_its_keys(
         "keel.training.rollout.time_limit",
         lambda name, seconds, hint, **keys: time_limit(name, 0.5, hint, **keys),
     )
-    sampled = {
-        "tasks": [{"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}],
-        "rewards": {"functions": [{"function": "place_match"}]},
-        "train": 8,
-        "validation": 4,
-        "max_tokens": 5,
-    }
     with pytest.raises(KeelError) as caught:
-        train(recipe({"stage": "reward_model", "sampled": sampled}), tmp_path / "run")
+        train(recipe({"stage": "reward_model", "sampled": sampled(8, 4)}), tmp_path / "run")
     assert "lower reward_model.sampled.max_tokens" in str(caught.value)
     assert "rollout." not in str(caught.value)

@@ -16,18 +16,10 @@ from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.judging import is_newest, rows_of, versions, with_replay
 from keel.training.run import train
-from tests.training.judged import MODEL, data, ones, recipe
+from tests.training.judged import MODEL, TASK, data, ones, recipe, sampled
 from tests.training.small import info
 
-TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
-SAMPLED: dict[str, Any] = {
-    "tasks": [TASK],
-    "rewards": {"functions": [{"function": "place_match"}]},
-    "train": 40,
-    "validation": 10,
-    "group_size": 4,
-    "max_tokens": 5,
-}
+SAMPLED = sampled(40, 10, group_size=4)
 BRIEF: dict[str, Any] = {"steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
 
 

@@ -23,17 +23,9 @@ from keel.training.judged_data import sampled_labels, sampled_pairs, sampled_ste
 from keel.training.run import train
 from keel.types import Completion, Group, Message, Prompt, RewardResult, Split, Step
 from tests.data.made import completion
-from tests.training.judged import recipe
+from tests.training.judged import TASK, recipe, sampled
 
-TASK = {"name": "sort_digits", "options": {"min_digits": 3, "max_digits": 4}}
-SAMPLED: dict[str, Any] = {
-    "tasks": [TASK],
-    "rewards": {"functions": [{"function": "place_match"}]},
-    "train": 60,
-    "validation": 20,
-    "group_size": 5,
-    "max_tokens": 5,
-}
+SAMPLED = sampled(60, 20, group_size=5)
 BRIEF: dict[str, Any] = {"steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
 CHAT = "{% for m in messages %}{{ m['content'] }}>{% endfor %}{% if marked %}999{% endif %}"
 
