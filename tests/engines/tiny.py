@@ -31,27 +31,23 @@ COMMON: dict[str, Any] = {
 }
 HEADS = {"head_dim": 8}
 EXPERTS = {"num_experts_per_tok": 2}
-ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+SLIDING, FULL = "sliding_attention", "full_attention"
+ALTERNATING = {"sliding_window": 3, "layer_types": [SLIDING, FULL, SLIDING]}
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": COMMON,
-    "qwen2": COMMON,
-    "qwen3": COMMON | HEADS,
-    "gpt2": COMMON | {"n_inner": 48},
-    "mistral": COMMON | HEADS | {"sliding_window": 3},
-    "gemma2": COMMON | HEADS | {"sliding_window": 3, "query_pre_attn_scalar": 8},
-    "gemma3_text": COMMON
-    | HEADS
-    | {"sliding_window": 3, "query_pre_attn_scalar": 8, "layer_types": ALTERNATING},
-    "gpt_oss": COMMON
-    | HEADS
-    | EXPERTS
-    | {"num_local_experts": 4, "sliding_window": 3, "layer_types": ALTERNATING},
-    "phi3": COMMON | {"sliding_window": 4},
-    "olmo2": COMMON,
-    "gpt_neox": COMMON,
-    "opt": COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "qwen3_moe": COMMON | HEADS | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16},
+    "llama": {},
+    "qwen2": {},
+    "qwen3": HEADS,
+    "gpt2": {"n_inner": 48},
+    "mistral": {**HEADS, "sliding_window": 3},
+    "gemma2": {**HEADS, "sliding_window": 3, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**HEADS, **ALTERNATING, "query_pre_attn_scalar": 8},
+    "gpt_oss": {**HEADS, **EXPERTS, **ALTERNATING, "num_local_experts": 4},
+    "phi3": {"sliding_window": 4},
+    "olmo2": {},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "qwen3_moe": {**HEADS, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 16},
 }
 
 
@@ -60,7 +56,7 @@ def tiny(
 ) -> PreTrainedModel:
     """A model with random weights and transformers' plain attention, in evaluation mode."""
     torch.manual_seed(seed)
-    config = CONFIG_MAPPING[family](**(FAMILIES[family] | options))
+    config = CONFIG_MAPPING[family](**COMMON | FAMILIES[family] | options)
     if family == "gpt_oss":
         config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
     config._attn_implementation = "eager"

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from keel.config.model import Lora, Model
 from keel.models.build import build_config
+from keel.models.families import states_at
 from keel.models.loading import quiet
 from keel.models.packed import pack
 from keel.models.policy import Policy
@@ -222,8 +223,6 @@ def test_the_backbone_starts_as_the_policy_is_now(kind: Kind, rank: int, family:
 
 def states(parent: Policy, model: Any) -> Tensor:
     """The last hidden states of the rows under the policy's own tokenizer."""
-    from keel.models.families import states_at
-
     reader = Reader(parent.tokenizer)
     tokens = [torch.tensor(reader.answer(p, c, "row").tokens) for p, c in ROWS]
     packed = pack(tokens, [torch.zeros(0, dtype=torch.long)] * len(tokens))
