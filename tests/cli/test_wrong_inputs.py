@@ -6,12 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from keel.cli.main import main
 from keel.config.load import to_toml
-from keel.config.model import BuildModel
-from keel.models.build import build_model, build_tokenizer
 from tests.training.small import small
 
 Words = list[str]
@@ -108,28 +105,6 @@ def test_a_run_folder_that_exists(here: Path, capsys: pytest.CaptureFixture[str]
     assert "mine" in line
     assert "--resume" in line
     assert (here / "mine" / "thesis.txt").read_text() == "all of it"
-
-
-def test_a_model_without_eos(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = BuildModel(hidden_size=32, layers=1, heads=2, context=32)
-    model, tokenizer = build_model(spec, 0, torch.float32), build_tokenizer(spec)
-    tokenizer.eos_token = None
-    model.generation_config.eos_token_id = None
-    model.config.eos_token_id = None
-    model.save_pretrained(here / "endless")
-    tokenizer.save_pretrained(here / "endless")
-    capsys.readouterr()  # transformers' progress bar
-    line = tried(["train", "small.toml", "model.name=./endless"], capsys)
-    assert "endless" in line
-    assert "end-of-sequence" in line
-
-
-def test_a_run_that_never_began_leaves_its_folder_free(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tried(["train", "small.toml", "model.name=./none", "--run", "mine"], capsys)
-    assert main(["train", "small.toml", "--run", "mine", "--quiet"]) == 0
-    assert (here / "mine" / "run.json").exists()
 
 
 @pytest.mark.parametrize("words", [["eval"], ["export"], ["prefs", "stats"], ["train"]])

@@ -93,6 +93,11 @@ class Spells(Sum):
         return f"no, {self.gold(prompt)}"
 
 
+class OwnSpells:  # any object with the methods of a task
+    name, size, prompt, gold, score = "sums", Sum.size, Sum.prompt, Sum.gold, Sum.score
+    reply = Spells.reply
+
+
 class SpellsAndEchoes(Sum):
     def reply(self, prompt, text):
         return f"not {text} but {self.gold(prompt)}"
@@ -390,7 +395,8 @@ def test_judge_is_not_called_and_its_price_is_estimated() -> None:
 
 @pytest.mark.parametrize(
     ("task", "turns", "found"),
-    [("Spells", 2, True), ("SpellsAndEchoes", 2, True), ("SpellsLate", 3, True),
+    [("Spells", 2, True), ("OwnSpells", 2, True), ("SpellsAndEchoes", 2, True),
+     ("SpellsLate", 3, True),
      ("SpellsLate", 2, False), ("Spells", 1, False), ("Echoes", 3, False), ("Computes", 3, False)],
 )  # fmt: skip
 def test_reply_that_spells_the_answer(task: str, turns: int, found: bool, own: str) -> None:
@@ -423,24 +429,23 @@ def test_rows_that_repeat_and_rows_that_cannot_be_read(tmp_path: Path) -> None:
     assert "10 of " in found["unreadable-rows"].evidence
 
 
-@pytest.mark.parametrize("kind", ["rl", "sft", "dpo"])
-def test_fewer_rows_than_a_step_takes(tmp_path: Path, kind: str) -> None:
-    for rows, found in ((3, True), (8, False)):
-        lines: list[dict[str, Any]] = [
-            {"prompt": f"{at}>", "answer": "1", "chosen": "1", "rejected": "2"}
-            for at in range(100, 100 + rows)
-        ]
-        split = write_rows(tmp_path / "v.jsonl", [{**lines[0], "prompt": "9>"}])
-        task = {**questions(tmp_path / "t.jsonl", 0, lines), "validation_path": split}
-        data = {key: task[key] for key in ("name", "path", "validation_path")}
-        stage = {
-            "rl": rl(tasks=[task]),
-            "sft": {"stage": "sft", "steps": 2, "batch_size": 8, "tasks": [task]},
-            "dpo": {"stage": "dpo", "steps": 2, "batch_size": 8, "data": data},
-        }[kind]
-        few = [one for one in check(recipe(stage)).findings if one.kind == "few-rows"]
-        assert bool(few) is found
-        assert not few or few[0].what == "a step takes 8 examples, and there are 3 train rows"
+@pytest.mark.parametrize(
+    ("kind", "rows", "found"), [("rl", 3, 1), ("rl", 8, 0), ("sft", 3, 1), ("dpo", 3, 1)]
+)
+def test_fewer_rows_than_a_step_takes(kind: str, rows: int, found: int, tmp_path: Path) -> None:
+    made = {"answer": "1", "chosen": "1", "rejected": "2"}
+    lines = [{"prompt": f"{at}>", **made} for at in range(100, 100 + rows)]
+    split = write_rows(tmp_path / "v.jsonl", [{"prompt": "9>", **made}])
+    data = {"path": write_rows(tmp_path / "t.jsonl", lines), "validation_path": split}
+    tasks = [{**data, "answer": "answer"}]
+    sizes = {"steps": 2, "batch_size": 8}
+    stage = {
+        "rl": rl(tasks=tasks),
+        "sft": {"stage": "sft", **sizes, "tasks": tasks},
+        "dpo": {"stage": "dpo", **sizes, "data": data},
+    }[kind]
+    few = [one.what for one in check(recipe(stage)).findings if one.kind == "few-rows"]
+    assert few == ["a step takes 8 examples, and there are 3 train rows"] * found
 
 
 def test_gold_answer_that_the_tokenizer_cannot_write(tmp_path: Path) -> None:
