@@ -31,14 +31,6 @@ def encode_row(row: T, encode: Callable[[T], E]) -> E:
         raise KeelError(f"{place}{error}") from error
 
 
-def readable(row: T, encode: Callable[[T], E]) -> E | None:
-    """A row in tokens; None if it cannot be encoded."""
-    try:
-        return encode(row)
-    except KeelError:
-        return None
-
-
 def without_bad(splits: Splits[T], encode: Callable[[T], Any]) -> Splits[T]:
     """The rows that can be encoded; the others go among the splits' left out.
 

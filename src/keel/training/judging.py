@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from keel.config.judging import (
 from keel.config.model import BaseModelChoice, Model
 from keel.config.schema import Recipe
 from keel.config.sources import PreferenceData
-from keel.data.preferences import READERS, readable
+from keel.data.preferences import READERS
 from keel.data.splits import Splits
 from keel.learn.batch import LESS, oom_context
 from keel.learn.optimizer import AdamW, trainable
@@ -177,7 +177,10 @@ def _measure_versions(
     held = []
     for one in chain:
         rows = some_rows(_read(folder, recipe, one).validation, stage.evaluation.rows)
-        encoded = [row for row in (readable(row, encode) for row in rows) if row is not None]
+        encoded = []
+        for row in rows:
+            with suppress(KeelError):  # a row of another stage may not be encodable
+                encoded.append(encode(row))
         held.append([row for row in encoded if limit is None or row.longest <= limit])
     names, accuracy = [one.name for one in chain], []
     for name in names:
