@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from keel.engines import sampler
 from keel.engines.sampler import sample_tokens
@@ -56,6 +58,15 @@ def test_frequencies_on_a_grid_are_the_distribution(
     np.testing.assert_allclose(log_probs, np.log(prob[tokens]), atol=1e-6)
 
 
+def test_greedy_takes_the_first_of_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0]])
+    tokens, log_probs = sample_tokens(
+        logits, torch.tensor([0.99]).double(), Sampling(1, temperature=0)
+    )
+    assert tokens.tolist() == [1]
+    assert log_probs.item() == pytest.approx(logits[0].double().log_softmax(0)[1].item())
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.999999}, {"min_p": 1e-9}])
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
 def test_no_number_chooses_a_token_without_mass(number: float, options: dict) -> None:
@@ -65,6 +76,31 @@ def test_no_number_chooses_a_token_without_mass(number: float, options: dict) ->
     tokens, log_probs = sample_tokens(logits, uniform, Sampling(1, **options))
     assert tokens.item() in (1, 3, 4)
     assert torch.isfinite(log_probs).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    vocabulary=st.integers(1, 40),
+    temperature=st.floats(0.1, 5),
+    top_k=st.integers(0, 45),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+)
+def test_kept_probabilities_sum_to_one(
+    seed: int, vocabulary: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Over a fine grid every kept token is hit, and the log-probabilities reported sum to 1."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, vocabulary, generator=generator)
+    sampling = Sampling(1, temperature, top_k, top_p, min_p)
+    uniform = torch.linspace(0, 1, 4001, dtype=torch.float64)[:-1]
+    tokens, log_probs = sample_tokens(logits.expand(4000, -1), uniform, sampling)
+    seen = {int(token): float(log_prob) for token, log_prob in zip(tokens, log_probs, strict=True)}
+    assert 0 < len(seen) <= (top_k or vocabulary)
+    # A token of less mass than the grid's 1/4000 may be missed; there are at most 40.
+    assert sum(np.exp(list(seen.values()))) == pytest.approx(1, abs=40 / 4000)
+    assert sum(np.exp(list(seen.values()))) <= 1 + 1e-9
 
 
 def test_chunks_over_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

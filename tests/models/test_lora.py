@@ -192,6 +192,16 @@ def test_a_bfloat16_base_carries_a_float32_adapter() -> None:
     ours.scores(_batch(ours)).log_prob_N.sum().backward()
 
 
+def test_targets_by_name() -> None:
+    ours = load_policy(
+        spec().model_copy(update={"lora": Lora(rank=2, targets=("q_proj", "v_proj"))}), 0
+    )
+    assert {name.rsplit(".", 1)[-1] for name, _ in lora.lora_layers(ours.model)} == {
+        "q_proj",
+        "v_proj",
+    }
+
+
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
