@@ -186,7 +186,7 @@ def _measure_versions(
     for name in names:
         kind = cast(Kind, stage.reward_model)
         measure = _measure_of(
-            load_reward_model(_other_model(recipe, str(folder.model(name))), kind), stage
+            load_reward_model(other_model(recipe, str(folder.model(name))), kind), stage
         )
         accuracy.append([measure(rows).report.accuracy for rows in held])
         del measure  # the next version is loaded without this one in memory
@@ -210,19 +210,19 @@ def new_model(
 ) -> RewardModel:
     """The reward model that a stage starts from."""
     seed = derive(run.recipe.seed, stage.name, "model")
-    with _keys_of(f"{stage.name}.base"):
+    with keys_of_base(f"{stage.name}.base"):
         if base.stage is None:
             return reward_model_from(
                 base_policy(run.recipe, run.policy, base), kind, seed, base.lora
             )
         made = run.writer.folder.model(base.stage)
         checkpoint.check_model(made)
-        before = _other_model(run.recipe, str(made))
+        before = other_model(run.recipe, str(made))
         return continued_reward_model(before, kind, run.policy, seed, base.lora)
 
 
 @contextmanager
-def _keys_of(base: str) -> Iterator[None]:
+def keys_of_base(base: str) -> Iterator[None]:
     """Errors of loading name the keys of a base model instead of those of `model`."""
     try:
         yield
@@ -237,13 +237,13 @@ def base_policy(recipe: Recipe, policy: Policy, base: BaseModelChoice) -> Policy
     """The language model that a reward model starts from: the policy, or one that is named."""
     if base.name is None:
         return policy
-    named = load_policy(_other_model(recipe, base.name), recipe.seed)
+    named = load_policy(other_model(recipe, base.name), recipe.seed)
     if named.tokenizer.chat_template is None:
         named.tokenizer.chat_template = recipe.model.chat_template
     return named
 
 
-def _other_model(recipe: Recipe, name: str) -> Model:
+def other_model(recipe: Recipe, name: str) -> Model:
     """The recipe's model settings with another model in them, which has a chat template itself."""
     own = {"name": name, "build": None, "revision": None, "lora": None, "chat_template": None}
     return recipe.model.model_copy(update=own)

@@ -24,7 +24,7 @@ from keel.engines.endpoint.programs import load_program
 from keel.engines.registry import capabilities_of, check_engine, check_requests
 from keel.learn.batch import LESS, oom_context
 from keel.models.kernels import fingerprint
-from keel.models.loading import describe_model
+from keel.models.loading import describe_model, read_config
 from keel.models.policy import (
     Policy,
     load_policy,
@@ -43,6 +43,7 @@ from keel.runs.lifecycle import texts
 from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, check_callbacks, update_run_json
+from keel.training.judging import keys_of_base, other_model
 from keel.training.setup import (
     PairLabeller,
     RunContext,
@@ -272,8 +273,12 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
         if data is not None and records is not None and data.name in KINDS:
             READERS[records](data, recipe.seed)
         base, kind = stage.base_model, stage.reward_model
-        if base is not None and kind is not None and base.name is None and base.stage is None:
-            check_classifier(policy.model.config, kind)
+        if base is not None and kind is not None and base.stage is None:
+            config = policy.model.config
+            if base.name is not None:
+                with keys_of_base(f"{stage.name}.base"):
+                    config = read_config(other_model(recipe, base.name))
+            check_classifier(config, kind)
 
 
 @contextmanager
