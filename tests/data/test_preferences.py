@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from keel.config.sources import PreferenceData
 from keel.data.judged_rows import Labelled, Preference, Stepwise
@@ -437,3 +438,12 @@ def test_bad_sources_are_refused(tmp_path: Path, keys: dict[str, Any], line: str
     with pytest.raises(KeelError) as error:
         read_pairs(PreferenceData.model_validate(keys))
     assert line in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"validation_fraction": 1.0}, {"validation_fraction": 0.0}, {"empty": "no"}, {"pth": "x"}],
+)
+def test_bad_keys_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PreferenceData.model_validate({"name": "jsonl", **keys})

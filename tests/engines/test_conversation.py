@@ -245,6 +245,23 @@ def test_a_call_that_is_cut_short_leaves_nothing() -> None:
     agree(spoken, engine.sample(asked, 1, WORDS, 1))
 
 
+def test_an_exception_in_the_scope_frees_the_memory() -> None:
+    engine, seen = NativeEngine(wide("llama"), TOKENIZER), []
+
+    def interrupted() -> None:
+        with engine.conversation() as conversation:
+            conversation.sample(prompts(15, 33), 2, WORDS, 0)
+            seen.append(conversation._prefix_cache)
+            assert held(seen[0])
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        interrupted()
+    assert seen[0]._pool is None
+    assert not held(seen[0])
+    assert seen[0].full
+
+
 def test_what_has_used_up_its_budget_is_not_kept() -> None:
     engine = NativeEngine(wide("llama"), TOKENIZER)
     with engine.conversation() as conversation:

@@ -78,6 +78,12 @@ def test_monte_carlo_baselines_and_absent_rewards() -> None:
     loops.close(with_value_N, [*(plain_N - value_N)[:5].tolist(), 0.0])
     with pytest.raises(ValueError, match="value_N"):
         gae.monte_carlo(reward_N, lengths_S, gamma=0.5)
+    # Values behind other actions than the last are not read, whatever they are.
+    next_N = loops.random(6, 5).masked_fill(segments.continues(lengths_S), float("nan"))
+    found_N = gae.monte_carlo(reward_N, lengths_S, value_N, next_N, gamma=0.5)
+    last = [0.5 * float(next_N[1]), 0.5 * float(next_N[4])]
+    after = [0.5 * last[0], last[0], 0.25 * last[1], 0.5 * last[1], last[1], 0.0]
+    loops.close(found_N, with_value_N + loops.tensor(after))
 
 
 @settings(max_examples=25, deadline=None)
