@@ -163,6 +163,7 @@ MISTAKES = {
     "tasks=[]": ["tasks", "at least 1"],
     "minibatches=99": ["minibatches = 99", "32 completions"],
     "rollout.prompts_per_step=5000000": ["rollout.prompts_per_step = 5000000 times"],
+    "optimizer.betas=[1.0,0.9]": ["optimizer.betas.0 = 1"],
     "optimizer.betas=[0.9,1.5]": ["optimizer.betas.1 = 1.5"],
     "rollout.stop_ids=[-1]": ["rollout.stop_ids.0 = -1"],
     "model.build.layers=0": ["model.build.layers = 0"],

@@ -126,6 +126,12 @@ def test_each_stage_has_its_own_evaluation(
         assert found["evaluation"].pop(name).keys() == {"before", "after"}
     assert found["evaluation"] == {}
     assert found["examples"].keys() == set(rounds)
+    # The policy that a round ends with begins the next one: the same answers to the same prompts.
+    ended, began = (
+        [(one["prompt"], one["completion"]) for one in found["examples"][name][when]]
+        for name, when in (("grpo-1", "after"), ("grpo-2", "before"))
+    )
+    assert ended == began
     show(Console(), folder)
     message = capsys.readouterr().out
     heads = [message.index(f"\n{when} {name}:") for name in rounds for when in ("before", "after")]

@@ -19,7 +19,15 @@ from keel.platform.files import locked
 from keel.runs.layout import RunFolder
 from keel.runs.writer import Recorder, update_run_json
 from keel.types import KeelError
-from keel.view.library import FONT, Library, OpenRun, font_face, mathml, status_of
+from keel.view.library import (
+    FONT,
+    Library,
+    OpenRun,
+    font_face,
+    mathml,
+    pictures_of,
+    status_of,
+)
 
 RECIPE = 'name = "x"\n\n[[stages]]\nstage = "rl"\nname = "{}"\nsteps = {}\n'
 
@@ -83,6 +91,16 @@ def test_run_names_what_it_trains_on(table: str, tasks: str, tmp_path: Path) -> 
     assert run.tasks == tasks
     os.utime(run.folder.recipe, (0, time.mktime((2026, 3, 4, 5, 6, 0, 0, 0, -1))))
     assert run.begun == "2026-03-04 05:06"
+
+
+def test_pictures_are_those_of_the_stage(tmp_path: Path) -> None:
+    stages = (RECIPE.format(name, 3).removeprefix('name = "x"\n') for name in ("rl", "rl2", "rl-b"))
+    folder = RunFolder.create(tmp_path / "run", 'name = "x"\n' + "".join(stages))
+    folder.pictures.mkdir()
+    for name in ("rl-accuracy-by-length.png", "rl2-margins.png", "rl-b-reliability.png"):
+        (folder.pictures / name).write_bytes(b"")
+    shown = pictures_of(Library([folder.path]).get("run"), "rl")
+    assert [title for title, _ in shown] == ["accuracy by length"]
 
 
 def test_runs_of_one_name_in_two_folders_are_distinct(tmp_path: Path) -> None:
