@@ -179,6 +179,13 @@ def test_mistake_is_one_line_that_names_it(override: str) -> None:
     assert all(part in message for part in MISTAKES[override])
 
 
+def test_unset_term_stays_unset_when_written_out() -> None:
+    recipe = load_recipe("quickstart-ppo", ["algorithm.divergence=none"])
+    again = load_recipe(tomllib.loads(to_toml(recipe)))
+    assert again.stages == recipe.stages
+    assert again.model_dump()["stages"][-1]["algorithm"]["divergence"] is None
+
+
 def test_paths_in_a_file_are_relative_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
