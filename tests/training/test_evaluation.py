@@ -16,7 +16,9 @@ from keel.models.policy import load_policy
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.evaluation import evaluate
+from keel.training.rollout import Sampler
 from keel.training.run import train
+from keel.types import Sampling
 from tests.training.small import info, metrics, notes, run
 
 MINE = """
@@ -214,6 +216,23 @@ def test_measure_is_correctness_only_if_declared(
     pass_at_2 = {"pass@1": {"mean": 1.0}, "reward": {}}[measure]
     assert pass_at_2.items() <= result.get("pass@2", {}).items()
     assert ("pass@2" in result) == bool(pass_at_2)
+
+
+def test_evaluations_end_at_the_end_of_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rollouts ignore it."""
+    seen: list[tuple[int, Sampling]] = []
+    call = Sampler.sample_and_score
+
+    def noting(self: Sampler, prompts: Any, n: int, sampling: Sampling, *rest: Any) -> Any:
+        seen.append((n, sampling))
+        return call(self, prompts, n, sampling, *rest)
+
+    monkeypatch.setattr(Sampler, "sample_and_score", noting)
+    run(tmp_path / "run", "steps=1", "rollout.ignore_eos=true", "evaluation.samples=3")
+    assert {n for n, sampling in seen if not sampling.ignore_eos} == {1, 3}
+    assert {n for n, sampling in seen if sampling.ignore_eos}.isdisjoint({1, 3})
 
 
 # ---------------------------------------------------------------- what was trained on, or chosen by
