@@ -18,7 +18,7 @@ FILE, OBJECTIVE_FILE, FUNCTION = 600, 250, 80
 TORCH_FREE = (
     *("keel", "keel.types", "keel.graders.numbers", "keel.algorithms.explain", "keel.config.load"),
     *("keel.analysis.statistics", "keel.analysis.progress", "keel.runs.reader", "keel.cli.main"),
-    *("keel.runs.diff", "keel.cli.runs"),
+    *("keel.runs.diff", "keel.cli.runs", "keel.python", "keel.cli.prefs"),
 )
 HELP_SECONDS = 0.3
 

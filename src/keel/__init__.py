@@ -2,7 +2,7 @@
 
 The parts are in its packages (`keel.objective`, `keel.algorithms`, …); what most users want is
 here: `train`, `check`, `evaluate`, `export`, `load`, `load_recipe`, `explain`, callbacks; and the
-parts of a loop of your own (`keel.python`).
+parts of a loop of your own (`keel.parts`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,8 @@ if TYPE_CHECKING:
     from keel.learn.advantages import estimate
     from keel.learn.batch import from_groups
     from keel.learn.loss import prepare
-    from keel.python import (
-        check,
-        encode_prompts,
-        evaluate,
-        load,
-        load_algorithm,
-        load_policy,
-        make_engine,
-        make_learner,
-        train,
-    )
+    from keel.parts import encode_prompts, load_algorithm, load_policy, make_engine, make_learner
+    from keel.python import check, evaluate, load, train
     from keel.runs.writer import Callback, RunState, StopRun
     from keel.training.export import export
     from keel.types import Prompt, Sampling
@@ -68,7 +59,7 @@ _HOMES = {
     "Sampling": "keel.types",
     "StopRun": "keel.runs.writer",
     "check": "keel.python",
-    "encode_prompts": "keel.python",
+    "encode_prompts": "keel.parts",
     "estimate": "keel.learn.advantages",
     "evaluate": "keel.python",
     "explain": "keel.algorithms.explain",
@@ -76,11 +67,11 @@ _HOMES = {
     "export": "keel.training.export",
     "from_groups": "keel.learn.batch",
     "load": "keel.python",
-    "load_algorithm": "keel.python",
-    "load_policy": "keel.python",
+    "load_algorithm": "keel.parts",
+    "load_policy": "keel.parts",
     "load_recipe": "keel.config.load",
-    "make_engine": "keel.python",
-    "make_learner": "keel.python",
+    "make_engine": "keel.parts",
+    "make_learner": "keel.parts",
     "prepare": "keel.learn.loss",
     "train": "keel.python",
 }

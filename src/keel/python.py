@@ -1,20 +1,7 @@
-"""Keel from Python: `keel.train`, `keel.check`, `keel.evaluate`, `keel.load`, and parts of a loop.
+"""Keel from Python: `keel.train`, `keel.check`, `keel.evaluate` and `keel.load`.
 
 `train` takes what `keel train` takes, or the parts of a recipe as live objects (see
-`keel.training.live`), and ends in the same function. The parts of a training loop of your own are
-`keel.load_policy`, `keel.make_engine` and the rest: with `policy`, `algorithm`, `engine` and
-`learner` made by these functions, one step is
-
-    groups = engine.sample(prompts, 8, keel.Sampling(max_tokens=64), seed=step)
-    batch = learner.score(keel.from_groups(groups, policy.device), old=True, reference=True)
-    estimates = keel.estimate(algorithm, batch, rewards, beta)      # one reward a completion
-    ready = keel.prepare(algorithm, batch, estimates, max_tokens=64)
-    losses = learner.update(algorithm, ready, beta, (rate, rate))   # one optimizer step
-    engine.sync(learner.weights())
-
-`learner.score` is for an algorithm that reads the policy before the update, a reference, or values;
-GRPO without a divergence and with one update a batch needs none of them. `docs/howto/own-loop.md`
-has variations. Evaluations, records, checkpoints and resuming are those of `keel.train`.
+`keel.training.live`), and ends in the same function.
 """
 
 from __future__ import annotations
@@ -28,33 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from keel.algorithms.presets import PRESETS
-from keel.algorithms.spec import Algorithm
 from keel.analysis.progress import watching
 from keel.config.entry import PASSED, passed
-from keel.config.fields import unknown
-from keel.config.layers import DEFAULT_PRESET, merge
 from keel.config.load import Source, in_run_folder, load_recipe
-from keel.config.model import Model
 from keel.config.schema import Recipe
-from keel.config.sources import Rollout
-from keel.config.stage import Optimizer
-from keel.learn.batch import TokenBudget
-from keel.learn.learner import Learner
-from keel.learn.optimizer import AdamW, trainable
-from keel.models import policy as policies
-from keel.models.chat import Encoder
-from keel.models.policy import Policy
-from keel.models.reference import critic_from_policy, reference_for
-from keel.preferences.labeller import PeopleLabeller
 from keel.runs import reader
 from keel.runs.layout import RECIPE, RunFolder
 from keel.runs.lifecycle import texts
-from keel.training import evaluation, run
-from keel.training.export import export
-from keel.training.live import collect_inputs, named
-from keel.training.setup import rollout_engine
-from keel.types import Content, Engine, KeelError, Prompt
+from keel.types import KeelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,6 +45,8 @@ class TrainedRun(reader.Run):
         """
         from transformers import AutoModelForCausalLM
 
+        from keel.training.export import export
+
         with tempfile.TemporaryDirectory() as folder:
             export(self.folder.path, f"{folder}/model", checkpoint=checkpoint)
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
@@ -88,6 +58,8 @@ def load(path: Path | str | reader.Run, functions: Sequence[Any] = ()) -> Traine
 
     Raises KeelError if there is none.
     """
+    from keel.training.live import named
+
     return TrainedRun(RunFolder.open(_path(path)), named(functions)[1])
 
 
@@ -108,13 +80,16 @@ def evaluate(
     Functions that a run was trained with stand for themselves in its recipe; others take the place
     of its rewards.
     """
+    from keel.training.evaluation import evaluate as run
+    from keel.training.live import named
+
     names, functions = named(rewards if isinstance(rewards, list | tuple) else [rewards])
     recipe = _path(model) / RECIPE
     own = recipe.read_text("utf-8") if recipe.is_file() else ""
     if names and all(PASSED.fullmatch(str(name)) and f'"{name}"' in own for name in names):
         names = []
     with passed({**getattr(model, "functions", {}), **functions}):
-        return evaluation.evaluate(os.fspath(model), rewards=names, **choices)
+        return run(os.fspath(model), rewards=names, **choices)
 
 
 def train(
@@ -154,6 +129,10 @@ def train(
         KeelError: something is wrong with the arguments, or stops the run.
         keel.platform.signals.Interrupted: Ctrl-C or SIGTERM; there is a checkpoint.
     """
+    from keel.preferences.labeller import PeopleLabeller
+    from keel.training.live import collect_inputs
+    from keel.training.run import train as run
+
     functions: dict[str, Any] = {}
     if isinstance(recipe, reader.Run):
         if folder is not None:
@@ -174,7 +153,7 @@ def train(
     with passed(functions), watching(console) as shown:
         if known is not None:
             given.check_data(known.inputs)
-        place = run.train(
+        place = run(
             load_recipe(given.recipe),
             folder,
             resume=resume,
@@ -192,6 +171,8 @@ def _passed_again(
 
     Raises KeelError for a reward that its recipe does not have.
     """
+    from keel.training.live import named
+
     rewards = arguments.get("rewards", ())
     rewards = rewards if isinstance(rewards, list | tuple) else [rewards]
     if any(isinstance(one, Mapping) for one in rewards):  # compared with the recipe's tables
@@ -219,6 +200,7 @@ def check(
     Raises KeelError if the recipe or its model cannot be read.
     """
     from keel.preflight.check import check as inspect
+    from keel.training.live import collect_inputs
 
     functions: Mapping[str, Any] = getattr(recipe, "functions", {})
     own = recipe.folder.recipe if isinstance(recipe, reader.Run) else recipe
@@ -226,78 +208,3 @@ def check(
     with tempfile.TemporaryDirectory() as folder, passed({**functions, **given.functions}):
         given.write(Path(folder) / "inputs")
         return inspect(in_run_folder(given.recipe, Path(folder)), price=price)
-
-
-# ---------------------------------------------------------------- the parts of a loop
-
-
-def load_policy(model: str | Path | Mapping[str, Any], seed: int = 0) -> Policy:
-    """The policy: a folder, a hub name, or the table `model` of a recipe as a dict.
-
-    `seed` decides the weights of a model that is built and of a LoRA adapter. Raises KeelError if
-    the model cannot be loaded or trained.
-    """
-    table = model if isinstance(model, Mapping) else {"name": str(model)}
-    return policies.load_policy(Model(**table), seed)
-
-
-def load_algorithm(name: str = DEFAULT_PRESET, **terms: Any) -> Algorithm:
-    """A preset's algorithm with other `terms`, as a recipe's table `algorithm` has them.
-
-    `load_algorithm("grpo", divergence=None)`, `load_algorithm("ppo", surrogate={"low": 0.1})`.
-    """
-    if name not in PRESETS:
-        raise KeelError(unknown("algorithm", name, PRESETS))
-    return Algorithm.model_validate(merge(PRESETS[name].algorithm.model_dump(), terms))
-
-
-def make_engine(policy: Policy, **rollout: Any) -> Engine:
-    """What samples with the policy's weights: `engine.sample(prompts, n, sampling, seed)` gives a
-    group of `n` completions for each prompt.
-
-    `rollout` are keys of a recipe's table of that name: `engine`, `max_num_seqs`, `vllm`.
-    """
-    return rollout_engine(policy, Rollout(**rollout))
-
-
-def make_learner(
-    policy: Policy,
-    algorithm: Algorithm,
-    *,
-    optimizer: Mapping[str, Any] | None = None,
-    token_budget: int = 16_384,
-    temperature: float = 1.0,
-) -> Learner:
-    """The policy with its optimizer, and the reference and the critic that the algorithm needs.
-
-    `optimizer` is a recipe's table of that name, `token_budget` the largest micro-batch in tokens,
-    `temperature` the one that completions are sampled with.
-    """
-    choice = Optimizer(**(optimizer or {}))
-    critic = None if algorithm.value is None else critic_from_policy(policy)
-    return Learner(
-        policy=policy,
-        optimizer=AdamW(trainable(policy), choice),
-        budget=TokenBudget(token_budget),
-        reference=reference_for(policy) if algorithm.needs_reference else None,
-        critic=critic,
-        value_optimizer=None if critic is None else AdamW(trainable(critic), choice),
-        temperature=temperature,
-    )
-
-
-def encode_prompts(policy: Policy, prompts: Sequence[Content | Prompt]) -> list[Prompt]:
-    """Texts or lists of messages as prompts in tokens; texts go without the chat template.
-
-    A `keel.Prompt` keeps its id and columns. Raises KeelError for one that cannot be encoded or
-    does not fit the model's context.
-    """
-    encode = Encoder(policy.tokenizer, policy.context, raw=("",), served=policy.served)
-    found = []
-    for number, content in enumerate(prompts):
-        given = content if isinstance(content, Prompt) else Prompt(str(number), content)
-        encoded = encode(given)
-        if encoded is None:
-            raise KeelError(f"prompt {given.id!r} is longer than the context: shorten it")
-        found.append(encoded)
-    return found

@@ -151,7 +151,7 @@ class UserTask(BaseTask):
     def replies(self) -> bool:
         if isinstance(self.inner, BaseTask):
             return self.inner.replies
-        return hasattr(self.inner, "reply")
+        return getattr(self.inner, "reply", None) is not None
 
     def _ask(self, what: str, *arguments: Any) -> Any:
         method = getattr(self.inner, what, None)

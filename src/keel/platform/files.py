@@ -248,7 +248,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes rows to a file, one a line, completely or not at all; its folder too."""
+    """Write rows to a file, one a line, completely or not at all; its folder too."""
     make_folder(path.parent)
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
