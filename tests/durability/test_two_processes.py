@@ -18,6 +18,7 @@ from keel.runs.layout import RunFolder
 from tests.durability.harm import plan
 from tests.durability.processes import Keel, keel, start
 from tests.durability.same import RUN, one_line, same
+from tests.platform.processes import eventually
 from tests.shared import ROOT
 
 pytestmark = pytest.mark.slow
@@ -81,15 +82,12 @@ def test_control_run_ends_at_once_with_its_workers(
             start_new_session=True,
         )
     try:
-        while not (run / "run.json").exists():
-            assert first.poll() is None, err.read_text()
-            time.sleep(0.01)
+        assert eventually((run / "run.json").exists), err.read_text()
         code, _, printed = keel(tmp_path, "control", "--resume", "--run", run)
         assert code == 2
         assert f"is in use by process {first.pid}" in one_line(printed)
         os.killpg(first.pid, signal.SIGINT)
-        while not err.read_text():
-            time.sleep(0.01)
+        assert eventually(lambda: err.read_text() != "")
         time.sleep(2 * AGAIN)
         os.killpg(first.pid, signal.SIGINT)
         assert first.wait(60) == -signal.SIGINT
