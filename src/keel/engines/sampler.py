@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keel.models.draw import invert
 from keel.models.kernels import sampling as compiled
 from keel.models.text import control_tokens, decode, encode_text, special_tokens
 from keel.types import FinishReason, KeelError, Prompt, Sampling
@@ -89,11 +90,11 @@ def _sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple
         logits = logits / sampling.temperature
     log_prob_V = logits.log_softmax(-1)
     if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
-        choice, _ = _invert(log_prob_V.exp(), uniform)
+        choice, _ = invert(log_prob_V.exp(), uniform)
         return choice[:, 0], log_prob_V.gather(-1, choice)[:, 0]
     log_prob_V, order = log_prob_V.sort(stable=True, dim=-1, descending=True)
     prob_V = _truncate(log_prob_V.exp(), sampling)
-    choice, kept = _invert(prob_V, uniform)
+    choice, kept = invert(prob_V, uniform)
     log_probs = log_prob_V.gather(-1, choice) - kept.log()
     return order.gather(-1, choice)[:, 0], log_probs[:, 0]
 
@@ -114,19 +115,6 @@ def _truncate(prob: Float[Tensor, "R V"], sampling: Sampling) -> Float[Tensor, "
     if sampling.min_p > 0:
         prob = prob * (prob >= sampling.min_p * prob[:, :1])
     return prob
-
-
-def _invert(prob: Float[Tensor, "R V"], uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index (R, 1) whose cumulative mass exceeds uniform · total; and the total (R, 1).
-
-    Numbers of 53 bits below 1 times the total stay below the total in float64, so that neither end
-    of [0, 1) chooses an index without mass.
-    """
-    mass = prob.cumsum(-1)
-    total = mass[:, -1:]
-    choice = torch.searchsorted(mass, uniform.unsqueeze(-1) * total, right=True)
-    # Only logits that are not numbers reach the end; their log-probability tells.
-    return choice.clamp_(max=prob.shape[-1] - 1), total
 
 
 def philox(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
