@@ -55,7 +55,7 @@ def add_lora(
     output layer.
     """
     peft = _peft()
-    targets = _targets(model, spec.targets, output or model.get_output_embeddings())
+    targets = target_names(model, spec.targets, output or model.get_output_embeddings())
     config = peft.LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,
@@ -89,7 +89,7 @@ def _inject(model: PreTrainedModel, config: Any, adapter: str) -> None:
             half.to(torch.promote_types(half.weight.dtype, torch.float32))
 
 
-def _targets(
+def target_names(
     model: PreTrainedModel, wanted: tuple[str, ...] | str, output: nn.Module | None
 ) -> list[str]:
     """Full names of the targeted layers; a target is the end of a layer's path."""
