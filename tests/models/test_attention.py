@@ -122,12 +122,13 @@ def test_flash_call_says_the_same_to_the_kernel(
     lengths, follows = made
     whole = [n + (lengths[f] if f >= 0 else 0) for n, f in zip(lengths, follows, strict=True)]
 
-    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    def kernel(query, key, value, cu_q, cu_k, max_q, max_k, dropout, causal, **keys):
+        left, right, scale = (keys[k] for k in ("window_size_left", "window_size_right", "scale"))
+        assert (dropout, causal, keys["return_debug_mask"]) == (0.0, window is None, False)
         assert cu_q.dtype == cu_k.dtype == torch.int32
-        assert (max_q, max_k, enable_gqa) == (max(lengths), max(whole), True)
+        assert (max_q, max_k) == (max(lengths), max(whole))
         assert cu_q.tolist() == [0, *accumulate(lengths)]
         assert cu_k.tolist() == [0, *accumulate(whole)]
-        left, right = window_size
         assert right == 0
         rule = Rules(scale, None if left == -1 else left + 1)
         parts = []
@@ -136,15 +137,30 @@ def test_flash_call_says_the_same_to_the_kernel(
             asks = torch.cat([torch.zeros_like(query[: d - c - (b - a)]), query[a:b]])
             heads = (x.transpose(0, 1) for x in (asks, key[c:d], value[c:d]))
             parts.append(by_hand(*heads, rule)[a - b :])
-        return torch.cat(parts)
+        return torch.cat(parts), None
 
-    monkeypatch.setattr(attention, "_VARLEN", kernel)
+    monkeypatch.setattr(attention, "_FLASH", kernel)
     query, key, value = inputs(lengths)
     rule = Rules(0.3, window)
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
     flash = PackedLayout(lengths, follows)._flash(*flat, rule)
     plain = PackedLayout(lengths, follows).attend(0, query, key, value, rule)[0]
     torch.testing.assert_close(flash, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_arguments_fit_the_schema_of_torch(window: int | None) -> None:
+    """On tensors without values, with a width that is no multiple of 8."""
+    lengths, follows = LAYOUTS["two, equal answers"]
+    keyword_only = attention._FLASH.default._schema.arguments[10:]
+    wanted = ["scale", "window_size_left", "window_size_right"]
+    assert [argument.name for argument in keyword_only[:3]] == wanted
+    query, key, value = (
+        torch.empty(sum(lengths), heads, 12, device="meta", dtype=torch.bfloat16)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    out = PackedLayout(lengths, follows)._flash(query, key, value, Rules(0.3, window))
+    assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
 
 
 def test_segments_of_equal_length_and_prefix_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

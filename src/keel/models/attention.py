@@ -13,7 +13,6 @@ segments of equal lengths together.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,16 +27,8 @@ from keel.models.kernels import causal
 from keel.models.packed import Segments
 from keel.types import KeelError
 
-try:
-    from torch.nn.attention import varlen
-except ImportError:  # a build of torch without it
-    _VARLEN: Callable[..., Any] | None = None
-else:
-    _VARLEN = varlen.varlen_attn
-
-_VARLEN_READY = _VARLEN is not None and {"scale", "window_size", "enable_gqa"}.issubset(
-    inspect.signature(_VARLEN).parameters
-)
+_FLASH = torch.ops.aten._flash_attention_forward
+"""torch's operator below `varlen_attn`; it is given only what torch 2.11 and 2.13 both take."""
 
 ATTENTION = "keel"
 """The name of the attention function within transformers."""
@@ -199,7 +190,8 @@ class PackedLayout:
         if len(query) != self.tokens:
             raise ValueError(f"the layout has {self.tokens} tokens, but got {len(query)}")
         plain = rules.softcap is None and rules.sinks is None
-        if plain and _flash_applies(query, value):
+        # Of queries of one token each the op swaps heads and tokens, and has no backward of that.
+        if plain and max(self.segments.lengths) > 1 and _flash_applies(query, value):
             return self._flash(query, key, value, rules)
         if plain and causal.applies(query, key, value):
             plan = self._once("causal", self._causal_plan)
@@ -260,7 +252,6 @@ class PackedLayout:
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
         """All segments in one variable-length flash-attention call. (T, heads, D) → (T, H, D).
-
         Causality is aligned to the last key, so the queries of a segment see all of its prefix.
         """
         device, segments = query.device, self.segments
@@ -269,10 +260,12 @@ class PackedLayout:
             every = range(len(segments.lengths))
             index = self._once(("visible", device), lambda: segments.visible(every).to(device))
             key, value = key.index_select(0, index), value.index_select(0, index)
+        width = query.shape[-1]
+        # The kernel takes multiples of 8; features of zeros change no score and no other feature.
+        query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
         # Flash attention counts the keys to the left of a query, a window counts the query too.
         left = -1 if rules.window is None else rules.window - 1
-        assert _VARLEN is not None
-        out: Tensor = _VARLEN(
+        out: Tensor = _FLASH(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
@@ -280,11 +273,14 @@ class PackedLayout:
             key_ends,
             max(segments.lengths),
             segments.longest,
+            0.0,  # dropout
+            rules.window is None,  # a window to the left with nothing to the right is causal too
+            return_debug_mask=False,
             scale=rules.scaling,
-            window_size=(left, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out
+            window_size_left=left,
+            window_size_right=0,
+        )[0]
+        return out[..., :width]
 
     def _bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The cumulative numbers of queries and of visible keys of the segments."""
@@ -303,13 +299,11 @@ def _flash_applies(query: Tensor, value: Tensor) -> bool:
     """Whether variable-length flash attention takes these tensors on this GPU."""
     width = query.shape[-1]
     return (
-        _VARLEN_READY
-        and query.is_cuda
+        query.is_cuda
         and torch.version.hip is None
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and query.dtype in (torch.float16, torch.bfloat16)
         and width == value.shape[-1]
-        and width % 8 == 0
         and width <= 256
     )
 

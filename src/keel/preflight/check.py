@@ -354,7 +354,9 @@ def measure(
         if recipe is None:
             return [{} for _ in contexts]
         room = available_memory(device)
-        result = process.run(recipe, examples, str(device), room)
+        # The limit is of the machine's memory, in which CUDA reserves more than a GPU has.
+        limit = room if device.type == "cpu" else None
+        result = process.run(recipe, examples, str(device), limit)
     return [_measured(context, result, str(device), room) for context in contexts]
 
 

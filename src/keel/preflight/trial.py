@@ -66,7 +66,8 @@ class TrialProcess:
     def run(
         self, recipe: Recipe, examples: Mapping[str, LongestExample], device: str, room: int | None
     ) -> TrialResult:
-        """Run a recipe of `trial_recipe` in `room` bytes of memory, for `LIMIT` at the most."""
+        """Run a recipe of `trial_recipe` for `LIMIT` at the most, in `room` bytes of the machine's
+        memory."""
         data = {name: one.data for name, one in examples.items()}
         (self.folder / "examples.json").write_text(json.dumps(data), "utf-8")
         (self.folder / "recipe.toml").write_text(to_toml(recipe), "utf-8")
