@@ -253,6 +253,10 @@ class Engine(Protocol):
         """Take over the policy's weights (name to tensor)."""
         ...
 
+    def sleep(self) -> None:
+        """Give back what memory of the device it can, until the next `sync` or `sample`."""
+        return
+
     def conversation(self) -> AbstractContextManager[Engine]:
         """The engine for calls that continue the sequences of earlier ones, under one set of
         weights: it may keep their keys and values until the block ends."""

@@ -30,6 +30,8 @@ HANGS = (200, None, 600.0)
 
 class Handler(BaseHTTPRequestHandler):
     replies: Replies
+    record: Path | None = None
+    """A file that gets the path of each POST as a line."""
 
     def do_GET(self) -> None:
         status, body, seconds = self.replies.get(self.path, (200, None, 0.0))
@@ -41,11 +43,24 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.record is not None:
+            with self.record.open("a") as text:
+                text.write(f"{self.path}{_sent(self.path, body)}\n")
         self.do_GET()
 
     def log_message(self, *_: object) -> None:  # a Unix socket's clients have no address
         pass
+
+
+def _sent(path: str, body: bytes) -> str:
+    """The number of tensors in an update's safetensors file, as text."""
+    if path != "/update_weights":
+        return ""
+    with Path(json.loads(body)["update_info"]["path"]).open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        names = json.loads(file.read(size))
+    return f" {len(names.keys() - {'__metadata__'})}"
 
 
 class UnixServer(ThreadingUnixStreamServer):
@@ -77,6 +92,7 @@ def main(program: str) -> None:
     with file.open("a") as text:
         text.write("x")
     answers = json.loads(os.environ["VLLM_FAKE"])
+    Handler.record = Path(program).with_name("requests")
     Handler.replies = {**USUAL, **answers[min(starts(Path(program)), len(answers)) - 1]}
     UnixServer(sys.argv[sys.argv.index("--uds") + 1], Handler).serve_forever()
 
@@ -95,3 +111,8 @@ def write(folder: Path) -> Path:
 def starts(program: Path) -> int:
     """How often it was started."""
     return len(program.with_name("starts").read_text())
+
+
+def requests(program: Path) -> list[str]:
+    """What it was sent to do, in order: paths, and for weights the number of tensors."""
+    return program.with_name("requests").read_text().splitlines()

@@ -163,6 +163,36 @@ def test_each_of_twenty_syncs_reaches_the_server(
         assert max(float(np.abs(a - b).max()) for a, b in zip(old, new, strict=True)) > 0.01
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_server_that_slept_samples_with_new_weights(
+    engine: VllmEngine, model: PreTrainedModel, level: int
+) -> None:
+    """vLLM's CPU build takes the requests and pauses, but frees nothing."""
+    asked, noise = ragged_prompts(3), torch.Generator().manual_seed(level)
+
+    def right() -> None:
+        for group in engine.sample(asked, 1, SAMPLING, level):
+            c = group.completions[0]
+            wanted = _log_probs(model, group.prompt, c, 1.0)
+            np.testing.assert_allclose(c.log_probs, wanted, atol=ROUNDING)
+
+    right()
+    engine.sleep_level, before = level, engine.restarts
+    assert engine._client is not None
+    for synced in (True, False):
+        engine.sleep()
+        assert engine._client.request("GET", "/is_sleeping") == {"is_sleeping": True}
+        if synced:
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(0.02 * torch.randn(weight.shape, generator=noise))
+            engine.sync(dict(model.named_parameters()))
+        right()
+        assert engine._client.request("GET", "/is_sleeping") == {"is_sleeping": False}
+    engine.sleep_level = 0
+    assert engine.restarts == before
+
+
 def test_a_server_by_address_gets_all_weights_first(
     engine: VllmEngine, model: PreTrainedModel
 ) -> None:

@@ -85,3 +85,32 @@ def test_the_server_samples_with_synced_weights(engine: VllmEngine, model: PreTr
     engine.sync(dict(model.named_parameters()))
     after = engine.sample(ragged_prompts(6), 4, SAMPLING, 1)
     assert largest_difference(model, after) < ROUNDING
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_sleeping_server_frees_the_gpu(
+    engine: VllmEngine, model: PreTrainedModel, level: int
+) -> None:
+    """Its share of the card, and samples with the trainer's weights when it is awake again."""
+    engine.sample(ragged_prompts(1), 1, SAMPLING, 0)
+    if engine._transfer.backend == "ipc":
+        assert engine.sleep_level == 1  # the default on a shared GPU
+    else:
+        pytest.skip("the server has a GPU to itself, and was not started to sleep")
+    engine.sleep_level = level
+    for synced in (True, False):
+        torch.cuda.empty_cache()
+        before, total = torch.cuda.mem_get_info()
+        engine.sleep()
+        # Of the fifth of the card that the server has, most is its cache.
+        assert torch.cuda.mem_get_info()[0] - before > 0.1 * total
+        if synced:
+            generator = torch.Generator().manual_seed(level)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    noise = torch.randn(weight.shape, generator=generator)
+                    weight.add_((0.05 * noise).to(weight.device))
+            engine.sync(dict(model.named_parameters()))
+        groups = engine.sample(ragged_prompts(6), 4, SAMPLING, 2)
+        assert largest_difference(model, groups) < ROUNDING
+    assert engine.restarts == 0

@@ -154,6 +154,7 @@ EXAMPLES: dict[Function, Example] = {
     preference.dpo: example({"probability_C": UNIT, "beta": 0.3, "smoothing": 0.1}, gap_C=n(1)),
     preference.ipo: example({"probability_C": UNIT, "beta": 0.3}, gap_C=n(1)),
     ratios.exponential: example(log_ratio_N=n(1)),
+    ratios.effective_sample_size: example(log_ratio_N=n(1)),
     ratios.none: RATIO,
     ratios.token: RATIO,
     ratios.sequence: RATIO,

@@ -108,6 +108,18 @@ TOKEN = [math.exp(d) for d in (OLD - ENGINE).tolist()]
 WHOLE = [TOKEN[0] * TOKEN[1]] * 2 + [TOKEN[2] * TOKEN[3] * TOKEN[4]] * 3
 
 
+def test_effective_sample_size_is_the_share_of_equal_weights() -> None:
+    """k of N tokens with all the weight are worth k/N; equal weights of any size are worth all."""
+    share = ratios.effective_sample_size(loops.tensor([0.0, 0.0] + [-60.0] * 6))
+    loops.close(share, 0.25, 1e-7)
+    loops.close(ratios.effective_sample_size(loops.tensor([3.0] * 5)), 1.0)
+    log_N = loops.random(7, 3)
+    rho = [math.exp(x) for x in log_N.tolist()]
+    wanted = sum(rho) ** 2 / (7 * sum(x * x for x in rho))
+    assert wanted < 0.95
+    loops.close(ratios.effective_sample_size(log_N), wanted)
+
+
 def test_truncate() -> None:
     lengths_S = loops.ints(LENGTHS)
     token = ratios.truncate(ENGINE, OLD, lengths_S, level="token", cap=2.0)

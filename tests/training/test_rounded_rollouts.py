@@ -66,6 +66,33 @@ def test_the_first_update_measures_the_difference_where_nothing_else_does(
         # Of one mini-batch, the figures are those of half of the tokens.
         near = 1e-5 if one_update else 0.5
         assert first[f"{GAP}/{name}"] == pytest.approx(separate[f"{GAP}/{name}"], rel=near)
+    # For small d, k3 is about d²/2, and the effective sample size about 1 − the variance of d.
+    mean, largest = separate[f"{GAP}/mean"], separate[f"{GAP}/max"]
+    k1, k3 = (separate[f"sampling/kl/{name}"] for name in ("k1", "k3"))
+    assert 0.4 * mean**2 < k3 < 0.6 * largest**2
+    assert 0 < abs(k1) < mean
+    worth = separate["sampling/effective_sample_size"]
+    assert 1 - worth == pytest.approx(2 * k3 - k1**2, rel=0.2)
     if one_update:
+        for name in ("kl/k1", "kl/k3", "effective_sample_size"):
+            assert first[f"sampling/{name}"] == pytest.approx(
+                separate[f"sampling/{name}"], rel=1e-4
+            )
         assert set(separate) - set(first) == {"kl", "kl/reference", "kl/sequence"}
         assert first["loss"] == pytest.approx(separate["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+def test_share_of_clipped_weights_follows_the_bounds(kind: str, tmp_path: Path) -> None:
+    """None without a correction, few outside wide bounds, more outside narrow ones."""
+    common = (f"rollout.engine={COLDER}", "steps=1", "evaluation.prompts=0", DENSE)
+    share = "sampling/importance_sampling_ratio/clipped"
+    assert share not in metrics(run(tmp_path / "none", *common))[0]
+    shares = []
+    for cap in (1e6, 1.15, 1.02):
+        keys = [f"algorithm.correction.{k}" for k in (f"kind={kind}", f"cap={cap}")]
+        floor = ["algorithm.correction.floor=0"] if kind == "mask" else []
+        row = metrics(run(tmp_path / f"{cap}", *common, *keys, *floor))[0]
+        shares.append(row[share])
+    assert shares[0] == 0
+    assert 0 < shares[1] < shares[2] < 1

@@ -5,6 +5,7 @@ The divergence β D_n says to which policy, where, by which estimator, and what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
@@ -350,6 +351,11 @@ class Correction(FrozenModel):
         return ratios.mask(
             engine_N, old_N, lengths_S, level=self.level, floor=self.floor, cap=self.cap
         )
+
+    def limited(self, engine_N: Tensor, old_N: Tensor, lengths_S: Tensor) -> Tensor:
+        """Whether c_n is not the weight itself: truncated, or masked."""
+        whole_N = ratios.truncate(engine_N, old_N, lengths_S, level=self.level, cap=math.inf)
+        return self.value(engine_N, old_N, lengths_S) != whole_N
 
     def describe(self) -> Description:
         """The equations of c and of the weight ω that it bounds."""

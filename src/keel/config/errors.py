@@ -288,6 +288,7 @@ _NAMES: Final[dict[str, str]] = {
     "--run on the command line": "output_dir default_local_dir",
     "tasks.prompt": "prompt_key",
     "rollout.vllm.gpu_memory_utilization": "gpu_memory_utilization",
+    "rollout.vllm.sleep_level": "vllm_enable_sleep_mode enable_sleep_mode free_cache_engine",
     "cluster.processes": "n_gpus_per_node",
     "name": "run_name experiment_name",
     "model.lora": "peft_config",

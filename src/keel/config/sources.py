@@ -265,6 +265,12 @@ _NOT_SAMPLED = UnusedIf(
 )
 
 
+_SAMPLES_ALWAYS = UnusedIf(
+    lambda key: key.stage.rollout.async_level > 0,
+    "with rollout.async_level the server samples while the trainer works",
+)
+
+
 class VllmServer(FrozenModel):
     """The server of `rollout.engine = "vllm"`."""
 
@@ -276,6 +282,10 @@ class VllmServer(FrozenModel):
     variable `KEEL_VLLM_PYTHON`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _RUNS_ALREADY] = 0.4
     """Share of the GPU's memory that vLLM may use; the trainer needs the rest."""
+    sleep_level: Annotated[Literal[0, 1, 2] | None, _ON_CPU, _SAMPLES_ALWAYS] = None
+    """How the server frees the GPU while the trainer works: 1 moves its weights to the host's
+    memory and drops the cache, 2 drops both and all weights are sent again, 0 does not; unset: 1 if
+    the trainer uses the same GPU, else 0."""
     gpus: Annotated[Ids, _RUNS_ALREADY, _ON_CPU] = ()
     """GPUs of the server, counted as torch counts them; none: the trainer's."""
     arguments: Annotated[Words, _RUNS_ALREADY] = ()

@@ -139,6 +139,17 @@ def mask(
     return torch.where(inside_N, weight_N, torch.zeros_like(weight_N))
 
 
+def effective_sample_size(log_ratio_N: Float[Tensor, " N"]) -> Float[Tensor, ""]:
+    """The share of its N tokens that an importance-weighted mean is worth, in [1/N, 1].
+
+        ESS/N = (Σ_n ρ_n)² / (N Σ_n ρ_n²),   ρ_n = exp(log ρ_n)
+
+    Source: Kish 1965; for importance weights Kong 1992.
+    """
+    weight_N = exponential(log_ratio_N)
+    return weight_N.sum().square() / (weight_N.square().sum() * len(weight_N))
+
+
 def _mismatch(engine_N: Tensor, old_N: Tensor, lengths_S: Tensor, level: Level) -> Tensor:
     ratio = token if level == "token" else sequence_product
     return exponential(ratio(old_N.detach(), engine_N.detach(), lengths_S))

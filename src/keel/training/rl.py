@@ -23,7 +23,7 @@ from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oo
 from keel.learn.learner import Losses, Trainer
 from keel.learn.loss import adapted_beta, prepare, value_metrics
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
-from keel.objective import divergences
+from keel.objective import divergences, ratios
 from keel.runs.rows import LOSS, RolloutRow
 from keel.training.evaluation import Evaluator
 from keel.training.loop import Loop, StepResult, write_batch
@@ -91,6 +91,9 @@ class RLLoop(Loop):
         records: Callable[[], Sequence[RolloutRow]] = tuple
         with clock("rollout"):
             rollouts = self.prefetcher(number, schedule.steps)
+        if self.prefetcher.level == 0:  # else it samples while the trainer works
+            with clock("sync"):
+                self.sampler.engine.sleep()
         metrics = {**rollouts.metrics, **_staleness(self, rollouts, number), "step/tokens": 0.0}
         with self.prefetcher.prefetch(number, schedule.steps):
             if rollouts.groups:
@@ -213,7 +216,7 @@ def update_models(
     kept = estimates.select(batch.action_index(keep))
     watched = {
         **_before_update(batch.select(keep), kept),
-        **_engine_difference(loop.loss, batch.select(keep), taken),
+        **_engine_difference(algorithm, loop.loss, batch.select(keep), taken),
         **metrics,
         "learning_rate": rates[0] or 0.0,
         **({"value/learning_rate": rates[1]} if loop.learner.learns_values else {}),
@@ -344,27 +347,39 @@ def _before_update(batch: Batch, estimates: Estimates) -> dict[str, float]:
 
 @torch.no_grad()
 def _engine_difference(
-    config: LossConfig, batch: Batch, taken: Sequence[tuple[Minibatch, Losses]]
+    algorithm: Algorithm,
+    config: LossConfig,
+    batch: Batch,
+    taken: Sequence[tuple[Minibatch, Losses]],
 ) -> dict[str, float]:
-    """How far the log-probabilities of the trainer are from the engine's, before the update.
+    """How far the log-probabilities of the trainer are from the engine's, before the update, what
+    that costs, and how much of it the correction cuts off.
 
     If the trainer did not score the policy before the update, the first update that was taken
     did: until then the weights are those before it. Its tokens are then all of the batch, or those
     of its mini-batch if the engine's log-probabilities stand in for the trainer's.
     """
     if config.score_old:
-        trainer_N, engine_N = batch.old_log_prob_N, batch.engine_log_prob_N
+        trainer_N = batch.old_log_prob_N
         assert trainer_N is not None
     elif taken:
         part, losses = taken[0]
-        trainer_N, engine_N = losses.tokens["log_probs"], part.batch.actions.engine_log_prob_N
+        trainer_N, batch = losses.tokens["log_probs"], part.batch.actions
     else:
         return {}
-    gap_N = (trainer_N - engine_N.to(trainer_N)).abs()
-    return {
-        "sampling/sampling_logp_difference/mean": float(gap_N.mean()),
-        "sampling/sampling_logp_difference/max": float(gap_N.max()),
+    engine_N = batch.engine_log_prob_N.to(trainer_N)
+    gap_N = (trainer_N - engine_N).abs()
+    found = {
+        "sampling/sampling_logp_difference/mean": gap_N.mean(),
+        "sampling/sampling_logp_difference/max": gap_N.max(),
+        "sampling/kl/k1": divergences.k1(engine_N, trainer_N).mean(),
+        "sampling/kl/k3": divergences.k3(engine_N, trainer_N).mean(),
+        "sampling/effective_sample_size": ratios.effective_sample_size(trainer_N - engine_N),
     }
+    if algorithm.correction is not None:
+        limited_N = algorithm.correction.limited(engine_N, trainer_N, batch.lengths_S)
+        found["sampling/importance_sampling_ratio/clipped"] = limited_N.to(gap_N).mean()
+    return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
 
 
 def _divergence_now(loop: RLLoop, batches: Sequence[Batch]) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import finalize
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -49,6 +50,7 @@ from keel.engines.vllm.transfer import (
     checkpoint_weights,
     choose_transfer,
     server_variables,
+    shares_gpu,
     writing,
 )
 from keel.models.families import context_length
@@ -84,7 +86,7 @@ class VllmEngine(Engine):
     and why, is decided by `Stops` over its tokens, as in the native engine; vLLM gets the same
     stops to spare it tokens. The server starts with the first call, from a copy of `model` as it is
     then. One that fails, or takes longer than `timeout` for a request, is started again with the
-    current weights, and what was not done is redone.
+    current weights, and what was not done is redone. From `sleep` to the next call it sleeps.
     """
 
     def __init__(
@@ -119,6 +121,10 @@ class VllmEngine(Engine):
         self.max_num_seqs = max_num_seqs
         self.dtype = dtype
         self.timeout = timeout
+        shared = server.url is None and shares_gpu(model.device, server.gpus)
+        self.sleep_level = int(shared) if server.sleep_level is None else server.sleep_level
+        self._asleep = 0
+        """The level at which the server sleeps; 0: it is awake."""
         self._note = note
         self.capabilities = replace(CAPABILITIES, context=context_length(model))
         self.eos = eos_ids(model, tokenizer)
@@ -180,6 +186,7 @@ class VllmEngine(Engine):
                     on_group(p, groups[p])
 
         def run() -> None:
+            self._hand_over()
             self._complete({k: v for k, v in requests.items() if k not in done}, take)
 
         if requests:
@@ -198,13 +205,25 @@ class VllmEngine(Engine):
             changed = {n: w.detach() for n, w in weights.items() if ".lora_" not in n}
             sent = checkpoint_weights(self.model, changed) | adapter_factors(self.model)
             # Sent again to a new server, which has them: another failure would come at every sync.
-            self._redoing(partial(self._send, sent), 1)
+            self._redoing(partial(self._hand_over, sent), 1)
+
+    def sleep(self) -> None:
+        """Let the server free its memory until the next call, as `sleep_level` says."""
+
+        def fall_asleep() -> None:
+            assert self._client is not None
+            self._client.sleep(self.sleep_level)
+            self._asleep = self.sleep_level
+
+        if self._client is not None and self.sleep_level and not self._asleep:
+            self._redoing(fall_asleep, 1)
 
     def close(self) -> None:
         """End the server that this engine started."""
         if self.process is not None:
             self.process.stop()
         self.process = self._client = None
+        self._asleep = 0
 
     # ---------------------------------------------------------------- the server
 
@@ -281,12 +300,31 @@ class VllmEngine(Engine):
         else:
             options += ["--gpu-memory-utilization", str(self.server.gpu_memory_utilization)]
             options += ["--tensor-parallel-size", str(max(1, len(self.server.gpus)))]
+            options += ["--enable-sleep-mode"] if self.sleep_level else []
         return [*options, *self.server.arguments]
 
     def _save(self, folder: Path) -> None:
         with quiet(), writing(self._folder):
             self.model.save_pretrained(folder, state_dict=plain_weights(self.model))
             self.tokenizer.save_pretrained(folder)
+
+    def _hand_over(self, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Send weights, if any, and wake the server: its weights first, all of which are sent if it
+        dropped them, then its cache, for which the GPU has to hold no copy of what was sent."""
+        assert self._client is not None
+        level = self._asleep
+        if level:
+            torch.cuda.empty_cache()  # what the trainer's allocator keeps is the server's again
+            self._client.wake_up("weights")
+        if level == 2:
+            weights = checkpoint_weights(self.model, plain_weights(self.model))
+        if weights is not None:
+            self._send(weights)
+        if level:
+            del weights
+            torch.cuda.empty_cache()
+            self._client.wake_up("kv_cache")
+            self._asleep = 0
 
     def _send(self, weights: Mapping[str, Tensor]) -> None:
         assert self._client is not None
@@ -364,7 +402,9 @@ def build_vllm(
     return VllmEngine(
         model,
         tokenizer,
-        server=rollout.vllm,
+        server=rollout.vllm.model_copy(update={"sleep_level": 0})
+        if rollout.async_level
+        else rollout.vllm,
         max_num_seqs=rollout.max_num_seqs,
         dtype=dtype,
         timeout=rollout.timeout,

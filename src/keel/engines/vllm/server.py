@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from keel.config.sources import VllmServer
 from keel.platform.http import HttpClient, transport_to
@@ -148,6 +148,14 @@ class VllmClient:
             self.request("POST", "/reset_prefix_cache")
         finally:
             self.request("POST", "/resume")
+
+    def sleep(self, level: int) -> None:
+        """Free the GPU: of the cache and, moved to the host (1) or dropped (2), of the weights."""
+        self.request("POST", f"/sleep?level={level}")
+
+    def wake_up(self, tag: Literal["weights", "kv_cache"]) -> None:
+        """Take back memory that `sleep` freed; of dropped weights without their values."""
+        self.request("POST", f"/wake_up?tags={tag}")
 
     def update_weights(self, info: Mapping[str, Any]) -> None:
         """Let the server take weights in, as its backend reads `info`; only within `updating`."""

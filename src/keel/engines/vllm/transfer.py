@@ -149,6 +149,11 @@ def choose_transfer(
     return FileTransfer(base) if own in gpus else NcclTransfer(device)
 
 
+def shares_gpu(device: torch.device, gpus: Sequence[int]) -> bool:
+    """Whether a server on `gpus` (none: the trainer's) runs on the GPU of a trainer on `device`."""
+    return device.type == "cuda" and (not gpus or (device.index or 0) in gpus)
+
+
 def new_folder(size: int, shared: Path = Path("/dev/shm")) -> Path:
     """A new folder of this user's for a file of `size` bytes: in memory if the system has
     /dev/shm and it has space for twice as many, else in the temporary folder."""
