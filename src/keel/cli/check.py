@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from keel.analysis.cards import card
 from keel.cli.main import print_result
 from keel.config.load import load_recipe
 
@@ -17,6 +18,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report; 1 if anything was found, else 0."""
     # A recipe that cannot be read is reported at once, before torch is imported.
     load_recipe(arguments.recipe, arguments.overrides)
+    if arguments.device is not None:
+        card(arguments.device)
+        from keel.preflight.check import check_card
+
+        report = check_card(arguments.recipe, arguments.overrides, arguments.device)
+        print_result(arguments, report.as_dict(), lines(report))
+        return 1 if report.findings else 0
     from keel.preflight.trial import TrialProcess
 
     # It imports torch while this process does.
@@ -42,6 +50,7 @@ def lines(report: Report) -> Iterator[str]:
         if stage.judge:
             low, about, high = (stage.judge[name] for name in ("low", "estimate", "high"))
             yield f"  cost of judges: about ${about:.2f} (${low:.2f} to ${high:.2f})"
+        yield from _counted(stage.budget)
         yield from _measured(stage.measured)
     if report.total["seconds"] or "cost" in report.total:
         yield ""
@@ -53,6 +62,22 @@ def lines(report: Report) -> Iterator[str]:
         yield f"{number}. {one.severity}: {one.what} [{one.kind}]"
         yield f"   {one.evidence}"
         yield f"   {one.key}: {one.fix}"
+
+
+def _counted(budget: Mapping[str, Any]) -> Iterator[str]:
+    """The counted memory of a stage on a card."""
+    if not budget:
+        return
+    total, memory = _size(budget["total"]), _size(budget["memory"])
+    yield f"  memory on {budget['card']}, counted: {total} of {memory}"
+    items = {name: size for name, size in budget["items"].items() if size}
+    width = max(map(len, items))
+    for name, size in items.items():
+        yield f"    {name:<{width}}  {_size(size):>9}"
+    if budget["wanted_rows"]:
+        rows = f"{budget['rows']} of {budget['wanted_rows']} sequences of {budget['longest']:,}"
+        left = f"{'cache pages':<{width}}  {_size(budget['left']):>9}"
+        yield f"    {left} left: {budget['cached_tokens']:,} tokens, {rows}"
 
 
 def _measured(measured: Mapping[str, Any]) -> Iterator[str]:

@@ -42,6 +42,8 @@ check -- Report what will go wrong with a recipe before it runs.
   recipe
   [overrides...] key=value
   --price PER_HOUR -- of this machine; predicts the cost
+  --device NAME -- count the memory of a card that need not be here, and nothing else: h100, h200,
+      a100, a100-40, l40s, l4, 4090, … or a size, as in 24GB
   --json
 eval -- Evaluate a run or a model: greedy, sampled, pass@k, intervals.
   model RUN|MODEL -- a run folder, a model folder or hub name

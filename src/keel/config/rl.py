@@ -213,6 +213,10 @@ class RolloutStage(StageConfig):
         return (self.value.name, self.value.optimizer) if has_value else (None, None)
 
     @property
+    def trains_critic(self) -> bool:
+        return self.algorithm.value is not None and self.value.kind == "critic"
+
+    @property
     def prompts_in_step(self) -> int:
         return self.rollout.prompts_per_step
 

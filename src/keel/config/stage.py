@@ -193,6 +193,11 @@ class StageConfig(FrozenModel):
         return None, None
 
     @property
+    def trains_critic(self) -> bool:
+        """Whether the value model has a backbone of its own, which is trained."""
+        return False
+
+    @property
     def evaluation_interval(self) -> int | None:
         """Steps between evaluations, 0 for none but before and after; None: there is none."""
         return None

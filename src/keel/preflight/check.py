@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from keel.analysis.cards import card, card_named
+from keel.analysis.costs import Budget
 from keel.config.fields import derive
 from keel.config.load import Source, load_recipe
 from keel.config.schema import Recipe
@@ -32,8 +34,10 @@ from keel.models.policy import (
     time_products,
 )
 from keel.models.reference import load_critic, load_teacher
+from keel.models.shape import model_config, without_weights
 from keel.platform.signals import free_memory
 from keel.preflight import settings
+from keel.preflight.budget import of_budget, plan_of
 from keel.preflight.context import (
     Figure,
     Finding,
@@ -68,7 +72,7 @@ class StageReport:
 
     `measured` is of two steps at its longest sequences: `memory`, the seconds of a `step` by phase,
     and those of all its steps (`seconds`), with their `cost`. `judge` is the forecast of its judges
-    in dollars.
+    in dollars. `budget` is the counted memory of a card (`keel.analysis.costs.Budget`).
     """
 
     name: str
@@ -77,6 +81,7 @@ class StageReport:
     skipped_checks: tuple[str, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
     judge: dict[str, float] = field(default_factory=dict)
+    budget: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,7 @@ def check(
         ]
         for context in contexts:
             _inspect(context)
+        budgets = _budgets(settled, policy, contexts)
         of_keys = unused_keys(source, overrides, written, _facts(written, policy, contexts))
         of_model = list(check_model(recipe, policy))
         device = policy.device
@@ -156,11 +162,48 @@ def check(
             tuple(c.skipped_checks),
             own,
             dollars(c.forecasts),
+            budget,
         )
-        for c, own in zip(contexts, measured, strict=True)
+        for c, own, budget in zip(contexts, measured, budgets, strict=True)
     )
     seconds = round(time.perf_counter() - start, 3)
     return Report(recipe.name, stages, tuple(findings), seconds, _total(stages))
+
+
+def check_card(source: Source, overrides: Sequence[str], device: str) -> Report:
+    """Count what a recipe takes on a card, named or by its size, that need not be here.
+
+    Of the model only its config is read. Raises KeelError as `check` does, and for another card.
+    """
+    start = time.perf_counter()
+    wanted, recipe = card(device), load_recipe(source, overrides)
+    model = without_weights(model_config(recipe.model))
+    stages, findings = [], []
+    left_out = ("all but memory, which is counted: without --device the recipe is loaded and run",)
+    for stage in recipe.stages:
+        budget = Budget(plan_of(recipe, stage, model), wanted)
+        findings += list(of_budget(budget, recipe, stage))
+        own = budget.as_dict()
+        stages.append(StageReport(stage.name, stage.stage, {}, left_out, budget=own))
+    seconds = round(time.perf_counter() - start, 3)
+    return Report(recipe.name, tuple(stages), tuple(findings), seconds, _total(stages))
+
+
+def _budgets(
+    recipe: Recipe, policy: Policy, contexts: Sequence[StageContext]
+) -> list[dict[str, Any]]:
+    """The counted memory of each stage on the GPU that the policy is on; empty on a CPU."""
+    if policy.device.type != "cuda":
+        return [{} for _ in contexts]
+    seen = torch.cuda.get_device_properties(policy.device)
+    here = card_named(seen.name, seen.total_memory)
+    budgets = []
+    for context in contexts:
+        example = None if context.longest is None else context.longest.tokens
+        plan = plan_of(recipe, context.stage, policy.model, example)
+        budgets.append(Budget(plan, here))
+        context.add(*of_budget(budgets[-1], recipe, context.stage))
+    return [budget.as_dict() for budget in budgets]
 
 
 def _missing(recipe: Recipe) -> str:

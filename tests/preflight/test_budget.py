@@ -1,0 +1,145 @@
+"""The counted memory of a card: three sizes of Qwen2.5, what does not fit, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2Config
+
+from keel.analysis.cards import GIB, card
+from keel.analysis.costs import Budget
+from keel.cli.main import main
+from keel.config.load import load_recipe
+from keel.models.shape import model_config, without_weights
+from keel.preflight.budget import of_budget, plan_of
+from keel.preflight.check import check_card
+
+HALF = {"hidden_size": 896, "layers": 24, "heads": 14, "kv_heads": 2, "intermediate_size": 4864}
+ONE = {"hidden_size": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "intermediate_size": 8960}
+SEVEN = {"hidden_size": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "intermediate_size": 18944}
+LOOP = {"prompts_per_step": 32, "group_size": 8, "max_tokens": 512}
+
+
+def recipe(sizes: dict[str, Any], model: dict[str, Any], **stage: Any) -> dict[str, Any]:
+    tied = sizes is not SEVEN
+    options = {"vocab_size": 151_936 if tied else 152_064, "tie_word_embeddings": tied}
+    build = {"family": "qwen2", "tokenizer": "bytes", "context": 32_768, "options": options}
+    return {
+        "model": {"build": {**build, **sizes}, **model},
+        "tasks": [{"name": "addition"}],
+        "rollout": LOOP,
+        "prompts": {"max_tokens": 512},
+        **stage,
+    }
+
+
+def budget(source: dict[str, Any], device: str) -> Budget:
+    made = load_recipe(source)
+    model = without_weights(model_config(made.model))
+    return Budget(plan_of(made, made.stages[0], model), card(device))
+
+
+def test_half_a_billion_fits_an_h100() -> None:
+    """Fully trained, at the default token budget, with room for all 256 sequences."""
+    found = budget(recipe(HALF, {}), "h100")
+    assert found.over == 0
+    assert found.rows == 256
+    assert found.plan.items()["optimizer"] == 8 * 494_032_768
+
+
+def test_one_and_a_half_billion_fit_40_gib() -> None:
+    """Fully trained, with checkpoints: 16 bytes a weight for itself, gradient and moments."""
+    found = budget(recipe(ONE, {"activation_checkpointing": True}, token_budget=4096), "40GiB")
+    items = found.plan.items()
+    held = items["weights"] + items["gradients"] + items["optimizer"]
+    assert held == 16 * 1_543_714_304
+    assert found.total < 40 * GIB
+    assert found.over == 0
+    assert found.rows >= 128
+    # Not with all activations of the default budget.
+    assert budget(recipe(ONE, {}), "40GiB").over > 20 * GIB
+
+
+def test_seven_billion_with_adapters_fit_24_gb() -> None:
+    model = {"lora": {"rank": 16}, "activation_checkpointing": True}
+    plain = budget(recipe(SEVEN, model, token_budget=4096), "24GB")
+    found = Budget(replace(plain.plan, quantised=True, copied=False), plain.card)
+    assert 5 * GIB < found.plan.weights < 6.5 * GIB
+    assert found.over == 0
+    assert found.rows >= 64
+    # Not in float32 with the same adapters.
+    assert plain.over > 10 * GIB
+
+
+def test_over_budget_names_the_lines_in_order() -> None:
+    source = recipe(ONE, {})
+    made = load_recipe(source)
+    (one,) = of_budget(budget(source, "l4"), made, made.stages[0])
+    assert (one.kind, one.severity) == ("over-card", "error")
+    assert one.key == "model.lora.rank"
+    order = (
+        "model.lora.rank = 16 (",
+        'optimizer.kind = "adamw_8bit" (',
+        "activation_checkpointing",
+    )
+    places = [one.fix.find(words) for words in order]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert "not enough" not in one.fix
+    # What the recipe has by then is not named again.
+    source = recipe(ONE, {"lora": {"rank": 16}, "activation_checkpointing": True})
+    made = load_recipe(source)
+    (one,) = of_budget(budget(source, "6GB"), made, made.stages[0])
+    assert "lora.rank" not in one.fix
+    assert "checkpointing" not in one.fix
+
+
+def test_stages_without_rollouts_have_no_copy() -> None:
+    """Of an imitation neither; a divergence adds a frozen copy, adapters take it away."""
+    sft = {"stages": [{"stage": "sft", "tasks": [{"name": "addition"}], "token_budget": 2048}]}
+    source = recipe(HALF, {})
+    imitation = budget({"model": source["model"], **sft}, "h100").plan.items()
+    assert imitation["sampling copy"] == imitation["reference, teacher, critic"] == 0
+    kept = {"algorithm": {"preset": "grpo", "divergence": {"beta": 0.1}}}
+    with_reference = budget({**source, **kept}, "h100").plan
+    assert with_reference.others == 4 * 494_032_768
+    adapters = recipe(HALF, {"lora": {"rank": 8}}, **kept)
+    assert budget(adapters, "h100").plan.others == 0
+
+
+def test_folder_with_only_a_config_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As text and as JSON; a card without room ends 1, an unknown one 2."""
+    Qwen2Config(
+        vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
+        num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True,
+    ).save_pretrained(tmp_path / "half")  # fmt: skip
+    (tmp_path / "r.toml").write_text(
+        f'model.name = "{tmp_path / "half"}"\nprompts.max_tokens = 512\n'
+        'token_budget = 8192\n[[tasks]]\nname = "addition"\n'
+    )
+    command = ["check", str(tmp_path / "r.toml"), "--device"]
+    assert main([*command, "h100"]) == 0
+    printed = capsys.readouterr().out
+    assert "memory on H100, counted: " in printed
+    lines = {line.split()[0]: line for line in printed.splitlines() if line.startswith("    ")}
+    assert "1.84 GiB" in lines["weights"]
+    assert "sequences of 768" in lines["cache"]
+    assert main([*command, "4GB", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (stage,) = report["stages"]
+    assert sum(stage["budget"]["items"].values()) == pytest.approx(stage["budget"]["total"], abs=9)
+    assert report["findings"][0]["kind"] == "over-card"
+    assert main([*command, "h1000"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_shipped_recipe_is_counted_without_weights() -> None:
+    report = check_card("tiny", (), "4090")
+    assert report.findings == ()
+    assert report.stages[0].budget["over"] == 0
