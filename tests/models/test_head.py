@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from keel.models.head import Head, log_probs, logits, readout
+from keel.models import head as head_module
+from keel.models.head import Head, log_probs, logits, product_dtype, readout
+from keel.models.policy import load_policy
+from keel.models.reference import reference_for
+from tests.models.tiny import spec
 
 EXACT = 1e-11
 """float64: only the order of the sums differs."""
@@ -239,3 +245,66 @@ def test_sums_of_few_rows_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("keel.models.head.SUM_BYTES", 3 * 40 * hidden.element_size())
     assert torch.equal(log_probs(hidden, head, token), whole)
     assert parts == [3, 3, 3, 2]
+
+
+@pytest.mark.parametrize("rule", [{}, {"scale": 0.5, "softcap": 3.0}], ids=["plain", "capped"])
+def test_bfloat16_products_are_rounded_and_nothing_else(rule: dict[str, Any]) -> None:
+    """Against float32 of inputs that were rounded before: the values are the same, and gradients
+    are within the rounding of their own factors (8 bits), of the largest."""
+    hidden, head, token, reference = problem(3, width=16, dtype=torch.float32, **rule)
+    head = replace(head, dtype="bfloat16")
+    other = (reference[0], replace(reference[1], dtype="bfloat16"))
+    near = replace(head, weight=head.weight.detach().bfloat16().float().requires_grad_())
+    near = replace(near, dtype="float32")
+    states = hidden.detach().bfloat16().float().requires_grad_()
+    rounded = tuple(x.bfloat16().float() for x in (reference[0], reference[1].weight))
+    wanted_other = (rounded[0], replace(reference[1], weight=rounded[1]))
+    options = {"entropy": True, "chunk_bytes": 0, "chunk_tokens": 4}
+    found = readout(hidden, head, token, 0.9, reference=other, **options)
+    wanted = readout(states, near, token, 0.9, reference=wanted_other, **options)
+    exact = readout(states, replace(near, weight=head.weight.detach()), token, 0.9, **options)
+    assert not torch.equal(found.log_prob_N, exact.log_prob_N)
+    for name in ("log_prob_N", "entropy_N", "full_kl_N"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits(hidden, head), logits(states, near), rtol=0, atol=1e-6)
+    pairs = [(found, (hidden, head.weight)), (wanted, (states, near.weight))]
+    grads, wanted_grads = (
+        torch.autograd.grad((s.log_prob_N + s.entropy_N + s.full_kl_N).sum(), x) for s, x in pairs
+    )
+    for grad, want in zip(grads, wanted_grads, strict=True):
+        assert grad.dtype == torch.float32
+        assert float((grad - want).abs().max()) <= 2**-7 * float(want.abs().max())
+
+
+def test_tf32_holds_in_both_passes_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass runs in a thread of its own on a GPU: here as well."""
+    matmul, product, seen = torch.backends.cuda.matmul, head_module._product, []
+
+    def watched(left: Tensor, right: Tensor) -> Tensor:
+        seen.append(matmul.fp32_precision)
+        return product(left, right)
+
+    monkeypatch.setattr(head_module, "_product", watched)
+    hidden, head, token, _ = problem(3, dtype=torch.float32)
+    before = matmul.fp32_precision
+    total = log_probs(hidden, replace(head, dtype="tf32"), token).sum()
+    assert matmul.fp32_precision == before
+    thread = threading.Thread(target=total.backward)
+    thread.start()
+    thread.join()
+    # The logits twice, and the gradient of the hidden states.
+    assert seen == ["tf32"] * 3
+    assert matmul.fp32_precision == before
+    log_probs(hidden, head, token)
+    assert seen[3:] == [before]
+
+
+def test_head_dtype_of_the_recipe_reaches_the_head() -> None:
+    for autocast, asked, wanted in ((True, "auto", "auto"), (False, "auto", "float32"),
+                                    (False, "bfloat16", "bfloat16")):  # fmt: skip
+        made = spec("llama").model_copy(update={"autocast": autocast, "head_dtype": asked})
+        policy = load_policy(made, 0)
+        assert policy.head.dtype == reference_for(policy).head.dtype == wanted
+    auto = replace(policy.head, dtype="auto")
+    assert product_dtype(auto, torch.zeros(1, 1)) == "float32"
+    assert product_dtype(policy.head, torch.zeros(1, 1, dtype=torch.float64)) == "float32"

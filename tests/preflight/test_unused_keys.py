@@ -114,6 +114,7 @@ CASES: list[tuple[Any, ...]] = [
     ),
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ()),
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ("model.dtype=float64",), CHAT),
+    ("model.head_dtype", rl(model={**BUILD, "head_dtype": "tf32"}), ()),
     ("cluster.offload", rl(cluster={"offload": "cpu"}), (), CHAT),
     ("cluster.offload", rl(cluster={"processes": 2, "offload": "cpu"}), ()),
     ("rollout.vllm.sleep_level", rl(),

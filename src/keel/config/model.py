@@ -19,6 +19,10 @@ _ON_CPU = UnusedIf(
     lambda key: key.facts.cpu and isinstance(key.value, bool),
     'a CPU computes in float32 unless it is "auto" or "bfloat16"',
 )
+_HEAD_ON_CPU = UnusedIf(
+    lambda key: key.facts.cpu and key.value != "bfloat16",
+    'a CPU computes the output layer in float32 unless it is "bfloat16"',
+)
 _NOT_FLOAT32 = UnusedIf(
     lambda key: key.table.dtype != "float32", 'autocast is for model.dtype = "float32" only'
 )
@@ -41,6 +45,9 @@ _ALONE = UnusedIf(
 
 Autocast = bool | Literal["auto", "bfloat16"]
 """A value of `model.autocast`."""
+
+HeadDtype = Literal["auto", "float32", "tf32", "bfloat16"]
+"""A value of `model.head_dtype`."""
 
 
 class BuildModel(FrozenModel):
@@ -96,6 +103,10 @@ class Model(FrozenModel):
     autocast: Annotated[Autocast, _ON_CPU, _NOT_FLOAT32] = True
     """Compute in bfloat16 on a GPU; weights, log-probabilities and losses stay in float32. On a CPU
     only `bfloat16` does so, or `auto` if a timing at the start finds it faster."""
+    head_dtype: Annotated[HeadDtype, _HEAD_ON_CPU] = "auto"
+    """What the factors of the output layer's products are rounded to on a GPU; sums and
+    log-probabilities stay in float32. `auto`: `tf32` in updates and `bfloat16` in decoding, or
+    `float32` with `autocast = false`."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
     activation_checkpointing: bool = False

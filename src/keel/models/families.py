@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from keel.config.model import Autocast
+from keel.config.model import Autocast, Model
 from keel.models.attention import PackedLayout, install
 from keel.models.head import Head, logits
 from keel.models.packed import Packed, pack
@@ -83,6 +83,9 @@ FURTHER = 3.0
 Both distances are rounding alone and nearly equal; means, since rounding may choose another expert
 of a sparse model for a single token.
 """
+
+HEAD_DTYPE = "keel_head_dtype"
+"""The attribute of a model that says what its head's products are rounded to."""
 
 SIZES = (
     "num_hidden_layers",
@@ -183,8 +186,18 @@ def head_of(model: PreTrainedModel) -> Head:
         scale = float(config.logit_scale)
     softcap = getattr(config, "final_logit_softcapping", None)
     return Head(
-        weight=layer.weight, bias=getattr(layer, "bias", None), scale=scale, softcap=softcap
+        weight=layer.weight,
+        bias=getattr(layer, "bias", None),
+        scale=scale,
+        softcap=softcap,
+        dtype=getattr(model, HEAD_DTYPE, "float32"),
     )
+
+
+def set_head_dtype(model: PreTrainedModel, spec: Model) -> None:
+    """Note the recipe's `head_dtype` on the model, for `head_of` of it and of its copies."""
+    exact = spec.head_dtype == "auto" and spec.autocast is False
+    setattr(model, HEAD_DTYPE, "float32" if exact else spec.head_dtype)
 
 
 def uses_autocast(model: PreTrainedModel, wanted: Autocast) -> bool:
@@ -328,4 +341,5 @@ def _packed(
     packed = pack(sequences, [torch.zeros(0, dtype=torch.long)] * len(sequences), model.device)
     everywhere = torch.arange(len(packed.tokens_T), device=model.device)
     states = states_at(model, packed, everywhere, autocast)
-    return logits(states, head_of(model)) if what == "logits" else states
+    exact = replace(head_of(model), dtype="float32") if what == "logits" else None
+    return states if exact is None else logits(states, exact)

@@ -10,12 +10,14 @@ distribution and K = Σ_v p log(p/q):
     ∂ K / ∂z_v       = p_v (log p_v − log q_v − K)
 
 Logits are float32 whatever the model's dtype (float64 for a float64 model), also under
-autocast.
+autocast. What the products W h and those of the gradients are rounded to is the head's `dtype`:
+their sums, and all else, stay in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +26,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from keel.config.model import HeadDtype
 from keel.models.kernels.sampling import HeadWeight, head_library
 
 CHUNK_BYTES = 32 * 2**20
-"""Bytes of one chunk of float32 logits."""
+"""Bytes of one chunk of float32 logits on a CPU, which fits its cache."""
+GPU_CHUNK_BYTES = 512 * 2**20
+"""The same on a GPU, which small products leave idle; of a small one `GPU_SHARE` at most."""
+GPU_SHARE = 64
 SUM_BYTES = 4 * 2**20
 """Bytes of logits whose log-sum-exp is taken at a time on a CPU."""
 CHUNK_TOKENS = 16
@@ -40,6 +46,7 @@ class Head:
 
     softcap(x) = c · tanh(x / c) (Gemma 2, arXiv 2408.00118, section 2); None leaves it out. Only
     the first `tokens` of the V rows count (None: all): the rest of a padded vocabulary has no text.
+    `dtype` is that of the products (`model.head_dtype`); of a float64 model they are exact.
     """
 
     weight: Float[Tensor, "V H"]
@@ -47,6 +54,7 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     tokens: int | None = None
+    dtype: HeadDtype = "float32"
 
     def detached(self) -> Head:
         """The same head without gradients."""
@@ -98,7 +106,48 @@ def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]
         dtype = _precision(hidden)
         weight, bias = head.rows
         bias = None if bias is None else bias.to(dtype)
-        return _shaped(nn.functional.linear(hidden.to(dtype), weight.to(dtype), bias), head)
+        kind = product_dtype(head, hidden)
+        if kind == "bfloat16":
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            out = _product(rows.bfloat16(), weight.bfloat16().T).view(*hidden.shape[:-1], -1)
+            return _shaped(out if bias is None else out + bias, head)
+        with _tf32(kind == "tf32"):
+            return _shaped(nn.functional.linear(hidden.to(dtype), weight.to(dtype), bias), head)
+
+
+def product_dtype(head: Head, hidden: Tensor) -> HeadDtype:
+    """What the products of these hidden states with the head are rounded to, `auto` resolved for
+    an update: "tf32" on a GPU of NVIDIA, else "float32"."""
+    if hidden.dtype == torch.float64:
+        return "float32"
+    return head.dtype if head.dtype != "auto" else "tf32" if hidden.is_cuda else "float32"
+
+
+def _product(left: Float[Tensor, "M K"], right: Float[Tensor, "K N"]) -> Float[Tensor, "M N"]:
+    """left · right; of bfloat16 matrices in float32: products of 8 bits each are exact there."""
+    if left.dtype != torch.bfloat16:
+        return left @ right
+    # The operator has no gradient of its own, and a CPU has no such operator.
+    grows = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
+    if left.is_cuda and not grows:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+@contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    """Within the block float32 products of a GPU are rounded to TF32. The setting is the process's:
+    the backward pass, which runs in another thread, sets it for itself."""
+    if not on:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, "R V"]]:
@@ -112,10 +161,11 @@ def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, 
 
 def compiled_weight(head: Head) -> HeadWeight | None:
     """The compiled product with the head's weight and bias, without scale and soft cap; None where
-    the head is not float32 on a CPU, or there is no compiler."""
+    the head is not float32 on a CPU, is to be rounded, or there is no compiler."""
     weight, bias = head.rows
     given = [x for x in (weight, bias) if x is not None]
     fits = all(x.dtype == torch.float32 and x.is_contiguous() for x in given)
+    fits = fits and head.dtype != "bfloat16"
     if fits and weight.device.type == "cpu" and head_library() is not None:
         return HeadWeight(weight, bias)
     return None
@@ -136,17 +186,18 @@ def readout(
     *,
     entropy: bool = False,
     reference: tuple[Float[Tensor, "N H"], Head] | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Scores:
     """log π(a), the entropy −Σ_v π log π, and Σ_v π log(π/π_ref), each with its gradient.
 
     The temperature divides the logits, the reference's too. `reference` is the hidden states and
     the head of a reference policy; no gradient goes to it. A chunk holds as many tokens as fit
-    `chunk_bytes` of float32 logits, but at least `chunk_tokens`.
+    `chunk_bytes` of float32 logits (None: what suits the device), but at least `chunk_tokens`.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 (it is {temperature})")
+    chunk_bytes = _chunk_bytes(hidden_NH.device) if chunk_bytes is None else chunk_bytes
     chunk = max(chunk_tokens, chunk_bytes // (4 * head.weight.shape[0]), 1)
     other = None if reference is None else (reference[0].detach(), reference[1].detached())
     log_prob_N, entropy_N, divergence_N = _Readout.apply(  # type: ignore[no-untyped-call]
@@ -171,6 +222,12 @@ def log_probs(
     return readout(hidden_NH, head, token_N, temperature, **options).log_prob_N
 
 
+def _chunk_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return min(GPU_CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // GPU_SHARE)
+
+
 def _precision(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
@@ -182,9 +239,12 @@ class _Chunks:
         self, hidden: Tensor, head: Head, temperature: float, chunk: int, dtype: torch.dtype
     ) -> None:
         self.hidden, self.head, self.temperature, self.chunk = hidden, head, temperature, chunk
-        # One copy for all chunks; for float32 weights it is the weight itself.
+        kind = product_dtype(head, hidden)
+        self.tf32 = kind == "tf32"
+        self.rounded = torch.bfloat16 if kind == "bfloat16" else dtype
+        # One copy for all chunks; for weights of that dtype it is the weight itself.
         weight, bias = head.rows
-        self.weight = weight.to(dtype)
+        self.weight = weight.to(self.rounded)
         self.bias = None if bias is None else bias.to(dtype)
         self.dtype = dtype
 
@@ -193,11 +253,12 @@ class _Chunks:
             yield slice(start, start + self.chunk)
 
     def states(self, rows: slice) -> Tensor:
-        return self.hidden[rows].to(self.dtype)
+        return self.hidden[rows].to(self.rounded)
 
     def logits(self, rows: slice) -> Tensor:
         """(c, V), a fresh buffer."""
-        out = self.states(rows) @ self.weight.T
+        with _tf32(self.tf32):
+            out = _product(self.states(rows), self.weight.T)
         if self.bias is not None:
             out += self.bias
         if self.head.scale != 1.0:
@@ -235,17 +296,21 @@ class _Gradients:
         hidden = policy.hidden
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         shape, self.tokens = policy.head.weight.shape, len(policy.weight)
-        self.weight = policy.weight.new_zeros(shape) if needs[1] else None
+        self.weight = policy.weight.new_zeros(shape, dtype=policy.dtype) if needs[1] else None
         self.bias = None
         if bias is not None and needs[2]:
             self.bias = torch.zeros(bias.shape, dtype=policy.dtype, device=bias.device)
 
     def add(self, rows: slice, grad: Tensor, policy: _Chunks) -> None:
         """Add the gradient (c, V) of W h + b for a chunk of tokens."""
-        if self.hidden is not None:
-            self.hidden[rows] = (grad @ policy.weight).to(self.hidden.dtype)
-        if self.weight is not None:
-            self.weight[: self.tokens].addmm_(grad.T, policy.states(rows))
+        rounded = grad.to(policy.rounded)
+        with _tf32(policy.tf32):
+            if self.hidden is not None:
+                self.hidden[rows] = _product(rounded, policy.weight).to(self.hidden.dtype)
+            if self.weight is not None and rounded.dtype == self.weight.dtype:
+                self.weight[: self.tokens].addmm_(rounded.T, policy.states(rows))
+            elif self.weight is not None:
+                self.weight[: self.tokens] += _product(rounded.T, policy.states(rows))
         if self.bias is not None:
             self.bias[: self.tokens] += grad.sum(0)
 

@@ -31,7 +31,7 @@ from transformers.utils import cached_file
 
 from keel.config.model import Model
 from keel.models.build import build_config, build_model, build_tokenizer
-from keel.models.families import check_family
+from keel.models.families import check_family, set_head_dtype
 from keel.models.tokenizer_round_trip import Served, quiet, served
 from keel.runs.layout import RECIPE
 from keel.types import KeelError
@@ -59,6 +59,7 @@ def load_model(spec: Model, seed: int) -> PreTrainedModel:
     else:
         model = load_pretrained(spec)
     silence_dropout(model)
+    set_head_dtype(model, spec)
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         # The grouped matrix product of sparse models does not support float64.
         model.set_experts_implementation("eager")
