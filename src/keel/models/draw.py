@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keel.models.kernels import has_triton
+
 
 def draw_tokens(
     logits_RV: Float[Tensor, "R V"], uniform_R: Float[Tensor, "R"], temperature: float
@@ -25,6 +27,10 @@ def draw_tokens(
     """
     if temperature < 0:
         raise ValueError(f"temperature = {temperature}: give 0 (greedy) or above")
+    if logits_RV.is_cuda and logits_RV.dtype != torch.float64 and has_triton():
+        from keel.models.kernels import draw as kernels
+
+        return kernels.draw_tokens(logits_RV, uniform_R, temperature)
     logits = logits_RV.double()
     if temperature not in (0, 1):
         logits = logits / temperature

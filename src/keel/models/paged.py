@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keel.models.attention import Rules, attention_weights
+from keel.models.kernels import has_triton
 
 PAGE_TOKENS = 64
 """Tokens that a page holds."""
@@ -34,9 +35,14 @@ def store(
     Tokens at the same place overwrite each other in any order. Page 0 is a scratch page that no row
     reads: write there what should not be kept.
     """
+    if _kernels_apply(keys, values, key_T):
+        from keel.models.kernels import paged as kernels
+
+        return kernels.store(keys, values, key_T, value_T, page_T, place_T)
     page_T, place_T = page_T.long(), place_T.long()
     keys[page_T, :, place_T] = key_T.to(keys.dtype)
     values[page_T, :, place_T] = value_T.to(values.dtype)
+    return None
 
 
 def attend_pages(
@@ -60,6 +66,11 @@ def attend_pages(
     """
     if splits < 1:
         raise ValueError(f"splits = {splits}: give at least 1")
+    if _kernels_apply(keys, values, query_R):
+        from keel.models.kernels import paged as kernels
+
+        rule = rules.scaling, rules.window, rules.softcap, rules.sinks
+        return kernels.attend_pages(query_R, keys, values, pages_R, length_R, *rule, splits)
     rows, heads, width = query_R.shape
     kv_heads, places = keys.shape[1], pages_R.shape[1] * PAGE_TOKENS
     length = length_R.unsqueeze(1)
@@ -80,3 +91,16 @@ def attend_pages(
     weights = attention_weights(scores, rules, visible.view(rows, 1, 1, places), sinks)
     out = (weights @ value.masked_fill(unseen, 0)).reshape(rows, heads, -1)
     return out.masked_fill(length_R.view(-1, 1, 1) == 0, 0).to(query_R.dtype)
+
+
+def _kernels_apply(keys: Tensor, values: Tensor, new: Tensor) -> bool:
+    """Whether the Triton kernels take these tensors."""
+    return (
+        keys.is_cuda
+        and has_triton()
+        and torch.float64 not in (keys.dtype, new.dtype)
+        and keys.shape == values.shape
+        and keys.stride() == values.stride()
+        and keys.stride(-1) == 1
+        and keys.shape[-1] <= 256
+    )

@@ -1,9 +1,13 @@
-"""Compiles C for this processor, once, and keeps the libraries in the user's cache."""
+"""Compiles C for this processor, once, and keeps the libraries in the user's cache.
+
+`paged` and `draw` are Triton kernels for GPUs, which Triton compiles itself.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -20,6 +24,12 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPI
 _THREADS = ("-fopenmp",)
 _PATIENCE = 120.0
 """Time limit of the compiler in seconds; it takes one or two."""
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; torch's CUDA builds bring it on Linux."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def load(name: str) -> ctypes.CDLL | None:
