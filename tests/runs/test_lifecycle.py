@@ -261,3 +261,32 @@ def test_run_may_change_the_working_directory(tmp_path: Path, monkeypatch: Any) 
             writer.checkpoint(Progress(0, 1 + resume), fill, Checkpoints())
     assert list((tmp_path / "other").iterdir()) == []
     assert len(load(tmp_path / "run").metrics()) == 2
+
+
+def test_clock_measures_memory_of_each_phase(tmp_path: Path) -> None:
+    """In GiB, the most of a phase's blocks; speeds are timings, not metrics."""
+    peaks = iter([3 * 2**30, 5 * 2**30, 2**30])
+
+    class Meter:
+        resets = 0
+
+        def reset(self) -> None:
+            self.resets += 1
+
+        def peak(self) -> int:
+            return next(peaks)
+
+    folder = one_stage(tmp_path)
+    with run_lifecycle(folder, False) as (writer, _):
+        writer.clock.memory = meter = Meter()
+        for phase in ("update", "update"):
+            with writer.clock(phase):
+                pass
+        assert meter.resets == 2
+        writer.recorded(Progress(0, 1), {"loss": 1.0}, [], 0.5, {"speed/step": 7.0})
+    (timing,) = load(folder.path).timings()
+    assert timing["memory/update"] == 5.0
+    assert timing["memory/record"] == 1.0
+    assert timing["speed/step"] == 7.0
+    (metrics,) = load(folder.path).metrics()
+    assert set(metrics) == {"stage", "step", "loss"}

@@ -61,7 +61,8 @@ What the columns of `metrics.jsonl` mean. Names are TRL's where TRL has one; a `
 for a name or a number k. In parentheses is the unit, unless the description names it; shares
 are from 0 to 1. In italics: what to watch for. Every row also has `stage` and `step` (counted
 from 1 within the stage; 0 is before training); a number that is not finite is `null`. Times
-are in `timings.jsonl`, so that `metrics.jsonl` is a function of recipe and seed. What a reward
+(seconds by phase, the `total`) and the last section are in `timings.jsonl`, so that
+`metrics.jsonl` is a function of recipe and seed. What a reward
 function records with `log_metric` comes under the name that it gives.
 """
 
@@ -172,7 +173,8 @@ def panels_of(kind: str, names: Sequence[str], *, alone: bool = False) -> list[P
         reward, _, *rest, value = panels
         learned = any(name.startswith("value/") for name in names)
         panels = (reward, value if learned else tables()["spread"][0], *rest)
-    return [*_present(panels, names), *_recorded(unknown(names))]
+    timed = _present(tables()["speed"], names)
+    return [*_present(panels, names), *timed, *_recorded(unknown(names))]
 
 
 def picture_panels(kind: str, columns: Mapping[str, Column]) -> list[Panel]:

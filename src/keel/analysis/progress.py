@@ -55,6 +55,22 @@ def summary(metrics: Mapping[str, float]) -> str:
     )
 
 
+def speed(speeds: Mapping[str, float]) -> str:
+    """Tokens a second: `3,512 tok/s (gen 9,800, update 6,100, MFU 38 %)`; empty if unknown."""
+    if "speed/step" not in speeds:
+        return ""
+    names = {"speed/generation": "gen", "speed/update": "update"}
+    parts = [f"{short} {_round(speeds[name])}" for name, short in names.items() if name in speeds]
+    if "mfu/update" in speeds:
+        parts.append(f"MFU {speeds['mfu/update']:.0%}")
+    inside = f" ({', '.join(parts)})" if "speed/generation" in speeds else ""
+    return f"{_round(speeds['speed/step'])} tok/s{inside}"
+
+
+def _round(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
 class Lines(Callback):
     """One line per step, for logs."""
 
@@ -66,7 +82,8 @@ class Lines(Callback):
 
     def on_step(self, state: RunState) -> None:
         of = f"{state.stage} {_done(state)}/{state.steps}"
-        self.on_note(f"{of}  {summary(state.metrics)}  {state.seconds:.2f}s")
+        parts = [of, summary(state.metrics), f"{state.seconds:.2f}s", speed(state.speeds)]
+        self.on_note("  ".join(filter(None, parts)))
 
     def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
         self.on_note(_evaluation(state.stage, state.step, result))
@@ -115,7 +132,7 @@ class Bar(Lines):
             self.task,
             completed=_done(state),
             curve=sparkline(self.curve, width=16) if self.drawn else "",
-            line=summary(state.metrics),
+            line="  ".join(filter(None, (summary(state.metrics), speed(state.speeds)))),
         )
 
 

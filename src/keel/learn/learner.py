@@ -180,7 +180,7 @@ class Learner:
         Raises:
             NotFinite: the loss or a gradient is not finite; no optimizer took a step.
         """
-        chosen, others = _by_gradient(algorithm, batch, beta)
+        chosen, others = by_gradient(algorithm, batch, beta)
         with_gradient = batch.select(chosen) if others else batch
         alone = self.ranks.count == 1
         made = self.budget.fitting(
@@ -334,7 +334,7 @@ def _end_to_end(
     return {name: torch.cat([found[name] for found in every]).to(device) for name in joined}
 
 
-def _by_gradient(
+def by_gradient(
     algorithm: Algorithm, batch: TrainBatch[Batch], beta: float
 ) -> tuple[list[int], list[int]]:
     """The sequences that the loss has a gradient on, and the others.

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -22,12 +23,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from keel.analysis.costs import Shape
 from keel.config.model import Autocast, Model
 from keel.models import lora
 from keel.models.families import context_length, head_of, hidden_states, prepare
 from keel.models.head import Head, Scores, ValueHead, readout
 from keel.models.loading import check_pair, check_served, load_model, load_tokenizer
 from keel.models.packed import ENOUGH_ON_CPU, Packed
+from keel.models.shape import shape_of
 from keel.models.sharded import within
 from keel.models.tokenizer_round_trip import Served, quiet
 
@@ -119,9 +122,20 @@ class Policy(nn.Module):
         """The model's context length in tokens; None where it has no limit."""
         return context_length(self.model)
 
+    @cached_property
+    def shape(self) -> Shape:
+        """What the model's costs are counted from."""
+        return shape_of(self.model)
+
     @property
     def has_lora(self) -> bool:
         return bool(lora.lora_layers(self.model))
+
+    @property
+    def rank(self) -> int | None:
+        """That of the adapter; None without one."""
+        layers = lora.lora_layers(self.model)
+        return int(layers[0][1].r[lora.POLICY]) if layers else None
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by name: all, or the adapter's."""

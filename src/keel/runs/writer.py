@@ -43,8 +43,8 @@ class StopRun(Exception):
 class RunState:
     """The progress of a run.
 
-    `kind` is the kind of the stage, `step` counts its steps from 1 (0 before the first), `metrics`
-    and `seconds` are those of the last step.
+    `kind` is the kind of the stage, `step` counts its steps from 1 (0 before the first), `metrics`,
+    `seconds` and `speeds` (tokens a second, MFU: docs/metrics.md) are those of the last step.
     """
 
     folder: Path
@@ -54,6 +54,7 @@ class RunState:
     steps: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    speeds: Mapping[str, float] = field(default_factory=dict)
 
 
 class Callback:
@@ -118,9 +119,15 @@ class Callbacks:
         self.state = RunState(self.state.folder, name, kind, done, steps)
         self._call("on_stage", self.state)
 
-    def step(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
+    def step(
+        self, step: int, metrics: Mapping[str, float], seconds: float, speeds: Mapping[str, float]
+    ) -> None:
         self.state = replace(
-            self.state, step=step, metrics=MappingProxyType(dict(metrics)), seconds=seconds
+            self.state,
+            step=step,
+            metrics=MappingProxyType(dict(metrics)),
+            seconds=seconds,
+            speeds=MappingProxyType(dict(speeds)),
         )
         self._call("on_step", self.state)
 
@@ -349,25 +356,44 @@ def _scheduled(progress: RunProgress, steps: int, choice: Checkpoints) -> bool:
     return step > 0 and (due(choice.every, step) or step in (steps, progress.best_step))
 
 
+class MemoryMeter(Protocol):
+    """Measures the most memory since it was reset, in bytes."""
+
+    def reset(self) -> None: ...
+    def peak(self) -> int: ...
+
+
 class Clock:
-    """Seconds spent in each phase of a step."""
+    """Seconds spent in each phase of a step, and the peak memory of each if there is a meter."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._peaks: dict[str, float] = {}
+        self.memory: MemoryMeter | None = None
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
+        if self.memory is not None:
+            self.memory.reset()
         try:
             yield
         finally:
             spent = time.perf_counter() - start
             self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
+            if self.memory is not None:
+                name = f"memory/{phase}"
+                self._peaks[name] = max(self._peaks.get(name, 0.0), self.memory.peak() / 2**30)
+
+    def spent(self, phase: str) -> float:
+        """Seconds of a phase since the last `take`."""
+        return self._seconds.get(phase, 0.0)
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call."""
-        seconds, self._seconds = self._seconds, {}
-        return seconds
+        """The seconds since the last call, by phase, and the peaks in GiB as `memory/PHASE`."""
+        taken = {**self._seconds, **self._peaks}
+        self._seconds, self._peaks = {}, {}
+        return taken
 
 
 @dataclass(eq=False)
@@ -463,18 +489,22 @@ class RunWriter:
         metrics: Mapping[str, float],
         rows: Sequence[RolloutRow],
         seconds: float,
+        speeds: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Record a step that took `seconds`; its timings last, including the time of recording."""
+        """Record a step that took `seconds`; its timings last, including the time of recording.
+
+        `speeds` depend on the machine, so they are with the timings.
+        """
         stage, step = progress.stage, progress.step
         name = self.folder.stages[stage]
         with self.clock("record"):
             self.recorder.metrics(stage, step, metrics)
             self.recorder.rollouts(stage, step, rows)
             for tracker in self.trackers:
-                tracker.log(name, step, metrics, rows)
+                tracker.log(name, step, {**metrics, **speeds}, rows)
         self.reached.step = Place(stage, step)
-        self.recorder.timings(stage, step, {"total": seconds, **self.clock.take()})
-        self.callbacks.step(step, metrics, seconds)
+        self.recorder.timings(stage, step, {"total": seconds, **self.clock.take(), **speeds})
+        self.callbacks.step(step, metrics, seconds, speeds)
 
     def checkpoint_due(self, progress: RunProgress, steps: int, choice: Checkpoints) -> bool:
         """Every N steps, at the end, at the best, and when asked to stop."""

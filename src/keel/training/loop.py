@@ -18,6 +18,7 @@ from keel.learn.optimizer import Cause, NotFinite, tensors_of
 from keel.runs import checkpoint
 from keel.runs.rows import RolloutRow
 from keel.runs.writer import RunWriter, due
+from keel.training.speed import StepWork, speeds_of
 from keel.training.state import Progress, State
 from keel.types import KeelError
 
@@ -42,6 +43,7 @@ class StepResult:
     beta: float = 0.0
     stream: Mapping[str, Any] = field(default_factory=dict)
     records: Callable[[], Sequence[RolloutRow]] = tuple
+    work: StepWork | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,9 +208,12 @@ def run(loop: Loop, progress: Progress) -> Progress:
             _report(loop, progress, evaluation, "after" if number == steps else "during")
             progress = _with_best(progress, evaluation.score)
         seconds = time.perf_counter() - start
+        work = step.work or StepWork(step.tokens)
+        working = seconds - writer.clock.spent("evaluate")
+        speeds = speeds_of(work, working, writer.clock.spent("update"))
         with writer.clock("record"):
             records = step.records() if due(loop.rollouts_every, number) else ()
-        writer.recorded(progress, metrics, records, seconds)
+        writer.recorded(progress, metrics, records, seconds, speeds)
         if number == steps and evaluation is not None and evaluation.plot is not None:
             # Before the checkpoint: a run that is killed after it does not come here again.
             evaluation.plot()

@@ -20,7 +20,7 @@ from keel.config.fields import derive
 from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oom_context
-from keel.learn.learner import Losses, Trainer
+from keel.learn.learner import Losses, Trainer, by_gradient
 from keel.learn.loss import adapted_beta, prepare, value_metrics
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
 from keel.objective import divergences, ratios
@@ -28,6 +28,7 @@ from keel.runs.rows import LOSS, RolloutRow
 from keel.training.evaluation import Evaluator
 from keel.training.loop import Loop, StepResult, write_batch
 from keel.training.rollout import RolloutPrefetcher, Rollouts, Sampler
+from keel.training.speed import StepWork, operations_of, peak_of
 from keel.training.state import Progress, State, rollout_records
 
 
@@ -89,6 +90,7 @@ class RLLoop(Loop):
         algorithm, schedule, beta = self.algorithm, self.schedule, progress.beta
         clock, skipped = self.writer.clock, 0
         records: Callable[[], Sequence[RolloutRow]] = tuple
+        work: StepWork | None = None
         with clock("rollout"):
             rollouts = self.prefetcher(number, schedule.steps)
         if self.prefetcher.level == 0:  # else it samples while the trainer works
@@ -106,6 +108,7 @@ class RLLoop(Loop):
                 metrics |= updated.metrics
                 metrics["step/tokens"] = float(sum(batch.input_lengths))
                 skipped = updated.skipped
+                work = _work(self, rollouts, updated.minibatches, beta)
                 values, tokenizer = _token_values(batch, updated), self.sampler.chat.tokenizer
                 records = partial(rollout_records, rollouts, batch, values, tokenizer)
                 if number > schedule.value_warmup_steps:  # before, the policy did not move
@@ -122,6 +125,7 @@ class RLLoop(Loop):
             beta,
             self.sampler.stream.state(),
             records,
+            work,
         )
 
     def state(self, progress: Progress) -> State:
@@ -279,6 +283,17 @@ def adapted(
 
 
 # ---------------------------------------------------------------- details
+
+
+def _work(loop: RLLoop, rollouts: Rollouts, parts: Sequence[Minibatch], beta: float) -> StepWork:
+    """What a step generated, and the operations of its update if the card's peak is known."""
+    policy, operations = loop.learner.policy, 0.0
+    peak = peak_of(policy.device)
+    for part in parts if peak is not None else ():
+        moving, _ = by_gradient(loop.algorithm, part.batch, beta)
+        operations += operations_of(policy, part.batch.actions, moving)
+    operations *= loop.schedule.epochs
+    return StepWork(rollouts.metrics["rollout/tokens"], rollouts.seconds, operations, peak)
 
 
 def _staleness(loop: RLLoop, rollouts: Rollouts, number: int) -> dict[str, float]:

@@ -34,6 +34,7 @@ from keel.models.chat import ChatEncoder
 from keel.platform.time_limit import cancelled_by, raise_if_cancelled, time_limit
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.values import plain
+from keel.runs.writer import Clock
 from keel.types import (
     Engine,
     Group,
@@ -53,13 +54,17 @@ POLL = 0.1
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """Groups with their rewards, in order; `extras` is what rewards logged for each completion."""
+    """Groups with their rewards, in order; `extras` is what rewards logged for each completion.
+
+    `seconds` were spent in the engine; 0 if it is not known, as of rollouts from a checkpoint.
+    """
 
     groups: tuple[Group, ...]
     results: tuple[Results, ...]
     greedy: tuple[float, ...] | None = None
     extras: dict[str, list[object]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +83,8 @@ class Sampler:
     program: ProgramConfig | None = None
     before_rewards: Callable[[], None] | None = None
     """If several steps are sampled at once: waits for the rewards of those before."""
+    stopwatch: Clock = field(default_factory=Clock)
+    """The seconds in the engine."""
 
     @property
     def sampling(self) -> Sampling:
@@ -132,6 +139,7 @@ class Sampler:
         smaller = self.less or f"lower rollout.max_num_seqs (now {self.config.max_num_seqs})"
         hint = f"fix it, or {self.less or 'raise rollout.timeout'}"
         with (
+            self.stopwatch("generation"),
             oom_context(f"{len(prompts)} prompts were answered", smaller),
             time_limit("the engine", self.config.timeout, hint, in_c=True),
         ):
@@ -186,6 +194,7 @@ def collect(
     failures: dict[str, float] = {}
     extras: dict[str, list[object]] = {}
     refills = 0
+    sampler.stopwatch.take()
     while True:
         prompts, left_out = first or take(sampler.stream, config.prompts_per_step - len(kept))
         first = None
@@ -226,7 +235,9 @@ def collect(
             "prompts/left_out": float(left_out),
         },
     )
-    return _with_greedy(sampler, rollouts, step) if algorithm.needs_greedy and kept else rollouts
+    if algorithm.needs_greedy and kept:
+        rollouts = _with_greedy(sampler, rollouts, step)
+    return replace(rollouts, seconds=sampler.stopwatch.take().get("generation", 0.0))
 
 
 def describe(pairs: Sequence[tuple[Group, Results]]) -> dict[str, float]:
@@ -363,7 +374,8 @@ def begin_alone(sampler: Sampler, algorithm: Algorithm, step: int, turn: Ticket)
 def begin_pinned(sampler: Sampler, algorithm: Algorithm, step: int, turn: Ticket) -> Sample:
     """A step that is sampled with the weights of now, whatever the engine takes over meanwhile."""
     first = take(sampler.stream, sampler.config.prompts_per_step)
-    sampler = replace(sampler, engine=sampler.engine.pinned(), before_rewards=turn.wait)
+    engine = sampler.engine.pinned()
+    sampler = replace(sampler, engine=engine, before_rewards=turn.wait, stopwatch=Clock())
     return partial(collect, sampler, algorithm, step, first)
 
 

@@ -52,6 +52,7 @@ from keel.training.setup import (
     longest_sequence,
     templates_at,
 )
+from keel.training.speed import CudaMemory
 from keel.training.state import Progress, check_base, read_progress, restore_policy
 from keel.types import KeelError, Split
 
@@ -155,6 +156,8 @@ def run_stages(
             f"cluster.processes = {processes}, but torch sees GPUs for {gpus} of them: set at most "
             'that many, or model.device = "cpu"'
         )
+    if policy.device.type == "cuda":
+        writer.clock.memory = CudaMemory(policy.device)
     if start is not None:
         check_base(policy, recipe.model, start)
         restore_policy(start, policy)

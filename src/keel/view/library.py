@@ -31,6 +31,8 @@ from keel.view.rollout_rows import RolloutIndex, StepRows, step_rows
 DEPTH = 4
 """Levels of folders below a given one in which runs are looked for."""
 _Identity = tuple[Path, int, int]
+SPEEDS = ("speed/", "mfu/", "memory/")
+"""What is plotted of timings.jsonl."""
 
 
 @dataclass(eq=False)
@@ -57,12 +59,15 @@ class OpenRun:
         return self.metrics.update(), self.timings.update()
 
     def columns(self, stage: str) -> Mapping[str, Column]:
-        """The metrics of a stage; evaluations begin with the one before its first step."""
+        """The metrics of a stage, and what of its timings is plotted; evaluations begin with the
+        one before its first step."""
         try:
             info = self.run.info()
         except KeelError:  # the status says so
             info = {}
-        return with_first(self.metrics.columns(stage), info, stage)
+        timed = self.timings.columns(stage)
+        speeds = {name: newest(timed[name]) for name in timed if name.startswith(SPEEDS)}
+        return {**with_first(self.metrics.columns(stage), info, stage), **speeds}
 
     def stage_config(self, stage: str) -> Mapping[str, Any]:
         """The table of a stage in the recipe."""
@@ -254,6 +259,12 @@ class Status:
         return out
 
 
+def newest(column: Column) -> Column:
+    """A column with one value a step: the last of those that a step repeated after a kill has."""
+    steps, first = np.unique(column.steps[::-1], return_index=True)
+    return Column(steps, column.values[::-1][first])
+
+
 def status_of(run: OpenRun, stage: str, price: float | None = None) -> Status:
     """Where a run is; `price` is of an hour, and what judges cost is added to it."""
     columns, times = run.metrics.columns(stage), run.timings.columns(stage)
@@ -267,9 +278,8 @@ def status_of(run: OpenRun, stage: str, price: float | None = None) -> Status:
         each = float(np.median(total.values[-20:]))
         taken = len(total.values) if done is not None else step
         left = each * max(steps - step, 0) * (taken / step if step else 0)
-        tokens = columns.get("step/tokens")
-        if tokens is not None and each > 0:
-            speed = float(np.median(tokens.values[-20:])) / each
+    if (rates := times.get("speed/step")) is not None:
+        speed = float(np.median(rates.values[-20:]))
     dollars = ("judge/dollars", "eval/judge/dollars")
     paid = [columns[name].values.sum() for name in dollars if name in columns]
     if price is not None or paid:
