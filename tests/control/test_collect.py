@@ -169,7 +169,7 @@ def experience() -> Experience:
     n = torch.arange(N)
     return Experience(
         lengths=LENGTHS,
-        groups_S=torch.tensor([7, 7, 8, 8]),
+        groups=(7, 7, 8, 8),
         engine_log_prob_N=n + 0.1,
         old_log_prob_N=n + 0.2,
         value_N=n + 0.3,
@@ -194,7 +194,7 @@ def test_episodes_are_chosen_whole() -> None:
     part = experience().minibatch([2, 0], steps=False)
     assert_rows(part, [4, 5, 6, 7, 0, 1, 2])
     assert part.lengths == (4, 3)
-    assert part.groups_S.tolist() == [8, 7]
+    assert part.groups == (8, 7)
 
 
 @pytest.mark.parametrize("count", [3, 10])

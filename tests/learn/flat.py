@@ -56,7 +56,7 @@ def blank(lengths: Sequence[int], groups: Sequence[int]) -> Batch:
         input_lengths=tuple(PROMPT + length for length in lengths),
         target_N=torch.tensor(targets),
         lengths=tuple(lengths),
-        groups_S=torch.tensor(list(groups)),
+        groups=tuple(groups),
         engine_log_prob_N=torch.zeros(count, dtype=torch.float64),
     )
 

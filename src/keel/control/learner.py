@@ -148,8 +148,8 @@ class Experience(Actions):
         if not steps:
             return self.select(indices)
         index_K = torch.tensor(list(indices))
-        lengths = (1,) * len(index_K)
-        return replace(self, lengths=lengths, groups_S=index_K, **per_action(self, index_K))
+        groups = tuple(index_K.tolist())
+        return replace(self, lengths=(1,) * len(groups), groups=groups, **per_action(self, index_K))
 
     def split(
         self, estimates: Estimates, count: int, rng: np.random.Generator, *, steps: bool

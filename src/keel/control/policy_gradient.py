@@ -101,7 +101,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
             observation_NO=observation_NO,
             action_N=action_N,
             lengths=collected.lengths,
-            groups_S=torch.from_numpy(collected.episode_S // stage.group_size),
+            groups=tuple((collected.episode_S // stage.group_size).tolist()),
             engine_log_prob_N=torch.zeros(len(action_N)) if log_prob_N is None else log_prob_N,
             old_log_prob_N=log_prob_N,
         )

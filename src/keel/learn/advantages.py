@@ -113,7 +113,7 @@ def estimate(
 
     Raises KeelError if there are rewards of steps that the advantage cannot use.
     """
-    device, lengths_S = actions.groups_S.device, actions.lengths_S
+    device, lengths_S = actions.device, actions.lengths_S
     if not isinstance(judged, RolloutRewards):
         judged = RolloutRewards(torch.tensor(list(judged), dtype=torch.float64))
     judged = _on(judged, device)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keel.models.packed import Packed, PackedSizes, sizes_on
+from keel.models.packed import Packed, PackedSizes, sizes_on, upload
 from keel.types import Group, KeelError
 
 A = TypeVar("A", bound="Actions")
@@ -47,7 +47,7 @@ LESS = (
 class Actions:
     """Sequences (S) of actions (N), end to end, without padding.
 
-    `lengths` is the number of actions of each sequence; sequences of one of `groups_S` have their
+    `lengths` is the number of actions of each sequence; sequences of one of `groups` have their
     start in common. Per action there are log-probabilities: of the engine that sampled it; of the
     policy before the update (`old_log_prob_N`; None on an on-policy step with one update, whose
     current ones are equal); of the reference; of the teacher; and values. The last three are None
@@ -55,7 +55,7 @@ class Actions:
     """
 
     lengths: tuple[int, ...]
-    groups_S: Int[Tensor, " S"]
+    groups: tuple[int, ...]
     engine_log_prob_N: Float[Tensor, " N"]
     old_log_prob_N: Float[Tensor, " N"] | None = None
     reference_log_prob_N: Float[Tensor, " N"] | None = None
@@ -63,9 +63,18 @@ class Actions:
     value_N: Float[Tensor, " N"] | None = None
 
     @property
+    def device(self) -> torch.device:
+        return self.engine_log_prob_N.device
+
+    @cached_property
     def lengths_S(self) -> Int[Tensor, " S"]:
         """The number of actions of each sequence."""
-        return torch.tensor(self.lengths, dtype=torch.long, device=self.groups_S.device)
+        return upload(self.lengths, self.device)
+
+    @cached_property
+    def groups_S(self) -> Int[Tensor, " S"]:
+        """The group of each sequence."""
+        return upload(self.groups, self.device)
 
     @property
     def sequences(self) -> int:
@@ -73,18 +82,19 @@ class Actions:
 
     def action_index(self, indices: Sequence[int]) -> Int[Tensor, " K"]:
         """The places among the N of the actions of these sequences."""
-        first = starts(self.lengths)
-        spans = [(first[i], self.lengths[i]) for i in indices]
-        return ranges(spans, self.groups_S.device)
+        return ranges(_spans(self.lengths, indices), self.device)
+
+    def places(self, indices: Sequence[int]) -> slice | Int[Tensor, " K"]:
+        """`action_index`, or the same as a slice where the sequences are a range."""
+        return _places(self.lengths, indices, self.device)
 
     def select(self, indices: Sequence[int]) -> Self:
-        """These sequences, in this order; sequences are never cut."""
-        chosen_S = torch.tensor(list(indices), device=self.groups_S.device, dtype=torch.long)
+        """These sequences, in this order; sequences are never cut. Those of a range are views."""
         return replace(
             self,
             lengths=tuple(self.lengths[i] for i in indices),
-            groups_S=self.groups_S[chosen_S],
-            **per_action(self, self.action_index(indices)),
+            groups=tuple(self.groups[i] for i in indices),
+            **per_action(self, self.places(indices)),
         )
 
 
@@ -132,7 +142,7 @@ class TrainBatch(Generic[A]):
 
     def select(self, indices: Sequence[int]) -> TrainBatch[A]:
         """These sequences, in this order, with the same weights."""
-        values = per_action(self, self.actions.action_index(indices))
+        values = per_action(self, self.actions.places(indices))
         return replace(self, actions=self.actions.select(indices), **values)
 
 
@@ -149,7 +159,7 @@ def to_device(batch: B, device: torch.device | str) -> B:
 
 
 def per_action(
-    part: Actions | Estimates | TrainBatch[Any], index_K: Int[Tensor, " K"]
+    part: Actions | Estimates | TrainBatch[Any], index_K: slice | Int[Tensor, " K"]
 ) -> dict[str, Any]:
     """The fields that have one value per action, at these places."""
     values = {f.name: getattr(part, f.name) for f in fields(part) if "_N" in f.name}
@@ -178,7 +188,7 @@ class Batch(Actions):
         """How many tokens each sequence has in common with the one before it."""
         if not self.prompt_lengths:
             return (0,) * self.sequences
-        groups = self.groups_S.tolist()
+        groups = self.groups
         answers = [n > p for n, p in zip(self.input_lengths, self.prompt_lengths, strict=True)]
         return tuple(
             length if i and groups[i] == groups[i - 1] and answers[i] and answers[i - 1] else 0
@@ -192,8 +202,7 @@ class Batch(Actions):
             return Packed(self.tokens_T, self.input_lengths, self.target_N)
         device = self.target_N.device
         spans, follows, moved = _pieces(self.input_lengths, self.shared)
-        shift_S = torch.tensor(moved, device=device)
-        shift_N = shift_S.repeat_interleave(self.lengths_S, output_size=sum(self.lengths))
+        shift_N = upload(_repeated(moved, self.lengths), device)
         return Packed(
             tokens_T=self.tokens_T[ranges(spans, device)],
             lengths=tuple(length for _, length in spans),
@@ -212,17 +221,19 @@ class Batch(Actions):
         first = starts(self.input_lengths)
         chosen = super().select(indices)
         input_lengths = tuple(self.input_lengths[i] for i in indices)
-        moved = [new - first[i] for new, i in zip(starts(input_lengths), indices, strict=True)]
-        moved_N = torch.tensor(moved, device=device, dtype=torch.long).repeat_interleave(
-            chosen.lengths_S, output_size=sum(chosen.lengths)
-        )
-        spans = [(first[i], self.input_lengths[i]) for i in indices]
+        at = _places(self.input_lengths, indices, device)
+        moved: Tensor | int = 0
+        if isinstance(at, slice):
+            moved = -at.start
+        else:
+            by = [new - first[i] for new, i in zip(starts(input_lengths), indices, strict=True)]
+            moved = upload(_repeated(by, chosen.lengths), device)
         return replace(
             chosen,
-            tokens_T=self.tokens_T[ranges(spans, device)],
+            tokens_T=self.tokens_T[at],
             input_lengths=input_lengths,
             prompt_lengths=tuple(self.prompt_lengths[i] for i in indices if self.prompt_lengths),
-            target_N=chosen.target_N + moved_N,
+            target_N=chosen.target_N + moved,
         )
 
     def spans(self, token_budget: int) -> list[range]:
@@ -257,7 +268,7 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
         prompt_lengths=tuple(len(group.prompt.tokens) for _, group, _ in pairs),
         target_N=torch.tensor(targets, dtype=torch.long, device=device),
         lengths=tuple(lengths),
-        groups_S=torch.tensor([g for g, _, _ in pairs], dtype=torch.long, device=device),
+        groups=tuple(g for g, _, _ in pairs),
         engine_log_prob_N=torch.tensor(engine, dtype=torch.float32, device=device),
     )
 
@@ -298,8 +309,40 @@ def ranges(spans: Sequence[tuple[int, int]], device: torch.device) -> Int[Tensor
     """The numbers of all spans (start, count), one span after the other."""
     first = torch.tensor([start for start, _ in spans], dtype=torch.long)
     counts = torch.tensor([count for _, count in spans], dtype=torch.long)
-    shift = (first + counts - counts.cumsum(0)).repeat_interleave(counts)
-    return (shift + torch.arange(len(shift))).to(device)
+    total = sum(count for _, count in spans)
+    shift = (first + counts - counts.cumsum(0)).repeat_interleave(counts, output_size=total)
+    return upload(shift + torch.arange(total), device)
+
+
+def _repeated(numbers: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """Each number as often as its count says."""
+    each = torch.tensor(counts, dtype=torch.long)
+    each_number = torch.tensor(numbers, dtype=torch.long)
+    return each_number.repeat_interleave(each, output_size=sum(counts))
+
+
+def _spans(lengths: Sequence[int], indices: Sequence[int]) -> list[tuple[int, int]]:
+    """The start and the length of some of several pieces, end to end."""
+    first = starts(lengths)
+    return [(first[i], lengths[i]) for i in indices]
+
+
+def _places(
+    lengths: Sequence[int], indices: Sequence[int], device: torch.device
+) -> slice | Int[Tensor, " K"]:
+    """Where these pieces lie."""
+    if not isinstance(indices, range) or indices.step != 1:
+        return ranges(_spans(lengths, indices), device)
+    first = [*starts(lengths), sum(lengths)]
+    return slice(first[indices.start], first[indices.stop]) if indices else slice(0, 0)
+
+
+def read(numbers: Sequence[Tensor]) -> list[float]:
+    """Single numbers from wherever they are, in one transfer: the host waits for it."""
+    device = numbers[0].device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    found: list[float] = torch.stack([x.detach().to(device, dtype) for x in numbers]).tolist()
+    return found
 
 
 # ---------------------------------------------------------------- memory

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
-from keel.learn.batch import Batch, TokenBudget, TrainBatch
+from keel.learn.batch import Batch, TokenBudget, TrainBatch, read
 from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import (
     AdamW,
     Cause,
+    apply_all,
     bad_weight,
     find_offending_sequence,
     in_tensors,
     in_weights,
-    step_all,
     stop_unless_finite,
 )
 from keel.learn.ranks import ONE, Ranks, save_learned, spans
 from keel.models.head import Scores, ValueHead
 from keel.models.policy import Policy
 from keel.models.reference import Critic, FrozenPolicy, Reference
-from keel.types import KeelError
+from keel.objective import segments
 
 T = TypeVar("T")
 P = TypeVar("P", Batch, TrainBatch[Batch])
@@ -189,23 +189,24 @@ class Learner:
             undo=self.clear,
             retry=alone,
         )
-        metrics, tokens = dict(made.metrics), made.tokens
+        sums, tokens = [made.metrics], made.tokens
         if others:
             without = batch.select(others)
             attempt = partial(backward, self, algorithm, without, beta, gradient=False)
             more = self.budget.fitting(attempt, without.actions.sizes, retry=alone)
-            metrics = {name: value + more.metrics[name] for name, value in metrics.items()}
+            sums.append(more.metrics)
             places = batch.actions.action_index([*chosen, *others]).argsort()
             tokens = {name: torch.cat([v, more.tokens[name]])[places] for name, v in tokens.items()}
+        optimizers = list(self.optimizers.values())
+        # The one read of losses and norms: until here the host is ahead of the device.
+        metrics, norms = _numbers(self.ranks, sums, [one.clip() for one in optimizers])
         try:
             stop_unless_finite(metrics)
-        except KeelError:
+            metrics |= dict(zip(("grad_norm", "value/grad_norm"), norms, strict=False))
+            stop_unless_finite(metrics)
+            apply_all(optimizers, rates[: len(optimizers)])
+        finally:
             self.clear()
-            raise
-        names = ("grad_norm", "value/grad_norm")
-        norms = step_all(list(self.optimizers.values()), rates[: len(self.optimizers)])
-        metrics |= dict(zip(names, norms, strict=False))
-        stop_unless_finite(metrics)
         return Losses(metrics, tokens)
 
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
@@ -213,7 +214,8 @@ class Learner:
         parameters = [p for optimizer in self.optimizers.values() for p in optimizer.parameters]
 
         def backward_alone(i: int) -> Mapping[str, float]:
-            return backward(self, algorithm, batch.select([i]), beta, self.budget.tokens).metrics
+            made = backward(self, algorithm, batch.select([i]), beta, self.budget.tokens)
+            return _numbers(self.ranks, [made.metrics], [])[0]
 
         return (
             in_weights(parameters)
@@ -275,6 +277,14 @@ class Learner:
 
 
 @dataclass(frozen=True, eq=False)
+class LossSums:
+    """`Losses` of this rank, which the host has not read; the tokens are those of all ranks."""
+
+    metrics: Mapping[str, Tensor]
+    tokens: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
 class Losses:
     """The metrics of a batch's loss, and the values of its tokens (see `Loss`)."""
 
@@ -290,7 +300,7 @@ def backward(
     tokens: int,
     *,
     gradient: bool = True,
-) -> Losses:
+) -> LossSums:
     """The losses of a batch, `tokens` at a time, whose gradient is added to the parameters'."""
     micros, own = learner.passes(batch, tokens)
     parts = []
@@ -305,20 +315,33 @@ def backward(
     return _joined(learner, parts[:own], batch)
 
 
-def _joined(learner: Learner, parts: Sequence[Loss], batch: TrainBatch[Batch]) -> Losses:
-    """Metrics summed, values of tokens end to end, over the ranks."""
+def _joined(learner: Learner, parts: Sequence[Loss], batch: TrainBatch[Batch]) -> LossSums:
+    """Metrics summed, values of tokens end to end over the ranks."""
     sums: dict[str, Tensor] = {}
     for part in parts:
         for name, value in part.metrics.items():
             sums[name] = sums[name] + value if name in sums else value
-    own = {name: float(value) for name, value in sums.items()}
-    metrics: dict[str, float] = {}
-    for found in learner.ranks.gather(own):
-        for name, number in found.items():
-            metrics[name] = metrics.get(name, 0.0) + number
     device = batch.actions.target_N.device
     tokens = _end_to_end(learner.ranks, [dict(part.tokens) for part in parts], device)
-    return Losses(metrics, tokens)
+    return LossSums(sums, tokens)
+
+
+def _numbers(
+    ranks: Ranks, sums: Sequence[Mapping[str, Tensor]], norms: Sequence[Tensor]
+) -> tuple[dict[str, float], list[float]]:
+    """The metrics, summed over parts of a batch and over the ranks, and the norms: one transfer."""
+    flat = [value for part in sums for value in part.values()]
+    found = read([*flat, *norms]) if flat or norms else []
+    left = iter(found)
+    own = [{name: next(left) for name in part} for part in sums]
+    metrics: dict[str, float] = {}
+    for parts in zip(*ranks.gather(own), strict=True):
+        whole: dict[str, float] = {}
+        for part in parts:
+            for name, number in part.items():
+                whole[name] = whole.get(name, 0.0) + number
+        metrics = {n: metrics[n] + v if n in metrics else v for n, v in whole.items()}
+    return metrics, list(left)
 
 
 def _end_to_end(
@@ -346,8 +369,8 @@ def by_gradient(
     other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0
     if other_terms or algorithm.surrogate.kind == "custom":
         return list(range(batch.sequences)), []
-    pieces = torch.split((batch.advantage_N != 0).cpu(), list(batch.lengths))
-    moves = [bool(piece.any()) for piece in pieces]
+    changes_N = (batch.advantage_N != 0).to(torch.float32)
+    moves: list[bool] = (segments.segment_sum(changes_N, batch.actions.lengths_S) > 0).tolist()
     if not any(moves):
         moves[0] = True
     chosen, others = ([i for i, m in enumerate(moves) if m is want] for want in (True, False))

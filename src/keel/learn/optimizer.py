@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.config.stage import Optimizer
-from keel.learn.batch import LESS, TrainBatch, oom_context
+from keel.learn.batch import LESS, TrainBatch, oom_context, read
 from keel.models.sharded import whole
 from keel.types import KeelError
 
@@ -74,8 +74,8 @@ class AdamW:
         """`step_all` of this one."""
         return step_all([self], [rate])[0]
 
-    def clip(self) -> float:
-        """Shorten the gradient to `max_grad_norm`; its norm before."""
+    def clip(self) -> Tensor:
+        """Shorten the gradient to `max_grad_norm`; its norm before, which no host has read."""
         limit = self.choice.max_grad_norm
         return _clip([p for _, p in self.parameters], math.inf if limit is None else limit)
 
@@ -131,17 +131,25 @@ def step_all(optimizers: Sequence[AdamW], rates: Sequence[float | None]) -> list
     Raises:
         KeelError: a step made a weight NaN or infinite, or there is no memory for the moments.
     """
-    norms = [optimizer.clip() for optimizer in optimizers]
+    norms = read([optimizer.clip() for optimizer in optimizers])
     if all(math.isfinite(norm) for norm in norms):
-        with oom_context("the optimizer stepped", LESS):
-            for optimizer, rate in zip(optimizers, rates, strict=True):
-                if rate is not None:
-                    optimizer.apply(rate)
-        for optimizer in optimizers:
-            _check(optimizer.parameters)
+        apply_all(optimizers, rates)
     for optimizer in optimizers:
         optimizer.clear()
     return norms
+
+
+def apply_all(optimizers: Sequence[AdamW], rates: Sequence[float | None]) -> None:
+    """Step each along its gradient as it is, at its learning rate; with the rate None not at all.
+
+    Raises:
+        KeelError: a step made a weight NaN or infinite, or there is no memory for the moments.
+    """
+    with oom_context("the optimizer stepped", LESS):
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            if rate is not None:
+                optimizer.apply(rate)
+    _check([optimizer.parameters for optimizer in optimizers])
 
 
 def bad_weight(parameters: Named) -> str | None:
@@ -154,13 +162,13 @@ def bad_weight(parameters: Named) -> str | None:
 
 
 @torch.no_grad()
-def _check(parameters: Named) -> None:
+def _check(stepped: Sequence[Named]) -> None:
     """Raises KeelError if a weight that was stepped is not finite, before anything reads it."""
     # One pass of a norm, a share of what the step itself costs. The squares of weights that are
     # finite may not be: so the norm acquits, and only the search convicts.
-    if math.isfinite(_norm([p for _, p in parameters])):
-        return
-    name = bad_weight(parameters)
+    norms = read([_norm([p for _, p in parameters]) for parameters in stepped])
+    bad = (ps for ps, norm in zip(stepped, norms, strict=True) if not math.isfinite(norm))
+    name = next(filter(None, map(bad_weight, bad)), None)
     if name is not None:
         raise KeelError(
             f"the optimizer step made the weights {name} non-finite: nothing of them was saved; "
@@ -168,22 +176,22 @@ def _check(parameters: Named) -> None:
         )
 
 
-def _clip(parameters: list[nn.Parameter], limit: float) -> float:
+def _clip(parameters: list[nn.Parameter], limit: float) -> Tensor:
     """Shorten the gradient, all of it together, to `limit`; its norm before."""
-    if len(parameters) > 1 or parameters[0].grad is None:
-        return float(whole(nn.utils.clip_grad_norm_(parameters, limit)))
+    if len(parameters) > 1 or type(parameters[0].grad) is not Tensor:
+        return whole(nn.utils.clip_grad_norm_(parameters, limit))
     norm = _norm([parameters[0].grad])
-    if norm > limit:
-        parameters[0].grad.mul_(limit / (norm + 1e-6))
+    wide = norm if norm.device.type == "mps" else norm.double()
+    parameters[0].grad.mul_(torch.where(wide > limit, limit / (wide + 1e-6), 1.0))
     return norm
 
 
-def _norm(tensors: Sequence[Tensor]) -> float:
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
     """The length of all of them as one vector."""
     if len(tensors) > 1:
-        return float(whole(nn.utils.get_total_norm(tensors)))
+        return whole(nn.utils.get_total_norm(tensors))
     # The same of one vector, without the cost of grouping tensors.
-    return float(whole(torch.linalg.vector_norm(tensors[0])))
+    return whole(torch.linalg.vector_norm(tensors[0]))
 
 
 # ---------------------------------------------------------------- not finite

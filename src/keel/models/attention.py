@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from keel.models.kernels import causal
-from keel.models.packed import Segments
+from keel.models.packed import Segments, upload
 from keel.types import KeelError
 
 _FLASH = torch.ops.aten._flash_attention_forward
@@ -228,7 +228,7 @@ class PackedLayout:
         for number, kind in enumerate(zip(segments.lengths, segments.before, strict=True)):
             kinds.setdefault(kind, []).append(number)
         groups = [
-            (kind, segments.own(numbers).to(device), segments.visible(numbers).to(device))
+            (kind, upload(segments.own(numbers), device), upload(segments.visible(numbers), device))
             for kind, numbers in kinds.items()
         ]
         return groups, torch.cat([own for _, own, _ in groups]).argsort()
@@ -258,7 +258,7 @@ class PackedLayout:
         query_ends, key_ends = self._once(("bounds", device), lambda: self._bounds(device))
         if segments.follows:
             every = range(len(segments.lengths))
-            index = self._once(("visible", device), lambda: segments.visible(every).to(device))
+            index = self._once(("visible", device), lambda: upload(segments.visible(every), device))
             key, value = key.index_select(0, index), value.index_select(0, index)
         width = query.shape[-1]
         # The kernel takes multiples of 8; features of zeros change no score and no other feature.
@@ -287,7 +287,7 @@ class PackedLayout:
         lengths = torch.tensor((0, *self.segments.lengths), dtype=torch.int32)
         before = torch.tensor((0, *self.segments.before), dtype=torch.int32)
         queries, keys = lengths.cumsum(0), (lengths + before).cumsum(0)
-        return queries.to(device, torch.int32), keys.to(device, torch.int32)
+        return upload(queries.int(), device), upload(keys.int(), device)
 
     def _once(self, name: Any, make: Callable[[], Any]) -> Any:
         if name not in self._cache:

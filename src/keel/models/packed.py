@@ -59,21 +59,20 @@ class Segments:
 
     def positions(self, device: torch.device | str = "cpu") -> Int[Tensor, "T"]:
         """The position of each token in its sequence, from 0."""
-        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=device)
-        shift = torch.tensor(self.before, dtype=torch.int64, device=device)
-        shift = shift + lengths - lengths.cumsum(0)
-        every = torch.arange(self.tokens, device=device)
-        return every + shift.repeat_interleave(lengths, output_size=self.tokens)
+        lengths = torch.tensor(self.lengths, dtype=torch.int64)
+        shift = torch.tensor(self.before, dtype=torch.int64) + lengths - lengths.cumsum(0)
+        every = torch.arange(self.tokens)
+        return upload(every + shift.repeat_interleave(lengths, output_size=self.tokens), device)
 
     def previous(self, device: torch.device | str = "cpu") -> Int[Tensor, "T"]:
         """The index of the token before each in its sequence; undefined for a first token."""
-        places = torch.arange(self.tokens, device=device) - 1
+        places = torch.arange(self.tokens) - 1
         if self.follows:
             numbers = [number for number, prefix in enumerate(self.follows) if prefix != -1]
             ends = [self.starts[self.follows[n]] + self.before[n] - 1 for n in numbers]
-            firsts = torch.tensor([self.starts[n] for n in numbers], device=device)
-            places[firsts.long()] = torch.tensor(ends, dtype=torch.int64, device=device)
-        return places
+            firsts = torch.tensor([self.starts[n] for n in numbers])
+            places[firsts.long()] = torch.tensor(ends, dtype=torch.int64)
+        return upload(places, device)
 
     def own(self, numbers: Iterable[int]) -> Int[Tensor, "K"]:
         """The indices of the tokens of these segments, in this order."""
@@ -128,10 +127,13 @@ class Packed:
         prefixes = set(self.follows)
         cuts = [n > 1 and number not in prefixes for number, n in enumerate(self.lengths)]
         lengths = tuple(n - cut for n, cut in zip(self.lengths, cuts, strict=True))
-        removed = torch.tensor((0, *accumulate(cuts))[:-1], dtype=torch.int64, device=self.device)
-        kept = torch.arange(sum(lengths), device=self.device) + _spread(removed, lengths)
+        removed = torch.tensor((0, *accumulate(cuts))[:-1], dtype=torch.int64)
+        kept = torch.arange(sum(lengths)) + _spread(removed, lengths)
+        kept = upload(kept, self.device)
         fed = Packed(self.tokens_T[kept], lengths, self.target_N[:0], self.follows)
-        return fed, self.source_N - _spread(removed, self.lengths)[self.source_N]
+        source = self.segments.previous()
+        at = upload(source - _spread(removed, self.lengths)[source], self.device)
+        return fed, at[self.target_N]
 
     def positions(self) -> Int[Tensor, "T"]:
         """Position ids, from 0 at the start of each sequence."""
@@ -148,6 +150,14 @@ class Packed:
     @property
     def device(self) -> torch.device:
         return self.tokens_T.device
+
+
+def upload(values: Tensor | Sequence[int], device: torch.device | str) -> Tensor:
+    """Integers of the host on a device, for which a GPU's host does not wait."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _spread(number_P: Int[Tensor, "P"], lengths: Sequence[int]) -> Int[Tensor, "T"]:

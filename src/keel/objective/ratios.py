@@ -69,7 +69,8 @@ def sequence(
 
     Source: GSPO, arXiv:2507.18071 eq. 7.
     """
-    return spread(segment_mean(log_prob_N - old_log_prob_N, lengths_S), lengths_S)
+    mean_S = segment_mean(log_prob_N - old_log_prob_N, lengths_S)
+    return spread(mean_S, lengths_S, total=len(log_prob_N))
 
 
 def sequence_token(
@@ -98,7 +99,8 @@ def sequence_product(
 
     Source: RLOO's off-policy form in TRL, after arXiv:2402.14740 §2.2.
     """
-    return spread(segment_sum(log_prob_N - old_log_prob_N, lengths_S), lengths_S)
+    sum_S = segment_sum(log_prob_N - old_log_prob_N, lengths_S)
+    return spread(sum_S, lengths_S, total=len(log_prob_N))
 
 
 def truncate(

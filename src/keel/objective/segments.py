@@ -2,7 +2,7 @@
 
 No function loops over tokens in Python. Sums over a sequence do not depend on where it lies in the
 batch, bit for bit, nor on the order in which a GPU's threads finish. Lengths may be 0; those that
-do not add up to N raise.
+do not add up to N raise on a CPU.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x_N: Tensor, lengths_S: Tensor) -> Tensor:
         ctx.save_for_backward(lengths_S)
         ctx.total = x_N.numel()
-        # The library's own check of the lengths fails where there is no sequence at all.
-        unchecked = lengths_S.numel() == 0 and x_N.numel() == 0
+        # The library's own check of the lengths fails where there is no sequence at all, and on a
+        # GPU the host would wait for it.
+        unchecked = (lengths_S.numel() == 0 and x_N.numel() == 0) or lengths_S.is_cuda
         return torch.segment_reduce(x_N, "sum", lengths=lengths_S, initial=0.0, unsafe=unchecked)
 
     @staticmethod
@@ -83,14 +84,16 @@ def segment_mean(x_N: Float[Tensor, " N"], lengths_S: Int[Tensor, " S"]) -> Floa
     return segment_sum(x_N, lengths_S) / lengths_S.clamp(min=1)
 
 
-def spread(x_S: Float[Tensor, " S"], lengths_S: Int[Tensor, " S"]) -> Float[Tensor, " N"]:
-    """A sequence's number, at each of its tokens.
+def spread(
+    x_S: Float[Tensor, " S"], lengths_S: Int[Tensor, " S"], *, total: int | None = None
+) -> Float[Tensor, " N"]:
+    """A sequence's number, at each of its tokens; `total` is N, which a GPU else waits for.
 
         y_n = x_{i(n)}
 
     Source: Blelloch 1990, "Prefix sums and their applications", §1.5 (segmented copy).
     """
-    return _spread(x_S, lengths_S, None)
+    return _spread(x_S, lengths_S, total)
 
 
 def continues(lengths_S: Int[Tensor, " S"]) -> Bool[Tensor, " N"]:

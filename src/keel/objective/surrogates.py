@@ -115,7 +115,8 @@ def geometric(
     sign_N = advantage_N.sign()
     clipped_N = sign_N * torch.minimum(sign_N * log_ratio_N, sign_N * log_ratio_N.clamp(-low, high))
     ratio_S = exponential(segment_mean(clipped_N, lengths_S))
-    return spread(segment_mean(advantage_N, lengths_S) * ratio_S, lengths_S)
+    value_S = segment_mean(advantage_N, lengths_S) * ratio_S
+    return spread(value_S, lengths_S, total=len(advantage_N))
 
 
 def log_prob(
