@@ -168,7 +168,7 @@ def test_sequences_without_gradient_are_in_the_metrics(
 ) -> None:
     found = learner(tokens=20, value=algorithm.value is not None)
     prepared = with_zero_advantages(algorithm)
-    assert len(learner_module._by_gradient(algorithm, prepared, beta)[1]) == left_out
+    assert len(learner_module.by_gradient(algorithm, prepared, beta)[1]) == left_out
     whole = backward(found, algorithm, prepared, beta, 1000)
     wanted = gradients(found)
     found.clear()
@@ -201,7 +201,7 @@ def test_all_advantages_zero_give_zero_gradients() -> None:
         advantage_N=torch.zeros_like(with_zero_advantages(algorithm).advantage_N),
     )
     found = learner()
-    moving, others = learner_module._by_gradient(algorithm, prepared, 0.0)
+    moving, others = learner_module.by_gradient(algorithm, prepared, 0.0)
     assert (len(moving), len(others)) == (1, 10)
     backward(found, algorithm, prepared.select(moving), 0.0, 1000)
     assert all(g is not None and not g.any() for g in gradients(found).values())
@@ -210,6 +210,6 @@ def test_all_advantages_zero_give_zero_gradients() -> None:
 def test_users_surrogate_leaves_no_sequence_out() -> None:
     algorithm = algorithm_of("grpo", divergence=None)
     own = algorithm.surrogate.model_copy(update={"kind": "custom"})
-    assert not learner_module._by_gradient(
+    assert not learner_module.by_gradient(
         algorithm.model_copy(update={"surrogate": own}), with_zero_advantages(algorithm), 0.0
     )[1]
