@@ -25,9 +25,8 @@ CONTEXT = 1.0 * GIB
 """CUDA's context and libraries."""
 FRAGMENTS = 0.03
 """Share of a card that the allocator cannot use. Both are allowances, not counts."""
-CHUNK_BYTES = 32 * 2**20
-"""Float32 logits that are made at a time (`keel.models.head`)."""
 CHUNK_TOKENS = 16
+"""Fewest tokens whose logits are made at a time (`keel.models.head`)."""
 CHUNKS = 3
 """Logits, probabilities and gradient of a chunk are in memory together."""
 
@@ -186,9 +185,10 @@ class MemoryPlan:
 
     `weight` is bytes of a master weight. `rank` is that of adapters on `adapted` features (Σ inputs
     + outputs), None without. `copied`: a bfloat16 copy samples. `checkpointed` layers, None for
-    all. A micro-batch has `tokens`. `reference` counts copies of the whole model (0: none, or the
-    model with its adapter off), `critic` models with optimizers; `extra` is bytes of other models.
-    `rows` sequences of `longest` tokens are sampled.
+    all. A micro-batch has `tokens`; `chunk` is bytes of float32 logits that are made at a time.
+    `reference` counts copies of the whole model (0: none, or the model with its adapter off),
+    `critic` models with optimizers; `extra` is bytes of other models. `rows` sequences of `longest`
+    tokens are sampled.
     """
 
     shape: Shape
@@ -204,6 +204,7 @@ class MemoryPlan:
     autocast: bool = True
     copied: bool = True
     checkpointed: int | None = 0
+    chunk: float = 512 * 2**20
     head_copy: bool = False
     reference: int = 0
     critic: int = 0
@@ -261,7 +262,7 @@ class MemoryPlan:
     def head_chunk(self) -> float:
         """Bytes of the logits of a chunk, with a bfloat16 copy of the head if its products are."""
         row = 4.0 * self.shape.vocabulary
-        logits = max(CHUNK_TOKENS * row, CHUNK_BYTES)
+        logits = max(CHUNK_TOKENS * row, self.chunk)
         copy = 2.0 * self.shape.vocabulary * self.shape.hidden if self.head_copy else 0.0
         return CHUNKS * logits + copy
 

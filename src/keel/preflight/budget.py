@@ -12,6 +12,7 @@ from keel.analysis.cards import GIB
 from keel.analysis.costs import Budget, MemoryPlan, savings
 from keel.config.schema import Recipe, Stage
 from keel.models.families import context_length
+from keel.models.head import GPU_CHUNK_BYTES, GPU_SHARE
 from keel.models.shape import adapted, model_config, shape_of, without_weights
 from keel.preflight.context import Finding, found
 
@@ -23,9 +24,9 @@ PROMPT = 1024
 
 
 def plan_of(
-    recipe: Recipe, stage: Stage, model: PreTrainedModel, example: int | None = None
+    recipe: Recipe, stage: Stage, model: PreTrainedModel, memory: int, example: int | None = None
 ) -> MemoryPlan:
-    """What a stage keeps in memory on a GPU.
+    """What a stage keeps on a GPU that has `memory` bytes.
 
     `model` may be without weights. `example` is the longest example in tokens, without the
     completion that is sampled; None: `prompts.max_tokens` of a prompt, or `PROMPT`.
@@ -61,7 +62,8 @@ def plan_of(
         # Of weights in 4 bits a bfloat16 copy would be four times their size.
         copied=sampling is not None and own and not quantised,
         checkpointed=None if checkpointed is True else int(checkpointed),
-        head_copy=getattr(spec, "head_dtype", None) == "bfloat16",
+        chunk=min(GPU_CHUNK_BYTES, memory // GPU_SHARE),
+        head_copy=spec.head_dtype == "bfloat16",
         reference=int(stage.keeps_reference and rank is None),
         critic=int(stage.trains_critic),
         extra=_extra(recipe, stage, shape.parameters),

@@ -181,7 +181,7 @@ def check_card(source: Source, overrides: Sequence[str], device: str) -> Report:
     stages, findings = [], []
     left_out = ("all but memory, which is counted: without --device the recipe is loaded and run",)
     for stage in recipe.stages:
-        budget = Budget(plan_of(recipe, stage, model), wanted)
+        budget = Budget(plan_of(recipe, stage, model, wanted.memory), wanted)
         findings += list(of_budget(budget, recipe, stage))
         own = budget.as_dict()
         stages.append(StageReport(stage.name, stage.stage, {}, left_out, budget=own))
@@ -200,7 +200,7 @@ def _budgets(
     budgets = []
     for context in contexts:
         example = None if context.longest is None else context.longest.tokens
-        plan = plan_of(recipe, context.stage, policy.model, example)
+        plan = plan_of(recipe, context.stage, policy.model, here.memory, example)
         budgets.append(Budget(plan, here))
         context.add(*of_budget(budgets[-1], recipe, context.stage))
     return [budget.as_dict() for budget in budgets]
