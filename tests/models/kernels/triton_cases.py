@@ -38,11 +38,16 @@ CASES: dict[str, tuple[list[int], tuple[int, int], int, Rules, int]] = {
 """Lengths, heads and key-value heads, width, rules, splits."""
 
 
+def strided(x: Tensor) -> Tensor:
+    """The same numbers with others between them."""
+    return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+
 def placed(made: Cache, device: str) -> Cache:
     """The cache on a device, keys and values as layer 1 of a larger pool, the query transposed."""
     pool = torch.stack([torch.full_like(made.keys, math.nan), made.keys, made.values]).to(device)
     query = made.query_R.transpose(0, 1).contiguous().to(device).transpose(0, 1)
-    pages, lengths = made.pages_R.to(device), made.length_R.to(device)
+    pages, lengths = made.pages_R.to(device), strided(made.length_R.to(device))
     return replace(
         made, query_R=query, keys=pool[1], values=pool[2], pages_R=pages, length_R=lengths
     )
@@ -80,7 +85,7 @@ def check_store(write: Callable[..., None], half: torch.dtype, device: str = "cp
     torch.manual_seed(0)
     key, value = torch.randn(2, 3, 5, 80).transpose(1, 2).to(device)
     page = torch.tensor([4, 1, 4, 0, 2], device=device, dtype=torch.int32)
-    place = torch.tensor([63, 0, 62, 9, 31], device=device)
+    place = strided(torch.tensor([63, 0, 62, 9, 31], device=device))
     found, wanted = (
         torch.zeros(2, 5, 3, PAGE_TOKENS, 80, dtype=half, device=dev) for dev in (device, "cpu")
     )
@@ -101,7 +106,7 @@ def check_tokens(
     uniform = torch.rand(rows, dtype=torch.float64)
     uniform[:2] = torch.tensor([0, LAST], dtype=torch.float64)
     token, log_prob = (
-        x.cpu() for x in draw(logits.to(device)[:, :size], uniform.to(device), temperature)
+        x.cpu() for x in draw(logits.to(device)[:, :size], strided(uniform.to(device)), temperature)
     )
     assert (token.dtype, log_prob.dtype) == (torch.int64, torch.float32)
     wanted, _ = draw_tokens(logits, uniform, temperature)
@@ -123,12 +128,13 @@ def check_tokens(
 
 def check_mass(draw: Draw, device: str = "cpu") -> None:
     """Neither end of [0, 1) chooses a token without mass, within a block or in an empty one."""
-    logits = torch.full((3, 12_000), -math.inf)
-    logits[:, [5000, 8191]] = 0.0
     uniform = torch.tensor([0.0, 0.5, LAST], dtype=torch.float64)
-    token, log_prob = draw(logits.to(device), uniform.to(device), 0.7)
-    assert token.tolist() == [5000, 8191, 8191]
-    torch.testing.assert_close(log_prob.cpu(), torch.full((3,), math.log(0.5)))
+    for second in (8191, 9000):  # the last of the first's block, and in the next block
+        logits = torch.full((3, 12_000), -math.inf)
+        logits[:, [5000, second]] = 0.0
+        token, log_prob = draw(logits.to(device), uniform.to(device), 0.7)
+        assert token.tolist() == [5000, second, second]
+        torch.testing.assert_close(log_prob.cpu(), torch.full((3,), math.log(0.5)))
 
 
 def check_greedy_ties(draw: Draw, device: str = "cpu") -> None:

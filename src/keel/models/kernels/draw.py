@@ -96,6 +96,7 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     rows, size = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
+    uniform = uniform.double().contiguous()
     block = min(BLOCK, max(16, triton.next_power_of_2(size)))
     blocks = -(-size // block)
     tops, sums = (logits.new_empty((rows, blocks), dtype=torch.float32) for _ in range(2))

@@ -206,7 +206,7 @@ def attend_pages(
     """`keel.models.paged.attend_pages` by one kernel, or two if `splits` is more than 1."""
     rows, heads, width = query.shape
     kv_heads, page = keys.shape[1:3]
-    query, pages = _dense(query), _dense(pages)
+    query, pages, lengths = _dense(query), _dense(pages), _dense(lengths)
     group = heads // kv_heads
     shape = shape_of(width, group, keys.element_size())
     out = query.new_empty(rows, heads, width)
@@ -254,7 +254,7 @@ def store(
 ) -> None:
     """`keel.models.paged.store` by one kernel; torch would need a launch for each cast and pool."""
     tokens, heads, width = key.shape
-    key, value = _dense(key), _dense(value)
+    key, value, page, place = _dense(key), _dense(value), _dense(page), _dense(place)
     store_kernel[tokens,](
         keys,
         values,
