@@ -98,8 +98,9 @@ class Model(FrozenModel):
     build: BuildModel | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of the master weights. bfloat16 weights hardly change at small learning rates."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is CUDA if there is a GPU."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """`auto` is CUDA if there is a GPU, else the CPU; `mps`, a Mac's GPU, is untested, computes in
+    float32 without compiled code, and is used only if named."""
     autocast: Annotated[Autocast, _ON_CPU, _NOT_FLOAT32] = True
     """Compute in bfloat16 on a GPU; weights, log-probabilities and losses stay in float32. On a CPU
     only `bfloat16` does so, or `auto` if a timing at the start finds it faster."""

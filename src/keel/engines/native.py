@@ -33,7 +33,7 @@ from keel.engines.sampler import (
 from keel.engines.scheduler import DecodeBatch, DecodeEntry, PrefixCache
 from keel.models.attention import ATTENTION, install
 from keel.models.families import autocast_for, context_length, head_of
-from keel.models.head import steady_logits
+from keel.models.head import place_of_float64, steady_logits
 from keel.models.loading import DTYPES
 from keel.models.policy import token_count
 from keel.platform.time_limit import heartbeat, raise_if_cancelled
@@ -311,7 +311,9 @@ class _Run:
         logits = self._logits(entry)
         self.batch.add(entry)
         numbers = self.uniforms.take(self.batch.sequence, self.batch.made)
-        tokens, log_probs = sample_tokens(logits, self._tensor(numbers[0]), self.sampling)
+        place = place_of_float64(logits.device)
+        uniform = torch.from_numpy(numbers[0]).to(place)
+        tokens, log_probs = sample_tokens(logits.to(place), uniform, self.sampling)
         return tokens.cpu().numpy()[None], log_probs[None]
 
     def _ended(self) -> Ints:

@@ -15,7 +15,8 @@ from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.algorithms.terms import Signals
 from keel.config.entry import load_entry
-from keel.learn.batch import Actions, Estimates, out_of_memory
+from keel.learn.batch import Actions, Estimates, out_of_memory, to_device
+from keel.models.head import place_of_float64, widest
 from keel.objective import segments
 from keel.types import Group, KeelError, RewardResult, one_line
 
@@ -113,7 +114,11 @@ def estimate(
 
     Raises KeelError if there are rewards of steps that the advantage cannot use.
     """
-    device, lengths_S = actions.device, actions.lengths_S
+    own = actions.device
+    device = place_of_float64(own)
+    if device != own:
+        actions = to_device(actions, device)
+    lengths_S = actions.lengths_S
     if not isinstance(judged, RolloutRewards):
         judged = RolloutRewards(torch.tensor(list(judged), dtype=torch.float64))
     judged = _on(judged, device)
@@ -154,7 +159,12 @@ def estimate(
     rewarded_N = None
     if algorithm.needs_reward and bool(unrewarded_S.any()):
         rewarded_N = segments.spread((~unrewarded_S).to(advantage_N), lengths_S) > 0
-    return Estimates(advantage_N, returns(algorithm, signals, advantage_N), rewarded_N)
+    return_N = returns(algorithm, signals, advantage_N)
+    return Estimates(
+        widest(advantage_N, own),
+        None if return_N is None else widest(return_N, own),
+        None if rewarded_N is None else rewarded_N.to(own),
+    )
 
 
 def advantages(algorithm: Algorithm, signals: Signals) -> Float[Tensor, " N"]:

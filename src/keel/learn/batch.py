@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from keel.models.head import lacks_float64
 from keel.models.packed import Packed, PackedSizes, sizes_on, upload
 from keel.types import Group, KeelError
 
@@ -340,7 +341,7 @@ def _places(
 def read(numbers: Sequence[Tensor]) -> list[float]:
     """Single numbers from wherever they are, in one transfer: the host waits for it."""
     device = numbers[0].device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+    dtype = torch.float32 if lacks_float64(device) else torch.float64
     found: list[float] = torch.stack([x.detach().to(device, dtype) for x in numbers]).tolist()
     return found
 
@@ -394,6 +395,8 @@ class TokenBudget:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+            elif torch.backends.mps.is_available():
+                torch.mps.empty_cache()
             self._halve(sizes)
 
     def _halve(self, sizes: PackedSizes) -> None:

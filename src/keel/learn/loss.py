@@ -23,7 +23,7 @@ from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.learn.advantages import SURROGATE, call_custom
 from keel.learn.batch import A, Actions, Estimates, TrainBatch
-from keel.models.head import Scores
+from keel.models.head import Scores, place_of_float64, widest
 from keel.objective import divergences, ratios, segments
 from keel.objective.gae import explained_variance
 from keel.types import KeelError
@@ -42,7 +42,9 @@ def prepare(
     weights are set before they are left out. `max_tokens` is the longest completion, for weights
     that divide by it.
     """
-    weight_N = algorithm.weights.value(actions.lengths_S, max_tokens)
+    own, lengths_S = actions.device, actions.lengths_S
+    lengths_S = lengths_S.to(place_of_float64(own))
+    weight_N = widest(algorithm.weights.value(lengths_S, max_tokens), own)
     token_weight = 1 / _count(actions)
     if keep is not None and len(keep) < actions.sequences:
         index_K = actions.action_index(keep)

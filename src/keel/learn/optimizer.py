@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from keel.config.stage import Optimizer
 from keel.learn.batch import LESS, TrainBatch, oom_context, read
+from keel.models.head import lacks_float64
 from keel.models.sharded import whole
 from keel.types import KeelError
 
@@ -181,7 +182,7 @@ def _clip(parameters: list[nn.Parameter], limit: float) -> Tensor:
     if len(parameters) > 1 or type(parameters[0].grad) is not Tensor:
         return whole(nn.utils.clip_grad_norm_(parameters, limit))
     norm = _norm([parameters[0].grad])
-    wide = norm if norm.device.type == "mps" else norm.double()
+    wide = norm if lacks_float64(norm.device) else norm.double()
     parameters[0].grad.mul_(torch.where(wide > limit, limit / (wide + 1e-6), 1.0))
     return norm
 

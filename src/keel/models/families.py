@@ -201,9 +201,10 @@ def set_head_dtype(model: PreTrainedModel, spec: Model) -> None:
 
 
 def uses_autocast(model: PreTrainedModel, wanted: Autocast) -> bool:
-    """Whether the model works in bfloat16 autocast: float32 weights on a GPU, or on a CPU where
-    `wanted` names bfloat16 (`auto` is settled at the start of a run: `keel.models.policy`)."""
-    on = wanted == "bfloat16" if model.device.type == "cpu" else bool(wanted)
+    """Whether the model works in bfloat16 autocast: float32 weights on a GPU (but MPS), or on a CPU
+    where `wanted` names bfloat16 (`auto` is settled at the start of a run: `keel.models.policy`)"""
+    kind = model.device.type
+    on = wanted == "bfloat16" if kind == "cpu" else bool(wanted) and kind != "mps"
     return on and model.dtype == torch.float32
 
 

@@ -387,3 +387,18 @@ class _Readout(torch.autograd.Function):
                     grad.mul_(slope)
                 into.add(rows, grad.mul_(head.scale / temperature), policy)
             return *into.as_inputs(weight.dtype), *(None,) * 6
+
+
+def lacks_float64(device: torch.device) -> bool:
+    """Whether a device has no float64: MPS."""
+    return device.type == "mps"
+
+
+def place_of_float64(device: torch.device) -> torch.device:
+    """Where numbers of a device are computed with in float64: there, or on the CPU."""
+    return torch.device("cpu") if lacks_float64(device) else device
+
+
+def widest(number: Tensor, device: torch.device) -> Tensor:
+    """A float64 tensor on a device, in float32 if that has no float64."""
+    return number.to(device, torch.float32) if lacks_float64(device) else number.to(device)

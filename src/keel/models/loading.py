@@ -32,6 +32,7 @@ from transformers.utils import cached_file
 from keel.config.model import Model
 from keel.models.build import build_config, build_model, build_tokenizer
 from keel.models.families import check_family, set_head_dtype
+from keel.models.head import lacks_float64
 from keel.models.tokenizer_round_trip import Served, quiet, served
 from keel.runs.layout import RECIPE
 from keel.types import KeelError
@@ -54,6 +55,8 @@ def load_model(spec: Model, seed: int) -> PreTrainedModel:
     an unreachable hub, or a missing device.
     """
     device = choose_device(spec.device)
+    if spec.dtype == "float64" and lacks_float64(device):
+        raise KeelError(f'model.dtype = "float64": {device.type} has none, set it to "float32"')
     if spec.build is not None:
         model = build_model(spec.build, seed, DTYPES[spec.dtype])
     else:
@@ -137,13 +140,17 @@ def describe_model(spec: Model, model: PreTrainedModel) -> str:
 
 
 def choose_device(device: str) -> torch.device:
-    """`auto` is the GPU if there is one. Raises KeelError for a missing GPU."""
-    there = torch.cuda.is_available()
-    if device == "cuda" and not there:
+    """`auto` is CUDA if there is a GPU, else the CPU: small models decode faster there than on MPS,
+    whose runner is not compiled. Raises KeelError for a missing GPU."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device, True):
         raise KeelError(
-            'model.device = "cuda" but torch sees no GPU: set model.device = "auto" or "cpu"'
+            f'model.device = "{device}" but torch sees no GPU of that kind: set model.device '
+            'to "auto" or "cpu"'
         )
-    return torch.device("cuda" if there and device != "cpu" else "cpu")
+    if device == "auto":
+        device = "cuda" if there["cuda"] else "cpu"
+    return torch.device(device)
 
 
 def silence_dropout(model: PreTrainedModel) -> None:

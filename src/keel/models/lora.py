@@ -74,7 +74,7 @@ def add_lora(
         a, b = layer.lora_A[POLICY].weight, layer.lora_B[POLICY].weight
         drawn = torch.rand(a.shape, generator=generator, dtype=torch.float64)
         with torch.no_grad():
-            a.copy_((2 * drawn - 1) / a.shape[1] ** 0.5)
+            a.copy_(((2 * drawn - 1) / a.shape[1] ** 0.5).to(a.dtype))
             b.zero_()
 
 

@@ -36,9 +36,9 @@ LONGER = 4
 """How many times the budget cut completions are sampled on, to see where they end."""
 SHORTEST = 32
 """The fewest tokens, however large the model."""
-WORK: Final = {"cpu": 2e12, "cuda": 2e15}
+WORK: Final = {"cpu": 2e12, "mps": 2e12, "cuda": 2e15}
 """Parameters times tokens that a batch may take: at most half a minute on a laptop."""
-LONGEST: Final = {"cpu": 5e10, "cuda": 1e13}
+LONGEST: Final = {"cpu": 5e10, "mps": 5e10, "cuda": 1e13}
 """Parameters times steps of its decoding, each of which reads all weights."""
 STEPS = 4_000
 """Steps of decoding: each takes some milliseconds, however small the model."""

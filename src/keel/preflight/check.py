@@ -213,8 +213,9 @@ def _missing(recipe: Recipe) -> str:
         return f'cluster.ray = "{cluster.ray}": this is one process'
     if cluster.processes > 1:
         return f"cluster.processes = {cluster.processes}: set it to 1 to run it as one process"
-    if recipe.model.device == "cuda" and not torch.cuda.is_available():
-        return 'model.device = "cuda", and torch sees no GPU here'
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(recipe.model.device, True):
+        return f'model.device = "{recipe.model.device}", and torch sees no GPU here'
     return ""
 
 
@@ -358,7 +359,7 @@ def _facts(recipe: Recipe, policy: Policy, contexts: Sequence[StageContext]) -> 
     conversations = any(stats.conversations for stats in prompts.values())
     name = recipe.model.name
     return Facts(
-        cpu=policy.device.type == "cpu" and recipe.model.device != "cuda",
+        cpu=policy.device.type == "cpu" and recipe.model.device in ("auto", "cpu"),
         local=name is not None and Path(name).expanduser().is_dir(),
         kv_heads=hasattr(policy.model.config, "num_key_value_heads"),
         template=policy.tokenizer.chat_template is not None,

@@ -42,7 +42,7 @@ class OutcomeOptions(FrozenModel):
     """A folder or a hub name."""
     stage: str | None = None
     """The earlier stage that trains the model."""
-    device: Literal["auto", "cpu", "cuda"] | None = None
+    device: Literal["auto", "cpu", "cuda", "mps"] | None = None
     """None: the policy's."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     token_budget: Tokens = 16_384

@@ -417,9 +417,9 @@ def _token_values(batch: Batch, updated: UpdateResult) -> dict[str, Tensor]:
     metric `loss`; ratios, divergences and entropies are means over the updates that a token was in.
     """
     device, count = batch.target_N.device, len(batch.target_N)
-    advantage_N = torch.zeros(count, dtype=torch.float64, device=device)
+    advantage_N = torch.zeros(count, device=device)
     for part in updated.minibatches:
-        advantage_N[batch.action_index(part.places)] = part.batch.advantage_N
+        advantage_N[batch.action_index(part.places)] = part.batch.advantage_N.to(advantage_N)
     sums: dict[str, Tensor] = {}
     times_N = torch.zeros(count, device=device)
     for part, tokens in updated.tokens:

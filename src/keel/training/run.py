@@ -156,6 +156,8 @@ def run_stages(
             f"cluster.processes = {processes}, but torch sees GPUs for {gpus} of them: set at most "
             'that many, or model.device = "cpu"'
         )
+    if processes > 1 and policy.device.type == "mps":
+        raise KeelError(f"cluster.processes = {processes}: there is one MPS device, set it to 1")
     if policy.device.type == "cuda":
         writer.clock.memory = CudaMemory(policy.device)
     if start is not None:

@@ -1,0 +1,75 @@
+"""Keel from a source tree, in an environment that has what it needs but not Keel itself.
+
+The environment is a new one with links to the packages of this one, so that no process, whoever
+starts it, finds Keel's metadata or an editable installation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+import keel
+
+ROOT = Path(__file__).parents[1]
+OWN = ("keel", "__editable__")
+"""What the names of an installation of Keel begin with."""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True, with_pip=False)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    inside = folder / "lib" / version / "site-packages"
+    for path in {sysconfig.get_path(name) for name in ("purelib", "platlib")}:
+        for entry in Path(path).iterdir():
+            if not entry.name.startswith(OWN) and not (inside / entry.name).exists():
+                (inside / entry.name).symlink_to(entry)
+    return folder / "bin" / "python"
+
+
+def run(python: Path, *command: str, cwd: Path) -> str:
+    around = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [str(python), *command], cwd=cwd, env=around, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_help_and_version_need_no_installation(python: Path, tmp_path: Path) -> None:
+    found = "from importlib.metadata import packages_distributions as p; print('keel' in p())"
+    assert run(python, "-c", found, cwd=tmp_path).strip() == "False"
+    assert "train" in run(python, "-m", "keel", "--help", cwd=tmp_path)
+    assert run(python, "-m", "keel", "--version", cwd=tmp_path).split() == [
+        "keel",
+        keel.__version__,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["cluster.processes=2", "cluster.ray=local"])
+def test_processes_of_a_run_need_no_installation(
+    python: Path, tmp_path: Path, cluster: str
+) -> None:
+    if cluster == "cluster.ray=local":
+        pytest.importorskip("ray")
+    words = ["train", "tiny", "steps=1", "evaluation.prompts=2", cluster, "--run", "run"]
+    run(python, "-m", "keel", *words, cwd=tmp_path)
+    run(python, "-m", "keel", "report", "run", cwd=tmp_path)
+    assert (tmp_path / "run/report.html").is_file()
+    versions = json.loads((tmp_path / "run/run.json").read_text())["versions"]
+    assert versions["keel-rl"] == keel.__version__
+
+
+@pytest.mark.slow
+def test_the_trial_of_a_check_needs_no_installation(python: Path, tmp_path: Path) -> None:
+    assert "nothing found" in run(python, "-m", "keel", "check", "tiny", cwd=tmp_path)
