@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.config.model import Autocast
+from keel.config.model import Autocast, HeadDtype
 from keel.models import attention, families
 from keel.models.attention import PackedLayout, Rules
 from keel.models.families import uses_autocast
+from keel.models.head import Head, log_probs
 from keel.models.policy import Policy, load_policy, rounding_effect
 from tests.gpu import needs_gpus
 from tests.models.test_attention import LAYOUTS, inputs
@@ -107,3 +108,23 @@ def test_autocast_moves_log_probs_and_gradient_within_a_bound(
     effect = rounding_effect(made, packed, weight_N)
     assert 1e-5 < effect.largest < LOG_PROB
     assert 1e-5 < effect.gradient < GRADIENT
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [("float32", 1e-5), ("tf32", 2**-8), ("bfloat16", 2**-5)]
+)
+def test_head_is_rounded_as_its_dtype_says(dtype: HeadDtype, bound: float) -> None:
+    """Logits near 1: 24, 11 and 8 bits of the factors; gradients relative to the largest."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator) / 8 for n in (300, 1000))
+    token = torch.randint(0, 1000, (300,), generator=generator)
+    made = []
+    for device, kind in (("cpu", "float32"), (DEVICE, dtype)):
+        leaves = [x.to(device).requires_grad_() for x in (hidden, weight)]
+        head = Head(leaves[1], dtype=kind)  # type: ignore[arg-type]
+        value = log_probs(leaves[0], head, token.to(device), chunk_bytes=0, chunk_tokens=128)
+        made.append([value.detach(), *torch.autograd.grad(value.sum(), leaves)])
+    for exact, found in zip(*made, strict=True):
+        gap = float((found.cpu() - exact).abs().max() / exact.abs().max())
+        assert gap <= bound
+        assert dtype == "float32" or gap > 1e-6
