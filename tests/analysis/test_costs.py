@@ -82,7 +82,7 @@ def test_bytes_of_adapters_on_four_bits() -> None:
     own = plan(rank=2, adapted=180, quantised=True, copied=False)
     assert own.items()["gradients"] == 4 * 360
     assert own.items()["optimizer"] == 8 * 360
-    assert own.weights == pytest.approx(0.516 * 768 + 2 * (1584 - 768) + 4 * 360, rel=0.001)
+    assert own.weights == pytest.approx(0.516 * 768 + 4 * (1584 - 768) + 4 * 360, rel=0.001)
     assert own.items()["sampling copy"] == 0
 
 

@@ -127,7 +127,7 @@ def saved_bytes(policy: Policy, length: int) -> int:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "starcoder2", "olmo2"])
 def test_activations_are_those_that_are_saved(family: str, autocast: Any) -> None:
     """Of a layer, to 25 %: GPT-2 has one copy of the input of its fused projections, counted as
-    three; the others are within 15 %."""
+    three; the others are within 10 %."""
     found, layers = [], (2, 4)
     for count in layers:
         model = Model(build=spec(family, layers=count), autocast=autocast, device="cpu")

@@ -70,7 +70,7 @@ def test_seven_billion_with_adapters_fit_24_gb() -> None:
     model = {"lora": {"rank": 16}, "activation_checkpointing": True}
     plain = budget(recipe(SEVEN, model, token_budget=4096), "24GB")
     found = Budget(replace(plain.plan, quantised=True, copied=False), plain.card)
-    assert 5 * GIB < found.plan.weights < 6.5 * GIB
+    assert 7 * GIB < found.plan.weights < 8 * GIB  # embedding and head in float32
     assert found.over == 0
     assert found.rows >= 64
     # Not in float32 with the same adapters.

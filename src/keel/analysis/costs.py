@@ -222,8 +222,8 @@ class MemoryPlan:
         adapters = 0 if self.rank is None else 4.0 * self.rank * self.adapted
         if not self.quantised:
             return self.weight * shape.parameters + adapters
-        # What is not quantised stays in bfloat16.
-        return NF4_BYTES * shape.linear + 2.0 * (shape.experts + shape.other) + adapters
+        rest = shape.experts + shape.other  # it keeps its dtype
+        return NF4_BYTES * shape.linear + self.weight * rest + adapters
 
     @property
     def gradients(self) -> float:
