@@ -27,7 +27,7 @@ from keel.config.stage import Optimizer
 from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
-from keel.learn.optimizer import AdamW, trainable
+from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models.policy import load_policy
 from keel.types import Completion, Group, Prompt
 
@@ -45,7 +45,9 @@ def learner(size: Size) -> Learner:
         alphabet=ALPHABET, hidden_size=size.hidden, layers=size.layers, heads=4, context=4096
     )
     policy = load_policy(Model(build=spec, device="cpu"), SEED)
-    return Learner(policy, AdamW(trainable(policy.model), Optimizer()), TokenBudget(BUDGET))
+    return Learner(
+        policy, WeightOptimizer(trainable(policy.model), Optimizer()), TokenBudget(BUDGET)
+    )
 
 
 def batches(vocabulary: int, size: Size, prompt: int) -> dict[str, TrainBatch[Batch]]:

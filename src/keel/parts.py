@@ -29,7 +29,7 @@ from keel.config.sources import Rollout
 from keel.config.stage import Optimizer
 from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
-from keel.learn.optimizer import AdamW, trainable
+from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models import policy as policies
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
@@ -84,11 +84,11 @@ def make_learner(
     critic = None if algorithm.value is None else critic_from_policy(policy)
     return Learner(
         policy=policy,
-        optimizer=AdamW(trainable(policy), choice),
+        optimizer=WeightOptimizer(trainable(policy), choice),
         budget=TokenBudget(token_budget),
         reference=reference_for(policy) if algorithm.needs_reference else None,
         critic=critic,
-        value_optimizer=None if critic is None else AdamW(trainable(critic), choice),
+        value_optimizer=None if critic is None else WeightOptimizer(trainable(critic), choice),
         temperature=temperature,
     )
 

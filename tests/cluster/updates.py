@@ -19,7 +19,7 @@ from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import TokenBudget, from_groups
 from keel.learn.learner import Learner
-from keel.learn.optimizer import AdamW, trainable
+from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.learn.ranks import ONE, Ranks
 from keel.models.policy import load_policy
 from keel.models.reference import critic_from_policy, reference_for
@@ -81,11 +81,11 @@ def built(
     choice = Optimizer(learning_rate=1e-3)
     return Learner(
         policy=policy,
-        optimizer=AdamW(trainable(policy), choice),
+        optimizer=WeightOptimizer(trainable(policy), choice),
         budget=TokenBudget(TOKENS),
         reference=reference,
         critic=critic,
-        value_optimizer=None if critic is None else AdamW(trainable(critic), choice),
+        value_optimizer=None if critic is None else WeightOptimizer(trainable(critic), choice),
         ranks=ranks,
     )
 

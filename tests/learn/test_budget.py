@@ -116,7 +116,7 @@ def refuse(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("what", "action"),
     [
-        ("keel.learn.optimizer.AdamW.apply", "while the optimizer stepped: "),
+        ("keel.learn.optimizer.WeightOptimizer.apply", "while the optimizer stepped: "),
         ("keel.engines.native.NativeEngine.sync", "while the engine took the weights over: "),
         ("keel.models.policy.Policy.save", "after rl step 2 (no checkpoint yet): out of memory"),
         ("keel.training.run.load_policy", "while a model or batch was made ready: "),

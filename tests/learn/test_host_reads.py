@@ -21,7 +21,7 @@ from keel.config.stage import Optimizer
 from keel.learn import learner as learner_module
 from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
-from keel.learn.optimizer import AdamW, trainable
+from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.learn.ranks import ONE
 from keel.models.reference import value_head_for
 from keel.objective import segments
@@ -82,7 +82,7 @@ def learner(name: str, lora: bool) -> Learner:
         return made
     head = value_head_for(made.policy)
     both = [*trainable(made.policy), *trainable(head)]
-    joint = AdamW(both, Optimizer(learning_rate=1e-3))
+    joint = WeightOptimizer(both, Optimizer(learning_rate=1e-3))
     return replace(made, critic=None, value_head=head, optimizer=joint, value_optimizer=None)
 
 

@@ -19,9 +19,9 @@ from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch
 from keel.learn.learner import Learner
 from keel.learn.loss import prepare
 from keel.learn.optimizer import (
-    AdamW,
     Cause,
     NotFinite,
+    WeightOptimizer,
     bad_weight,
     find_offending_sequence,
     step_all,
@@ -60,7 +60,9 @@ def prepared(batch: Batch, **changes: torch.Tensor) -> TrainBatch[Batch]:
 def learner_of() -> Learner:
     policy = tiny.policy()
     return Learner(
-        policy, AdamW(trainable(policy), Optimizer(learning_rate=1e-2)), TokenBudget(10_000)
+        policy,
+        WeightOptimizer(trainable(policy), Optimizer(learning_rate=1e-2)),
+        TokenBudget(10_000),
     )
 
 
@@ -165,7 +167,7 @@ def test_metric_that_decides_nothing_is_no_cause() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_step_that_makes_weights_non_finite_is_an_error(bad: float) -> None:
     one, two = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    optimizer = AdamW([("one", one), ("two", two)], Optimizer())
+    optimizer = WeightOptimizer([("one", one), ("two", two)], Optimizer())
     one.grad, two.grad = torch.ones(2), torch.ones(2)
     with torch.no_grad():
         two[1] = bad
@@ -175,7 +177,7 @@ def test_step_that_makes_weights_non_finite_is_an_error(bad: float) -> None:
 
 def test_weights_whose_squares_overflow_are_finite() -> None:
     parameter = torch.nn.Parameter(torch.full((3,), 1e30))
-    optimizer = AdamW([("p", parameter)], Optimizer())
+    optimizer = WeightOptimizer([("p", parameter)], Optimizer())
     assert not optimizer.began
     parameter.grad = torch.ones(3)
     optimizer.step(0.1)
@@ -185,7 +187,7 @@ def test_weights_whose_squares_overflow_are_finite() -> None:
 
 def test_two_optimizers_step_both_or_neither() -> None:
     one, two = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    both = [AdamW([(name, p)], Optimizer()) for name, p in (("one", one), ("two", two))]
+    both = [WeightOptimizer([(name, p)], Optimizer()) for name, p in (("one", one), ("two", two))]
     one.grad, two.grad = torch.ones(2), torch.tensor([1.0, math.inf])
     norms = step_all(both, [0.1, 0.1])
     assert norms == [pytest.approx(math.sqrt(2)), math.inf]
@@ -207,7 +209,7 @@ def decayed(module: nn.Module, choice: Optimizer) -> set[str]:
     for _, parameter in named:
         nn.init.ones_(parameter)
         parameter.grad = torch.zeros_like(parameter)
-    AdamW(named, choice).step(0.1)
+    WeightOptimizer(named, choice).step(0.1)
     left = {name: parameter.detach().unique().tolist() for name, parameter in named}
     assert all(values in ([1.0], [pytest.approx(0.95)]) for values in left.values())
     return {name for name, values in left.items() if values != [1.0]}

@@ -17,7 +17,7 @@ from keel.learn import learner as learner_module
 from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch, from_groups
 from keel.learn.learner import Learner, backward
 from keel.learn.loss import prepare
-from keel.learn.optimizer import AdamW, trainable
+from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models.attention import install
 from keel.models.packed import Packed
 from keel.models.policy import Policy
@@ -67,7 +67,7 @@ def learner(family: str = "llama", tokens: int = 1000, *, value: bool = False) -
     made = policy(family)
     head = value_head_for(made) if value else None
     named = trainable(made) + ([] if head is None else trainable(head, "value_head."))
-    return Learner(made, AdamW(named, Optimizer()), TokenBudget(tokens), value_head=head)
+    return Learner(made, WeightOptimizer(named, Optimizer()), TokenBudget(tokens), value_head=head)
 
 
 def gradients(found: Learner) -> dict[str, Tensor | None]:
@@ -174,12 +174,12 @@ def test_sequences_without_gradient_are_in_the_metrics(
     found.clear()
     seen: dict[str, Tensor | None] = {}
 
-    def stop(optimizer: AdamW) -> Tensor:
+    def stop(optimizer: WeightOptimizer) -> Tensor:
         seen.update(gradients(found))
         found.clear()
         return torch.tensor(1.0)
 
-    monkeypatch.setattr(AdamW, "clip", stop)
+    monkeypatch.setattr(WeightOptimizer, "clip", stop)
     monkeypatch.setattr(learner_module, "apply_all", lambda *given: None)
     made = found.update(algorithm, prepared, beta, (0.0, 0.0))
     alike(seen, wanted)

@@ -17,7 +17,7 @@ from keel.config.stage import Optimizer
 from keel.learn.batch import Batch, Estimates, TokenBudget, from_groups
 from keel.learn.learner import Learner
 from keel.learn.loss import prepare
-from keel.learn.optimizer import AdamW, trainable
+from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models.attention import install
 from keel.models.build import byte_tokenizer
 from keel.models.policy import Policy
@@ -63,7 +63,7 @@ def test_replay_of_a_trl_run_gives_its_weights(token_budget: int) -> None:
         weight_decay=optimizer["weight_decay"],
         max_grad_norm=None,
     )
-    learner = Learner(policy, AdamW(trainable(policy), choice), TokenBudget(token_budget))
+    learner = Learner(policy, WeightOptimizer(trainable(policy), choice), TokenBudget(token_budget))
     algorithm = Algorithm(
         advantage=GroupRelative(),
         ratio="token",

@@ -77,6 +77,21 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
         assert torch.equal(grad, grads[1][name]), name
 
 
+def test_first_layers_alone_are_recomputed_as_asked() -> None:
+    grads = []
+    for checkpointing in (False, 1, 3):  # of two layers
+        ours = policy("llama", activation_checkpointing=checkpointing)
+        runs: list[int] = []
+        for at, layer in enumerate(ours.model.model.layers):
+            layer.self_attn.register_forward_hook(lambda *_, at=at, into=runs: into.append(at))
+        _, packed = batch(len(ours.tokenizer))
+        ours.scores(packed).log_prob_N.sum().backward()
+        assert sorted(runs) == {False: [0, 1], 1: [0, 0, 1], 3: [0, 0, 1, 1]}[checkpointing]
+        grads.append([p.grad for p in ours.parameters()])
+    for one in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], one, strict=True))
+
+
 def test_two_forwards_agree_and_dropout_is_off_everywhere() -> None:
     ours = policy("gpt2")  # whose config has dropout 0.1 in four places
     _, packed = batch(len(ours.tokenizer))

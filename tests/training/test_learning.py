@@ -52,6 +52,8 @@ def change(folder: Path, recipe: str, seed: int, *more: str) -> float:
     [
         ("quickstart", GROUPS),
         ("quickstart", (*GROUPS, "rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")),
+        ("quickstart", (*GROUPS, "optimizer.kind=adamw_8bit", "sft.optimizer.kind=adamw_8bit")),
+        ("quickstart", (*GROUPS, "optimizer.kind=muon")),
         ("quickstart-gspo", GROUPS),
         ("quickstart-ppo", (*SINGLE, "steps=15", "value.optimizer.learning_rate=2e-3")),
     ],

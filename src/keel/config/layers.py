@@ -151,7 +151,8 @@ def resolve_algorithm(stage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """`above` over `below`, table by table; another `kind` or `preset` replaces all of one.
+    """`above` over `below`, table by table; another `kind` or `preset` replaces all of one,
+    but of an optimizer, whose kinds have the same keys.
 
     A table over a list has the changes of its entries by number, or those of its only entry.
     `where` is the key of both. Raises KeelError for an entry that a list does not have.
@@ -162,7 +163,9 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any], where: str = "") -
         if key == "algorithm":
             old, value = _spelled_out(old), _spelled_out(value)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            same = all(key not in value or value[key] == old.get(key) for key in _CHANGES)
+            same = key == "optimizer" or all(
+                key not in value or value[key] == old.get(key) for key in _CHANGES
+            )
             out[key] = merge(old, value, f"{where}{key}.") if same else dict(value)
         elif isinstance(old, list | tuple) and isinstance(value, Mapping):
             out[key] = _into_list(old, value, f"{where}{key}.")

@@ -110,11 +110,29 @@ class Model(FrozenModel):
     `float32` with `autocast = false`."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass, to save memory."""
+    activation_checkpointing: bool | Annotated[int, Field(ge=1)] = False
+    """Recompute activations in the backward pass, to save memory; a number: those of that many
+    layers, from the first."""
     lora: Lora | None = None
+    quantisation: Literal["nf4"] | None = None
+    """Keep the linear layers below an adapter in 4 bits (QLoRA, arXiv:2305.14314; bitsandbytes).
+    Exports add the adapter to the original weights."""
     chat_template: Annotated[str | None, NO_CONVERSATION] = None
     """A Jinja template for a tokenizer that has none."""
+
+    @model_validator(mode="after")
+    def _frozen_base(self) -> Model:
+        if self.quantisation is not None and self.lora is None:
+            raise ValueError(
+                f"model.quantisation = {self.quantisation!r} is for frozen weights below an "
+                "adapter, since 4 bits cannot take a step: set model.lora"
+            )
+        if self.quantisation is not None and self.dtype == "float64":
+            raise ValueError(
+                f"model.quantisation = {self.quantisation!r} has no float64: set model.dtype to "
+                '"bfloat16" or "float32"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:

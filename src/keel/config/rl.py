@@ -281,12 +281,32 @@ class RolloutStage(StageConfig):
                 f"{self.name}.reference.reset_every with model.lora does not go with "
                 f"cluster.processes = {cluster.processes}: leave one of them out"
             )
+        if cluster.processes > 1:
+            self._check_sharded(model)
         if self.rollout.async_level > 1 and self.rollout.dynamic_sampling:
             raise ValueError(
                 f"{self.name}.rollout.async_level = {self.rollout.async_level} does not go with "
                 "rollout.dynamic_sampling, by which a step decides which prompts are left for "
                 "the next: set rollout.async_level = 1"
             )
+
+    def _check_sharded(self, model: Model) -> None:
+        """What weights that are spread over several processes cannot have."""
+        several = "does not go with cluster.processes > 1"
+        for key in ("optimizer", "value.optimizer"):
+            choice = self.optimizer if key == "optimizer" else self.value.optimizer
+            if choice is not None and choice.kind != "adamw":
+                raise ValueError(
+                    f"{self.name}.{key}.kind = {choice.kind!r} {several}, whose weights are "
+                    'sharded: set it to "adamw"'
+                )
+            if choice is not None and choice.offload != "none":
+                raise ValueError(
+                    f"{self.name}.{key}.offload = {choice.offload!r} {several}: set "
+                    "cluster.offload instead"
+                )
+        if model.quantisation is not None:
+            raise ValueError(f"model.quantisation {several}: leave one of them out")
 
     @property
     def single_update(self) -> bool:

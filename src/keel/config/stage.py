@@ -32,11 +32,21 @@ OnNonfinite = Literal["stop", "skip"]
 _CONSTANT = UnusedIf(
     lambda key: key.table.schedule == "constant", 'schedule = "constant" keeps the learning rate'
 )
+_NOT_MUON = UnusedIf(lambda key: key.table.kind != "muon", 'kind is not "muon"')
+_ON_CPU = UnusedIf(lambda key: key.facts.cpu, "the weights are in the machine's memory already")
 _NO_WANDB = UnusedIf(lambda key: not key.table.wandb, "trackers.wandb is off")
 
 
 class Optimizer(FrozenModel):
-    """AdamW, and the schedule of its learning rate over the stage's steps."""
+    """The optimizer, and the schedule of its learning rate over the stage's steps."""
+
+    kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """`adamw_8bit` keeps the moments in 8 bits (bitsandbytes, arXiv:2110.02861). `muon`, for the
+    matrices inside of layers, orthogonalises the momentum and takes steps of AdamW's size, so that
+    the same learning rates serve (arXiv:2502.16982); all else learns by AdamW."""
+    offload: Annotated[Literal["none", "cpu"], _ON_CPU] = "none"
+    """`cpu`: moments, float32 weights and the step itself are in the memory of the machine of one
+    GPU; several processes have `cluster.offload`."""
 
     learning_rate: LearningRate = 1e-6
     """The highest rate of the schedule."""
@@ -52,6 +62,8 @@ class Optimizer(FrozenModel):
     """Added to the square root of the second moment."""
     weight_decay: Coefficient = 0.0
     """Decoupled weight decay of matrices; norms and biases have none."""
+    muon_momentum: Annotated[Decay, _NOT_MUON] = 0.95
+    """Decay rate of Muon's momentum."""
     max_grad_norm: Positive | None = 1.0
     """Gradients are scaled down to this norm; None: never."""
 

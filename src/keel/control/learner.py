@@ -25,7 +25,7 @@ from keel.config.fields import derive
 from keel.control.environments import Environments, Episode
 from keel.control.networks import Actor, TrainedNetwork
 from keel.learn.batch import Actions, Estimates, per_action
-from keel.learn.optimizer import AdamW
+from keel.learn.optimizer import WeightOptimizer
 from keel.runs import checkpoint
 from keel.types import KeelError
 
@@ -40,7 +40,7 @@ class ControlLearner(ABC, Generic[Stage]):
     """
 
     trained: TrainedNetwork
-    optimizer: AdamW
+    optimizer: WeightOptimizer
 
     def __init__(self, stage: Stage, seed: int, group: int = 1) -> None:
         choice = stage.environment
@@ -52,7 +52,7 @@ class ControlLearner(ABC, Generic[Stage]):
     def train(self, modules: Mapping[str, nn.Module]) -> None:
         """Let the optimizer train these networks."""
         self.trained = TrainedNetwork(modules)
-        self.optimizer = AdamW([("weights", self.trained.vector)], self.stage.optimizer)
+        self.optimizer = WeightOptimizer([("weights", self.trained.vector)], self.stage.optimizer)
 
     @abstractmethod
     def iterate(self, number: int) -> dict[str, float]:

@@ -15,8 +15,8 @@ from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch, TokenBudget, TrainBatch, read
 from keel.learn.loss import Loss, loss
 from keel.learn.optimizer import (
-    AdamW,
     Cause,
+    WeightOptimizer,
     apply_all,
     bad_weight,
     find_offending_sequence,
@@ -81,13 +81,13 @@ class Learner:
     optimizers."""
 
     policy: Policy
-    optimizer: AdamW
+    optimizer: WeightOptimizer
     budget: TokenBudget
     reference: Reference | None = None
     teacher: FrozenPolicy | None = None
     value_head: ValueHead | None = None
     critic: Critic | None = None
-    value_optimizer: AdamW | None = None
+    value_optimizer: WeightOptimizer | None = None
     temperature: float = 1.0
     ranks: Ranks = ONE
 
@@ -114,7 +114,7 @@ class Learner:
         return {name: module for name, module in pairs.items() if module is not None}
 
     @property
-    def optimizers(self) -> dict[str, AdamW]:
+    def optimizers(self) -> dict[str, WeightOptimizer]:
         pairs = {"optimizer": self.optimizer, "value_optimizer": self.value_optimizer}
         return {name: optimizer for name, optimizer in pairs.items() if optimizer is not None}
 

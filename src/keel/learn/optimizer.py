@@ -1,9 +1,10 @@
-"""AdamW, its schedule, its state as named tensors; and what happens if a loss or gradient is not
-finite: no step is taken, and the cause is searched for."""
+"""The optimizer, its schedule, its state as named tensors; and what happens if a loss or gradient
+is not finite: no step is taken, and the cause is searched for."""
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from keel.config.stage import Optimizer
 from keel.learn.batch import LESS, TrainBatch, oom_context, read
 from keel.models.head import lacks_float64
+from keel.models.quantised import bitsandbytes
 from keel.models.sharded import whole
 from keel.types import KeelError
 
@@ -52,24 +54,34 @@ def _groups(parameters: Named, decay: float) -> list[dict[str, Any]]:
     transformers.Trainer. The biases of experts are matrices too, so the name counts as well."""
     split: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for name, p in parameters:
-        split[p.ndim >= 2 and "bias" not in name and "norm" not in name].append(p)
+        split[_decays(name, p)].append(p)
     rates = zip(split, (0.0, decay), strict=True)
     return [{"params": some, "weight_decay": rate} for some, rate in rates if some]
 
 
-class AdamW:
-    """torch's AdamW over named parameters; its state saves and restores as tensors by name."""
+def _decays(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2 and "bias" not in name and "norm" not in name
+
+
+class WeightOptimizer:
+    """The recipe's optimizer of named parameters, whose state saves and restores as named tensors.
+
+    `adamw` is torch's fused AdamW and `adamw_8bit` that of bitsandbytes, whose moments are 8-bit
+    numbers in blocks of 256 (arXiv:2110.02861; float32 for tensors of fewer than 4096 weights).
+    `muon` steps the matrices inside of layers along the orthogonalised momentum, scaled to the size
+    of AdamW's steps, so that the same learning rates serve (arXiv:2502.16982), and all else by
+    AdamW. With `offload` all this happens on the CPU, on copies of the weights in float32 or wider.
+    Raises KeelError if bitsandbytes is not installed.
+    """
 
     def __init__(self, parameters: Named, choice: Optimizer) -> None:
         self.parameters = parameters
         self.choice = choice
-        self.inner = torch.optim.AdamW(
-            _groups(parameters, choice.weight_decay),
-            lr=choice.learning_rate,
-            betas=choice.betas,
-            eps=choice.epsilon,
-            fused=True,
-        )
+        self._copies: Named | None = None
+        if choice.offload == "cpu":
+            self._copies = [(name, _host_copy(p)) for name, p in parameters]
+        self._stepped = self._copies or parameters
+        self._inner = _make(self._stepped, choice)
 
     def step(self, rate: float) -> float:
         """`step_all` of this one."""
@@ -82,48 +94,149 @@ class AdamW:
 
     def apply(self, rate: float) -> None:
         """Step along the gradient as it is, at this learning rate."""
-        for group in self.inner.param_groups:
+        for group in (group for inner in self._inner for group in inner.param_groups):
             group["lr"] = rate
-        self.inner.step()
+        if self._copies is not None:
+            self._fetch_gradients(self._copies)
+        for inner in self._inner:
+            inner.step()
+        if self._copies is not None:
+            with torch.no_grad():
+                for (_, parameter), (_, own) in zip(self.parameters, self._copies, strict=True):
+                    parameter.copy_(own, non_blocking=True)
+
+    @torch.no_grad()
+    def _fetch_gradients(self, copies: Named) -> None:
+        """Move the gradients to the copies; their memory on the device is free again then."""
+        device = None
+        for (_, parameter), (_, own) in zip(self.parameters, copies, strict=True):
+            if parameter.grad is None:
+                own.grad = None
+                continue
+            if own.grad is None:
+                own.grad = torch.empty_like(own, pin_memory=own.is_pinned())
+            own.grad.copy_(parameter.grad, non_blocking=True)
+            parameter.grad, device = None, parameter.device
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     @property
     def began(self) -> bool:
         """Whether a step was ever taken."""
-        return bool(self.inner.state)
+        return any(inner.state for inner in self._inner)
 
     def clear(self) -> None:
         """Drop the gradient."""
-        self.inner.zero_grad(set_to_none=True)
+        for _, parameter in self.parameters:
+            parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Moments and step counts as `name/exp_avg`, `name/exp_avg_sq`, `name/step`."""
-        return {
-            f"{name}/{key}": value
-            for name, parameter in self.parameters
-            for key, value in self.inner.state.get(parameter, {}).items()
-        }
+        """Moments and step counts as `name/exp_avg`, `name/exp_avg_sq`, `name/step`; of other kinds
+        as their libraries name them. With `offload` also `name/master`, the weight itself, if it is
+        wider than the model's."""
+        found: dict[str, Tensor] = {}
+        for at, (name, parameter) in enumerate(self._stepped):
+            for inner in self._inner:
+                for key, value in inner.state.get(parameter, {}).items():
+                    count = not isinstance(value, Tensor)
+                    found[f"{name}/{key}"] = torch.tensor(value) if count else value
+            if parameter.dtype != self.parameters[at][1].dtype:
+                found[f"{name}/master"] = parameter.detach()
+        return found
 
     def allocate(self, names: Collection[str]) -> None:
         """Make room for the state of these names, in the parameters' own shards, in the order in
         which a step makes it."""
-        named = {parameter: name for name, parameter in self.parameters}
-        for parameter in (p for group in self.inner.param_groups for p in group["params"]):
-            if f"{named[parameter]}/step" in names:
-                # The fused step counts on the parameter's own device.
-                state = self.inner.state[parameter]
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        begun = {key.rpartition("/")[0] for key in names if not key.endswith("/master")}
+        named = {parameter: name for name, parameter in self._stepped}
+        for inner in self._inner:
+            for at, group in enumerate(inner.param_groups):
+                for place, parameter in enumerate(group["params"]):
+                    if named[parameter] in begun:
+                        _begin(inner, at, place, parameter)
 
     @torch.no_grad()
+    def fill(self, state: Mapping[str, Tensor]) -> None:
+        """Copy tensors of `state`'s names into what `allocate` made.
+
+        The copies of offloaded weights follow the model's, which are restored before.
+        """
+        own = dict(self._stepped)
+        if self._copies is not None:
+            for (_, parameter), (_, copied) in zip(self.parameters, self._copies, strict=True):
+                if copied.dtype == parameter.dtype:  # else it is part of the state
+                    copied.copy_(parameter)
+        for key, value in self.state().items():
+            name, _, leaf = key.rpartition("/")
+            held = [inner.state[own[name]] for inner in self._inner if own[name] in inner.state]
+            if leaf != "master" and not isinstance(held[0][leaf], Tensor):
+                held[0][leaf] = int(state[key])
+            elif value is not state[key]:
+                value.copy_(state[key])
+
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """The state that `state` gave."""
         self.allocate(state.keys())
-        for name, value in self.state().items():
-            value.copy_(state[name])
+        self.fill(state)
 
 
-def step_all(optimizers: Sequence[AdamW], rates: Sequence[float | None]) -> list[float]:
+_LAYER = re.compile(r"\.\d+\.")
+"""In the name of a weight inside of a layer: neither embeddings nor output layer nor value head."""
+
+
+def _make(parameters: Named, choice: Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers of a choice, each with its share of the parameters."""
+    common: dict[str, Any] = {"lr": choice.learning_rate}
+    made: list[torch.optim.Optimizer] = []
+    if choice.kind == "muon":
+        hidden = [one for one in parameters if one[1].ndim == 2 and _LAYER.search(one[0])]
+        hidden = [one for one in hidden if _decays(*one)]
+        if hidden:
+            made.append(
+                torch.optim.Muon(
+                    _groups(hidden, choice.weight_decay),
+                    momentum=choice.muon_momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                    **common,
+                )
+            )
+        taken = {name for name, _ in hidden}
+        parameters = [one for one in parameters if one[0] not in taken]
+    if not parameters:
+        return made
+    groups = _groups(parameters, choice.weight_decay)
+    common |= {"betas": choice.betas, "eps": choice.epsilon}
+    if choice.kind == "adamw_8bit":
+        library = bitsandbytes('optimizer.kind = "adamw_8bit"')
+        made.append(library.optim.AdamW8bit(groups, **common))
+    else:
+        made.append(torch.optim.AdamW(groups, fused=True, **common))
+    return made
+
+
+def _begin(inner: torch.optim.Optimizer, at: int, place: int, parameter: nn.Parameter) -> None:
+    """Make the state of a parameter, the one of this place in the group `at`, as a step does."""
+    state = inner.state[parameter]
+    if isinstance(inner, torch.optim.Muon):
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    elif isinstance(inner, torch.optim.AdamW):
+        # The fused step counts on the parameter's own device.
+        state["step"] = torch.zeros((), device=parameter.device)
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    else:
+        eight: Any = inner
+        eight.init_state(inner.param_groups[at], parameter, at, place)
+
+
+def _host_copy(parameter: nn.Parameter) -> nn.Parameter:
+    """A copy in the machine's memory, which a GPU reads and writes without a detour if it can."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    copied = parameter.detach().to("cpu", dtype, copy=True)
+    return nn.Parameter(copied.pin_memory() if parameter.device.type == "cuda" else copied)
+
+
+def step_all(optimizers: Sequence[WeightOptimizer], rates: Sequence[float | None]) -> list[float]:
     """Clip, step each at its learning rate and clear the gradients; the norms before clipping.
 
     One with the rate None takes no step. Where one of the norms is not finite none takes a step,
@@ -140,7 +253,7 @@ def step_all(optimizers: Sequence[AdamW], rates: Sequence[float | None]) -> list
     return norms
 
 
-def apply_all(optimizers: Sequence[AdamW], rates: Sequence[float | None]) -> None:
+def apply_all(optimizers: Sequence[WeightOptimizer], rates: Sequence[float | None]) -> None:
     """Step each along its gradient as it is, at its learning rate; with the rate None not at all.
 
     Raises:

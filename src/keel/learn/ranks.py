@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from keel.learn.optimizer import AdamW
+from keel.learn.optimizer import WeightOptimizer
 from keel.models.reference import Reference
 from keel.runs import checkpoint
 from keel.types import KeelError, Prompt
@@ -101,7 +101,7 @@ REFERENCE = "reference"
 
 def save_learned(
     folder: Path,
-    optimizers: Mapping[str, AdamW],
+    optimizers: Mapping[str, WeightOptimizer],
     modules: Mapping[str, nn.Module],
     reference: Reference | None,
     ranks: Ranks = ONE,

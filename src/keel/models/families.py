@@ -259,14 +259,14 @@ def prepare(model: PreTrainedModel, autocast: Autocast, what: Output = "logits")
     sequences = probe_sequences(model)
     rounds = model.dtype == torch.bfloat16 or uses_autocast(model, autocast)
     model.eval()
-    with _exact(model):
-        exact = _stock(model, sequences, False, what)
-    rounded = _stock(model, sequences, autocast, what) if rounds else exact
+    with exact_weights(model):
+        exact = stock_outputs(model, sequences, False, what)
+    rounded = stock_outputs(model, sequences, autocast, what) if rounds else exact
     install(model)
     # In training mode, in which it will be used: what that mode changes is a fault too.
     model.train()
     try:
-        with _exact(model):
+        with exact_weights(model):
             ours = _packed(model, sequences, False, what)
         ours_rounded = _packed(model, sequences, autocast, what) if rounds else exact
     except (ValueError, TypeError, RuntimeError) as error:
@@ -293,7 +293,7 @@ def prepare(model: PreTrainedModel, autocast: Autocast, what: Output = "logits")
 
 
 @contextmanager
-def _exact(model: PreTrainedModel) -> Iterator[None]:
+def exact_weights(model: PreTrainedModel) -> Iterator[None]:
     """Within the block a module's bfloat16 weights are float32 while it runs."""
     kept: dict[nn.Parameter, Tensor] = {}
 
@@ -324,7 +324,7 @@ def probe_sequences(model: PreTrainedModel) -> list[Tensor]:
     ]
 
 
-def _stock(
+def stock_outputs(
     model: PreTrainedModel, sequences: list[Tensor], autocast: Autocast, what: Output
 ) -> Tensor:
     """Logits or hidden states of every position, one sequence at a time."""

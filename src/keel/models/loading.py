@@ -33,6 +33,7 @@ from keel.config.model import Model
 from keel.models.build import build_config, build_model, build_tokenizer
 from keel.models.families import check_family, set_head_dtype
 from keel.models.head import lacks_float64
+from keel.models.quantised import weight_count
 from keel.models.tokenizer_round_trip import Served, quiet, served
 from keel.runs.layout import RECIPE
 from keel.types import KeelError
@@ -133,10 +134,14 @@ def check_pair(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name:
 def describe_model(spec: Model, model: PreTrainedModel) -> str:
     """A model in a few words: `llama, 0.8 M parameters`."""
     name = spec.build.family if spec.build else Path(spec.name or "").name
-    count = model.num_parameters()
+    count = weight_count(model)
     size, unit = (count / 1e9, "B") if count >= 1e9 else (count / 1e6, "M")
     digits = f"{size:.2g}" if size < 9.95 else f"{size:.0f}"
-    return f"{name}, {digits} {unit} parameters" + (", LoRA" if spec.lora else "")
+    return (
+        f"{name}, {digits} {unit} parameters"
+        + (", LoRA" if spec.lora else "")
+        + (f" on {spec.quantisation}" if spec.quantisation else "")
+    )
 
 
 def choose_device(device: str) -> torch.device:

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from keel.config.fields import unknown
 from keel.config.model import Lora
+from keel.models.quantised import QuantisedLinear, dequantised_linear, import_quietly
 from keel.types import KeelError
 
 POLICY, REFERENCE = "policy", "reference"
@@ -29,6 +30,8 @@ POLICY, REFERENCE = "policy", "reference"
 
 
 def _peft() -> Any:
+    with suppress(ImportError):  # which peft would import, with its warning
+        import_quietly()
     try:
         import peft
     except ImportError as error:
@@ -173,9 +176,10 @@ def adapter_weights(model: nn.Module, adapter: str) -> dict[str, Tensor]:
 
 def is_affine(module: nn.Module) -> bool:
     """Whether it is a linear layer, with plain adapters (as `add_lora` makes them) or without."""
-    if type(module) is nn.Linear:
+    kinds = (nn.Linear, QuantisedLinear)
+    if type(module) in kinds:
         return True
-    if type(getattr(module, "base_layer", None)) is not nn.Linear or not hasattr(module, "lora_A"):
+    if type(getattr(module, "base_layer", None)) not in kinds or not hasattr(module, "lora_A"):
         return False
     others = ("merged", "lora_magnitude_vector", "lora_variant")
     biased = any(half.bias is not None for half in module.lora_B.values())  # type: ignore[operator]
@@ -184,9 +188,9 @@ def is_affine(module: nn.Module) -> bool:
 
 def affine(linear: Any) -> tuple[Tensor, Tensor | None]:
     """The effective weight (outputs, inputs) and bias of a layer that `is_affine`, with an active
-    adapter merged into a new tensor."""
+    adapter merged into a new tensor; a weight in 4 bits is dequantised."""
     base = getattr(linear, "base_layer", linear)
-    weight: Tensor = base.weight
+    weight: Tensor = base.dequantised() if isinstance(base, QuantisedLinear) else base.weight
     if base is not linear and not linear.disable_adapters:
         for name in (n for n in linear.active_adapters if n in linear.lora_A):
             weight = weight + linear.get_delta_weight(name)
@@ -206,9 +210,15 @@ def plain_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights under the names of the plain model, without adapters; the model's own tensors."""
+    """The weights under the names of the plain model, without adapters; the model's own tensors,
+    but those in 4 bits dequantised."""
+    dequantised = {
+        f"{name}.weight": module.dequantised()
+        for name, module in model.named_modules()
+        if isinstance(module, QuantisedLinear)
+    }
     return {
-        name.replace(".base_layer.", "."): tensor.detach()
+        name.replace(".base_layer.", "."): dequantised.get(name, tensor).detach()
         for name, tensor in model.state_dict().items()
         if ".lora_" not in name
     }
@@ -244,6 +254,10 @@ def plain_copy(model: PreTrainedModel) -> PreTrainedModel:
     for name, layer in lora_layers(twin):
         parent, _, child = name.rpartition(".")
         setattr(twin.get_submodule(parent), child, layer.get_base_layer())
+    for name, module in list(twin.named_modules()):
+        if isinstance(module, QuantisedLinear):
+            parent, _, child = name.rpartition(".")
+            setattr(twin.get_submodule(parent), child, dequantised_linear(module))
     if hasattr(twin, "peft_config"):
         del twin.peft_config
     with torch.no_grad():

@@ -22,14 +22,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from keel.analysis.costs import Shape
 from keel.config.model import Autocast, Model
 from keel.models import lora
 from keel.models.families import context_length, head_of, hidden_states, prepare
 from keel.models.head import Head, Scores, ValueHead, readout
-from keel.models.loading import check_pair, check_served, load_model, load_tokenizer
+from keel.models.loading import (
+    check_pair,
+    check_served,
+    choose_device,
+    load_model,
+    load_tokenizer,
+)
 from keel.models.packed import ENOUGH_ON_CPU, Packed
+from keel.models.quantised import QuantisationEffect, quantise
 from keel.models.shape import shape_of
 from keel.models.sharded import within
 from keel.models.tokenizer_round_trip import Served, quiet
@@ -73,9 +81,10 @@ class Policy(nn.Module):
         tokenizer: PreTrainedTokenizerBase,
         *,
         autocast: Autocast = True,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | int = False,
         served: Served | None = None,
         revision: str | None = None,
+        quantisation: QuantisationEffect | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -84,8 +93,12 @@ class Policy(nn.Module):
         self.served = served or Served()
         self.revision = revision
         """The model's revision on the hub, from the recipe."""
-        self.base_fingerprint = lora.base_fingerprint(model) if self.has_lora else None
-        """SHA-256 of the frozen weights below an adapter."""
+        self.quantisation = quantisation
+        """What keeping the base in 4 bits changed."""
+        self.base_fingerprint = None if quantisation is None else quantisation.fingerprint
+        """SHA-256 of the frozen weights below an adapter, before they were quantised."""
+        if quantisation is None and self.has_lora:
+            self.base_fingerprint = lora.base_fingerprint(model)
         self.autocast = autocast
         self.activation_checkpointing = activation_checkpointing
         self.set_checkpointing(model)
@@ -101,6 +114,10 @@ class Policy(nn.Module):
                 model.activation_checkpointing_enable(options)
             else:
                 model.gradient_checkpointing_enable(options)
+        if not isinstance(self.activation_checkpointing, bool):
+            layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+            for layer in layers[self.activation_checkpointing :]:
+                layer.gradient_checkpointing = False
 
     @property
     def device(self) -> torch.device:
@@ -239,10 +256,15 @@ def load_policy(spec: Model, seed: int) -> Policy:
 
     `seed` decides the weights of a built model and of a LoRA adapter.
     """
-    model, tokenizer = load_model(spec, seed), load_tokenizer(spec)
+    # On the CPU first: the original weights need not fit into the GPU's memory.
+    first = {} if spec.quantisation is None else {"device": "cpu"}
+    model, tokenizer = load_model(spec.model_copy(update=first), seed), load_tokenizer(spec)
     name = spec.name if spec.build is None else f"build {spec.build.family}"
     check_pair(model, tokenizer, str(name))
     served = check_served(spec, model, tokenizer, str(name))
+    effect = None
+    if spec.quantisation is not None:
+        effect = quantise(model, choose_device(spec.device), lora.base_fingerprint(model))
     prepare(model, spec.autocast)
     if spec.lora is not None:
         lora.add_lora(model, spec.lora, seed, revision=spec.revision)
@@ -253,6 +275,7 @@ def load_policy(spec: Model, seed: int) -> Policy:
         activation_checkpointing=spec.activation_checkpointing,
         served=served,
         revision=spec.revision,
+        quantisation=effect,
     )
 
 

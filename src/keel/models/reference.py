@@ -188,7 +188,13 @@ def check_teacher(choice: TeacherModel, policy: Policy, spec: Model, longest: in
 
 def teacher_spec(choice: TeacherModel, policy: Model) -> Model:
     """The teacher as a model to load: on the policy's device, in its dtype unless it has one."""
-    own = {"name": choice.name, "revision": choice.revision, "build": None, "lora": None}
+    own = {
+        "name": choice.name,
+        "revision": choice.revision,
+        "build": None,
+        "lora": None,
+        "quantisation": None,
+    }
     dtype = {} if choice.dtype == "model" else {"dtype": choice.dtype}
     return policy.model_copy(update={**own, **dtype})
 
@@ -247,7 +253,7 @@ def load_critic(name: str, policy: Policy, spec: Model, seed: int) -> Critic:
     It reads the policy's tokens, so it must have been trained with the same tokenizer. Raises
     KeelError where it does not load or its vocabulary is too small.
     """
-    own = {"name": name, "build": None, "revision": None, "lora": None}
+    own = {"name": name, "build": None, "revision": None, "lora": None, "quantisation": None}
     with naming_key("value.name"):
         model = load_model(spec.model_copy(update=own), seed)
     rows = model.get_input_embeddings().weight.shape[0]

@@ -232,13 +232,18 @@ def _total(stages: Sequence[StageReport]) -> dict[str, float]:
 
 
 def _settled(recipe: Recipe, policy: Policy) -> tuple[Recipe, dict[str, Figure]]:
-    """The recipe with what `model.autocast = "auto"` stands for here, and the figure of it."""
+    """The recipe with what `model.autocast = "auto"` stands for here, and the figure of it;
+    and that of a base in 4 bits."""
+    figures: dict[str, Figure] = {}
+    if policy.quantisation is not None:
+        figures["quantisation"] = str(policy.quantisation)
     if not needs_resolution(recipe.model, policy):
-        return recipe, {}
+        return recipe, figures
     times = time_products(policy.model)
     model = resolve_autocast(recipe.model, policy, times.bfloat16_pays)
     chosen = "bfloat16" if times.bfloat16_pays else "float32"
-    return recipe.model_copy(update={"model": model}), {"autocast": f"{chosen}, since {times}"}
+    figures["autocast"] = f"{chosen}, since {times}"
+    return recipe.model_copy(update={"model": model}), figures
 
 
 def _inspect(context: StageContext) -> None:

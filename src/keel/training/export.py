@@ -132,7 +132,14 @@ def _write(
             aside = Path(made) / target.name
             if of_checkpoint and not adapter and holds_adapter(source):
                 recipe = load_recipe(place.recipe)
-                checkpoint_policy(recipe.model, recipe.seed, source).save(aside)
+                original = recipe.model.model_copy(update={"quantisation": None})
+                if original != recipe.model:
+                    print(
+                        "keel: the adapter is added to the original weights, not to those in "
+                        "4 bits that it learned on",
+                        file=sys.stderr,
+                    )
+                checkpoint_policy(original, recipe.seed, source).save(aside)
                 shutil.rmtree(aside / ADAPTER)
             else:
                 _copy(source / POLICY if of_checkpoint else source, aside, adapter)

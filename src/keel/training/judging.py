@@ -24,7 +24,7 @@ from keel.config.sources import PreferenceData
 from keel.data.preferences import READERS
 from keel.data.splits import Splits
 from keel.learn.batch import LESS, oom_context
-from keel.learn.optimizer import AdamW, trainable
+from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.models.policy import Policy, load_policy
 from keel.models.reward import (
     Kind,
@@ -85,7 +85,7 @@ def train_reward_model(
         stage,
         progress,
         examples(run, stage, make, encode, model.context, model),
-        AdamW(trainable(model), stage.optimizer),
+        WeightOptimizer(trainable(model), stage.optimizer),
         backward,
         _measure_of(model, stage),
         model.device,
@@ -104,7 +104,7 @@ def train_on_rows(
     stage: JudgingStage,
     progress: Progress,
     rows: Ready[Any],
-    optimizer: AdamW,
+    optimizer: WeightOptimizer,
     backward: Backward,
     measure: Measure,
     device: torch.device,
@@ -245,8 +245,8 @@ def base_policy(recipe: Recipe, policy: Policy, base: BaseModelChoice) -> Policy
 
 def other_model(recipe: Recipe, name: str) -> Model:
     """The recipe's model settings with another model in them, which has a chat template itself."""
-    own = {"name": name, "build": None, "revision": None, "lora": None, "chat_template": None}
-    return recipe.model.model_copy(update=own)
+    none = ("build", "revision", "lora", "quantisation", "chat_template")
+    return recipe.model.model_copy(update={"name": name, **dict.fromkeys(none)})
 
 
 def _sampled_files(

@@ -26,7 +26,7 @@ from keel.engines.registry import capabilities_of, check_requests
 from keel.learn.advantages import check_entries
 from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
-from keel.learn.optimizer import AdamW, trainable
+from keel.learn.optimizer import WeightOptimizer, trainable
 from keel.learn.ranks import Ranks
 from keel.models.families import uses_autocast
 from keel.models.head import ValueHead
@@ -157,7 +157,7 @@ def build_learner(
         restore_modules(resume_from, {n: m for n, m in modules.items() if m is not None})
     learner = Learner(
         policy=policy,
-        optimizer=AdamW(trainable(policy), stage.optimizer),
+        optimizer=WeightOptimizer(trainable(policy), stage.optimizer),
         budget=budget,
         reference=reference,
         teacher=teacher,
@@ -165,7 +165,7 @@ def build_learner(
         critic=critic,
         value_optimizer=None
         if value_model is None
-        else AdamW(trainable(value_model), stage.value.optimizer or stage.optimizer),
+        else WeightOptimizer(trainable(value_model), stage.value.optimizer or stage.optimizer),
         temperature=stage.rollout.temperature,
         ranks=ranks,
     )

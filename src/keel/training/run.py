@@ -171,6 +171,8 @@ def run_stages(
             f"model: {describe_model(recipe.model, policy.model)}, {recipe.model.dtype} on "
             f"{policy.device}; CPU threads: {threads}"
         )
+        if policy.quantisation is not None:
+            writer.note(str(policy.quantisation))
     lifecycle.write_metadata(
         writer, recipe.name, recipe.seed, threads, REPORTED, fingerprint("decode")
     )

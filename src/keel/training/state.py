@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from keel.config.model import Model
 from keel.learn.batch import Batch
-from keel.learn.optimizer import AdamW
+from keel.learn.optimizer import WeightOptimizer
 from keel.learn.ranks import REFERENCE, described, files_of, load_parts
 from keel.models.policy import BASE, Policy, load_policy
 from keel.models.text import token_texts
@@ -127,13 +127,15 @@ def read_reference(folder: Path) -> dict[str, Tensor]:
     return whole
 
 
-def restore_optimizers(folder: Path, optimizers: Mapping[str, AdamW]) -> None:
+def restore_optimizers(folder: Path, optimizers: Mapping[str, WeightOptimizer]) -> None:
     """Load the optimizers' moments."""
     for name, optimizer in optimizers.items():
         if not files_of(folder, name):
             raise KeelError(f"checkpoint {folder} has no {name}: resume from another")
         optimizer.allocate(described(folder, name).keys())
-        load_parts(folder, name, optimizer.state())
+        targets = optimizer.state()
+        load_parts(folder, name, targets)
+        optimizer.fill(targets)
 
 
 def _check_fit(folder: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

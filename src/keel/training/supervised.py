@@ -15,9 +15,9 @@ from keel.config.stage import Optimizer, StageConfig
 from keel.data.mixture import PromptStream
 from keel.learn.batch import Batch, TokenBudget, from_groups
 from keel.learn.optimizer import (
-    AdamW,
     Cause,
     NotFinite,
+    WeightOptimizer,
     bad_weight,
     find_offending_sequence,
     in_weights,
@@ -62,7 +62,7 @@ class ExampleLoop(loop.Loop, Generic[B]):
 
     examples: Examples[B]
     policy: Policy
-    optimizer: AdamW
+    optimizer: WeightOptimizer
     schedule: Optimizer
     modules: Mapping[str, nn.Module]
     reference: Reference | None
@@ -100,7 +100,7 @@ def train_on_examples(
     stage: StageConfig,
     progress: Progress,
     examples: Examples[Any],
-    optimizer: AdamW,
+    optimizer: WeightOptimizer,
     *,
     budget: TokenBudget | None = None,
     modules: Mapping[str, nn.Module] | None = None,

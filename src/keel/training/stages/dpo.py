@@ -56,7 +56,7 @@ class DPOStage(JudgingStage):
     def train(self, run: RunContext, progress: Progress) -> Progress:
         from functools import partial
 
-        from keel.learn.optimizer import AdamW, trainable
+        from keel.learn.optimizer import WeightOptimizer, trainable
         from keel.models.reference import reference_for
         from keel.models.reward import Reader
         from keel.training import judging
@@ -71,7 +71,7 @@ class DPOStage(JudgingStage):
         )
         reader = Reader(policy.tokenizer, policy.context, template, raw=self.raw)
         rows = judging.examples(run, self, sampled_pairs, encoder("pairs", reader), policy.context)
-        optimizer = AdamW(trainable(policy), self.optimizer)
+        optimizer = WeightOptimizer(trainable(policy), self.optimizer)
         reference = reference_for(policy, None if start is None else read_reference(start))
         budget = token_budget(self, progress, run.writer)
         dpo = DPO(policy, reference, budget, self.loss, self.beta, self.smoothing)

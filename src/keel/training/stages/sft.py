@@ -49,12 +49,12 @@ class SFTStage(StageConfig):
     def train(self, run: RunContext, progress: Progress) -> Progress:
         from keel.config.entry import load_entry
         from keel.config.fields import derive
-        from keel.learn.optimizer import AdamW, trainable
+        from keel.learn.optimizer import WeightOptimizer, trainable
         from keel.training.setup import open_prompts
         from keel.training.supervised import Demonstrations, train_on_examples
 
         seed = derive(run.recipe.seed, self.name)
-        optimizer = AdamW(trainable(run.policy), self.optimizer)
+        optimizer = WeightOptimizer(trainable(run.policy), self.optimizer)
         source = open_prompts(
             run,
             self.name,
