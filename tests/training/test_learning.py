@@ -6,11 +6,14 @@ points or more and the twin fell by 15 or more; 30 leave room for another proces
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from keel.config.load import load_recipe
+from keel.runs.layout import RunFolder
+from keel.training.export import export
 from keel.training.run import train
 from tests.training.small import info
 
@@ -64,3 +67,30 @@ def test_objective_learns(recipe: str, more: tuple[str, ...], tmp_path: Path) ->
 
 def test_objective_with_the_wrong_sign_does_not_learn(tmp_path: Path) -> None:
     assert change(tmp_path / "run", "quickstart", 0, *GROUPS, *TWIN) <= 0
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The quickstart after its teacher: what the policy is before it learns from rewards."""
+    folder = tmp_path_factory.mktemp("taught") / "run"
+    keys = [*SHORT, *GROUPS, "seed=0", "steps=1", "optimizer.learning_rate=1e-9"]
+    return train(load_recipe("quickstart", keys), folder)
+
+
+def adapted(taught: RunFolder, folder: Path, *more: str) -> float:
+    """`change` of an adapter on the taught model in 4 bits."""
+    base = export(taught.path, folder / "base")
+    recipe = tomllib.loads(taught.recipe.read_text("utf-8"))
+    recipe["model"] = {"name": str(base), "lora": {"rank": 16}, "quantisation": "nf4"}
+    recipe["stages"] = recipe["stages"][1:]
+    keys = ["steps=25", "optimizer.learning_rate=5e-3", *more]
+    evaluation = info(train(load_recipe(recipe, keys), folder / "run"))["evaluation"]["rl"]
+    return float(evaluation["after"]["mean"] - evaluation["before"]["mean"])
+
+
+def test_adapter_on_four_bits_learns(taught: RunFolder, tmp_path: Path) -> None:
+    assert adapted(taught, tmp_path) >= RISE
+
+
+def test_adapter_with_the_wrong_sign_does_not_learn(taught: RunFolder, tmp_path: Path) -> None:
+    assert adapted(taught, tmp_path, *TWIN) <= 0

@@ -110,7 +110,7 @@ class Model(FrozenModel):
     `float32` with `autocast = false`."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
-    activation_checkpointing: bool | Annotated[int, Field(ge=1)] = False
+    activation_checkpointing: bool | Depth = False
     """Recompute activations in the backward pass, to save memory; a number: those of that many
     layers, from the first."""
     lora: Lora | None = None
