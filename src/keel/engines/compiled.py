@@ -35,6 +35,7 @@ from keel.engines.sampler import AHEAD, Stops, Uniforms
 from keel.engines.scheduler import (
     DecodeBatch,
     Moves,
+    PagePool,
     PageTable,
     PrefixCache,
     SlotMapping,
@@ -236,7 +237,7 @@ class CompiledRunner:
         self._prefix_cache = prefix_cache
         self._recalled: deque[list[int]] = deque()
         numbers = page_numbers(len(self._blocks), *self._heads[1:])
-        self._pool = prefix_cache.pool(numbers, self._like)
+        self._pool = prefix_cache.pool(lambda: PagePool(numbers, self._like))
         self._prompts, self._answers = PageTable(self._pool), PageTable(self._pool)
         self._work: _Scratch | None = None
         self.step = self._fixed()

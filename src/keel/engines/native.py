@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,18 +18,19 @@ from keel.config.model import Autocast
 from keel.config.sources import Rollout
 from keel.engines.compiled import compiled, make_multi_step
 from keel.engines.model_runner import DecodeRows, ModelRunner, ModuleRunner, Prefill
+from keel.engines.paged import PagedRun
 from keel.engines.sampler import (
     LENGTH,
-    REASONS,
+    Answers,
     Stops,
     Uniforms,
     budgets,
     check,
-    completion_texts,
     eos_ids,
     sample_tokens,
 )
 from keel.engines.scheduler import DecodeBatch, DecodeEntry, PrefixCache
+from keel.engines.static import StaticDecoder
 from keel.models.attention import ATTENTION, install
 from keel.models.families import autocast_for, context_length, head_of
 from keel.models.head import place_of_float64, steady_logits
@@ -39,7 +39,6 @@ from keel.models.policy import token_count
 from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import (
     Capabilities,
-    Completion,
     Engine,
     Group,
     KeelError,
@@ -78,13 +77,16 @@ class NativeEngine(Engine):
         prefill_tokens: int = 16_384,
         autocast: Autocast = True,
         dtype: torch.dtype | None = None,
+        decoder: StaticDecoder | None = None,
     ) -> None:
         """Share `model`, with packed attention installed if it is not yet.
 
         `autocast` as in the policy: float32 weights on a GPU work in bfloat16; on a CPU compiled
         code samples in float32 all the same. With a `dtype` each
         call of `sample` works on a copy of the backbone's weights in it, with the model's own head:
-        log-probabilities then differ from the trainer's. Raises KeelError for a model without an
+        log-probabilities then differ from the trainer's. `decoder` samples over static buffers
+        (None: made on CUDA, where it works on a copy of the weights in the type that autocast
+        computes in; elsewhere a `ModelRunner` does). Raises KeelError for a model without an
         end-of-sequence token.
         """
         if max_num_seqs < 1 or prefill_tokens < 1:
@@ -99,6 +101,7 @@ class NativeEngine(Engine):
         self.capabilities = replace(CAPABILITIES, context=context_length(model))
         self.eos = eos_ids(model, tokenizer)
         self._prefix_cache: PrefixCache | None = None
+        self._decoder = decoder
         if model.config._attn_implementation != ATTENTION:
             install(model)
 
@@ -121,6 +124,8 @@ class NativeEngine(Engine):
             return self._sample(prefix_cache, prompts, n, sampling, seed, on_group)
         except BaseException:
             prefix_cache.clear()
+            if self._decoder is not None:
+                self._decoder.clear()
             raise
 
     @contextmanager
@@ -157,14 +162,14 @@ class NativeEngine(Engine):
         if not prompts:
             return []
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
-            run = _Run(self, prompts, limits, n, sampling, seed, stops, prefix_cache)
+            run = self._start(prompts, limits, n, sampling, seed, stops, prefix_cache)
             groups: dict[int, Group | None] = {}
             while run.batch.live:
                 over = run.step()
                 heartbeat()
                 raise_if_cancelled()
                 for number in over.tolist():
-                    group = groups[number] = run.group(prompts[number], number)
+                    group = groups[number] = run.answers.group(prompts[number], number)
                     if on_group is not None and group is not None:
                         on_group(number, group)
         done = []
@@ -178,6 +183,47 @@ class NativeEngine(Engine):
             done.append(group)
         prefix_cache.name(done)
         return done
+
+    def _start(
+        self,
+        prompts: Sequence[Prompt],
+        limits: Ints,
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        stops: Stops,
+        prefix_cache: PrefixCache,
+    ) -> PagedRun | _Run:
+        """A run over static buffers on CUDA, or if a decoder was given; else through a runner."""
+        tokens = [np.array(prompt.tokens, dtype=np.int64) for prompt in prompts]
+        answers = Answers(n * len(prompts), n, self.tokenizer)
+        uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
+        rows = min(self.max_num_seqs, n * len(prompts))
+        if self._decoder is None and self.model.device.type == "cuda":
+            self._decoder = StaticDecoder(
+                self.model, tokens=self.tokens, autocast=self.autocast, dtype=self.dtype
+            )
+        shared = {
+            "prompts": tokens,
+            "limits": limits,
+            "n": n,
+            "rows": rows,
+            "prefill_tokens": self.prefill_tokens,
+            "answers": answers,
+            "uniforms": uniforms,
+            "stops": stops,
+            "cache": prefix_cache,
+        }
+        if self._decoder is None:
+            return _Run(self, sampling, **shared)
+        self._decoder.begin(
+            rows=rows,
+            longest_prompt=max(map(len, tokens)),
+            longest=max(len(own) + int(limit) for own, limit in zip(tokens, limits, strict=True)),
+            sampling=sampling,
+            ends_V=stops.codes_V,
+        )
+        return PagedRun(self._decoder, **shared)
 
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by the model's own names; tensors that it shares are left alone.
@@ -233,38 +279,33 @@ class _Run:
     def __init__(
         self,
         engine: NativeEngine,
-        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        prompts: Sequence[Ints],
         limits: Ints,
         n: int,
-        sampling: Sampling,
-        seed: int,
+        rows: int,
+        prefill_tokens: int,
+        answers: Answers,
+        uniforms: Uniforms,
         stops: Stops,
-        prefix_cache: PrefixCache,
+        cache: PrefixCache,
     ) -> None:
         model = engine.model
-        self.device, self.tokenizer = model.device, engine.tokenizer
+        self.device, self.sampling = model.device, sampling
         # The trainer's own head: float32 logits, whatever the backbone computes in.
         head = replace(head_of(model), tokens=engine.tokens)
         self.logits = steady_logits(head)
-        self.sampling = sampling
-        self.stops = stops
-        self.uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
-        self.prompts = [np.array(prompt.tokens, dtype=np.int64) for prompt in prompts]
-        self.lengths = np.array([len(tokens) for tokens in self.prompts], dtype=np.int64)
-        answer = int(limits.max())
-        prompt = int(self.lengths.max())
-        self.forward = make_runner(model, prompt, answer, engine.dtype, prefix_cache)
+        self.prompts, self.answers = prompts, answers
+        self.uniforms, self.stops = uniforms, stops
+        self.lengths = np.array([len(tokens) for tokens in prompts], dtype=np.int64)
+        longest_prompt, longest_answer = int(self.lengths.max()), int(limits.max())
+        self.forward = make_runner(model, longest_prompt, longest_answer, engine.dtype, cache)
         self.steps = make_multi_step(self.forward, head, sampling, stops)
-        self.known = self.forward.recall(self.prompts)
-        total = n * len(prompts)
-        rows = min(engine.max_num_seqs, total)
-        self.batch = DecodeBatch(self.lengths, limits, n, rows, engine.prefill_tokens, self.known)
+        self.known = self.forward.recall(prompts)
+        self.batch = DecodeBatch(self.lengths, limits, n, rows, prefill_tokens, self.known)
         self.waiting_logits: Tensor | None = None
         """The logits of the last prompt, whose group may have entered only in part."""
-        self.tokens = [array("q") for _ in range(total)]
-        self.log_probs = [array("d") for _ in range(total)]
-        self.codes = np.zeros(total, dtype=np.int8)
-        """What ended each sequence (`engines.sampler`)."""
 
     def step(self) -> Ints:
         """Let sequences enter, run the model, and sample a token for every row; or several tokens
@@ -282,29 +323,8 @@ class _Run:
         batch.made += len(tokens)
         columns = zip(tokens.T.tolist(), log_probs.cpu().T.tolist(), strict=True)
         for sequence, (own, scores) in zip(batch.sequence.tolist(), columns, strict=True):
-            self.tokens[sequence].extend(own)
-            self.log_probs[sequence].extend(scores)
+            self.answers.extend(sequence, own, scores)
         return self._ended()
-
-    def group(self, prompt: Prompt, number: int) -> Group | None:
-        """The finished group of a prompt; None if its logits were not finite."""
-        sequences = range(number * self.batch.n, (number + 1) * self.batch.n)
-        log_probs = [np.array(self.log_probs[s]).astype(np.float32) for s in sequences]
-        if not all(np.isfinite(scores).all() for scores in log_probs):
-            return None
-        ids = [self.tokens[s].tolist() for s in sequences]
-        texts = completion_texts(self.tokenizer, ids, [int(self.codes[s]) for s in sequences])
-        completions = [
-            Completion(
-                tokens=np.array(self.tokens[sequence], dtype=np.int64),
-                log_probs=scores,
-                written=np.ones(len(scores), dtype=np.bool_),
-                finish=REASONS[int(self.codes[sequence])],
-                text=text,
-            )
-            for sequence, scores, text in zip(sequences, log_probs, texts, strict=True)
-        ]
-        return Group(prompt, tuple(completions))
 
     def _one(self, entry: DecodeEntry) -> tuple[Ints, Tensor]:
         """Tokens and log-probabilities (1, R) of the live rows and of those that enter."""
@@ -323,7 +343,7 @@ class _Run:
         done = codes > 0
         if not done.any():
             return np.empty(0, dtype=np.int64)
-        self.codes[batch.sequence[done]] = codes[done]
+        self.answers.codes[batch.sequence[done]] = codes[done]
         # Nothing continues a sequence whose budget is used up.
         for row in np.flatnonzero(done & (codes != LENGTH)).tolist():
             self.forward.keep(batch, row)

@@ -6,6 +6,7 @@ Each sequence has its own random stream, so that its tokens do not depend on the
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.models.draw import invert
+from keel.models.draw import draw_tokens, invert
 from keel.models.kernels import sampling as compiled
 from keel.models.text import control_tokens, decode, encode_text, special_tokens
-from keel.types import FinishReason, KeelError, Prompt, Sampling
+from keel.types import Completion, FinishReason, Group, KeelError, Prompt, Sampling
 
 _CHUNK = 1 << 24
 """Scores turned to float64 at a time (rows × vocabulary), to bound memory: 128 MiB a copy."""
@@ -80,8 +81,24 @@ def sample_tokens(
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
-def _sample_tokens(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    logits = logits.double()
+def draw(
+    logits: Float[Tensor, "R V"], uniform: Float[Tensor, "R"], sampling: Sampling
+) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
+    """`sample_tokens` on the device alone, with no work that depends on values: it can be captured.
+    On CUDA in float32."""
+    if sampling.temperature == 0 or (
+        sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0
+    ):
+        return draw_tokens(logits, uniform, sampling.temperature)
+    return _sample_tokens(
+        logits, uniform, sampling, torch.float32 if logits.is_cuda else torch.float64
+    )
+
+
+def _sample_tokens(
+    logits: Tensor, uniform: Tensor, sampling: Sampling, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    logits = logits.to(dtype)
     if sampling.temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
         log_probs = logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)
@@ -298,11 +315,12 @@ class Stops:
                 f"give ids from 0 to {vocabulary - 1}",
                 key="rollout.stop_ids",
             )
-        self._table = np.full(vocabulary, GOING, dtype=np.int8)
-        self._table[stops] = STOP
-        self._table[list(eos)] = EOS
-        self.by_token = None if self.strings else self._table
-        """The code of each token (int8, V), if only tokens and the budget end a row."""
+        self.codes_V = np.full(vocabulary, GOING, dtype=np.int8)
+        """The code of each token."""
+        self.codes_V[stops] = STOP
+        self.codes_V[list(eos)] = EOS
+        self.by_token = None if self.strings else self.codes_V
+        """The codes, if only tokens and the budget end a row."""
         self._tokenizer = tokenizer
         self._control = frozenset(control_tokens(tokenizer).values())
         # A token of text has at least one byte. The first tokens of a window may lose a space or
@@ -313,7 +331,7 @@ class Stops:
 
     def ids(self) -> list[int]:
         """The token ids that end a completion, end-of-sequence ids included."""
-        return [int(number) for number in np.flatnonzero(self._table)]
+        return [int(number) for number in np.flatnonzero(self.codes_V)]
 
     def check(
         self,
@@ -322,7 +340,7 @@ class Stops:
         spent: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.int8]:
         """The code of each row's new token; `spent` marks rows whose budget is used up."""
-        codes = self._table[tokens]
+        codes = self.codes_V[tokens]
         if spent.any():
             codes[(codes == GOING) & spent] = LENGTH
         if self.strings:
@@ -343,6 +361,44 @@ class Stops:
         for row, text in enumerate(decode(self._tokenizer, tails)):
             if codes[row] in (GOING, LENGTH) and any(stop in text for stop in self.strings):
                 codes[row] = STOP
+
+
+class Answers:
+    """What has been sampled of each sequence, and the code of what ended it.
+
+    Sequence s is completion s mod n of prompt s div n.
+    """
+
+    def __init__(self, count: int, n: int, tokenizer: Any) -> None:
+        self._n, self._tokenizer = n, tokenizer
+        self.tokens = [array("q") for _ in range(count)]
+        self.log_probs = [array("d") for _ in range(count)]
+        self.codes = np.zeros(count, dtype=np.int8)
+
+    def extend(self, sequence: int, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+        """Append what a sequence sampled next."""
+        self.tokens[sequence].extend(tokens)
+        self.log_probs[sequence].extend(log_probs)
+
+    def group(self, prompt: Prompt, number: int) -> Group | None:
+        """The finished group of prompt `number`; None if its logits were not finite."""
+        sequences = range(number * self._n, (number + 1) * self._n)
+        log_probs = [np.array(self.log_probs[s]).astype(np.float32) for s in sequences]
+        if not all(np.isfinite(scores).all() for scores in log_probs):
+            return None
+        ids = [self.tokens[s].tolist() for s in sequences]
+        texts = completion_texts(self._tokenizer, ids, [int(self.codes[s]) for s in sequences])
+        completions = [
+            Completion(
+                tokens=np.array(self.tokens[sequence], dtype=np.int64),
+                log_probs=scores,
+                written=np.ones(len(scores), dtype=np.bool_),
+                finish=REASONS[int(self.codes[sequence])],
+                text=text,
+            )
+            for sequence, scores, text in zip(sequences, log_probs, texts, strict=True)
+        ]
+        return Group(prompt, tuple(completions))
 
 
 def completion_texts(

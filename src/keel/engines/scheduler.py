@@ -6,10 +6,10 @@ pages of an earlier one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -209,6 +209,51 @@ class PagePool:
         self._free.extend(start + size * page for page in reversed(range(count)))
 
 
+class Pages:
+    """Numbered pages of a pool, which several sequences may share. Page 0 is never taken."""
+
+    def __init__(self, count: int) -> None:
+        self.count = 0
+        self._free: list[int] = []
+        self._users = np.zeros(0, dtype=np.int64)
+        self.grow(count)
+
+    def grow(self, count: int) -> None:
+        """Have `count` pages; taken ones keep their numbers."""
+        self._free = [*range(count - 1, max(self.count, 1) - 1, -1), *self._free]
+        self._users = np.concatenate([self._users, np.zeros(count - self.count, dtype=np.int64)])
+        self.count = count
+
+    @property
+    def free(self) -> int:
+        """How many can be taken."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """How many are taken."""
+        return max(self.count - 1, 0) - len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Pages of undefined content, each with one user; `count` must be free."""
+        if count <= 0:
+            return []
+        taken = self._free[-count:][::-1]
+        assert len(taken) == count
+        del self._free[-count:]
+        self._users[taken] += 1
+        return taken
+
+    def keep(self, pages: Sequence[int]) -> None:
+        """Each of these pages has one more user."""
+        self._users[list(pages)] += 1
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Each of these pages has one user less; without any it is free."""
+        self._users[list(pages)] -= 1
+        self._free += [page for page in pages if not self._users[page]]
+
+
 class SlotMapping(NamedTuple):
     """Where the keys and values of tokens are: addresses of pages, and places in these."""
 
@@ -289,6 +334,15 @@ def page_numbers(layers: int, heads: int, width: int) -> int:
     return layers * 2 * heads * PAGE * width
 
 
+class Pool(Protocol):
+    """What gives and takes pages."""
+
+    def give(self, pages: list[int]) -> None: ...
+
+
+P = TypeVar("P", bound=Pool)
+
+
 class PrefixCache:
     """Sequences by their tokens, each with the pages of its keys and values.
 
@@ -299,7 +353,7 @@ class PrefixCache:
 
     def __init__(self, most: int = 0) -> None:
         self._most = most
-        self._pool: PagePool | None = None
+        self._pool: Any = None
         self._held: dict[int, list[int]] = {}
         self._named: dict[bytes, list[list[int]]] = {}
         self._lengths: set[int] = set()
@@ -309,11 +363,12 @@ class PrefixCache:
         """Whether no further sequence can be held."""
         return len(self._held) >= self._most
 
-    def pool(self, numbers: int, like: Tensor) -> PagePool:
-        """The pool of all pages, created at the first call."""
+    def pool(self, make: Callable[[], P]) -> P:
+        """The pool of all pages, made at the first call."""
         if self._pool is None:
-            self._pool = PagePool(numbers, like)
-        return self._pool
+            self._pool = make()
+        made: P = self._pool
+        return made
 
     def take(self, prompts: Sequence[Ints]) -> tuple[Ints, list[list[int]]]:
         """How many of each prompt's first tokens have keys and values (never the last one), and
@@ -350,8 +405,16 @@ class PrefixCache:
             self._lengths.add(length)
         self._held = {}
 
+    def drop_held(self) -> None:
+        """Free the pages of this call's sequences; nothing more of this call is held."""
+        for pages in self._held.values():
+            self._pool.give(pages)
+        self._held = {}
+
     def close(self) -> None:
         """Free all memory; nothing is held from now on."""
+        self.drop_held()
+        self._forget()
         self.clear()
         self._most = 0
 
@@ -363,7 +426,6 @@ class PrefixCache:
         """Free what no prompt begins with."""
         for entries in self._named.values():
             for pages in entries:
-                assert self._pool is not None
                 self._pool.give(pages)
         self._named, self._lengths = {}, set()
 

@@ -48,10 +48,13 @@ def invert(
     """The first index whose cumulative mass exceeds uniform · total; and the total.
 
     Numbers of 53 bits below 1 times the total stay below the total in float64, so that neither end
-    of [0, 1) chooses an index without mass.
+    of [0, 1) chooses an index without mass; in float32 the product is kept below it.
     """
     mass = prob.cumsum(-1)
     total = mass[:, -1:]
-    choice = torch.searchsorted(mass, uniform.unsqueeze(-1) * total, right=True)
+    target = (uniform.unsqueeze(-1) * total).to(total.dtype)
+    if total.dtype != torch.float64:
+        target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    choice = torch.searchsorted(mass, target, right=True)
     # Only logits that are not numbers reach the end; their log-probability tells.
     return choice.clamp_(max=prob.shape[-1] - 1), total

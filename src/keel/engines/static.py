@@ -1,0 +1,549 @@
+"""Decoding over static buffers: one function a token, captured as a graph on CUDA.
+
+A step feeds the last token of each of R rows, writes its keys and values into pages, attends over
+the row's pages, samples the next token, and marks the rows that ended. All it reads and writes has a
+fixed address, so that CUDA replays it without the host; several steps are replayed before their
+tokens are read. On a CPU the same function runs as it is.
+
+Rows are padded to a bucket. A row without a sequence, or that ended, writes to page 0, which nothing
+reads. What a row samples depends on its own tokens and numbers, and beyond rounding on nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from keel.config.model import Autocast
+from keel.engines.sampler import GOING, draw
+from keel.engines.scheduler import Pages
+from keel.models.attention import PackedLayout, Rules, in_one_dtype
+from keel.models.families import autocast_for, head_of, uses_autocast
+from keel.models.head import Head, logits
+from keel.models.lora import affine, lora_layers
+from keel.models.paged import PAGE_TOKENS, attend_pages, store
+from keel.types import KeelError, Sampling
+
+Ints = npt.NDArray[np.int64]
+Pools = Sequence[tuple[Float[Tensor, "pages Hkv 64 D"], Float[Tensor, "pages Hkv 64 D"]]]
+"""Keys and values of each layer."""
+
+STEPS = 16
+"""Most tokens of a row between two reads by the host."""
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of rows that a graph is captured for."""
+SHARE = 0.4
+"""Of the free memory of a GPU, for pages: the update needs the rest."""
+BUSY = 264
+"""Programs of attention that keep a GPU busy: two for each multiprocessor of an H100."""
+
+_log = logging.getLogger(__name__)
+
+
+def bucket_of(rows: int) -> int:
+    """The smallest bucket for so many rows."""
+    return next((size for size in BUCKETS if size >= rows), -(-rows // 256) * 256)
+
+
+# ---------------------------------------------------------------- weights
+
+
+class SamplingWeights:
+    """A model's backbone and head as they sample: in `dtype`, adapters merged.
+
+    It is the model itself if that has the type and no adapters, or if its base is quantised; else a
+    copy, which `refresh` makes equal to the model again, in place.
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        head = head_of(model)
+        parameters = [*model.parameters()]
+        self._copies: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self.quantised = any(not p.is_floating_point() for p in parameters)
+        same = all(p.dtype == dtype for p in parameters) and not lora_layers(model)
+        self.backbone: nn.Module = model.base_model
+        self.head = head.detached()
+        if self.quantised or same:
+            return
+        # A memo for deepcopy, so that no copy in the old type exists.
+        made: dict[int, Any] = {
+            id(p): nn.Parameter(torch.empty_like(p, dtype=dtype), False) for p in parameters
+        }
+        sources = dict(model.base_model.named_modules())
+        self.backbone = twin = copy.deepcopy(model.base_model, made).eval()
+        for name, layer in lora_layers(twin):
+            parent, _, child = name.rpartition(".")
+            setattr(twin.get_submodule(parent), child, layer.get_base_layer())
+        for name, module in twin.named_modules():
+            own = sources[name]
+            adapted = hasattr(own, "lora_A")
+            for leaf, weight in module.named_parameters(recurse=False):
+                if adapted and leaf == "weight":
+                    self._copies.append((weight, lambda layer=own: affine(layer)[0]))  # type: ignore[misc]
+                else:
+                    source = getattr(getattr(own, "base_layer", own), leaf)
+                    self._copies.append((weight, lambda source=source: source))  # type: ignore[misc]
+        weight, bias = (None if x is None else made[id(x)] for x in (head.weight, head.bias))
+        self.head = replace(head, weight=weight, bias=bias).detached()
+        inside = {id(target) for target, _ in self._copies}
+        for target, own in ((weight, head.weight), (bias, head.bias)):
+            if target is not None and id(target) not in inside:
+                self._copies.append((target, lambda source=own: source))  # type: ignore[misc]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the model's weights."""
+        for target, source in self._copies:
+            target.copy_(source(), non_blocking=True)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+@dataclass(frozen=True, eq=False)
+class RowLayout:
+    """One new token of each of R rows, which sees the row's pages; see `keel.models.paged`."""
+
+    pools: Pools
+    page_R: Int[Tensor, "R"]
+    place_R: Int[Tensor, "R"]
+    pages_R: Int[Tensor, "R P"]
+    length_R: Int[Tensor, "R"]
+    splits: int = 1
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 H T D"],
+        key: Float[Tensor, "1 Hkv T D"],
+        value: Float[Tensor, "1 Hkv T D"],
+        rules: Rules,
+    ) -> Float[Tensor, "1 T H D"]:
+        """See `keel.models.attention.Layout`."""
+        heads = in_one_dtype(query, key, value)
+        query, key, value = (x[0].transpose(0, 1) for x in heads)
+        keys, values = self.pools[layer]
+        store(keys, values, key, value, self.page_R, self.place_R)
+        out = attend_pages(
+            query, keys, values, self.pages_R, self.length_R, rules, splits=self.splits
+        )
+        return out.unsqueeze(0)
+
+
+@dataclass(frozen=True, eq=False)
+class EntryLayout:
+    """Tokens that enter: whole beginnings end to end (`packed`), then tokens after known ones.
+
+    `rows` has one row for each of the latter, which sees its entry's pages; page and place of all
+    tokens are in `page_T` and `place_T`.
+    """
+
+    packed: PackedLayout | None
+    rows: RowLayout | None
+    pools: Pools
+    page_T: Int[Tensor, "T"]
+    place_T: Int[Tensor, "T"]
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 H T D"],
+        key: Float[Tensor, "1 Hkv T D"],
+        value: Float[Tensor, "1 Hkv T D"],
+        rules: Rules,
+    ) -> Float[Tensor, "1 T H D"]:
+        """See `keel.models.attention.Layout`."""
+        query, key, value = in_one_dtype(query, key, value)
+        parts = []
+        split = 0
+        if self.packed is not None:
+            split = self.packed.tokens
+            q, k, v = (x[0].transpose(0, 1)[:split] for x in (query, key, value))
+            keys, values = self.pools[layer]
+            store(keys, values, k, v, self.page_T[:split], self.place_T[:split])
+            parts.append(self.packed.attend_tokens(q, k, v, rules).unsqueeze(0))
+        if self.rows is not None:
+            rest = (x[:, :, split:] for x in (query, key, value))
+            parts.append(self.rows.attend(layer, *rest, rules))
+        return torch.cat(parts, dim=1)
+
+
+class _Shapes:
+    """Notes the heads and width of each layer's keys and values."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[int, int, torch.dtype]] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules
+    ) -> Tensor:
+        query, key, value = in_one_dtype(query, key, value)
+        self.found[layer] = key.shape[1], key.shape[-1], key.dtype
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+# ---------------------------------------------------------------- buffers
+
+
+class Buffers:
+    """What a step reads and writes, for `rows` rows of `pages` pages, and `steps` steps.
+
+    `token` is fed next, at `position`, `last` is the position whose token is the budget's last.
+    `at` is the number of the step: that of the row of `uniform` to sample with, and of `tokens` and
+    `log_probs` to write.
+    """
+
+    def __init__(self, rows: int, pages: int, steps: int, device: torch.device) -> None:
+        def whole(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.rows, self.width = rows, pages
+        self.token: Int[Tensor, "R"] = whole(rows)
+        self.position: Int[Tensor, "R"] = whole(rows)
+        self.last: Int[Tensor, "R"] = whole(rows)
+        self.live: Bool[Tensor, "R"] = whole(rows, dtype=torch.bool)
+        self.pages: Int[Tensor, "R P"] = whole(rows, pages, dtype=torch.int32)
+        self.uniform: Float[Tensor, "K R"] = whole(steps, rows, dtype=torch.float64)
+        self.at: Int[Tensor, "1"] = whole(1)
+        self.tokens: Int[Tensor, "K R"] = whole(steps, rows)
+        self.log_probs: Float[Tensor, "K R"] = whole(steps, rows, dtype=torch.float32)
+
+
+class Record:
+    """Tokens and log-probabilities (K, R) that were computed, on their way to the host."""
+
+    def __init__(self, tokens: Tensor, log_probs: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._tokens, self._log_probs = _pinned(tokens), _pinned(log_probs)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._tokens, self._log_probs = tokens.clone(), log_probs.clone()
+
+    def read(self) -> tuple[Ints, npt.NDArray[np.float32]]:
+        """The values; waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tokens.numpy(), self._log_probs.numpy()
+
+
+def _pinned(values: Tensor) -> Tensor:
+    target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return target.copy_(values, non_blocking=True)
+
+
+class StaticDecoder:
+    """A model's decoding step over static buffers, with the pages of keys and values.
+
+    It lives as long as its engine: captured graphs hold the addresses of weights, pages and buffers.
+    `most_pages` bounds the pages (None: what the rows need, and on CUDA a share of what is free);
+    `steps` are those between two reads by the host.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tokens: int,
+        autocast: Autocast = True,
+        dtype: torch.dtype | None = None,
+        steps: int = STEPS,
+        most_pages: int | None = None,
+    ) -> None:
+        self.device: torch.device = model.device
+        self.steps = steps
+        self.allocator = Pages(0)
+        rounded = torch.bfloat16 if uses_autocast(model, autocast) else model.dtype
+        self._weights = SamplingWeights(model, dtype or rounded)
+        self._head: Head = replace(self._weights.head, tokens=tokens)
+        self._autocast = autocast_for(model, autocast if self._weights.quantised else False)
+        self._most_pages = most_pages
+        self._pools: list[tuple[Tensor, Tensor]] = []
+        self._buffers: Buffers | None = None
+        self._ends: Tensor | None = None
+        self._sampling = Sampling()
+        self._graphs: dict[tuple[int, tuple[float, ...]], Any] = {}
+        self._graph_pool: Any = None
+        self._captures = self.device.type == "cuda"
+
+    @property
+    def buffers(self) -> Buffers:
+        """Those of the last `begin`."""
+        assert self._buffers is not None
+        return self._buffers
+
+    def begin(
+        self,
+        *,
+        rows: int,
+        longest_prompt: int,
+        longest: int,
+        sampling: Sampling,
+        ends_V: npt.NDArray[np.int8],
+    ) -> None:
+        """Take the model's weights, and make room for `rows` rows of at most `longest` tokens.
+
+        `ends_V` is the code of each token (`engines.sampler`). Raises KeelError if there is no room
+        for the pages of one sequence.
+        """
+        self._weights.refresh()
+        self._sampling = sampling
+        width = -(-longest // PAGE_TOKENS)
+        least = 1 + width + 1 + -(-longest_prompt // PAGE_TOKENS)
+        if self._buffers is None or rows > self.buffers.rows or width > self.buffers.width:
+            before = (0, 0) if self._buffers is None else (self.buffers.rows, self.buffers.width)
+            rows, width = max(rows, before[0]), max(width, before[1])
+            # Twice as wide as asked for, so that a longer prompt rarely means new graphs.
+            wide = width if before[1] == 0 else 2 * width
+            self._graphs.clear()
+            self._buffers = Buffers(bucket_of(rows), wide, self.steps, self.device)
+        self._reserve(least, bucket_of(rows) * (width + 1) + 1)
+        table = torch.from_numpy(ends_V)
+        if self._ends is None or len(self._ends) != len(table):
+            self._graphs.clear()
+            self._ends = torch.empty_like(table, device=self.device)
+        self._ends.copy_(table)
+
+    def clear(self) -> None:
+        """Free all pages, as after an interrupted call whose pages are unknown."""
+        self.allocator = Pages(self.allocator.count)
+
+    def _reserve(self, least: int, wanted: int) -> None:
+        """Have pages: as many as `wanted` if there is memory, at least `least`; those that are
+        taken stay."""
+        have = self.allocator.count
+        if have >= wanted or (self._most_pages is not None and have >= least):
+            return
+        shapes = _Shapes()
+        one = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.forward(one, one, shapes)
+        size = sum(
+            2 * heads * PAGE_TOKENS * width * dtype.itemsize
+            for heads, width, dtype in shapes.found.values()
+        )
+        count = wanted if self._most_pages is None else max(self._most_pages, least)
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+            free += torch.cuda.memory_reserved(self.device)
+            free -= torch.cuda.memory_allocated(self.device) - have * size
+            count = min(count, int(SHARE * free) // size)
+            if count < least:
+                raise KeelError(
+                    f"the GPU has {free / 2**30:.1f} GiB free, of which sampling may take "
+                    f"{100 * SHARE:.0f} %: too little for the keys and values of one sequence "
+                    f"({least * size / 2**30:.1f} GiB); lower rollout.max_tokens, or free memory"
+                )
+        if count <= have:
+            return
+        self._graphs.clear()
+        if not self.allocator.used:
+            self._pools = []
+        kept = self._pools
+        self._pools = []
+        for layer, (heads, width, dtype) in sorted(shapes.found.items()):
+            old = kept[layer] if kept else ()
+            shape = (count, heads, PAGE_TOKENS, width)
+            new = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
+            for source, target in zip(old, new, strict=False):
+                target[: len(source)] = source
+            self._pools.append(new)  # type: ignore[arg-type]
+        self.allocator.grow(count)
+
+    # ------------------------------------------------------------ what a run asks for
+
+    def upload(self, values: npt.NDArray[Any]) -> Tensor:
+        """An array on the device; the host does not wait."""
+        made = torch.from_numpy(values)
+        if self.device.type != "cuda":
+            return made.to(self.device)
+        return made.pin_memory().to(self.device, non_blocking=True)
+
+    def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy pages of all layers."""
+        if not source:
+            return
+        old, new = (self.upload(np.array(x, dtype=np.int64)) for x in (source, target))
+        for pair in self._pools:
+            for pool in pair:
+                pool.index_copy_(0, new, pool.index_select(0, old))
+
+    def enter(
+        self, tokens: Ints, known: Ints, counts: Ints, pages_E: npt.NDArray[np.int32]
+    ) -> Float[Tensor, "E V"]:
+        """The logits after the last token of each of E entries.
+
+        `tokens` are those that enter, end to end, `counts` of each entry, after `known` ones whose
+        keys and values its pages hold already. Entries without known tokens come first.
+        """
+        entry = np.repeat(np.arange(len(counts)), counts)
+        ends = counts.cumsum()
+        inside = np.arange(len(tokens)) - np.repeat(ends - counts, counts) + known[entry]
+        page = pages_E[entry, inside // PAGE_TOKENS]
+        whole = int((known == 0).sum())
+        split = int(counts[:whole].sum())
+        page_T, place_T = self.upload(page.astype(np.int64)), self.upload(inside % PAGE_TOKENS)
+        rows = None
+        if split < len(tokens):
+            rows = RowLayout(
+                pools=self._pools,
+                page_R=page_T[split:],
+                place_R=place_T[split:],
+                pages_R=self.upload(pages_E[entry[split:]]),
+                length_R=self.upload((inside[split:] + 1).astype(np.int32)),
+            )
+        packed = PackedLayout(counts[:whole].tolist()) if whole else None
+        layout = EntryLayout(packed, rows, self._pools, page_T, place_T)
+        states = self.forward(self.upload(tokens), self.upload(inside), layout)
+        return self._logits(states.index_select(0, self.upload(ends - 1)))
+
+    def first(
+        self, logits_R: Float[Tensor, "R V"], uniform_R: npt.NDArray[np.float64], row: int, more: Ints
+    ) -> Record:
+        """Sample the first tokens of rows from `row` on; `more` says which may go on after it."""
+        drawn, log_prob = draw(logits_R, self.upload(uniform_R), self._sampling)
+        assert self._ends is not None
+        into = slice(row, row + len(drawn))
+        self.buffers.token[into] = drawn
+        going = self._ends.index_select(0, drawn) == GOING
+        self.buffers.live[into] = going & self.upload(more.astype(np.bool_))
+        return Record(drawn[None], log_prob[None].float())
+
+    def close_rows(self, kept: Ints) -> None:
+        """The rows `kept`, ascending, become the first ones."""
+        index = self.upload(kept)
+        for values in (self.buffers.token, self.buffers.live):
+            values[: len(kept)] = values.index_select(0, index)
+
+    def decode(
+        self,
+        steps: int,
+        *,
+        position: Ints,
+        last: Ints,
+        pages: npt.NDArray[np.int32],
+        uniform: npt.NDArray[np.float64],
+    ) -> Record:
+        """Feed `steps` tokens of each of the first R rows, the first at `position`."""
+        own, rows = self.buffers, len(position)
+        size = bucket_of(rows)
+        own.position[:rows] = self.upload(position)
+        own.last[:rows] = self.upload(last)
+        own.pages[:rows, : pages.shape[1]] = self.upload(pages)
+        own.uniform[:steps, :rows] = self.upload(uniform)
+        own.live[rows:size] = False
+        own.position[rows:size] = 0
+        own.at.zero_()
+        self._replay(size, steps)
+        return Record(own.tokens[:steps, :rows], own.log_probs[:steps, :rows])
+
+    # ------------------------------------------------------------ the step
+
+    def forward(self, tokens: Tensor, positions: Tensor, layout: Any) -> Float[Tensor, "T H"]:
+        """The last hidden states of tokens."""
+        with torch.autocast(self.device.type, enabled=False), self._autocast:
+            out = self._weights.backbone(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout
+            )
+        states: Tensor = out.last_hidden_state[0]
+        return states
+
+    def _logits(self, states: Tensor) -> Float[Tensor, "T V"]:
+        return logits(states, self._head)
+
+    def _step(self, rows: int) -> None:
+        """One token of the first `rows` rows: everything between two tokens, on the device."""
+        own = self.buffers
+        token, position, live = own.token[:rows], own.position[:rows], own.live[:rows]
+        assert self._ends is not None
+        page = own.pages[:rows].gather(1, (position // PAGE_TOKENS)[:, None])[:, 0]
+        heads = self._pools[0][0].shape[1]
+        layout = RowLayout(
+            pools=self._pools,
+            page_R=torch.where(live, page, 0),
+            place_R=position % PAGE_TOKENS,
+            pages_R=own.pages[:rows],
+            length_R=torch.where(live, position + 1, 0).to(torch.int32),
+            splits=max(1, min(BUSY // (rows * heads), own.width, 16)),
+        )
+        scores = self._logits(self.forward(token, position, layout))
+        uniform = own.uniform.index_select(0, own.at)[0, :rows]
+        drawn, log_prob = draw(scores, uniform, self._sampling)
+        own.tokens[:, :rows].index_copy_(0, own.at, drawn[None])
+        own.log_probs[:, :rows].index_copy_(0, own.at, log_prob[None].float())
+        token.copy_(torch.where(live, drawn, token))
+        going = (self._ends.index_select(0, drawn) == GOING) & (position < own.last[:rows])
+        position.add_(live.to(position.dtype))
+        live.logical_and_(going)
+        own.at.add_(1)
+
+    def _replay(self, rows: int, steps: int) -> None:
+        graph = self._graph(rows) if self._captures else None
+        for _ in range(steps):
+            if graph is None:
+                self._step(rows)
+            else:
+                graph.replay()
+
+    def _graph(self, rows: int) -> Any:
+        """The captured step of a bucket; None if the model cannot be captured."""
+        chosen = self._sampling
+        key = rows, (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
+        if key not in self._graphs:
+            with self._kept():
+                self._graphs[key] = self._capture(rows)
+        return self._graphs[key]
+
+    def _capture(self, rows: int) -> Any:
+        own = self.buffers
+        own.live[:rows] = False  # a warm-up writes to the scratch page only
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # compiles kernels, and makes what libraries make at first
+                    own.at.zero_()
+                    self._step(rows)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            own.at.zero_()
+            with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
+                self._step(rows)
+        except (RuntimeError, torch.AcceleratorError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            self._captures = False
+            torch.cuda.synchronize(self.device)
+            reason = str(error).splitlines()[0]
+            _log.warning(
+                "the decoding step of %s cannot be captured as a CUDA graph (%s): it runs without",
+                type(self._weights.backbone).__name__,
+                reason,
+            )
+            return None
+        self._graph_pool = self._graph_pool or graph.pool()
+        return graph
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Within the block the buffers of rows may change; they are as before afterwards."""
+        own = self.buffers
+        names = ("token", "position", "live")
+        before = {name: getattr(own, name).clone() for name in names}
+        try:
+            yield
+        finally:
+            for name, values in before.items():
+                getattr(own, name).copy_(values)
+            own.at.zero_()
