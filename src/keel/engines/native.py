@@ -164,7 +164,7 @@ class NativeEngine(Engine):
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
             run = self._start(prompts, limits, n, sampling, seed, stops, prefix_cache)
             groups: dict[int, Group | None] = {}
-            while run.batch.live:
+            while run.live:
                 over = run.step()
                 heartbeat()
                 raise_if_cancelled()
@@ -306,6 +306,11 @@ class _Run:
         self.batch = DecodeBatch(self.lengths, limits, n, rows, prefill_tokens, self.known)
         self.waiting_logits: Tensor | None = None
         """The logits of the last prompt, whose group may have entered only in part."""
+
+    @property
+    def live(self) -> bool:
+        """Whether anything is left to do."""
+        return self.batch.live
 
     def step(self) -> Ints:
         """Let sequences enter, run the model, and sample a token for every row; or several tokens

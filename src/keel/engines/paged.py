@@ -232,7 +232,9 @@ class PagedRun:
     def _compute(self, found: _Admission) -> dict[int, Tensor]:
         """Feed the entries; the logits (1, V) by sequence of those that were put back."""
         decoder, own = self.decoder, {}
-        decoder.copy_pages(*map(list, zip(*found.copies, strict=True)) if found.copies else ([], []))
+        decoder.copy_pages(
+            *map(list, zip(*found.copies, strict=True)) if found.copies else ([], [])
+        )
         entries = found.entries
         for entry in entries:
             while len(entry.tokens) > self._prefill_tokens:

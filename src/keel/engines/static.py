@@ -185,9 +185,7 @@ class _Shapes:
     def __init__(self) -> None:
         self.found: dict[int, tuple[int, int, torch.dtype]] = {}
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
         query, key, value = in_one_dtype(query, key, value)
         self.found[layer] = key.shape[1], key.shape[-1], key.dtype
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
@@ -273,7 +271,7 @@ class StaticDecoder:
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._buffers: Buffers | None = None
         self._ends: Tensor | None = None
-        self._sampling = Sampling()
+        self._sampling: Sampling | None = None
         self._graphs: dict[tuple[int, tuple[float, ...]], Any] = {}
         self._graph_pool: Any = None
         self._captures = self.device.type == "cuda"
@@ -409,7 +407,11 @@ class StaticDecoder:
         return self._logits(states.index_select(0, self.upload(ends - 1)))
 
     def first(
-        self, logits_R: Float[Tensor, "R V"], uniform_R: npt.NDArray[np.float64], row: int, more: Ints
+        self,
+        logits_R: Float[Tensor, "R V"],
+        uniform_R: npt.NDArray[np.float64],
+        row: int,
+        more: Ints,
     ) -> Record:
         """Sample the first tokens of rows from `row` on; `more` says which may go on after it."""
         drawn, log_prob = draw(logits_R, self.upload(uniform_R), self._sampling)
