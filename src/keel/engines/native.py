@@ -29,7 +29,7 @@ from keel.engines.sampler import (
     eos_ids,
     sample_tokens,
 )
-from keel.engines.scheduler import DecodeBatch, DecodeEntry, PrefixCache
+from keel.engines.scheduler import DecodeBatch, DecodeEntry, PrefixCache, Request
 from keel.engines.static import StaticDecoder
 from keel.models.attention import ATTENTION, install
 from keel.models.families import autocast_for, context_length, head_of
@@ -162,14 +162,25 @@ class NativeEngine(Engine):
         if not prompts:
             return []
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
-            run = self._start(prompts, limits, n, sampling, seed, stops, prefix_cache)
+            request = Request(
+                prompts=[np.array(prompt.tokens, dtype=np.int64) for prompt in prompts],
+                limits_P=limits,
+                n=n,
+                sampling=sampling,
+                stops=stops,
+                uniforms=Uniforms([prompt.id for prompt in prompts], n, seed),
+                answers=Answers(n * len(prompts), n, self.tokenizer),
+                rows=min(self.max_num_seqs, n * len(prompts)),
+                prefill_tokens=self.prefill_tokens,
+            )
+            run = self._start(request, prefix_cache)
             groups: dict[int, Group | None] = {}
             while run.live:
                 over = run.step()
                 heartbeat()
                 raise_if_cancelled()
                 for number in over.tolist():
-                    group = groups[number] = run.answers.group(prompts[number], number)
+                    group = groups[number] = request.answers.group(prompts[number], number)
                     if on_group is not None and group is not None:
                         on_group(number, group)
         done = []
@@ -184,46 +195,16 @@ class NativeEngine(Engine):
         prefix_cache.name(done)
         return done
 
-    def _start(
-        self,
-        prompts: Sequence[Prompt],
-        limits: Ints,
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        stops: Stops,
-        prefix_cache: PrefixCache,
-    ) -> PagedRun | _Run:
+    def _start(self, request: Request, prefix_cache: PrefixCache) -> PagedRun | _Run:
         """A run over static buffers on CUDA, or if a decoder was given; else through a runner."""
-        tokens = [np.array(prompt.tokens, dtype=np.int64) for prompt in prompts]
-        answers = Answers(n * len(prompts), n, self.tokenizer)
-        uniforms = Uniforms([prompt.id for prompt in prompts], n, seed)
-        rows = min(self.max_num_seqs, n * len(prompts))
         if self._decoder is None and self.model.device.type == "cuda":
             self._decoder = StaticDecoder(
                 self.model, tokens=self.tokens, autocast=self.autocast, dtype=self.dtype
             )
-        shared = {
-            "prompts": tokens,
-            "limits": limits,
-            "n": n,
-            "rows": rows,
-            "prefill_tokens": self.prefill_tokens,
-            "answers": answers,
-            "uniforms": uniforms,
-            "stops": stops,
-            "cache": prefix_cache,
-        }
         if self._decoder is None:
-            return _Run(self, sampling, **shared)
-        self._decoder.begin(
-            rows=rows,
-            longest_prompt=max(map(len, tokens)),
-            longest=max(len(own) + int(limit) for own, limit in zip(tokens, limits, strict=True)),
-            sampling=sampling,
-            ends_V=stops.codes_V,
-        )
-        return PagedRun(self._decoder, **shared)
+            return _Run(self, request, prefix_cache)
+        self._decoder.begin(request)
+        return PagedRun(self._decoder, request, prefix_cache)
 
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by the model's own names; tensors that it shares are left alone.
@@ -276,34 +257,27 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Any]) -> None:
 class _Run:
     """One call of `sample`: rows, their keys and values, and what has been sampled so far."""
 
-    def __init__(
-        self,
-        engine: NativeEngine,
-        sampling: Sampling,
-        *,
-        prompts: Sequence[Ints],
-        limits: Ints,
-        n: int,
-        rows: int,
-        prefill_tokens: int,
-        answers: Answers,
-        uniforms: Uniforms,
-        stops: Stops,
-        cache: PrefixCache,
-    ) -> None:
-        model = engine.model
+    def __init__(self, engine: NativeEngine, request: Request, cache: PrefixCache) -> None:
+        model, sampling = engine.model, request.sampling
         self.device, self.sampling = model.device, sampling
         # The trainer's own head: float32 logits, whatever the backbone computes in.
         head = replace(head_of(model), tokens=engine.tokens)
         self.logits = steady_logits(head)
-        self.prompts, self.answers = prompts, answers
-        self.uniforms, self.stops = uniforms, stops
-        self.lengths = np.array([len(tokens) for tokens in prompts], dtype=np.int64)
-        longest_prompt, longest_answer = int(self.lengths.max()), int(limits.max())
-        self.forward = make_runner(model, longest_prompt, longest_answer, engine.dtype, cache)
-        self.steps = make_multi_step(self.forward, head, sampling, stops)
-        self.known = self.forward.recall(prompts)
-        self.batch = DecodeBatch(self.lengths, limits, n, rows, prefill_tokens, self.known)
+        self.prompts, self.answers = request.prompts, request.answers
+        self.uniforms, self.stops = request.uniforms, request.stops
+        self.lengths = np.array([len(tokens) for tokens in self.prompts], dtype=np.int64)
+        most = int(request.limits_P.max())
+        self.forward = make_runner(model, request.longest_prompt, most, engine.dtype, cache)
+        self.steps = make_multi_step(self.forward, head, sampling, self.stops)
+        self.known = self.forward.recall(self.prompts)
+        self.batch = DecodeBatch(
+            self.lengths,
+            request.limits_P,
+            request.n,
+            request.rows,
+            request.prefill_tokens,
+            self.known,
+        )
         self.waiting_logits: Tensor | None = None
         """The logits of the last prompt, whose group may have entered only in part."""
 

@@ -1,12 +1,12 @@
-"""One call of `sample` over static buffers: which sequences enter, their pages, and what they made.
+"""One call of `sample` over static buffers: what enters, the pages, and what was sampled.
 
-The host is one read behind the device: it reads the tokens of some steps while the next ones run. So
-a row that ended takes part in a few steps more, whose tokens are dropped.
+The host is one read behind the device: it reads the tokens of some steps while the next ones run.
+So a row that ended takes part in a few steps more, whose tokens are dropped.
 
 Answers to one prompt share its full pages; its last, partly filled page is copied for each. A
-sequence enters if there are pages for it. If they run out, those kept for a later call go first, then
-the youngest sequences go back to the queue: what they made is kept, and computed again when they
-enter again.
+sequence enters if there are pages for it. If they run out, those kept for a later call go first,
+then the youngest sequences go back to the queue: what they made is kept, and computed again when
+they enter again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from keel.engines.sampler import GOING, LENGTH, Answers, Stops, Uniforms
-from keel.engines.scheduler import PrefixCache
+from keel.engines.sampler import GOING, LENGTH
+from keel.engines.scheduler import PrefixCache, Request
 from keel.engines.static import Record, StaticDecoder
 from keel.models.paged import PAGE_TOKENS
 from keel.types import KeelError
@@ -92,37 +92,19 @@ class _Admission:
 
 
 class PagedRun:
-    """One call of `sample`; `step` until it is no longer `live`, then `close`.
+    """One call of `sample`: `step` while it is `live`."""
 
-    At most `rows` sequences are decoded at once, and at most `prefill_tokens` tokens enter in one
-    pass.
-    """
-
-    def __init__(
-        self,
-        decoder: StaticDecoder,
-        *,
-        prompts: Sequence[Ints],
-        limits: Ints,
-        n: int,
-        rows: int,
-        prefill_tokens: int,
-        answers: Answers,
-        uniforms: Uniforms,
-        stops: Stops,
-        cache: PrefixCache,
-    ) -> None:
-        self.decoder, self.answers = decoder, answers
-        self._prompts, self._limits, self._n = prompts, limits, n
-        self._most_rows, self._prefill_tokens = rows, prefill_tokens
-        self._uniforms, self._stops, self._cache = uniforms, stops, cache
+    def __init__(self, decoder: StaticDecoder, request: Request, cache: PrefixCache) -> None:
+        self.decoder, self.answers = decoder, request.answers
+        self._request, self._cache = request, cache
+        self._prompts, self._n = request.prompts, request.n
         self._pages = cache.pool(lambda: decoder.allocator)
-        known, taken = cache.take(prompts)
+        known, taken = cache.take(request.prompts)
         places = iter(taken)
         self._recalled = {p: (int(k), next(places)) for p, k in enumerate(known) if k}
-        self._queue: deque[int] = deque(range(n * len(prompts)))
+        self._queue: deque[int] = deque(range(request.n * len(request.prompts)))
         self._shared: dict[int, SharedPrompt] = {}
-        self._left = np.full(len(prompts), n, dtype=np.int64)
+        self._left = np.full(len(request.prompts), request.n, dtype=np.int64)
         self._rows: list[Row] = []
         self._steps: deque[Step] = deque()
         self._over: list[int] = []
@@ -148,7 +130,7 @@ class PagedRun:
 
     def _admit(self) -> None:
         """Compute prompts that enter, and sample the first token of each sequence that does."""
-        while self._queue and len(self._rows) < self._most_rows:
+        while self._queue and len(self._rows) < self._request.rows:
             found = self._next_entries()
             if not found.rows and not found.entries:
                 if self._rows or self._steps:
@@ -161,64 +143,58 @@ class PagedRun:
 
     def _next_entries(self) -> _Admission:
         """As many sequences of the queue as rows, pages and tokens of a pass allow."""
-        found = _Admission()
-        budget = self._prefill_tokens
+        found, budget = _Admission(), self._request.prefill_tokens
         computed: set[int] = set()
-        while self._queue and len(self._rows) + len(found.rows) < self._most_rows:
-            sequence = self._queue[0]
-            prompt = sequence // self._n
-            own = self.answers.tokens[sequence]
+        while self._queue and len(self._rows) + len(found.rows) < self._request.rows:
+            prompt, own = self._queue[0] // self._n, self.answers.tokens[self._queue[0]]
             ready = prompt in self._shared
             if own and prompt in computed:
                 break  # its prompt has to be computed first
+            row = Row(
+                self._queue[0],
+                len(self._prompts[prompt]),
+                int(self._request.limits_P[prompt]),
+                [],
+                len(own),
+            )
             entry = None
-            if own or not (ready or prompt in computed):
-                entry = self._entry(prompt, own, ready)
-                budget -= len(entry.tokens)
-                if budget < 0 and found.entries:
-                    break
-            fresh = entry is not None and entry.row is None
-            length, made = len(self._prompts[prompt]), len(own)
-            shared = length // PAGE_TOKENS if ready or not own else 0
-            total = -(-(length + made) // PAGE_TOKENS)
-            need = max(total - shared, 0) + (self._prompt_pages(prompt) if fresh else 0)
-            spare = len(self._rows) + len(found.rows)
-            if not self._room(need + (spare if self._rows or found.rows else 0)):
+            if own:
+                entry = self._again(row, row.length if ready else 0)
+            elif not ready and prompt not in computed:
+                known, pages = self._recalled.get(prompt, (0, []))
+                entry = Entry(self._prompts[prompt][known:], known, list(pages), prompt=prompt)
+            if entry is not None and len(entry.tokens) > budget and found.entries:
+                break
+            full = row.length // PAGE_TOKENS if ready or not own else 0
+            need = total_pages(row.length + row.made) - full
+            if entry is not None and entry.row is None:
+                need += total_pages(row.length) - len(entry.pages)
+            # One page more for each other row, so that not all have to be put back at once.
+            if not self._room(need + len(self._rows) + len(found.rows), prompt):
                 break
             self._queue.popleft()
-            row = Row(sequence, length, int(self._limits[prompt]), [], made)
             found.rows.append(row)
-            if fresh:
-                assert entry is not None
-                entry.pages += self._pages.take(total_pages(length) - len(entry.pages))
+            if entry is None:
+                continue
+            budget -= len(entry.tokens)
+            found.entries.append(entry)
+            if entry.row is None:
+                self._recalled.pop(prompt, None)
+                entry.pages += self._pages.take(total_pages(row.length) - len(entry.pages))
                 computed.add(prompt)
-                found.entries.append(entry)
-            elif entry is not None:
-                found.entries.append(self._returning(entry, row, ready, found))
+                continue
+            if ready:
+                self._share(row, self._shared[prompt], found.copies)
+            row.pages += self._pages.take(total_pages(row.length + row.made) - len(row.pages))
+            entry.pages = row.pages
         return found
 
-    def _prompt_pages(self, prompt: int) -> int:
-        """Pages that a prompt still needs."""
-        have = self._recalled[prompt][1] if prompt in self._recalled else ()
-        return total_pages(len(self._prompts[prompt])) - len(have)
-
-    def _entry(self, prompt: int, own: Sequence[int], ready: bool) -> Entry:
-        """What has to be computed of a prompt, or of a sequence that was put back."""
-        tokens = self._prompts[prompt]
-        if not own:
-            known, pages = self._recalled.get(prompt, (0, []))
-            return Entry(tokens[known:], known, list(pages), prompt=prompt)
-        known = len(tokens) if ready else 0
-        whole = np.concatenate([tokens, np.array(own, dtype=np.int64)])
-        return Entry(whole[known:], known, [], row=Row(0, 0, 0, [], 0), prompt=prompt)
-
-    def _returning(self, entry: Entry, row: Row, ready: bool, found: _Admission) -> Entry:
-        """The entry of a sequence that was put back, with its pages."""
-        if ready:
-            self._share(row, self._shared[entry.prompt], found.copies)
-        row.pages += self._pages.take(total_pages(row.length + row.made) - len(row.pages))
-        entry.row, entry.pages = row, row.pages
-        return entry
+    def _again(self, row: Row, known: int) -> Entry:
+        """What has to be computed of a sequence that was put back."""
+        prompt = row.sequence // self._n
+        own = np.array(self.answers.tokens[row.sequence], dtype=np.int64)
+        whole = np.concatenate([self._prompts[prompt], own])
+        return Entry(whole[known:], known, [], row, prompt)
 
     def _share(self, row: Row, prompt: SharedPrompt, copies: list[tuple[int, int]]) -> None:
         """Give a row the full pages of its prompt, and a copy of the last one."""
@@ -237,8 +213,8 @@ class PagedRun:
         )
         entries = found.entries
         for entry in entries:
-            while len(entry.tokens) > self._prefill_tokens:
-                part, entry.tokens = np.split(entry.tokens, [self._prefill_tokens])
+            while len(entry.tokens) > self._request.prefill_tokens:
+                part, entry.tokens = np.split(entry.tokens, [self._request.prefill_tokens])
                 self._feed([Entry(part, entry.known, entry.pages)])
                 entry.known += len(part)
         # Beginnings first, which attend to themselves alone.
@@ -248,7 +224,6 @@ class PagedRun:
             for number, entry in enumerate(order):
                 last = logits[number : number + 1]
                 if entry.row is None:
-                    self._recalled.pop(entry.prompt, None)
                     self._shared[entry.prompt] = SharedPrompt(entry.pages, last, self._n)
                 else:
                     own[entry.row.sequence] = last
@@ -286,8 +261,10 @@ class PagedRun:
         made = np.array([row.made for row in rows], dtype=np.int64)
         limits = np.array([row.limit for row in rows], dtype=np.int64)
         sequences = np.array([row.sequence for row in rows], dtype=np.int64)
-        numbers = self._uniforms.take(sequences, made)[0]
-        record = self.decoder.first(torch.cat(parts), numbers, len(self._rows), made + 1 < limits)
+        numbers = self._request.uniforms.take(sequences, made)[0]
+        record = self.decoder.first(
+            torch.cat(parts), numbers, len(self._rows), (made + 1 < limits).astype(np.int64)
+        )
         self._rows += rows
         for row in rows:
             row.made += 1
@@ -327,7 +304,7 @@ class PagedRun:
             position=np.array([row.position for row in rows], dtype=np.int64),
             last=np.array([row.length + row.limit - 2 for row in rows], dtype=np.int64),
             pages=pages,
-            uniform=self._uniforms.take(
+            uniform=self._request.uniforms.take(
                 np.array([row.sequence for row in rows], dtype=np.int64), made, steps
             ),
         )
@@ -349,12 +326,12 @@ class PagedRun:
                 row.pages += self._pages.take(count)
         return True
 
-    def _room(self, pages: int) -> bool:
-        """Whether there are so many pages, after those kept from or for other calls are given up."""
+    def _room(self, pages: int, entering: int = -1) -> bool:
+        """Whether so many pages are free, after those of other calls are given up if need be."""
         if pages <= self._pages.free:
             return True
         self._cache.drop_held()
-        for prompt in sorted(self._recalled, reverse=True):
+        for prompt in sorted(self._recalled.keys() - {entering}, reverse=True):
             if pages <= self._pages.free:
                 break
             self._pages.give(self._recalled.pop(prompt)[1])
@@ -387,13 +364,14 @@ class PagedRun:
             if not len(columns):
                 break
             spent = step.before[columns] + k + 1 >= limits[columns]
-            found = self._stops.check(sequences[columns], tokens[k, columns], spent)
+            found = self._request.stops.check(sequences[columns], tokens[k, columns], spent)
             done = found != GOING
             codes[columns[done]], counts[columns[done]] = found[done], k + 1
             columns = columns[~done]
         for column in np.flatnonzero(going).tolist():
             row, count = step.rows[column], int(counts[column])
-            self.answers.extend(row.sequence, tokens[:count, column], log_probs[:count, column])
+            own = tokens[:count, column].tolist(), log_probs[:count, column].tolist()
+            self.answers.extend(row.sequence, *own)
             if codes[column] != GOING:
                 self._finish(row, int(codes[column]))
 

@@ -15,10 +15,40 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from keel.engines.sampler import Answers, Stops, Uniforms
 from keel.models.kernels.decode import PAGE
-from keel.types import Group
+from keel.types import Group, Sampling
 
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One call of `sample`: `n` sequences for each prompt, at most `rows` of them at once.
+
+    `limits_P` are the budgets of prompts, and at most `prefill_tokens` tokens enter in one pass.
+    """
+
+    prompts: Sequence[Ints]
+    limits_P: Ints
+    n: int
+    sampling: Sampling
+    stops: Stops
+    uniforms: Uniforms
+    answers: Answers
+    rows: int
+    prefill_tokens: int
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence, its prompt included."""
+        pairs = zip(self.prompts, self.limits_P.tolist(), strict=True)
+        return max(len(tokens) + int(limit) for tokens, limit in pairs)
 
 
 @dataclass(frozen=True, eq=False)

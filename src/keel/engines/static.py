@@ -1,12 +1,12 @@
 """Decoding over static buffers: one function a token, captured as a graph on CUDA.
 
 A step feeds the last token of each of R rows, writes its keys and values into pages, attends over
-the row's pages, samples the next token, and marks the rows that ended. All it reads and writes has a
-fixed address, so that CUDA replays it without the host; several steps are replayed before their
+the row's pages, samples the next token, and marks the rows that ended. All it reads and writes has
+a fixed address, so that CUDA replays it without the host; several steps are replayed before their
 tokens are read. On a CPU the same function runs as it is.
 
-Rows are padded to a bucket. A row without a sequence, or that ended, writes to page 0, which nothing
-reads. What a row samples depends on its own tokens and numbers, and beyond rounding on nothing else.
+Rows are padded to a bucket. A row that ended, or has no sequence, writes to page 0, which
+nothing reads. Beyond rounding, what a row samples depends on its own tokens and numbers alone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Autocast
 from keel.engines.sampler import GOING, draw
-from keel.engines.scheduler import Pages
-from keel.models.attention import PackedLayout, Rules, in_one_dtype
+from keel.engines.scheduler import Pages, Request
+from keel.models.attention import ATTENTION, PackedLayout, Rules, in_one_dtype, install
 from keel.models.families import autocast_for, head_of, uses_autocast
 from keel.models.head import Head, logits
 from keel.models.lora import affine, lora_layers
@@ -94,10 +94,10 @@ class SamplingWeights:
                 else:
                     source = getattr(getattr(own, "base_layer", own), leaf)
                     self._copies.append((weight, lambda source=source: source))  # type: ignore[misc]
-        weight, bias = (None if x is None else made[id(x)] for x in (head.weight, head.bias))
-        self.head = replace(head, weight=weight, bias=bias).detached()
+        bias = None if head.bias is None else made[id(head.bias)]
+        self.head = replace(head, weight=made[id(head.weight)], bias=bias).detached()
         inside = {id(target) for target, _ in self._copies}
-        for target, own in ((weight, head.weight), (bias, head.bias)):
+        for target, own in ((made[id(head.weight)], head.weight), (bias, head.bias)):
             if target is not None and id(target) not in inside:
                 self._copies.append((target, lambda source=own: source))  # type: ignore[misc]
 
@@ -174,8 +174,8 @@ class EntryLayout:
             store(keys, values, k, v, self.page_T[:split], self.place_T[:split])
             parts.append(self.packed.attend_tokens(q, k, v, rules).unsqueeze(0))
         if self.rows is not None:
-            rest = (x[:, :, split:] for x in (query, key, value))
-            parts.append(self.rows.attend(layer, *rest, rules))
+            q, k, v = (x[:, :, split:] for x in (query, key, value))
+            parts.append(self.rows.attend(layer, q, k, v, rules))
         return torch.cat(parts, dim=1)
 
 
@@ -225,7 +225,7 @@ class Record:
         self._event: torch.cuda.Event | None = None
         if tokens.is_cuda:
             self._tokens, self._log_probs = _pinned(tokens), _pinned(log_probs)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         else:
             self._tokens, self._log_probs = tokens.clone(), log_probs.clone()
@@ -245,7 +245,7 @@ def _pinned(values: Tensor) -> Tensor:
 class StaticDecoder:
     """A model's decoding step over static buffers, with the pages of keys and values.
 
-    It lives as long as its engine: captured graphs hold the addresses of weights, pages and buffers.
+    It lives as long as its engine: captured graphs hold the addresses of weights and buffers.
     `most_pages` bounds the pages (None: what the rows need, and on CUDA a share of what is free);
     `steps` are those between two reads by the host.
     """
@@ -260,6 +260,8 @@ class StaticDecoder:
         steps: int = STEPS,
         most_pages: int | None = None,
     ) -> None:
+        if model.config._attn_implementation != ATTENTION:
+            install(model)
         self.device: torch.device = model.device
         self.steps = steps
         self.allocator = Pages(0)
@@ -271,7 +273,8 @@ class StaticDecoder:
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._buffers: Buffers | None = None
         self._ends: Tensor | None = None
-        self._sampling: Sampling | None = None
+        self._sampling = Sampling(1)
+        self._kind: tuple[float, ...] = ()
         self._graphs: dict[tuple[int, tuple[float, ...]], Any] = {}
         self._graph_pool: Any = None
         self._captures = self.device.type == "cuda"
@@ -282,32 +285,27 @@ class StaticDecoder:
         assert self._buffers is not None
         return self._buffers
 
-    def begin(
-        self,
-        *,
-        rows: int,
-        longest_prompt: int,
-        longest: int,
-        sampling: Sampling,
-        ends_V: npt.NDArray[np.int8],
-    ) -> None:
-        """Take the model's weights, and make room for `rows` rows of at most `longest` tokens.
+    def begin(self, request: Request) -> None:
+        """Take the model's weights, and make room for the rows and pages of a call.
 
-        `ends_V` is the code of each token (`engines.sampler`). Raises KeelError if there is no room
-        for the pages of one sequence.
+        Raises KeelError if there is no memory for the pages of one sequence.
         """
         self._weights.refresh()
-        self._sampling = sampling
-        width = -(-longest // PAGE_TOKENS)
-        least = 1 + width + 1 + -(-longest_prompt // PAGE_TOKENS)
+        chosen = request.sampling
+        self._sampling = chosen
+        self._kind = chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p
+        rows, width = request.rows, -(-request.longest // PAGE_TOKENS)
+        least = 1 + width + 1 + -(-request.longest_prompt // PAGE_TOKENS)
+        wanted = bucket_of(rows) * (width + 1) + 1
         if self._buffers is None or rows > self.buffers.rows or width > self.buffers.width:
             before = (0, 0) if self._buffers is None else (self.buffers.rows, self.buffers.width)
-            rows, width = max(rows, before[0]), max(width, before[1])
-            # Twice as wide as asked for, so that a longer prompt rarely means new graphs.
-            wide = width if before[1] == 0 else 2 * width
+            rows, wide = max(rows, before[0]), max(width, before[1])
+            if 0 < before[1] < wide:
+                wide *= 2  # so that longer prompts rarely mean new graphs
             self._graphs.clear()
             self._buffers = Buffers(bucket_of(rows), wide, self.steps, self.device)
-        self._reserve(least, bucket_of(rows) * (width + 1) + 1)
+        self._reserve(least, wanted)
+        ends_V = request.stops.codes_V
         table = torch.from_numpy(ends_V)
         if self._ends is None or len(self._ends) != len(table):
             self._graphs.clear()
@@ -500,8 +498,7 @@ class StaticDecoder:
 
     def _graph(self, rows: int) -> Any:
         """The captured step of a bucket; None if the model cannot be captured."""
-        chosen = self._sampling
-        key = rows, (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p)
+        key = rows, self._kind
         if key not in self._graphs:
             with self._kept():
                 self._graphs[key] = self._capture(rows)
@@ -510,7 +507,7 @@ class StaticDecoder:
     def _capture(self, rows: int) -> Any:
         own = self.buffers
         own.live[:rows] = False  # a warm-up writes to the scratch page only
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
         try:

@@ -1,0 +1,316 @@
+"""Decoding over static buffers, uncaptured on a CPU, against the engine's other runners."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from keel.config.model import Lora
+from keel.engines import native
+from keel.engines.native import NativeEngine
+from keel.engines.scheduler import Pages
+from keel.engines.static import BUCKETS, Record, StaticDecoder, bucket_of
+from keel.models.lora import add_lora, lora_layers
+from keel.models.policy import token_count
+from keel.types import Group, Prompt, Sampling
+from tests.engines import scripted
+from tests.engines.test_compiled import prompts
+from tests.engines.test_conversation import SHORT, Forgetful, Host, wide
+from tests.engines.tiny import (
+    FAMILIES,
+    TOKENIZER,
+    assert_same,
+    pairs,
+    ragged_prompts,
+    stock_log_probs,
+    tiny,
+)
+
+ROUNDING = 1e-5
+"""float32 log-probabilities, whose sums are in another order: what was asked for."""
+LAST_PLACES = Sampling(30, stop_ids=(9, 10, 11))
+
+
+def static(model: PreTrainedModel, rows: int = 256, **options: Any) -> NativeEngine:
+    decoder = StaticDecoder(model, tokens=token_count(TOKENIZER), **options)
+    return NativeEngine(model, TOKENIZER, max_num_seqs=rows, decoder=decoder)
+
+
+def decoder_of(engine: NativeEngine) -> StaticDecoder:
+    assert engine._decoder is not None
+    return engine._decoder
+
+
+def by_modules(model: PreTrainedModel) -> NativeEngine:
+    return NativeEngine(model, TOKENIZER)
+
+
+@pytest.fixture
+def no_compiled_code() -> Iterator[None]:
+    """The other engine runs the model's modules."""
+    with patch.object(native, "compiled", lambda *_: None):
+        yield
+
+
+@pytest.mark.quick("llama", "gemma2", "gpt_oss", "opt")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("no_compiled_code")
+def test_every_family_samples_as_by_its_modules(family: str) -> None:
+    """Greedy and sampled tokens are the same, ragged groups among few rows too."""
+    model = tiny(family, dtype=torch.float32)
+    other = by_modules(copy.deepcopy(model))
+    engine = static(model, rows=7, steps=4)
+    for sampling in (
+        Sampling(24, temperature=0),
+        Sampling(24),
+        Sampling(24, 1.3, top_k=20, top_p=0.9, min_p=0.01),
+    ):
+        wanted = other.sample(ragged_prompts(9), 3, sampling, 0)
+        assert_same(engine.sample(ragged_prompts(9), 3, sampling, 0), wanted, atol=ROUNDING)
+    assert len({len(c) for group in wanted for c in group.completions}) > 3
+    assert decoder_of(engine).allocator.used == 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 9, 40])
+def test_steps_between_reads_and_rows_change_nothing(steps: int, rows: int) -> None:
+    """All buckets to 64; budgets end within, at and after a read."""
+    model = tiny("llama", dtype=torch.float32)
+    asked = ragged_prompts(10)
+    wanted = by_modules(copy.deepcopy(model)).sample(asked, 4, LAST_PLACES, 1)
+    engine = static(model, rows=rows, steps=steps)
+    assert_same(engine.sample(asked, 4, LAST_PLACES, 1), wanted, atol=ROUNDING)
+    ends = Counter(c.finish for group in wanted for c in group.completions)
+    assert set(ends) == {"eos", "stop", "length"}
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 130])
+@pytest.mark.parametrize("most_pages", [None, 12])
+def test_prompts_at_the_edges_of_pages(length: int, most_pages: int | None) -> None:
+    """Full pages are shared, the last one copied; with few pages sequences are put back."""
+    model = wide("qwen2")
+    asked = prompts(length, length, 7)
+    sampling = Sampling(90, ignore_eos=True)
+    wanted = by_modules(copy.deepcopy(model)).sample(asked, 5, sampling, 2)
+    engine = static(model, steps=7, most_pages=most_pages)
+    shared: set[int] = set()
+    real = Pages.keep
+
+    def keep(own: Pages, pages: list[int]) -> None:
+        shared.add(len(pages))
+        real(own, pages)
+
+    with patch.object(Pages, "keep", keep):
+        found = engine.sample(asked, 5, sampling, 2)
+    assert_same(found, wanted, atol=ROUNDING)
+    assert shared == {0, length // 64}
+    assert decoder_of(engine).allocator.used == 0
+
+
+@pytest.mark.parametrize("most_pages", range(9, 30, 4))
+def test_sequences_without_pages_are_put_back(most_pages: int) -> None:
+    """They go on from what they had made: each token is drawn by its own number, once."""
+    model = wide("llama")
+    asked = prompts(100, 20, 70, 64, 3, 90)
+    sampling = Sampling(120, ignore_eos=True)
+    wanted = by_modules(copy.deepcopy(model)).sample(asked, 3, sampling, 3)
+    engine = static(model, rows=12, steps=16, most_pages=most_pages)
+    put_back = []
+    real = native.PagedRun._put_back
+
+    def counted(run: Any) -> None:
+        put_back.append(run._rows[-1].sequence)
+        real(run)
+
+    with patch.object(native.PagedRun, "_put_back", counted):
+        found = engine.sample(asked, 3, sampling, 3)
+    assert_same(found, wanted, atol=ROUNDING)
+    assert decoder_of(engine).allocator.count == most_pages
+    assert put_back or most_pages > 20
+    assert decoder_of(engine).allocator.used == 0
+
+
+def test_long_prompts_enter_in_parts() -> None:
+    model = wide("mistral", sliding_window=37)
+    asked = prompts(150, 33, 129)
+    wanted = by_modules(copy.deepcopy(model)).sample(asked, 2, Sampling(20), 4)
+    engine = static(model)
+    engine.prefill_tokens = 40
+    entered: list[int] = []
+    handle = model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: entered.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    assert_same(engine.sample(asked, 2, Sampling(20), 4), wanted, atol=ROUNDING)
+    handle.remove()
+    assert max(entered) == 40
+
+
+@pytest.mark.parametrize("stop", [("3",), ("ab", "9"), ("7",)])
+def test_stop_strings_end_rows_and_drop_what_follows(stop: tuple[str, ...]) -> None:
+    model = tiny("llama", dtype=torch.float32)
+    asked = ragged_prompts(12)
+    sampling = Sampling(40, stop=stop)
+    wanted = by_modules(copy.deepcopy(model)).sample(asked, 3, sampling, 5)
+    found = static(model, rows=8, steps=6).sample(asked, 3, sampling, 5)
+    assert_same(found, wanted, atol=ROUNDING)
+    assert any(c.finish == "stop" for group in wanted for c in group.completions)
+
+
+WORDS = Sampling(max_tokens=170, stop_ids=tuple(range(2, 9)))
+
+
+def talk(engine: Any, asked: list[Prompt], turns: int) -> list[Group]:
+    return scripted.talk(engine, asked, 2, WORDS, Host(), turns, tokenizer=TOKENIZER)
+
+
+@pytest.mark.parametrize("most_pages", [None, 14])
+@pytest.mark.parametrize("turns", [2, 3])
+def test_conversations_continue_their_pages(turns: int, most_pages: int | None) -> None:
+    """Each token is fed once if there are pages to keep; results never depend on it."""
+    model = wide("qwen3")
+    asked = prompts(15, 63, 64, 65, 33, 1)
+    wanted = talk(by_modules(copy.deepcopy(model)), asked, turns)
+    engine = static(model, steps=5, most_pages=most_pages)
+    fed: list[int] = []
+    real = StaticDecoder.enter
+
+    def enter(own: StaticDecoder, tokens: Any, *rest: Any) -> Any:
+        fed.append(len(tokens))
+        return real(own, tokens, *rest)
+
+    with patch.object(StaticDecoder, "enter", enter):
+        found = talk(engine, asked, turns)
+    assert_same(found, wanted, atol=ROUNDING)
+    assert decoder_of(engine).allocator.used == 0
+    with patch.object(StaticDecoder, "enter", enter):
+        kept, fed[:] = sum(fed), []
+        assert_same(talk(Forgetful(engine), asked, turns), wanted, atol=ROUNDING)
+    if most_pages is None:
+        assert kept < sum(fed) / 1.3
+    assert any(SHORT in turn["content"] for g in wanted for c in g.completions for turn in c.turns)
+
+
+def test_adapters_are_merged_and_weights_follow_the_model() -> None:
+    """In a copy of another type; it takes over what changed between two calls."""
+    model = tiny("qwen2", dtype=torch.float32)
+    add_lora(model, Lora(rank=2, targets=("q_proj", "down_proj")), 0)
+    generator = torch.Generator().manual_seed(0)
+    engine = static(model, dtype=torch.float64)
+    others = by_modules(model)
+    for seed in range(2):
+        with torch.no_grad():
+            for _, layer in lora_layers(model):
+                layer.lora_B["policy"].weight.normal_(std=0.1, generator=generator)
+        wanted = others.sample(ragged_prompts(5), 2, Sampling(20), seed)
+        assert_same(engine.sample(ragged_prompts(5), 2, Sampling(20), seed), wanted, atol=ROUNDING)
+    copied = dict(decoder_of(engine)._weights.backbone.named_parameters())
+    assert {p.dtype for p in copied.values()} == {torch.float64}
+    assert not any("lora" in name for name in copied)
+
+
+def test_bfloat16_weights_stay_close_to_the_model() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    found = static(model, dtype=torch.bfloat16).sample(ragged_prompts(8), 3, Sampling(20), 0)
+    gaps = [
+        np.abs(c.log_probs - stock_log_probs(model, group.prompt, c, 1.0)).mean()
+        for group in found
+        for c in group.completions
+    ]
+    # 8 bits of weights that are enlarged on purpose; a wrong page is off by whole nats.
+    assert 1e-4 < np.mean(gaps) < 0.1
+
+
+def test_the_host_reads_once_for_some_tokens() -> None:
+    """Tokens and log-probabilities of 16 steps in one read, and one for each entry."""
+    model = tiny("llama", dtype=torch.float32)
+    engine = static(model, steps=16)
+    asked, sampling = ragged_prompts(6), Sampling(64, ignore_eos=True)
+    engine.sample(asked, 2, sampling, 0)  # makes buffers
+    reads: Counter[str] = Counter()
+    real = Record.read
+    inside = False
+
+    def read(own: Record) -> Any:
+        nonlocal inside
+        reads["record"] += 1
+        inside = True
+        try:
+            return real(own)
+        finally:
+            inside = False
+
+    def watched(name: str) -> Any:
+        function = getattr(torch.Tensor, name)
+
+        def call(own: torch.Tensor, *given: Any, **named: Any) -> Any:
+            if not inside:
+                reads[name] += 1
+            return function(own, *given, **named)
+
+        return call
+
+    names = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__")
+    patches = [patch.object(torch.Tensor, name, watched(name)) for name in names]
+    patches.append(patch.object(Record, "read", read))
+    for one in patches:
+        one.start()
+    try:
+        engine.sample(asked, 2, sampling, 0)
+    finally:
+        for one in patches:
+            one.stop()
+    assert reads == {"record": 1 + 4}  # the first tokens, and 63 more
+
+
+def test_a_failed_call_frees_its_pages() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    engine = static(model)
+    wanted = engine.sample(ragged_prompts(5), 2, Sampling(20), 0)
+    with (
+        patch.object(Record, "read", side_effect=OSError("gone")),
+        pytest.raises(OSError, match="gone"),
+    ):
+        engine.sample(ragged_prompts(5), 2, Sampling(20), 0)
+    assert decoder_of(engine).allocator.used == 0
+    assert_same(engine.sample(ragged_prompts(5), 2, Sampling(20), 0), wanted, atol=0)
+
+
+def test_pages_are_free_after_their_last_user() -> None:
+    pages = Pages(6)
+    taken = pages.take(3)
+    assert 0 not in taken
+    pages.keep(taken[:2])
+    pages.give(taken)
+    assert (pages.free, pages.used) == (3, 2)
+    pages.grow(8)
+    pages.give(taken[:2])
+    assert sorted(pages.take(7)) == [1, 2, 3, 4, 5, 6, 7]
+    assert pages.free == 0
+
+
+def test_buckets_hold_their_rows() -> None:
+    for rows in range(1, 3000):
+        size = bucket_of(rows)
+        assert size >= rows
+        assert size in BUCKETS or size % 256 == 0
+
+
+def test_lengths_of_prompts_grow_between_calls() -> None:
+    """Pages and buffers are made larger, and results stay."""
+    model = wide("llama")
+    engine, other = static(model), by_modules(copy.deepcopy(model))
+    for length in (5, 70, 140, 9):
+        asked = prompts(length, 3)
+        wanted = other.sample(asked, length % 7 + 1, Sampling(20), 0)
+        found = engine.sample(asked, length % 7 + 1, Sampling(20), 0)
+        assert_same(found, wanted, atol=ROUNDING)
+        for ours, theirs in pairs(found, wanted):
+            assert ours.finish == theirs.finish
