@@ -73,7 +73,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Step:
+class AskedSteps:
     """Steps that were asked for: their rows, and how many tokens each had before."""
 
     record: Record
@@ -106,7 +106,7 @@ class PagedRun:
         self._shared: dict[int, SharedPrompt] = {}
         self._left = np.full(len(request.prompts), request.n, dtype=np.int64)
         self._rows: list[Row] = []
-        self._steps: deque[Step] = deque()
+        self._steps: deque[AskedSteps] = deque()
         self._over: list[int] = []
 
     @property
@@ -268,7 +268,7 @@ class PagedRun:
         self._rows += rows
         for row in rows:
             row.made += 1
-        self._steps.append(Step(record, rows, made))
+        self._steps.append(AskedSteps(record, rows, made))
 
     # ------------------------------------------------------------ decoding
 
@@ -310,7 +310,7 @@ class PagedRun:
         )
         for row in rows:
             row.made += min(steps, row.limit - row.made)
-        self._steps.append(Step(record, rows, made))
+        self._steps.append(AskedSteps(record, rows, made))
         return True
 
     def _reserve(self, steps: int) -> bool:
@@ -352,7 +352,7 @@ class PagedRun:
             tokens, log_probs = step.record.read()
             self._take(step, tokens.astype(np.int64), log_probs)
 
-    def _take(self, step: Step, tokens: Ints, log_probs: npt.NDArray[np.float32]) -> None:
+    def _take(self, step: AskedSteps, tokens: Ints, log_probs: npt.NDArray[np.float32]) -> None:
         """Append the tokens (K, R) of rows that had not ended before."""
         going = np.array([not row.ended for row in step.rows])
         columns = np.flatnonzero(going)
