@@ -44,7 +44,7 @@ def plan_of(
     # A longer sequence is computed alone; a step may have fewer tokens than the budget.
     most = stage.token_budget if every is None else min(stage.token_budget, every * longest)
     rank = None if spec.lora is None else spec.lora.rank
-    quantised = getattr(spec, "quantisation", None) is not None
+    quantised = spec.quantisation is not None
     checkpointed: bool | int = spec.activation_checkpointing
     own = spec.dtype == "float32" or rank is not None
     return MemoryPlan(
@@ -56,8 +56,8 @@ def plan_of(
         quantised=quantised,
         rank=rank,
         adapted=0 if spec.lora is None else adapted(model, spec.lora),
-        optimizer=getattr(stage.optimizer, "kind", "adamw"),
-        offload=getattr(stage.optimizer, "offload", "none") == "cpu",
+        optimizer=stage.optimizer.kind,
+        offload=stage.optimizer.offload == "cpu",
         autocast=spec.dtype == "float32" and bool(spec.autocast),
         # Of weights in 4 bits a bfloat16 copy would be four times their size.
         copied=sampling is not None and own and not quantised,
