@@ -28,14 +28,20 @@ IN_THE_LOOP = ("minibatches", "_token_values", "_before_update", "_engine_differ
 
 
 class NoFloat64(TorchDispatchMode):
-    """Raises for an operator that gives a float64 tensor."""
+    """Raises for an operator that gives a float64 tensor, or `reads` one."""
+
+    reads = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(found):
+        for leaf in tree_leaves((found, args) if self.reads else found):
             if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
                 raise AssertionError(f"{func} gives float64")
         return found
+
+
+class NoFloat64AtAll(NoFloat64):
+    reads = True
 
 
 def within(mode: Callable[[], Any], function: Any) -> Any:
@@ -49,7 +55,7 @@ def within(mode: Callable[[], Any], function: Any) -> Any:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("score", "update"):
-        monkeypatch.setattr(Learner, name, within(NoFloat64, getattr(Learner, name)))
+        monkeypatch.setattr(Learner, name, within(NoFloat64AtAll, getattr(Learner, name)))
     for name in IN_THE_LOOP:
         monkeypatch.setattr(rl, name, within(NoFloat64, getattr(rl, name)))
     for name in ("sequence_mean", "token_mean", "constant", "sequence_sum"):
