@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from keel.config.load import load_recipe
+from keel.engines.compiled import is_llama_like
 from keel.models import lora
 from keel.platform.signals import Interrupted
 from keel.preflight.check import check
@@ -76,6 +77,10 @@ def test_engine_samples_from_the_weights_in_four_bits(run: RunFolder) -> None:
     # In float32 the two differ by rounding; the original weights differ by a hundredth.
     assert all(abs(row["sampling/sampling_logp_difference/max"]) < 1e-5 for row in rows)
     assert any(abs(row["grad_norm"]) > 0 for row in rows)
+    policy = checkpoint_policy(
+        load_recipe(run.recipe).model, load_recipe(run.recipe).seed, _last(run)
+    )
+    assert is_llama_like(policy.model.base_model)
 
 
 def test_export_adds_the_adapter_to_the_original_weights(

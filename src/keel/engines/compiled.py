@@ -80,7 +80,9 @@ def is_llama_like(backbone: Any) -> bool:
         and getattr(backbone.rotary_emb, "rope_type", "") in FIXED_ROPE
         and backbone.config.hidden_act == "silu"
         and 2 * backbone.rotary_emb.inv_freq.numel() == backbone.layers[0].self_attn.head_dim
-        and {(p.device.type, p.dtype) for p in backbone.parameters()} == {("cpu", torch.float32)}
+        and all(p.device.type == "cpu" for p in backbone.parameters())
+        # Weights in 4 bits are bytes.
+        and {p.dtype for p in backbone.parameters() if p.is_floating_point()} == {torch.float32}
     )
 
 
