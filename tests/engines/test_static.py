@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +16,12 @@ from transformers import PreTrainedModel
 
 from keel.config.model import Lora
 from keel.engines import native
+from keel.engines import static as engines_static
 from keel.engines.native import NativeEngine
 from keel.engines.scheduler import Pages
 from keel.engines.static import BUCKETS, Record, StaticDecoder, bucket_of
+from keel.models import attention
+from keel.models.attention import Rules
 from keel.models.lora import add_lora, lora_layers
 from keel.models.policy import token_count
 from keel.types import Group, Prompt, Sampling
@@ -33,6 +37,7 @@ from tests.engines.tiny import (
     stock_log_probs,
     tiny,
 )
+from tests.models.test_attention import by_hand
 
 ROUNDING = 1e-5
 """float32 log-probabilities, whose sums are in another order: what was asked for."""
@@ -151,6 +156,42 @@ def test_long_prompts_enter_in_parts() -> None:
     assert_same(engine.sample(asked, 2, Sampling(20), 4), wanted, atol=ROUNDING)
     handle.remove()
     assert max(entered) == 40
+
+
+def loop_for_flash(query, key, value, cu_q, cu_k, *rest, **keys):
+    """What the kernel computes, segment by segment."""
+    window = keys["window_size_left"]
+    rule = Rules(keys["scale"], None if window == -1 else window + 1)
+    assert rest[:2] == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    parts = []
+    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        before = query.new_zeros(d - c - (b - a), *query.shape[1:])
+        asks = torch.cat([before, query[a:b]])
+        heads = (x.transpose(0, 1) for x in (asks, key[c:d], value[c:d]))
+        parts.append(by_hand(*heads, rule)[a - b :])
+    return torch.cat(parts).to(query), None
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_continued_tokens_attend_by_one_flash_call(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No GPU is needed: a loop stands where the kernel would."""
+    model = wide(family, **({"sliding_window": 37} if family == "mistral" else {}))
+    asked = prompts(150, 33, 129)
+    engine = static(model)
+    wanted = talk(engine, asked, 3)
+    calls: list[int] = []
+
+    def counted(*given: Any, **keys: Any) -> Any:
+        calls.append(len(given[0]))
+        return loop_for_flash(*given, **keys)
+
+    monkeypatch.setattr(attention, "_FLASH", counted)
+    monkeypatch.setattr(engines_static, "flash_applies", lambda *_: True)
+    engine.prefill_tokens = 40
+    assert_same(talk(engine, asked, 3), wanted, atol=ROUNDING)
+    assert len(calls) > 6
 
 
 @pytest.mark.parametrize("stop", [("3",), ("ab", "9"), ("7",)])

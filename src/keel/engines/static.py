@@ -28,7 +28,15 @@ from transformers import PreTrainedModel
 from keel.config.model import Autocast
 from keel.engines.sampler import GOING, draw
 from keel.engines.scheduler import Pages, Request
-from keel.models.attention import ATTENTION, PackedLayout, Rules, in_one_dtype, install
+from keel.models.attention import (
+    ATTENTION,
+    PackedLayout,
+    Rules,
+    flash,
+    flash_applies,
+    in_one_dtype,
+    install,
+)
 from keel.models.families import autocast_for, head_of, uses_autocast
 from keel.models.head import Head, logits
 from keel.models.lora import affine, lora_layers
@@ -94,6 +102,8 @@ class SamplingWeights:
                 else:
                     source = getattr(getattr(own, "base_layer", own), leaf)
                     self._copies.append((weight, lambda source=source: source))  # type: ignore[misc]
+        if head.dtype in ("float32", "tf32") and dtype != torch.float64:
+            return  # its products are of the model's own weights
         bias = None if head.bias is None else made[id(head.bias)]
         self.head = replace(head, weight=made[id(head.weight)], bias=bias).detached()
         inside = {id(target) for target, _ in self._copies}
@@ -142,15 +152,46 @@ class RowLayout:
 
 
 @dataclass(frozen=True, eq=False)
+class ContinuedLayout:
+    """Tokens after known ones, entry by entry; `rows` has one row for each of them.
+
+    `seen` are page and place of all keys that the entries see; `ends` and `most` as in `flash`.
+    """
+
+    rows: RowLayout
+    seen: tuple[Int[Tensor, "K"], Int[Tensor, "K"]]
+    ends: tuple[Int[Tensor, " ends"], Int[Tensor, " ends"]]
+    most: tuple[int, int]
+
+    def attend(
+        self,
+        layer: int,
+        query: Float[Tensor, "1 H T D"],
+        key: Float[Tensor, "1 Hkv T D"],
+        value: Float[Tensor, "1 Hkv T D"],
+        rules: Rules,
+    ) -> Float[Tensor, "1 T H D"]:
+        """See `keel.models.attention.Layout`. Flash attention reads the keys once for an entry,
+        rows once for each token."""
+        keys, values = self.rows.pools[layer]
+        if keys.dtype != query.dtype or not flash_applies(query[0].transpose(0, 1), value, rules):
+            return self.rows.attend(layer, query, key, value, rules)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        store(keys, values, key, value, self.rows.page_R, self.rows.place_R)
+        page, place = self.seen
+        key, value = keys[page, :, place], values[page, :, place]
+        return flash(query, key, value, self.ends, self.most, rules).unsqueeze(0)
+
+
+@dataclass(frozen=True, eq=False)
 class EntryLayout:
     """Tokens that enter: whole beginnings end to end (`packed`), then tokens after known ones.
 
-    `rows` has one row for each of the latter, which sees its entry's pages; page and place of all
-    tokens are in `page_T` and `place_T`.
+    Page and place of all tokens are in `page_T` and `place_T`.
     """
 
     packed: PackedLayout | None
-    rows: RowLayout | None
+    continued: ContinuedLayout | None
     pools: Pools
     page_T: Int[Tensor, "T"]
     place_T: Int[Tensor, "T"]
@@ -173,9 +214,9 @@ class EntryLayout:
             keys, values = self.pools[layer]
             store(keys, values, k, v, self.page_T[:split], self.place_T[:split])
             parts.append(self.packed.attend_tokens(q, k, v, rules).unsqueeze(0))
-        if self.rows is not None:
+        if self.continued is not None:
             q, k, v = (x[:, :, split:] for x in (query, key, value))
-            parts.append(self.rows.attend(layer, q, k, v, rules))
+            parts.append(self.continued.attend(layer, q, k, v, rules))
         return torch.cat(parts, dim=1)
 
 
@@ -268,6 +309,8 @@ class StaticDecoder:
         rounded = torch.bfloat16 if uses_autocast(model, autocast) else model.dtype
         self._weights = SamplingWeights(model, dtype or rounded)
         self._head: Head = replace(self._weights.head, tokens=tokens)
+        if self._head.dtype == "auto" and self._head.weight.dtype == torch.bfloat16:
+            self._head = replace(self._head, dtype="bfloat16")
         self._autocast = autocast_for(model, autocast if self._weights.quantised else False)
         self._most_pages = most_pages
         self._pools: list[tuple[Tensor, Tensor]] = []
@@ -390,8 +433,8 @@ class StaticDecoder:
         whole = int((known == 0).sum())
         split = int(counts[:whole].sum())
         page_T, place_T = self.upload(page.astype(np.int64)), self.upload(inside % PAGE_TOKENS)
-        rows = None
-        if split < len(tokens):
+        continued = None
+        if whole < len(counts):
             rows = RowLayout(
                 pools=self._pools,
                 page_R=page_T[split:],
@@ -399,10 +442,26 @@ class StaticDecoder:
                 pages_R=self.upload(pages_E[entry[split:]]),
                 length_R=self.upload((inside[split:] + 1).astype(np.int32)),
             )
+            continued = self._continued(rows, counts[whole:], known[whole:], pages_E[whole:])
         packed = PackedLayout(counts[:whole].tolist()) if whole else None
-        layout = EntryLayout(packed, rows, self._pools, page_T, place_T)
+        layout = EntryLayout(packed, continued, self._pools, page_T, place_T)
         states = self.forward(self.upload(tokens), self.upload(inside), layout)
         return self._logits(states.index_select(0, self.upload(ends - 1)))
+
+    def _continued(
+        self, rows: RowLayout, counts: Ints, known: Ints, pages_E: npt.NDArray[np.int32]
+    ) -> ContinuedLayout:
+        keys = counts + known
+        entry = np.repeat(np.arange(len(keys)), keys)
+        place = np.arange(len(entry)) - np.repeat(keys.cumsum() - keys, keys)
+        page = pages_E[entry, place // PAGE_TOKENS].astype(np.int64)
+        ends = [np.concatenate([[0], x.cumsum()]).astype(np.int32) for x in (counts, keys)]
+        return ContinuedLayout(
+            rows,
+            (self.upload(page), self.upload(place % PAGE_TOKENS)),
+            (self.upload(ends[0]), self.upload(ends[1])),
+            (int(counts.max()), int(keys.max())),
+        )
 
     def first(
         self,

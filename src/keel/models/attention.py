@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -191,7 +191,7 @@ class PackedLayout:
             raise ValueError(f"the layout has {self.tokens} tokens, but got {len(query)}")
         plain = rules.softcap is None and rules.sinks is None
         # Of queries of one token each the op swaps heads and tokens, and has no backward of that.
-        if plain and max(self.segments.lengths) > 1 and _flash_applies(query, value):
+        if max(self.segments.lengths) > 1 and flash_applies(query, value, rules):
             return self._flash(query, key, value, rules)
         if plain and causal.applies(query, key, value):
             plan = self._once("causal", self._causal_plan)
@@ -260,27 +260,8 @@ class PackedLayout:
             every = range(len(segments.lengths))
             index = self._once(("visible", device), lambda: upload(segments.visible(every), device))
             key, value = key.index_select(0, index), value.index_select(0, index)
-        width = query.shape[-1]
-        # The kernel takes multiples of 8; features of zeros change no score and no other feature.
-        query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
-        # Flash attention counts the keys to the left of a query, a window counts the query too.
-        left = -1 if rules.window is None else rules.window - 1
-        out: Tensor = _FLASH(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            query_ends,
-            key_ends,
-            max(segments.lengths),
-            segments.longest,
-            0.0,  # dropout
-            rules.window is None,  # a window to the left with nothing to the right is causal too
-            return_debug_mask=False,
-            scale=rules.scaling,
-            window_size_left=left,
-            window_size_right=0,
-        )[0]
-        return out[..., :width]
+        most = max(segments.lengths), segments.longest
+        return flash(query, key, value, (query_ends, key_ends), most, rules)
 
     def _bounds(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The cumulative numbers of queries and of visible keys of the segments."""
@@ -295,11 +276,48 @@ class PackedLayout:
         return self._cache[name]
 
 
-def _flash_applies(query: Tensor, value: Tensor) -> bool:
+def flash(
+    query: Float[Tensor, "T H D"],
+    key: Float[Tensor, "K Hkv D"],
+    value: Float[Tensor, "K Hkv D"],
+    ends: tuple[Int[Tensor, " ends"], Int[Tensor, " ends"]],
+    most: tuple[int, int],
+    rules: Rules,
+) -> Float[Tensor, "T H D"]:
+    """Causal attention of S segments by torch's variable-length kernel.
+
+    `ends` are the cumulative numbers of queries and of keys of the segments (int32), `most` those
+    of the longest. Causality is aligned to the last key, so a segment may have more keys than
+    queries.
+    """
+    width = query.shape[-1]
+    # The kernel takes multiples of 8; features of zeros change no score and no other feature.
+    query, key, value = (F.pad(x, (0, -width % 8)).contiguous() for x in (query, key, value))
+    # Flash attention counts the keys to the left of a query, a window counts the query too.
+    left = -1 if rules.window is None else rules.window - 1
+    out: Tensor = _FLASH(
+        query,
+        key,
+        value,
+        *ends,
+        *most,
+        0.0,  # dropout
+        rules.window is None,  # a window to the left with nothing to the right is causal too
+        return_debug_mask=False,
+        scale=rules.scaling,
+        window_size_left=left,
+        window_size_right=0,
+    )[0]
+    return out[..., :width]
+
+
+def flash_applies(query: Tensor, value: Tensor, rules: Rules) -> bool:
     """Whether variable-length flash attention takes these tensors on this GPU."""
     width = query.shape[-1]
     return (
-        query.is_cuda
+        rules.softcap is None
+        and rules.sinks is None
+        and query.is_cuda
         and torch.version.hip is None
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and query.dtype in (torch.float16, torch.bfloat16)
