@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keel.config.model import Lora
-from keel.engines import native
-from keel.engines import static as engines_static
+from keel.engines import native, page_layouts
 from keel.engines.native import NativeEngine
 from keel.engines.scheduler import Pages
 from keel.engines.static import BUCKETS, Record, StaticDecoder, bucket_of
@@ -188,7 +187,7 @@ def test_continued_tokens_attend_by_one_flash_call(
         return loop_for_flash(*given, **keys)
 
     monkeypatch.setattr(attention, "_FLASH", counted)
-    monkeypatch.setattr(engines_static, "flash_applies", lambda *_: True)
+    monkeypatch.setattr(page_layouts, "flash_applies", lambda *_: True)
     engine.prefill_tokens = 40
     assert_same(talk(engine, asked, 3), wanted, atol=ROUNDING)
     assert len(calls) > 6

@@ -11,41 +11,31 @@ nothing reads. Beyond rounding, what a row samples depends on its own tokens and
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from keel.config.model import Autocast
+from keel.engines.page_layouts import ContinuedLayout, EntryLayout, LayerShapes, RowLayout
 from keel.engines.sampler import GOING, draw
+from keel.engines.sampling_weights import SamplingWeights
 from keel.engines.scheduler import Pages, Request
-from keel.models.attention import (
-    ATTENTION,
-    PackedLayout,
-    Rules,
-    flash,
-    flash_applies,
-    in_one_dtype,
-    install,
-)
-from keel.models.families import autocast_for, head_of, uses_autocast
+from keel.models.attention import ATTENTION, PackedLayout, install
+from keel.models.families import autocast_for, uses_autocast
 from keel.models.head import Head, logits
-from keel.models.lora import affine, lora_layers
-from keel.models.paged import PAGE_TOKENS, attend_pages, store
+from keel.models.paged import PAGE_TOKENS
 from keel.types import KeelError, Sampling
 
 Ints = npt.NDArray[np.int64]
-Pools = Sequence[tuple[Float[Tensor, "pages Hkv 64 D"], Float[Tensor, "pages Hkv 64 D"]]]
-"""Keys and values of each layer."""
 
 STEPS = 16
 """Most tokens of a row between two reads by the host."""
@@ -62,177 +52,6 @@ _log = logging.getLogger(__name__)
 def bucket_of(rows: int) -> int:
     """The smallest bucket for so many rows."""
     return next((size for size in BUCKETS if size >= rows), -(-rows // 256) * 256)
-
-
-# ---------------------------------------------------------------- weights
-
-
-class SamplingWeights:
-    """A model's backbone and head as they sample: in `dtype`, adapters merged.
-
-    It is the model itself if that has the type and no adapters, or if its base is quantised; else a
-    copy, which `refresh` makes equal to the model again, in place.
-    """
-
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        head = head_of(model)
-        parameters = [*model.parameters()]
-        self._copies: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        self.quantised = any(not p.is_floating_point() for p in parameters)
-        same = all(p.dtype == dtype for p in parameters) and not lora_layers(model)
-        self.backbone: nn.Module = model.base_model
-        self.head = head.detached()
-        if self.quantised or same:
-            return
-        # A memo for deepcopy, so that no copy in the old type exists.
-        made: dict[int, Any] = {
-            id(p): nn.Parameter(torch.empty_like(p, dtype=dtype), False) for p in parameters
-        }
-        sources = dict(model.base_model.named_modules())
-        self.backbone = twin = copy.deepcopy(model.base_model, made).eval()
-        for name, layer in lora_layers(twin):
-            parent, _, child = name.rpartition(".")
-            setattr(twin.get_submodule(parent), child, layer.get_base_layer())
-        for name, module in twin.named_modules():
-            own = sources[name]
-            adapted = hasattr(own, "lora_A")
-            for leaf, weight in module.named_parameters(recurse=False):
-                if adapted and leaf == "weight":
-                    self._copies.append((weight, lambda layer=own: affine(layer)[0]))  # type: ignore[misc]
-                else:
-                    source = getattr(getattr(own, "base_layer", own), leaf)
-                    self._copies.append((weight, lambda source=source: source))  # type: ignore[misc]
-        if head.dtype in ("float32", "tf32") and dtype != torch.float64:
-            return  # its products are of the model's own weights
-        bias = None if head.bias is None else made[id(head.bias)]
-        self.head = replace(head, weight=made[id(head.weight)], bias=bias).detached()
-        inside = {id(target) for target, _ in self._copies}
-        for target, own in ((made[id(head.weight)], head.weight), (bias, head.bias)):
-            if target is not None and id(target) not in inside:
-                self._copies.append((target, lambda source=own: source))  # type: ignore[misc]
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy the model's weights."""
-        for target, source in self._copies:
-            target.copy_(source(), non_blocking=True)
-
-
-# ---------------------------------------------------------------- layouts
-
-
-@dataclass(frozen=True, eq=False)
-class RowLayout:
-    """One new token of each of R rows, which sees the row's pages; see `keel.models.paged`."""
-
-    pools: Pools
-    page_R: Int[Tensor, "R"]
-    place_R: Int[Tensor, "R"]
-    pages_R: Int[Tensor, "R P"]
-    length_R: Int[Tensor, "R"]
-    splits: int = 1
-
-    def attend(
-        self,
-        layer: int,
-        query: Float[Tensor, "1 H T D"],
-        key: Float[Tensor, "1 Hkv T D"],
-        value: Float[Tensor, "1 Hkv T D"],
-        rules: Rules,
-    ) -> Float[Tensor, "1 T H D"]:
-        """See `keel.models.attention.Layout`."""
-        heads = in_one_dtype(query, key, value)
-        query, key, value = (x[0].transpose(0, 1) for x in heads)
-        keys, values = self.pools[layer]
-        store(keys, values, key, value, self.page_R, self.place_R)
-        out = attend_pages(
-            query, keys, values, self.pages_R, self.length_R, rules, splits=self.splits
-        )
-        return out.unsqueeze(0)
-
-
-@dataclass(frozen=True, eq=False)
-class ContinuedLayout:
-    """Tokens after known ones, entry by entry; `rows` has one row for each of them.
-
-    `seen` are page and place of all keys that the entries see; `ends` and `most` as in `flash`.
-    """
-
-    rows: RowLayout
-    seen: tuple[Int[Tensor, "K"], Int[Tensor, "K"]]
-    ends: tuple[Int[Tensor, " ends"], Int[Tensor, " ends"]]
-    most: tuple[int, int]
-
-    def attend(
-        self,
-        layer: int,
-        query: Float[Tensor, "1 H T D"],
-        key: Float[Tensor, "1 Hkv T D"],
-        value: Float[Tensor, "1 Hkv T D"],
-        rules: Rules,
-    ) -> Float[Tensor, "1 T H D"]:
-        """See `keel.models.attention.Layout`. Flash attention reads the keys once for an entry,
-        rows once for each token."""
-        keys, values = self.rows.pools[layer]
-        if keys.dtype != query.dtype or not flash_applies(query[0].transpose(0, 1), value, rules):
-            return self.rows.attend(layer, query, key, value, rules)
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        store(keys, values, key, value, self.rows.page_R, self.rows.place_R)
-        page, place = self.seen
-        key, value = keys[page, :, place], values[page, :, place]
-        return flash(query, key, value, self.ends, self.most, rules).unsqueeze(0)
-
-
-@dataclass(frozen=True, eq=False)
-class EntryLayout:
-    """Tokens that enter: whole beginnings end to end (`packed`), then tokens after known ones.
-
-    Page and place of all tokens are in `page_T` and `place_T`.
-    """
-
-    packed: PackedLayout | None
-    continued: ContinuedLayout | None
-    pools: Pools
-    page_T: Int[Tensor, "T"]
-    place_T: Int[Tensor, "T"]
-
-    def attend(
-        self,
-        layer: int,
-        query: Float[Tensor, "1 H T D"],
-        key: Float[Tensor, "1 Hkv T D"],
-        value: Float[Tensor, "1 Hkv T D"],
-        rules: Rules,
-    ) -> Float[Tensor, "1 T H D"]:
-        """See `keel.models.attention.Layout`."""
-        query, key, value = in_one_dtype(query, key, value)
-        parts = []
-        split = 0
-        if self.packed is not None:
-            split = self.packed.tokens
-            q, k, v = (x[0].transpose(0, 1)[:split] for x in (query, key, value))
-            keys, values = self.pools[layer]
-            store(keys, values, k, v, self.page_T[:split], self.place_T[:split])
-            parts.append(self.packed.attend_tokens(q, k, v, rules).unsqueeze(0))
-        if self.continued is not None:
-            q, k, v = (x[:, :, split:] for x in (query, key, value))
-            parts.append(self.continued.attend(layer, q, k, v, rules))
-        return torch.cat(parts, dim=1)
-
-
-class _Shapes:
-    """Notes the heads and width of each layer's keys and values."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, tuple[int, int, torch.dtype]] = {}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
-        query, key, value = in_one_dtype(query, key, value)
-        self.found[layer] = key.shape[1], key.shape[-1], key.dtype
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-
-
-# ---------------------------------------------------------------- buffers
 
 
 class Buffers:
@@ -365,7 +184,7 @@ class StaticDecoder:
         have = self.allocator.count
         if have >= wanted or (self._most_pages is not None and have >= least):
             return
-        shapes = _Shapes()
+        shapes = LayerShapes()
         one = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.forward(one, one, shapes)
         size = sum(
