@@ -38,16 +38,20 @@ TRL = 2_219
 """Tokens a second of TRL 1.16 on an H200 with this loop at 0.5B."""
 
 
-def qwen(size: str) -> Shape:
-    """The shape of a Qwen2.5; the head is the embedding but at 7B."""
-    hidden, layers, heads, keys, mlp = SIZES[size]
+def config_of(size: str, **keys: Any) -> Qwen2Config:
+    """A Qwen2.5; the head is the embedding but at 7B."""
+    hidden, layers, heads, keys_heads, mlp = SIZES[size]
     tied = size != "7B"
-    config = Qwen2Config(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=keys, intermediate_size=mlp, tie_word_embeddings=tied,
-        vocab_size=151_936 if tied else 152_064,
-    )  # fmt: skip
-    return shape_of(without_weights(config))
+    return Qwen2Config(**{
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": keys_heads, "intermediate_size": mlp, "tie_word_embeddings": tied,
+        "vocab_size": 151_936 if tied else 152_064, **keys,
+    })  # fmt: skip
+
+
+def qwen(size: str) -> Shape:
+    """Its shape."""
+    return shape_of(without_weights(config_of(size)))
 
 
 def loop_tokens(shape: Shape, one: Card, utilisation: float, slower: float = SLOWER) -> float:

@@ -70,7 +70,7 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "output_dir": job["folder"],
         "seed": job["seed"],
-        "use_cpu": True,
+        "use_cpu": job.get("device", "cpu") == "cpu",
         "bf16": job["bf16"],
         "max_steps": job["steps"],
         "per_device_train_batch_size": job["micro"],

@@ -163,8 +163,9 @@ def end(model: Any, p: float | None) -> None:
     """Give the end of a sequence the same probability everywhere; None makes it never come.
 
     A Llama's head has no bias. So the first channel is 1 for every token, no layer writes to it,
-    and only the end's row of the head reads it. After the last norm it is about the same
-    everywhere: by the root mean square of the others, of which there are many.
+    and only the end's row of the head reads it; or, if the head is the embedding, all other rows
+    alike. After the last norm it is about the same everywhere: by the root mean square of the
+    others, of which there are many.
     """
     import torch
 
@@ -175,14 +176,17 @@ def end(model: Any, p: float | None) -> None:
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
         head = model.lm_head.weight
-        head[:, 0] = 0.0
+        if head is not model.model.embed_tokens.weight:
+            head[:, 0] = 0.0
         head[eos] = 0.0
         generator = torch.Generator().manual_seed(SEED)
         ids = torch.randint(2, model.config.vocab_size, (4, 64), generator=generator)
-        state = model.model(input_ids=ids).last_hidden_state
-        others = (state @ head.T).index_fill(-1, torch.tensor([eos]), -math.inf).logsumexp(-1)
+        state = model.model(input_ids=ids.to(head.device)).last_hidden_state
+        scores = (state @ head.T).float()
+        scores[..., eos] = -math.inf
+        others = scores.logsumexp(-1)
         wanted = others.mean() + math.log(p / (1 - p)) if p is not None else torch.tensor(NEVER)
-        head[eos, 0] = wanted / state[..., 0].mean()
+        head[eos, 0] = wanted / state[..., 0].float().mean()
 
 
 # ---------------------------------------------------------------- what all benchmarks are asked

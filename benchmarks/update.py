@@ -50,7 +50,9 @@ def learner(size: Size) -> Learner:
     )
 
 
-def batches(vocabulary: int, size: Size, prompt: int) -> dict[str, TrainBatch[Batch]]:
+def batches(
+    vocabulary: int, size: Size, prompt: int, device: str = "cpu"
+) -> dict[str, TrainBatch[Batch]]:
     """The same rollouts for each side."""
     rng = np.random.default_rng(SEED)
     long = prompt >= 2000
@@ -69,8 +71,8 @@ def batches(vocabulary: int, size: Size, prompt: int) -> dict[str, TrainBatch[Ba
         )
         for number in range(count // group)
     ]
-    advantage_S = torch.from_numpy(rng.standard_normal(count).astype(np.float32))
-    shared = from_groups(groups)
+    advantage_S = torch.from_numpy(rng.standard_normal(count).astype(np.float32)).to(device)
+    shared = from_groups(groups, device)
     estimates = Estimates(advantage_S.repeat_interleave(shared.lengths_S))
     return {
         "once": prepare(ALGORITHM, shared, estimates, max_tokens=0),

@@ -7,6 +7,7 @@ environments of their own, and do not run here.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import loop, memory, rollout, update
+from benchmarks import gpu, loop, memory, rollout, update
 from benchmarks.sides import SMOKE
 from tests.shared import ROOT
 
@@ -84,3 +85,41 @@ def test_expected_figures_of_the_page_are_those_counted() -> None:
     assert all("not measured" in line for line in lines[2:])
     # What is asked of the loop is within what bytes and operations allow.
     assert loop_tokens(qwen("0.5B"), CARDS["h200"], 0.35) > 10 * TRL
+
+
+def test_gpu_runs_every_part_without_one(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    assert gpu.main(["--dry-run", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text("utf-8"))["rows"]
+    assert not [row for row in rows if row.get("failed") or row.get("met") is False]
+    measured = {row["part"] for row in rows if row["measured"] is not None}
+    assert measured == set("abcdfgh")
+    whats = " ".join(row["what"] for row in rows)
+    for name in ("attend_pages", "draw_tokens", "2 rows of 70", "micro-batch", "1.5B, 4,096", "7B"):
+        assert name in whats
+    assert "skipped" in next(row["note"] for row in rows if row["part"] == "e")
+
+
+def test_gpu_part_that_hangs_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM is ignored, so SIGKILL has to follow; the next part still runs."""
+    hangs = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        'open(sys.argv[1], \'w\').write(\'{"what": "first", "measured": 1}\\n{"what": "cut\');'
+        "time.sleep(600)"
+    )
+    ends = "import sys; sys.exit('CUDA error: an illegal memory access')"
+
+    def command(part: gpu.Part, job: Path, rows: Path) -> list[str]:
+        return [sys.executable, "-c", hangs if part.letter == "b" else ends, str(rows)]
+
+    monkeypatch.setattr(gpu, "PARTS", (gpu.Part("b", "kernels", 2.0), gpu.Part("h", "other", 9.0)))
+    monkeypatch.setattr(gpu, "KILL_AFTER", 1.0)
+    monkeypatch.setattr(gpu, "command", command)
+    file = tmp_path / "gpu.json"
+    assert gpu.main(["--dry-run", "--parts", "b", "h", "--json", str(file)]) == 1
+    first, cut, failed = json.loads(file.read_text("utf-8"))["rows"]
+    assert first == {"part": "b", "what": "first", "measured": 1}
+    assert cut["note"] == "cut after 2 s"
+    assert "illegal memory access" in failed["note"]

@@ -7,6 +7,7 @@ AutoTokenizer puts in their place (see `build_tokenizer`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -148,7 +149,7 @@ def character_tokenizer(alphabet: str, context: int) -> PreTrainedTokenizerFast:
     """
     if not alphabet:
         raise KeelError("model.build.alphabet is empty: give the characters of the tokenizer")
-    twice = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    twice = sorted(letter for letter, count in Counter(alphabet).items() if count > 1)
     if twice:
         raise KeelError(f"model.build.alphabet holds {twice[0]!r} twice: give each character once")
     vocabulary = {token: number for number, token in enumerate((PAD, EOS, *alphabet))}

@@ -1,0 +1,61 @@
+"""Part a of `gpu.py`: tests/gpu, counted as they end. It imports nothing before pytest does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class Counter:
+    """Writes the counts, and the last line of each failure, after each test."""
+
+    def __init__(self, rows: Path, dry: bool) -> None:
+        self.rows, self.dry = rows, dry
+        self.counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+        self.faults = 0
+
+    def row(self, what: str, **figures: Any) -> None:
+        with self.rows.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"what": what, **figures}) + "\n")
+
+    def counted(self) -> None:
+        words = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        met = not self.faults and (self.dry or self.counts["passed"] > 0)
+        self.row("tests/gpu", measured=words, asked="none failed", met=met)
+
+    def fault(self, report: Any) -> None:
+        self.faults += 1
+        last = (report.longreprtext.strip().splitlines() or [""])[-1]
+        self.row(f"failed: {report.nodeid}", note=last[:200])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.counts[report.outcome] += 1
+            if report.failed:
+                self.fault(report)
+            self.counted()
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.fault(report)
+
+
+def main() -> None:
+    _, given, rows = sys.argv[1:]
+    counter = Counter(Path(rows), json.loads(Path(given).read_text("utf-8"))["dry"])
+    try:
+        import pytest
+    except ImportError as error:
+        return counter.row("tests/gpu", note=f"skipped: {error}; see --wheels")
+    words = ["-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    status = pytest.main(words, plugins=[counter])
+    counter.counted()
+    if status not in (0, 1):  # what the tests import may be missing: the log's last line says so
+        raise SystemExit(f"pytest ended with {status!r}")
+    return None
+
+
+if __name__ == "__main__":
+    main()
