@@ -214,6 +214,7 @@ def around(place: Path, chosen: argparse.Namespace) -> dict[str, str]:
         found.insert(0, str(place / "wheels"))
     own = {"PYTHONPATH": os.pathsep.join(found), "HF_HUB_OFFLINE": "1"}
     own |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    own["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR", f"{place}/triton")
     if chosen.dry_run:
         own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **own}
@@ -241,7 +242,11 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     asked.add_argument("--json", type=Path, default=Path("gpu.json"), metavar="FILE")
     asked.add_argument("--wheels", type=Path, metavar="FOLDER")
     asked.add_argument("--trl-python", default=os.environ.get("KEEL_TRL_PYTHON"), metavar="PATH")
-    return asked.parse_args(words)
+    chosen = asked.parse_args(words)
+    chosen.json.parent.mkdir(parents=True, exist_ok=True)
+    if chosen.wheels is not None and not chosen.wheels.is_dir():
+        asked.error(f"--wheels {chosen.wheels}: there is no such folder")
+    return chosen
 
 
 if __name__ == "__main__":

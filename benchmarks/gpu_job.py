@@ -65,23 +65,24 @@ class Job:
         if not self.dry:
             torch.cuda.synchronize()
 
-    def timed(self, call: Callable[[], Any], repeats: int = 20) -> float:
-        """Median seconds of a call on the device."""
+    def timed(self, call: Callable[[], Any], repeats: int = 5, calls: int = 10) -> float:
+        """Median seconds of a call on the device, of `calls` that follow each other."""
         call()
         found = []
         for _ in range(1 if self.dry else repeats):
             self.wait()
             start = time.perf_counter()
-            call()
+            for _ in range(calls):
+                call()
             self.wait()
-            found.append(time.perf_counter() - start)
+            found.append((time.perf_counter() - start) / calls)
         return statistics.median(found)
 
     def bandwidth(self) -> float:
         """Bytes a second that a copy reads and writes."""
         source = torch.ones((2**16 if self.dry else 2**31) // 4, device=self.device)
         target = torch.empty_like(source)
-        return 2 * 4 * source.numel() / self.timed(lambda: target.copy_(source), 5)
+        return 2 * 4 * source.numel() / self.timed(lambda: target.copy_(source))
 
     def config(self, size: str) -> Any:
         """A Qwen2.5, or a toy."""
