@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import expected as expectation
 from benchmarks.sides import SEED, Size, chance, end
-from keel.analysis.cards import Card, card_named
+from keel.analysis.cards import GIB, Card, card_named
 
 TOY = {
     "hidden_size": 64,
@@ -77,6 +77,12 @@ class Job:
             self.wait()
             found.append((time.perf_counter() - start) / calls)
         return statistics.median(found)
+
+    def shrink(self, size: float) -> None:
+        """Make the card as small as this, in bytes, of which a GiB is CUDA's own."""
+        if not self.dry:
+            share = (size - GIB) / torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
     def bandwidth(self) -> float:
         """Bytes a second that a copy reads and writes."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 
 from benchmarks import expected as expectation
 from benchmarks.gpu_job import Job, seen
 from benchmarks.sides import SEED
+from keel.analysis.costs import floor_ms
 
 
 def kernels(job: Job) -> None:
@@ -94,13 +96,16 @@ def _flash(job: Job) -> None:
 def decode(job: Job) -> None:
     """Milliseconds of a decoded step as the engine asks for it, 16 steps at once."""
     copied = job.bandwidth()
-    known = None if job.dry else seen().bandwidth
+    here = None if job.dry else seen()
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    job.row("machine", f"{here.name if here else 'CPU'}, {versions}")
+    known = here and here.bandwidth
     job.row("bandwidth of a copy, GB/s", copied / 1e9, expected=known and known / 1e9)
     for size in ("0.5B", "1.5B"):
         decoded = Decoding(job, size)
         for context in (20, 70) if job.dry else expectation.CONTEXTS:
             for rows in (4, 2) if job.dry else sorted(expectation.ROWS, reverse=True):
-                floor = expectation.floor_ms(decoded.shape, rows, context, copied)
+                floor = floor_ms(decoded.shape, rows, context, copied)
                 taken = decoded.step_ms(rows, context)
                 judged = rows >= 256
                 job.row(
@@ -164,7 +169,7 @@ class Decoding:
         pages = decoder.allocator.take(rows * each)
         rng = np.random.default_rng(SEED)
         decoder.buffers.token[:rows] = 2
-        given = {
+        given: dict[str, Any] = {
             "position": np.full(rows, context, dtype=np.int64),
             "last": np.full(rows, context + steps, dtype=np.int64),
             "pages": np.array(pages, dtype=np.int32).reshape(rows, each),
