@@ -85,7 +85,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 found.end = run(part, job, limit, environment, found)
                 found.close()
         except KeyboardInterrupt:
-            print("stopped")
+            rows.append({"part": "", "what": "stopped", "failed": True, "note": "by a signal"})
     failed = [one for one in rows if one.get("failed") or one.get("met") is False]
     print(f"\n{len(rows)} rows, {len(failed)} failed or not as asked: {chosen.json}")
     for one in failed:
