@@ -96,6 +96,16 @@ def test_steps_between_reads_and_rows_change_nothing(steps: int, rows: int) -> N
     assert set(ends) == {"eos", "stop", "length"}
 
 
+@pytest.mark.quick("150")
+@pytest.mark.parametrize("rows", [60, 100, 150, 250, 300, 400, 600])
+def test_large_buckets_change_nothing(rows: int) -> None:
+    model = tiny("qwen2", dtype=torch.float32)
+    asked = ragged_prompts(10)
+    n = rows // 10 + 1
+    wanted = by_modules(copy.deepcopy(model)).sample(asked, n, Sampling(12), 6)
+    assert_same(static(model, rows=rows).sample(asked, n, Sampling(12), 6), wanted, atol=ROUNDING)
+
+
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 130])
 @pytest.mark.parametrize("most_pages", [None, 12])
 def test_prompts_at_the_edges_of_pages(length: int, most_pages: int | None) -> None:

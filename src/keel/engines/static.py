@@ -30,7 +30,7 @@ from keel.engines.sampler import GOING, draw
 from keel.engines.sampling_weights import SamplingWeights
 from keel.engines.scheduler import Pages, Request
 from keel.models.attention import ATTENTION, PackedLayout, install
-from keel.models.families import autocast_for, uses_autocast
+from keel.models.families import uses_autocast
 from keel.models.head import Head, logits
 from keel.models.paged import PAGE_TOKENS
 from keel.types import KeelError, Sampling
@@ -43,6 +43,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of rows that a graph is captured for."""
 SHARE = 0.4
 """Of the free memory of a GPU, for pages: the update needs the rest."""
+GROWTH = 1.25
+"""A pool that is large enough for a sequence is replaced if it can be so many times as large."""
 BUSY = 264
 """Programs of attention that keep a GPU busy: two for each multiprocessor of an H100."""
 
@@ -130,7 +132,13 @@ class StaticDecoder:
         self._head: Head = replace(self._weights.head, tokens=tokens)
         if self._head.dtype == "auto" and self._head.weight.dtype == torch.bfloat16:
             self._head = replace(self._head, dtype="bfloat16")
-        self._autocast = autocast_for(model, autocast if self._weights.quantised else False)
+        # Without a cache of casts: a graph would hold its addresses.
+        self._autocast = torch.autocast(
+            self.device.type,
+            torch.bfloat16,
+            enabled=self._weights.quantised and rounded == torch.bfloat16,
+            cache_enabled=False,
+        )
         self._most_pages = most_pages
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._buffers: Buffers | None = None
@@ -152,7 +160,8 @@ class StaticDecoder:
 
         Raises KeelError if there is no memory for the pages of one sequence.
         """
-        self._weights.refresh()
+        with torch.autocast(self.device.type, enabled=False):
+            self._weights.refresh()
         chosen = request.sampling
         self._sampling = chosen
         self._kind = chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p
@@ -164,13 +173,13 @@ class StaticDecoder:
             rows, wide = max(rows, before[0]), max(width, before[1])
             if 0 < before[1] < wide:
                 wide *= 2  # so that longer prompts rarely mean new graphs
-            self._graphs.clear()
+            self._forget_graphs()
             self._buffers = Buffers(bucket_of(rows), wide, self.steps, self.device)
         self._reserve(least, wanted)
         ends_V = request.stops.codes_V
         table = torch.from_numpy(ends_V)
         if self._ends is None or len(self._ends) != len(table):
-            self._graphs.clear()
+            self._forget_graphs()
             self._ends = torch.empty_like(table, device=self.device)
         self._ends.copy_(table)
 
@@ -203,9 +212,9 @@ class StaticDecoder:
                     f"{100 * SHARE:.0f} %: too little for the keys and values of one sequence "
                     f"({least * size / 2**30:.1f} GiB); lower rollout.max_tokens, or free memory"
                 )
-        if count <= have:
+        if have >= least and count < GROWTH * have:
             return
-        self._graphs.clear()
+        self._forget_graphs()
         if not self.allocator.used:
             self._pools = []
         kept = self._pools
@@ -353,7 +362,7 @@ class StaticDecoder:
             place_R=position % PAGE_TOKENS,
             pages_R=own.pages[:rows],
             length_R=torch.where(live, position + 1, 0).to(torch.int32),
-            splits=max(1, min(BUSY // (rows * heads), own.width, 16)),
+            splits=max(1, min(BUSY // (rows * heads), own.width, 8)),
         )
         scores = self._logits(self.forward(token, position, layout))
         uniform = own.uniform.index_select(0, own.at)[0, :rows]
@@ -382,6 +391,11 @@ class StaticDecoder:
                 self._graphs[key] = self._capture(rows)
         return self._graphs[key]
 
+    def _forget_graphs(self) -> None:
+        """Drop what holds addresses that are no longer used."""
+        self._graphs.clear()
+        self._graph_pool = None
+
     def _capture(self, rows: int) -> Any:
         own = self.buffers
         own.live[:rows] = False  # a warm-up writes to the scratch page only
@@ -397,7 +411,7 @@ class StaticDecoder:
             own.at.zero_()
             with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
                 self._step(rows)
-        except (RuntimeError, torch.AcceleratorError) as error:
+        except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             self._captures = False
