@@ -93,7 +93,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "max(total - 1, 0).bit_length()", "max(total - 2, 0).bit_length()", TEMPORAL),
     # ratios and surrogates
     Mutation("sequence ratio without 1/L", "objective/ratios.py",
-             "spread(segment_mean(log_prob_N", "spread(segment_sum(log_prob_N", POLICY),
+             "mean_S = segment_mean(log", "mean_S = segment_sum(log", POLICY),
     Mutation("sequence_token not detached", "objective/ratios.py",
              "sequence(log_prob_N.detach(), old", "sequence(log_prob_N, old", POLICY),
     Mutation("clip bounds exchanged", "objective/surrogates.py",
@@ -173,7 +173,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "advantage.returns(signals, advantage_N)",
              "advantage.returns(signals, advantage_N - advantage_N.mean())", LEARN),
     Mutation("targets not moved with their sequence", "learn/batch.py",
-             'target_N=chosen.target_N + moved_N', 'target_N=chosen.target_N', LEARN),
+             'target_N=chosen.target_N + moved,', 'target_N=chosen.target_N,', LEARN),
     Mutation("tool output among the tokens", "learn/batch.py",
              "written = completion.written.nonzero()[0]",
              "written = completion.written.cumsum() - 1",

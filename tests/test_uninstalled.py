@@ -18,7 +18,6 @@ import pytest
 
 import keel
 
-ROOT = Path(__file__).parents[1]
 OWN = ("keel", "__editable__")
 """What the names of an installation of Keel begin with."""
 
@@ -33,11 +32,14 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for entry in Path(path).iterdir():
             if not entry.name.startswith(OWN) and not (inside / entry.name).exists():
                 (inside / entry.name).symlink_to(entry)
+    # Next to the package an editable installation leaves metadata.
+    (folder / "source").mkdir()
+    (folder / "source" / "keel").symlink_to(Path(keel.__file__).parent)
     return folder / "bin" / "python"
 
 
 def run(python: Path, *command: str, cwd: Path) -> str:
-    around = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    around = {**os.environ, "PYTHONPATH": str(python.parents[1] / "source")}
     done = subprocess.run(
         [str(python), *command], cwd=cwd, env=around, capture_output=True, text=True, timeout=300
     )

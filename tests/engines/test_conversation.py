@@ -284,8 +284,8 @@ def test_a_prompt_finds_its_longest_beginning() -> None:
         return Group(Prompt("p", "", tokens=prompt), tuple(message))
 
     prefix_cache = PrefixCache(4)
-    pool = prefix_cache.pool(4, torch.empty(0))
-    assert prefix_cache.pool(4, torch.empty(0)) is pool
+    pool = prefix_cache.pool(lambda: PagePool(4, torch.empty(0)))
+    assert prefix_cache.pool(lambda: PagePool(4, torch.empty(0))) is pool
     assert not prefix_cache.full
     entries = [pool.take(1) for _ in range(4)]
     for sequence, pages in zip((0, 1, 3, 2), entries, strict=True):

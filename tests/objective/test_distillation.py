@@ -70,7 +70,7 @@ def expected_gradient(model: EnumerableLM, teacher_ZV: Tensor, chosen: Algorithm
     lengths, sequences = tuple(model.lengths_S.tolist()), len(model.lengths_S)
     actions = Actions(
         lengths=lengths,
-        groups_S=torch.arange(sequences),
+        groups=tuple(range(sequences)),
         engine_log_prob_N=log_prob_N.detach(),
         old_log_prob_N=log_prob_N.detach(),
         teacher_log_prob_N=teacher_ZV.log_softmax(-1)[model.state_N, model.token_N],

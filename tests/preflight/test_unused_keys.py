@@ -66,6 +66,8 @@ OVERRIDES = f"""
 model.build.tokenizer=bytes model.build.alphabet=0123
 prompts.chat_template.thinks=true
 optimizer.min_lr_ratio=0.5
+optimizer.muon_momentum=0.9
+optimizer.offload=cpu
 trackers.project=mine
 cluster.rollout_workers=3
 cluster.deadline=30
@@ -175,6 +177,7 @@ def test_unused_key_is_reported_alone(
 
 EFFECTS = """
 optimizer.schedule=linear optimizer.min_lr_ratio=0.5
+optimizer.kind=muon optimizer.muon_momentum=0.9
 trackers.wandb=true trackers.project=mine
 rollout.max_turns=3 algorithm=dapo rollout.max_refills=3
 algorithm.surrogate.high=0.28 minibatches=2
