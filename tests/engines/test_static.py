@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +20,12 @@ from keel.config.model import Lora
 from keel.engines import native, page_layouts
 from keel.engines.native import NativeEngine
 from keel.engines.scheduler import Pages
-from keel.engines.static import BUCKETS, Record, StaticDecoder, bucket_of
+from keel.engines.static import BUCKETS, NoHostReads, Record, StaticDecoder, bucket_of
 from keel.models import attention
 from keel.models.attention import Rules
 from keel.models.lora import add_lora, lora_layers
 from keel.models.policy import token_count
-from keel.types import Group, Prompt, Sampling
+from keel.types import Group, KeelError, Prompt, Sampling
 from tests.engines import scripted
 from tests.engines.test_compiled import prompts
 from tests.engines.test_conversation import SHORT, Forgetful, Host, wide
@@ -333,6 +335,54 @@ def test_a_failed_call_frees_its_pages() -> None:
         engine.sample(ragged_prompts(5), 2, Sampling(20), 0)
     assert decoder_of(engine).allocator.used == 0
     assert_same(engine.sample(ragged_prompts(5), 2, Sampling(20), 0), wanted, atol=0)
+
+
+def test_conversations_share_the_decoder_of_their_engine() -> None:
+    """Graphs and pages are made once, also if the first call is one of several turns."""
+    model = wide("llama")
+    engine = NativeEngine(model, TOKENIZER)
+    with (
+        patch.object(native, "decodes_statically", lambda _: True),
+        patch.object(
+            StaticDecoder, "begin", autospec=True, side_effect=StaticDecoder.begin
+        ) as made,
+    ):
+        for _ in range(2):
+            talk(engine, prompts(5, 9), 2)
+    assert len({id(call.args[0]) for call in made.call_args_list}) == 1
+
+
+def test_pages_of_a_conversation_outlive_no_failed_call() -> None:
+    """Its next turn is computed from its prompt again, and a refused setting frees nothing."""
+    model = wide("llama")
+    engine, other = static(model), by_modules(copy.deepcopy(model))
+    asked, sampling = prompts(70, 80), Sampling(20, ignore_eos=True)
+    with engine.conversation() as talking:
+        first = talking.sample(asked, 1, replace(sampling, ignore_eos=False), 0)
+        with pytest.raises(KeelError, match="max_tokens"):
+            engine.sample(asked, 1, Sampling(0), 0)
+        with (
+            patch.object(Record, "read", side_effect=OSError("gone")),
+            pytest.raises(OSError, match="gone"),
+        ):
+            engine.sample(asked, 1, sampling, 0)
+        engine.sample(prompts(90, 100, 66), 2, sampling, 1)
+        again = [
+            replace(prompt, tokens=(*prompt.tokens, *map(int, group.completions[0].tokens), 5))
+            for prompt, group in zip(asked, first, strict=True)
+        ]
+        found = talking.sample(again, 1, sampling, 2)
+    assert_same(found, other.sample(again, 1, sampling, 2), atol=ROUNDING)
+
+
+@pytest.mark.parametrize(("family", "reads"), [("llama", False), ("qwen3_moe", True)])
+def test_a_step_that_reads_on_the_host_is_recognised(family: str, reads: bool) -> None:
+    """Before it is captured: eager experts look up which tokens they have."""
+    engine = static(tiny(family, dtype=torch.float32))
+    engine.sample(ragged_prompts(3), 1, Sampling(4), 0)
+    refused = pytest.raises(RuntimeError, match="waits") if reads else nullcontext()
+    with torch.no_grad(), NoHostReads(), refused:
+        decoder_of(engine)._warm(2)
 
 
 def test_pages_are_free_after_their_last_user() -> None:

@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from keel.config.model import Lora
 from keel.engines.native import NativeEngine
 from keel.engines.static import StaticDecoder
-from keel.models.policy import token_count
-from keel.types import Group, Sampling
+from keel.models.lora import lora_layers
+from keel.models.policy import load_policy, token_count
+from keel.types import Group, Prompt, Sampling
 from tests.engines.test_compiled import prompts
 from tests.engines.test_conversation import wide
 from tests.engines.test_static import talk
 from tests.engines.tiny import FAMILIES, TOKENIZER, assert_same, ragged_prompts, tiny
 from tests.gpu import needs_gpus
+from tests.models.tiny import spec
 
 pytestmark = needs_gpus(1)
 DEVICE = torch.device("cuda")
@@ -87,3 +90,29 @@ def test_autocast_samples_from_a_copy_in_bfloat16() -> None:
     lengths = [len(c) for group in found for c in group.completions]
     assert np.mean(lengths) > 2
     assert all(np.isfinite(c.log_probs).all() for group in found for c in group.completions)
+
+
+def test_adapters_on_a_base_in_4_bits_are_sampled_as_they_are_now() -> None:
+    """Its modules run under autocast, whose casts no graph may keep."""
+    pytest.importorskip("bitsandbytes")
+    made = spec("llama", quantisation="nf4", lora=Lora(rank=4)).model_copy(
+        update={"device": "cuda"}
+    )
+    policy = load_policy(made, 0)
+    engine = NativeEngine(policy.model, policy.tokenizer)
+    plain = NativeEngine(policy.model, policy.tokenizer)
+    plain._decoder = StaticDecoder(policy.model, tokens=policy.tokens)
+    plain._decoder._captures = False
+    generator = torch.Generator().manual_seed(0)
+    asked = [Prompt(id=str(n), content="", tokens=(n + 2, n + 3)) for n in range(6)]
+    found = []
+    for seed in range(2):
+        with torch.no_grad():
+            for _, layer in lora_layers(policy.model):
+                weight = layer.lora_B["policy"].weight
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+        greedy = Sampling(20, temperature=0, ignore_eos=True)
+        found.append(engine.sample(asked, 1, greedy, seed))
+        assert_same(found[-1], plain.sample(asked, 1, greedy, seed), atol=2e-2)
+    first, second = ([c.log_probs for g in groups for c in g.completions] for groups in found)
+    assert not all(np.allclose(a, b, atol=0.1) for a, b in zip(first, second, strict=True))

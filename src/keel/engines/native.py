@@ -124,8 +124,6 @@ class NativeEngine(Engine):
             return self._sample(prefix_cache, prompts, n, sampling, seed, on_group)
         except BaseException:
             prefix_cache.clear()
-            if self._decoder is not None:
-                self._decoder.clear()
             raise
 
     @contextmanager
@@ -133,10 +131,12 @@ class NativeEngine(Engine):
         """The engine with a prefix cache, for calls of `sample` that continue earlier sequences.
 
         A prompt that begins with a sequence of the last call enters with its new tokens only. Do
-        not change the weights before the block ends; the cache is freed then. Only the compiled
-        runner keeps sequences (`engines.compiled`), at most `max_num_seqs` of a call; all other
-        prompts enter whole. A call that raises clears the cache.
+        not change the weights before the block ends; the cache is freed then. The compiled runner
+        (`engines.compiled`) and static buffers (`engines.static`) keep sequences, at most
+        `max_num_seqs` of a call; elsewhere prompts enter whole. A call that raises clears the
+        cache.
         """
+        self._static()  # before the copy, which shares it
         engine = copy.copy(self)
         engine._prefix_cache = PrefixCache(self.max_num_seqs)
         try:
@@ -175,14 +175,19 @@ class NativeEngine(Engine):
             )
             run = self._start(request, prefix_cache)
             groups: dict[int, Group | None] = {}
-            while run.live:
-                over = run.step()
-                heartbeat()
-                raise_if_cancelled()
-                for number in over.tolist():
-                    group = groups[number] = request.answers.group(prompts[number], number)
-                    if on_group is not None and group is not None:
-                        on_group(number, group)
+            try:
+                while run.live:
+                    over = run.step()
+                    heartbeat()
+                    raise_if_cancelled()
+                    for number in over.tolist():
+                        group = groups[number] = request.answers.group(prompts[number], number)
+                        if on_group is not None and group is not None:
+                            on_group(number, group)
+            except BaseException:
+                if self._decoder is not None:
+                    self._decoder.clear()
+                raise
         done = []
         for number, prompt in enumerate(prompts):
             group = groups[number]
@@ -197,14 +202,19 @@ class NativeEngine(Engine):
 
     def _start(self, request: Request, prefix_cache: PrefixCache) -> PagedRun | _Run:
         """A run over static buffers on CUDA, or if a decoder was given; else through a runner."""
-        if self._decoder is None and self.model.device.type == "cuda":
+        decoder = self._static()
+        if decoder is None:
+            return _Run(self, request, prefix_cache)
+        decoder.begin(request)
+        return PagedRun(decoder, request, prefix_cache)
+
+    def _static(self) -> StaticDecoder | None:
+        """The decoder over static buffers, made at the first call on CUDA."""
+        if self._decoder is None and decodes_statically(self.model):
             self._decoder = StaticDecoder(
                 self.model, tokens=self.tokens, autocast=self.autocast, dtype=self.dtype
             )
-        if self._decoder is None:
-            return _Run(self, request, prefix_cache)
-        self._decoder.begin(request)
-        return PagedRun(self._decoder, request, prefix_cache)
+        return self._decoder
 
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over weights by the model's own names; tensors that it shares are left alone.
@@ -380,6 +390,11 @@ class _Run:
 
     def _tensor(self, values: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def decodes_statically(model: PreTrainedModel) -> bool:
+    """Whether an engine of this model decodes over static buffers if none are given."""
+    return str(model.device.type) == "cuda"
 
 
 def make_runner(

@@ -99,6 +99,9 @@ class PagedRun:
         self._request, self._cache = request, cache
         self._prompts, self._n = request.prompts, request.n
         self._pages = cache.pool(lambda: decoder.allocator)
+        if self._pages is not decoder.allocator:  # a call that failed has freed all pages
+            cache.clear()
+            self._pages = cache.pool(lambda: decoder.allocator)
         known, taken = cache.take(request.prompts)
         places = iter(taken)
         self._recalled = {p: (int(k), next(places)) for p, k in enumerate(known) if k}

@@ -420,7 +420,7 @@ class PrefixCache:
         return known, taken
 
     def hold(self, sequence: int, pages: list[int]) -> None:
-        """Keep the pages of a sequence, numbered as in `DecodeBatch`."""
+        """Keep the pages of a sequence, numbered as in a `Request`."""
         self._held[sequence] = pages
 
     def name(self, groups: Sequence[Group]) -> None:

@@ -22,11 +22,12 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from keel.config.model import Autocast
 from keel.engines.page_layouts import ContinuedLayout, EntryLayout, LayerShapes, RowLayout
-from keel.engines.sampler import GOING, draw
+from keel.engines.sampler import AHEAD, GOING, draw
 from keel.engines.sampling_weights import SamplingWeights
 from keel.engines.scheduler import Pages, Request
 from keel.models.attention import ATTENTION, PackedLayout, install
@@ -104,10 +105,38 @@ def _pinned(values: Tensor) -> Tensor:
     return target.copy_(values, non_blocking=True)
 
 
+class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the block an operator that waits for the device raises RuntimeError.
+
+    Such a step cannot be captured, and a capture that fails leaves torch's allocator damaged.
+    """
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "equal")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        masks = name in ("index", "index_put", "index_put_") and any(
+            x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
+        )
+        lengths = name == "repeat_interleave" and not (kwargs or {}).get("output_size")
+        moves = (kwargs or {}).get("device")
+        to_host = moves is not None and torch.device(moves).type == "cpu" and _on_gpu(args)
+        if name in self.WAITS or masks or lengths or to_host:
+            raise RuntimeError(f"it waits for the result of {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def _on_gpu(values: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tensor) and x.is_cuda for x in values)
+
+
 class StaticDecoder:
     """A model's decoding step over static buffers, with the pages of keys and values.
 
-    It lives as long as its engine: captured graphs hold the addresses of weights and buffers.
+    It lives as long as its engine: captured graphs hold the addresses of weights and buffers. The
+    model's parameters may change in place, but not be replaced.
     `most_pages` bounds the pages (None: what the rows need, and on CUDA a share of what is free);
     `steps` are those between two reads by the host.
     """
@@ -122,6 +151,8 @@ class StaticDecoder:
         steps: int = STEPS,
         most_pages: int | None = None,
     ) -> None:
+        if not 1 <= steps <= AHEAD:
+            raise ValueError(f"steps = {steps}: give 1 to {AHEAD}")
         if model.config._attn_implementation != ATTENTION:
             install(model)
         self.device: torch.device = model.device
@@ -140,6 +171,9 @@ class StaticDecoder:
             cache_enabled=False,
         )
         self._most_pages = most_pages
+        trained = (p for p in model.parameters() if p.requires_grad)
+        self._update_bytes = sum(3 * max(4, p.element_size()) * p.numel() for p in trained)
+        """Gradients and two moments, which may not be there yet if pages are allocated."""
         self._pools: list[tuple[Tensor, Tensor]] = []
         self._buffers: Buffers | None = None
         self._ends: Tensor | None = None
@@ -148,6 +182,7 @@ class StaticDecoder:
         self._graphs: dict[tuple[int, tuple[float, ...]], Any] = {}
         self._graph_pool: Any = None
         self._captures = self.device.type == "cuda"
+        self._stream: Any = None
 
     @property
     def buffers(self) -> Buffers:
@@ -205,12 +240,14 @@ class StaticDecoder:
             free = torch.cuda.mem_get_info(self.device)[0]
             free += torch.cuda.memory_reserved(self.device)
             free -= torch.cuda.memory_allocated(self.device) - have * size
+            free = max(free - self._update_bytes, 0)
             count = min(count, int(SHARE * free) // size)
-            if count < least:
+            if max(count, have) < least:
                 raise KeelError(
-                    f"the GPU has {free / 2**30:.1f} GiB free, of which sampling may take "
-                    f"{100 * SHARE:.0f} %: too little for the keys and values of one sequence "
-                    f"({least * size / 2**30:.1f} GiB); lower rollout.max_tokens, or free memory"
+                    f"the GPU has {free / 2**30:.3g} GiB left after the update's, of which "
+                    f"sampling may take {100 * SHARE:.0f} %: too little for the keys and values of one "
+                    f"sequence ({least * size / 2**30:.3g} GiB); lower rollout.max_tokens, or see "
+                    "what saves memory (docs/howto/memory.md)"
                 )
         if have >= least and count < GROWTH * have:
             return
@@ -397,34 +434,47 @@ class StaticDecoder:
         self._graph_pool = None
 
     def _capture(self, rows: int) -> Any:
-        own = self.buffers
+        """The step as a graph; None if the model reads numbers on the host, or capture fails."""
+        own, here = self.buffers, torch.cuda.current_stream(self.device)
+        if self._stream is None:  # one for all: libraries keep a workspace for each
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         own.live[:rows] = False  # a warm-up writes to the scratch page only
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(here)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles kernels, and makes what libraries make at first
-                    own.at.zero_()
-                    self._step(rows)
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-            own.at.zero_()
-            with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream):
+            with torch.cuda.stream(self._stream):
+                self._warm(rows)  # compiles kernels, and makes what libraries make at first
+                with NoHostReads():  # type: ignore[no-untyped-call]
+                    self._warm(rows)
+            here.wait_stream(self._stream)
+            # Another thread may train meanwhile.
+            with torch.cuda.graph(
+                graph,
+                pool=self._graph_pool,
+                stream=self._stream,
+                capture_error_mode="thread_local",
+            ):
                 self._step(rows)
         except RuntimeError as error:
+            torch.cuda.set_stream(here)
             if isinstance(error, torch.OutOfMemoryError):
                 raise
+            here.wait_stream(self._stream)
             self._captures = False
-            torch.cuda.synchronize(self.device)
-            reason = str(error).splitlines()[0]
             _log.warning(
                 "the decoding step of %s cannot be captured as a CUDA graph (%s): it runs without",
                 type(self._weights.backbone).__name__,
-                reason,
+                str(error).splitlines()[0],
             )
             return None
         self._graph_pool = self._graph_pool or graph.pool()
         return graph
+
+    def _warm(self, rows: int) -> None:
+        """A step whose results are not read."""
+        self.buffers.at.zero_()
+        self._step(rows)
+        self.buffers.at.zero_()
 
     @contextmanager
     def _kept(self) -> Iterator[None]:

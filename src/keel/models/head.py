@@ -16,6 +16,7 @@ their sums, and all else, stay in float32.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -111,7 +112,7 @@ def logits(hidden: Float[Tensor, "... H"], head: Head) -> Float[Tensor, "... V"]
             rows = hidden.reshape(-1, hidden.shape[-1])
             out = _product(rows.bfloat16(), weight.bfloat16().T).view(*hidden.shape[:-1], -1)
             return _shaped(out if bias is None else out + bias, head)
-        with _tf32(kind == "tf32"):
+        with _TF32.on(kind == "tf32"):
             return _shaped(nn.functional.linear(hidden.to(dtype), weight.to(dtype), bias), head)
 
 
@@ -134,20 +135,36 @@ def _product(left: Float[Tensor, "M K"], right: Float[Tensor, "K N"]) -> Float[T
     return left.float() @ right.float()
 
 
-@contextmanager
-def _tf32(on: bool) -> Iterator[None]:
-    """Within the block float32 products of a GPU are rounded to TF32. The setting is the process's:
-    the backward pass, which runs in another thread, sets it for itself."""
-    if not on:
-        yield
-        return
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+class _Tf32:
+    """Float32 products of a GPU in TF32 while a thread is within `on`.
+
+    The setting is the process's. The backward pass runs in another thread, and enters for itself.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, "none"
+
+    @contextmanager
+    def on(self, wanted: bool) -> Iterator[None]:
+        """No effect if not `wanted`."""
+        if not wanted:
+            yield
+            return
+        matmul = torch.backends.cuda.matmul
+        with self._lock:
+            if not self._inside:
+                self._before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    matmul.fp32_precision = self._before
+
+
+_TF32 = _Tf32()
 
 
 def steady_logits(head: Head) -> Callable[[Float[Tensor, "R H"]], Float[Tensor, "R V"]]:
@@ -257,7 +274,7 @@ class _Chunks:
 
     def logits(self, rows: slice) -> Tensor:
         """(c, V), a fresh buffer."""
-        with _tf32(self.tf32):
+        with _TF32.on(self.tf32):
             out = _product(self.states(rows), self.weight.T)
         if self.bias is not None:
             out += self.bias
@@ -304,7 +321,7 @@ class _Gradients:
     def add(self, rows: slice, grad: Tensor, policy: _Chunks) -> None:
         """Add the gradient (c, V) of W h + b for a chunk of tokens."""
         rounded = grad.to(policy.rounded)
-        with _tf32(policy.tf32):
+        with _TF32.on(policy.tf32):
             if self.hidden is not None:
                 self.hidden[rows] = _product(rounded, policy.weight).to(self.hidden.dtype)
             if self.weight is not None and rounded.dtype == self.weight.dtype:

@@ -251,9 +251,11 @@ def build_loop(
     evaluated = scored(loop=shaped.loop)
     prompts = source.validation(stage.evaluation.prompts)
     evaluated.check(prompts)
-    # Evaluation is of the policy itself, not of a rounded copy; but one server is enough.
+    # Evaluation is of the policy itself, not of a rounded copy; but one server is enough, and on
+    # CUDA autocast samples from such a copy anyway.
     exact = sampler
-    if rollout.dtype != "model" and sampler.engine.capabilities.in_process:
+    rounds = policy.device.type == "cuda" and uses_autocast(policy.model, policy.autocast)
+    if rollout.dtype != "model" and not rounds and sampler.engine.capabilities.in_process:
         exact = replace(sampler, engine=rollout_engine(policy, rollout))
         exact.engine.weight_version = progress.step
     return rl.RLLoop(

@@ -203,9 +203,12 @@ class VllmEngine(Engine):
         self._syncs += 1
         if self._client is not None:
             changed = {n: w.detach() for n, w in weights.items() if ".lora_" not in n}
-            sent = checkpoint_weights(self.model, changed) | adapter_factors(self.model)
+
+            def learned() -> dict[str, Tensor]:
+                return checkpoint_weights(self.model, changed) | adapter_factors(self.model)
+
             # Sent again to a new server, which has them: another failure would come at every sync.
-            self._redoing(partial(self._hand_over, sent), 1)
+            self._redoing(partial(self._hand_over, learned), 1)
 
     def sleep(self) -> None:
         """Let the server free its memory until the next call, as `sleep_level` says."""
@@ -308,20 +311,19 @@ class VllmEngine(Engine):
             self.model.save_pretrained(folder, state_dict=plain_weights(self.model))
             self.tokenizer.save_pretrained(folder)
 
-    def _hand_over(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Send weights, if any, and wake the server: its weights first, all of which are sent if it
-        dropped them, then its cache, for which the GPU has to hold no copy of what was sent."""
+    def _hand_over(self, weights: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
+        """Send what `weights` makes, if given, and wake the server: its weights first, all of which
+        are sent if it dropped them, then its cache, for which no copy of them may be left."""
         assert self._client is not None
         level = self._asleep
         if level:
             torch.cuda.empty_cache()  # what the trainer's allocator keeps is the server's again
             self._client.wake_up("weights")
         if level == 2:
-            weights = checkpoint_weights(self.model, plain_weights(self.model))
-        if weights is not None:
-            self._send(weights)
+            self._send(checkpoint_weights(self.model, plain_weights(self.model)))
+        elif weights is not None:
+            self._send(weights())
         if level:
-            del weights
             torch.cuda.empty_cache()
             self._client.wake_up("kv_cache")
             self._asleep = 0
