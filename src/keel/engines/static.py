@@ -245,9 +245,9 @@ class StaticDecoder:
             if max(count, have) < least:
                 raise KeelError(
                     f"the GPU has {free / 2**30:.3g} GiB left after the update's, of which "
-                    f"sampling may take {100 * SHARE:.0f} %: too little for the keys and values of one "
-                    f"sequence ({least * size / 2**30:.3g} GiB); lower rollout.max_tokens, or see "
-                    "what saves memory (docs/howto/memory.md)"
+                    f"sampling may take {100 * SHARE:.0f} %: too little for the keys and "
+                    f"values of one sequence ({least * size / 2**30:.3g} GiB); "
+                    "lower rollout.max_tokens, or see what saves memory (docs/howto/memory.md)"
                 )
         if have >= least and count < GROWTH * have:
             return
