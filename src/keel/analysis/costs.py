@@ -313,7 +313,9 @@ class Budget:
 
     @property
     def rows(self) -> int:
-        """Sequences of the longest length that are sampled at the same time."""
+        """Sequences of the longest length that are sampled at the same time; 0 if none are."""
+        if not self.plan.rows:
+            return 0
         return min(self.plan.rows, self.pages // -(-self.plan.longest // PAGE))
 
     @property
