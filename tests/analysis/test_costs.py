@@ -14,6 +14,7 @@ from keel.analysis.costs import (
     Shape,
     attention_pairs,
     floor_ms,
+    remedies,
     savings,
 )
 from keel.types import KeelError
@@ -21,7 +22,7 @@ from keel.types import KeelError
 # One layer of 2 heads to 1, by hand: 4·(8·8) linear weights of attention and 3·(8·24) of the MLP.
 SMALL = Shape(
     layers=1, hidden=8, heads=2, query=8, keys=4, mlp=24, vocabulary=100,
-    embedding=800, backbone=784, head=0, linear=768, norms=24, adapted=180,
+    embedding=800, backbone=784, head=0, linear=768, quantisable=768, norms=24, adapted=180,
 )  # fmt: skip
 
 
@@ -61,7 +62,14 @@ def test_reported_names_are_known(reported: str, memory: int, key: str) -> None:
     assert found.memory == memory * GIB
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 NVL", "Arc"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 NVL", "Arc"),
+        *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 D"),
+        "NVIDIA GeForce RTX 3090 Ti",
+    ],
+)
 def test_other_cards_have_no_peak(name: str) -> None:
     assert card_named(name, GIB).peak is None
 
@@ -84,6 +92,24 @@ def test_bytes_of_adapters_on_four_bits() -> None:
     assert own.items()["optimizer"] == 8 * 360
     assert own.weights == pytest.approx(0.516 * 768 + 4 * (1584 - 768) + 4 * 360, rel=0.001)
     assert own.items()["sampling copy"] == 0
+
+
+def test_critic_learns_whole_below_adapters() -> None:
+    """Weights, gradients and moments of its own kind, without rank, 4 bits or output layer."""
+    adapters = {"rank": 2, "adapted": 180, "quantised": True, "copied": False}
+    value = replace(SMALL, head=800)
+    own = plan(**adapters, critic=value)
+    assert own.others == 16 * 1584
+    # None of its own: the policy's optimizer.
+    assert plan(**adapters, critic=value, optimizer="muon").others == (
+        8 * 1584 + 4 * 768 + 8 * (1584 - 768)
+    )
+    muon = plan(critic=value, critic_optimizer="adamw", optimizer="muon", offload=True)
+    assert muon.others == 8 * 1584
+    assert plan(critic=value, critic_offload=False, offload=True).others == 16 * 1584
+    found = savings(plan(critic=value, critic_optimizer="adamw", critic_offload=False))
+    lines = {one.line: one.saved for one in found}
+    assert lines['value.optimizer.offload = "cpu"'] == 8 * 1584
 
 
 def test_checkpoints_keep_one_layer() -> None:
@@ -119,14 +145,47 @@ def test_pages_are_what_is_left() -> None:
     full = Budget(plan(extra=left - page + 1), card("24GB"))
     assert (full.pages, full.rows) == (0, 0)
     assert full.over == pytest.approx(1, abs=0.1)
+    # A stage that samples nothing.
+    nothing = Budget(plan(longest=0, rows=0), card("24GB"))
+    assert nothing.rows == nothing.as_dict()["rows"] == 0
 
 
-def test_savings_add_up_and_leave_out_what_is_set() -> None:
-    start = plan(shape=replace(SMALL, linear=76_800, backbone=78_400), tokens=1000)
-    found = savings(start)
-    assert [one.line.split(" = ")[0] for one in found][:2] == ["model.lora.rank", "optimizer.kind"]
-    total = sum(start.items().values()) - sum(found[-1].plan.items().values())
-    assert sum(one.saved for one in found) == pytest.approx(total)
-    assert all(one.saved > 0 for one in found)
-    # A smaller budget helps again; all else is set.
-    assert [one.line.split(" = ")[0] for one in savings(found[-1].plan)] == ["token_budget"]
+WIDE = replace(SMALL, linear=76_800, quantisable=76_800, backbone=78_400)
+
+
+def lines(plan: MemoryPlan, room: float) -> tuple[list[str], bool]:
+    """The remedies on a card on which `room` bytes more than the cache's least are left."""
+    budget = Budget(plan, card("24GB"))
+    page = PAGE * plan.shape.cached_bytes()
+    missing = budget.total + page + room - budget.card.memory
+    chosen, fits = remedies(Budget(replace(plan, extra=plan.extra - missing), budget.card))
+    return [one.line for one in chosen], fits
+
+
+def test_savings_leave_out_what_is_set() -> None:
+    start = plan(shape=WIDE, tokens=1000)
+    before = sum(start.items().values())
+    for one in savings(start):
+        assert one.saved == before - sum(one.plan.items().values()) > 0
+    keys = [one.line.split(" = ")[0] for one in savings(start)]
+    assert keys.index("token_budget") < keys.index("optimizer.kind") < keys.index("model.lora.rank")
+    assert "model.quantisation" not in keys
+    adapters = plan(shape=WIDE, tokens=50, rank=2, adapted=180, checkpointed=None, offload=True)
+    assert [one.line for one in savings(adapters)] == ['model.quantisation = "nf4"']
+    # GPT-2's matrices are not quantised, and a reward model has no base in 4 bits.
+    assert not savings(replace(adapters, shape=replace(WIDE, quantisable=0)))
+    assert not savings(adapters, "base.lora.rank")
+
+
+def test_one_change_that_fits_comes_first() -> None:
+    """Though another saves more; if none is enough, the largest and what is then enough."""
+    start = plan(shape=WIDE, tokens=1000)
+    saved = {one.line: one.saved for one in savings(start)}
+    rank, offload = saved["model.lora.rank = 16"], 'optimizer.offload = "cpu"'
+    assert rank > saved[offload] > saved["token_budget = 50"]
+    assert lines(start, 1 - saved[offload]) == ([offload], True)
+    assert lines(start, 1 - rank) == (["model.lora.rank = 16"], True)
+    both, fits = lines(start, -rank - 1)
+    assert (both[0], len(both), fits) == ("model.lora.rank = 16", 2, True)
+    many, fits = lines(start, -1e9)
+    assert (many, fits) == ([], False)

@@ -170,6 +170,18 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize("layers", ["0", "-1", '"all"'])
+def test_checkpointed_layers_have_one_message(layers: str) -> None:
+    with pytest.raises(KeelError) as caught:
+        load_recipe("tiny", [f"model.activation_checkpointing={layers}"])
+    assert str(caught.value).endswith(
+        "model.activation_checkpointing: true, false, or a number of layers from 1"
+    )
+    for text, value in (("true", True), ("3", 3)):
+        read = load_recipe("tiny", [f"model.activation_checkpointing={text}"])
+        assert read.model.activation_checkpointing is value
+
+
 @pytest.mark.parametrize("override", MISTAKES)
 def test_mistake_is_one_line_that_names_it(override: str) -> None:
     with pytest.raises(KeelError) as caught:

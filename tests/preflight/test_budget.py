@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import Qwen2Config
 
 from keel.analysis.cards import GIB, card
-from keel.analysis.costs import Budget
+from keel.analysis.costs import Budget, MemoryPlan
 from keel.cli.main import main
 from keel.config.load import load_recipe, shipped
+from keel.models.policy import load_policy
 from keel.models.shape import model_config, without_weights
+from keel.preflight import check
 from keel.preflight.budget import of_budget, plan_of
 from keel.preflight.check import check_card
+from keel.preflight.context import StageContext
 
 HALF = {"hidden_size": 896, "layers": 24, "heads": 14, "kv_heads": 2, "intermediate_size": 4864}
 ONE = {"hidden_size": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "intermediate_size": 8960}
@@ -79,17 +85,19 @@ def test_seven_billion_with_adapters_fit_24_gb() -> None:
     assert plain.over > 10 * GIB
 
 
-def test_over_budget_names_the_lines_in_order() -> None:
+def test_over_budget_names_what_is_enough() -> None:
     source = recipe(ONE, {})
     made = load_recipe(source)
     (one,) = of_budget(budget(source, "l4"), made, made.stages[0])
     assert (one.kind, one.severity) == ("over-card", "error")
-    assert one.key == "model.lora.rank"
-    order = ("model.lora.rank = 16 (", "activation_checkpointing = true (")
+    assert one.key == "model.activation_checkpointing"
+    order = ("activation_checkpointing = true (", "model.lora.rank = 16 (")
     places = [one.fix.find(words) for words in order]
     assert -1 not in places
     assert places == sorted(places)
     assert "not enough" not in one.fix
+    (one,) = of_budget(budget(source, "h100"), made, made.stages[0])
+    assert one.fix == "set model.activation_checkpointing = true (48.87 GiB)"
     # What the recipe has by then is not named again.
     source = recipe(ONE, {"lora": {"rank": 16}, "activation_checkpointing": True})
     made = load_recipe(source)
@@ -109,6 +117,90 @@ def test_stages_without_rollouts_have_no_copy() -> None:
     assert with_reference.others == 4 * 494_032_768
     adapters = recipe(HALF, {"lora": {"rank": 8}}, **kept)
     assert budget(adapters, "h100").plan.others == 0
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_critic_is_whole_below_adapters(quantised: bool) -> None:
+    """A plain copy of the policy that learns whole: 16 bytes a weight, or with 8-bit moments."""
+    model = {"lora": {"rank": 8}, **({"quantisation": "nf4"} if quantised else {})}
+    ppo = {"algorithm": {"preset": "ppo", "divergence": "none"}}
+    assert budget(recipe(HALF, model, **ppo), "h100").plan.others == 16 * 494_032_768
+    small = {**ppo, "value": {"optimizer": {"kind": "adamw_8bit"}}}
+    found = budget(recipe(HALF, model, **small), "h100").plan.others
+    assert found == pytest.approx((8 + 2.03) * 494_032_768, rel=0.001)
+    offload = {**ppo, "value": {"optimizer": {"offload": "cpu"}}}
+    assert budget(recipe(HALF, model, **offload), "h100").plan.others == 8 * 494_032_768
+
+
+def test_reward_model_has_its_own_adapters() -> None:
+    """Those of `base`, in the policy's dtype; the policy next to it is as the model says."""
+    four = {"lora": {"rank": 8}, "quantisation": "nf4"}
+    stage = {"stage": "reward_model", "data": {"name": "digit-pairs"}}
+    source = {"model": recipe(HALF, four)["model"], "stages": [stage]}
+    whole = budget(source, "h100").plan
+    assert whole.rank is None
+    assert whole.weights == whole.gradients == 4 * 494_032_768
+    policy = budget(recipe(HALF, four), "h100").plan
+    assert whole.others == policy.weights < 1.2 * GIB
+    adapters = {**source, "stages": [{**stage, "base": {"lora": {"rank": 4}}}]}
+    assert budget(adapters, "h100").plan.trained == 4 * policy.adapted
+    made = load_recipe(source)
+    (one,) = of_budget(budget(source, "4GB"), made, made.stages[0])
+    assert "token_budget = 1024 (" in one.fix
+    assert "base.lora.rank = 16" in one.fix
+    assert "model.lora" not in one.fix
+    assert "quantisation" not in one.fix
+
+
+def test_vllm_has_its_own_memory() -> None:
+    """No copy and no pages; its share of the card if it stays awake on the trainer's GPU."""
+    server = {"gpu_memory_utilization": 0.25}
+
+    def plan(vllm: dict[str, Any], **rollout: Any) -> MemoryPlan:
+        loop = {**LOOP, "engine": "vllm", "vllm": vllm, **rollout}
+        source = {**recipe(HALF, {}), "rollout": loop}
+        source["algorithm"] = {"preset": "grpo", "correction": {"kind": "truncate"}}
+        return budget(source, "h100").plan
+
+    asleep = plan(server)
+    assert (asleep.copied, asleep.rows, asleep.server) == (False, 0, 0)
+    quarter = 0.25 * card("h100").memory
+    assert plan({**server, "sleep_level": 0}).items()["sampling server"] == quarter
+    assert plan(server, async_level=1).server == quarter
+    assert plan({**server, "sleep_level": 0, "gpus": [1]}).server == 0
+    assert plan({"url": "http://localhost:1", "sleep_level": 0}).server == 0
+
+
+def test_transposed_matrices_get_no_four_bits() -> None:
+    """GPT-2's, which `quantise` refuses; of other families they are offered on adapters."""
+    for family, offered in (("gpt2", False), ("llama", True)):
+        build = {"family": family, "hidden_size": 1024, "layers": 24, "heads": 16}
+        model = {"build": build, "lora": {"rank": 8}, "activation_checkpointing": True}
+        source = {**recipe(HALF, {}), "model": model, "token_budget": 1024}
+        made = load_recipe(source)
+        (one,) = of_budget(budget(source, "2.8GB"), made, made.stages[0])
+        assert ('model.quantisation = "nf4" (' in one.fix) is offered
+
+
+def test_policy_with_adapters_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: as its recipe says, not by the layers that the adapters have made."""
+    source = {**recipe(HALF, {}), "model": {"build": {"family": "llama"}, "device": "cpu"}}
+    source["model"]["lora"] = {"rank": 8, "targets": ["q_proj", "down_proj"]}
+    made = load_recipe(source)
+    policy = load_policy(made.model, 0)
+    seen = SimpleNamespace(name="NVIDIA L4", total_memory=card("l4").memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+    on_gpu: Any = SimpleNamespace(model=policy.model, device=torch.device("cuda"))
+    context = StageContext(made, made.stages[0], policy, figures={})
+    (found,) = check._budgets(made, on_gpu, [context])
+    counted = budget(source, "l4").as_dict()
+    assert found == {**counted, "card": "NVIDIA L4"}
+    # A critic that does not load is another check's finding.
+    lost = {"algorithm": "ppo", "value": {"name": "/not/there"}}
+    made = load_recipe({**source, **lost})
+    assert check._budgets(made, on_gpu, [replace(context, recipe=made, stage=made.stages[0])]) == [
+        {}
+    ]
 
 
 def test_folder_with_only_a_config_is_counted(

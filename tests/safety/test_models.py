@@ -18,6 +18,7 @@ from keel.config.model import Model
 from keel.models.loading import INDEX, load_model
 from keel.models.policy import load_policy
 from keel.models.reward import load_reward_model
+from keel.models.shape import model_config, without_weights
 from keel.types import KeelError
 from tests.rewards.learned import policy, save_model
 
@@ -189,8 +190,11 @@ def test_a_folders_own_code_runs_only_where_it_is_trusted(
         load_policy(Model(name=str(folder), device="cpu"), 0)
     assert "\n" not in str(e.value)
     assert not marker.exists()
-    load_policy(Model(name=str(folder), device="cpu", trust_remote_code=True), 0)
+    trusted = Model(name=str(folder), device="cpu", trust_remote_code=True)
+    load_policy(trusted, 0)
     assert marker.exists()
+    # Without weights too, where transformers would ask at the terminal.
+    assert without_weights(model_config(trusted), True).num_parameters() > 0
 
 
 def test_a_known_family_needs_no_code_of_its_own(folder: Path, marker: Path) -> None:

@@ -182,3 +182,16 @@ def test_font_is_in_the_style_unless_served() -> None:
     assert len(FONT.read_bytes()) < 100_000
     assert 'url("data:font/woff2;base64,d09GMg' in font_face()
     assert 'url("/math.woff2")' in font_face("/math.woff2")
+
+
+def test_older_runs_have_a_speed(tmp_path: Path) -> None:
+    """From tokens and seconds of a step, if its tokens per second were not recorded."""
+    for name, timings in (("old", {}), ("new", {"speed/step": 70.0})):
+        with Recorder(RunFolder.create(tmp_path / name, RECIPE.format("rl", 3))) as recorder:
+            recorder.metrics(0, 1, {"step/tokens": 10.0})
+            recorder.timings(0, 1, {"total": 0.5, **timings})
+    library = Library([tmp_path])
+    for name, speed in (("old", 20.0), ("new", 70.0)):
+        run = library.get(name)
+        run.update()
+        assert status_of(run, "rl").tokens_per_second == speed

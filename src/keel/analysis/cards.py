@@ -42,6 +42,9 @@ CARDS: Final[dict[str, Card]] = {
 L4; the white papers of Blackwell, Ada and GA102 for GeForce (appendix, bfloat16 with float32
 accumulation)."""
 
+OTHERS: Final = {"laptop", "mobile", "nvl", "mig", "d", "ti"}
+"""Words that make a name in the table another card (RTX 4090 D), or a part of one."""
+
 
 def card(text: str) -> Card:
     """The card of a name (`h100`) or a size (`24GB`, `22.5 GiB`). Raises KeelError for others."""
@@ -59,14 +62,14 @@ def card(text: str) -> Card:
 
 def card_named(reported: str, memory: int) -> Card:
     """The card that torch reports (`NVIDIA H100 80GB HBM3`), with the memory that it sees; one that
-    is not in the table is known by its name and memory alone."""
+    is not in the table, or a part of one (MIG), is known by its name and memory alone."""
     words = set(re.split(r"[^a-z0-9]+", reported.lower()))
     key = next((key for key in CARDS if key in words), None)
     if key == "h100" and "pcie" in words:
         key = "h100-pcie"
     if key == "a100" and memory < 60 * GIB:
         key = "a100-40"
-    if key is None or words & {"laptop", "nvl", "mobile"}:
+    if key is None or words & OTHERS:
         return Card(reported, memory)
     known = CARDS[key]
     return Card(reported, memory, known.bandwidth, known.peak)

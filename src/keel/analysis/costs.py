@@ -7,7 +7,7 @@ Torch-free; `keel.models.shape` reads the shape off a transformers config.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,6 +21,10 @@ float32 (QLoRA, arXiv 2305.14314, section 3): 0.516, or 0.53 with the blocks' en
 MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256), "muon": 4.0}
 """Bytes of the optimizer's state for each weight of a matrix: two float32 moments; two of 8 bits
 with a float32 scale for every 256; one float32 momentum (other weights have AdamW's two)."""
+WORTH = 0.02
+"""A change that saves less than this share of what is missing is not named."""
+LONGEST = 1024
+"""Tokens of the longest sequence if it is not known, below which no budget is named."""
 CONTEXT = 1.0 * GIB
 """CUDA's context and libraries."""
 FRAGMENTS = 0.03
@@ -40,7 +44,8 @@ class Shape:
     `query` and `keys` are features of all query heads and of all key heads (values have as many) of
     a layer; `mlp` the features inside the MLP that a token passes through, of all its experts.
     Weights: `embedding` (positions too), `head` (0 if it is the embedding), `backbone`; of the
-    backbone `linear` in linear layers, `experts` in experts, of which a token passes a `share`.
+    backbone `linear` in linear layers, of which 4 bits can hold those `quantisable` (not GPT-2's
+    transposed ones), and `experts` in experts, of which a token passes a `share`.
     `norms` are the features that are normalised for each token, in all layers, the final norm
     included; `rms`: without their mean. `saved` counts the MLP's tensors kept for the backward
     pass. `adapted` is Σ (inputs + outputs) of the backbone's linear layers.
@@ -57,6 +62,7 @@ class Shape:
     backbone: int
     head: int
     linear: int
+    quantisable: int = 0
     experts: int = 0
     share: float = 0.0
     norms: int
@@ -73,11 +79,6 @@ class Shape:
     def active(self) -> float:
         """Weights of the backbone that a token is multiplied with."""
         return self.linear + self.share * self.experts
-
-    @property
-    def other(self) -> int:
-        """Weights outside of linear layers and experts, with embedding and head."""
-        return self.parameters - self.linear - self.experts
 
     # ------------------------------------------------------------ operations
 
@@ -179,6 +180,13 @@ def mfu(operations: float, seconds: float, peak: float) -> float:
 # ---------------------------------------------------------------- memory
 
 
+def moments(kind: OptimizerKind, weights: int, matrices: int) -> float:
+    """Bytes of an optimizer's state of `weights`, of which `matrices` are in layers' matrices."""
+    each = MOMENTS[kind]
+    own = matrices if kind == "muon" else weights
+    return each * own + MOMENTS["adamw"] * (weights - own)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """What decides the memory of a run on one card.
@@ -186,9 +194,10 @@ class MemoryPlan:
     `weight` is bytes of a master weight. `rank` is that of adapters on `adapted` features (Σ inputs
     + outputs), None without. `copied`: a bfloat16 copy samples. `checkpointed` layers, None for
     all. A micro-batch has `tokens`; `chunk` is bytes of float32 logits that are made at a time.
-    `reference` counts copies of the whole model (0: none, or the model with its adapter off),
-    `critic` models with optimizers; `extra` is bytes of other models. `rows` sequences of `longest`
-    tokens are sampled.
+    `reference` counts copies of the whole model (0: none, or the model with its adapter off);
+    `critic` is the shape of a value model with its own backbone, which learns whole and is never
+    quantised, by an optimizer of its own (None: the policy's). `extra` is bytes of other models,
+    `server` those of a server that samples. `rows` sequences of `longest` tokens are sampled.
     """
 
     shape: Shape
@@ -207,8 +216,11 @@ class MemoryPlan:
     chunk: float = 512 * 2**20
     head_copy: bool = False
     reference: int = 0
-    critic: int = 0
+    critic: Shape | None = None
+    critic_optimizer: OptimizerKind | None = None
+    critic_offload: bool | None = None
     extra: float = 0.0
+    server: float = 0.0
 
     @property
     def trained(self) -> int:
@@ -222,8 +234,8 @@ class MemoryPlan:
         adapters = 0 if self.rank is None else 4.0 * self.rank * self.adapted
         if not self.quantised:
             return self.weight * shape.parameters + adapters
-        rest = shape.experts + shape.other  # it keeps its dtype
-        return NF4_BYTES * shape.linear + self.weight * rest + adapters
+        rest = shape.parameters - shape.quantisable  # it keeps its dtype
+        return NF4_BYTES * shape.quantisable + self.weight * rest + adapters
 
     @property
     def gradients(self) -> float:
@@ -235,11 +247,8 @@ class MemoryPlan:
         """Bytes of the optimizer's state on the card."""
         if self.offload:
             return 0.0
-        each = MOMENTS[self.optimizer]
-        if self.optimizer == "muon" and self.rank is None:
-            matrices = self.shape.linear + self.shape.experts
-            return each * matrices + 8.0 * (self.trained - matrices)
-        return each * self.trained
+        inside = self.shape.linear + self.shape.experts
+        return moments(self.optimizer, self.trained, inside if self.rank is None else self.trained)
 
     @property
     def activations(self) -> float:
@@ -271,8 +280,18 @@ class MemoryPlan:
         """Bytes of reference, teacher and critic."""
         size = self.shape.parameters
         frozen = self.reference * (self.weight * size if self.rank is None else 4.0 * self.trained)
-        learned = self.critic * (self.weights + self.gradients + self.moments)
-        return frozen + learned + self.extra
+        return frozen + self._critic_bytes() + self.extra
+
+    def _critic_bytes(self) -> float:
+        """Of its weights, gradients and moments; it has no output layer."""
+        if self.critic is None:
+            return 0.0
+        weights = self.critic.parameters - self.critic.head
+        held = 2 * self.weight * weights
+        if self.offload if self.critic_offload is None else self.critic_offload:
+            return held
+        inside = self.critic.linear + self.critic.experts
+        return held + moments(self.critic_optimizer or self.optimizer, weights, inside)
 
     def items(self) -> dict[str, float]:
         """Bytes by name, all that is there in an update."""
@@ -285,6 +304,7 @@ class MemoryPlan:
             "reference, teacher, critic": self.others,
             "activations": self.activations,
             "head chunk": self.head_chunk,
+            "sampling server": self.server,
         }
 
 
@@ -351,35 +371,50 @@ class Saving:
     plan: MemoryPlan
 
 
-def savings(plan: MemoryPlan, keys: Sequence[str] = ()) -> list[Saving]:
-    """The changes that save memory, those first that save most as a rule; each on top of the ones
-    before. `keys` leaves out all but those keys. Changes without effect are left out."""
-    changes: list[tuple[str, dict[str, object]]] = []
-    if plan.rank is None:
-        changes.append(("model.lora.rank = 16", {"rank": 16, "adapted": plan.shape.adapted}))
-    if plan.optimizer == "adamw":
-        changes.append(('optimizer.kind = "adamw_8bit"', {"optimizer": "adamw_8bit"}))
-    if not plan.offload:
-        changes.append(('optimizer.offload = "cpu"', {"offload": True}))
+def savings(plan: MemoryPlan, adapters: str = "model.lora.rank") -> list[Saving]:
+    """The changes that save memory, each alone, those first that cost least; those without effect
+    are left out. `adapters` is the key of their rank; only the policy's can be on 4 bits."""
+    return [one for one in _changes(plan, adapters) if one.saved > 0]
+
+
+def _changes(plan: MemoryPlan, adapters: str) -> Iterator[Saving]:
+    before = sum(plan.items().values())
+
+    def change(line: str, **fields: object) -> Saving:
+        after = replace(plan, **fields)  # type: ignore[arg-type]
+        return Saving(line, before - sum(after.items().values()), after)
+
     if plan.checkpointed is not None:
-        changes.append(("model.activation_checkpointing = true", {"checkpointed": None}))
-    if not plan.quantised:
-        frozen: dict[str, object] = {"quantised": True, "copied": False}
-        changes.append(('model.quantisation = "nf4" (with model.lora)', frozen))
-    # A sequence longer than the budget is computed alone.
-    fewer = max(plan.longest, plan.tokens // 4)
-    if fewer < plan.tokens:
-        changes.append((f"token_budget = {fewer}", {"tokens": fewer}))
-    found: list[Saving] = []
-    for line, change in changes:
-        if keys and not any(line.startswith(key) for key in keys):
-            continue
-        before = sum(plan.items().values())
-        if change.get("quantised") and plan.rank is None:
-            continue
-        after = replace(plan, **change)  # type: ignore[arg-type]
-        saved = before - sum(after.items().values())
-        if saved > 0:
-            found.append(Saving(line, saved, after))
-            plan = after
-    return found
+        yield change("model.activation_checkpointing = true", checkpointed=None)
+    fewer, least = plan.tokens, plan.longest or LONGEST
+    while fewer > least:  # a sequence longer than the budget is computed alone
+        fewer = max(least, fewer // 4)
+        yield change(f"token_budget = {fewer}", tokens=fewer)
+    if not plan.offload:
+        yield change('optimizer.offload = "cpu"', offload=True)
+    if plan.critic_offload is False:
+        yield change('value.optimizer.offload = "cpu"', critic_offload=True)
+    if plan.optimizer == "adamw":
+        yield change('optimizer.kind = "adamw_8bit"', optimizer="adamw_8bit")
+    if plan.critic_optimizer == "adamw":
+        yield change('value.optimizer.kind = "adamw_8bit"', critic_optimizer="adamw_8bit")
+    if plan.rank is None:
+        yield change(f"{adapters} = 16", rank=16, adapted=plan.shape.adapted)
+    elif not plan.quantised and plan.shape.quantisable and adapters.startswith("model."):
+        yield change('model.quantisation = "nf4"', quantised=True, copied=False)
+
+
+def remedies(budget: Budget, adapters: str = "model.lora.rank") -> tuple[list[Saving], bool]:
+    """The changes after which a plan fits its card, one on top of the other, and whether it does.
+
+    At each point a change that is enough, else the one that saves most.
+    """
+    chosen: list[Saving] = []
+    while budget.over:
+        found = [one for one in savings(budget.plan, adapters) if one.saved > WORTH * budget.over]
+        if not found:
+            return chosen, False
+        enough = [one for one in found if not Budget(one.plan, budget.card).over]
+        chosen.append(enough[0] if enough else max(found, key=lambda one: one.saved))
+        budget = Budget(chosen[-1].plan, budget.card)
+    return chosen, True

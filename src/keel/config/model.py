@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from keel.algorithms.terms import FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import AsTuple, Depth, Seconds, Tokens, Width
@@ -41,6 +47,14 @@ _NO_RAY = UnusedIf(lambda key: key.table.ray is None, "cluster.ray is not set")
 _ALONE = UnusedIf(
     lambda key: key.table.ray is None and key.table.processes == 1, "there is one process"
 )
+
+
+def _layers(value: Any, known: ValidatorFunctionWrapHandler) -> Any:
+    """One message under one key, whichever type the value is not."""
+    try:
+        return known(value)
+    except ValidationError:
+        raise ValueError("true, false, or a number of layers from 1") from None
 
 
 Autocast = bool | Literal["auto", "bfloat16"]
@@ -110,7 +124,7 @@ class Model(FrozenModel):
     `float32` with `autocast = false`."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
-    activation_checkpointing: bool | Depth = False
+    activation_checkpointing: Annotated[bool | Depth, WrapValidator(_layers)] = False
     """Recompute activations in the backward pass, to save memory; a number: those of that many
     layers, from the first."""
     lora: Lora | None = None

@@ -89,7 +89,11 @@ class QuantisedLinear(nn.Linear):
         return out
 
     def dequantised(self) -> Tensor:
-        """The weight that it computes with, in the dtype that it had before."""
+        """The weight that it computes with, in the dtype that it had before.
+
+        With a float32 input outside of autocast, a bfloat16 base's product takes the weight as its
+        numbers and scales say, in float32; here it is rounded once more.
+        """
         weight: Tensor = import_quietly().functional.dequantize_4bit(self.weight, self.scales)
         return weight
 

@@ -33,10 +33,10 @@ def model_config(spec: Model) -> PreTrainedConfig:
     return read_config(spec)
 
 
-def without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a config, with sizes and no memory."""
+def without_weights(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedModel:
+    """The model of a config, with sizes and no memory; `trusted`: its own code may run."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
     return model
 
 
@@ -74,6 +74,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
         backbone=rest + linear,
         head=0 if tied else sum(p.numel() for p in output.parameters()),
         linear=linear,
+        quantisable=sum(_weights(m) for m in products if isinstance(m, nn.Linear)),
         experts=sum(p.numel() for _, p in named if p.dim() == 3),
         share=share,
         norms=sum(_features(n, hidden, query, keys) for n, m in modules if _is_norm(m)),

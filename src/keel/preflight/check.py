@@ -58,6 +58,7 @@ from keel.preflight.trial import TrialProcess, TrialResult, trial_recipe
 from keel.runs.trackers import check_trackers
 from keel.training.run import leaks
 from keel.training.setup import longest_sequence
+from keel.types import KeelError
 
 FROZEN_SHARE = 0.5
 """More than half of the weights not moving is more than rounding: in float32 at the same rate it
@@ -177,7 +178,7 @@ def check_card(source: Source, overrides: Sequence[str], device: str) -> Report:
     """
     start = time.perf_counter()
     wanted, recipe = card(device), load_recipe(source, overrides)
-    model = without_weights(model_config(recipe.model))
+    model = without_weights(model_config(recipe.model), recipe.model.trust_remote_code)
     stages, findings = [], []
     left_out = ("all but memory, which is counted: without --device the recipe is loaded and run",)
     for stage in recipe.stages:
@@ -197,13 +198,20 @@ def _budgets(
         return [{} for _ in contexts]
     seen = torch.cuda.get_device_properties(policy.device)
     here = card_named(seen.name, seen.total_memory)
-    budgets = []
+    # Adapters in place, and weights in 4 bits, are counted from the recipe.
+    model = without_weights(policy.model.config, recipe.model.trust_remote_code)
+    budgets: list[dict[str, Any]] = []
     for context in contexts:
         example = None if context.longest is None else context.longest.tokens
-        plan = plan_of(recipe, context.stage, policy.model, here.memory, example)
-        budgets.append(Budget(plan, here))
-        context.add(*of_budget(budgets[-1], recipe, context.stage))
-    return [budget.as_dict() for budget in budgets]
+        try:
+            plan = plan_of(recipe, context.stage, model, here.memory, example)
+        except KeelError:  # a model that does not load, which is a finding already
+            budgets.append({})
+            continue
+        budget = Budget(plan, here)
+        budgets.append(budget.as_dict())
+        context.add(*of_budget(budget, recipe, context.stage))
+    return budgets
 
 
 def _missing(recipe: Recipe) -> str:
