@@ -216,6 +216,7 @@ def save_pending(folder: Path, pending: Pending) -> None:
 def _state(step: int, rollouts: Rollouts) -> dict[str, Any]:
     # What users chose as text: its keys must not meet those of the state.
     state = {"step": step, **asdict(rollouts), "extras": json.dumps(rollouts.extras)}
+    del state["seconds"]  # a checkpoint is a function of recipe and seed
     for group in state["groups"]:
         prompt = group["prompt"]
         prompt |= {name: json.dumps(prompt[name]) for name in ("content", "tools")}
