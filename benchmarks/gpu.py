@@ -34,6 +34,8 @@ from benchmarks.sides import ROOT, row
 KILL_AFTER = 5.0
 """Seconds from SIGTERM, on which Keel finishes its step, to SIGKILL."""
 POLL = 0.25
+LOG = 60
+"""Lines of a part's output that are kept, in a file next to the JSON file."""
 HEAD = ("part", "what", "asked", "expected", "measured", "measured / expected", "")
 
 
@@ -50,13 +52,13 @@ class Part(NamedTuple):
 PARTS = (
     Part("c", "decode", 100),
     Part("d", "loop", 80, {"size": "0.5B"}),
-    Part("d", "loop", 100, {"size": "1.5B"}),
-    Part("d", "loop", 70, {"size": "1.5B", "saving": True}),
     Part("h", "quickstart", 60),
-    Part("b", "kernels", 60),
-    Part("f", "qlora", 90, {"size": "7B"}),
     Part("g", "profiles", 60),
-    Part("a", "tests", 150),
+    Part("d", "loop", 100, {"size": "1.5B"}),
+    Part("a", "tests", 120),
+    Part("f", "qlora", 90, {"size": "7B"}),
+    Part("d", "loop", 70, {"size": "1.5B", "saving": True}),
+    Part("b", "kernels", 60),
     Part("e", "trl", 150, {"size": "0.5B"}),
 )
 """In the order in which they run: if time runs out, the last are cut."""
@@ -195,10 +197,12 @@ def run(
             send(child, signal.SIGKILL)  # what it started, too
             child.wait()
             found.read(rows)
+    lines = log.read_text("utf-8", "replace").strip().splitlines()
+    with found.file.with_suffix(".log").open("a", encoding="utf-8") as kept:
+        kept.write("\n".join([f"---- {part.function} {dict(part.given)}", *lines[-LOG:], ""]))
     if late:
         return f"cut after {limit:.0f} s"
-    last = log.read_text("utf-8", "replace").strip().splitlines()[-1:]
-    return "" if child.returncode == 0 else f"status {child.returncode}: {' '.join(last)[:300]}"
+    return "" if child.returncode == 0 else f"status {child.returncode}: {lines[-1:]}"[:300]
 
 
 def send(child: subprocess.Popen[bytes], number: int) -> None:
