@@ -100,10 +100,14 @@ class Job:
         """Random weights on the card, with ends at the rate that `work` asks for."""
         from transformers import AutoModelForCausalLM
 
+        from keel.config.model import Model
+        from keel.models.families import note_choices
+
         torch.manual_seed(SEED)
         with torch.device(self.device):
             made = AutoModelForCausalLM.from_config(self.config(size), dtype=dtype)
         end(made, chance(self.work.mean, self.work.most))
+        note_choices(made, Model(name="random"))
         return made
 
     def tokenizer(self, size: str) -> Any:

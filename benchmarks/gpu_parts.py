@@ -72,10 +72,11 @@ def qlora(job: Job) -> None:
 def policy_of(job: Job, spec: Any, dtype: torch.dtype) -> Any:
     """What `load_policy` would load from a folder, without the folder."""
     from keel.models import lora
-    from keel.models.families import prepare
+    from keel.models.families import note_choices, prepare
     from keel.models.policy import Policy
 
     model = job.model(job.size, dtype)
+    note_choices(model, spec)
     more: dict[str, Any] = {}
     if spec.quantisation is not None:
         from keel.models.quantised import QuantisationEffect, QuantisedLinear
@@ -193,9 +194,7 @@ def report(job: Job, folder: Path, shape: Any) -> None:
         note=f"mean length {(median('completions/mean_length') or 0):.0f}",
     )
     job.row(f"loop, s a step: {name}", median("total"))
-    phases = ("rollout", "score", "update", "sync", "record")
-    parts = (f"{phase} {median(phase):.3f}" for phase in phases if median(phase) is not None)
-    job.row(f"loop, s by phase: {name}", ", ".join(parts))
+    job.row(f"loop, s by phase: {name}", phases(folder))
     job.row(f"loop, generated tokens/s: {name}", median("speed/generation"))
     utilisation = median("mfu/update")
     if whole and utilisation is not None:
@@ -213,6 +212,19 @@ def report(job: Job, folder: Path, shape: Any) -> None:
     keys = ("sampling/kl/k1", "sampling/kl/k3", "sampling/effective_sample_size")
     gaps = (f"{key.split('/')[-1]} {median(key):.2g}" for key in keys if median(key) is not None)
     job.row(f"engine mismatch: {name}", ", ".join(gaps))
+
+
+def phases(folder: Path) -> str:
+    """The median seconds of a step's phases, without the early steps."""
+    from keel.runs.reader import load
+
+    rows = load(folder).timings()[EARLY:]
+    found = {
+        phase: statistics.median(row[phase] for row in rows if phase in row)
+        for phase in ("rollout", "score", "update", "sync", "record")
+        if any(phase in row for row in rows)
+    }
+    return ", ".join(f"{phase} {seconds:.4f}" for phase, seconds in found.items())
 
 
 def planned(job: Job) -> float | None:
@@ -285,7 +297,7 @@ def load_spec(job: Job) -> Any:
     return Model(name="random", device="cpu" if job.dry else "auto")
 
 
-def top(job: Job, what: str, call: Callable[[], Any], count: int = 12) -> None:
+def top(job: Job, what: str, call: Callable[[], Any], count: int = 16) -> None:
     """Rows of the kernels that took most time in a call, after one call before."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -313,7 +325,7 @@ def top(job: Job, what: str, call: Callable[[], Any], count: int = 12) -> None:
     job.row(f"profile of {what}: kernels, ms", busy, expected=1e3 * wall, note="expected: the wall")
     for place, event in enumerate(events[:count], 1):
         taken = getattr(event, key) / 1e3
-        name = f"profile of {what} {place:2}: {event.key[:70]}"
+        name = f"profile of {what} {place:2}: {event.key[:90]}"
         job.row(name, taken, note=f"ms, {taken / max(busy, 1e-9):.0%}, {event.count} calls")
 
 
@@ -343,6 +355,7 @@ def quickstart(job: Job) -> None:
                 taken = statistics.median(steps)
                 met = None if job.dry else taken <= 0.1
                 job.row("quickstart, s a step", taken, asked="≤ 0.1", met=met)
+                job.row("quickstart, s by phase", phases(state.folder))
 
     run(load_recipe(made), job.folder / "run", callbacks=[Steps()])
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ class Counter:
     def fault(self, report: Any) -> None:
         self.faults += 1
         last = (report.longreprtext.strip().splitlines() or [""])[-1]
+        print(report.longreprtext[-4000:], flush=True)
         self.row(f"failed: {report.nodeid}", note=last[:200])
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -49,7 +52,9 @@ def main() -> None:
         import pytest
     except ImportError as error:
         return counter.row("tests/gpu", note=f"skipped: {error}; see --wheels")
-    words = ["-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    words = ["-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark", "tests/gpu"]
+    if find_spec("xdist") is not None:
+        words += ["-n", str(min(8, os.cpu_count() or 1))]
     status = pytest.main(words, plugins=[counter])
     counter.counted()
     if status not in (0, 1):  # what the tests import may be missing: the log's last line says so

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from keel.config.model import Lora
 from keel.engines.native import NativeEngine
 from keel.engines.static import StaticDecoder
 from keel.models.lora import lora_layers
@@ -95,9 +94,7 @@ def test_autocast_samples_from_a_copy_in_bfloat16() -> None:
 def test_adapters_on_a_base_in_4_bits_are_sampled_as_they_are_now() -> None:
     """Its modules run under autocast, whose casts no graph may keep."""
     pytest.importorskip("bitsandbytes")
-    made = spec("llama", quantisation="nf4", lora=Lora(rank=4)).model_copy(
-        update={"device": "cuda"}
-    )
+    made = spec("llama", rank=4, quantisation="nf4").model_copy(update={"device": "cuda"})
     policy = load_policy(made, 0)
     engine = NativeEngine(policy.model, policy.tokenizer)
     plain = NativeEngine(policy.model, policy.tokenizer)

@@ -11,7 +11,9 @@ import torch
 from keel.models import paged
 from keel.models.attention import Rules
 from keel.models.draw import draw_tokens
-from keel.models.kernels import has_triton
+from keel.models.head import Head
+from keel.models.head import readout as readout_of
+from keel.models.kernels import has_triton, readout
 from tests.gpu import needs_gpus
 from tests.models.kernels import triton_cases as cases
 from tests.models.test_paged import Cache, cache, expected
@@ -111,3 +113,28 @@ def test_tokens_are_drawn_in_a_graph() -> None:
         wanted = draw_tokens(logits.cpu(), uniform.cpu(), 0.8)
         assert torch.equal(token.cpu(), wanted[0])
         torch.testing.assert_close(log_prob.cpu(), wanted[1], rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("name", cases.READOUTS)
+def test_readout_equals_float64(name: str, entropy: bool) -> None:
+    cases.check_readout(readout, name, entropy, DEVICE)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_head_on_a_gpu_equals_that_on_a_cpu(softcap: float | None) -> None:
+    """Values and gradients of all inputs, over several chunks."""
+    torch.manual_seed(0)
+    states, weight, bias = torch.randn(70, 16), torch.randn(310, 16), torch.randn(310)
+    tokens, grads = torch.randint(0, 300, (70,)), torch.randn(2, 70)
+    found = []
+    for device in ("cpu", DEVICE):
+        given = [x.to(device).requires_grad_() for x in (states, weight, bias)]
+        head = Head(given[1], given[2], 0.5, softcap, tokens=300)
+        options: dict[str, Any] = {"entropy": True, "chunk_bytes": 40_000}
+        out = readout_of(given[0], head, tokens.to(device), 0.8, **options)
+        values = [out.log_prob_N, out.entropy_N]
+        torch.autograd.backward(values, [*grads.to(device)])
+        found.append([x.detach().cpu() for x in (*values, *(x.grad for x in given))])  # type: ignore[union-attr]
+    for there, here in zip(*found, strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-4)

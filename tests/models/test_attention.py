@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
 from keel.models import attention
-from keel.models.attention import PackedLayout, Rules, in_one_dtype, install
+from keel.models.attention import Attending, PackedLayout, Rules, in_one_dtype, install
 from keel.models.kernels import causal
 from keel.models.packed import Segments
 from keel.types import KeelError
@@ -216,8 +216,10 @@ def test_an_installed_model_wants_a_layout_that_fits() -> None:
     with pytest.raises(ValueError, match="needs layout="):
         model(input_ids=tokens, use_cache=False)
     with pytest.raises(ValueError, match="5 tokens"):
-        model(input_ids=tokens, use_cache=False, layout=PackedLayout([2, 3]))
+        model(input_ids=tokens, use_cache=False, layout=Attending(PackedLayout([2, 3])))
     with pytest.raises(ValueError, match="bidirectional"):
-        model(input_ids=tokens, use_cache=False, layout=PackedLayout([6]), is_causal=False)
+        model(
+            input_ids=tokens, use_cache=False, layout=Attending(PackedLayout([6])), is_causal=False
+        )
     with pytest.raises(ValueError, match="at least one token"):
         PackedLayout([3, 0])

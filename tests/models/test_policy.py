@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from keel.config.model import Autocast, Model, TeacherModel
 from keel.learn.ranks import ONE
 from keel.models import policy as policies
-from keel.models.attention import PackedLayout
+from keel.models.attention import Attending, PackedLayout
 from keel.models.families import uses_autocast
 from keel.models.loading import quiet
 from keel.models.packed import pack
@@ -170,7 +170,7 @@ def test_a_critic_starts_from_the_policys_backbone_and_learns_alone() -> None:
             input_ids=packed.tokens_T[None],
             position_ids=packed.positions()[None],
             use_cache=False,
-            layout=PackedLayout(packed.lengths),
+            layout=Attending(PackedLayout(packed.lengths)),
         ).last_hidden_state[0][packed.target_N - 1],
         ours.hidden(packed),
         rtol=0,

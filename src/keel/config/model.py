@@ -29,6 +29,7 @@ _HEAD_ON_CPU = UnusedIf(
     lambda key: key.facts.cpu and key.value != "bfloat16",
     'a CPU computes the output layer in float32 unless it is "bfloat16"',
 )
+_NOT_COMPILED = UnusedIf(lambda key: key.facts.cpu, "a CPU runs its own compiled code")
 _NOT_FLOAT32 = UnusedIf(
     lambda key: key.table.dtype != "float32", 'autocast is for model.dtype = "float32" only'
 )
@@ -122,6 +123,10 @@ class Model(FrozenModel):
     """What the factors of the output layer's products are rounded to on a GPU; sums and
     log-probabilities stay in float32. `auto`: `tf32` in updates and `bfloat16` in decoding, or
     `float32` with `autocast = false`."""
+    compile: Annotated[bool | Literal["auto"], _NOT_COMPILED] = "auto"
+    """Let torch.compile fuse what each layer does between its matrix products, in updates and in
+    decoding on a GPU, which takes about a minute at the start. `auto`: models of at least 100
+    million parameters, on one GPU of NVIDIA."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
     activation_checkpointing: Annotated[bool | Depth, WrapValidator(_layers)] = False

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.engines.scheduler import DecodeBatch, Moves
-from keel.models.attention import PackedLayout, Rules, attention_weights, in_one_dtype
+from keel.models.attention import Attending, PackedLayout, Rules, attention_weights, in_one_dtype
 
 Ints = npt.NDArray[np.int64]
 Places = tuple[Int[Tensor, "T"], Int[Tensor, "T"]]
@@ -108,7 +108,10 @@ class ModuleRunner:
             live=live,
         )
         out = self._backbone(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            layout=Attending(layout),
         )
         states: Tensor = out.last_hidden_state[0]
         return states

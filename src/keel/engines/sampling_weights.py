@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from keel.models.families import head_of
+from keel.models.attention import compile_layers
+from keel.models.families import head_of, is_compiled
 from keel.models.lora import affine, lora_layers
 
 
@@ -29,6 +30,7 @@ class SamplingWeights:
         self.quantised = any(not p.is_floating_point() for p in parameters)
         same = all(p.dtype == dtype for p in parameters) and not lora_layers(model)
         self.backbone: nn.Module = model.base_model
+        self.compiled = is_compiled(model)
         self.head = head.detached()
         if self.quantised or same:
             return
@@ -50,6 +52,8 @@ class SamplingWeights:
                 else:
                     source = getattr(getattr(own, "base_layer", own), leaf)
                     self._copies.append((weight, lambda source=source: source))  # type: ignore[misc]
+        if self.compiled:
+            compile_layers(twin)
         if head.dtype in ("float32", "tf32") and dtype != torch.float64:
             return  # its products are of the model's own weights
         bias = None if head.bias is None else made[id(head.bias)]

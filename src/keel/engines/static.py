@@ -30,7 +30,7 @@ from keel.engines.page_layouts import ContinuedLayout, EntryLayout, LayerShapes,
 from keel.engines.sampler import AHEAD, GOING, draw
 from keel.engines.sampling_weights import SamplingWeights
 from keel.engines.scheduler import Pages, Request
-from keel.models.attention import ATTENTION, PackedLayout, install
+from keel.models.attention import ATTENTION, Attending, PackedLayout, install, uncompiled
 from keel.models.families import uses_autocast
 from keel.models.head import Head, logits
 from keel.models.paged import PAGE_TOKENS
@@ -209,7 +209,7 @@ class StaticDecoder:
             if 0 < before[1] < wide:
                 wide *= 2  # so that longer prompts rarely mean new graphs
             self._forget_graphs()
-            self._buffers = Buffers(bucket_of(rows), wide, self.steps, self.device)
+            self._buffers = Buffers(bucket_of(max(rows, 2)), wide, self.steps, self.device)
         self._reserve(least, wanted)
         ends_V = request.stops.codes_V
         table = torch.from_numpy(ends_V)
@@ -229,8 +229,10 @@ class StaticDecoder:
         if have >= wanted or (self._most_pages is not None and have >= least):
             return
         shapes = LayerShapes()
-        one = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.forward(one, one, shapes)
+        two = torch.zeros(
+            2, dtype=torch.int64, device=self.device
+        )  # as many as compiled code needs
+        self.forward(two, two, shapes)
         size = sum(
             2 * heads * PAGE_TOKENS * width * dtype.itemsize
             for heads, width, dtype in shapes.found.values()
@@ -361,7 +363,8 @@ class StaticDecoder:
     ) -> Record:
         """Feed `steps` tokens of each of the first R rows, the first at `position`."""
         own, rows = self.buffers, len(position)
-        size = bucket_of(rows)
+        # A lone row would need compiled code of its own.
+        size = bucket_of(max(rows, 2) if self._weights.compiled else rows)
         own.position[:rows] = self.upload(position)
         own.last[:rows] = self.upload(last)
         own.pages[:rows, : pages.shape[1]] = self.upload(pages)
@@ -378,7 +381,10 @@ class StaticDecoder:
         """The last hidden states of tokens."""
         with torch.autocast(self.device.type, enabled=False), self._autocast:
             out = self._weights.backbone(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, layout=layout
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                use_cache=False,
+                layout=Attending(layout),
             )
         states: Tensor = out.last_hidden_state[0]
         return states
@@ -401,7 +407,8 @@ class StaticDecoder:
             length_R=torch.where(live, position + 1, 0).to(torch.int32),
             splits=max(1, min(BUSY // (rows * heads), own.width, 8)),
         )
-        scores = self._logits(self.forward(token, position, layout))
+        # Copies: compiled code would be made again for a part of a larger buffer.
+        scores = self._logits(self.forward(token.clone(), position.clone(), layout))
         uniform = own.uniform.index_select(0, own.at)[0, :rows]
         drawn, log_prob = draw(scores, uniform, self._sampling)
         own.tokens[:, :rows].index_copy_(0, own.at, drawn[None])
@@ -444,7 +451,8 @@ class StaticDecoder:
         try:
             with torch.cuda.stream(self._stream):
                 self._warm(rows)  # compiles kernels, and makes what libraries make at first
-                with NoHostReads():  # type: ignore[no-untyped-call]
+                # torch would give up for good what it compiled if it met such a mode.
+                with uncompiled(self._weights.backbone), NoHostReads():  # type: ignore[no-untyped-call]
                     self._warm(rows)
             here.wait_stream(self._stream)
             # Another thread may train meanwhile.

@@ -13,7 +13,8 @@ segments of equal lengths together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from keel.models.kernels import causal
 from keel.models.packed import Segments, upload
@@ -32,6 +35,8 @@ _FLASH = torch.ops.aten._flash_attention_forward
 
 ATTENTION = "keel"
 """The name of the attention function within transformers."""
+RECOMPILE_LIMIT = 64
+"""Versions of a compiled layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,12 +69,19 @@ class Layout(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Attending:
+    """A layout as a model is given it: one type, so that torch compiles a layer once for all."""
+
+    layout: Layout
+
+
 def install(model: PreTrainedModel) -> None:
     """Make `model` attend through the `layout=` that it is called with.
 
     From then on the model is called as `model(input_ids=(1, T), position_ids=(1, T),
-    use_cache=False, layout=layout)`, with position ids that restart at each sequence. No mask
-    function is registered under the name, so transformers builds no mask.
+    use_cache=False, layout=Attending(layout))`, with position ids that restart at each sequence. No
+    mask function is registered under the name, so transformers builds no mask.
 
     Raises KeelError where the architecture does not go through transformers' attention interface.
     """
@@ -80,13 +92,54 @@ def install(model: PreTrainedModel) -> None:
             f"{name} does not use transformers' attention interface, so sequences cannot be "
             "packed; choose a model of a supported family (Llama, Qwen, Mistral, Gemma, ...)"
         )
-    AttentionInterface.register(ATTENTION, _attention)
+    if ATTENTION not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(ATTENTION, _attention)
     model.set_attn_implementation(ATTENTION)
+    for module in model.modules():
+        # A look for padding among the tokens, which would wait for the device at each pass.
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = _no_warning  # type: ignore[method-assign]
     if model.config._attn_implementation != ATTENTION:
         raise KeelError(
             f"{name} kept the attention '{model.config._attn_implementation}' instead of "
             f"'{ATTENTION}', so sequences cannot be packed; choose a model of a supported family"
         )
+
+
+def compile_layers(backbone: torch.nn.Module) -> None:
+    """Let torch compile each layer of a backbone that attends through layouts; attention itself,
+    which depends on the layout, stays as it is.
+
+    The layers share compiled code. It is made at their first call, for any number of tokens but
+    one, which has code of its own.
+    """
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
+    # Kinds of layers × with or without gradients × training or evaluation; beyond torch's 8 the
+    # rest would run uncompiled.
+    config = torch._dynamo.config
+    config.recompile_limit = max(RECOMPILE_LIMIT, config.recompile_limit)
+    layers = [m for m in backbone.modules() if isinstance(m, GradientCheckpointingLayer)]
+    whole = (torch.nn.ModuleList, torch.nn.Embedding)
+    others = [m for m in backbone.children() if not isinstance(m, whole)]
+    for module in (*layers, *others):  # the others: rotary tables, the last norm
+        module.compile(dynamic=True)
+
+
+@contextmanager
+def uncompiled(backbone: torch.nn.Module) -> Iterator[None]:
+    """Within the block nothing of a backbone is compiled code."""
+    compiled = {m: m._compiled_call_impl for m in backbone.modules() if m._compiled_call_impl}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+def _no_warning(*_: object) -> None:
+    pass
 
 
 def _attention(
@@ -100,7 +153,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    layout: Layout | None = None,
+    layout: Attending | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     **_: Any,
@@ -115,7 +168,8 @@ def _attention(
         raise ValueError(f"{name} asks for bidirectional attention, which is not supported")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     rules = Rules(scaling, sliding_window, softcap, s_aux)
-    return layout.attend(int(module.layer_idx), query, key, value, rules), None  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return layout.layout.attend(layer, query, key, value, rules), None
 
 
 def in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from keel.config.model import Autocast, Model
-from keel.models.attention import PackedLayout, install
+from keel.models.attention import Attending, PackedLayout, compile_layers, install
 from keel.models.head import Head, logits
 from keel.models.packed import Packed, pack
 from keel.types import KeelError
@@ -86,6 +86,10 @@ of a sparse model for a single token.
 
 HEAD_DTYPE = "keel_head_dtype"
 """The attribute of a model that says what its head's products are rounded to."""
+COMPILED = "keel_compiled"
+"""The attribute of a model that says whether its layers are compiled."""
+WORTH_COMPILING = 100_000_000
+"""Parameters from which on a run is likely to earn back the minute that compiling takes."""
 
 SIZES = (
     "num_hidden_layers",
@@ -194,10 +198,22 @@ def head_of(model: PreTrainedModel) -> Head:
     )
 
 
-def set_head_dtype(model: PreTrainedModel, spec: Model) -> None:
-    """Note the recipe's `head_dtype` on the model, for `head_of` of it and of its copies."""
+def note_choices(model: PreTrainedModel, spec: Model) -> None:
+    """Note on a model, which is on its device, what the recipe says of its head and of compiling,
+    for it and for its copies."""
     exact = spec.head_dtype == "auto" and spec.autocast is False
     setattr(model, HEAD_DTYPE, "float32" if exact else spec.head_dtype)
+    wanted = spec.compile
+    if wanted == "auto":
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        large = sum(p.numel() for p in model.parameters()) >= WORTH_COMPILING
+        wanted = alone and large
+    setattr(model, COMPILED, wanted and model.device.type == "cuda" and spec.quantisation is None)
+
+
+def is_compiled(model: PreTrainedModel) -> bool:
+    """Whether its layers are compiled; a copy's have to be compiled again."""
+    return bool(getattr(model, COMPILED, False))
 
 
 def uses_autocast(model: PreTrainedModel, wanted: Autocast) -> bool:
@@ -236,7 +252,7 @@ def states_at(
             input_ids=packed.tokens_T[None],
             position_ids=packed.positions()[None],
             use_cache=False,
-            layout=PackedLayout(packed.lengths, packed.follows),
+            layout=Attending(PackedLayout(packed.lengths, packed.follows)),
         )
     states: Tensor = out.last_hidden_state[0]
     return states.index_select(0, at_K)
@@ -290,6 +306,8 @@ def prepare(model: PreTrainedModel, autocast: Autocast, what: Output = "logits")
             f"model family {family!r} fails the packing probe: the {what} of packed sequences "
             f"differ {fault}; this model would train on wrong probabilities: choose another"
         )
+    if is_compiled(model):
+        compile_layers(model.base_model)
 
 
 @contextmanager

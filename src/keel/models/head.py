@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from keel.config.model import HeadDtype
+from keel.models.kernels import has_triton
 from keel.models.kernels.sampling import HeadWeight, head_library
 
 CHUNK_BYTES = 32 * 2**20
@@ -272,12 +273,27 @@ class _Chunks:
     def states(self, rows: slice) -> Tensor:
         return self.hidden[rows].to(self.rounded)
 
-    def logits(self, rows: slice) -> Tensor:
-        """(c, V), a fresh buffer."""
+    @property
+    def fused(self) -> bool:
+        """Whether Triton's kernels do what is between the products."""
+        return self.hidden.is_cuda and self.dtype == torch.float32 and has_triton()
+
+    @property
+    def shape(self) -> tuple[float, float | None, float]:
+        """Scale, soft cap and temperature, as the kernels take them."""
+        return self.head.scale, self.head.softcap, self.temperature
+
+    def products(self, rows: slice) -> Tensor:
+        """W h + b, (c, V), a fresh buffer."""
         with _TF32.on(self.tf32):
             out = _product(self.states(rows), self.weight.T)
         if self.bias is not None:
             out += self.bias
+        return out
+
+    def logits(self, rows: slice) -> Tensor:
+        """(c, V), a fresh buffer."""
+        out = self.products(rows)
         if self.head.scale != 1.0:
             out *= self.head.scale
         if self.head.softcap is not None:
@@ -304,6 +320,13 @@ def _normaliser(logits: Float[Tensor, "c V"]) -> Float[Tensor, "c"]:
     if logits.device.type != "cpu" or len(logits) <= few:
         return logits.logsumexp(1)
     return torch.cat([part.logsumexp(1) for part in torch.split(logits, few)])
+
+
+def kernels() -> Any:
+    """The Triton kernels, which only a GPU imports."""
+    from keel.models.kernels import readout
+
+    return readout
 
 
 class _Gradients:
@@ -354,8 +377,8 @@ class _Readout(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = _precision(hidden)
-        log_prob, entropies, divergence = (
-            torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3)
+        log_prob, entropies, divergence, normaliser = (
+            torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(4)
         )
         with torch.autocast(hidden.device.type, enabled=False):
             policy = _Chunks(hidden, head, temperature, chunk, dtype)
@@ -363,6 +386,13 @@ class _Readout(torch.autograd.Function):
             if reference is not None:
                 other = _Chunks(reference[0], reference[1], temperature, chunk, dtype)
             for rows in policy.slices():
+                if other is None and policy.fused:
+                    out = policy.products(rows)
+                    found = kernels().statistics(out, token[rows], policy.shape, entropy=entropy)
+                    log_prob[rows], normaliser[rows] = found[0], found[2]
+                    if found[1] is not None:
+                        entropies[rows] = found[1]
+                    continue
                 log_p, _ = policy.log_softmax(rows)
                 log_prob[rows] = log_p.gather(1, token[rows, None])[:, 0]
                 if entropy:
@@ -370,14 +400,14 @@ class _Readout(torch.autograd.Function):
                 if other is not None:
                     log_q, _ = other.log_softmax(rows)
                     divergence[rows] = log_q.neg_().add_(log_p).mul_(log_p.exp()).sum(1)
-        ctx.save_for_backward(hidden, weight, bias, token, entropies, divergence)
+        ctx.save_for_backward(hidden, weight, bias, token, entropies, divergence, normaliser)
         ctx.settings = (head, temperature, entropy, reference, chunk)
         return log_prob, entropies, divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token, entropies, divergence = ctx.saved_tensors
+        hidden, weight, bias, token, entropies, divergence, normalisers = ctx.saved_tensors
         head, temperature, entropy, reference, chunk = ctx.settings
         dtype = _precision(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -388,6 +418,14 @@ class _Readout(torch.autograd.Function):
                 other = _Chunks(reference[0], reference[1], temperature, chunk, dtype)
             into = _Gradients(ctx.needs_input_grad, policy, bias)
             for rows in policy.slices():
+                if other is None and policy.fused:
+                    known = normalisers[rows], entropies[rows] if entropy else None
+                    given = grads[0][rows], grads[1][rows]
+                    out = policy.products(rows)
+                    shape, into_dtype = policy.shape, policy.rounded
+                    out = kernels().gradient(out, token[rows], shape, known, given, into_dtype)
+                    into.add(rows, out, policy)
+                    continue
                 g, g_entropy, g_divergence = (grad[rows, None].to(dtype) for grad in grads)
                 log_p, normaliser = policy.log_softmax(rows)
                 slope = policy.cap_slope(log_p, normaliser)

@@ -31,7 +31,7 @@ from transformers.utils import cached_file
 
 from keel.config.model import Model
 from keel.models.build import build_config, build_model, build_tokenizer
-from keel.models.families import check_family, set_head_dtype
+from keel.models.families import check_family, note_choices
 from keel.models.head import lacks_float64
 from keel.models.quantised import weight_count
 from keel.models.tokenizer_round_trip import Served, quiet, served
@@ -63,11 +63,11 @@ def load_model(spec: Model, seed: int) -> PreTrainedModel:
     else:
         model = load_pretrained(spec)
     silence_dropout(model)
-    set_head_dtype(model, spec)
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         # The grouped matrix product of sparse models does not support float64.
         model.set_experts_implementation("eager")
-    return model.to(device)
+    note_choices(model.to(device), spec)
+    return model
 
 
 def load_tokenizer(spec: Model) -> PreTrainedTokenizerBase:

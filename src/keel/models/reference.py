@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel.config.model import Autocast, Model, TeacherModel
 from keel.models import lora
-from keel.models.families import head_of, hidden_states, prepare
+from keel.models.attention import compile_layers
+from keel.models.families import head_of, hidden_states, is_compiled, prepare
 from keel.models.head import Head, ValueHead, log_probs
 from keel.models.loading import load_model, load_tokenizer, naming_key, read_config
 from keel.models.packed import Packed
@@ -88,6 +89,8 @@ class FrozenCopy(Reference):
 
     def __init__(self, policy: Policy) -> None:
         copied = lora.plain_copy(policy.model).requires_grad_(False).eval()
+        if is_compiled(copied):
+            compile_layers(copied.base_model)
         super().__init__(copied, policy.autocast, policy.tokens)
 
     def refresh(self, policy: Policy) -> None:

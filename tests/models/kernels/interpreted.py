@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from keel.models.attention import Rules
-from keel.models.kernels import draw, paged
+from keel.models.kernels import draw, paged, readout
 from tests.models.kernels import triton_cases as cases
 
 # numpy warns of what the kernels mean: infinities and, in some tests, what is not a number.
@@ -121,3 +121,9 @@ def test_not_numbers(temperature: float) -> None:
 @pytest.mark.parametrize("size", [48, 5000])
 def test_frequencies(size: int) -> None:
     cases.check_frequencies(draw.draw_tokens, size, 1000)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("name", cases.READOUTS)
+def test_readout(name: str, entropy: bool) -> None:
+    cases.check_readout(readout, name, entropy)

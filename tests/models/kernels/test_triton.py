@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: pip inst
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from keel.models.kernels import draw, paged  # noqa: E402
+from keel.models.kernels import draw, paged, readout  # noqa: E402
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Shared memory that one program may have, by compute capability (CUDA C++ programming guide)."""
@@ -75,6 +75,12 @@ STORE = {
     **{"pages": "*i64", "places": "*i32"},
     **dict.fromkeys(("keys", "values", "key", "value"), "*bf16"),
 }
+READOUT = {
+    **dict.fromkeys(("scale", "softcap", "temperature"), "fp32"),
+    **dict.fromkeys(("products", "log_prob", "entropy", "normaliser", "out"), "*fp32"),
+    **{"tokens": "*i64", "grad": "*fp32", "grad_entropy": "*fp32"},
+}
+READ = {"BLOCK": readout.BLOCK, "softcap": None, "entropy": None}
 KERNELS: dict[str, Any] = {
     "plain": lambda: attention(64, 7, "bf16", 1, 0, False),
     "window": lambda: attention(80, 1, "fp16", 4, 100, False),
@@ -104,6 +110,20 @@ KERNELS: dict[str, Any] = {
         )
         for name, greedy in (("greedy", True), ("sampled", False))
     },
+    "statistics": lambda: (readout.statistics_kernel, READOUT, READ, {"num_warps": 8}),
+    "statistics-capped": lambda: (
+        readout.statistics_kernel,
+        READOUT,
+        {"BLOCK": readout.BLOCK},
+        {"num_warps": 8},
+    ),
+    "gradient": lambda: (readout.gradient_kernel, READOUT, READ, {"num_warps": 8}),
+    "gradient-rounded": lambda: (
+        readout.gradient_kernel,
+        READOUT | {"out": "*bf16"},
+        {"BLOCK": readout.BLOCK},
+        {"num_warps": 8},
+    ),
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from scipy import stats
@@ -171,3 +173,50 @@ def check_frequencies(draw: Draw, size: int, count: int, device: str = "cpu") ->
     assert counts.sum() == count
     wanted = (logits[ids].double() / 1.5).softmax(0) * count
     assert stats.chisquare(counts.numpy(), wanted.numpy()).pvalue > 1e-3
+
+
+READOUTS: dict[str, tuple[int, float, float | None, float]] = {
+    "plain": (300, 1.0, None, 1.0),
+    "blocks": (9000, 1.0, None, 0.7),
+    "capped": (5000, 0.25, 3.0, 1.3),
+    "vocabulary": (151_936, 1.0, None, 1.0),
+}
+"""Tokens of the vocabulary; scale, soft cap and temperature of the logits."""
+
+
+def check_readout(kernels: Any, name: str, entropy: bool, device: str = "cpu") -> None:
+    """Values and gradients of the products against float64 and autograd."""
+    size, scale, cap, temperature = READOUTS[name]
+    torch.manual_seed(size)
+    wide = 4 * torch.randn(5, size + 3)
+    wide[2, : size // 2] -= 300  # without mass
+    products, token = wide[:, :size], torch.tensor([0, size - 1, size - 2, 7, 7])
+    grads = torch.randn(2, 5)
+    exact = products.double().requires_grad_()
+    logits = exact * scale
+    logits = (logits if cap is None else cap * torch.tanh(logits / cap)) / temperature
+    log_p = logits.log_softmax(-1)
+    wanted = log_p.gather(1, token[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    used = grads if entropy else grads * torch.tensor([[1.0], [0.0]])
+    torch.autograd.backward(wanted, [*used.double()])
+
+    given = wide.to(device)[:, :size]
+    on = token.to(device)
+    shape = scale, cap, temperature
+    log_prob, entropies, normaliser = kernels.statistics(given, on, shape, entropy=entropy)
+    assert (entropies is not None) == entropy
+    close = partial(torch.testing.assert_close, rtol=2e-6, atol=1e-5)  # float32 sums
+    close(log_prob.cpu().double(), wanted[0].detach())
+    if entropy:
+        close(entropies.cpu().double(), wanted[1].detach())
+    close(normaliser.cpu().double(), logits.detach().logsumexp(1))
+    rest = torch.randn(5, 3).to(device)
+    wide = torch.cat([given, rest], 1)
+    for dtype, bound in ((torch.bfloat16, 2e-2), (torch.float32, 1e-5)):
+        known = normaliser, entropies
+        into = wide[:, :size]
+        found = kernels.gradient(into, on, shape, known, grads.to(device), dtype)
+        assert found.dtype == dtype
+        assert (found.data_ptr() == into.data_ptr()) == (dtype == torch.float32)
+        torch.testing.assert_close(found.cpu().double(), exact.grad, rtol=bound, atol=1e-5)
+    assert torch.equal(wide[:, size:], rest)
