@@ -124,7 +124,10 @@ def decode(job: Job) -> None:
 
 
 class Decoding:
-    """A decoder of random weights whose rows have contexts that nothing was computed for."""
+    """A decoder of random weights whose rows have contexts that nothing was computed for.
+
+    The model is float32, as one that learns by default; the weights that sample are a copy.
+    """
 
     def __init__(self, job: Job, size: str) -> None:
         from keel.engines.static import StaticDecoder
@@ -133,9 +136,8 @@ class Decoding:
         from keel.models.shape import shape_of
 
         self.job = job
-        self.model = job.model(size, job.dtype)
+        self.model = job.model(size, torch.float32)
         prepare(self.model, True)
-        self.model.eval()
         self.tokenizer = job.tokenizer(size)
         self.shape = shape_of(self.model)
         self.decoder = StaticDecoder(self.model, tokens=token_count(self.tokenizer))

@@ -31,8 +31,8 @@ FRAGMENTS = 0.03
 """Share of a card that the allocator cannot use. Both are allowances, not counts."""
 CHUNK_TOKENS = 16
 """Fewest tokens whose logits are made at a time (`keel.models.head`)."""
-CHUNKS = 3
-"""Logits, probabilities and gradient of a chunk are in memory together."""
+CHUNKS = 2
+"""Logits of a chunk, whose gradient takes their place, and what is rounded or compared."""
 
 OptimizerKind = Literal["adamw", "adamw_8bit", "muon"]
 
@@ -213,7 +213,7 @@ class MemoryPlan:
     autocast: bool = True
     copied: bool = True
     checkpointed: int | None = 0
-    chunk: float = 512 * 2**20
+    chunk: float = 2**30
     head_copy: bool = False
     reference: int = 0
     critic: Shape | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,10 @@ from transformers import PreTrainedModel
 from keel.models.attention import compile_layers
 from keel.models.families import head_of, is_compiled
 from keel.models.lora import affine, lora_layers
+
+JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of the same input, in the order in which transformers calls them. As one product they
+take a GPU less than half as long for few rows."""
 
 
 class SamplingWeights:
@@ -52,6 +56,9 @@ class SamplingWeights:
                 else:
                     source = getattr(getattr(own, "base_layer", own), leaf)
                     self._copies.append((weight, lambda source=source: source))  # type: ignore[misc]
+        for module in [*twin.modules()]:
+            for names in JOINT:
+                _join(module, names)
         if self.compiled:
             compile_layers(twin)
         if head.dtype in ("float32", "tf32") and dtype != torch.float64:
@@ -68,3 +75,59 @@ class SamplingWeights:
         """Copy the model's weights."""
         for target, source in self._copies:
             target.copy_(source(), non_blocking=True)
+
+
+class JointLinear(nn.Module):
+    """Several linear layers as one: it returns the output of the first, and keeps the others'."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.weight = _joined([layer.weight for layer in layers])
+        self.bias = None
+        if layers[0].bias is not None:
+            self.bias = _joined([layer.bias for layer in layers])
+        self.first = layers[0].out_features
+        self.out: Tensor | None = None
+
+    def forward(self, states: Tensor) -> Tensor:
+        self.out = nn.functional.linear(states, self.weight, self.bias)
+        return self.out[..., : self.first]
+
+
+class JointPart(nn.Module):
+    """The output of one of the others; of the `last`, nothing is kept any longer."""
+
+    def __init__(self, joint: JointLinear, start: int, size: int, last: bool) -> None:
+        super().__init__()
+        self.joint, self.start, self.stop, self.last = joint, start, start + size, last
+
+    def forward(self, _: Tensor) -> Tensor:
+        out = self.joint.out
+        assert out is not None
+        if self.last:
+            self.joint.out = None
+        return out[..., self.start : self.stop]
+
+
+def _join(module: nn.Module, names: Sequence[str]) -> None:
+    """Compute a module's layers of these names together, if it has them and their inputs agree."""
+    layers = [getattr(module, name, None) for name in names]
+    if not all(type(layer) is nn.Linear for layer in layers):
+        return
+    if len({(layer.in_features, layer.bias is None) for layer in layers}) > 1:  # type: ignore[union-attr]
+        return
+    joint = JointLinear(layers)  # type: ignore[arg-type]
+    setattr(module, names[0], joint)
+    start = joint.first
+    for name, layer in zip(names[1:], layers[1:], strict=True):
+        size: int = layer.out_features  # type: ignore[union-attr, assignment]
+        setattr(module, name, JointPart(joint, start, size, name == names[-1]))
+        start += size
+
+
+def _joined(parts: Sequence[nn.Parameter]) -> nn.Parameter:
+    """One parameter, of which those given become views."""
+    whole = torch.cat([part.data for part in parts])
+    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+        part.data = rows
+    return nn.Parameter(whole, requires_grad=False)

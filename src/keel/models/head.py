@@ -33,7 +33,7 @@ from keel.models.kernels.sampling import HeadWeight, head_library
 
 CHUNK_BYTES = 32 * 2**20
 """Bytes of one chunk of float32 logits on a CPU, which fits its cache."""
-GPU_CHUNK_BYTES = 512 * 2**20
+GPU_CHUNK_BYTES = 2**30
 """The same on a GPU, which small products leave idle; of a small one `GPU_SHARE` at most."""
 GPU_SHARE = 64
 SUM_BYTES = 4 * 2**20
