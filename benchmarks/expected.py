@@ -9,8 +9,10 @@ is measured here; `python -m benchmarks.gpu` measures the same.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import Qwen2Config
@@ -34,6 +36,8 @@ COMPLETIONS, MEAN, LONGEST, PROMPT = 256, 200, 512, 100
 GROUP = 8
 """A step of the loop: completions, their mean and longest tokens, tokens of a prompt, of which a
 group has one."""
+MEASURED = Path(__file__).with_name("measured.json")
+"""Rows of `benchmarks.gpu` on one card."""
 TRL = 2_219
 """Tokens a second of TRL 1.16 on an H200 with this loop at 0.5B."""
 
@@ -95,7 +99,12 @@ def table() -> Iterator[str]:
     """The lines of the table, in Markdown."""
     cards = [CARDS[name] for name in SHOWN]
     names = " | ".join(f"{one.name}, counted" for one in cards)
-    yield f"| | {names} | measured | asked |"
+    found = json.loads(MEASURED.read_text("utf-8"))
+
+    def measured(what: str) -> str:
+        return str(found["rows"].get(what, "not measured"))
+
+    yield f"| | {names} | {found['card']}, measured | asked |"
     yield "|---|" + "---|" * (len(cards) + 2)
     for size in UTILISATION:
         shape = qwen(size)
@@ -104,24 +113,27 @@ def table() -> Iterator[str]:
                 floors = [floor_ms(shape, rows, context, one.bandwidth or 1.0) for one in cards]
                 cells = " | ".join(f"{floor:.2f}" for floor in floors)
                 asked = f"≤ {SLOWER} × the floor" if rows == max(ROWS) else ""
-                what = f"floor of a decoded step, ms: {size}, {rows} rows of {context:,} tokens"
-                yield f"| {what} | {cells} | not measured | {asked} |"
+                what = f"decoded step, ms: {size}, {rows} rows of {context:,}"
+                yield f"| {what} (counted: the floor) | {cells} | {measured(what)} | {asked} |"
     for size, share in UTILISATION.items():
         rates = [loop_tokens(qwen(size), one, share) for one in cards]
         cells = " | ".join(f"{round(rate, -3):,.0f}" for rate in rates)
         asked = f"≥ {10 * TRL:,}" if size == "0.5B" else ""
-        yield f"| loop, completion tokens/s: {size} | {cells} | not measured | {asked} |"
+        what = f"loop, completion tokens/s: {size}"
+        yield f"| {what} | {cells} | {measured(what)} | {asked} |"
     for size, share in UTILISATION.items():
         cells = " | ".join("" for _ in cards)
-        yield f"| MFU of the update: {size} | {cells} | not measured | ≥ {share:.0%} |"
+        what = f"MFU of the update, %: {size}"
+        yield f"| {what} | {cells} | {measured(what)} | ≥ {100 * share:.0f} |"
     for what, (plan, asked) in plans().items():
         sizes = [Budget(plan, one).total / GIB for one in cards]
         if "24" in asked:
             sizes = [Budget(plan, card("24GB")).total / GIB] * len(cards)
         cells = " | ".join(f"{size:.1f}" for size in sizes)
-        yield f"| memory without cache, GiB: {what} | {cells} | not measured | {asked} |"
+        peak = measured(f"peak memory, GiB: {what}")
+        yield f"| memory without cache, GiB: {what} | {cells} | {peak} | {asked} |"
     blank = " | ".join("" for _ in cards)
-    yield f"| quickstart, s a step | {blank} | not measured | ≤ 0.1 |"
+    yield f"| quickstart, s a step | {blank} | {measured('quickstart, s a step')} | ≤ 0.1 |"
 
 
 if __name__ == "__main__":

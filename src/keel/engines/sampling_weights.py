@@ -120,14 +120,14 @@ def _join(module: nn.Module, names: Sequence[str]) -> None:
     setattr(module, names[0], joint)
     start = joint.first
     for name, layer in zip(names[1:], layers[1:], strict=True):
-        size: int = layer.out_features  # type: ignore[union-attr, assignment]
+        size: int = layer.out_features  # type: ignore[union-attr]
         setattr(module, name, JointPart(joint, start, size, name == names[-1]))
         start += size
 
 
-def _joined(parts: Sequence[nn.Parameter]) -> nn.Parameter:
+def _joined(parts: Sequence[Tensor]) -> nn.Parameter:
     """One parameter, of which those given become views."""
     whole = torch.cat([part.data for part in parts])
-    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+    for part, rows in zip(parts, torch.split(whole, [len(part) for part in parts]), strict=True):
         part.data = rows
     return nn.Parameter(whole, requires_grad=False)

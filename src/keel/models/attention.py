@@ -13,6 +13,7 @@ segments of equal lengths together.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def install(model: PreTrainedModel) -> None:
     for module in model.modules():
         # A look for padding among the tokens, which would wait for the device at each pass.
         if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = _no_warning  # type: ignore[method-assign]
+            module.warn_if_padding_and_no_attention_mask = _no_warning
     if model.config._attn_implementation != ATTENTION:
         raise KeelError(
             f"{name} kept the attention '{model.config._attn_implementation}' instead of "
@@ -113,9 +114,11 @@ def compile_layers(backbone: torch.nn.Module) -> None:
     The layers share compiled code. It is made at their first call, for any number of tokens but
     one, which has code of its own.
     """
-    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
     # Kinds of layers × with or without gradients × training or evaluation; beyond torch's 8 the
     # rest would run uncompiled.
+    # Of products in float32, which are those of a model without autocast.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     config = torch._dynamo.config
     config.recompile_limit = max(RECOMPILE_LIMIT, config.recompile_limit)
     layers = [m for m in backbone.modules() if isinstance(m, GradientCheckpointingLayer)]

@@ -177,4 +177,4 @@ def gradient(
 
 
 def _block(size: int) -> int:
-    return min(BLOCK, max(16, triton.next_power_of_2(size)))
+    return min(BLOCK, max(16, 1 << (size - 1).bit_length()))
