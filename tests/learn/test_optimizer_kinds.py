@@ -142,6 +142,18 @@ def test_eight_bit_state_is_of_bytes_for_large_tensors() -> None:
     }
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_pending_bytes_are_those_of_the_state(kind: str) -> None:
+    """Counts of steps (4 bytes each) aside; of 8 bits there are tables of a kilobyte, too."""
+    module = nn.Linear(256, 256, bias=False) if "8" in kind else Weights()
+    optimizer = WeightOptimizer(trainable(module), Optimizer(**KINDS[kind]))
+    before = optimizer.pending
+    run(module, optimizer, range(1))
+    held = sum(v.nbytes for v in optimizer.state().values() if v.numel() > 1)
+    assert before == (0 if "offload" in kind else pytest.approx(held, rel=0.02))
+    assert optimizer.pending == 0
+
+
 def test_eight_bit_steps_follow_those_of_adamw() -> None:
     """The moments have a relative error of some percent, so the weights' moves have, too."""
     one, two, start = Weights(), Weights(), Weights()

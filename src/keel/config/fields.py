@@ -7,7 +7,13 @@ import hashlib
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from keel.algorithms.terms import UnusedIf
 
@@ -28,6 +34,20 @@ Threads = Annotated[int, Field(ge=1, le=1024)]
 """OpenMP ends the process if it cannot start as many as it is asked for."""
 Tokens = Annotated[int, Field(ge=1, le=2**24)]
 """Tokens of one sequence or one micro-batch, which are addressed together in memory."""
+AUTO_TOKENS = 16_384
+"""What `token_budget = "auto"` is, or begins with."""
+
+
+def _budget(value: Any, known: ValidatorFunctionWrapHandler) -> Any:
+    """One message under one key, whichever type the value is not."""
+    try:
+        return known(value)
+    except ValidationError:
+        raise ValueError('"auto", or a number of tokens from 1 to 16,777,216') from None
+
+
+MicroBatchTokens = Annotated[Tokens | Literal["auto"], WrapValidator(_budget)]
+"""A value of `token_budget`."""
 Answers = Annotated[int, Field(ge=1, le=65_536)]
 """Completions of one prompt, or sequences decoded together."""
 Width = Annotated[int, Field(ge=1, le=65_536)]

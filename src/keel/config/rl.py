@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import FrozenModel, UnusedIf
-from keel.config.fields import AsTuple, Count, Index, StageName, Tokens
+from keel.config.fields import AsTuple, Count, Index, MicroBatchTokens, StageName
 from keel.config.layers import resolve_algorithm
 from keel.config.model import TeacherModel
 from keel.config.sources import (
@@ -97,9 +97,10 @@ class RolloutStage(StageConfig):
     minibatches: Count = 1
     """Optimizer steps per epoch, each on a part of the step's completions; the preset's unless set.
     Parts differ by one completion at most."""
-    token_budget: Tokens = 16_384
+    token_budget: MicroBatchTokens = "auto"
     """Largest number of model-input tokens in a micro-batch; a longer sequence is computed alone.
-    On a CPU at most 640, unless more share a prompt."""
+    On a CPU at most 640, unless more share a prompt. `auto` is 16,384; if one process trains on a
+    GPU, the memory of the first update then sets it, once, to 4,096 to 65,536."""
     optimizer: Optimizer = Optimizer()
     value: Annotated[Value, _NO_VALUE] = Value()
     reference: MeasuredReferenceConfig = MeasuredReferenceConfig()

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from keel.algorithms.terms import Coefficient, FrozenModel, Positive, Unit, UnusedIf
-from keel.config.fields import AsTuple, Count, Index, LearningRate, StageName, Tokens
+from keel.config.fields import (
+    AUTO_TOKENS,
+    AsTuple,
+    Count,
+    Index,
+    LearningRate,
+    MicroBatchTokens,
+    StageName,
+)
 
 if TYPE_CHECKING:
     from typing import Self
@@ -142,8 +150,10 @@ class StageConfig(FrozenModel):
     name: StageName
     steps: Count = 100
     """Optimizer steps."""
-    token_budget: Tokens = 16_384
-    """Largest number of model-input tokens in a micro-batch; a longer example is computed alone."""
+    token_budget: MicroBatchTokens = "auto"
+    """Largest number of model-input tokens in a micro-batch; a longer example is computed alone.
+    `auto` is 16,384; if one process trains on a GPU, the memory of the first update then sets it,
+    once, to 4,096 to 65,536."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     on_nonfinite: OnNonfinite = "stop"
     """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
@@ -163,6 +173,11 @@ class StageConfig(FrozenModel):
 
     def check_processes(self, model: Model, cluster: Cluster) -> None:
         """Raise ValueError if the stage cannot run on the recipe's processes."""
+
+    @property
+    def initial_token_budget(self) -> int:
+        """`token_budget` as a number: if a trial finds it, that of the trial."""
+        return AUTO_TOKENS if self.token_budget == "auto" else self.token_budget
 
     @property
     def sampling(self) -> SamplingSource | None:

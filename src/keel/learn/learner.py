@@ -188,6 +188,7 @@ class Learner:
             with_gradient.actions.sizes,
             undo=self.clear,
             retry=alone,
+            pending=lambda: sum(one.pending for one in self.optimizers.values()),
         )
         sums, tokens = [made.metrics], made.tokens
         if others:

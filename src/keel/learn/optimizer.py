@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keel.analysis.costs import moments
 from keel.config.stage import Optimizer
 from keel.learn.batch import LESS, TrainBatch, oom_context, read
 from keel.models.head import lacks_float64
@@ -124,6 +125,16 @@ class WeightOptimizer:
     def began(self) -> bool:
         """Whether a step was ever taken."""
         return any(inner.state for inner in self._inner)
+
+    @property
+    def pending(self) -> int:
+        """Bytes of the weights' device that the first step will take for its state."""
+        if self.began or self._copies is not None:
+            return 0
+        muon = (inner for inner in self._inner if isinstance(inner, torch.optim.Muon))
+        groups = [group for inner in muon for group in inner.param_groups]
+        inside = sum(p.numel() for group in groups for p in group["params"])
+        return int(moments(self.choice.kind, sum(p.numel() for _, p in self._stepped), inside))
 
     def clear(self) -> None:
         """Drop the gradient."""

@@ -157,7 +157,7 @@ class PeopleLabeller:
                     encode(judged_rows.pair(Fields(pairs[at].row, "pool"), "")) for at in fresh
                 ]
                 found = _choose(
-                    encoded, people, model, limit=limit, token_budget=stage.token_budget,
+                    encoded, people, model, limit=limit, token_budget=stage.initial_token_budget,
                     seed=derive(seed, "choice"),
                 )  # fmt: skip
                 write_jsonl(path, [{"row": fresh[at]} for at in found])

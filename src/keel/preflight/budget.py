@@ -52,7 +52,9 @@ def plan_of(
     limit = context_length(model)
     longest = longest if limit is None else min(longest, limit)
     # A longer sequence is computed alone; a step may have fewer tokens than the budget.
-    most = stage.token_budget if every is None else min(stage.token_budget, every * longest)
+    most = stage.initial_token_budget
+    if every is not None:
+        most = min(most, every * longest)
     checkpointed: bool | int = spec.activation_checkpointing
     name, value_optimizer = stage.value_model
     critic = None

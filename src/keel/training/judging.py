@@ -158,7 +158,7 @@ def _evaluation(
 
 def _measure_of(model: RewardModel, stage: JudgingStage) -> Measure:
     """The metrics of a reward model on rows of a stage."""
-    source, judge = stage.judged, partial(model.judge, token_budget=stage.token_budget)
+    source, judge = stage.judged, partial(model.judge, token_budget=stage.initial_token_budget)
     return partial(reward_model_metrics, source.records, judge=judge, threshold=source.threshold)
 
 

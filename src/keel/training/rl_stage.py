@@ -80,7 +80,7 @@ def place(
             "name them by module:function"
         )
     around = reward_context(recipe, run.folder, run.policy)
-    budget = token_budget(stage, progress, run.writer)
+    budget = token_budget(run, stage, progress)
     factory = StageFactory(
         load=partial(load_policy, recipe.model, recipe.seed),
         learner=partial(

@@ -34,7 +34,7 @@ from keel.data.mixture import PromptStream, build_tasks, stored, validation_prom
 from keel.engines.endpoint.programs import ProgramConfig, load_program
 from keel.engines.registry import build_engine
 from keel.learn.advantages import check_steps
-from keel.learn.batch import TokenBudget
+from keel.learn.batch import TokenBudget, measure_on
 from keel.models.chat import Encoder
 from keel.models.policy import Policy
 from keel.models.reward import RewardModel
@@ -198,10 +198,17 @@ def _quarantine_prompts(
         run.writer.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
 
 
-def token_budget(stage: StageConfig, progress: Progress, writer: RunWriter) -> TokenBudget:
-    """The stage's token budget, or what has fitted into memory since, if that is less."""
-    budget = TokenBudget(stage.token_budget, writer.note)
-    budget.tokens = min(progress.token_budget or budget.asked, budget.asked)
+def token_budget(run: RunContext, stage: StageConfig, progress: Progress) -> TokenBudget:
+    """The stage's token budget, or what has fitted into memory since.
+
+    "auto" is found by a trial on CUDA, if one process trains: several would have to agree.
+    """
+    cluster = run.recipe.cluster
+    tried = stage.token_budget == "auto" and cluster.processes == 1 and cluster.ray is None
+    measure = measure_on(run.policy.device) if tried else None
+    budget = TokenBudget(stage.initial_token_budget, run.writer.note, measure)
+    if progress.token_budget is not None:
+        budget.restore(progress.token_budget)
     return budget
 
 

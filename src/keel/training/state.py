@@ -42,8 +42,8 @@ TRAINABLE = "trainable.safetensors"
 class Progress:
     """The position of a stage: the part of its state that is not tensors.
 
-    `token_budget` is what fitted into memory once it ran out, None before; `skipped` counts the
-    optimizer steps that were not taken because they were not finite.
+    `token_budget` is what fitted into memory once it ran out or a trial found it, None before;
+    `skipped` counts the optimizer steps that were not taken because they were not finite.
     """
 
     stage: int

@@ -119,7 +119,7 @@ def train_on_examples(
         steps=stage.steps,
         checkpoints=stage.checkpoints,
         on_nonfinite=stage.on_nonfinite,
-        budget=budget or token_budget(stage, progress, run.writer),
+        budget=budget or token_budget(run, stage, progress),
         writer=run.writer,
         evaluate=evaluate,
         evaluate_every=stage.evaluation_interval or 0,
@@ -139,6 +139,7 @@ def update(made: ExampleLoop[Any], batch: Any, rate: float) -> dict[str, float]:
         lambda tokens: made.examples.backward(batch, tokens),
         made.examples.sizes(batch),
         made.optimizer.clear,
+        pending=lambda: made.optimizer.pending,
     )
     stop_unless_finite(metrics)
     metrics["grad_norm"] = made.optimizer.step(rate)

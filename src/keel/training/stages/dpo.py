@@ -73,7 +73,7 @@ class DPOStage(JudgingStage):
         rows = judging.examples(run, self, sampled_pairs, encoder("pairs", reader), policy.context)
         optimizer = WeightOptimizer(trainable(policy), self.optimizer)
         reference = reference_for(policy, None if start is None else read_reference(start))
-        budget = token_budget(self, progress, run.writer)
+        budget = token_budget(run, self, progress)
         dpo = DPO(policy, reference, budget, self.loss, self.beta, self.smoothing)
         return judging.train_on_rows(
             run,
