@@ -18,7 +18,7 @@ from tests.models.tiny import policy
 
 # torch hides this warning of its own, which pytest makes an error.
 HIDDEN = pytest.mark.filterwarnings("ignore:The .grad attribute")
-pytestmark = [needs_gpus(1), HIDDEN]
+pytestmark = [*needs_gpus(1), HIDDEN]
 
 
 @pytest.mark.parametrize(("family", "rank"), [("qwen2", 0), ("gemma2", 0), ("qwen2", 4)])
