@@ -229,10 +229,9 @@ class StaticDecoder:
         if have >= wanted or (self._most_pages is not None and have >= least):
             return
         shapes = LayerShapes()
-        two = torch.zeros(
-            2, dtype=torch.int64, device=self.device
-        )  # as many as compiled code needs
-        self.forward(two, two, shapes)
+        # As many tokens as a step has: compiled code is tuned for what it meets first.
+        some = torch.zeros(self.buffers.rows, dtype=torch.int64, device=self.device)
+        self.forward(some, some, shapes)
         size = sum(
             2 * heads * PAGE_TOKENS * width * dtype.itemsize
             for heads, width, dtype in shapes.found.values()

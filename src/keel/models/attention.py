@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -115,17 +116,29 @@ def compile_layers(backbone: torch.nn.Module) -> None:
     one, which has code of its own.
     """
     AttentionInterface.register(ATTENTION, torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
-    # Kinds of layers × with or without gradients × training or evaluation; beyond torch's 8 the
-    # rest would run uncompiled.
-    # Of products in float32, which are those of a model without autocast.
+    # It advises against float32, which a recipe chose.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
+    # Kinds of layers × with or without gradients × training or evaluation; beyond torch's 8 the
+    # rest would run uncompiled. From torch 2.13 on the setting is a thread's own.
+    options: dict[str, Any] = {"dynamic": True}
+    if "recompile_limit" in signature(torch.compile).parameters:
+        options["recompile_limit"] = RECOMPILE_LIMIT
     config = torch._dynamo.config
     config.recompile_limit = max(RECOMPILE_LIMIT, config.recompile_limit)
-    layers = [m for m in backbone.modules() if isinstance(m, GradientCheckpointingLayer)]
     whole = (torch.nn.ModuleList, torch.nn.Embedding)
-    others = [m for m in backbone.children() if not isinstance(m, whole)]
-    for module in (*layers, *others):  # the others: rotary tables, the last norm
-        module.compile(dynamic=True)
+    parts = [m for m in backbone.children() if not isinstance(m, whole)]  # rotary tables, last norm
+    inside = GradientCheckpointingLayer.__call__ is torch.nn.Module.__call__
+    for module in backbone.modules():
+        if not isinstance(module, GradientCheckpointingLayer):
+            continue
+        if inside and module.gradient_checkpointing:
+            # From transformers 5.18 on a layer's own code checkpoints, which torch cannot compile.
+            module._compiled_call_impl = None
+            parts += module.children()
+        else:
+            parts.append(module)
+    for module in parts:
+        module.compile(**options)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from keel.config.model import Autocast, Model
 from keel.models.attention import Attending, PackedLayout, compile_layers, install
 from keel.models.head import Head, logits
+from keel.models.kernels import has_triton
 from keel.models.packed import Packed, pack
 from keel.types import KeelError
 
@@ -205,15 +206,22 @@ def note_choices(model: PreTrainedModel, spec: Model) -> None:
     setattr(model, HEAD_DTYPE, "float32" if exact else spec.head_dtype)
     wanted = spec.compile
     if wanted == "auto":
-        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         large = sum(p.numel() for p in model.parameters()) >= WORTH_COMPILING
-        wanted = alone and large
+        wanted = large and has_triton() and torch.version.hip is None
+    elif wanted and model.device.type == "cuda" and not has_triton():
+        raise KeelError("model.compile = true needs Triton: pip install triton, or set it to false")
     setattr(model, COMPILED, wanted and model.device.type == "cuda" and spec.quantisation is None)
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether its layers are compiled; a copy's have to be compiled again."""
+    """Whether its layers are compiled; a copy's have to be compiled again (`compile_again`)."""
     return bool(getattr(model, COMPILED, False))
+
+
+def compile_again(model: PreTrainedModel) -> None:
+    """Compile the layers of a model that is to be compiled, after they changed or were copied."""
+    if is_compiled(model):
+        compile_layers(model.base_model)
 
 
 def uses_autocast(model: PreTrainedModel, wanted: Autocast) -> bool:
@@ -306,8 +314,7 @@ def prepare(model: PreTrainedModel, autocast: Autocast, what: Output = "logits")
             f"model family {family!r} fails the packing probe: the {what} of packed sequences "
             f"differ {fault}; this model would train on wrong probabilities: choose another"
         )
-    if is_compiled(model):
-        compile_layers(model.base_model)
+    compile_again(model)
 
 
 @contextmanager

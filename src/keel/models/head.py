@@ -352,7 +352,7 @@ class _Gradients:
             elif self.weight is not None:
                 self.weight[: self.tokens] += _product(rounded.T, policy.states(rows))
         if self.bias is not None:
-            self.bias[: self.tokens] += grad.sum(0)
+            self.bias[: self.tokens] += grad.sum(0, dtype=policy.dtype)
 
     def as_inputs(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden states, weight and bias; the last two in the weight's own dtype."""

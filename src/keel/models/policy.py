@@ -27,7 +27,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from keel.analysis.costs import Shape
 from keel.config.model import Autocast, Model
 from keel.models import lora
-from keel.models.families import context_length, head_of, hidden_states, prepare
+from keel.models.families import (
+    COMPILED,
+    compile_again,
+    context_length,
+    head_of,
+    hidden_states,
+    prepare,
+)
 from keel.models.head import Head, Scores, ValueHead, readout
 from keel.models.loading import (
     check_pair,
@@ -118,6 +125,8 @@ class Policy(nn.Module):
             layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
             for layer in layers[self.activation_checkpointing :]:
                 layer.gradient_checkpointing = False
+        if self.activation_checkpointing:
+            compile_again(model)
 
     @property
     def device(self) -> torch.device:
@@ -246,6 +255,9 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A frozen copy, adapters included; parameters that are frozen in the model are shared."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
     twin = copy.deepcopy(model, shared).requires_grad_(False)
+    # It computes while the policy learns, whose head switches a setting of the process (TF32) on
+    # which torch's compiled code depends.
+    setattr(twin, COMPILED, False)
     for parameter in twin.parameters():
         parameter.grad = None
     return twin.eval()

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keel.config.model import Autocast, Model, TeacherModel
 from keel.models import lora
-from keel.models.attention import compile_layers
-from keel.models.families import head_of, hidden_states, is_compiled, prepare
+from keel.models.families import compile_again, head_of, hidden_states, prepare
 from keel.models.head import Head, ValueHead, log_probs
 from keel.models.loading import load_model, load_tokenizer, naming_key, read_config
 from keel.models.packed import Packed
@@ -89,8 +88,7 @@ class FrozenCopy(Reference):
 
     def __init__(self, policy: Policy) -> None:
         copied = lora.plain_copy(policy.model).requires_grad_(False).eval()
-        if is_compiled(copied):
-            compile_layers(copied.base_model)
+        compile_again(copied)
         super().__init__(copied, policy.autocast, policy.tokens)
 
     def refresh(self, policy: Policy) -> None:
@@ -247,7 +245,9 @@ class Critic(nn.Module):
 
 def critic_from_policy(policy: Policy) -> Critic:
     """A critic whose backbone starts as the policy's is now (adapters merged in the copy)."""
-    return Critic(lora.plain_copy(policy.model).base_model, policy.autocast)
+    copied = lora.plain_copy(policy.model)
+    compile_again(copied)
+    return Critic(copied.base_model, policy.autocast)
 
 
 def load_critic(name: str, policy: Policy, spec: Model, seed: int) -> Critic:

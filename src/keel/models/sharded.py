@@ -55,6 +55,8 @@ def shard(
     (embeddings, last norm, head) stay as they are; inputs keep their dtype, as under autocast. With
     `offload` weights, gradients and moments of a GPU's share are in the machine's memory.
     """
+    for module in model.modules():
+        module._compiled_call_impl = None  # not tried with gathered weights
     mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     place = CPUOffloadPolicy() if offload and mesh.device_type != "cpu" else OffloadPolicy()
