@@ -60,6 +60,7 @@ PARTS = (
     Part("d", "loop", 70, {"size": "1.5B", "saving": True}),
     Part("b", "kernels", 60),
     Part("e", "trl", 150, {"size": "0.5B"}),
+    Part("d", "loop", 150, {"size": "0.5B", "compiled": True}),
 )
 """In the order in which they run: if time runs out, the last are cut."""
 
@@ -123,7 +124,7 @@ class Found:
     def close(self) -> None:
         """Note how the part ended, and print its rows."""
         given = self.part.given
-        name = f"{self.part.function} {given.get('size', '')}{', saving' * ('saving' in given)}"
+        name = " ".join([self.part.function, *map(str, given.values())])
         if self.end or len(self.rows) == self._before:
             why = {"what": f"{name}: ended early", "failed": True, "note": self.end or "no rows"}
             self.rows.append({"part": self.part.letter, **why})

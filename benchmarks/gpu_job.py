@@ -35,6 +35,7 @@ class Job:
     rows: Path
     size: str = ""
     saving: bool = False
+    compiled: bool = False
     trl_python: str | None = None
 
     @property

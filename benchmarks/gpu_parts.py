@@ -45,8 +45,11 @@ def odd(*, completions: Sequence[str], **columns: Any) -> list[float]:
 
 
 def loop(job: Job) -> None:
-    """Steps of GRPO; with `saving` those that have to fit into 40 GiB."""
+    """Steps of GRPO; with `saving` those that have to fit into 40 GiB, with `compiled` those whose
+    updates are compiled, too."""
     keys: dict[str, Any] = {"token_budget": BUDGETS[job.size]}
+    if job.compiled:
+        keys["model.compile"] = True
     if job.saving:
         job.shrink(40 * GIB)
         keys = {"model.activation_checkpointing": True, "token_budget": 4096}
@@ -177,7 +180,8 @@ def report(job: Job, folder: Path, shape: Any) -> None:
         found = [one[key] for one in rows if key in one]
         return statistics.median(found) if found else None
 
-    size, name = job.size, f"{job.size}{', 4,096 tokens, checkpointing' if job.saving else ''}"
+    size, name = job.size, f"{job.size}{', 4,096 tokens, checkpointing' * job.saving}"
+    name += ", model.compile = true" * job.compiled
     whole = size in MFU and not job.saving
     speed = median("speed/step")
     wanted = 10 * expectation.TRL if size == "0.5B" else None

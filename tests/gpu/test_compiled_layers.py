@@ -44,7 +44,7 @@ def test_compiled_decoding_equals_eager_decoding(family: str) -> None:
     found = []
     for compiled in (False, True):
         if compiled:
-            setattr(model, families.COMPILED, True)
+            setattr(model, families.COMPILED, "all")
             compile_layers(model.base_model)
         decoder = StaticDecoder(model, tokens=token_count(TOKENIZER), autocast=False)
         engine = NativeEngine(model, TOKENIZER, autocast=False, decoder=decoder)

@@ -45,14 +45,15 @@ def graphs(engine: NativeEngine) -> list[object]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_captured_steps_equal_those_on_the_cpu(family: str) -> None:
-    """Greedy, in float32. Mixtures of experts may run without a graph."""
-    model = tiny(family, dtype=torch.float32)
+    """Greedy, in float32. Mixtures of experts run without a graph, and in float64: rounding chooses
+    another expert where two are 3e-8 from each other."""
+    sparse = family in ("gpt_oss", "qwen3_moe")
+    model = tiny(family, dtype=torch.float64 if sparse else torch.float32)
     greedy = Sampling(24, temperature=0)
     wanted = NativeEngine(copy.deepcopy(model), TOKENIZER).sample(ragged_prompts(9), 3, greedy, 0)
     engine = on_gpu(model)
     assert_same(engine.sample(ragged_prompts(9), 3, greedy, 0), wanted, atol=ROUNDING)
-    if family not in ("gpt_oss", "qwen3_moe"):
-        assert None not in graphs(engine)
+    assert (None in graphs(engine)) == sparse
 
 
 def test_replayed_graphs_sample_what_the_step_samples() -> None:
@@ -91,6 +92,7 @@ def test_autocast_samples_from_a_copy_in_bfloat16() -> None:
     assert all(np.isfinite(c.log_probs).all() for group in found for c in group.completions)
 
 
+@pytest.mark.filterwarnings("ignore:inner dimension")  # of 32 is not what its fast kernel takes
 def test_adapters_on_a_base_in_4_bits_are_sampled_as_they_are_now() -> None:
     """Its modules run under autocast, whose casts no graph may keep."""
     pytest.importorskip("bitsandbytes")

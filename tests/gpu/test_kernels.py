@@ -129,7 +129,7 @@ def test_head_on_a_gpu_equals_that_on_a_cpu(softcap: float | None) -> None:
     tokens, grads = torch.randint(0, 300, (70,)), torch.randn(2, 70)
     found = []
     for device in ("cpu", DEVICE):
-        given = [x.to(device).requires_grad_() for x in (states, weight, bias)]
+        given = [x.to(device, copy=True).requires_grad_() for x in (states, weight, bias)]
         head = Head(given[1], given[2], 0.5, softcap, tokens=300)
         options: dict[str, Any] = {"entropy": True, "chunk_bytes": 40_000}
         out = readout_of(given[0], head, tokens.to(device), 0.8, **options)

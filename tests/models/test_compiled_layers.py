@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from keel.models import families
 from keel.models.attention import ATTENTION, _attention, compile_layers, install, uncompiled
 from keel.models.loading import load_model
 from keel.models.packed import pack
-from keel.models.policy import Policy, token_count
-from keel.models.reference import reference_for
-from keel.types import Sampling
+from keel.models.policy import Policy, frozen_copy, token_count
+from keel.models.reference import critic_from_policy, reference_for
+from keel.types import KeelError, Sampling
 from tests.engines.tiny import TOKENIZER, assert_same, ragged_prompts, tiny
 from tests.models.tiny import policy, spec
 
@@ -67,7 +68,7 @@ def test_a_look_for_host_reads_leaves_compiled_code_in_use(
     monkeypatch.setattr(nn.Module, "compile", lambda m, **k: COMPILE(m, backend=counting, **k))
     model = tiny("llama", dtype=torch.float32)
     install(model)
-    setattr(model, families.COMPILED, True)
+    setattr(model, families.COMPILED, "all")
     compile_layers(model.base_model)
     decoder = StaticDecoder(model, tokens=token_count(TOKENIZER), autocast=False)
     engine = NativeEngine(model, TOKENIZER, autocast=False, decoder=decoder)
@@ -124,7 +125,7 @@ def test_compiled_decoding_samples_the_same(family: str) -> None:
         own = copy.deepcopy(model)
         install(own)
         if compiled:
-            setattr(own, families.COMPILED, True)
+            setattr(own, families.COMPILED, "all")
             compile_layers(own.base_model)
         decoder = StaticDecoder(own, tokens=token_count(TOKENIZER), autocast=False, steps=4)
         engines.append(NativeEngine(own, TOKENIZER, autocast=False, decoder=decoder))
@@ -137,32 +138,54 @@ def test_compiled_decoding_samples_the_same(family: str) -> None:
     assert counts[0] == counts[-1] > 0
 
 
-def test_copies_of_a_compiled_model_are_compiled() -> None:
-    """The weights that sample under autocast, and a reference; an eager model's are not."""
-    for compiled in (True, False):
-        made = policy("llama")
-        setattr(made.model, families.COMPILED, compiled)
-        decoder = StaticDecoder(made.model, tokens=made.tokens, dtype=torch.bfloat16)
-        reference: Any = reference_for(made)
-        for backbone in (decoder._weights.backbone, reference.model.base_model):
-            layers = [*backbone.layers, backbone.norm]  # type: ignore[union-attr, misc]
-            assert all((m._compiled_call_impl is not None) == compiled for m in layers)
+@pytest.mark.parametrize("parts", ["nothing", "decoding", "all"])
+def test_copies_are_compiled_as_their_model_says(parts: str) -> None:
+    """The weights that sample under autocast, a reference and a critic; not those that sample while
+    the policy learns."""
+    made = policy("llama")
+    setattr(made.model, families.COMPILED, parts)
+    decoder = StaticDecoder(made.model, tokens=made.tokens, dtype=torch.bfloat16)
+    ahead = StaticDecoder(frozen_copy(made.model), tokens=made.tokens, dtype=torch.bfloat16)
+    reference: Any = reference_for(made)
+    backbones = {
+        "decoding": decoder._weights.backbone,
+        "reference": reference.model.base_model,
+        "critic": critic_from_policy(made).backbone,
+        "ahead": ahead._weights.backbone,
+    }
+    found = set()
+    for name, backbone in backbones.items():
+        layers = [*backbone.layers, backbone.norm]  # type: ignore[union-attr, misc]
+        compiled = {m._compiled_call_impl is not None for m in layers}
+        assert len(compiled) == 1
+        found |= {name} if compiled.pop() else set()
+    wanted = {"all": {"decoding", "reference", "critic"}, "decoding": {"decoding"}}
+    assert found == wanted.get(parts, set())
+    assert decoder._weights.compiled == (parts != "nothing")
 
 
 @pytest.mark.parametrize("choice", [True, False, "auto"])
 def test_a_model_on_a_cpu_is_not_compiled(choice: bool | str) -> None:
-    assert not families.is_compiled(load_model(spec("llama", compile=choice), 0))
+    made = load_model(spec("llama", compile=choice), 0)
+    assert families.compiled_parts(made) == "nothing"
 
 
 @pytest.mark.parametrize(
     ("choice", "size", "quantised", "wanted"),
-    [("auto", 100, False, True), ("auto", 99, False, False), (True, 1, False, True),
-     (False, 100, False, False), (True, 100, True, False)],
-)  # fmt: skip
+    [
+        ("auto", 100, False, "decoding"),
+        ("auto", 99, False, "nothing"),
+        (True, 1, False, "all"),
+        (False, 100, False, "nothing"),
+        (True, 100, True, "nothing"),
+        ("auto", 100, True, "nothing"),
+    ],
+)
 def test_large_models_on_a_gpu_are_compiled(
-    choice: bool | str, size: int, quantised: bool, wanted: bool
+    choice: bool | str, size: int, quantised: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not those in 4 bits."""
+    monkeypatch.setattr(families, "has_triton", lambda: True)
 
     class OnGpu:
         device = torch.device("cuda")
@@ -173,4 +196,13 @@ def test_large_models_on_a_gpu_are_compiled(
     model: Any = OnGpu()
     keys = {"quantisation": "nf4", "rank": 2} if quantised else {}
     families.note_choices(model, spec("llama", compile=choice, **keys))
-    assert families.is_compiled(model) is wanted
+    assert families.compiled_parts(model) == wanted
+
+
+def test_compiling_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "has_triton", lambda: False)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), parameters=lambda: [])
+    families.note_choices(model, spec("llama"))
+    assert families.compiled_parts(model) == "nothing"
+    with pytest.raises(KeelError, match="needs Triton"):
+        families.note_choices(model, spec("llama", compile=True))

@@ -124,9 +124,9 @@ class Model(FrozenModel):
     log-probabilities stay in float32. `auto`: `tf32` in updates and `bfloat16` in decoding, or
     `float32` with `autocast = false`."""
     compile: Annotated[bool | Literal["auto"], _NOT_COMPILED] = "auto"
-    """Let torch.compile fuse what each layer does between its matrix products, in updates and in
-    decoding on a GPU, which takes about a minute at the start. `auto`: models of at least 100
-    million parameters, on one GPU of NVIDIA."""
+    """Let torch.compile fuse what each layer does between its matrix products on a GPU. `auto`: in
+    decoding, for models of at least 100 million parameters on a GPU of NVIDIA; `true`: in updates
+    and scoring, too, whose speed is not measured yet."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
     activation_checkpointing: Annotated[bool | Depth, WrapValidator(_layers)] = False

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.models.attention import compile_layers
-from keel.models.families import head_of, is_compiled
+from keel.models.families import compiled_parts, head_of
 from keel.models.lora import affine, lora_layers
 
 JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -34,7 +34,7 @@ class SamplingWeights:
         self.quantised = any(not p.is_floating_point() for p in parameters)
         same = all(p.dtype == dtype for p in parameters) and not lora_layers(model)
         self.backbone: nn.Module = model.base_model
-        self.compiled = is_compiled(model)
+        self.compiled = compiled_parts(model) == "all"
         self.head = head.detached()
         if self.quantised or same:
             return
@@ -59,6 +59,7 @@ class SamplingWeights:
         for module in [*twin.modules()]:
             for names in JOINT:
                 _join(module, names)
+        self.compiled = compiled_parts(model) != "nothing"
         if self.compiled:
             compile_layers(twin)
         if head.dtype in ("float32", "tf32") and dtype != torch.float64:

@@ -37,7 +37,7 @@ _FLASH = torch.ops.aten._flash_attention_forward
 
 ATTENTION = "keel"
 """The name of the attention function within transformers."""
-RECOMPILE_LIMIT = 64
+RECOMPILE_LIMIT = 16
 """Versions of a compiled layer."""
 
 

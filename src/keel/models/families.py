@@ -87,10 +87,11 @@ of a sparse model for a single token.
 
 HEAD_DTYPE = "keel_head_dtype"
 """The attribute of a model that says what its head's products are rounded to."""
+Compiled = Literal["nothing", "decoding", "all"]
 COMPILED = "keel_compiled"
-"""The attribute of a model that says whether its layers are compiled."""
+"""The attribute of a model that says what of it is compiled."""
 WORTH_COMPILING = 100_000_000
-"""Parameters from which on a run is likely to earn back the minute that compiling takes."""
+"""Parameters from which on a run is likely to earn back the seconds that compiling takes."""
 
 SIZES = (
     "num_hidden_layers",
@@ -204,23 +205,27 @@ def note_choices(model: PreTrainedModel, spec: Model) -> None:
     for it and for its copies."""
     exact = spec.head_dtype == "auto" and spec.autocast is False
     setattr(model, HEAD_DTYPE, "float32" if exact else spec.head_dtype)
-    wanted = spec.compile
-    if wanted == "auto":
+    compiled: Compiled = "nothing"
+    if spec.compile and model.device.type == "cuda" and spec.quantisation is None:
         large = sum(p.numel() for p in model.parameters()) >= WORTH_COMPILING
-        wanted = large and has_triton() and torch.version.hip is None
-    elif wanted and model.device.type == "cuda" and not has_triton():
-        raise KeelError("model.compile = true needs Triton: pip install triton, or set it to false")
-    setattr(model, COMPILED, wanted and model.device.type == "cuda" and spec.quantisation is None)
+        if spec.compile is True and not has_triton():
+            raise KeelError("model.compile = true needs Triton: pip install triton, or set false")
+        if spec.compile is True:
+            compiled = "all"
+        elif large and has_triton() and torch.version.hip is None:
+            compiled = "decoding"
+    setattr(model, COMPILED, compiled)
 
 
-def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether its layers are compiled; a copy's have to be compiled again (`compile_again`)."""
-    return bool(getattr(model, COMPILED, False))
+def compiled_parts(model: PreTrainedModel) -> Compiled:
+    """What of a model is to be compiled."""
+    found: Compiled = getattr(model, COMPILED, "nothing")
+    return found
 
 
 def compile_again(model: PreTrainedModel) -> None:
     """Compile the layers of a model that is to be compiled, after they changed or were copied."""
-    if is_compiled(model):
+    if compiled_parts(model) == "all":
         compile_layers(model.base_model)
 
 

@@ -257,7 +257,7 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     twin = copy.deepcopy(model, shared).requires_grad_(False)
     # It computes while the policy learns, whose head switches a setting of the process (TF32) on
     # which torch's compiled code depends.
-    setattr(twin, COMPILED, False)
+    setattr(twin, COMPILED, "nothing")
     for parameter in twin.parameters():
         parameter.grad = None
     return twin.eval()
