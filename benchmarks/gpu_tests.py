@@ -31,7 +31,7 @@ class Counter:
         self.faults += 1
         last = (report.longreprtext.strip().splitlines() or [""])[-1]
         print(report.longreprtext[-4000:], flush=True)
-        self.row(f"failed: {report.nodeid}", note=last[:200])
+        self.row(f"failed: {report.nodeid}", note=last[:200], failed=True)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":

@@ -29,7 +29,7 @@ from tests.cluster.updates import built, parts_of
 
 READS = {
     "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero",
-    "_unique2", "unique_dim", "unique_consecutive",
+    "_unique2", "bincount", "unique_dim", "unique_consecutive",
 }  # fmt: skip
 METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
 

@@ -117,6 +117,7 @@ CASES: list[tuple[Any, ...]] = [
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ()),
     ("model.autocast", rl(model={**BUILD, "autocast": False}), ("model.dtype=float64",), CHAT),
     ("model.head_dtype", rl(model={**BUILD, "head_dtype": "tf32"}), ()),
+    ("model.compile", rl(model={**BUILD, "compile": True}), ()),
     ("cluster.offload", rl(cluster={"offload": "cpu"}), (), CHAT),
     ("cluster.offload", rl(cluster={"processes": 2, "offload": "cpu"}), ()),
     ("rollout.vllm.sleep_level", rl(),
@@ -178,6 +179,7 @@ def test_unused_key_is_reported_alone(
 EFFECTS = """
 optimizer.schedule=linear optimizer.min_lr_ratio=0.5
 optimizer.kind=muon optimizer.muon_momentum=0.9
+model.dtype=bfloat16 optimizer.offload=cpu
 trackers.wandb=true trackers.project=mine
 rollout.max_turns=3 algorithm=dapo rollout.max_refills=3
 algorithm.surrogate.high=0.28 minibatches=2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,17 @@ def test_unfit_teacher_of_a_later_stage_is_refused_first(tmp_path: Path) -> None
     name = ("model.build.alphabet=0123456789>x", "rl.algorithm=opd", teacher)
     with pytest.raises(KeelError, match=r"stage 'rl': teacher\.name = .* has another tokenizer"):
         train(small(*name, recipe="quickstart"), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("key", ["rl.optimizer.kind", "rl.value.optimizer.kind"])
+def test_missing_library_of_a_later_stage_is_named(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    chosen = small("rl.algorithm=ppo", f"{key}=adamw_8bit", recipe="quickstart")
+    with pytest.raises(KeelError, match=r"stage 'rl': optimizer\.kind .* needs the bitsandbytes"):
+        train(chosen, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

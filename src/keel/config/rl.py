@@ -190,6 +190,11 @@ class RolloutStage(StageConfig):
         return self
 
     @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        own = self.value.optimizer
+        return (self.optimizer,) if own is None else (self.optimizer, own)
+
+    @property
     def sampling(self) -> SamplingSource:
         return SamplingSource(
             key="",

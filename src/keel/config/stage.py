@@ -41,7 +41,10 @@ _CONSTANT = UnusedIf(
     lambda key: key.table.schedule == "constant", 'schedule = "constant" keeps the learning rate'
 )
 _NOT_MUON = UnusedIf(lambda key: key.table.kind != "muon", 'kind is not "muon"')
-_ON_CPU = UnusedIf(lambda key: key.facts.cpu, "the weights are in the machine's memory already")
+_ON_CPU = UnusedIf(
+    lambda key: key.facts.cpu and key.recipe.model.dtype != "bfloat16",
+    "the weights are in the machine's memory already, in their own dtype",
+)
 _NO_WANDB = UnusedIf(lambda key: not key.table.wandb, "trackers.wandb is off")
 
 
@@ -178,6 +181,11 @@ class StageConfig(FrozenModel):
     def initial_token_budget(self) -> int:
         """`token_budget` as a number: if a trial finds it, that of the trial."""
         return AUTO_TOKENS if self.token_budget == "auto" else self.token_budget
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Those of all that learns."""
+        return (self.optimizer,)
 
     @property
     def sampling(self) -> SamplingSource | None:

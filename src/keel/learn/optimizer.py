@@ -225,6 +225,12 @@ def _make(parameters: Named, choice: Optimizer) -> list[torch.optim.Optimizer]:
     return made
 
 
+def check_optimizer(choice: Optimizer) -> None:
+    """Raise KeelError if the library of an optimizer is not installed."""
+    if choice.kind == "adamw_8bit":
+        bitsandbytes('optimizer.kind = "adamw_8bit"')
+
+
 def _begin(inner: torch.optim.Optimizer, at: int, place: int, parameter: nn.Parameter) -> None:
     """Make the state of a parameter, the one of this place in the group `at`, as a step does."""
     state = inner.state[parameter]

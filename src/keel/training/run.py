@@ -23,6 +23,7 @@ from keel.data.splits import KINDS, places
 from keel.engines.endpoint.programs import load_program
 from keel.engines.registry import capabilities_of, check_engine, check_requests
 from keel.learn.batch import LESS, oom_context
+from keel.learn.optimizer import check_optimizer
 from keel.models.kernels import fingerprint
 from keel.models.loading import describe_model, read_config
 from keel.models.policy import (
@@ -253,12 +254,15 @@ def _prune(recipe: Recipe, folder: RunFolder) -> None:
 
 def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
     """Check the data, models and rewards of the stages after number `current`; of that stage too
-    its engine, and whether its advantage and its rewards of steps fit.
+    its optimizers, its engine, and whether its advantage and its rewards of steps fit.
 
     Raises KeelError as the stage itself would.
     """
     here = recipe.cluster.ray in (None, "local")
     for stage in recipe.stages[current:]:
+        with _naming(stage):
+            for optimizer in stage.optimizers:
+                check_optimizer(optimizer)
         if stage.sampling is not None:
             rollout = stage.sampling.rollout
             with _naming(stage):
