@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 
-class Counter:
-    """Writes the counts, and the last line of each failure, after each test."""
+class Counts:
+    """Writes the counts of each file and of all, and the last line of each failure, after each
+    test: what a cut leaves out can be seen."""
 
     def __init__(self, rows: Path, dry: bool) -> None:
         self.rows, self.dry = rows, dry
-        self.counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
+        self.files: dict[str, Counter[str]] = {}
         self.faults = 0
 
     def row(self, what: str, **figures: Any) -> None:
@@ -23,9 +25,9 @@ class Counter:
             file.write(json.dumps({"what": what, **figures}) + "\n")
 
     def counted(self) -> None:
-        words = ", ".join(f"{count} {name}" for name, count in self.counts.items())
-        met = not self.faults and (self.dry or self.counts["passed"] > 0)
-        self.row("tests/gpu", measured=words, asked="none failed", met=met)
+        whole = sum(self.files.values(), Counter[str]())
+        met = not self.faults and (self.dry or whole["passed"] > 0)
+        self.row("tests/gpu", measured=words(whole), asked="none failed", met=met)
 
     def fault(self, report: Any) -> None:
         self.faults += 1
@@ -35,9 +37,12 @@ class Counter:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self.counts[report.outcome] += 1
+            file = report.nodeid.partition("::")[0]
+            counts = self.files.setdefault(file, Counter())
+            counts[report.outcome] += 1
             if report.failed:
                 self.fault(report)
+            self.row(file, measured=words(counts))
             self.counted()
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -45,18 +50,22 @@ class Counter:
             self.fault(report)
 
 
+def words(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped"))
+
+
 def main() -> None:
     _, given, rows = sys.argv[1:]
-    counter = Counter(Path(rows), json.loads(Path(given).read_text("utf-8"))["dry"])
+    counts = Counts(Path(rows), json.loads(Path(given).read_text("utf-8"))["dry"])
     try:
         import pytest
     except ImportError as error:
-        return counter.row("tests/gpu", note=f"skipped: {error}; see --wheels")
-    words = ["-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark", "tests/gpu"]
+        return counts.row("tests/gpu", note=f"skipped: {error}; see --wheels")
+    options = ["-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark", "tests/gpu"]
     if find_spec("xdist") is not None:
-        words += ["-n", str(min(8, os.cpu_count() or 1))]
-    status = pytest.main(words, plugins=[counter])
-    counter.counted()
+        options += ["-n", str(min(8, os.cpu_count() or 1))]
+    status = pytest.main(options, plugins=[counts])
+    counts.counted()
     if status not in (0, 1):  # what the tests import may be missing: the log's last line says so
         raise SystemExit(f"pytest ended with {status!r}")
     return None
