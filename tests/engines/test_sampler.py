@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.engines import sampler
-from keel.engines.sampler import sample_tokens
+from keel.engines.sampler import draw, sample_tokens
 from keel.models.kernels import sampling as compiled
 from keel.types import Sampling
 
@@ -152,3 +152,26 @@ def test_compiled_code_draws_from_float32_on_a_cpu(
         tokens, log_probs = sample_tokens(logits.to(dtype), uniform, Sampling(1))
         assert (tokens.dtype, log_probs.dtype) == (torch.int64, torch.float64)
     assert asked == ([torch.float32] if path == "compiled" else [])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "top_k": 3},
+        {"temperature": 0.4},
+        {"temperature": 0.4, "top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+    ],
+    ids=str,
+)
+def test_each_setting_is_drawn_on_the_device(options: dict) -> None:
+    """Without reading by the host; on a CPU the log-probabilities are the sampler's in float32."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(200, 12, generator=generator)
+    uniform = torch.rand(200, dtype=torch.float64, generator=generator)
+    wanted = sample_tokens(logits, uniform, Sampling(1, **options))
+    tokens, log_probs = draw(logits, uniform, Sampling(1, **options))
+    assert torch.equal(tokens, wanted[0])
+    torch.testing.assert_close(log_probs.double(), wanted[1], rtol=1e-6, atol=1e-6)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from keel.engines import sampling_weights
 from keel.engines.sampling_weights import JointLinear, SamplingWeights
 from keel.models.attention import Attending, PackedLayout, install
+from keel.models.families import head_of
 from keel.models.lora import reference_adapter
 from tests.engines.tiny import FAMILIES, tiny
 from tests.models.tiny import policy, stir
@@ -64,3 +67,45 @@ def test_adapters_are_merged_into_joint_products(family: str) -> None:
     with reference_adapter(made.model), torch.no_grad():
         far = (states(made.model.base_model) - wanted).abs().max()
     assert far > 0.3 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "own"),
+    [
+        ("float32", torch.bfloat16, True),
+        ("float32", torch.float64, False),
+        ("auto", torch.bfloat16, False),
+    ],
+)
+def test_the_head_follows_the_model(
+    kind: str, dtype: torch.dtype, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bias too: the model's own weights if their products are in float32, else a copy."""
+    model = tiny("llama", dtype=torch.float32)
+    model.lm_head = nn.Linear(32, len(model.lm_head.weight))
+    monkeypatch.setattr(sampling_weights, "head_of", lambda m: replace(head_of(m), dtype=kind))
+    weights = SamplingWeights(model, dtype)
+    stir(model)
+    weights.refresh()
+    for found, wanted in (
+        (weights.head.weight, model.lm_head.weight),
+        (weights.head.bias, model.lm_head.bias),
+    ):
+        assert found is not None
+        assert (found.data_ptr() == wanted.data_ptr()) == own
+        assert torch.equal(found, wanted.to(torch.float32 if own else dtype))
+
+
+def test_adapters_are_merged_in_the_same_type() -> None:
+    made = policy("llama", rank=4)
+    weights = SamplingWeights(made.model, torch.float32)
+    assert not any("lora" in name for name, _ in weights.backbone.named_parameters())
+
+
+@pytest.mark.parametrize("changed", ["bias", "in_features"])
+def test_layers_that_differ_stay_apart(changed: str) -> None:
+    module = nn.Module()
+    inputs = 5 if changed == "in_features" else 4
+    module.gate_proj, module.up_proj = nn.Linear(4, 3, bias=changed != "bias"), nn.Linear(inputs, 3)
+    sampling_weights._join(module, ("gate_proj", "up_proj"))
+    assert type(module.gate_proj) is type(module.up_proj) is nn.Linear

@@ -156,7 +156,7 @@ def test_sequences_without_pages_are_put_back(most_pages: int) -> None:
 
 def test_long_prompts_enter_in_parts() -> None:
     model = wide("mistral", sliding_window=37)
-    asked = prompts(150, 33, 129)
+    asked = prompts(150, 33, 129, 40, 80)
     wanted = by_modules(copy.deepcopy(model)).sample(asked, 2, Sampling(20), 4)
     engine = static(model)
     engine.prefill_tokens = 40
@@ -358,7 +358,9 @@ def test_pages_of_a_conversation_outlive_no_failed_call() -> None:
     engine, other = static(model), by_modules(copy.deepcopy(model))
     asked, sampling = prompts(70, 80), Sampling(20, ignore_eos=True)
     with engine.conversation() as talking:
-        first = talking.sample(asked, 1, replace(sampling, ignore_eos=False), 0)
+        first = talking.sample(asked, 1, WORDS, 0)
+        # Else no pages are kept.
+        assert all(group.completions[0].finish != "length" for group in first)
         with pytest.raises(KeelError, match="max_tokens"):
             engine.sample(asked, 1, Sampling(0), 0)
         with (
