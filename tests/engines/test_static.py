@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from keel.config.model import Lora
 from keel.engines import native, page_layouts
 from keel.engines.native import NativeEngine
+from keel.engines.sampler import GOING
 from keel.engines.scheduler import Pages
 from keel.engines.static import BUCKETS, NoHostReads, Record, StaticDecoder, bucket_of
 from keel.models import attention
@@ -205,6 +206,39 @@ def test_continued_tokens_attend_by_one_flash_call(
     assert len(calls) > 6
 
 
+def test_steps_write_only_where_their_rows_go_on() -> None:
+    """A row that ended, or has no budget left, writes to page 0; nothing beyond has a page."""
+    engine = static(wide("llama"), rows=5)
+    real = StaticDecoder.decode
+    final = 62  # the place of the token before the last of the budget: 40 + 24 - 2
+    ended: list[int] = []
+
+    def decode(own: StaticDecoder, steps: int, **given: Any) -> Record:
+        pools = [pool for pair in own._pools for pool in pair]
+        before = [pool.clone() for pool in pools]
+        assert own._ends is not None
+        tokens = own.buffers.token[: len(given["position"])].clone()[None]
+        record = real(own, steps, **given)
+        tokens = torch.cat([tokens, torch.from_numpy(record.read()[0])])
+        allowed = torch.zeros(own.allocator.count, 64, dtype=torch.bool)
+        allowed[0] = True
+        for row, (place, pages) in enumerate(zip(given["position"], given["pages"], strict=True)):
+            assert np.count_nonzero(pages) <= final // 64 + 1
+            over = (own._ends[tokens[:, row]] != GOING).tolist()
+            count = over.index(True) if True in over else steps
+            ended.append(count)
+            for at in range(place, min(place + count, final + 1)):
+                allowed[pages[at // 64], at % 64] = True
+        for old, new in zip(before, pools, strict=True):
+            same = (old == new).all(-1).all(1)
+            assert (same | allowed).all()
+        return record
+
+    with patch.object(StaticDecoder, "decode", decode):
+        engine.sample(prompts(40, 40, 40, 40), 3, Sampling(24, stop_ids=(2, 3)), 0)
+    assert {0, 16} < set(ended)
+
+
 @pytest.mark.parametrize("stop", [("3",), ("ab", "9"), ("7",)])
 def test_stop_strings_end_rows_and_drop_what_follows(stop: tuple[str, ...]) -> None:
     model = tiny("llama", dtype=torch.float32)
@@ -223,7 +257,7 @@ def talk(engine: Any, asked: list[Prompt], turns: int) -> list[Group]:
     return scripted.talk(engine, asked, 2, WORDS, Host(), turns, tokenizer=TOKENIZER)
 
 
-@pytest.mark.parametrize("most_pages", [None, 14])
+@pytest.mark.parametrize("most_pages", [None, 11, 14])
 @pytest.mark.parametrize("turns", [2, 3])
 def test_conversations_continue_their_pages(turns: int, most_pages: int | None) -> None:
     """Each token is fed once if there are pages to keep; results never depend on it."""
@@ -352,6 +386,29 @@ def test_conversations_share_the_decoder_of_their_engine() -> None:
     assert len({id(call.args[0]) for call in made.call_args_list}) == 1
 
 
+def continued(groups: list[Group]) -> list[Prompt]:
+    """Each prompt with its answer, and a token more."""
+    return [
+        replace(prompt, tokens=(*prompt.tokens, *map(int, group.completions[0].tokens), 5))
+        for group in groups
+        for prompt in [group.prompt]
+    ]
+
+
+def test_pools_grow_around_the_pages_of_a_conversation() -> None:
+    model = wide("llama")
+    engine, other = static(model), by_modules(copy.deepcopy(model))
+    with engine.conversation() as talking:
+        first = talking.sample(prompts(70, 80), 1, replace(WORDS, max_tokens=30), 0)
+        pages = decoder_of(engine).allocator
+        kept, count = pages.used, pages.count
+        again = continued(first)
+        found = talking.sample(again, 4, Sampling(90), 2)
+        assert kept == 4
+        assert pages.count > count
+    assert_same(found, other.sample(again, 4, Sampling(90), 2), atol=ROUNDING)
+
+
 def test_pages_of_a_conversation_outlive_no_failed_call() -> None:
     """Its next turn is computed from its prompt again, and a refused setting frees nothing."""
     model = wide("llama")
@@ -369,10 +426,7 @@ def test_pages_of_a_conversation_outlive_no_failed_call() -> None:
         ):
             engine.sample(asked, 1, sampling, 0)
         engine.sample(prompts(90, 100, 66), 2, sampling, 1)
-        again = [
-            replace(prompt, tokens=(*prompt.tokens, *map(int, group.completions[0].tokens), 5))
-            for prompt, group in zip(asked, first, strict=True)
-        ]
+        again = continued(first)
         found = talking.sample(again, 1, sampling, 2)
     assert_same(found, other.sample(again, 1, sampling, 2), atol=ROUNDING)
 
@@ -385,6 +439,34 @@ def test_a_step_that_reads_on_the_host_is_recognised(family: str, reads: bool) -
     refused = pytest.raises(RuntimeError, match="waits") if reads else nullcontext()
     with torch.no_grad(), NoHostReads(), refused:
         decoder_of(engine)._warm(2)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.item(),
+        lambda x: x.repeat_interleave(x.long()),
+    ],
+)
+def test_operators_that_wait_are_recognised(step: Any) -> None:
+    with NoHostReads(), pytest.raises(RuntimeError, match="waits"):
+        step(torch.ones(1))
+
+
+def test_no_token_beyond_the_tokenizer_is_sampled() -> None:
+    model = tiny("llama", dtype=torch.float32)
+    engine = NativeEngine(model, TOKENIZER, decoder=StaticDecoder(model, tokens=20))
+    found = engine.sample(ragged_prompts(5), 4, Sampling(10, ignore_eos=True), 0)
+    assert max(c.tokens.max() for group in found for c in group.completions) == 19
+
+
+@pytest.mark.parametrize("budget", [1, 2])
+def test_short_budgets_are_used_up(budget: int) -> None:
+    engine = static(tiny("llama", dtype=torch.float32), rows=3)
+    found = engine.sample(ragged_prompts(4), 2, Sampling(budget, ignore_eos=True), 0)
+    assert {len(c) for group in found for c in group.completions} == {budget}
 
 
 def test_pages_are_free_after_their_last_user() -> None:
