@@ -19,6 +19,7 @@ from transformers import Qwen2Config
 
 from keel.analysis.cards import CARDS, GIB, Card, card
 from keel.analysis.costs import Budget, MemoryPlan, Shape, attention_pairs, floor_ms
+from keel.models.head import GPU_SHARE
 from keel.models.shape import shape_of, without_weights
 
 SIZES = {
@@ -128,7 +129,8 @@ def table() -> Iterator[str]:
     for what, (plan, asked) in plans().items():
         sizes = [Budget(plan, one).total / GIB for one in cards]
         if "24" in asked:
-            sizes = [Budget(plan, card("24GB")).total / GIB] * len(cards)
+            small = replace(plan, chunk=24e9 // GPU_SHARE)
+            sizes = [Budget(small, card("24GB")).total / GIB] * len(cards)
         cells = " | ".join(f"{size:.1f}" for size in sizes)
         peak = measured(f"peak memory, GiB: {what}")
         yield f"| memory without cache, GiB: {what} | {cells} | {peak} | {asked} |"

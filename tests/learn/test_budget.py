@@ -227,12 +227,24 @@ def test_trial_sets_what_fits_the_free_memory(
         card.take(budget, pending)
     assert card.passes == [16_384, found]
     assert budget.tokens == budget.found == found
-    assert notes == [f"token_budget: {found:,} tokens fit, found by a trial"]
+    assert notes == [f"token_budget: {found:,} tokens, found by a trial"]
     assert card.measured == 1
 
 
+def test_small_passes_are_no_trial() -> None:
+    """Memory that does not grow with tokens would count as theirs."""
+    card = Card([1000] * 8, each=10**6, free=50 * 10**9, kept=10**9)
+    budget = TokenBudget(16_384, measure=card.measure)
+    card.take(budget)
+    assert budget.found is None
+    card.sizes = PackedSizes([1000] * 9)
+    card.take(budget)
+    assert budget.found == 40_960
+    assert card.measured == 2
+
+
 def test_passes_without_gradient_are_no_trial() -> None:
-    card = Card([1000], each=10**6, free=50 * 10**9)
+    card = Card([9000], each=10**6, free=50 * 10**9)
     budget = TokenBudget(16_384, measure=card.measure)
     card.take(budget, pending=None)
     assert card.measured == 0
@@ -291,6 +303,7 @@ def test_budget_of_a_gpu_and_one_process_is_tried() -> None:
     for device, *keys in (
         ("cpu",), ("mps",), ("cuda", "cluster.ray=local"), ("cuda", "cluster.processes=2"),
         ("cuda", "token_budget=16384"),
+        ("cuda", "rollout.async_level=1", "algorithm.correction.kind=truncate"),
     ):  # fmt: skip
         run = run_on(device, *keys)
         assert budget_of(run)._measure is None
@@ -305,6 +318,7 @@ def faked(monkeypatch: pytest.MonkeyPatch, results: list[Any]) -> None:
         return results[-1], CallMemory(GIB, 0, 10**6 * GIB)
 
     monkeypatch.setattr("keel.training.setup.measure_on", lambda device: measure)
+    monkeypatch.setattr("keel.config.stage.AUTO_TOKENS", 40)  # less than two small passes
 
 
 def found_in(folder: RunFolder, stage: int, step: int) -> int | None:
@@ -312,7 +326,7 @@ def found_in(folder: RunFolder, stage: int, step: int) -> int | None:
     return state["token_budget"]  # type: ignore[no-any-return]
 
 
-FOUND = "token_budget: 65,536 tokens fit, found by a trial"
+FOUND = "token_budget: 65,536 tokens, found by a trial"
 
 
 def test_resume_uses_what_the_trial_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

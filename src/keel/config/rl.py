@@ -191,7 +191,7 @@ class RolloutStage(StageConfig):
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        own = self.value.optimizer
+        own = None if self.algorithm.value is None else self.value.optimizer
         return (self.optimizer,) if own is None else (self.optimizer, own)
 
     @property

@@ -466,6 +466,8 @@ class TokenBudget:
         made: tuple[T, CallMemory] = measure(lambda: attempt(self.tokens))
         result, memory = made
         entering = [sizes.entering(span) for span in sizes.spans(self.tokens)]
+        if max(entering) < self.tokens // 2:
+            return result  # what does not grow with tokens would count as theirs: a later pass says
         # The first micro-batch takes its tokens' bytes, with few gradients yet; a later one has all
         # gradients, which are kept, besides its own. The peak is no less than either: two bounds.
         each = memory.peak / entering[0]
@@ -477,7 +479,7 @@ class TokenBudget:
         most = MOST_FOUND if self.tokens == self._asked else self.tokens
         self.tokens = min(max(count, LEAST_FOUND), most)
         self._asked = self._measure = None
-        self._note(f"token_budget: {self.tokens:,} tokens fit, found by a trial")
+        self._note(f"token_budget: {self.tokens:,} tokens, found by a trial")
         return result
 
     def _halve(self, sizes: PackedSizes) -> None:

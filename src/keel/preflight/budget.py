@@ -49,6 +49,8 @@ def plan_of(
         rows, every = min(rollout.max_num_seqs, completions), completions
         if rollout.server is not None:
             copied, rows, server = False, 0, memory * _server_share(rollout)
+    divergence = getattr(getattr(stage, "algorithm", None), "divergence", None)
+    full = divergence is not None and divergence.estimator == "full"  # both policies' logits
     limit = context_length(model)
     longest = longest if limit is None else min(longest, limit)
     # A longer sequence is computed alone; a step may have fewer tokens than the budget.
@@ -74,7 +76,7 @@ def plan_of(
         autocast=spec.dtype == "float32" and bool(spec.autocast),
         copied=copied,
         checkpointed=None if checkpointed is True else int(checkpointed),
-        chunk=min(GPU_CHUNK_BYTES, memory // GPU_SHARE),
+        chunk=min(GPU_CHUNK_BYTES, memory // GPU_SHARE) * (2 if full else 1),
         head_copy=spec.head_dtype == "bfloat16",
         reference=int(stage.keeps_reference and lora is None),
         critic=critic,

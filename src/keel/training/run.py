@@ -261,7 +261,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
     here = recipe.cluster.ray in (None, "local")
     for stage in recipe.stages[current:]:
         with _naming(stage):
-            for optimizer in stage.optimizers:
+            for optimizer in stage.optimizers if here else ():
                 check_optimizer(optimizer)
         if stage.sampling is not None:
             rollout = stage.sampling.rollout

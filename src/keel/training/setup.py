@@ -201,10 +201,12 @@ def _quarantine_prompts(
 def token_budget(run: RunContext, stage: StageConfig, progress: Progress) -> TokenBudget:
     """The stage's token budget, or what has fitted into memory since.
 
-    "auto" is found by a trial on CUDA, if one process trains: several would have to agree.
+    "auto" is found by a trial on CUDA, if one process trains: several would have to agree. What
+    samples meanwhile takes memory, too, so there is none with `async_level`.
     """
     cluster = run.recipe.cluster
     tried = stage.token_budget == "auto" and cluster.processes == 1 and cluster.ray is None
+    tried &= stage.sampling is None or stage.sampling.rollout.async_level == 0
     measure = measure_on(run.policy.device) if tried else None
     budget = TokenBudget(stage.initial_token_budget, run.writer.note, measure)
     if progress.token_budget is not None:
