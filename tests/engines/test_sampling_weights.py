@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.engines import sampling_weights
-from keel.engines.sampling_weights import JointLinear, SamplingWeights
+from keel.engines.sampling_weights import JointLinear, SamplingWeights, _join
 from keel.models.attention import Attending, PackedLayout, install
 from keel.models.families import head_of
 from keel.models.lora import reference_adapter
@@ -109,3 +109,16 @@ def test_layers_that_differ_stay_apart(changed: str) -> None:
     module.gate_proj, module.up_proj = nn.Linear(4, 3, bias=changed != "bias"), nn.Linear(inputs, 3)
     sampling_weights._join(module, ("gate_proj", "up_proj"))
     assert type(module.gate_proj) is type(module.up_proj) is nn.Linear
+
+
+def test_layers_of_other_code_stay_apart() -> None:
+    """It may call them in another order, or with inputs that differ."""
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6)
+
+    module = Gated()
+    _join(module, ("gate_proj", "up_proj"))
+    assert type(module.gate_proj) is type(module.up_proj) is torch.nn.Linear

@@ -217,6 +217,12 @@ def test_unfit_teacher_of_a_later_stage_is_refused_first(tmp_path: Path) -> None
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_unused_value_optimizer_needs_no_library() -> None:
+    for preset, count in (("grpo", 1), ("ppo", 2)):
+        (stage,) = small(f"algorithm={preset}", "value.optimizer.kind=adamw_8bit").stages
+        assert len(stage.optimizers) == count
+
+
 @pytest.mark.parametrize("key", ["rl.optimizer.kind", "rl.value.optimizer.kind"])
 def test_missing_library_of_a_later_stage_is_named(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
