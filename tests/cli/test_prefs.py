@@ -17,6 +17,7 @@ import torch
 
 from keel.cli.main import main
 from keel.models.reward import reward_model_from
+from keel.platform.extras import install_command
 from keel.preferences.records import (
     CompletionRecord,
     CostRecord,
@@ -400,4 +401,4 @@ def test_taken_port_short_token_and_missing_nicegui_are_named(
     assert f"{TOKEN}: use 16 or more" in line
     assert "short" not in line
     monkeypatch.setitem(sys.modules, "nicegui", None)
-    assert "pip install 'keel-rl[view]'" in tried(WORDS, capsys)
+    assert install_command("view") in tried(WORDS, capsys)

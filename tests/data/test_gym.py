@@ -223,7 +223,7 @@ def test_wrong_names_and_options(
 
 def test_its_absence_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(KeelError, match=r"pip install 'keel-rl\[tasks\]'"):
+    with pytest.raises(KeelError, match=r"pip install -e .*\[tasks\]'"):
         build_task(source("reasoning_gym:chain_sum"), seed=0)
     names = [name for name, _ in catalogue()]
     assert "sort_digits" in names

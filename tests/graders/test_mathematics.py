@@ -121,7 +121,7 @@ def test_expressions_that_hang_are_given_up_and_the_next_is_still_judged() -> No
 
 def test_without_the_library_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(KeelError, match=r"pip install 'keel-rl\[math\]'"):
+    with pytest.raises(KeelError, match=r"pip install -e .*\[math\]'"):
         Mathematics()
 
 

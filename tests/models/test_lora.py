@@ -217,7 +217,7 @@ def test_wrong_targets_are_refused(target: str, reason: str) -> None:
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(KeelError, match=r"pip install 'keel-rl\[lora\]'"):
+    with pytest.raises(KeelError, match=r"pip install -e .*\[lora\]'"):
         load_policy(spec(rank=4), 0)
 
 

@@ -151,7 +151,7 @@ def test_without_lingua_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
     graded._codes.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(KeelError, match=r"reward 'language': .*pip install 'keel-rl\[language\]'"):
+    with pytest.raises(KeelError, match=r"reward 'language': .*pip install -e .*\[language\]'"):
         load_reward(RewardSource(function="language", options={"wanted": "en"}))
 
 

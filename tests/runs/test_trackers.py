@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from keel.config.stage import Trackers
+from keel.platform.extras import install_command
 from keel.runs.layout import RunFolder
 from keel.runs.trackers import TensorBoard, open_trackers
 from keel.runs.writer import Tracker
@@ -101,4 +102,4 @@ def test_a_missing_package_names_its_extra(tmp_path: Path, monkeypatch: Any, nam
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(KeelError, match=rf"trackers\.{name} = true needs") as caught:
         start(Trackers.model_validate({name: True}), two_stages(tmp_path))
-    assert f"pip install 'keel-rl[{name}]'" in str(caught.value)
+    assert install_command(name) in str(caught.value)

@@ -20,6 +20,7 @@ from keel.cli.runs import NOTHING
 from keel.config.control import ControlRecipe, load_control
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
+from keel.platform.extras import install_command
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
 from keel.types import KeelError, text_of
@@ -203,7 +204,7 @@ def _control(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "gymnasium":
             raise
-        raise KeelError("keel control needs gymnasium: pip install 'keel-rl[control]'") from error
+        raise KeelError(f"keel control needs gymnasium: {install_command('control')}") from error
 
     start = partial(control, recipe, arguments.run, resume=arguments.resume)
     return run_and_report(arguments, "control", start, show_control)

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from keel.cluster.ranks import PATIENCE, lost_another
+from keel.platform.extras import install_command
 from keel.platform.signals import ProcessLost, keep_freed
 from keel.platform.time_limit import heartbeat, raise_if_cancelled
 from keel.types import KeelError
@@ -40,7 +41,7 @@ try:
     import ray
     from ray.exceptions import GetTimeoutError, RayError, RaySystemError, RayTaskError
 except ImportError as error:
-    raise KeelError("cluster.ray needs Ray: pip install 'keel-rl[ray]'") from error
+    raise KeelError(f"cluster.ray needs Ray: {install_command('ray')}") from error
 
 POLL = 0.2
 """Seconds between two looks at what is running."""

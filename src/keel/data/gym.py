@@ -17,6 +17,7 @@ import numpy as np
 from keel.config.fields import unknown
 from keel.data.tasks import Generated, Presentation, split_and_index
 from keel.graders.formats import answer_part, tag_content
+from keel.platform.extras import install_command
 from keel.platform.process import Restarting
 from keel.platform.sandbox import Resident
 from keel.types import Completion, KeelError, Prompt, Split
@@ -167,6 +168,6 @@ def gym_installed() -> bool:
 def gym_names(process: GymProcess) -> dict[str, str]:
     """Every data set with one line on it. Raises KeelError if reasoning-gym is absent."""
     if not gym_installed():
-        raise KeelError("reasoning-gym is not installed: pip install 'keel-rl[tasks]'")
+        raise KeelError(f"reasoning-gym is not installed: {install_command('tasks')}")
     names: dict[str, str] = process.ask(START_SECONDS, op="names")
     return names

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from keel.config.fields import BadRows, nearest, unknown
+from keel.platform.extras import install_command
 from keel.runs.rows import LeftOut, Why, shortened
 from keel.types import KeelError, one_line
 
@@ -158,7 +159,7 @@ def read_parquet(path: Path) -> Table:
 def read_dataset(name: str, split: str, options: Mapping[str, Any]) -> Table:
     """One split of what `datasets.load_dataset(name, **options)` gives."""
     if importlib.util.find_spec("datasets") is None:
-        raise KeelError("the library `datasets` is not installed: pip install 'keel-rl[data]'")
+        raise KeelError(f"the library `datasets` is not installed: {install_command('data')}")
     datasets = importlib.import_module("datasets")
     try:
         found = datasets.load_dataset(name, **options)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from keel.graders.expressions import NotPlainExpression, same_answer
+from keel.platform.extras import install_command
 from keel.platform.process import Restarting
 from keel.platform.sandbox import Resident, bubblewrap
 from keel.types import KeelError
@@ -48,7 +49,7 @@ class Mathematics:
         strict: bool = True,
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
-            raise KeelError("math-verify is not installed: pip install 'keel-rl[math]'")
+            raise KeelError(f"math-verify is not installed: {install_command('math')}")
         check_sandbox()
         self.timeout, self.evaluated, self.strict = timeout, evaluated, strict
         self.processes = [Restarting(started) for _ in range(workers)]

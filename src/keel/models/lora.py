@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from keel.config.fields import unknown
 from keel.config.model import Lora
 from keel.models.quantised import QuantisedLinear, dequantised_linear, import_quietly
+from keel.platform.extras import install_command
 from keel.types import KeelError
 
 POLICY, REFERENCE = "policy", "reference"
@@ -36,8 +37,7 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise KeelError(
-            "model.lora needs the peft package: "
-            "pip install 'keel-rl[lora]', or leave model.lora out"
+            f"model.lora needs the peft package: {install_command('lora')}, or leave model.lora out"
         ) from error
     return peft
 

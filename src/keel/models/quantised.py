@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from keel.models.families import exact_weights, probe_sequences, stock_outputs
+from keel.platform.extras import install_command
 from keel.types import KeelError
 
 BLOCK = 64
@@ -30,7 +31,7 @@ def bitsandbytes(key: str) -> Any:
         return import_quietly()
     except ImportError as error:
         raise KeelError(
-            f"{key} needs the bitsandbytes package: pip install 'keel-rl[quantisation]', or leave "
+            f"{key} needs the bitsandbytes package: {install_command('quantisation')}, or leave "
             "it out"
         ) from error
 

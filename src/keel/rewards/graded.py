@@ -18,6 +18,7 @@ from keel.algorithms.terms import FrozenModel
 from keel.config.fields import Count, Seconds
 from keel.graders.answers import final_answer
 from keel.graders.mathematics import Mathematics
+from keel.platform.extras import install_command
 from keel.rewards.outputs import Summary, Wrong
 from keel.rewards.registry import Column, RewardContext, with_arguments
 from keel.rewards.rules import Sample, samples, texts
@@ -282,5 +283,5 @@ def _lingua() -> Any:
     try:
         import lingua
     except ImportError:
-        raise KeelError("lingua is not installed: pip install 'keel-rl[language]'") from None
+        raise KeelError(f"lingua is not installed: {install_command('language')}") from None
     return lingua

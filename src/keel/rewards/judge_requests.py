@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from keel.config.secrets import without_secrets, wrong_key_name
 from keel.platform.calls import LoopThread
+from keel.platform.extras import install_command
 from keel.platform.sqlite import Database, Format
 from keel.rewards.judge_questions import (
     Cost,
@@ -342,7 +343,7 @@ def _client(url: str, key_name: str | None, options: JudgeOptions) -> AsyncOpenA
     try:
         import openai
     except ImportError:
-        raise KeelError("a model on a server needs openai: pip install 'keel-rl[judge]'") from None
+        raise KeelError(f"a model on a server needs openai: {install_command('judge')}") from None
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise KeelError(f"url = {url!r} is not a valid address: write http://HOST:PORT/v1")

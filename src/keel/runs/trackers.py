@@ -9,6 +9,7 @@ from typing import Any
 
 from keel.config.stage import Trackers
 from keel.platform import files
+from keel.platform.extras import install_command
 from keel.runs.layout import RunFolder
 from keel.runs.rows import prompt_text
 from keel.runs.values import clean_text
@@ -129,7 +130,7 @@ def check_trackers(wanted: Trackers) -> None:
 def _missing(tracker: str) -> KeelError:
     return KeelError(
         f"trackers.{tracker} = true needs the package {tracker}: "
-        f"pip install 'keel-rl[{tracker}]', or set trackers.{tracker} = false",
+        f"{install_command(tracker)}, or set trackers.{tracker} = false",
         key=f"trackers.{tracker}",
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from keel.platform.extras import install_command
 from keel.types import KeelError
 from keel.view.address import Address
 
@@ -32,7 +33,7 @@ MAX_UNOPENED = 64
 def require_nicegui(command: str, instead: str = "") -> None:
     """Raises KeelError if NiceGUI is not installed; `instead` names another way."""
     if importlib.util.find_spec("nicegui") is None:
-        raise KeelError(f"{command} needs NiceGUI: pip install 'keel-rl[view]'{instead}")
+        raise KeelError(f"{command} needs NiceGUI: {install_command('view')}{instead}")
 
 
 def serve_pages(
