@@ -8,7 +8,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from keel.view.library import FONT, font_face, mathml
+from keel.view.formulas import FONT, font_face, mathml
 
 _FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\(?:\((.*?)\\\)|\[(.*?)\\\])</\1>', re.DOTALL

@@ -284,8 +284,25 @@ def test_dark_mode_stays_with_the_address(page: sync_api.Page, served: Served) -
     part(page, "theme").click()
     page.wait_for_url("**theme=dark**")
     page.wait_for_selector("body.body--dark")
-    page.get_by_role("link", name="Rollouts").click()
+    page.get_by_role("link", name="Rollouts", exact=True).click()
     page.wait_for_selector("body.body--dark")
+
+
+def test_objective_is_typeset_term_by_term(page: sync_api.Page, served: Served) -> None:
+    page.goto(f"{served.url}/objective?run=ppo")
+    terms = part(page, "formula").locator("section")
+    expect(terms.first).to_contain_text("Advantage")
+    assert terms.locator("math").count() > terms.count() >= 5
+    assert "$" not in part(page, "formula").inner_text()
+
+
+def test_runs_have_a_curve_and_newest_rollouts(page: sync_api.Page, served: Served) -> None:
+    page.goto(served.url)
+    points = part(page, "runs").locator("tr", has_text="ppo").locator("polyline")
+    assert len((points.get_attribute("points") or "").split()) > 1
+    page.goto(f"{served.url}/curves?run=ppo")
+    page.get_by_role("link", name="newest rollouts").click()
+    part(page, "tokens").wait_for()
 
 
 PAGES = ("curves", "rollouts", "diagnosis", "objective")

@@ -9,25 +9,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from keel.algorithms.explain import explain_preset
 from keel.algorithms.presets import PRESETS
+from keel.algorithms.symbols import quote
 from keel.platform.files import locked
 from keel.runs.layout import RunFolder
 from keel.runs.writer import Recorder, update_run_json
 from keel.types import KeelError
-from keel.view.library import (
-    FONT,
-    Library,
-    OpenRun,
-    font_face,
-    mathml,
-    pictures_of,
-    status_of,
-)
+from keel.view.formulas import FONT, explanation_html, font_face, mathml
+from keel.view.library import Library, OpenRun, pictures_of, status_of
 
 RECIPE = 'name = "x"\n\n[[stages]]\nstage = "rl"\nname = "{}"\nsteps = {}\n'
 
@@ -167,6 +163,19 @@ LINES = [
 )
 def test_mathml_says_what_each_part_is(latex: str, wanted: str) -> None:
     assert wanted in mathml(latex)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_explanations_are_well_formed_without_dollars(name: str) -> None:
+    text = explanation_html(explain_preset(name))
+    ElementTree.fromstring(f"<body>{text}</body>")
+    assert "$" not in text
+
+
+def test_explanation_escapes_what_a_recipe_names() -> None:
+    found = replace(explain_preset("grpo"), name="<script>", notes=(quote("$<b>$ & $x_n$"),))
+    assert "<script>" not in explanation_html(found)
+    assert "<b>$" not in explanation_html(found)
 
 
 @pytest.mark.parametrize(("name", "latex"), LINES)

@@ -12,7 +12,7 @@ import pytest
 from keel.runs.layout import RunFolder
 from keel.runs.writer import Recorder
 from keel.types import KeelError
-from keel.view.library import font_face
+from keel.view.formulas import font_face
 from keel.view.report import write_report
 from tests.training.small import run
 from tests.view.hostile import ANSI, MARKUP, RECIPE, row, write

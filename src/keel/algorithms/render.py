@@ -20,8 +20,8 @@ _MARGIN = 5
 """Columns of the symbols on a terminal."""
 _LATEX_COLUMNS = 80
 """Columns of Unicode that fit a printed line."""
-_MARK = "†"
-_LEGEND = f"{_MARK} {CHOICE}, in part at least: no paper fixes it."
+MARK = "†"
+LEGEND = f"{MARK} {CHOICE}, in part at least: no paper fixes it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Explanation:
         if self.notes:
             blocks += ["\n".join(["Notes", *_bullets(self.notes, columns)])]
         if any(term.keels_choice for term in self.terms):
-            blocks += [_LEGEND]
+            blocks += [LEGEND]
         return "\n\n".join(blocks)
 
     def latex(self) -> str:
@@ -75,7 +75,7 @@ class Explanation:
         lines += [rf"\item {prose_to_latex(note)}" for note in self.notes]
         lines += [r"\end{itemize}"]
         if any(term.keels_choice for term in self.terms):
-            lines += [r"\noindent " + _LEGEND.replace(_MARK, r"\dag{}")]
+            lines += [r"\noindent " + LEGEND.replace(MARK, r"\dag{}")]
         return "\n".join(lines) + "\n"
 
     def json(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _term(term: Term, columns: int) -> str:
     for line in term.equations:
         lines += _equation(line, columns, indent)
     lines += _fill(_unbroken(term.text), columns, indent)
-    mark = f" {_MARK}" if term.keels_choice else ""
+    mark = f" {MARK}" if term.keels_choice else ""
     return "\n".join([*lines, *_fill(f"Source{mark}: {term.source}", columns, indent)])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Final
 
@@ -80,19 +81,24 @@ def to_unicode(formula: str) -> str:
     return re.sub(r" ?\0 ?", "   ", re.sub(r" ([,)])", r"\1", text)).strip()
 
 
+def prose_parts(text: str) -> Iterator[tuple[bool, str]]:
+    """The parts of prose, in order, each with whether it is one of its `$formulas$`."""
+    for i, piece in enumerate(_DOLLAR.split(text)):
+        yield (True, piece) if i % 2 else (False, piece.replace(r"\$", "$"))
+
+
 def prose_to_unicode(text: str, space: str = " ") -> str:
     """Prose with its `$formulas$` in Unicode; `space` stands for the spaces within these."""
     return "".join(
-        to_unicode(piece).replace(" ", space) if i % 2 else piece.replace(r"\$", "$")
-        for i, piece in enumerate(_DOLLAR.split(text))
+        to_unicode(piece).replace(" ", space) if formula else piece
+        for formula, piece in prose_parts(text)
     )
 
 
 def prose_to_latex(text: str) -> str:
     """Prose with its `$formulas$` for LaTeX."""
     return "".join(
-        f"${piece}$" if i % 2 else text_to_latex(piece.replace(r"\$", "$"))
-        for i, piece in enumerate(_DOLLAR.split(text))
+        f"${piece}$" if formula else text_to_latex(piece) for formula, piece in prose_parts(text)
     )
 
 

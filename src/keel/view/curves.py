@@ -19,8 +19,9 @@ from keel.analysis.plots import COLOURS
 from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
+from keel.view.formulas import formula_of
 from keel.view.frame import EVERY, Problems, Shown, page
-from keel.view.library import Library, OpenRun, formula_of, panels, pictures_of, status_of
+from keel.view.library import Library, OpenRun, panels, pictures_of, status_of
 
 WIDEST = 101
 """Steps that the slider's mean is of at most."""
@@ -50,7 +51,11 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
         problems = Problems()
         problems.show(files.problems)
         status = _heading(shown, runs, files)
-        _smoothing(shown, lambda: draw())
+        with ui.row().classes("items-center w-full").style("gap: 6px 18px"):
+            _choices(shown, runs, files.stage)
+            _smoothing(shown, lambda: draw())
+            if runs[0].rollout_steps():
+                ui.link("newest rollouts", shown.address.url("/rollouts"))
         with ui.element("div").classes("panels"):
             plotted = [
                 _panel(panel, _curves(shown.address, runs, stage, panel), shown.address)
@@ -107,22 +112,26 @@ def _read(
 
 
 def _heading(shown: Shown, runs: Sequence[OpenRun], files: RunFiles) -> ui.label:
-    """The names, objective and choices of the runs, and the status, which is returned."""
+    """The names and objective of the runs, and the status, which is returned."""
     run, stage = runs[0], files.stage
     with ui.row().classes("items-center").style("gap: 6px 18px"):
         ui.label(visible(" · ".join(one.name for one in runs), 300)).style("font-weight: 600")
         status = ui.label(files.status).classes("figure").props("data-testid=status")
     for text in formula_of(run, stage):
         ui.html(text, sanitize=False).classes("formula").props("data-testid=formula")
-    with ui.row().classes("items-center").style("gap: 6px 14px"):
-        if len(run.run.stages) > 1:
-            stages = ui.select(list(run.run.stages), value=stage, label="stage")
-            stages.style("min-width: 90px").on_value_change(lambda e: _open(shown, stage=e.value))
-        if len(runs) > 1:
-            how = {"runs": "each run", "algorithms": "mean of each algorithm"}
-            overlay = ui.select(how, value=shown.address.overlay or "runs", label="overlay")
-            overlay.on_value_change(lambda e: _open(shown, overlay=e.value))
     return status
+
+
+def _choices(shown: Shown, runs: Sequence[OpenRun], stage: str) -> None:
+    """Which stage is shown, and how several runs are."""
+    names = runs[0].run.stages
+    if len(names) > 1:
+        stages = ui.select(list(names), value=stage, label="stage").props("dense")
+        stages.style("min-width: 90px").on_value_change(lambda e: _open(shown, stage=e.value))
+    if len(runs) > 1:
+        how = {"runs": "each run", "algorithms": "mean of each algorithm"}
+        overlay = ui.select(how, value=shown.address.overlay or "runs", label="overlay")
+        overlay.props("dense").on_value_change(lambda e: _open(shown, overlay=e.value))
 
 
 class SmoothingSlider(ui.slider):
@@ -142,7 +151,7 @@ def _smoothing(shown: Shown, draw: Callable[[], Awaitable[None]]) -> None:
         shown.change(smooth=width if width > 1 else None)
         await draw()
 
-    with ui.row().classes("items-center no-wrap w-full").style("gap: 14px"):
+    with ui.row().classes("items-center no-wrap").style("gap: 14px; flex: 0 1 420px"):
         ui.label("smoothing")
         slider = SmoothingSlider(min=1, max=WIDEST, step=2, value=_window(shown.address))
         slider.props('aria-label="smoothing: steps of the mean" data-testid=smooth')

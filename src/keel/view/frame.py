@@ -12,7 +12,7 @@ from nicegui import events, ui
 from keel.analysis.text import visible
 from keel.runs.rows import COMPONENT
 from keel.view.address import Address
-from keel.view.library import FORMULA_STYLE, font_face
+from keel.view.formulas import FORMULA_STYLE, font_face
 
 EVERY = 2.0
 """Seconds between two looks at the files."""
@@ -41,11 +41,18 @@ body { font-size: 15px; }
 .figure { font-variant-numeric: tabular-nums; }
 .q-table td, .q-table th { padding: 4px 8px; }
 .q-table td { max-width: 420px; overflow: hidden; text-overflow: ellipsis; }
+.wide td:last-child, .wide th:last-child { width: 100%; max-width: 0; }
+.q-table td svg { display: block; width: 120px; height: 24px; }
+.q-table td polyline { fill: none; stroke: var(--q-primary); stroke-width: 1.5; }
 .q-table td a { color: inherit; text-decoration: underline; text-underline-offset: 3px; }
 a:focus-visible, .tok:focus-visible { outline: 2px solid currentColor; }
 a.nav { padding: 4px 10px; border-radius: 6px; color: inherit; text-decoration: none; }
 a.nav:hover, a.nav.here { background: rgba(128,128,128,.22); }
-@media (max-width: 600px) { .page { padding: 8px 8px 40px; } .chart { height: 230px; } }
+.explained p { margin: 4px 0; }
+.explained .panels { margin: 10px 0; }
+.explained ul { margin: 0; padding-left: 20px; list-style: disc; }
+@media (max-width: 600px) { .page { padding: 8px 8px 40px; } .chart { height: 230px; }
+                            nav { order: 9; width: 100%; } a.nav { padding: 4px 7px; } }
 """
 
 
@@ -193,7 +200,8 @@ def columns_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[
 
 
 class LinkedTable(ui.table, component="linked_table.js"):
-    """A table in which the cells of one column are links to the `link` of their row.
+    """A table in which the cells of one column are links to the `link` of their row, and those of
+    a column `curve` are plots of the numbers in them, from 0 to 1 in either direction.
 
     In a slot of `ui.table` a link would lose the focus whenever the page changes: NiceGUI compiles
     the slot's template again, and its elements are replaced. A component is compiled once.

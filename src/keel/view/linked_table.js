@@ -5,6 +5,11 @@ export default {
       <template #[cell]="slot">
         <q-td :props="slot"><a :href="slot.row.link" @click.stop>{{ slot.value }}</a></q-td>
       </template>
+      <template #body-cell-curve="slot">
+        <q-td :props="slot"><svg v-if="slot.value" viewBox="0 -1 100 22" preserveAspectRatio="none"
+          role="img" :aria-label="'curve of ' + slot.row.measure">
+          <polyline :points="slot.value" vector-effect="non-scaling-stroke" /></svg></q-td>
+      </template>
     </q-table>
   `,
   inheritAttrs: false,

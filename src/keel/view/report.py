@@ -19,16 +19,8 @@ from keel.platform import files
 from keel.runs.reader import load
 from keel.runs.rows import COMPONENT
 from keel.types import KeelError
-from keel.view.library import (
-    FORMULA_STYLE,
-    Library,
-    OpenRun,
-    font_face,
-    formula_of,
-    panels,
-    pictures_of,
-    status_of,
-)
+from keel.view.formulas import FORMULA_STYLE, font_face, formula_of
+from keel.view.library import Library, OpenRun, panels, pictures_of, status_of
 from keel.view.rollout_rows import Row, StepRows, legend, number, prompt_text, summary, verdicts
 
 if TYPE_CHECKING:

@@ -254,6 +254,7 @@ class RolloutsPage:
         for row in rows:
             row["link"] = self.address.but(row=row["id"], token=None).url("/rollouts")
         table = LinkedTable("rank", rows, ["shown", "rank", *names], "group")
+        table.classes("wide")
         table.columns[0]["label"] = ""
         table.on("rowClick", lambda e: self.choose(e.args[1]["id"]))
 
@@ -390,6 +391,7 @@ class RolloutsPage:
             rows = [self._hit(at, hit) for at, hit in enumerate(hits.rows)]
             names = ("step", "reward", "length", "finish", "prompt", "completion")
             table = LinkedTable("step", rows, names, "results", pagination=10)
+            table.classes("wide")
             table.on("rowClick", lambda e: self._open_hit(e.args[1]))
 
     def _hit(self, at: int, hit: Row) -> dict[str, Any]:

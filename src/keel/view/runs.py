@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 from nicegui import run as background
 from nicegui import ui
 
 from keel.analysis.diagnosis.table import Diagnosis, diagnose
 from keel.analysis.text import visible
+from keel.runs.reader import Column
 from keel.types import KeelError
 from keel.view.address import Address
+from keel.view.formulas import explanation_html, explanation_of
 from keel.view.frame import EVERY, LinkedTable, Problems, Shown, page, problem
-from keel.view.library import Library, formula_of, status_of
+from keel.view.library import Library, status_of
 from keel.view.rollout_rows import figure
 
 SHOWN = ("reward", "episode/return", "eval/return", "loss")
@@ -86,10 +90,22 @@ def _line(library: Library, name: str, link: str) -> dict[str, Any]:
         "step": status.step,
         "steps": status.steps,
         "measure": last[0],
+        "curve": _curve(columns[last[0]]) if last[0] else None,
         "newest": figure(last[1]),
         "accuracy": figure(accuracy),
         "link": link,
     }
+
+
+def _curve(column: Column) -> str:
+    """A column as the points of a line in a box of 100 to 20, the highest value at its top."""
+    at = np.unique(np.linspace(0, len(column.values) - 1, 60).round().astype(int))
+    values = column.values[at]
+    low, high = np.nanmin(values), np.nanmax(values)
+    share = (values - low) / (high - low) if high > low else np.full(len(values), 0.5)
+    across = np.linspace(0, 100, len(at))
+    points = zip(across, 20 - 20 * share, strict=True)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points if math.isfinite(y))
 
 
 def objective_page(library: Library, address: Address) -> None:
@@ -98,11 +114,13 @@ def objective_page(library: Library, address: Address) -> None:
     with page(Shown("/objective", address.but(run=(run.name,))), f"objective of {run.name}"):
         ui.label(visible(run.name, 100)).style("font-weight: 600")
         none = "this run has no stage of reinforcement learning on a language model"
-        text = str(run.run.info().get("objective", none))
-        for line in [line for stage in run.run.stages for line in formula_of(run, stage)]:
-            ui.html(line, sanitize=False).classes("formula").props("data-testid=formula")
-        label = ui.label(visible(text, lines=True)).classes("text")
-        label.style("overflow-x: auto; max-width: 100%; white-space: pre")
+        recorded = str(run.run.info().get("objective", none))
+        made = [explanation_of(run, stage) for stage in run.run.stages]
+        for one in filter(None, made):
+            html = ui.html(explanation_html(one), sanitize=False)
+            html.classes("explained w-full").props("data-testid=formula")
+        if not any(made):
+            ui.label(visible(recorded, lines=True)).classes("text")
         with ui.expansion("the resolved recipe").classes("w-full"):
             recipe = run.folder.recipe.read_text(encoding="utf-8")
             ui.label(visible(recipe, 100_000, lines=True)).classes("text")

@@ -228,8 +228,9 @@ def serve(
     from nicegui import app, ui
 
     from keel.view.curves import curves_page
+    from keel.view.formulas import FONT
     from keel.view.frame import FONT_PATH, Shown, page, problem
-    from keel.view.library import FONT, Library
+    from keel.view.library import Library
     from keel.view.rollouts import RolloutsPage
     from keel.view.runs import diagnosis_page, objective_page, runs_page
 
