@@ -124,7 +124,7 @@ def test_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_runs_have_the_threads_that_are_stated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "_cores", lambda: 4)
+    monkeypatch.setattr(compare, "usable_cores", lambda: 4)
     for stated, jobs, threads, note in (
         ((), None, 1, "4 at a time, 1 threads each"),
         ((), 2, 2, "2 at a time, 2 threads each"),

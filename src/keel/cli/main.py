@@ -214,6 +214,8 @@ report -- Write a run's report: one HTML file, and a PNG.
   --out FILE -- default: RUN/report.html
   --price PER_HOUR -- of the machine
   --json
+doctor -- Show what this machine has, what that enables, and the command that adds what is missing.
+  --json
 recipes -- List the shipped recipes.
   --json
 rewards -- List the built-in rewards.

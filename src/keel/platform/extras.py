@@ -15,7 +15,7 @@ EXTRAS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "judge": (("openai",), "a language model on a server as the judge"),
     "language": (("lingua-language-detector",), "the reward language"),
     "lora": (("peft",), "model.lora"),
-    "math": (("math-verify",), "the reward math_match"),
+    "math": (("math-verify",), "the reward math"),
     "preferences": (("openai", "nicegui"), "keel prefs with models and pages"),
     "quantisation": (("bitsandbytes",), "model.quantisation, 8-bit optimizers"),
     "ray": (("ray",), "cluster.ray"),
@@ -28,6 +28,11 @@ EXTRAS: Final[dict[str, tuple[tuple[str, ...], str]]] = {
 """The extras that users install: their packages, and what needs them."""
 
 
+def from_source() -> bool:
+    """Whether Keel runs from its source tree, installed as editable or not at all."""
+    return (SOURCE / "pyproject.toml").is_file() and (SOURCE / "src" / "keel").is_dir()
+
+
 def install_command(*extras: str) -> str:
     """The command that adds these extras to the Keel that runs.
 
@@ -35,7 +40,7 @@ def install_command(*extras: str) -> str:
     adds the packages of the extra and looks for no other Keel.
     """
     wanted = f"[{','.join(extras)}]"
-    if (SOURCE / "pyproject.toml").is_file() and (SOURCE / "src" / "keel").is_dir():
+    if from_source():
         return f"pip install -e {_quoted(f'{SOURCE}{wanted}')}"
     return f"pip install {_quoted(f'keel-rl{wanted}')}"
 

@@ -138,6 +138,13 @@ def sleep_soon() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))
 
 
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return max(len(os.sched_getaffinity(0)), 1)
+    return os.cpu_count() or 1
+
+
 CGROUPS, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
 

@@ -9,7 +9,6 @@ DIR/runs/ARM/seed-S/ ordinary run folders; DIR/runs/start/seed-S/ the stages tha
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from keel.config.fields import unknown
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe, Stage
 from keel.platform import files
+from keel.platform.signals import usable_cores
 from keel.runs.layout import RECIPE
 from keel.runs.reader import load
 from keel.types import KeelError
@@ -192,7 +192,7 @@ def _run_all(
     chosen: Plan, folder: Path, jobs: int | None, note: Callable[[str], None]
 ) -> list[FailedRun]:
     """Run what is not finished yet; the runs that failed."""
-    cores = _cores()
+    cores = usable_cores()
     stated = max(arm.recipe.threads or 1 for arm in chosen.arms)
     jobs = min(jobs or max(1, cores // stated), cores)
     threads = max(1, cores // jobs)
@@ -291,13 +291,6 @@ def _seeded(recipe: Recipe, seed: int, threads: int, folder: Path, started: bool
         name = str(folder.absolute() / "runs" / START / f"seed-{seed}-model")
         update["model"] = recipe.model.model_copy(update={"name": name})
     return recipe.model_copy(update=update)
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return max(len(os.sched_getaffinity(0)), 1)
-    return os.cpu_count() or 1
 
 
 def _costs(path: Path) -> dict[str, Any]:

@@ -128,10 +128,10 @@ def test_a_folder_of_someone_else_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kernels._folder().is_relative_to(tmp_path)
+    assert kernels.cache_folder().is_relative_to(tmp_path)
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    assert not kernels._folder().is_relative_to(tmp_path)
+    assert not kernels.cache_folder().is_relative_to(tmp_path)
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])
@@ -177,6 +177,6 @@ def test_without_a_home_it_is_made_for_the_process(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", classmethod(homeless))
-    folder = kernels._folder()
+    folder = kernels.cache_folder()
     assert folder.is_dir()
     assert folder.is_relative_to(tempfile.gettempdir())

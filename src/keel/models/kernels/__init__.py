@@ -54,7 +54,7 @@ def fingerprint(name: str) -> str:
 @cache
 def _loaded(name: str) -> tuple[ctypes.CDLL, str] | None:
     try:
-        compiler = _compiler()
+        compiler = compiler_command()
     except OSError:
         return None
     for flags in ((*_FLAGS, *_THREADS), _FLAGS) if compiler else ():
@@ -66,7 +66,7 @@ def _loaded(name: str) -> tuple[ctypes.CDLL, str] | None:
     return None
 
 
-def _compiler() -> tuple[str, ...]:
+def compiler_command() -> tuple[str, ...]:
     """The command with the arguments in `CC`; () where there is none."""
     words = shlex.split(os.environ.get("CC") or "cc")
     found = shutil.which(words[0]) if words else None
@@ -77,7 +77,7 @@ def _key(compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
     key = hashlib.sha256()
     for source in sorted((*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))):
         key.update(source.name.encode() + source.read_bytes())
-    key.update("\0".join((*compiler, *flags, _processor())).encode())
+    key.update("\0".join((*compiler, *flags, processor())).encode())
     key.update(output_of([*compiler, "--version"], _PATIENCE))
     return key.hexdigest()
 
@@ -87,7 +87,7 @@ def _made(name: str, key: str, compiler: tuple[str, ...], flags: tuple[str, ...]
 
     What is damaged stays until it is replaced: another process may have done that by now.
     """
-    folder = _folder()
+    folder = cache_folder()
     for path in folder.glob(f"{name}-{key[:24]}-*.so"):
         with suppress(OSError):
             if path.stem.endswith(_digest(path)):
@@ -107,8 +107,8 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _folder() -> Path:
-    """A folder that only this user can write to, since its libraries are run."""
+def cache_folder() -> Path:
+    """The folder of the libraries; only this user can write to it, since they are run."""
     try:
         # RuntimeError where the user has no home, as in some containers.
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -127,7 +127,7 @@ def _alone() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="keel-kernels-")
 
 
-def _processor() -> str:
+def processor() -> str:
     """What determines the compiler's "native"."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
