@@ -75,6 +75,23 @@ def test_recipe_for_another_machine_is_not_run(monkeypatch: pytest.MonkeyPatch) 
         assert [one.kind for one in report.findings] == ["warm-up-never-ends"]
 
 
+def test_stop_rule_of_a_metric_that_never_occurs() -> None:
+    right = ["kl", "loss", "rewards/place_match/mean", "eval/pass@1/low", "num_tokens"]
+    wrong = {
+        "value/loss": None,
+        "eval/pass@4": "eval/pass@1",
+        "rewards/place_mach/mean": right[2],
+    }
+    rules = [f"{{metric='{name}'}}" for name in (*right, *wrong)]
+    report = check("tiny", [*SHORT, f"stop_when=[{', '.join(rules)}]", "evaluation.prompts=4"])
+    findings = [one for one in report.findings if one.kind == "never-stops"]
+    assert [one.key for one in findings] == [f"stop_when.{at}.metric" for at in (5, 6, 7)]
+    for one, meant in zip(findings, wrong.values(), strict=True):
+        assert one.evidence.endswith(f"did you mean {meant!r}?" if meant else "…")
+    unrun = check("tiny", [*SHORT, "cluster.processes=2", "stop_when=[{metric='los'}]"])
+    assert [one.kind for one in unrun.findings] == ["never-stops"]
+
+
 def test_trial_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "LIMIT", 0.01)
     (stage,) = check("tiny", SHORT).stages

@@ -248,6 +248,10 @@ class RolloutStage(StageConfig):
         return self.evaluation.every
 
     @property
+    def evaluation_metrics(self) -> tuple[str, ...]:
+        return self.evaluation.metrics
+
+    @property
     def compares(self) -> bool:
         return self.algorithm.needs_groups
 

@@ -414,6 +414,15 @@ class Evaluation(FrozenModel):
     threshold: Annotated[Real, NEVER_EVALUATED] = 1.0
     """A completion is right if the reward declared as correctness is at least this."""
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of what it records; `eval/pass@1` or `eval/reward`, as the rewards are."""
+        if self.prompts == 0:
+            return ()
+        rates = ["pass@1", "reward", *(["sampled", f"pass@{self.samples}"] if self.samples else ())]
+        ends = [f"{rate}{end}" for rate in rates for end in ("", "/low", "/high")]
+        return tuple(f"eval/{name}" for name in (*ends, "mean_length", "judge/*"))
+
 
 class NamedAlgorithm(Algorithm):
     """A row and the preset that its defaults came from."""

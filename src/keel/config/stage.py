@@ -7,11 +7,12 @@ how it is set up and run, and how it is shown.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from keel.algorithms.terms import Coefficient, FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import (
@@ -21,6 +22,7 @@ from keel.config.fields import (
     Index,
     LearningRate,
     MicroBatchTokens,
+    Real,
     StageName,
 )
 
@@ -45,6 +47,10 @@ _ON_CPU = UnusedIf(
     lambda key: key.facts.cpu and key.recipe.model.dtype != "bfloat16",
     "the weights are in the machine's memory already, in their own dtype",
 )
+_BOUNDED = UnusedIf(
+    lambda key: key.table.bound is not None, "above and below say which way is worse"
+)
+_LOWER_IS_BETTER = re.compile(r"(?:^|[/_])(?:loss|kl|perplexity|brier|ece)(?:$|[/_])")
 _NO_WANDB = UnusedIf(lambda key: not key.table.wandb, "trackers.wandb is off")
 
 
@@ -86,6 +92,52 @@ class Checkpoints(FrozenModel):
     """Steps between checkpoints; the last step always writes one."""
     keep: Count = 2
     """How many of the newest are kept, over all stages, in addition to the best of each stage."""
+
+
+class StopRule(FrozenModel):
+    """Ends the stage after a step, if its record meets the rule; the stages after it go on.
+
+    With `above` or `below`: `patience` records of the metric in a row are beyond the bound. Without
+    them: its last `patience` records are no better than the best one before them.
+    """
+
+    metric: str
+    """Name of a metric of the stage; records without it do not count."""
+    above: Real | None = None
+    """Ends the stage if the metric is greater than this."""
+    below: Real | None = None
+    """Ends the stage if the metric is less than this."""
+    mode: Annotated[Literal["max", "min"] | None, _BOUNDED] = None
+    """Whether a greater or a smaller value is better; None: smaller if `loss`, `kl`, `perplexity`,
+    `brier` or `ece` is a word of the name."""
+    patience: Count = 1
+    """Records of the metric that have to meet the rule."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> StopRule:
+        if self.above is not None and self.below is not None:
+            raise ValueError("set one of above and below, or give each a rule of its own")
+        return self
+
+    @property
+    def bound(self) -> float | None:
+        """`above` or `below`, if one is set."""
+        return self.below if self.above is None else self.above
+
+    @property
+    def sign(self) -> int:
+        """1 if greater values are better or beyond the bound, −1 if smaller ones are."""
+        if self.bound is not None:
+            return -1 if self.above is None else 1
+        mode = self.mode or ("min" if _LOWER_IS_BETTER.search(self.metric) else "max")
+        return -1 if mode == "min" else 1
+
+    def __str__(self) -> str:
+        records = "1 record" if self.patience == 1 else f"{self.patience} records"
+        if self.bound is None:
+            return f"{self.metric} no better for {records}"
+        side = "below" if self.above is None else "above"
+        return f"{self.metric} {side} {self.bound:g} for {records}"
 
 
 class Trackers(FrozenModel):
@@ -163,6 +215,8 @@ class StageConfig(FrozenModel):
     skipped."""
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
+    stop_when: Annotated[tuple[StopRule, ...], AsTuple] = ()
+    """Rules that end the stage before its last step."""
 
     def train(self, run: Any, progress: Any) -> Any:
         """Set the stage up, or restore it, and run it from `progress` to its last step, or until
@@ -236,6 +290,11 @@ class StageConfig(FrozenModel):
     def evaluation_interval(self) -> int | None:
         """Steps between evaluations, 0 for none but before and after; None: there is none."""
         return None
+
+    @property
+    def evaluation_metrics(self) -> tuple[str, ...]:
+        """Names or patterns of the metrics that an evaluation records."""
+        return () if self.evaluation_interval is None else ("eval/*",)
 
     @property
     def preference_data(self) -> PreferenceData | None:

@@ -151,6 +151,11 @@ def check(
         *of_keys,
         *of_model,
         *_leaks(recipe),
+        *(
+            one
+            for context, own in zip(contexts, measured, strict=True)
+            for one in settings.of_stop_rules(context, bool(own))
+        ),
         *over_budget([forecast for context in contexts for forecast in context.forecasts]),
         *(one for context in contexts for one in context.findings),
     ]
@@ -444,6 +449,7 @@ def _measured(
     if room is not None and own["peak"] > room:
         need, evidence = f"{own['peak'] / 2**30:.2f} GiB{free}", f"in the phase {own['phase']!r}"
         context.add(found("out-of-memory", key, need=need, evidence=evidence))
+    context.metrics |= {name for name in own["metrics"] if not name.startswith("rewards/trial/")}
     step = own["seconds"] | ({"rewards": context.scoring} if context.scoring else {})
     share = 1.0
     if stage.prompts_in_step and context.step_prompts is not None:

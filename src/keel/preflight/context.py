@@ -203,7 +203,8 @@ class StageContext:
 
     `unread` are the keywords that the chat template does not read. A trial of the stage runs on
     `longest`, its longest example, with at most `step_prompts` prompts a step. `scoring` are the
-    seconds that a step's rewards take, `forecasts` the costs of judges.
+    seconds that a step's rewards take, `forecasts` the costs of judges, `metrics` the names of
+    what the batch and the trial recorded.
     """
 
     recipe: Recipe
@@ -218,6 +219,7 @@ class StageContext:
     step_prompts: int | None = None
     scoring: float = 0.0
     forecasts: list[Forecast] = field(default_factory=list)
+    metrics: set[str] = field(default_factory=set)
 
     @property
     def prefix(self) -> str:

@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import BaseModel
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import KeyUse, UnusedIf
+from keel.analysis.metrics import look_up
+from keel.config.fields import unknown
 from keel.config.layers import layer
 from keel.config.load import Source, parse_override, read_own
 from keel.config.model import Model
@@ -26,7 +29,7 @@ from keel.config.stage import Optimizer
 from keel.data.gym import PREFIX
 from keel.data.tasks import GENERATORS
 from keel.engines.registry import capabilities_of
-from keel.preflight.context import Finding, found, percent
+from keel.preflight.context import Finding, StageContext, found, percent, shorten
 
 KeyPath = tuple[str | int, ...]
 ADAPTER_RATE = 2e-6
@@ -83,6 +86,29 @@ def of_objective(sampling: SamplingSource, prefix: str) -> Iterator[Finding]:
         yield found("ratio-stays-1", f"{prefix}minibatches", surrogate=surrogate, usual=usual)
     if not capabilities_of(rollout.engine).exact:
         yield found("resume-not-exact", f"{prefix}rollout.engine", engine=rollout.engine)
+
+
+def of_stop_rules(context: StageContext, ran: bool) -> Iterator[Finding]:
+    """Rules whose metric the stage does not record; `ran`: the trial recorded its metrics.
+
+    Of rewards that were not called, and a stage that was not run, the glossary has the names.
+    """
+    stage, known = context.stage, context.metrics
+    rewards = () if stage.sampling is None else stage.sampling.rewards.functions
+    called = all(f"rewards/{one.name or one.function}/mean" in known for one in rewards)
+    evaluated = [name for name in stage.evaluation_metrics if "*" not in name]
+    for at, rule in enumerate(stage.stop_when):
+        name = rule.metric
+        described = look_up(name) is not None
+        of_reward = f"{name.rpartition('/')[0]}/mean" in known
+        if name.startswith("eval/"):
+            occurs = any(fnmatchcase(name, one) for one in stage.evaluation_metrics)
+        else:
+            occurs = name in known or (described and (of_reward or not (ran and called)))
+        if not occurs:
+            evidence = shorten(unknown("metric", name, {*known, *evaluated}), 160)
+            key = f"{context.prefix}stop_when.{at}.metric"
+            yield found("never-stops", key, name=name, evidence=evidence)
 
 
 # ---------------------------------------------------------------- keys without effect

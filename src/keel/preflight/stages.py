@@ -122,8 +122,10 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
                     context.add(weak_tests(reward.name, reward.function, tried, key))
             if callable_now:
                 start = time.perf_counter()
-                results = judge(batch.groups, 1).results
+                asked = judge(batch.groups, 1)
                 context.scoring = time.perf_counter() - start
+                results = asked.results
+                context.metrics |= asked.metrics.keys()
                 _check_steps(context, plan, results, bool(waiting))
             if sampling.rewards.on_error == "stop":
                 check_readable(tasks, rewards)

@@ -129,6 +129,7 @@ def _short(
             "on_nonfinite": "skip",
             "checkpoints": Checkpoints(every=1000, keep=1),
             "trackers": Trackers(),
+            "stop_when": (),
         }
     )
     return short
@@ -200,7 +201,7 @@ class TrialResult:
 
     `stages` has what each finished stage took: its `peak` in bytes, of the process, or of torch on
     a GPU; the peaks of its `phases` (none if the system does not separate them) and the `phase`
-    that decides; the `seconds` of the last step by phase.
+    that decides; the `seconds` of the last step by phase, and the names of its `metrics`.
     """
 
     stages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -106,6 +106,7 @@ class TrialMonitor(Clock, Callback):
 
     def on_step(self, state: RunState) -> None:
         self.report["stages"][state.stage]["seconds"] = self.seconds
+        self.report["stages"][state.stage]["metrics"] = sorted(state.metrics)
         self.seconds = {}
 
     def on_note(self, text: str) -> None:

@@ -91,7 +91,7 @@ def train_reward_model(
         model.device,
         modules={"reward_model": model},
     )
-    if progress.step == stage.steps:
+    if progress.is_over(stage.steps):
         # Also if there is one: another's would be learned from.
         with checkpoint.writing(run.folder.model(stage.name)) as aside:
             model.save(aside)

@@ -12,14 +12,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.config.stage import Checkpoints, OnNonfinite
+from keel.config.stage import Checkpoints, OnNonfinite, StopRule
 from keel.learn.batch import LESS, Batch, TokenBudget, TrainBatch, oom_context
 from keel.learn.optimizer import Cause, NotFinite, tensors_of
 from keel.runs import checkpoint
+from keel.runs.reader import Run
 from keel.runs.rows import RolloutRow
 from keel.runs.writer import RunWriter, due
 from keel.training.speed import StepWork, speeds_of
 from keel.training.state import Progress, State
+from keel.training.stopping import StopRules, record_stop
 from keel.types import KeelError
 
 MAX_DIAGNOSED = 8
@@ -79,6 +81,7 @@ class Loop(ABC):
     evaluate: Callable[[int], EvaluationResult] | None = None
     evaluate_every: int = 0
     rollouts_every: int = 0
+    stop_when: Sequence[StopRule] = ()
 
     @abstractmethod
     def take_step(self, progress: Progress, number: int) -> StepResult:
@@ -178,13 +181,16 @@ def write_batch(folder: Path, batch: TrainBatch[Batch]) -> None:
 
 
 def run(loop: Loop, progress: Progress) -> Progress:
-    """Train from `progress` to the last step of the stage, or until the run is to stop."""
+    """Train from `progress` to the last step of the stage, or until a rule ends it or the run is to
+    stop."""
     steps, writer = loop.steps, loop.writer
+    name = writer.folder.stages[progress.stage]
     if progress.before is None and loop.evaluate is not None and not writer.interrupted:
         found = loop.evaluate(progress.step)
         _report(loop, progress, found, "before")
         progress = replace(progress, before=found.before)
-    while progress.step < steps and not writer.interrupted:
+    rules = StopRules(loop.stop_when, Run(writer.folder).metrics(name) if loop.stop_when else ())
+    while not progress.is_over(steps) and not writer.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
         step = loop.take_step(progress, number)
@@ -201,11 +207,15 @@ def run(loop: Loop, progress: Progress) -> Progress:
         if loop.on_nonfinite == "skip":
             metrics["steps_skipped"] = float(progress.skipped)
         evaluation: EvaluationResult | None = None
-        if loop.evaluate is not None and (number == steps or due(loop.evaluate_every, number)):
-            with writer.clock("evaluate"):
-                evaluation = loop.evaluate(number)
-            metrics |= evaluation.metrics
-            _report(loop, progress, evaluation, "after" if number == steps else "during")
+        if number == steps or due(loop.evaluate_every, number):
+            evaluation = _evaluate(loop, number, metrics)
+        rule = None if number == steps else rules(metrics)
+        if rule is not None:
+            progress = replace(progress, stopped=True)
+            evaluation = evaluation or _evaluate(loop, number, metrics)
+        over = progress.is_over(steps)
+        if evaluation is not None:
+            _report(loop, progress, evaluation, "after" if over else "during")
             progress = _with_best(progress, evaluation.score)
         seconds = time.perf_counter() - start
         work = step.work or StepWork(step.tokens)
@@ -214,20 +224,40 @@ def run(loop: Loop, progress: Progress) -> Progress:
         with writer.clock("record"):
             records = step.records() if due(loop.rollouts_every, number) else ()
         writer.recorded(progress, metrics, records, seconds, speeds)
-        if number == steps and evaluation is not None and evaluation.plot is not None:
-            # Before the checkpoint: a run that is killed after it does not come here again.
+        # What follows is before the checkpoint: a run that is killed after it does not come here
+        # again.
+        if over and evaluation is not None and evaluation.plot is not None:
             evaluation.plot()
-        if writer.checkpoint_due(progress, steps, loop.checkpoints):
+        if rule is not None:
+            record_stop(writer, name, number, rule)
+        if writer.checkpoint_due(progress, _last(loop, progress), loop.checkpoints):
             save(loop, progress)
     if writer.interrupted and progress.step == 0:
         save(loop, progress)
     return progress
 
 
+def _evaluate(loop: Loop, number: int, metrics: dict[str, float]) -> EvaluationResult | None:
+    """The evaluation after a step, if the stage has one; its metrics go into the step's."""
+    if loop.evaluate is None:
+        return None
+    with loop.writer.clock("evaluate"):
+        found = loop.evaluate(number)
+    metrics |= found.metrics
+    return found
+
+
+def _last(loop: Loop, progress: Progress) -> int:
+    """The stage's last step, as far as it is known."""
+    return progress.step if progress.stopped else loop.steps
+
+
 @oom_context("a checkpoint was written", LESS)
 def save(loop: Loop, progress: Progress) -> None:
     """Write a checkpoint."""
-    loop.writer.checkpoint(progress, loop.state(progress).save, loop.checkpoints, loop.steps)
+    loop.writer.checkpoint(
+        progress, loop.state(progress).save, loop.checkpoints, _last(loop, progress)
+    )
 
 
 def _report(

@@ -267,6 +267,7 @@ def build_loop(
         evaluate=Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None,
         evaluate_every=stage.evaluation.every,
         rollouts_every=stage.rollouts_every,
+        stop_when=stage.stop_when,
         algorithm=stage.algorithm,
         loss=loss_config(stage),
         schedule=schedule(stage),

@@ -200,7 +200,7 @@ def run_stages(
         finally:
             for tracker in trackers:
                 tracker.close()
-        done = progress.step == stage.steps
+        done = progress.is_over(stage.steps)
         if done:  # not of an interrupted stage: its resumed run records the same in the end
             update_run_json(writer.folder, {"tokens": progress.tokens})
         if (not done or number + 1 < len(recipe.stages)) and writer.stopped():

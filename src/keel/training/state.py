@@ -58,6 +58,12 @@ class Progress:
     """The evaluation before the first step."""
     token_budget: int | None = None
     skipped: int = 0
+    stopped: bool = False
+    """Whether a rule of `stop_when` has ended the stage."""
+
+    def is_over(self, steps: int) -> bool:
+        """Whether a stage of `steps` steps has ended."""
+        return self.stopped or self.step == steps
 
 
 @dataclass(frozen=True, eq=False)

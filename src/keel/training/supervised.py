@@ -123,6 +123,7 @@ def train_on_examples(
         writer=run.writer,
         evaluate=evaluate,
         evaluate_every=stage.evaluation_interval or 0,
+        stop_when=stage.stop_when,
         examples=examples,
         policy=run.policy,
         optimizer=optimizer,
