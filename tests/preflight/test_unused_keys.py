@@ -70,6 +70,8 @@ optimizer.muon_momentum=0.9
 optimizer.offload=cpu
 trackers.project=mine
 stop_when.0.metric=kl stop_when.0.above=0.5 stop_when.0.mode=min
+trackers.mlflow=true trackers.completions=3
+trackers.mlflow=true trackers.histograms=false
 cluster.rollout_workers=3
 cluster.deadline=30
 rollout.max_turns=3

@@ -51,7 +51,17 @@ _BOUNDED = UnusedIf(
     lambda key: key.table.bound is not None, "above and below say which way is worse"
 )
 _LOWER_IS_BETTER = re.compile(r"(?:^|[/_])(?:loss|kl|perplexity|brier|ece)(?:$|[/_])")
-_NO_WANDB = UnusedIf(lambda key: not key.table.wandb, "trackers.wandb is off")
+_NO_NAMES = UnusedIf(
+    lambda key: not (key.table.wandb or key.table.trackio or key.table.mlflow),
+    "wandb, trackio and mlflow are off",
+)
+_NO_TABLES = UnusedIf(
+    lambda key: not (key.table.wandb or key.table.trackio), "wandb and trackio are off"
+)
+_NO_HISTOGRAMS = UnusedIf(
+    lambda key: not (key.table.tensorboard or key.table.wandb or key.table.trackio),
+    "tensorboard, wandb and trackio are off",
+)
 
 
 class Optimizer(FrozenModel):
@@ -147,15 +157,22 @@ class Trackers(FrozenModel):
     """Log the metrics to TensorBoard."""
     wandb: bool = False
     """Log the metrics to Weights & Biases."""
-    project: Annotated[str, _NO_WANDB] = "keel"
-    """W&B project."""
-    run_name: Annotated[str | None, _NO_WANDB] = None
-    """Name of the W&B run; None: the name of the run folder."""
-    group: Annotated[str | None, _NO_WANDB] = None
-    """W&B group, for example of the seeds of one experiment."""
-    completions: Annotated[Index, _NO_WANDB] = 0
-    """Completions per step in a W&B table, for the steps whose rollouts are written; 0: no table.
-    """
+    trackio: bool = False
+    """Log the metrics to trackio."""
+    mlflow: bool = False
+    """Log the metrics to MLflow: to MLFLOW_TRACKING_URI, else to SQLite in the run folder."""
+    project: Annotated[str, _NO_NAMES] = "keel"
+    """Project of W&B and trackio, experiment of MLflow."""
+    run_name: Annotated[str | None, _NO_NAMES] = None
+    """Name of the run there; None: the name of the run folder."""
+    group: Annotated[str | None, _NO_NAMES] = None
+    """Group of the run there (of MLflow a tag), for example of the seeds of one experiment."""
+    completions: Annotated[Index, _NO_TABLES] = 0
+    """Completions per step in a table of W&B and trackio, for the steps whose rollouts are written;
+    0: no table."""
+    histograms: Annotated[bool, _NO_HISTOGRAMS] = True
+    """Log the distributions of rewards and lengths, for the steps whose rollouts are written (not
+    MLflow, which has no histograms)."""
 
 
 # ---------------------------------------------------------------- what a stage offers

@@ -426,7 +426,7 @@ class RunWriter:
     recorder: Recorder
     callbacks: Callbacks
     interrupt: Interrupt
-    trackers: Sequence[Tracker] = ()
+    trackers: list[Tracker] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
     reached: Reached = field(default_factory=Reached)
 
@@ -500,11 +500,27 @@ class RunWriter:
         with self.clock("record"):
             self.recorder.metrics(stage, step, metrics)
             self.recorder.rollouts(stage, step, rows)
-            for tracker in self.trackers:
-                tracker.log(name, step, {**metrics, **speeds}, rows)
+            logged = {**metrics, **speeds}
+            self._track(lambda tracker: tracker.log(name, step, logged, rows))
         self.reached.step = Place(stage, step)
         self.recorder.timings(stage, step, {"total": seconds, **self.clock.take(), **speeds})
         self.callbacks.step(step, metrics, seconds, speeds)
+
+    def close_trackers(self) -> None:
+        """Let the trackers of the stage send what they hold."""
+        self._track(lambda tracker: tracker.close())
+
+    def _track(self, call: Callable[[Tracker], None]) -> None:
+        """Call each tracker; one that fails, such as one whose server is gone, gets no more."""
+        for tracker in tuple(self.trackers):
+            try:
+                call(tracker)
+            except KeelError:  # of this disk
+                raise
+            except Exception as error:
+                self.trackers.remove(tracker)
+                what = f"{type(tracker).__name__} gets no more metrics"
+                self.warn(f"{what}: {one_line(error, named=True)}", "tracker_lost")
 
     def checkpoint_due(self, progress: RunProgress, steps: int, choice: Checkpoints) -> bool:
         """Every N steps, at the end, at the best, and when asked to stop."""

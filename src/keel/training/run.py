@@ -193,13 +193,13 @@ def run_stages(
             name=writer.folder.path.name,
             recipe=recipe.model_dump(mode="json"),
         )
-        context = RunContext(recipe, replace(writer, trackers=trackers), policy, start, labeller)
+        of_stage = replace(writer, trackers=trackers)
+        context = RunContext(recipe, of_stage, policy, start, labeller)
         writer.callbacks.stage(stage.name, stage.stage, stage.steps, progress.step)
         try:
             progress = stage.train(context, progress)
         finally:
-            for tracker in trackers:
-                tracker.close()
+            of_stage.close_trackers()
         done = progress.is_over(stage.steps)
         if done:  # not of an interrupted stage: its resumed run records the same in the end
             update_run_json(writer.folder, {"tokens": progress.tokens})
