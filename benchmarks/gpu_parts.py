@@ -109,7 +109,7 @@ def train(
     """Run the loop and report after each step; the process ends after the last one, so that no
     checkpoint is written."""
     from keel.config.load import load_recipe
-    from keel.runs.writer import Callback, RunState
+    from keel.runs.callbacks import Callback, RunState
     from keel.training import run
 
     work, folder = job.work, job.folder / "model"
@@ -337,7 +337,7 @@ def quickstart(job: Job) -> None:
     """Seconds of a step of reinforcement learning, median after five."""
     from keel.config import recipes
     from keel.config.load import load_recipe
-    from keel.runs.writer import Callback, RunState
+    from keel.runs.callbacks import Callback, RunState
     from keel.training.run import train as run
 
     made = tomllib.loads((Path(recipes.__path__[0]) / "quickstart.toml").read_text("utf-8"))

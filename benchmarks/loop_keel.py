@@ -40,8 +40,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from keel.config.load import load_recipe
+    from keel.runs.callbacks import Callback
     from keel.runs.reader import load
-    from keel.runs.writer import Callback
     from keel.training.run import train as run
 
     clock, cpu = [0.0], [0.0]

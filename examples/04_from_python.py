@@ -46,7 +46,7 @@ def right(completions, largest, **columns):  # type: ignore[no-untyped-def]
 class StopEarly:
     def on_step(self, state: keel.RunState) -> None:
         if state.metrics["reward"] > 0.8:
-            raise keel.StopRun("the reward is above 0.8")
+            state.control.stop("the reward is above 0.8")
 
 
 # %% Train.

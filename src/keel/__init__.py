@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from keel.learn.loss import prepare
     from keel.parts import encode_prompts, load_algorithm, load_policy, make_engine, make_learner
     from keel.python import check, evaluate, load, train
-    from keel.runs.writer import Callback, RunState, StopRun
+    from keel.runs.callbacks import Callback, RunControl, RunState
     from keel.training.export import export
     from keel.types import Prompt, Sampling
 
@@ -30,9 +30,9 @@ __version__ = VERSION
 __all__ = [
     "Callback",
     "Prompt",
+    "RunControl",
     "RunState",
     "Sampling",
-    "StopRun",
     "__version__",
     "check",
     "encode_prompts",
@@ -53,11 +53,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "keel.runs.writer",
+    "Callback": "keel.runs.callbacks",
     "Prompt": "keel.types",
-    "RunState": "keel.runs.writer",
+    "RunControl": "keel.runs.callbacks",
+    "RunState": "keel.runs.callbacks",
     "Sampling": "keel.types",
-    "StopRun": "keel.runs.writer",
     "check": "keel.python",
     "encode_prompts": "keel.parts",
     "estimate": "keel.learn.advantages",

@@ -19,9 +19,9 @@ from keel.analysis.diagnosis.table import DiagnosisMonitor
 from keel.analysis.progress import Bar, Lines
 from keel.cli.main import main
 from keel.cli.train import run_and_report, show
+from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
-from keel.runs.writer import RunState
 from tests.runs.test_lifecycle import Notes
 
 STEPS = 36
@@ -81,7 +81,7 @@ def test_a_run_is_byte_for_byte_that_without_diagnosis(
 ) -> None:
     with_it, _ = finished
     assert diagnoses(with_it)
-    monkeypatch.setattr(DiagnosisMonitor, "on_step", lambda self, state: None)
+    monkeypatch.setattr(DiagnosisMonitor, "on_record", lambda self, state: None)
     without = train(tmp_path / "without")
     assert not diagnoses(without)
     a, b = files(with_it.folder.path), files(without.folder.path)
@@ -110,7 +110,7 @@ def test_resumed_run_keeps_history_and_repeats_no_diagnosis(tmp_path: Path) -> N
 
         def on_step(self, state: RunState) -> None:
             if state.step == self.at:
-                raise keel.StopRun("enough")
+                state.control.stop("enough")
 
     folder = tmp_path / "run"
     train(folder, callbacks=[StopEarly(13)])

@@ -23,9 +23,9 @@ from keel.config.load import load_recipe, to_toml
 from keel.control.learner import evaluate
 from keel.control.run import COUNTER, FRAMES, control, record_video, trained
 from keel.platform.signals import Interrupted
+from keel.runs.callbacks import RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.writer import RunState
 from keel.types import KeelError
 from tests.control import worlds
 from tests.shared import ROOT
@@ -166,6 +166,33 @@ def test_asked_to_stop_it_leaves_a_checkpoint(tmp_path: Path) -> None:
     stopped = RunFolder.open(tmp_path / "stopped")
     assert len(load(stopped.path).checkpoints()) == 1
     assert json.loads(stopped.run_json.read_text())["finished"] is False
+    control(None, stopped.path, resume=True)
+    same(whole, stopped)
+
+
+class _Schedule:
+    """Asks for what a step can become, and to stop."""
+
+    def __init__(self, stop: int) -> None:
+        self.stop = stop
+
+    def on_step(self, state: RunState) -> None:
+        if state.step == 2:
+            state.control.scale_learning_rate(0.5)
+            state.control.evaluate()
+            state.control.log({"probe": 1})
+        if state.step == self.stop:
+            state.control.stop("enough")
+
+
+@pytest.mark.parametrize("algorithm", ["dqn", "ppo"])
+def test_requests_of_callbacks_last_over_a_resume(algorithm: str, tmp_path: Path) -> None:
+    recipe = small(algorithm, "optimizer.schedule=constant")
+    whole = control(recipe, tmp_path / "whole", callbacks=[_Schedule(0)])
+    rates = [record["learning_rate"] for record in load(whole.path).metrics()]
+    assert rates[2] == rates[1] / 2
+    assert {"eval/return", "probe"} <= load(whole.path).metrics()[1].keys()
+    stopped = control(recipe, tmp_path / "stopped", callbacks=[_Schedule(3)])
     control(None, stopped.path, resume=True)
     same(whole, stopped)
 

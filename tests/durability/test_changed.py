@@ -12,9 +12,9 @@ import pytest
 from keel.config.load import load_recipe
 from keel.rewards.learned import which_model
 from keel.rewards.registry import RewardContext
+from keel.runs.callbacks import Callback
 from keel.runs.lifecycle import fingerprints
 from keel.runs.reader import load
-from keel.runs.writer import Callback
 from keel.training.evaluation import evaluate_reward_model
 from keel.training.export import export
 from keel.training.run import train

@@ -21,7 +21,7 @@ from keel.models.policy import load_policy
 from keel.preflight import trial, trial_child
 from keel.preflight.check import Report, check
 from keel.preflight.trial import LongestExample, read_result, trial_recipe
-from keel.runs.writer import RunState
+from keel.runs.callbacks import RunState
 from keel.training.stages.rl import RLStage
 from keel.types import Prompt, Sampling
 

@@ -13,10 +13,11 @@ from keel.config.stage import Checkpoints
 from keel.platform import files
 from keel.platform.files import locked
 from keel.runs import lifecycle
+from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import run_lifecycle, write_metadata
 from keel.runs.reader import load
-from keel.runs.writer import Callback, RunState, RunWriter
+from keel.runs.writer import RunWriter
 from keel.types import KeelError
 from tests.runs.example import ONE, Progress, fill, one_stage, row, two_stages
 

@@ -14,10 +14,11 @@ import pytest
 from keel.config.stage import Trackers
 from keel.platform.extras import install_command
 from keel.platform.signals import Interrupt
+from keel.runs.callbacks import Callbacks
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.runs.trackers import EXTRAS, TensorBoard, open_trackers
-from keel.runs.writer import Callbacks, Recorder, RunWriter, Tracker
+from keel.runs.writer import Recorder, RunWriter, Tracker
 from keel.types import KeelError
 from tests.runs.example import Progress, one_stage, row, two_stages
 

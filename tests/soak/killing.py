@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from keel.config.load import to_toml
 from keel.config.schema import Recipe
-from keel.runs.writer import Callback, RunState
+from keel.runs.callbacks import Callback, RunState
 
 Kind = Literal["row", "operation", "module", "second", "byte"]
 
@@ -193,7 +193,7 @@ class Rows(Callback):
     def __init__(self, count: Countdown) -> None:
         self.count = count
 
-    def on_step(self, state: RunState) -> None:
+    def on_record(self, state: RunState) -> None:
         self.count()
 
 

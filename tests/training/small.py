@@ -12,9 +12,9 @@ from typing import Any
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.models.policy import load_policy
+from keel.runs.callbacks import Callback, RunState
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
-from keel.runs.writer import Callback, RunState
 from keel.training.run import train
 
 FAST = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ class Stop:
 
     def on_step(self, state: keel.RunState) -> None:
         if state.step == self.at:
-            raise keel.StopRun("enough")
+            state.control.stop("enough")
 
 
 @pytest.fixture(scope="module")
@@ -328,9 +329,8 @@ def test_callbacks_receive_events_and_cannot_change_the_run(whole: Any, tmp_path
     assert one.seen == [
         ("stage", 0),
         ("evaluation", 0),
-        *[("step", step) for step in (1, 2, 3)],
+        *[("step", step) for step in (1, 2, 3, 4)],
         ("evaluation", 4),
-        ("step", 4),
         ("checkpoint", 4),
     ]
     assert differences(whole.folder.path, tmp_path / "run") == []
@@ -341,8 +341,63 @@ def test_error_in_a_callback_is_named(tmp_path: Path) -> None:
         def on_step(self, state: keel.RunState) -> None:
             raise ZeroDivisionError("by 0")
 
-    with pytest.raises(KeelError, match=r"after rl step 1 .*Broken\.on_step raised ZeroDivision"):
+    with pytest.raises(KeelError, match=r"Broken\.on_step raised ZeroDivision"):
         keel.train(folder=tmp_path / "run", callbacks=[Broken()], **arguments())
+
+
+class Asking:
+    """Asks for something after each step."""
+
+    def on_evaluation(self, state: keel.RunState, result: Any) -> None:
+        if state.step == 1:
+            state.control.scale_learning_rate(2)
+
+    def on_step(self, state: keel.RunState) -> None:
+        if state.step == 1:
+            state.control.evaluate()
+        elif state.step == 2:
+            state.control.log({"probe": 0.5})
+            state.control.scale_learning_rate(0.25)
+        elif state.step == 3:
+            state.control.checkpoint()
+
+
+def test_requests_of_callbacks_are_part_of_the_run(tmp_path: Path) -> None:
+    """A resumed run has them without asking again."""
+    keys = {"callbacks": [Asking()], "checkpoints": {"every": 9, "keep": 9}}
+    run = keel.train(folder=tmp_path / "a", **arguments(**keys))
+    one, two, *_ = records = run.metrics()
+    assert "eval/reward" in one
+    assert two["probe"] == 0.5
+    assert "eval/reward" not in two
+    assert [record["learning_rate"] for record in records] == [0.01, 0.02, 0.005, 0.005]
+    assert 3 in [entry.place.step for entry in run.checkpoints()]
+    changed = [event for event in run.events() if event["event"] == "learning_rate"]
+    assert [event["factor"] for event in changed] == [2, 0.25]
+    keys["callbacks"].append(Stop(2))
+    keel.train(folder=tmp_path / "b", **arguments(**keys))
+    keys["callbacks"].pop()
+    keel.train(folder=tmp_path / "b", resume=True, **arguments(**keys))
+    assert differences(tmp_path / "a", tmp_path / "b") == []
+
+
+def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
+    def ask(method: str, request: Any, folder: str = "run", **others: Any) -> str:
+        one = SimpleNamespace(**{method: lambda state, *_: request(state.control)})
+        with pytest.raises(KeelError) as caught:
+            keel.train(folder=tmp_path / folder, callbacks=[one], **arguments(**others))
+        return str(caught.value)
+
+    for name in ("reward", "rewards/mine", "eval/mine", "step", ""):
+        assert "not a free name" in ask("on_step", lambda control, n=name: control.log({n: 1}))
+    assert "give a number" in ask("on_step", lambda control: control.log({"probe": "high"}))
+    assert "finite factor" in ask("on_step", lambda control: control.scale_learning_rate(-1))
+    assert "evaluates nothing" in ask(
+        "on_step", lambda control: control.evaluate(), evaluation={"prompts": 0}
+    )
+    for method in ("on_stage", "on_evaluation", "on_record", "on_checkpoint"):
+        text = ask(method, lambda control: control.log({"probe": 1}), method, steps=1)
+        assert "call it in on_step" in text
 
 
 # ---------------------------------------------------------------- check

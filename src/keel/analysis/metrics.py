@@ -205,7 +205,7 @@ def _recorded(names: Sequence[str]) -> list[Panel]:
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         groups.setdefault(name.partition("/")[0], []).append(name)
-    text = "Recorded by a reward function with log_metric."
+    text = "Recorded by a reward function with log_metric, or by a callback with control.log."
     return [
         Panel(
             f"recorded-{at}",

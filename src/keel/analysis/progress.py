@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from keel.runs.writer import Callback, RunState
+from keel.runs.callbacks import Callback, RunState
 
 SHOWN = {
     "loss": "loss",
@@ -80,7 +80,7 @@ class Lines(Callback):
     def on_stage(self, state: RunState) -> None:
         self.on_note(f"stage {state.stage} ({state.kind}): {state.steps} steps, {state.step} done")
 
-    def on_step(self, state: RunState) -> None:
+    def on_record(self, state: RunState) -> None:
         of = f"{state.stage} {_done(state)}/{state.steps}"
         parts = [of, summary(state.metrics), f"{state.seconds:.2f}s", speed(state.speeds)]
         self.on_note("  ".join(filter(None, parts)))
@@ -124,7 +124,7 @@ class Bar(Lines):
             state.stage, total=state.steps, completed=state.step, curve="", line=""
         )
 
-    def on_step(self, state: RunState) -> None:
+    def on_record(self, state: RunState) -> None:
         assert self.task is not None
         names = ("reward", "episode/return", "loss")
         self.curve += [state.metrics[name] for name in names if name in state.metrics][:1]

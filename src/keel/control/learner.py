@@ -25,7 +25,7 @@ from keel.config.fields import derive
 from keel.control.environments import Environments, Episode
 from keel.control.networks import Actor, TrainedNetwork
 from keel.learn.batch import Actions, Estimates, per_action
-from keel.learn.optimizer import WeightOptimizer
+from keel.learn.optimizer import WeightOptimizer, learning_rate
 from keel.runs import checkpoint
 from keel.types import KeelError
 
@@ -48,6 +48,8 @@ class ControlLearner(ABC, Generic[Stage]):
         self.environments = Environments(choice, choice.count, derive(seed, "train"), group)
         self.steps = 0
         """Environment steps taken."""
+        self.rate_scale = 1.0
+        """What callbacks have multiplied the learning rate by."""
 
     def train(self, modules: Mapping[str, nn.Module]) -> None:
         """Let the optimizer train these networks."""
@@ -62,19 +64,24 @@ class ControlLearner(ABC, Generic[Stage]):
     def greedy(self) -> ChooseActions:
         """The best actions by the current networks."""
 
+    @property
+    def rate(self) -> float:
+        """The learning rate now."""
+        return self.rate_scale * learning_rate(self.stage.optimizer, self.steps, self.stage.steps)
+
     def tensors(self) -> dict[str, Tensor]:
         """The state's tensors, by name."""
         return self.trained.state() | prefixed("optimizer", self.optimizer.state())
 
     def facts(self) -> dict[str, Any]:
         """The rest of the state."""
-        return {"steps": self.steps}
+        return {"steps": self.steps, "rate_scale": self.rate_scale}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """The state that `tensors` and `facts` gave."""
         self.trained.restore(tensors)
         self.optimizer.restore(within("optimizer", tensors))
-        self.steps = facts["steps"]
+        self.steps, self.rate_scale = facts["steps"], facts["rate_scale"]
 
 
 @dataclass(frozen=True)

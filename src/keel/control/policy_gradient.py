@@ -33,7 +33,7 @@ from keel.control.networks import Actor, Moments, build_actor, perceptron
 from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.batch import Estimates, TrainBatch
 from keel.learn.loss import adapted_beta, loss, prepare, value_metrics
-from keel.learn.optimizer import learning_rate, stop_unless_finite
+from keel.learn.optimizer import stop_unless_finite
 from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
 
@@ -67,7 +67,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         rng = np.random.default_rng(derive(self.seed, "actions", number))
         collected = self._collect(sampling(self.actor, self._normal, rng, self.environments.count))
         experience, estimates = self.estimate(collected)
-        rate = learning_rate(self.stage.optimizer, self.steps, self.stage.steps)
+        rate = self.rate
         metrics = self.update(experience, estimates, rate, number)
         self.steps += len(collected.reward_N)
         self._update_moments(collected)

@@ -22,7 +22,7 @@ from keel.config.fields import derive
 from keel.control.environments import Episode
 from keel.control.learner import ChooseActions, ControlLearner, episode_metrics, prefixed, within
 from keel.control.networks import perceptron
-from keel.learn.optimizer import learning_rate, stop_unless_finite
+from keel.learn.optimizer import stop_unless_finite
 from keel.objective import background
 from keel.types import KeelError
 
@@ -153,7 +153,7 @@ class QLearning(ControlLearner[QLearningStage]):
         error_B = background.q_error(self.online(drawn.observation_BO), drawn.action_B, target_B)
         loss = LOSSES[stage.loss](error_B).mean()
         self.trained.backward(loss)
-        norm = self.optimizer.step(learning_rate(stage.optimizer, self.steps, stage.steps))
+        norm = self.optimizer.step(self.rate)
         with torch.no_grad():
             q = float((error_B + target_B).mean())
         stop_unless_finite({"loss": float(loss.detach()), "grad_norm": norm})
@@ -176,7 +176,7 @@ class QLearning(ControlLearner[QLearningStage]):
         out = {
             "updates": float(updates),
             "epsilon": self._epsilon(),
-            "learning_rate": learning_rate(self.stage.optimizer, self.steps, self.stage.steps),
+            "learning_rate": self.rate,
         }
         if updates:
             loss, q, norm = (sums / updates).tolist()

@@ -121,10 +121,16 @@ def _run(
         metrics = learner.iterate(number)
         metrics["environment_steps"] = float(learner.steps)
         progress = replace(progress, step=number, steps=learner.steps)
-        progress = _evaluate(learner, writer, progress, before, metrics)
+        choice, last = stage.evaluation, progress.steps >= stage.steps
+        requests = writer.callbacks.step(
+            number, metrics, time.perf_counter() - clock, evaluates=choice.episodes > 0
+        )
+        due = choice.every > 0 and progress.steps // choice.every > before // choice.every
+        if choice.episodes and (due or last or requests.evaluate):
+            progress = _evaluate(learner, writer, progress, metrics)
+        learner.rate_scale *= requests.rate_scale
         writer.recorded(progress, metrics, [], time.perf_counter() - clock)
-        last = number if progress.steps >= stage.steps else -1
-        if writer.checkpoint_due(progress, last, stage.checkpoints):
+        if writer.checkpoint_due(progress, number if last else -1, stage.checkpoints):
             _save(learner, writer, progress)
     if writer.interrupted and progress.step == 0:
         _save(learner, writer, progress)
@@ -143,17 +149,12 @@ def _evaluate(
     learner: ControlLearner[Any],
     writer: RunWriter,
     progress: ControlProgress,
-    before: int,
     metrics: dict[str, float],
 ) -> ControlProgress:
-    """Evaluate if it is due, and report it; the progress with the best evaluation."""
-    stage = learner.stage
-    choice, last = stage.evaluation, progress.steps >= stage.steps
-    due = choice.every > 0 and progress.steps // choice.every > before // choice.every
-    if not choice.episodes or not (due or last):
-        return progress
+    """Evaluate, and report it; the progress with the best evaluation."""
+    stage, last = learner.stage, progress.steps >= learner.stage.steps
     with writer.clock("evaluation"):
-        result = evaluate(learner.greedy(), stage.environment, choice, learner.seed)
+        result = evaluate(learner.greedy(), stage.environment, stage.evaluation, learner.seed)
     metrics["eval/return"] = result["mean"]
     metrics["eval/return/low"], metrics["eval/return/high"] = result["low"], result["high"]
     metrics["eval/length"] = result["mean_length"]

@@ -23,7 +23,8 @@ from keel.learn.batch import out_of_memory
 from keel.platform.files import write_text
 from keel.platform.signals import PROC, resident_memory
 from keel.runs import lifecycle
-from keel.runs.writer import Callback, Clock, RunState, RunWriter
+from keel.runs.callbacks import Callback, RunState
+from keel.runs.writer import Clock, RunWriter
 from keel.training.run import run_stages
 from keel.training.state import Progress
 from keel.types import KeelError, one_line

@@ -25,12 +25,12 @@ from keel.platform import files
 from keel.platform.files import locked, refuse_if_taken
 from keel.platform.signals import ProcessLost, catching
 from keel.runs import checkpoint
+from keel.runs.callbacks import Callbacks
 from keel.runs.checkpoint import SHOWN, Recorded
 from keel.runs.layout import FolderEntry, RunFolder, make_free, make_next, stages_of
 from keel.runs.reader import read_run_json
 from keel.runs.values import changes
 from keel.runs.writer import (
-    Callbacks,
     Reached,
     Recorder,
     RunWriter,

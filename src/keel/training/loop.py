@@ -206,8 +206,14 @@ def run(loop: Loop, progress: Progress) -> Progress:
         metrics = {**step.metrics, "num_tokens": float(progress.tokens)}
         if loop.on_nonfinite == "skip":
             metrics["steps_skipped"] = float(progress.skipped)
+        seconds = time.perf_counter() - start
+        work = step.work or StepWork(step.tokens)
+        speeds = speeds_of(work, seconds, writer.clock.spent("update"))
+        evaluates = loop.evaluate is not None
+        requests = writer.callbacks.step(number, metrics, seconds, speeds, evaluates=evaluates)
+        start = time.perf_counter()
         evaluation: EvaluationResult | None = None
-        if number == steps or due(loop.evaluate_every, number):
+        if number == steps or requests.evaluate or due(loop.evaluate_every, number):
             evaluation = _evaluate(loop, number, metrics)
         rule = None if number == steps else rules(metrics)
         if rule is not None:
@@ -217,10 +223,8 @@ def run(loop: Loop, progress: Progress) -> Progress:
         if evaluation is not None:
             _report(loop, progress, evaluation, "after" if over else "during")
             progress = _with_best(progress, evaluation.score)
-        seconds = time.perf_counter() - start
-        work = step.work or StepWork(step.tokens)
-        working = seconds - writer.clock.spent("evaluate")
-        speeds = speeds_of(work, working, writer.clock.spent("update"))
+        progress = replace(progress, rate_scale=progress.rate_scale * requests.rate_scale)
+        seconds += time.perf_counter() - start
         with writer.clock("record"):
             records = step.records() if due(loop.rollouts_every, number) else ()
         writer.recorded(progress, metrics, records, seconds, speeds)

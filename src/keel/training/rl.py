@@ -62,13 +62,14 @@ class Schedule:
     them."""
     reference_reset_every: int | None = None
 
-    def rates(self, number: int) -> tuple[float | None, float]:
-        """The learning rates of the policy (None: it does not learn yet) and the value model."""
+    def rates(self, number: int, scale: float) -> tuple[float | None, float]:
+        """The learning rates of the policy (None: it does not learn yet) and the value model,
+        times `scale`."""
         warm_up = self.value_warmup_steps
         rate = learning_rate(self.optimizer, number - 1 - warm_up, self.steps - warm_up)
         return (
-            None if number <= warm_up else rate,
-            learning_rate(self.value_optimizer, number - 1, self.steps),
+            None if number <= warm_up else scale * rate,
+            scale * learning_rate(self.value_optimizer, number - 1, self.steps),
         )
 
 
@@ -196,7 +197,7 @@ def update_models(
         max_tokens=loop.loss.max_tokens,
         seed=seed,
     )
-    rates = schedule.rates(number)
+    rates = schedule.rates(number, progress.rate_scale)
     taken: list[tuple[Minibatch, Losses]] = []
     skipped = 0
     for at, part in enumerate([*batches] * schedule.epochs):

@@ -39,11 +39,12 @@ from keel.platform.files import make_folder, write_text
 from keel.platform.signals import Interrupt, ProcessLost, keep_freed
 from keel.platform.time_limit import Hung
 from keel.runs import checkpoint, lifecycle
+from keel.runs.callbacks import check_callbacks
 from keel.runs.layout import RunFolder
 from keel.runs.lifecycle import texts
 from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
-from keel.runs.writer import RunWriter, check_callbacks, update_run_json
+from keel.runs.writer import RunWriter, update_run_json
 from keel.training.judging import keys_of_base, other_model
 from keel.training.setup import (
     PairLabeller,
@@ -71,7 +72,7 @@ def train(
 ) -> RunFolder:
     """Run a recipe into a run folder (the next free one under runs/ unless named).
 
-    `callbacks` are described in `keel.runs.writer`. `inputs` writes the files that the recipe
+    `callbacks` are described in `keel.runs.callbacks`. `inputs` writes the files that the recipe
     names by `$RUN/inputs/` into a folder of a new run. `labeller` has people label pairs.
 
     With `resume` the run continues from the folder's newest whole checkpoint, under the folder's

@@ -58,6 +58,8 @@ class Progress:
     """The evaluation before the first step."""
     token_budget: int | None = None
     skipped: int = 0
+    rate_scale: float = 1.0
+    """What callbacks have multiplied the learning rates of the stage's later steps by."""
     stopped: bool = False
     """Whether a rule of `stop_when` has ended the stage."""
 

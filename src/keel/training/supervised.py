@@ -71,7 +71,7 @@ class ExampleLoop(loop.Loop, Generic[B]):
         """One optimizer step on the batch of a step, or none if it would not be finite."""
         with self.writer.clock("data"):
             batch = self.examples.batch(number)
-        rate = learning_rate(self.schedule, number - 1, self.steps)
+        rate = progress.rate_scale * learning_rate(self.schedule, number - 1, self.steps)
         with self.writer.clock("update"):
             try:
                 metrics = update(self, batch, rate)

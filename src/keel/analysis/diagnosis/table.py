@@ -28,8 +28,8 @@ from keel.analysis.diagnosis.history import (
     histories,
     read_step,
 )
+from keel.runs.callbacks import Callback, RunState
 from keel.runs.reader import FollowedFile, Run, load
-from keel.runs.writer import Callback, RunState
 from keel.types import one_line
 
 Severity = Literal["warning", "error"]
@@ -251,7 +251,7 @@ class DiagnosisMonitor(Callback):
         if self._history is not None and state.step == 0:
             self._history = replace(self._history, before=result)
 
-    def on_step(self, state: RunState) -> None:
+    def on_record(self, state: RunState) -> None:
         self._guarded(self._step, state)
 
     def _begin(self, state: RunState) -> None:
