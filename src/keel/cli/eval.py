@@ -90,6 +90,8 @@ def _export(arguments: argparse.Namespace) -> None:
         checkpoint=arguments.checkpoint,
         stage=arguments.stage,
         adapter=arguments.adapter,
+        hub=arguments.hub,
+        private=arguments.private,
     )
     folder, lines = str(result.folder), []
     if result.running:
@@ -99,6 +101,8 @@ def _export(arguments: argparse.Namespace) -> None:
     if not arguments.adapter:
         call = f"{class_of(result.folder)}.from_pretrained("
     lines.append(f"{folder}: load it with {call}{folder!r})")
+    if result.url is not None:
+        lines.append(f"uploaded to {result.url}: load it with {call}{arguments.hub!r})")
     print_result(arguments, {**asdict(result), "folder": folder}, lines)
 
 

@@ -75,9 +75,11 @@ explain -- Print the objective that a recipe or preset optimises.
   one of:
   --latex -- as LaTeX
   --json
-export -- Write a run's policy or reward model as a plain model folder, LoRA merged.
+export -- Write a run's policy or reward model as a plain model folder, LoRA merged, with a card.
   run RUN
-  folder FOLDER -- where to; must not exist
+  [folder] FOLDER -- where to; must not exist (default with --hub: NAME)
+  --hub OWNER/NAME -- upload it as a new model of the Hugging Face hub
+  --private -- only its owner sees it there
   --checkpoint NAME = last -- last, best (selected on the validation prompts), or a name
   --stage NAME -- the reward model that this stage made
   --adapter -- only the LoRA adapter, for peft

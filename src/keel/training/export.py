@@ -6,14 +6,16 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from keel.analysis.model_card import write_card
 from keel.config.load import load_recipe
 from keel.models.policy import BASE
 from keel.models.tokenizer_round_trip import (
@@ -27,8 +29,9 @@ from keel.models.tokenizer_round_trip import (
 from keel.platform.files import is_taken
 from keel.runs import checkpoint
 from keel.runs.checkpoint import MANIFEST, check_model
-from keel.runs.layout import RECIPE, FolderEntry, RunFolder
+from keel.runs.layout import RECIPE, FolderEntry, Place, RunFolder
 from keel.runs.reader import load
+from keel.training.hub import check_upload, upload
 from keel.training.state import POLICY, checkpoint_policy, holds_adapter, read_progress
 from keel.types import KeelError, text_of
 
@@ -66,37 +69,68 @@ class Exported:
     folder: Path
     checkpoint: str | None
     running: bool
+    url: str | None = None
 
 
 def export(
     run: Path | str,
-    folder: Path | str,
+    folder: Path | str | None = None,
     *,
     checkpoint: str = "last",
     stage: str | None = None,
     adapter: bool = False,
+    hub: str | None = None,
+    private: bool = False,
 ) -> Path:
     """Write a checkpoint's policy, LoRA merged, to a new folder that plain transformers loads.
 
     With `stage`, the reward model that this stage made; without it, that of the last stage if no
     stage trains the policy. With `adapter`, only the LoRA adapter, to
-    be put on its base by peft. Raises KeelError if plain AutoTokenizer would read texts of the
-    run otherwise than the run did.
+    be put on its base by peft. A card (README.md) says what the model is. With `hub`, OWNER/NAME,
+    the folder (NAME unless given) becomes a new model of the Hugging Face hub, by the token that
+    `hf auth login` or HF_TOKEN set. Raises KeelError if plain AutoTokenizer would read texts of the
+    run otherwise than the run did, and if the hub does not take the folder.
     """
-    made = exported(run, folder, checkpoint=checkpoint, stage=stage, adapter=adapter)
-    return made.folder
+    return exported(
+        run,
+        folder,
+        checkpoint=checkpoint,
+        stage=stage,
+        adapter=adapter,
+        hub=hub,
+        private=private,
+    ).folder
 
 
 def exported(
     run: Path | str,
-    folder: Path | str,
+    folder: Path | str | None = None,
     *,
+    hub: str | None = None,
+    private: bool = False,
+    **choices: Any,
+) -> Exported:
+    """`export`, and what it took."""
+    if hub is None:
+        if folder is None:
+            raise KeelError("name the FOLDER to export to, or give --hub OWNER/NAME")
+        if private:
+            raise KeelError("--private is for a model on the hub: give --hub OWNER/NAME too")
+        return _export(run, Path(folder), name=Path(folder).name, **choices)
+    check_upload(hub)
+    made = _export(run, Path(folder or hub.rpartition("/")[2]), name=hub, **choices)
+    return replace(made, url=upload(made.folder, hub, private=private))
+
+
+def _export(
+    run: Path | str,
+    target: Path,
+    *,
+    name: str,
     checkpoint: str = "last",
     stage: str | None = None,
     adapter: bool = False,
 ) -> Exported:
-    """`export`, and what it took."""
-    target = Path(folder)
     if target.exists():
         raise KeelError(f"{target} exists: export into a new folder")
     if stage is not None and checkpoint != "last":
@@ -108,12 +142,16 @@ def exported(
     if stage is None and checkpoint == "last" and not any(one.trains_policy for one in stages):
         stage = stages[-1].name  # the policy is as it was
     if stage is not None:
-        _write(place, Path(reward_model_of(run, stage)[0]), target, adapter)
+        source = Path(reward_model_of(run, stage)[0])
+        columns = load(place.path).columns(stage).values()
+        last = max((int(column.steps[-1]) for column in columns), default=0)
+        _write(place, source, target, adapter, name, Place(place.stages.index(stage), last))
         return Exported(target, None, running)
     while True:
         source = pick_checkpoint(place, checkpoint)
         try:
-            _write(place, source, target, adapter, of_checkpoint=True)
+            at = next(e.place for e in place.list_checkpoints() if e.path.name == source.name)
+            _write(place, source, target, adapter, name, at, of_checkpoint=True)
         except KeelError:
             if source.exists() or not running:
                 raise
@@ -122,9 +160,17 @@ def exported(
 
 
 def _write(
-    place: RunFolder, source: Path, target: Path, adapter: bool, *, of_checkpoint: bool = False
+    place: RunFolder,
+    source: Path,
+    target: Path,
+    adapter: bool,
+    name: str,
+    at: Place,
+    *,
+    of_checkpoint: bool = False,
 ) -> None:
-    """The model of a checkpoint, or one of a stage, in a new folder; nothing if that fails."""
+    """The model of a checkpoint, or one of a stage, in a new folder; nothing if that fails. Its
+    card calls it `name`; it is of the run at `at`."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # A folder that this call alone made: what is next to the target stays as it is.
@@ -145,9 +191,28 @@ def _write(
                 _copy(source / POLICY if of_checkpoint else source, aside, adapter)
             if not adapter:
                 _check_tokens(place, aside)
+            with _without_card():
+                write_card(
+                    aside,
+                    load(place.path),
+                    at,
+                    name=name,
+                    loader="AutoModelForCausalLM" if adapter else class_of(aside),
+                    adapter=adapter,
+                    checkpoint=source.name if of_checkpoint else "",
+                )
             aside.rename(target)
     except OSError as error:
         raise KeelError(f"cannot write {target}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _without_card() -> Iterator[None]:
+    """A run whose metrics are damaged has its model all the same."""
+    try:
+        yield
+    except KeelError as error:
+        print(f"keel: the exported model has no card: {error}", file=sys.stderr)
 
 
 def _copy(source: Path, aside: Path, adapter: bool) -> None:

@@ -1,0 +1,212 @@
+"""The card of an exported model: README.md with the hub's metadata, and the curve. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from importlib.resources import files as resources
+from pathlib import Path
+
+from keel.algorithms.symbols import prose_to_unicode
+from keel.analysis.metrics import stage_columns
+from keel.analysis.plots import stage_curve
+from keel.config.load import load_recipe
+from keel.config.schema import Recipe, Stage
+from keel.config.secrets import without_secrets
+from keel.platform import files
+from keel.runs.layout import Place
+from keel.runs.reader import Column, Run
+
+CARD, CURVE = "README.md", "curve.png"
+PIPELINES = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+}
+"""The hub's task of what a class of transformers loads."""
+_HUB_NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
+
+
+def write_card(
+    folder: Path, run: Run, at: Place, *, name: str, loader: str, adapter: bool, checkpoint: str
+) -> None:
+    """Write the card of the model in `folder`, which is of the run at `at`, and its curve.
+
+    `name` is the model's on the hub, or its folder, `loader` the class that loads it, `checkpoint`
+    empty if it is not of one. A function of its arguments and the run folder. Raises KeelError if
+    the recipe or the metrics cannot be read.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    recipe = load_recipe(run.folder.recipe)
+    stage, info = recipe.stages[at.stage], run.info()
+    columns = stage_columns(run, stage.name)
+    stage_curve(folder / CURVE, stage.stage, columns, recipe.name, f"stage {stage.name}")
+    figures = dict(_figures(columns, at.step))
+    base = recipe.model.name
+    lora = recipe.model.lora is not None
+    explained = {one.name: one.explain(lora) for one in recipe.stages[: at.stage + 1]}
+    reports = (info.get(kind, {}).get(stage.name, {}) for kind in ("evaluation", "measured"))
+    sizes = [one["n"] for report in reports for one in report.values() if "n" in one]
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True)
+    source = resources("keel.analysis").joinpath("model_card.md.j2").read_text(encoding="utf-8")
+    text = environment.from_string(source).render(
+        metadata=_metadata(recipe, stage, figures, name, PIPELINES[loader], adapter),
+        name=name,
+        description=recipe.description,
+        origin=base or f"A new {recipe.model.build.family if recipe.model.build else ''} model",
+        stages=[
+            f"{one.steps:,} steps of {one.stage if found is None else found.title} ({one.name})"
+            for one in recipe.stages[: at.stage + 1]
+            for found in (explained[one.name],)
+        ],
+        checkpoint=checkpoint,
+        stage=stage.name,
+        evaluation=[
+            {"measure": measure, "before": _shown(before), "after": _shown(after)}
+            for measure, (before, after) in figures.items()
+        ],
+        n=sizes[-1] if sizes else None,
+        curve=CURVE if (folder / CURVE).is_file() else None,
+        objectives=[
+            {
+                "objective": one.objective,
+                "reading": prose_to_unicode(one.reading),
+                "terms": one.terms,
+            }
+            for one in explained.values()
+            if one is not None
+        ],
+        load=_loading(name, base, loader, adapter),
+        recipe=run.folder.recipe.read_text(encoding="utf-8").strip(),
+        seed=recipe.seed,
+        versions=info["versions"],
+    )
+    # A path of this account's tells its name.
+    files.write_text(folder / CARD, without_secrets(text).replace(str(Path.home()), "~"))
+
+
+Figure = tuple[float, float | None, float | None]
+"""A value, and the ends of its interval."""
+
+
+def _figures(
+    columns: Mapping[str, Column], step: int
+) -> Iterator[tuple[str, tuple[Figure | None, Figure | None]]]:
+    """What was evaluated, by name: before the stage and after the step."""
+    for name in columns:
+        if name.startswith("eval/") and f"{name}/low" in columns:
+            before, after = (_at(columns, name, place) for place in (0, step))
+            if after is not None:
+                yield name.removeprefix("eval/"), (before, after)
+
+
+def _at(columns: Mapping[str, Column], name: str, step: int) -> Figure | None:
+    found = []
+    for end in ("", "/low", "/high"):
+        column = columns.get(f"{name}{end}")
+        values = [] if column is None else column.values[column.steps == step]
+        found.append(float(values[-1]) if len(values) and math.isfinite(values[-1]) else None)
+    value, low, high = found
+    return None if value is None else (value, low, high)
+
+
+def _shown(figure: Figure | None) -> str:
+    if figure is None:
+        return "–"
+    value, low, high = figure
+    return f"{value:.3f}" + ("" if low is None or high is None else f" [{low:.3f}, {high:.3f}]")
+
+
+def _metadata(
+    recipe: Recipe,
+    stage: Stage,
+    figures: Mapping[str, tuple[Figure | None, Figure | None]],
+    name: str,
+    pipeline: str,
+    adapter: bool,
+) -> str:
+    """The metadata that the hub reads, as YAML."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    base = recipe.model.name if _on_hub(recipe.model.name) else None
+    data = sorted({path for one in recipe.stages for path in _data(one) if _on_hub(path)})
+    tasks = _tasks(stage)
+    results = [
+        EvalResult(
+            task_type=pipeline,
+            dataset_type=tasks[0],
+            dataset_name=f"{', '.join(tasks)} (validation split)",
+            metric_type=measure,
+            metric_value=round(after[0], 6),
+        )
+        for measure, (_, after) in figures.items()
+        if after is not None and tasks
+    ]
+    kinds = [one.stage for one in recipe.stages]
+    explained = [one.explain(recipe.model.lora is not None) for one in recipe.stages]
+    card = ModelCardData(
+        base_model=base,
+        license=None if recipe.model.name is None else _license(recipe.model.name),
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag=pipeline,
+        datasets=data or None,
+        tags=list(dict.fromkeys(["keel", *kinds, *(one.name for one in explained if one)])),
+        model_name=name.rpartition("/")[2] if results else None,
+        eval_results=results or None,
+    )
+    return card.to_yaml().strip()
+
+
+def _tasks(stage: Stage) -> list[str]:
+    """The names of what a stage is evaluated on; paths by their last part."""
+    data = None if stage.judged is None else stage.judged.data
+    found = [str(one.path or one.name) for one in (*stage.trained_tasks, data) if one is not None]
+    return [path if _on_hub(path) else Path(path).name for path in found]
+
+
+def _data(stage: Stage) -> Iterator[str]:
+    """The names of data sets that a stage reads by the library `datasets`."""
+    for one in (*stage.trained_tasks, stage.preference_data):
+        if one is not None and one.name == "datasets" and one.path is not None:
+            yield one.path
+
+
+def _on_hub(name: str | None) -> bool:
+    """Whether a name can be one of the hub, and is not a path here."""
+    return name is not None and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
+def _license(base: str) -> str | None:
+    """The license that the card of the base model states, in its folder or the hub's cache."""
+    from huggingface_hub import ModelCard, try_to_load_from_cache
+
+    place = Path(base) / CARD
+    if not place.is_file() and _on_hub(base):
+        cached = try_to_load_from_cache(base, CARD)
+        place = Path(cached) if isinstance(cached, str) else place
+    try:
+        stated = (
+            ModelCard.load(place, ignore_metadata_errors=True).data if place.is_file() else None
+        )
+    except (OSError, ValueError):
+        return None
+    found = getattr(stated, "license", None)
+    return found if isinstance(found, str) else None
+
+
+def _loading(name: str, base: str | None, loader: str, adapter: bool) -> str:
+    """The lines of Python that load the model."""
+    if not adapter:
+        return (
+            f"from transformers import {loader}, AutoTokenizer\n\n"
+            f"model = {loader}.from_pretrained({name!r})\n"
+            f"tokenizer = AutoTokenizer.from_pretrained({name!r})"
+        )
+    return (
+        f"from peft import PeftModel\nfrom transformers import {loader}, AutoTokenizer\n\n"
+        f"base = {loader}.from_pretrained({base or 'BASE'!r})\n"
+        f"model = PeftModel.from_pretrained(base, {name!r})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({base or 'BASE'!r})"
+    )
