@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, inject_adapter_in_model
 
 from keel.config.model import Lora
 from keel.models import lora
+from keel.models.adapter_files import save_adapter
 from keel.models.packed import Packed
 from keel.models.policy import Policy, load_policy
 from keel.models.reference import AdapterOff, reference_for
@@ -159,7 +160,7 @@ def test_saving_an_adapter_leaves_the_model_and_is_the_same_bytes(
     learnt: Policy, tmp_path: Path
 ) -> None:
     before = copy.deepcopy(learnt.model.peft_config[lora.POLICY].to_dict())
-    lora.save_adapter(learnt.model, tmp_path)
+    save_adapter(learnt.model, tmp_path)
     assert learnt.model.peft_config[lora.POLICY].to_dict() == before
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["task_type"] == "CAUSAL_LM"

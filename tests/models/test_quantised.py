@@ -149,8 +149,8 @@ def test_import_prints_nothing_and_asks_no_hub(tmp_path: Path) -> None:
         "def __getattr__(name):\n    return type(name, (), {'__init__': lambda *_, **__: None})\n"
     )
     code = (
-        "import sys\nfrom keel.models.lora import _peft\n"
-        "sys.path.insert(0, sys.argv[1])\n_peft()\n"
+        "import sys\nfrom keel.models.lora import import_peft\n"
+        "sys.path.insert(0, sys.argv[1])\nimport_peft()\n"
         "assert 'bitsandbytes' in sys.modules and sys.modules.get('kernels', sys) is not None"
     )
     done = subprocess.run(

@@ -310,9 +310,16 @@ OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
 
 @pytest.mark.parametrize(("keys", "kind"), OBJECTIVES, ids=str)
 def test_objective_settings(keys: dict[str, object], kind: str | None) -> None:
-    found = only(c.of_objective(sampling(**keys), "rl."))
+    found = only(c.of_objective(sampling(**keys), Model(name="a/b"), "rl."))
     assert (found and found.kind) == kind
     assert found is None or found.key.startswith("rl.")
+
+
+@pytest.mark.parametrize(("epochs", "kind"), [(1, None), (2, "noisy-ratio")])
+def test_dropout_moves_the_ratio_of_later_updates(epochs: int, kind: str | None) -> None:
+    model = Model(name="a/b", lora=Lora(dropout=0.1))
+    found = only(c.of_objective(sampling(epochs=epochs), model, "rl."))
+    assert (found and found.kind) == kind
 
 
 def test_learning_rate_of_a_whole_model_on_an_adapter() -> None:

@@ -24,6 +24,7 @@ from keel.training.export import _texts, export
 from keel.training.run import train
 from keel.types import KeelError
 from tests.training.judged import MODEL
+from tests.training.small import small
 
 SAME = 1e-5
 """W + BA in one matrix against W and BA apart, in float32."""
@@ -189,3 +190,30 @@ def test_export_that_autotokenizer_reads_differently_is_refused(tmp_path: Path) 
     with pytest.raises(KeelError, match="makes other tokens once it is saved and loaded by Auto"):
         export(run.path, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_dropout_leaves_the_ratio_of_single_updates_at_one(tmp_path: Path) -> None:
+    ratios = {}
+    for epochs in (1, 2):
+        keys = ("model.lora.rank=4", "model.lora.dropout=0.5", "optimizer.learning_rate=1e-2")
+        recipe = small(*keys, f"epochs={epochs}", "model.lora.alpha=64.0")
+        run = load(train(recipe, tmp_path / str(epochs)).path)
+        ratios[epochs] = run.column("ratio/mean", stage="rl")[1]
+        gap = run.column("sampling/sampling_logp_difference/max", stage="rl")[1]
+        assert gap.max() < 1e-4, "the old log-probs are computed without dropout"
+    assert abs(ratios[1] - 1).max() < 1e-6, "but for the rounding of the mean"
+    assert abs(ratios[2] - 1).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (("cluster.processes=2",), r"model.lora.dora does not go with cluster.processes > 1"),
+        (("cluster.ray=local",), r"model.lora.dora does not go with .* cluster.ray"),
+        (("rollout.engine=vllm",), r"model.lora.dora does not go with rl.rollout.engine"),
+        (("model.compile=true",), r"model.lora.dora does not go with model.compile = true"),
+    ],
+)
+def test_untested_pairs_are_refused(keys: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(KeelError, match=reason):
+        small("model.lora.dora=true", *keys)

@@ -88,8 +88,15 @@ def adapted(taught: RunFolder, folder: Path, *more: str) -> float:
     return float(evaluation["after"]["mean"] - evaluation["before"]["mean"])
 
 
-def test_adapter_on_four_bits_learns(taught: RunFolder, tmp_path: Path) -> None:
-    assert adapted(taught, tmp_path) >= RISE
+@pytest.mark.parametrize(
+    "more",
+    [(), ("model.lora.dora=true", "model.lora.rslora=true", "model.lora.alpha=8.0")],
+    ids=["plain", "dora"],
+)
+def test_adapter_on_four_bits_learns(
+    more: tuple[str, ...], taught: RunFolder, tmp_path: Path
+) -> None:
+    assert adapted(taught, tmp_path, *more) >= RISE
 
 
 def test_adapter_with_the_wrong_sign_does_not_learn(taught: RunFolder, tmp_path: Path) -> None:

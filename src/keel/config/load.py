@@ -96,7 +96,9 @@ def located(value: Any, folder: Path, key: str = "", judge: bool = False) -> Any
         is_path |= key != "validation_path" and os.path.isdir(path)
     elif key == "python":
         is_path = "/" in value  # else a program in PATH
-    elif key in ("name", "model"):
+    elif key == "stored":
+        is_path = os.path.isdir(path)
+    elif key in ("name", "model", "adapter"):
         is_path |= any(os.path.isfile(f"{path}/{file}") for file in MODEL_FILES)
     is_path |= judge and key == "cache"
     return path if is_path else value

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from keel.algorithms.terms import FrozenModel, Positive, Unit, UnusedIf
-from keel.config.fields import AsTuple, Depth, Seconds, Tokens, Width
+from keel.config.fields import AsTuple, Depth, Seconds, Tokens, Width, Words
 
 NO_CONVERSATION = UnusedIf(
     lambda key: key.facts.conversations is False,
@@ -45,6 +45,9 @@ _NOTHING_TO_OFFLOAD = UnusedIf(
     lambda key: key.facts.cpu, "the models are on a CPU, in the machine's memory already"
 )
 _NO_RAY = UnusedIf(lambda key: key.table.ray is None, "cluster.ray is not set")
+_OF_ADAPTER = UnusedIf(
+    lambda key: key.table.adapter is not None, "lora.adapter is set, and has its own"
+)
 _ALONE = UnusedIf(
     lambda key: key.table.ray is None and key.table.processes == 1, "there is one process"
 )
@@ -95,12 +98,32 @@ class BuildModel(FrozenModel):
 class Lora(FrozenModel):
     """Low-rank adapters (peft); the reference policy is then the base with the adapter off."""
 
-    rank: Width = 16
+    adapter: str | None = None
+    """Folder or hub name of an adapter of peft to go on from, with its rank, targets and so on. The
+    reference policy is then the base with this adapter."""
+    rank: Annotated[Width, _OF_ADAPTER] = 16
     """Rank of the adapters."""
-    alpha: Positive = 32.0
+    alpha: Annotated[Positive, _OF_ADAPTER] = 32.0
     """Adapters are scaled by alpha / rank."""
-    targets: Annotated[tuple[str, ...] | Literal["all-linear"], AsTuple] = "all-linear"
+    targets: Annotated[tuple[str, ...] | Literal["all-linear"], AsTuple, _OF_ADAPTER] = "all-linear"
     """Names of the modules with adapters, as in peft."""
+    rslora: Annotated[bool, _OF_ADAPTER] = False
+    """Scale by alpha / √rank instead, so that a high rank learns as fast (arXiv:2312.03732)."""
+    dora: Annotated[bool, _OF_ADAPTER] = False
+    """Learn the norm of each row of a weight apart from its direction (DoRA, arXiv:2402.09353)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that optimizer steps drop. Sampling, evaluation and the
+    log-probabilities of the old and the reference policy drop nothing, so that an importance ratio
+    of reinforcement learning is noisy unless each batch takes one step. The result then depends on
+    the micro-batches (`token_budget`), too."""
+    modules_to_save: Annotated[Words, _OF_ADAPTER] = ()
+    """Names of modules that learn as a whole, such as embed_tokens and lm_head; of tied ones both
+    do."""
+
+    def unlike_plain(self) -> str | None:
+        """The first key that makes it more than plain low-rank adapters."""
+        keys = ("dora", "dropout", "modules_to_save", "adapter")
+        return next((key for key in keys if getattr(self, key)), None)
 
 
 class Model(FrozenModel):
@@ -154,6 +177,16 @@ class Model(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _compiled_adapter(self) -> Model:
+        key = None if self.lora is None else self.lora.unlike_plain()
+        if self.compile is True and key in ("dora", "dropout"):
+            raise ValueError(
+                f"model.lora.{key} does not go with model.compile = true, which is untested with "
+                'it: set model.compile to "auto"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_source(self) -> Model:
         if (self.name is None) == (self.build is None):
             raise ValueError("set exactly one of model.name (a folder or hub name) and model.build")
@@ -188,6 +221,8 @@ class BaseModelChoice(FrozenModel):
     def _one_base(self) -> BaseModelChoice:
         if self.name is not None and self.stage is not None:
             raise ValueError("set one of base.name (a model) and base.stage (an earlier stage)")
+        if self.lora is not None and self.lora.adapter is not None:
+            raise ValueError("base.lora.adapter: only model.lora goes on from an adapter: drop it")
         if self.replay and self.stage is None:
             raise ValueError(
                 f"base.replay = {self.replay:g} is of the rows of an earlier stage: set base.stage"

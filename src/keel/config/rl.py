@@ -211,6 +211,7 @@ class RolloutStage(StageConfig):
             teacher=self.teacher,
             epochs=self.epochs,
             ratio_stays_one=self.ratio_stays_one,
+            own_ratio=self.own_ratio,
         )
 
     @property
@@ -291,6 +292,18 @@ class RolloutStage(StageConfig):
                 f"{self.name}.reference.reset_every with model.lora does not go with "
                 f"cluster.processes = {cluster.processes}: leave one of them out"
             )
+        elsewhere = cluster.processes > 1 or cluster.ray is not None
+        key = None if model.lora is None else model.lora.unlike_plain()
+        if elsewhere and key is not None:
+            raise ValueError(
+                f"model.lora.{key} does not go with cluster.processes > 1 or cluster.ray, which "
+                "are untested with it: leave one of them out"
+            )
+        if key in ("dora", "modules_to_save", "adapter") and self.rollout.engine == "vllm":
+            raise ValueError(
+                f'model.lora.{key} does not go with {self.name}.rollout.engine = "vllm", which is '
+                'sent the factors of plain adapters: set it to "native"'
+            )
         if cluster.processes > 1:
             self._check_sharded(model)
         if self.rollout.async_level > 1 and self.rollout.dynamic_sampling:
@@ -323,6 +336,14 @@ class RolloutStage(StageConfig):
         """Whether each batch takes one optimizer step from the weights that its old log-probs are
         computed with, so that every importance ratio is 1."""
         return self.epochs * self.minibatches == 1 and self.rollout.old_log_probs == "trainer"
+
+    @property
+    def own_ratio(self) -> bool:
+        """Whether the loss may take the log-probs of its single update for the old ones: no term
+        compares them with others."""
+        divergence = self.algorithm.divergence
+        adaptive = divergence is not None and divergence.adaptive is not None
+        return self.single_update and self.algorithm.correction is None and not adaptive
 
     @property
     def measures_reference(self) -> bool:

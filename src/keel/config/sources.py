@@ -438,7 +438,8 @@ class SamplingSource:
     `key` is the table of these settings within the stage ("" or "sampled."), `seed_name` the stream
     that their seeds come from, `first_draw` the name of the first step's draw in that stream.
     The others are those of a stage that trains on what it samples: `ratio_stays_one` if its loop
-    gives the importance ratio no chance to move.
+    gives the importance ratio no chance to move, `own_ratio` if its update's own log-probs may be
+    the old ones.
     """
 
     key: str
@@ -454,6 +455,7 @@ class SamplingSource:
     teacher: TeacherModel | None = None
     epochs: int = 1
     ratio_stays_one: bool = False
+    own_ratio: bool = False
     train_prompts: int = 0
 
     @property

@@ -350,6 +350,21 @@ def _of_hub(spec: Model, file: str) -> Path | None:
     return None if found is None else Path(found)
 
 
+def file_of(name: str, file: str) -> Path:
+    """A file of a folder, or of a repository on the hub. Raises KeelError if it is not there."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        path: Path | None = folder / file
+    else:
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+            raise KeelError(f"model.name = {name!r} does not exist: give a folder, or a hub name")
+        _check_hub(name)
+        path = _of_hub(Model(name=name), file)
+    if path is None or not path.is_file():
+        raise KeelError(f"model.name = {name!r} has no {file}: save it with peft's save_pretrained")
+    return path
+
+
 def _check_parts(name: str, index: Path | None, adapter: Path | None) -> None:
     """Raise KeelError for what transformers would load as well: pickles that an index names, and an
     adapter with its base."""
@@ -382,9 +397,10 @@ def _adapter_error(name: str, file: Path, holds: str) -> str:
     at = f" at revision {revision!r}" if base and revision else ""
     return (
         f"model {name!r} {holds} ({ADAPTER}; {named}{at}), and model.name must be a whole model: "
-        "merge the two (peft: PeftModel.from_pretrained(base, folder).merge_and_unload()), save "
-        "model and tokenizer with save_pretrained, and name that folder; an adapter of a run "
-        "folder is merged by keel export RUN FOLDER"
+        "name the base, and the adapter by model.lora.adapter to train it further; or merge the "
+        "two (peft: PeftModel.from_pretrained(base, folder).merge_and_unload()), save model and "
+        "tokenizer with save_pretrained, and name that folder; an adapter of a run folder is "
+        "merged by keel export RUN FOLDER"
     )
 
 

@@ -27,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from keel.analysis.costs import Shape
 from keel.config.model import Autocast, Model
 from keel.models import lora
+from keel.models.adapter_files import read_adapter, save_adapter
 from keel.models.families import (
     COMPILED,
     compile_again,
@@ -114,8 +115,8 @@ class Policy(nn.Module):
         """Recompute the model's activations in the backward pass, if this policy does."""
         model.train()
         if self.activation_checkpointing:
-            # A forward pass is deterministic, so there is no random state to keep.
-            options = {"use_reentrant": False, "preserve_rng_state": False}
+            # Without dropout a forward pass is deterministic: there is no random state to keep.
+            options = {"use_reentrant": False, "preserve_rng_state": lora.has_dropout(model)}
             # transformers renamed it; the old name warns.
             if hasattr(model, "activation_checkpointing_enable"):
                 model.activation_checkpointing_enable(options)
@@ -236,11 +237,11 @@ class Policy(nn.Module):
             self.model.save_pretrained(folder, state_dict=lora.plain_weights(self.model))
         self.tokenizer.save_pretrained(folder)
         if self.has_lora:
-            lora.save_adapter(self.model, folder / "adapter")
+            save_adapter(self.model, folder / "adapter")
 
     def save_adapter(self, folder: Path) -> None:
         """Write only the adapter, in peft's format, with the tokenizer and the base's identity."""
-        lora.save_adapter(self.model, folder)
+        save_adapter(self.model, folder)
         with quiet():
             self.tokenizer.save_pretrained(folder)
         base = {
@@ -254,6 +255,7 @@ class Policy(nn.Module):
 def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A frozen copy, adapters included; parameters that are frozen in the model are shared."""
     shared = {id(p): p for p in model.parameters() if not p.requires_grad}
+    shared |= {id(b): b for b in lora.kept_weights(model)}
     twin = copy.deepcopy(model, shared).requires_grad_(False)
     # It computes while the policy learns, whose head switches a setting of the process (TF32) on
     # which torch's compiled code depends.
@@ -279,7 +281,11 @@ def load_policy(spec: Model, seed: int) -> Policy:
         effect = quantise(model, choose_device(spec.device), lora.base_fingerprint(model))
     prepare(model, spec.autocast)
     if spec.lora is not None:
-        lora.add_lora(model, spec.lora, seed, revision=spec.revision)
+        stored = None if spec.lora.adapter is None else read_adapter(spec.lora.adapter)
+        settings = spec.lora if stored is None else stored.spec(spec.lora)
+        lora.add_lora(model, settings, seed, revision=spec.revision)
+        if stored is not None:
+            stored.load_into(model)
     return Policy(
         model,
         tokenizer,

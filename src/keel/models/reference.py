@@ -121,6 +121,14 @@ class AdapterOff(Reference):
         with lora.reference_adapter(self.model):
             return super().hidden(packed)
 
+    @property
+    def head(self) -> Head:
+        """Of the base, also if the policy's learns."""
+        head, model = super().head, self.model
+        weight = lora.kept_weight(model, head.weight)
+        assert weight is not None
+        return replace(head, weight=weight, bias=lora.kept_weight(model, head.bias))
+
     def refresh(self, policy: Policy) -> None:
         lora.freeze_reference(policy.model)
 

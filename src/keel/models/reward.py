@@ -24,6 +24,7 @@ from transformers import (
 
 from keel.config.model import Autocast, Lora, Model
 from keel.models import lora
+from keel.models.adapter_files import save_adapter
 from keel.models.chat import ChatEncoder, as_turns, encode_answer, encode_prompt
 from keel.models.families import context_length, prepare, states_at
 from keel.models.loading import (
@@ -266,7 +267,7 @@ class RewardModel(nn.Module):
             self.model.save_pretrained(folder, state_dict=lora.plain_weights(self.model))
         self.tokenizer.save_pretrained(folder)
         if lora.lora_layers(self.model):
-            lora.save_adapter(self.model, folder / "adapter", self.head)
+            save_adapter(self.model, folder / "adapter", self.head)
 
 
 def reward_model_from(

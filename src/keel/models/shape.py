@@ -86,9 +86,14 @@ def shape_of(model: PreTrainedModel) -> Shape:
 
 
 def adapted(model: PreTrainedModel, spec: Lora) -> int:
-    """Σ (inputs + outputs) of the layers that get an adapter; times its rank, its weights."""
-    names = lora.target_names(model, spec.targets, model.get_output_embeddings())
-    return sum(_ends(model.get_submodule(name)) for name in names)
+    """Σ (inputs + outputs) of the layers that get an adapter; times its rank, its weights, those of
+    modules that are trained as a whole included."""
+    modules = lora.module_names(model, spec.modules_to_save)
+    names = lora.target_names(model, spec.targets, model.get_output_embeddings(), modules)
+    weights = [p for name in modules for p in model.get_submodule(name).parameters()]
+    whole: dict[int, int] = {id(p): p.numel() for p in weights}
+    ends = sum(_ends(model.get_submodule(name)) for name in names)
+    return ends + sum(whole.values()) // spec.rank
 
 
 def _weights(layer: nn.Module) -> int:

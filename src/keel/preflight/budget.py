@@ -15,6 +15,7 @@ from keel.config.model import Model
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import Rollout
 from keel.engines.vllm.transfer import shares_gpu
+from keel.models.adapter_files import resolved
 from keel.models.families import context_length
 from keel.models.head import GPU_CHUNK_BYTES, GPU_SHARE
 from keel.models.shape import adapted, model_config, shape_of, without_weights
@@ -34,9 +35,10 @@ def plan_of(
     completion that is sampled; None: `prompts.max_tokens` of a prompt, or `PROMPT`.
     """
     spec, sampling = recipe.model, stage.sampling
-    trained, lora, quantised = model, spec.lora, spec.quantisation is not None
+    trained, adapter, quantised = model, spec.lora, spec.quantisation is not None
     if stage.base_model is not None:  # a reward model is a copy in the policy's dtype
-        trained, lora, quantised = _base(recipe, stage, model), stage.base_model.lora, False
+        trained, adapter, quantised = _base(recipe, stage, model), stage.base_model.lora, False
+    lora = resolved(adapter)
     longest, rows, every, copied, server = example or 0, 0, None, False, 0.0
     if sampling is not None:
         # Of weights in 4 bits a bfloat16 copy would be four times their size.
@@ -117,7 +119,7 @@ def _extra(recipe: Recipe, stage: Stage, policy: PreTrainedModel) -> float:
     """Bytes of the teacher, and of the policy if a reward model is trained next to it."""
     spec, extra = recipe.model, 0.0
     if not stage.trains_policy:
-        lora = spec.lora
+        lora = resolved(spec.lora)
         extra += MemoryPlan(
             shape=shape_of(policy), tokens=0, longest=0, rows=0, weight=BYTES[spec.dtype],
             quantised=spec.quantisation is not None, rank=None if lora is None else lora.rank,

@@ -298,7 +298,7 @@ def _check_objective(context: StageContext, plan: SamplingPlan) -> None:
     algorithm = sampling.algorithm
     if algorithm is None:
         return
-    context.add(*settings.of_objective(sampling, prefix))
+    context.add(*settings.of_objective(sampling, recipe.model, prefix))
     name, optimizer = stage.value_model
     if optimizer is not None:
         context.add(*settings.of_optimizer(optimizer, stage.steps, f"{prefix}value.optimizer"))

@@ -68,8 +68,9 @@ def of_rewards(rewards: Rewards, key: str) -> Iterator[Finding]:
             yield found("shared-interpreter", option, name=name)
 
 
-def of_objective(sampling: SamplingSource, prefix: str) -> Iterator[Finding]:
-    """Length penalties, and reuse of a batch that the surrogate does not account for."""
+def of_objective(sampling: SamplingSource, model: Model, prefix: str) -> Iterator[Finding]:
+    """Length penalties, reuse of a batch that the surrogate does not account for, and a ratio that
+    dropout moves."""
     rollout, algorithm = sampling.rollout, sampling.algorithm
     if algorithm is None:
         return
@@ -77,6 +78,9 @@ def of_objective(sampling: SamplingSource, prefix: str) -> Iterator[Finding]:
     if over > budget:
         key = f"{prefix}rollout.overlong_buffer"
         yield found("overlong-covers-all", key, over=over, budget=budget)
+    dropout = 0.0 if model.lora is None else model.lora.dropout
+    if dropout and not sampling.own_ratio:
+        yield found("noisy-ratio", "model.lora.dropout", dropout=dropout)
     surrogate = algorithm.surrogate.kind
     if algorithm.ratio == "none" and surrogate == "log_prob" and sampling.epochs > 1:
         yield found("reuse-without-ratio", f"{prefix}epochs", epochs=sampling.epochs)

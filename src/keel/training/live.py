@@ -25,6 +25,7 @@ from keel.config.layers import layer, overlay
 from keel.config.load import RUN_FOLDER, Source, read_recipe
 from keel.config.schema import Recipe
 from keel.config.sources import ENDINGS
+from keel.models.adapter_files import keys_of_peft
 from keel.models.tokenizer_round_trip import quiet
 from keel.platform import files
 from keel.types import KeelError, one_line
@@ -76,6 +77,7 @@ def collect_inputs(
     data: Any = None,
     eval_data: Any = None,
     rewards: Any = None,
+    lora: Any = None,
     **keys: Any,
 ) -> LiveInputs:
     """The recipe that the arguments of `keel.train` make.
@@ -97,6 +99,8 @@ def collect_inputs(
         whole = layer(whole, {"model": _model(model, tokenizer)})
     elif tokenizer is not None:
         raise KeelError("tokenizer: it goes with a loaded model: pass model=, too")
+    if lora is not None:
+        whole = layer(whole, {"model": {"lora": _lora(lora)}})
     if rewards is not None:
         whole = layer(whole, {"rewards": _rewards(rewards)})
     source: dict[str, Any] = {}
@@ -132,7 +136,8 @@ def _model(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, A
     if hasattr(model, "peft_config") or any(hasattr(part, "base_layer") for part in parts):
         raise KeelError(
             f"model: this {type(model).__name__} has adapters of peft: pass what its "
-            'merge_and_unload() returns, and **{"model.lora.rank": 16} for a new adapter'
+            "merge_and_unload() returns, and lora=LoraConfig(…) for a new one; or the base, and "
+            "lora=FOLDER of the adapter as its save_pretrained wrote it"
         )
     if isinstance(model, PreTrainedModel):
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -150,6 +155,20 @@ def _model(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, A
     if tokenizer is not None:
         raise KeelError("tokenizer: a model by name has its own: leave tokenizer out")
     return dict(model) if isinstance(model, Mapping) else {"name": str(model)}
+
+
+def _lora(lora: Any) -> dict[str, Any]:
+    """The table of the adapter: itself, of a `LoraConfig`, or of a folder to go on from."""
+    if hasattr(lora, "peft_type"):
+        return {k: v for k, v in keys_of_peft(lora, "lora: the config").items() if v != ()}
+    if isinstance(lora, str | Path):
+        return {"adapter": str(lora)}
+    if not isinstance(lora, Mapping):
+        raise KeelError(
+            f"lora: a {type(lora).__name__}: pass peft's LoraConfig, a dict of the keys of "
+            "model.lora, or the folder of an adapter"
+        )
+    return dict(lora)
 
 
 def _rewards(rewards: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -70,7 +71,7 @@ class EvaluationResult:
 class Loop(ABC):
     """A stage as the loop runs it; nothing of it is replaced while it runs.
 
-    `evaluate` gets the number of steps taken.
+    `evaluate` gets the number of steps taken; a step is taken within `dropout` of its number.
     """
 
     steps: int
@@ -82,6 +83,7 @@ class Loop(ABC):
     evaluate_every: int = 0
     rollouts_every: int = 0
     stop_when: Sequence[StopRule] = ()
+    dropout: Callable[[int], AbstractContextManager[object]] = nullcontext
 
     @abstractmethod
     def take_step(self, progress: Progress, number: int) -> StepResult:
@@ -193,7 +195,8 @@ def run(loop: Loop, progress: Progress) -> Progress:
     while not progress.is_over(steps) and not writer.interrupted:
         start = time.perf_counter()
         number = progress.step + 1
-        step = loop.take_step(progress, number)
+        with loop.dropout(number):
+            step = loop.take_step(progress, number)
         progress = replace(
             progress,
             step=number,

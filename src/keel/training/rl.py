@@ -38,7 +38,8 @@ class LossConfig:
 
     `score_old` and `score_reference` say whether the trainer computes the log-probabilities of
     the policy before the update and of the reference; with `old_log_probs` = "engine" the former
-    are the engine's.
+    are the engine's. With `ratio_to_itself` the ratio divides by the update's own, so that it is 1
+    although dropout moves them.
     """
 
     max_tokens: int
@@ -46,6 +47,7 @@ class LossConfig:
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     score_old: bool = True
     score_reference: bool = False
+    ratio_to_itself: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +190,10 @@ def update_models(
         return UpdateResult([], {})
     schedule, algorithm = loop.schedule, loop.algorithm
     seed = derive(loop.seed, "minibatches", number)
+    own = loop.loss.ratio_to_itself
     batches = minibatches(
         algorithm,
-        batch,
+        replace(batch, old_log_prob_N=None) if own else batch,
         estimates,
         keep,
         count=schedule.minibatches,

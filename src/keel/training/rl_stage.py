@@ -51,6 +51,7 @@ from keel.training.setup import (
     RunContext,
     build_sampler,
     build_scorer,
+    dropout_of,
     load_rewards,
     longest_sequence,
     open_prompts,
@@ -268,8 +269,9 @@ def build_loop(
         evaluate_every=stage.evaluation.every,
         rollouts_every=stage.rollouts_every,
         stop_when=stage.stop_when,
+        dropout=dropout_of(run.recipe, stage),
         algorithm=stage.algorithm,
-        loss=loss_config(stage),
+        loss=loss_config(stage, run.recipe.model),
         schedule=schedule(stage),
         learner=models.learner,
         sampler=sampler,
@@ -278,12 +280,13 @@ def build_loop(
     )
 
 
-def loss_config(stage: RolloutStage) -> rl.LossConfig:
+def loss_config(stage: RolloutStage, model: Model) -> rl.LossConfig:
     """What the loss of a stage reads of its recipe."""
     algorithm, trainer = stage.algorithm, stage.rollout.old_log_probs == "trainer"
     several_updates = stage.epochs * stage.minibatches > 1
     adaptive = algorithm.divergence is not None and algorithm.divergence.adaptive is not None
     penalised = algorithm.reward_divergence is not None
+    drops = model.lora is not None and model.lora.dropout > 0
     return rl.LossConfig(
         max_tokens=stage.rollout.max_tokens,
         mask_truncated=stage.rollout.mask_truncated,
@@ -295,7 +298,9 @@ def loss_config(stage: RolloutStage) -> rl.LossConfig:
             or penalised
             or stage.reference.measured
             or algorithm.needs_teacher
+            or drops
         ),
+        ratio_to_itself=drops and stage.own_ratio,
         score_reference=stage.keeps_reference,
     )
 

@@ -6,7 +6,7 @@ Loops and parts take what is built here; they do not read the recipe.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -36,6 +36,7 @@ from keel.engines.registry import build_engine
 from keel.learn.advantages import check_steps
 from keel.learn.batch import TokenBudget, measure_on
 from keel.models.chat import Encoder
+from keel.models.lora import dropout_on
 from keel.models.policy import Policy
 from keel.models.reward import RewardModel
 from keel.platform.calls import LoopThread
@@ -196,6 +197,16 @@ def _quarantine_prompts(
     write_quarantine(target, left)
     if left and run.resume_from is None:
         run.writer.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
+
+
+def dropout_of(recipe: Recipe, stage: StageConfig) -> Callable[[int], AbstractContextManager[None]]:
+    """What the steps of a stage are taken in: the dropout of the adapter that learns, with random
+    numbers that are a function of the recipe's seed, the stage and the step."""
+    base = stage.base_model
+    adapter = recipe.model.lora if base is None else base.lora
+    if adapter is None or not adapter.dropout:
+        return lambda number: nullcontext()
+    return lambda number: dropout_on(derive(recipe.seed, stage.name, "dropout", number))
 
 
 def token_budget(run: RunContext, stage: StageConfig, progress: Progress) -> TokenBudget:

@@ -31,7 +31,7 @@ from keel.models.policy import Policy
 from keel.models.reference import Reference
 from keel.training import loop
 from keel.training.loop import EvaluationResult, StepResult
-from keel.training.setup import RunContext, token_budget
+from keel.training.setup import RunContext, dropout_of, token_budget
 from keel.training.state import Progress, State, restore_modules, restore_optimizers
 from keel.types import Completion, Group, KeelError, Prompt, Task, one_line
 
@@ -124,6 +124,7 @@ def train_on_examples(
         evaluate=evaluate,
         evaluate_every=stage.evaluation_interval or 0,
         stop_when=stage.stop_when,
+        dropout=dropout_of(run.recipe, stage),
         examples=examples,
         policy=run.policy,
         optimizer=optimizer,
