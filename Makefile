@@ -1,4 +1,4 @@
-# Targets: install, demo, real-model, test (before each commit), test-real, test-gpu, test-verifiers,
+# Targets: install, demo, real-model, dist, test (before each commit), test-real, test-gpu, test-verifiers,
 # test-vllm, check, docs, bench, soak.
 PYTHON ?= python3
 VENV   := .venv
@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
 .PHONY: install demo real-model test test-real test-gpu test-verifiers test-vllm check check-vllm docs
-.PHONY: bench soak clean
+.PHONY: bench dist soak clean
 
 install: $(VENV)/.dev
 
@@ -69,6 +69,11 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.update
 	$(BIN)/python -m studies.scale
 
+# The wheel and the source distribution, in dist/; tests/test_wheel.py tests what they hold.
+dist: $(VENV)/.dev
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+
 # Hours: runs of every kind killed at every step and resumed; ten thousand bad inputs; code broken
 # on purpose. `make check` runs a share of each.
 soak: real-model
@@ -92,4 +97,4 @@ $(VENV)/.docs: $(VENV)/.core
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .models site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .models build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

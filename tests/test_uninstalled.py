@@ -1,41 +1,26 @@
-"""Keel from a source tree, in an environment that has what it needs but not Keel itself.
-
-The environment is a new one with links to the packages of this one, so that no process, whoever
-starts it, finds Keel's metadata or an editable installation.
-"""
+"""Keel from a source tree, in an environment that has what it needs but not Keel itself."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
 
 import keel
-
-OWN = ("keel", "__editable__")
-"""What the names of an installation of Keel begin with."""
+from tests.environment import make_environment
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, symlinks=True, with_pip=False)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    inside = folder / "lib" / version / "site-packages"
-    for path in {sysconfig.get_path(name) for name in ("purelib", "platlib")}:
-        for entry in Path(path).iterdir():
-            if not entry.name.startswith(OWN) and not (inside / entry.name).exists():
-                (inside / entry.name).symlink_to(entry)
+    interpreter = make_environment(folder)
     # Next to the package an editable installation leaves metadata.
     (folder / "source").mkdir()
     (folder / "source" / "keel").symlink_to(Path(keel.__file__).parent)
-    return folder / "bin" / "python"
+    return interpreter
 
 
 def run(python: Path, *command: str, cwd: Path) -> str:
