@@ -69,6 +69,7 @@ optimizer.min_lr_ratio=0.5
 optimizer.muon_momentum=0.9
 optimizer.offload=cpu
 trackers.project=mine
+alerts.on=["finished"]
 stop_when.0.metric=kl stop_when.0.above=0.5 stop_when.0.mode=min
 trackers.mlflow=true trackers.completions=3
 trackers.mlflow=true trackers.histograms=false

@@ -17,7 +17,7 @@ from keel.config.fields import unknown
 from keel.types import KeelError
 
 SHARED = frozenset(
-    {"name", "description", "seed", "threads", "model", "cluster", "stages", "repeat"}
+    {"name", "description", "seed", "threads", "model", "cluster", "alerts", "stages", "repeat"}
 )
 DEFAULT_PRESET = "grpo"
 PROMPTS_PER_STEP, GROUP_SIZE = 32, 8

@@ -14,6 +14,7 @@ from pydantic import (
 
 from keel.algorithms.terms import FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import AsTuple, Depth, Seconds, Tokens, Width, Words
+from keel.config.secrets import wrong_key_name
 
 NO_CONVERSATION = UnusedIf(
     lambda key: key.facts.conversations is False,
@@ -50,6 +51,10 @@ _OF_ADAPTER = UnusedIf(
 )
 _ALONE = UnusedIf(
     lambda key: key.table.ray is None and key.table.processes == 1, "there is one process"
+)
+
+_NO_ALERTS = UnusedIf(
+    lambda key: not key.table.active, "neither alerts.command nor alerts.webhook_env is set"
 )
 
 
@@ -259,3 +264,27 @@ class Cluster(FrozenModel):
     and its work done again, a trainer or rank lost."""
     restarts: Annotated[int, Field(ge=0, le=1000), _NO_RAY] = 3
     """How often in a row the run goes on from one checkpoint after a trainer was lost."""
+
+
+class Alerts(FrozenModel):
+    """Who is called at diagnoses and at the run's end, with JSON. It has 10 seconds; a run never
+    waits for it, and a note says if it fails."""
+
+    command: Words = ()
+    """A program and its arguments; the JSON is its standard input."""
+    webhook_env: str | None = None
+    """Name of the environment variable that has the URL to which the JSON is posted."""
+    on: Annotated[Literal["all"] | Words, _NO_ALERTS] = "all"
+    """`all`, or a list of conditions of `keel diagnose`, `finished`, `stopped` and `failed`."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is called."""
+        return bool(self.command) or self.webhook_env is not None
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> Alerts:
+        name = self.webhook_env
+        if name is not None and (reason := wrong_key_name(name, "webhook_env")):
+            raise ValueError(reason)
+        return self

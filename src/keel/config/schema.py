@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from keel.algorithms.terms import FrozenModel
 from keel.config.entry import stage_kinds
 from keel.config.fields import AsTuple, Seed, Threads
-from keel.config.model import Cluster, Model
+from keel.config.model import Alerts, Cluster, Model
 from keel.config.stage import StageConfig
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Recipe(FrozenModel):
     """CPU threads; None: the default of torch."""
     model: Model
     cluster: Cluster = Cluster()
+    alerts: Alerts = Alerts()
     stages: Annotated[tuple[Stage, ...], AsTuple, Field(min_length=1)]
 
     @model_validator(mode="after")

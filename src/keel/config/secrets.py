@@ -80,8 +80,8 @@ def _values(data: Any, where: str, key: str) -> Iterator[tuple[str, str, str]]:
         yield where, key, data
 
 
-def wrong_key_name(name: str) -> str | None:
-    """Why `api_key_env` holds a key instead of a variable's name; never repeats it."""
+def wrong_key_name(name: str, key: str = "api_key_env") -> str | None:
+    """Why a key holds a secret instead of its variable's name; never repeats it."""
     if name in os.environ or NAME.fullmatch(name):
         return None
-    return "api_key_env wants the NAME of an environment variable, not its value"
+    return f"{key} wants the NAME of an environment variable, not its value"

@@ -1,4 +1,4 @@
-"""HTTP requests with JSON to a server of ours: by TCP or a Unix socket."""
+"""HTTP requests with JSON: to a server of ours by TCP or a Unix socket; one to any address."""
 
 from __future__ import annotations
 
@@ -56,3 +56,15 @@ class HttpClient:
         except httpx2.HTTPError as error:
             raise ConnectionError(type(error).__name__) from None
         return response.status_code, response.content
+
+
+def post_json(url: str, body: Any, seconds: float) -> int:
+    """POST to an address, which may be a secret; the status of the reply.
+
+    Raises OSError, which does not repeat the address, if it is not a valid one, cannot be reached
+    or does not answer within `seconds` at a time.
+    """
+    try:
+        return httpx2.post(url, json=body, timeout=seconds).status_code
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise OSError(type(error).__name__) from None

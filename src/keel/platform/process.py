@@ -154,14 +154,22 @@ class Child:
 
 
 def output_of(
-    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+    given: bytes | None = None,
 ) -> bytes:
-    """What a command prints. Raises OSError if it does not start, fails or takes longer."""
+    """What a command prints that is `given` this. Raises OSError if it does not start, fails or
+    takes longer."""
     child = Child(
-        command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        command,
+        environment=environment,
+        stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     try:
-        printed, _ = child.process.communicate(timeout=seconds)
+        printed, _ = child.process.communicate(given, timeout=seconds)
     except subprocess.TimeoutExpired as error:
         raise OSError(str(error)) from None
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from keel.analysis.alerts import check_alerts
 from keel.analysis.cards import card, card_named
 from keel.analysis.costs import Budget
 from keel.config.fields import derive
@@ -130,6 +131,8 @@ def check(
         contexts = [
             StageContext(settled, stage, policy, figures=dict(figures)) for stage in recipe.stages
         ]
+        with suppress(StageStops), contexts[0].stops("before its first step", "alerts"):
+            check_alerts(recipe.alerts)
         for context in contexts:
             _inspect(context)
         budgets = _budgets(settled, policy, contexts)

@@ -17,6 +17,7 @@ from signal import Signals
 from typing import Any
 
 from keel.config.load import to_toml
+from keel.config.model import Alerts
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import LEARNED, PreferenceData, Rewards, RewardSource, TaskSource
 from keel.config.stage import Checkpoints, Trackers
@@ -102,7 +103,8 @@ def trial_recipe(
         if stage.name in examples and not (base and base.stage and base.stage not in known):
             most = prompts.get(stage.name)
             stages.append(_short(stage, examples[stage.name].raw, most, folder, known))
-    return recipe.model_copy(update={"stages": tuple(stages)}) if stages else None
+    changes = {"stages": tuple(stages), "alerts": Alerts()}
+    return recipe.model_copy(update=changes) if stages else None
 
 
 def _short(

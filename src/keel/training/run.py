@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from keel.analysis.alerts import AlertSender, check_alerts
 from keel.analysis.diagnosis.table import DiagnosisMonitor
 from keel.cluster.placement import placement_of
 from keel.config.entry import PASSED, load_entry
@@ -91,8 +92,26 @@ def train(
             load_entry(value, key)
     if resumed is not None and text:
         lifecycle.change_recipe(resumed, text)
+    elif recipe is not None:
+        check_alerts(recipe.alerts)  # before there is a folder
     place = resumed or lifecycle.create_run(text, name, folder, inputs)
     recipe = load_recipe(place.recipe)
+    check_alerts(recipe.alerts)
+    alerts = AlertSender(recipe.alerts, place.path)
+    with alerts.at_end(lambda: bool(read_run_json(place).get("finished"))):
+        _run_with_restarts(recipe, place, resume, callbacks, labeller, alerts)
+    return place
+
+
+def _run_with_restarts(
+    recipe: Recipe,
+    place: RunFolder,
+    resume: bool,
+    callbacks: Sequence[object],
+    labeller: PairLabeller | None,
+    alerts: AlertSender,
+) -> None:
+    """Run to the end, going on from the newest checkpoint as often as processes of Ray may end."""
     before: Path | None = None
     left, lost = recipe.cluster.restarts, ""
     stopping: Interrupt | None = None
@@ -106,10 +125,11 @@ def train(
                     writer.note(lost)
                 if start != before:
                     before, left = start, recipe.cluster.restarts
-                writer.callbacks.add(DiagnosisMonitor(writer.warn))
+                writer.callbacks.add(DiagnosisMonitor(alerts.attach(writer.warn)))
+                writer.callbacks.add(alerts)
                 with keeping_stacks(writer), templates_at(run=place, record=True):
                     run_stages(recipe, writer, progress, start, labeller)
-            return place
+            return
         except KeelError as error:
             if not isinstance(error.__cause__, ProcessLost) or recipe.cluster.ray is None:
                 raise
