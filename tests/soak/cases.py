@@ -305,6 +305,49 @@ def spaced(case: Case, every: int, keep: int) -> Case:
     return Case(case.name, make, case.shows)
 
 
+TURNS = (
+    "{% for m in messages %}{{ '>' if m.role == 'assistant' }}{{ m.content }}{{ eos_token }}"
+    "{% endfor %}{{ '>' if add_generation_prompt }}"
+)
+
+
+def imitated(folder: Path, **keys: Any) -> dict[str, Any]:
+    """A stage that imitates conversations and texts, in blocks; `options` are of the first set."""
+    talks = [
+        [("user", f"{at} {7 * at}"), ("assistant", f"{8 * at}"), ("user", "0"), ("assistant", "0")]
+        for at in range(30)
+    ]
+    rows = [
+        {"messages": [{"role": r, "content": c} for r, c in talk[: 2 + at % 2 * 2]]}
+        for at, talk in enumerate(talks)
+    ]
+    (folder / "talks").mkdir()
+    judged.write(folder / "talks" / "train.jsonl", rows)
+    texts = judged.write(folder / "texts.jsonl", [{"text": f"{at} > {at}"} for at in range(12)])
+    return {
+        "stage": "sft",
+        "batch_size": 3,
+        "packing": True,
+        "optimizer": {"learning_rate": 5e-3, "warmup_ratio": 0.5},
+        "evaluation": {"every": 2},
+        "data": [{"path": str(folder / "talks" / "train.jsonl"), "weight": 2.0}, {"path": texts}],
+        **keys,
+    }
+
+
+def _imitated(folder: Path) -> Recipe:
+    stage = imitated(folder, num_train_epochs=0.8)
+    return judged.recipe(stage, chat_template=TURNS)
+
+
+def _streamed(folder: Path) -> Recipe:
+    """Two passes and more over a streamed set, of which one window is packed at a time."""
+    options = {"streaming": True, "split": "train[:11]"}
+    source = {"name": "datasets", "path": str(folder / "talks"), "options": options}
+    stage = imitated(folder, steps=4, data=[source], batch_size=2)
+    return judged.recipe(stage, chat_template=TURNS)
+
+
 def _every() -> dict[str, Case]:
     parts = {
         **{name: _preset(name) for name in PRESETS},
@@ -313,6 +356,8 @@ def _every() -> dict[str, Case]:
         **{name: _rows(name) for name in JUDGED},
         **PIPELINES,
         **MORE,
+        "sft-data": (_imitated, lambda run: run.info()["steps"]["sft"] == len(run.metrics())),
+        "sft-streamed": (_streamed, lambda run: True),
     }
     spacing = itertools.cycle(itertools.product((2, 1, 3), (1, 2)))
     every = {name: spaced(Case(name, *part), *next(spacing)) for name, part in parts.items()}

@@ -149,6 +149,10 @@ def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
         )
     if "accuracy" in result:
         return _measured(stage, step, result)
+    if "mean_token_accuracy" in result:
+        right = f"{result['mean_token_accuracy']:.1%} of the tokens most probable"
+        loss = f"validation loss {result['loss']:.4f}, {right}"
+        return f"{stage} after {step} steps: {loss}, n = {result['n']}"
     line = f"{stage} after {step} steps: validation greedy {figure(result)}, n = {size(result)}"
     if "sampled" in result:
         sampled = result["sampled"]["mean"]

@@ -229,6 +229,7 @@ _NAMES: Final[dict[str, str]] = {
     ),
     "prompts.max_tokens": "max_prompt_length",
     "steps": "max_steps total_training_steps",
+    "num_train_epochs": "total_epochs num_epochs",
     "epochs": "num_iterations num_ppo_epochs ppo_epochs",
     "value.warmup_steps": "critic_warmup",
     "rollout.temperature": "temperature",
@@ -260,6 +261,7 @@ _NAMES: Final[dict[str, str]] = {
     "optimizer.learning_rate": "learning_rate lr",
     "optimizer.schedule": "lr_scheduler_type",
     "optimizer.warmup_steps": "warmup_steps lr_warmup_steps",
+    "optimizer.warmup_ratio": "warmup_ratio lr_warmup_steps_ratio",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad",
     "optimizer.epsilon": "adam_epsilon",
@@ -303,13 +305,6 @@ FOREIGN: Final = {name: own for own, names in _NAMES.items() for name in names.s
 """Foreign key to Keel's; its end, or all of it."""
 
 _EXPLANATIONS: Final[dict[str, str]] = {
-    "num_train_epochs total_epochs num_epochs": (
-        "counts passes over the data: set steps, each of rollout.prompts_per_step prompts (or "
-        "batch_size examples)"
-    ),
-    "warmup_ratio lr_warmup_steps_ratio": (
-        "is a share of the steps: set optimizer.warmup_steps, which counts steps"
-    ),
     "gradient_accumulation_steps ppo_micro_batch_size_per_gpu": (
         "counts sequences or micro-batches: set token_budget, the tokens of a micro-batch; the "
         "result does not depend on it"

@@ -38,7 +38,8 @@ _NO_VALUE = UnusedIf(
 )
 _NO_REFERENCE = UnusedIf(lambda key: not key.stage.keeps_reference, "no reference policy is kept")
 _NEVER_RESET = UnusedIf(
-    lambda key: (key.value or 0) >= key.stage.steps, "the stage ends after {key.stage.steps} steps"
+    lambda key: (key.value or 0) >= key.stage.steps and not key.stage.unresolved,
+    "the stage ends after {key.stage.steps} steps",
 )
 _MEASURED_ANYWAY = UnusedIf(
     lambda key: key.stage.measures_reference, "the objective itself needs the divergence"
@@ -90,7 +91,7 @@ class RolloutStage(StageConfig):
     rewards: Rewards = Rewards()
     algorithm: NamedAlgorithm
     rollout: Rollout = Rollout()
-    steps: Count = 100
+    steps: Index = 100
     """Steps, each of rollouts and the updates on them."""
     epochs: Count = 1
     """Passes over each step's batch (μ); the preset's unless set."""
@@ -162,7 +163,8 @@ class RolloutStage(StageConfig):
                 "value.name is the backbone of a critic, and a head is on the policy's: set "
                 'value.kind = "critic", or leave it out'
             )
-        if self.algorithm.value is not None and self.value.warmup_steps >= self.steps:
+        whole = self.unresolved or self.value.warmup_steps < self.steps
+        if self.algorithm.value is not None and not whole:
             raise ValueError(
                 f"value.warmup_steps = {self.value.warmup_steps} leaves the policy none of the "
                 f"stage's {self.steps} steps: set it lower, or steps higher"

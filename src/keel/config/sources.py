@@ -58,6 +58,8 @@ _GENERATED = UnusedIf(
     lambda key: key.facts.generates(key.table.name), 'prompts of "{key.table.name}" are generated'
 )
 _ONE_TASK = UnusedIf(lambda key: key.siblings == 1, "every prompt is of the only task")
+_ONE_SET = UnusedIf(lambda key: key.siblings == 1, "every example is of the only set")
+_STREAMED = UnusedIf(lambda key: key.table.streams, "no share of a streamed set is split off")
 _NO_TEMPLATE = UnusedIf(
     lambda key: key.facts.template is False, "the tokenizer has no chat template"
 )
@@ -228,10 +230,47 @@ class PreferenceData(FileSource):
     """Keyword arguments of the function, or of `datasets.load_dataset`."""
 
 
+class SFTData(FileSource):
+    """Examples to imitate: `messages`, `prompt` and `completion`, or `text`, by their columns."""
+
+    name: str
+    """`jsonl`, `parquet`, `datasets`, or a function `module:function` that returns examples. May be
+    left out if `path` ends in `.jsonl`, `.jsonl.gz` or `.parquet`."""
+    weight: Annotated[Positive, _ONE_SET] = 1.0
+    """Share of the stage's examples (with `packing`: of its blocks), relative to the other sets."""
+    path: str | None = None
+    """Data file of the train split (.jsonl, .parquet), or the name of a data set."""
+    validation_path: str | None = None
+    """Data file of the validation split, or the name of a split; None: a share of the train data,
+    or of a streamed set none."""
+    validation_fraction: Annotated[float, Field(gt=0, lt=1), SEPARATE_VALIDATION, _STREAMED] = 0.1
+    """The share of the examples in the validation split, chosen by the content of their prompt."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Names of the columns in the file, for example {prompt = "question", completion = "answer"}.
+    """
+    system: str | None = None
+    """System message of the conversations that have none."""
+    raw: Annotated[bool, _NO_TEMPLATE] = False
+    """Do not put a plain `prompt` and its `completion` through the chat template. By default they
+    are turns of the user and the assistant if the tokenizer has one."""
+    bad_rows: BadRows = "stop"
+    """Whether an example that cannot be read stops the run, or is recorded in the run folder's
+    quarantine/."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function, or of `datasets.load_dataset`: `split`, `name`, and
+    `streaming = true`, with which examples are read in order as steps need them."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the examples are read as steps need them."""
+        return self.name == "datasets" and bool(self.options.get("streaming"))
+
+
 # ---------------------------------------------------------------- how completions are sampled
 
 PAST_THE_END = UnusedIf(
-    lambda key: key.value > key.stage.steps, "the stage ends after {key.stage.steps} steps"
+    lambda key: key.value > key.stage.steps and not key.stage.unresolved,
+    "the stage ends after {key.stage.steps} steps",
 )
 _NO_EVALUATION = UnusedIf(lambda key: key.table.prompts == 0, NEVER_EVALUATED.why)
 _NO_REPLIES = UnusedIf(

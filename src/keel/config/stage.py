@@ -7,6 +7,7 @@ how it is set up and run, and how it is shown.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,17 +26,26 @@ from keel.config.fields import (
     Real,
     StageName,
 )
+from keel.types import KeelError
 
 if TYPE_CHECKING:
     from typing import Self
 
     from keel.algorithms.render import Explanation
     from keel.config.model import BaseModelChoice, Cluster, Model
-    from keel.config.sources import PreferenceData, Prompts, Rewards, SamplingSource, TaskSource
+    from keel.config.sources import (
+        PreferenceData,
+        Prompts,
+        Rewards,
+        SamplingSource,
+        SFTData,
+        TaskSource,
+    )
 
 Records = Literal["pairs", "labels", "steps"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """Of a running mean."""
+Passes = Annotated[float, Field(gt=0, le=1_000_000)] | None
 OnNonfinite = Literal["stop", "skip"]
 """Whether a run stops at a loss or gradient that is not finite, or goes on without the step."""
 
@@ -83,6 +93,8 @@ class Optimizer(FrozenModel):
     """Learning rate at the end of a linear or cosine schedule, as a share of `learning_rate`."""
     warmup_steps: Index = 0
     """Steps in which the rate grows linearly from 0."""
+    warmup_ratio: Unit | None = None
+    """The same as a share of the stage's steps, rounded up, instead of `warmup_steps`."""
     betas: Annotated[tuple[Decay, Decay], AsTuple] = (0.9, 0.999)
     """Decay rates of the two moments of AdamW."""
     epsilon: Annotated[float, Field(gt=0, le=1)] = 1e-8
@@ -93,6 +105,20 @@ class Optimizer(FrozenModel):
     """Decay rate of Muon's momentum."""
     max_grad_norm: Positive | None = 1.0
     """Gradients are scaled down to this norm; None: never."""
+
+    @model_validator(mode="after")
+    def _one_warm_up(self) -> Optimizer:
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps} and warmup_ratio = {self.warmup_ratio:g} are "
+                "two lengths of one warm-up: drop one"
+            )
+        return self
+
+    def warm_up(self, steps: int) -> int:
+        """The number of steps of the warm-up, in a stage of `steps`."""
+        ratio = self.warmup_ratio
+        return self.warmup_steps if ratio is None else math.ceil(ratio * steps)
 
 
 class Checkpoints(FrozenModel):
@@ -207,6 +233,25 @@ class DemonstrationSource:
     batch_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class ImitationSource:
+    """The sets of examples that a stage imitates, and how they are read: as in `SFTStage`."""
+
+    data: tuple[SFTData, ...]
+    batch_size: int
+    loss_on: Literal["assistant", "all"]
+    packing: bool
+    max_tokens: int | None
+    drops: bool
+    shuffle: bool
+    template_keywords: Mapping[str, Any]
+    validation_rows: int
+
+    def limit(self, context: int | None) -> int | None:
+        """The most tokens of an example, with a model of this context."""
+        return min((n for n in (self.max_tokens, context) if n is not None), default=None)
+
+
 class StageConfig(FrozenModel):
     """A stage of a recipe."""
 
@@ -220,8 +265,11 @@ class StageConfig(FrozenModel):
 
     stage: str
     name: StageName
-    steps: Count = 100
+    steps: Index = 100
     """Optimizer steps."""
+    num_train_epochs: Passes = None
+    """Passes over the train examples, or prompts, instead of `steps`: epochs follow each other
+    without a gap, and the last step is filled up. `run.json` has the number of steps."""
     token_budget: MicroBatchTokens = "auto"
     """Largest number of model-input tokens in a micro-batch; a longer example is computed alone.
     `auto` is 16,384; if one process trains on a GPU, the memory of the first update then sets it,
@@ -234,6 +282,46 @@ class StageConfig(FrozenModel):
     trackers: Trackers = Trackers()
     stop_when: Annotated[tuple[StopRule, ...], AsTuple] = ()
     """Rules that end the stage before its last step."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_or_epochs(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("num_train_epochs") in (None, "none"):
+            return data
+        if data.get("steps"):
+            raise ValueError(
+                f"steps = {data['steps']} and num_train_epochs = {data['num_train_epochs']} are "
+                "two lengths of one stage: drop one (steps = 0 drops that of a recipe)"
+            )
+        return {**data, "steps": 0}
+
+    @model_validator(mode="after")
+    def _takes_steps(self) -> Self:
+        if self.unresolved or self.steps:
+            return self
+        raise ValueError("steps = 0 trains nothing: set it greater than 0, or num_train_epochs")
+
+    @property
+    def unresolved(self) -> bool:
+        """Whether the number of steps depends on the data; `steps` is 0 until it is known."""
+        return self.num_train_epochs is not None
+
+    def lasting(self, size: int | None, batch: int) -> Self:
+        """The stage with its number of steps: it takes `batch` of `size` examples at a time.
+
+        Raises KeelError if it is to make passes over data without an end (None).
+        """
+        if self.num_train_epochs is None:
+            return self
+        if size is None:
+            raise KeelError(
+                f"num_train_epochs = {self.num_train_epochs:g} counts passes over data that has no "
+                "known end: set steps",
+                key="num_train_epochs",
+            )
+        # The product of a share and a size may end just above a whole number.
+        steps = max(math.ceil(round(self.num_train_epochs * size / batch, 9)), 1)
+        return self.model_copy(update={"steps": steps, "num_train_epochs": None})
 
     def train(self, run: Any, progress: Any) -> Any:
         """Set the stage up, or restore it, and run it from `progress` to its last step, or until
@@ -282,6 +370,11 @@ class StageConfig(FrozenModel):
     def compares(self) -> bool:
         """Whether the stage learns from differences between answers to one prompt."""
         return self.records == "pairs"
+
+    @property
+    def imitated(self) -> ImitationSource | None:
+        """The conversations and texts that the policy imitates, if the stage has any."""
+        return None
 
     @property
     def prompts_in_step(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any, cast
@@ -12,6 +12,15 @@ from typing import Any, cast
 from keel.data.tables import encodable
 from keel.types import Content, KeelError, Message, Tools
 
+ALIASES = {
+    "messages": "conversations conversation dialogue dialog chat turns",
+    "prompt": "question instruction query input problem user",
+    "completion": "answer response output solution assistant reply",
+    "text": "content document body",
+    "chosen": "preferred accepted better response_chosen",
+    "rejected": "dispreferred worse response_rejected",
+}
+"""Names that data sets give the columns that Keel reads: for hints."""
 EXACT = 2**53
 """Up to here every whole number is a float."""
 
@@ -53,6 +62,12 @@ def _scalar(value: Any) -> Any:
             return None
         return int(value) if -EXACT < value < EXACT and value % 1 == 0 else value
     return None if isinstance(value, str) and not value.strip() else value
+
+
+def likely_column(name: str, columns: Iterable[Any]) -> str | None:
+    """The column that is `name` or probably meant by it, if any is."""
+    folded = {str(column).casefold(): str(column) for column in columns}
+    return next((folded[n] for n in (name, *ALIASES.get(name, "").split()) if n in folded), None)
 
 
 FORM = '[{"role": …, "content": …}, …], each content a text'

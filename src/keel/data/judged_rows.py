@@ -6,13 +6,20 @@ Named as TRL names its columns: `prompt/chosen/rejected`, `prompt/completion/lab
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from keel.config.fields import unknown
-from keel.data.columns import parsed_messages, prompt_columns, read_messages, read_tools
+from keel.data.columns import (
+    likely_column,
+    parsed_messages,
+    prompt_columns,
+    read_messages,
+    read_tools,
+)
 from keel.data.tables import SourceRow, encodable
 from keel.types import Content, KeelError, Message, Tools, text_of
 
@@ -138,7 +145,10 @@ class Fields:
         """What the column holds; None if a Parquet file or a JSON null says so."""
         column = self.names.get(name, name)
         if column not in self.row:
-            raise KeelError(f"{self.place}: {unknown('column', column, map(str, self.row))}")
+            meant = likely_column(column, self.row)
+            hint = f"; or set columns = {{{name} = {json.dumps(meant)}}}" if meant else ""
+            known = unknown("column", column, map(str, self.row))
+            raise KeelError(f"{self.place}: {known}{hint}")
         return self.row[column]
 
     def first(self, *names: str) -> str:

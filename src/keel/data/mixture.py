@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -169,8 +169,23 @@ class UserTask(BaseTask):
             ) from error
 
 
-Prepare = Callable[[Prompt], Prompt | None]
+P = TypeVar("P")
+Item = TypeVar("Item", covariant=True)
+Prepare = Callable[[P], P | None]
 """Makes a prompt ready (encodes it); None leaves it out."""
+
+
+class Numbered(Protocol[Item]):
+    """Numbered prompts, or other examples: a `Task`, or what has these of one.
+
+    One that reads on and cannot be entered anywhere has `place()` and `seek(place)` too.
+    """
+
+    @property
+    def name(self) -> str: ...
+    def size(self, split: Split) -> int | None: ...
+    def prompt(self, split: Split, index: int) -> Item | None: ...
+
 
 LEFT_OUT_IN_A_ROW = 1_000
 """After this number of prompts left out one after the other, an endless task is given up."""
@@ -178,32 +193,36 @@ REPEATS_IN_A_ROW = 1_000
 """After this number of known prompts in a row, an endless task has no other validation ones."""
 
 
-class PromptStream:
-    """Train prompts of a weighted mixture, one after the other, without end.
+class ItemStream(Generic[P]):
+    """Train examples of a weighted mixture, one after the other, without end.
 
     Which task the n-th draw takes is drawn by weight from `SeedSequence([seed, 0, n])`. A task
     with a size is gone through in epochs, each a permutation seeded by
     `SeedSequence([seed, 1, task, epoch])`, so that each prompt comes once an epoch; an endless one
-    by rising index. So the stream is a function of the seed and of the counts in `state()`.
+    by rising index, as every one is without `shuffle`. So the stream is a function of the seed and
+    of `state()`.
     """
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[Numbered[P]],
         weights: Sequence[float],
         seed: int,
-        prepare: Prepare | None = None,
+        prepare: Prepare[P] | None = None,
+        *,
+        shuffle: bool = True,
     ) -> None:
         self.tasks = _check(tasks, weights)
         self.shares = np.asarray(weights, dtype=np.float64) / float(sum(weights))
         self.seed = seed
         self.prepare = prepare
+        self.shuffle = shuffle
         self._draws = 0
         self._taken = {task.name: 0 for task in tasks}
         self._left_out = {task.name: 0 for task in tasks}
         self._order: dict[int, tuple[int, Any]] = {}
 
-    def take(self, k: int) -> list[Prompt]:
+    def take(self, k: int) -> list[P]:
         """The next `k` prompts that were not left out.
 
         Raises KeelError if every prompt of a task is left out.
@@ -217,10 +236,12 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """All that decides what comes next, as JSON can hold it."""
+        places = {t.name: t.place() for t in self.tasks if hasattr(t, "place")}
         return {
             "draws": self._draws,
             "taken": dict(self._taken),
             "left_out": dict(self._left_out),
+            **({"places": places} if places else {}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -234,8 +255,11 @@ class PromptStream:
         self._draws = int(state["draws"])
         self._taken = {name: int(state["taken"][name]) for name in names}
         self._left_out = {name: int(state["left_out"][name]) for name in names}
+        for task in self.tasks:
+            if task.name in state.get("places", {}):
+                task.seek(state["places"][task.name])  # type: ignore[attr-defined]
 
-    def _next(self) -> Prompt:
+    def _next(self) -> P:
         at = self._choose()
         self._draws += 1
         task = self.tasks[at]
@@ -243,7 +267,7 @@ class PromptStream:
         if size == 0:
             raise KeelError(f"task {task.name!r} has no train prompt: give it rows")
         for _ in range(LEFT_OUT_IN_A_ROW if size is None else 2 * size):
-            prompt: Prompt | None = task.prompt("train", self._index(at, size))
+            prompt = task.prompt("train", self._index(at, size))
             self._taken[task.name] += 1
             if self.prepare is not None and prompt is not None:
                 prompt = self.prepare(prompt)
@@ -266,17 +290,23 @@ class PromptStream:
         if size is None:
             return taken
         epoch, place = divmod(taken, size)
+        if not self.shuffle:
+            return place
         if self._order.get(at, (-1, None))[0] != epoch:
             key = np.random.SeedSequence([self.seed, 1, at, epoch])
             self._order[at] = (epoch, np.random.default_rng(key).permutation(size))
         return int(self._order[at][1][place])
 
 
+class PromptStream(ItemStream[Prompt]):
+    """Train prompts of a weighted mixture of tasks; see `ItemStream`."""
+
+
 def validation_prompts(
     tasks: Sequence[Task],
     weights: Sequence[float],
     n: int,
-    prepare: Prepare | None = None,
+    prepare: Prepare[Prompt] | None = None,
 ) -> list[Prompt]:
     """The first `n` different validation prompts, each task in proportion to its weight.
 
@@ -305,7 +335,7 @@ def validation_prompts(
     return found
 
 
-def _walk(task: Task, prepare: Prepare | None) -> Any:
+def _walk(task: Task, prepare: Prepare[Prompt] | None) -> Any:
     """Different validation prompts of a task in order of their index."""
     size = task.size("validation")
     seen: set[str] = set()
@@ -330,7 +360,7 @@ def _walk(task: Task, prepare: Prepare | None) -> Any:
         raise _all_left_out(task.name, "validation")
 
 
-def _check(tasks: Sequence[Task], weights: Sequence[float]) -> tuple[Task, ...]:
+def _check(tasks: Sequence[Numbered[P]], weights: Sequence[float]) -> tuple[Numbered[P], ...]:
     if len(tasks) != len(weights) or not tasks:
         raise ValueError(f"{len(tasks)} tasks and {len(weights)} weights: give one weight a task")
     names = [task.name for task in tasks]

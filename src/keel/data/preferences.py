@@ -13,8 +13,8 @@ from keel.config.sources import PreferenceData
 from keel.config.stage import Records
 from keel.data import judged_rows as judged
 from keel.data.judged_rows import Fields, JudgedRow, Labelled, Preference, Stepwise
-from keel.data.splits import KINDS, Placed, Splits, call_entry, position, read_splits, source_tables
-from keel.data.tables import SourceRow, Table, all_bad, rows_table
+from keel.data.splits import Placed, Splits, position, read_splits, tables_of
+from keel.data.tables import SourceRow, Table, all_bad
 from keel.runs.rows import LeftOut
 from keel.types import KeelError
 
@@ -96,7 +96,7 @@ def _read(
     source: PreferenceData, seed: int, make: Callable[[Fields, str], T], known: tuple[str, ...]
 ) -> Splits[T]:
     """From a source to two splits: `make` builds a row of the kind, `known` are its columns."""
-    tables = _tables(source, seed)
+    tables = tables_of(source, seed, "preference data")
     name = source.name.rpartition("/")[2]
     name = name if source.path is None else f"{name}:{Path(source.path).stem}"
     for table in tables:
@@ -161,25 +161,3 @@ def _id(fields: Fields, number: str, prefix: str) -> str:
     if isinstance(own, bool) or not isinstance(own, str | int) or own == "":
         return number
     return f"{prefix}{own}"
-
-
-# ---------------------------------------------------------------- where the rows come from
-
-
-def _tables(source: PreferenceData, seed: int) -> tuple[Table, Table | None]:
-    """The train table, and the validation one if it is given."""
-    if source.name in KINDS:
-        return source_tables(source, f"preference data {source.name!r}: path is not set")
-    if ":" not in source.name:
-        known = [*KINDS, "module:function"]
-        raise KeelError(f"preference data: {unknown('kind', source.name, known)}")
-    return _entry(source, seed), None
-
-
-def _entry(source: PreferenceData, seed: int) -> Table:
-    """What the Python function returns: rows, each a dict of columns."""
-    where = f"preference data {source.name!r}"
-    for key, value in (("path", source.path), ("validation_path", source.validation_path)):
-        if value is not None:
-            raise KeelError(f"{where}: {key} is not read by a function: put it into options")
-    return rows_table(call_entry(source, "preference data", seed), where)

@@ -11,12 +11,21 @@ from typing import Any, Generic, TypeVar
 
 from keel.config.entry import load_entry
 from keel.config.fields import unknown
-from keel.config.sources import PreferenceData, TaskSource
-from keel.data.tables import SourceRow, Table, all_bad, list_rows, read_table, refuse_bad
+from keel.config.sources import PreferenceData, SFTData, TaskSource
+from keel.data.tables import (
+    SourceRow,
+    Table,
+    all_bad,
+    list_rows,
+    read_table,
+    refuse_bad,
+    rows_table,
+)
 from keel.runs.rows import LeftOut
 from keel.types import Content, KeelError, Split, one_line, text_of
 
 T = TypeVar("T")
+Source = TaskSource | PreferenceData | SFTData
 KINDS = {
     "jsonl": "a file with one JSON object a line",
     "parquet": "a Parquet file",
@@ -64,7 +73,7 @@ Make = Callable[[SourceRow, bool], Placed[T] | None]
 """From a row and whether it is of a validation table; None: it is dropped for an empty answer."""
 
 
-def source_tables(source: TaskSource | PreferenceData, where: str) -> tuple[Table, Table | None]:
+def source_tables(source: Source, where: str) -> tuple[Table, Table | None]:
     """The train table of a source of files, and the validation one if it is given.
 
     Bad rows are among the tables' `bad`. Raises KeelError that begins with `where`.
@@ -82,6 +91,20 @@ def source_tables(source: TaskSource | PreferenceData, where: str) -> tuple[Tabl
     return train, read_table(source.name, *other, "quarantine")
 
 
+def tables_of(source: PreferenceData | SFTData, seed: int, what: str) -> tuple[Table, Table | None]:
+    """The train table of a source, and the validation one if it is given; `what` is "preference
+    data" or the like, in errors. `seed` goes to a Python entry that has such a parameter."""
+    where = f"{what} {source.name!r}"
+    if source.name in KINDS:
+        return source_tables(source, f"{where}: path is not set")
+    if ":" not in source.name:
+        raise KeelError(f"{what}: {unknown('kind', source.name, [*KINDS, 'module:function'])}")
+    for key, value in (("path", source.path), ("validation_path", source.validation_path)):
+        if value is not None:
+            raise KeelError(f"{where}: {key} is not read by a function: put it into options")
+    return rows_table(call_entry(source, what, seed), where), None
+
+
 def take_options(
     function: Any, options: Mapping[str, Any], where: str, *, own: tuple[str, ...] = ()
 ) -> None:
@@ -96,7 +119,7 @@ def take_options(
             raise KeelError(f"{where}: {unknown('option', option, names) if names else none}")
 
 
-def call_entry(source: TaskSource | PreferenceData, what: str, seed: int) -> Any:
+def call_entry(source: Source, what: str, seed: int) -> Any:
     """What a Python entry returns: a task, or rows as a list; `what` is "task" or the data's name.
 
     It is called with the options, and with `seed` if it has a parameter of that name. Raises
@@ -198,7 +221,7 @@ def splits_of(places: Sequence[float], validation_fraction: float) -> list[Split
 
 
 def read_splits(
-    source: TaskSource | PreferenceData,
+    source: Source,
     tables: tuple[Table, Table | None],
     make: Make[T],
     name: str,
@@ -240,7 +263,7 @@ def _rows(
     make: Make[T],
     held: bool,
     name: str,
-    source: TaskSource | PreferenceData,
+    source: Source,
     key: str,
 ) -> tuple[list[Placed[T]], list[LeftOut]]:
     """What the table's rows became, and those left out: bad ones, and with an empty answer."""

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -157,20 +157,44 @@ def read_parquet(path: Path) -> Table:
 
 
 def read_dataset(name: str, split: str, options: Mapping[str, Any]) -> Table:
-    """One split of what `datasets.load_dataset(name, **options)` gives."""
+    """A split of what `datasets.load_dataset(name, **options)` gives, or a part: `train[:9]`.
+
+    With `streaming = true` the rows are read to the end of the part.
+    """
+    try:
+        rows = list_rows(open_dataset(name, split, options))
+    except KeelError:
+        raise
+    except Exception as error:
+        raise KeelError(f"datasets: {name!r} cannot be read: {one_line(error)[:300]}") from None
+    return _checked(f"{name}[{split}]", rows)
+
+
+_PART = re.compile(r"([^\[+]+)\[(\d*):(\d*)\]")
+"""A part of a split, by the numbers of its rows."""
+
+
+def open_dataset(name: str, split: str, options: Mapping[str, Any]) -> Any:
+    """A split, or a part of one, as an object of the `datasets` library, which may be streamed."""
     if importlib.util.find_spec("datasets") is None:
         raise KeelError(f"the library `datasets` is not installed: {install_command('data')}")
     datasets = importlib.import_module("datasets")
     try:
-        found = datasets.load_dataset(name, **options)
-        if split not in found:
-            raise KeelError(f"datasets: {name!r}: {unknown('split', split, list(found))}")
-        rows = list_rows(found[split])
+        part = _PART.fullmatch(split) if options.get("streaming") else None
+        if part is None and ("[" in split or "+" in split):
+            return datasets.load_dataset(name, split=split, **options)
+        found, whole = datasets.load_dataset(name, **options), split if part is None else part[1]
+        if whole not in found:
+            raise KeelError(f"datasets: {name!r}: {unknown('split', whole, list(found))}")
+        if part is None:
+            return found[whole]
+        first = int(part[2] or 0)
+        rows = found[whole].skip(first)
+        return rows.take(max(int(part[3]) - first, 0)) if part[3] else rows
     except KeelError:
         raise
     except Exception as error:
         raise KeelError(f"datasets: {name!r} cannot be loaded: {one_line(error)[:300]}") from None
-    return _checked(f"{name}[{split}]", rows)
 
 
 def rows_table(rows: Sequence[Any], name: str) -> Table:
@@ -180,9 +204,12 @@ def rows_table(rows: Sequence[Any], name: str) -> Table:
 
 def list_rows(made: Any) -> list[Any]:
     """The rows of an iterable; of a data set of the `datasets` library without Arrow's nulls."""
-    if not hasattr(made, "features"):
-        return list(made)
-    return [{name: _own(value) for name, value in row.items()} for row in made]
+    return list(made) if not hasattr(made, "features") else list(without_nulls(made))
+
+
+def without_nulls(rows: Iterable[Row]) -> Iterable[Row]:
+    """Rows of Arrow, their messages and tools without the keys that only other rows have."""
+    return ({name: _own(value) for name, value in row.items()} for row in rows)
 
 
 # ---------------------------------------------------------------- one row

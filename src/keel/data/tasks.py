@@ -18,6 +18,7 @@ from keel.config.fields import unknown
 from keel.config.sources import TaskSource
 from keel.data.columns import (
     gold_entries,
+    likely_column,
     parsed_messages,
     read_gold,
     read_messages,
@@ -104,7 +105,8 @@ class Presentation:
         for name in (column,) if column is not None else names_of(self.template):
             if name not in row:
                 other = f"{where}: {unknown('column', name, row)}"
-                raise KeelError(f'{other}: name the column in `prompt`, as prompt = "{{question}}"')
+                meant = likely_column(name, row) or "question"
+                raise KeelError(f'{other}: name the column in `prompt`, as prompt = "{{{meant}}}"')
             if row[name] is None or (isinstance(row[name], float) and math.isnan(row[name])):
                 raise KeelError(f"{where}: column {name!r} is empty: leave the row out")
         value = None if column is None else parsed_messages(row[column])

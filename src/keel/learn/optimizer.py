@@ -38,9 +38,10 @@ def learning_rate(choice: Optimizer, step: int, steps: int) -> float:
 
     Linear and cosine schedules fall from `learning_rate` to `min_lr_ratio` of it at the last step.
     """
-    warm = min(1.0, (step + 1) / choice.warmup_steps) if choice.warmup_steps else 1.0
-    span = max(steps - 1 - choice.warmup_steps, 1)
-    done = min(max((step - choice.warmup_steps) / span, 0.0), 1.0)
+    rising = choice.warm_up(steps)
+    warm = min(1.0, (step + 1) / rising) if rising else 1.0
+    span = max(steps - 1 - rising, 1)
+    done = min(max((step - rising) / span, 0.0), 1.0)
     left = {
         "constant": 1.0,
         "linear": 1 - (1 - choice.min_lr_ratio) * done,

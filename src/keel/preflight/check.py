@@ -52,6 +52,7 @@ from keel.preflight.judge_cost import dollars, over_budget
 from keel.preflight.settings import Facts, unused_keys
 from keel.preflight.stages import (
     inspect_demonstrations,
+    inspect_imitation,
     inspect_preference_data,
     inspect_sampling_stage,
 )
@@ -265,12 +266,14 @@ def _settled(recipe: Recipe, policy: Policy) -> tuple[Recipe, dict[str, Figure]]
 def _inspect(context: StageContext) -> None:
     """One stage by itself."""
     stage = context.stage
-    context.figures["steps"] = stage.steps
+    unknown = f"of {stage.num_train_epochs:g} epochs" if stage.unresolved else stage.steps
+    context.figures["steps"] = unknown
     _check_settings(context)
     with suppress(StageStops), context.stops("before its first step", f"{context.prefix}trackers"):
         check_trackers(stage.trackers)
     parts: tuple[tuple[Any, Callable[[StageContext, Any], None]], ...] = (
         (stage.demonstrations, inspect_demonstrations),
+        (stage.imitated, inspect_imitation),
         (stage.judged, inspect_preference_data),
         (context.plan, _check_objective),
         (context.plan, inspect_sampling_stage),
@@ -280,7 +283,7 @@ def _inspect(context: StageContext) -> None:
             with suppress(StageStops):
                 inspect(context, part)
     if stage.prompts_in_step is not None and context.prompts and context.prompts.rows:
-        prompts = stage.steps * stage.prompts_in_step
+        prompts = context.stage.steps * stage.prompts_in_step
         context.figures["epochs"] = round(prompts / context.prompts.rows, 2)
 
 

@@ -239,8 +239,16 @@ class StageContext:
     @property
     def trained_by(self) -> str | None:
         """The last earlier stage that trains the policy, which is then another one by now."""
-        earlier = takewhile(lambda stage: stage is not self.stage, self.recipe.stages)
+        earlier = takewhile(lambda stage: stage.name != self.stage.name, self.recipe.stages)
         return next((s.name for s in reversed(list(earlier)) if s.trains_policy), None)
+
+    def resolve(self, size: int | None, batch: int, key: str = "num_train_epochs") -> None:
+        """Find the number of steps of a stage that makes passes over `size` examples. Raises
+        StageStops if they have no end."""
+        if self.stage.unresolved:
+            with self.stops("before its first step", f"{self.prefix}{key}"):
+                self.stage = self.stage.lasting(size, batch)
+            self.figures["steps"] = self.stage.steps
 
     def add(self, *findings: Finding | None) -> None:
         """Keep those that are not None."""

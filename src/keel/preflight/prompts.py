@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -15,6 +15,7 @@ from keel.config.fields import derive
 from keel.config.sources import Prompts, TaskSource
 from keel.data.mixture import build_tasks, stored
 from keel.data.splits import position
+from keel.data.tasks import names_of
 from keel.models.chat import PROBE, Encoder, encode
 from keel.models.text import render
 from keel.platform.time_limit import Hung
@@ -115,7 +116,23 @@ def read_prompts(
     keys = {name: f"{key}.{at}.prompt" for at, name in enumerate(tasks)}
     check_tokens(context, tokenizer, first, choice.chat_template, keys)
     context.prompts = PromptStats(source, first, held, longest, rows)
+    if context.stage.unresolved and context.stage.prompts_in_step is not None:
+        context.resolve(source.size(), context.stage.prompts_in_step)
+    _show_columns(context, tasks, sources)
     return context.prompts
+
+
+def _show_columns(
+    context: StageContext, tasks: Mapping[str, Task], sources: Sequence[TaskSource]
+) -> None:
+    """The columns of each stored task, and what they are taken for."""
+    for (name, task), source in zip(tasks.items(), sources, strict=True):
+        data = stored(task)
+        if data is not None and data.splits["train"]:
+            taken = dict.fromkeys(names_of(source.prompt), "prompt") | {"tools": "tools"}
+            taken |= {} if source.answer is None else {source.answer: "answer"}
+            columns = data.splits["train"][0].row.values
+            context.figures[f"columns of {name}"] = columns_read(columns, taken)
 
 
 def check_tokens(
@@ -199,6 +216,13 @@ def spread(size: int, most: int) -> list[int]:
     """At most `most` indices below `size`, evenly spread."""
     step = max(size / most, 1.0)
     return [int(at * step) for at in range(min(size, most))]
+
+
+def columns_read(columns: Iterable[str], taken: Mapping[str, str]) -> str:
+    """The columns of a data set, in words; `taken` says what those that are read are taken for."""
+    own = [f"{c} ({taken[c]})" if taken[c] != c else c for c in columns if c in taken]
+    others = [str(column) for column in columns if column not in taken]
+    return ", ".join(own) + (f"; not read: {', '.join(others)}" if others else "")
 
 
 def how_read(tokenizer: Any, raw: bool) -> str:

@@ -39,8 +39,8 @@ are 1e-5 and more. Up to twice the default of a whole model (1e-6) was hardly me
 
 def of_optimizer(optimizer: Optimizer, steps: int, key: str) -> Iterator[Finding]:
     """A warm-up that is longer than the stage."""
-    warmup, rate = optimizer.warmup_steps, optimizer.learning_rate
-    if warmup > steps:
+    warmup, rate = optimizer.warm_up(steps), optimizer.learning_rate
+    if warmup > steps > 0:
         yield found(
             "warm-up-never-ends", f"{key}.warmup_steps",
             warmup=warmup, steps=steps, rate=rate,

@@ -16,9 +16,10 @@ from keel.cluster.placement import placement_of
 from keel.config.entry import load_entry
 from keel.config.fields import derive
 from keel.config.sources import RewardSource
-from keel.config.stage import DemonstrationSource, JudgedSource
+from keel.config.stage import DemonstrationSource, ImitationSource, JudgedSource
 from keel.data.columns import prompt_columns
 from keel.data.preferences import READERS, encode_row, without_bad
+from keel.data.sft import encode_rows, first_rows
 from keel.data.splits import KINDS
 from keel.engines.registry import unmet_requests
 from keel.engines.sampler import eos_ids, split_stops
@@ -29,10 +30,18 @@ from keel.models.families import uses_autocast
 from keel.models.policy import Policy, rounding_effect
 from keel.models.reward import Reader, check_classifier
 from keel.preflight.batch import TrialBatch, check_ends, load_of, sample, size_for
-from keel.preflight.context import PromptStats, SamplingPlan, StageContext, StageStops, found
+from keel.preflight.context import (
+    PromptStats,
+    SamplingPlan,
+    StageContext,
+    StageStops,
+    found,
+    percent,
+)
 from keel.preflight.judge_cost import forecast_judge
 from keel.preflight.prompts import (
     check_tokens,
+    columns_read,
     encoded_prompts,
     end_of_turn,
     few_rows,
@@ -69,11 +78,13 @@ from keel.training.setup import (
     load_rewards,
     reward_context,
 )
-from keel.training.supervised import demonstration, encode_demonstration
+from keel.training.supervised import demonstration, encode_demonstration, open_set
 from keel.types import KeelError, RewardResult
 
 ROUNDED_TOKENS = 2048
 """Of the completions whose log-probabilities are computed in bfloat16 and in float32."""
+STREAMED = 100
+"""Examples of a streamed set that are read."""
 ENCODED = 2_000
 """Rows whose length is measured, evenly spread."""
 
@@ -322,6 +333,56 @@ def inspect_demonstrations(context: StageContext, source: DemonstrationSource) -
     context.add_lengths("demonstration tokens", lengths)
 
 
+def inspect_imitation(context: StageContext, source: ImitationSource) -> None:
+    """The sets of examples of a stage, encoded as it encodes them.
+
+    Raises StageStops if the stage would stop.
+    """
+    policy, prefix, sizes = context.policy, context.prefix, list[int | None]()
+    lengths: list[int] = []
+    bearing = held = 0
+    for number, data in enumerate(source.data):
+        key = f"{prefix}data.{number}"
+        if data.name not in KINDS:
+            context.skipped_checks.append(f"the rows of {data.name!r}: its function was not called")
+            continue
+        with context.stops("as its examples are read", key):
+            one_set = open_set(data, policy, source, number, seed=context.recipe.seed)
+            rows, examples = one_set.rows, one_set.examples
+            if data.streams:
+                split = str(data.options.get("split", "train"))
+                rows = first_rows(data, split, STREAMED)
+                examples, _ = encode_rows(rows, one_set.encode, data.bad_rows, key)
+        sizes.append(one_set.train.size("train"))
+        held += len(one_set.validation)
+        lengths += [len(one.tokens) for one in examples]
+        bearing += sum(int(one.written.sum()) for one in examples)
+        first = rows[0]
+        own = {} if first.origin is None else first.origin.values
+        taken = {data.columns.get(part, part): part for part in first.columns}
+        taken |= {"conversations": "messages"} if "messages" in first.columns else {}
+        context.figures[f"columns of {one_set.train.name}"] = columns_read(own, taken)
+        for line in one_set.encode.counts():
+            context.figures[f"long examples of {one_set.train.name}"] = line
+        longest = max(examples, key=lambda one: len(one.tokens))
+        if context.longest is None or len(longest.tokens) > context.longest.tokens:
+            row = next(row for row in rows if row.id == longest.id)
+            context.longest = LongestExample(len(longest.tokens), row.columns, data.raw)
+        report_left_out(context, one_set.left_out)
+        bad = unreadable(one_set.left_out, len(examples), f"{key}.bad_rows")
+        context.add(bad, few_rows(sizes[-1] or 0, source.batch_size, f"{key}.path"))
+    size = None if None in sizes else sum(n for n in sizes if n is not None)
+    context.resolve(size, source.batch_size)
+    context.figures["validation examples"] = held
+    if size:
+        epochs = context.stage.steps * source.batch_size / size
+        what = "train blocks" if source.packing else "train examples"
+        context.figures |= {what: size, "epochs": round(epochs, 2)}
+    if lengths:
+        context.figures["tokens that bear loss"] = percent(bearing / sum(lengths))
+    context.add_lengths("example tokens", lengths)
+
+
 def inspect_preference_data(context: StageContext, source: JudgedSource) -> None:
     """The judged rows of a stage, encoded, and the model that it starts from.
 
@@ -364,6 +425,12 @@ def inspect_preference_data(context: StageContext, source: JudgedSource) -> None
         context.add_stop("as its rows are read", error, f"{prefix}max_tokens")
     _check_row_tokens(context, base, source, chosen, key)
     rows = len(splits.train)
+    context.resolve(round(rows * len(within) / max(len(encoded), 1)), source.batch_size)
+    first = splits.train[0]
+    own = {} if first.origin is None else first.origin.values
+    context.figures["columns"] = columns_read(
+        own, {data.columns.get(part, part): part for part in first.columns}
+    )
     report_left_out(context, splits.left_out)
     context.figures |= {
         "train rows": rows,

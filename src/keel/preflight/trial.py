@@ -127,7 +127,8 @@ def _short(
         prompts=prompts,
     ).model_copy(
         update={
-            "steps": min(stage.steps, STEPS + ahead),
+            "steps": STEPS + ahead if stage.unresolved else min(stage.steps, STEPS + ahead),
+            "num_train_epochs": None,
             "on_nonfinite": "skip",
             "checkpoints": Checkpoints(every=1000, keep=1),
             "trackers": Trackers(),

@@ -46,7 +46,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of the disk, whichever file they come from."""
 Damage = list[tuple[Path, str]]
 CHANGEABLE = (
-    *("steps", "optimizer.learning_rate", "value.optimizer.learning_rate"),
+    *("steps", "num_train_epochs", "optimizer.learning_rate", "value.optimizer.learning_rate"),
     *("evaluation.every", "rollouts_every", "checkpoints.every", "checkpoints.keep"),
 )
 """Keys of a stage that may change in a run."""

@@ -66,6 +66,7 @@ class Marked:
         return self.length
 
 
+A = TypeVar("A")
 R = TypeVar("R", Preference, Labelled, Stepwise)
 E = TypeVar("E", EncodedPair, Marked)
 
@@ -170,7 +171,7 @@ def sizes_of(rows: Sequence[EncodedPair] | Sequence[Marked], device: torch.devic
     return sizes_on(device, [row.length for row in rows])
 
 
-def some_rows(rows: Sequence[R], n: int) -> Sequence[R]:
+def some_rows(rows: Sequence[A], n: int) -> Sequence[A]:
     """At most n of the rows, the same ones each time."""
     if len(rows) <= n:
         return rows

@@ -80,11 +80,13 @@ def train_reward_model(
     """Train a reward model, and save it in the run folder."""
     source = stage.judged
     encode = encoder(source.records, model.reader(source.raw), source.separator)
+    rows = examples(run, stage, make, encode, model.context, model)
+    stage = run.resolved(stage, len(rows.train), stage.batch_size)
     progress = train_on_rows(
         run,
         stage,
         progress,
-        examples(run, stage, make, encode, model.context, model),
+        rows,
         WeightOptimizer(trainable(model), stage.optimizer),
         backward,
         _measure_of(model, stage),
@@ -115,6 +117,7 @@ def train_on_rows(
     `parts` are others of `train_on_examples`.
     """
     seed = derive(run.recipe.seed, stage.name, "rows")
+    stage = run.resolved(stage, len(rows.train), stage.batch_size)
     read = Examples(
         batch=lambda number: of_step(rows.train, stage.batch_size, number, seed),
         backward=backward,

@@ -236,6 +236,8 @@ def build_loop(
         max_tokens=rollout.max_tokens,
         state=progress.stream,
     )
+    if stage.unresolved:
+        stage = run.resolved(stage, source.size(), rollout.prompts_per_step)
     functions = load_rewards(
         stage.rewards, reward_context(run.recipe, run.folder, policy), models.rewards
     )

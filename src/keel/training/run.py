@@ -214,14 +214,15 @@ def run_stages(
             name=writer.folder.path.name,
             recipe=recipe.model_dump(mode="json"),
         )
-        of_stage = replace(writer, trackers=trackers)
-        context = RunContext(recipe, of_stage, policy, start, labeller)
-        writer.callbacks.stage(stage.name, stage.stage, stage.steps, progress.step)
+        of_stage, taken = replace(writer, trackers=trackers), progress.step
+        context = RunContext(recipe, of_stage, policy, start, labeller, taken)
+        if not stage.unresolved:
+            writer.callbacks.stage(stage.name, stage.stage, stage.steps, taken)
         try:
             progress = stage.train(context, progress)
         finally:
             of_stage.close_trackers()
-        done = progress.is_over(stage.steps)
+        done = progress.is_over(context.lasting.get(stage.name, stage.steps))
         if done:  # not of an interrupted stage: its resumed run records the same in the end
             update_run_json(writer.folder, {"tokens": progress.tokens})
         if (not done or number + 1 < len(recipe.stages)) and writer.stopped():
@@ -252,7 +253,7 @@ def _progress_of(start: Path, recipe: Recipe) -> Progress:
     """The progress of a checkpoint. Raises KeelError if its stage now has fewer steps."""
     progress = read_progress(start)
     stage = recipe.stages[progress.stage]
-    if progress.step > stage.steps:
+    if progress.step > stage.steps and not stage.unresolved:
         raise KeelError(
             f"{stage.name}.steps = {stage.steps}, but checkpoint {start.name} has taken "
             f"{progress.step}: raise it, or delete the checkpoints after step {stage.steps}"

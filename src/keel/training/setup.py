@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from transformers import PreTrainedModel
 from transformers.utils import chat_template_utils
@@ -50,6 +50,7 @@ from keel.training.rollout import Sampler
 from keel.training.state import Progress
 from keel.types import Engine, KeelError, Prompt, Task
 
+S = TypeVar("S", bound=StageConfig)
 ENCODED_BEFORE = 10_000
 """Stored examples of a stage that are encoded before the first step, to find the bad ones."""
 TEMPLATE_TIME = "template_time"
@@ -91,10 +92,30 @@ class RunContext:
     policy: Policy
     resume_from: Path | None
     labeller: PairLabeller | None = None
+    taken: int = 0
+    """Steps that the stage has taken when it is set up."""
+    lasting: dict[str, int] = field(default_factory=dict)
+    """The steps of stages whose number follows from their data."""
 
     @property
     def folder(self) -> RunFolder:
         return self.writer.folder
+
+    def resolved(self, stage: S, size: int | None, batch: int) -> S:
+        """The stage with its number of steps, which takes `batch` of `size` examples at a time."""
+        if not stage.unresolved:
+            return stage
+        stage = stage.lasting(size, batch)
+        if self.taken > stage.steps:
+            raise KeelError(
+                f"{stage.name}.num_train_epochs is {stage.steps} steps, but the run has taken "
+                f"{self.taken}: raise it"
+            )
+        self.lasting[stage.name] = stage.steps
+        known = read_run_json(self.folder).get("steps", {})
+        update_run_json(self.folder, {"steps": {**known, stage.name: stage.steps}})
+        self.writer.callbacks.stage(stage.name, stage.stage, stage.steps, self.taken)
+        return stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +138,16 @@ class PromptSource:
             return encoded
 
         return validation_prompts(list(self.tasks.values()), self.weights, n, prepare)
+
+    def size(self) -> int | None:
+        """The number of train prompts that are not left out; None if a task has no end."""
+        sizes = {name: task.size("train") for name, task in self.tasks.items()}
+        if None in sizes.values():
+            return None
+        prompts = (
+            self.tasks[name].prompt("train", at) for name in sizes for at in range(sizes[name] or 0)
+        )
+        return sum(self.encoder.wrong(prompt) is None for prompt in prompts)
 
 
 def open_prompts(

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import nn
 
 from keel.config.fields import derive
-from keel.config.stage import Optimizer, StageConfig
-from keel.data.mixture import PromptStream
-from keel.learn.batch import Batch, TokenBudget, from_groups
+from keel.config.sources import SFTData
+from keel.config.stage import ImitationSource, Optimizer, StageConfig
+from keel.data.mixture import ItemStream, Numbered, PromptStream
+from keel.data.sft import (
+    Block,
+    SFTEncoder,
+    SFTRow,
+    StoredSet,
+    StreamedSet,
+    Trained,
+    encode_rows,
+    first_rows,
+    pack,
+    read_sft,
+    set_name,
+    streamed_rows,
+)
+from keel.learn.batch import LESS, Batch, TokenBudget, from_groups, oom_context
 from keel.learn.optimizer import (
     Cause,
     NotFinite,
@@ -23,13 +40,18 @@ from keel.learn.optimizer import (
     in_weights,
     learning_rate,
     stop_unless_finite,
+    trainable,
 )
 from keel.learn.ranks import save_learned
 from keel.models.chat import EncodedAnswer, Encoder, encode_answer
+from keel.models.conversations import ConversationEncoder
+from keel.models.head import CHUNK_TOKENS, log_probs, logits
 from keel.models.packed import PackedSizes
 from keel.models.policy import Policy
 from keel.models.reference import Reference
+from keel.runs.rows import LeftOut, counted, write_quarantine
 from keel.training import loop
+from keel.training.judged_data import some_rows
 from keel.training.loop import EvaluationResult, StepResult
 from keel.training.setup import RunContext, dropout_of, token_budget
 from keel.training.state import Progress, State, restore_modules, restore_optimizers
@@ -162,6 +184,175 @@ def _diagnose(made: ExampleLoop[Any], batch: Any) -> tuple[Cause, str]:
     return cause, "" if cause.sequence is None else f"row {cause.sequence} of the step"
 
 
+# ---------------------------------------------------------------- imitation
+
+
+def imitation(
+    batch: Callable[[int], Batch],
+    backward: Callable[[Batch, int], dict[str, float]],
+    state: Callable[[], Mapping[str, Any]],
+) -> Examples[Batch]:
+    """Completions to imitate as the examples of a stage."""
+    return Examples(
+        batch=batch,
+        backward=backward,
+        sizes=lambda batch: batch.sizes,
+        split=lambda batch: [batch.select([i]) for i in range(batch.sequences)],
+        write=loop.write_batch,
+        state=state,
+    )
+
+
+def imitate(policy: Policy, batch: Batch, token_budget: int) -> dict[str, float]:
+    """The gradient of the mean cross-entropy of a batch's tokens, and its metrics."""
+    weight = 1 / max(sum(batch.lengths), 1)
+    total, right = 0.0, 0.0
+    for micro in batch.micro_batches(token_budget):
+        scores = policy.scores(micro.packed, 1.0, entropy=False)
+        loss = -(weight * scores.log_prob_N).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+        right += float((weight * scores.log_prob_N.detach().exp()).sum())
+    return {
+        "loss": total,
+        "mean_token_probability": right,
+        "completions/mean_length": float(np.mean(batch.lengths)),
+    }
+
+
+def train_on_sets(
+    run: RunContext, stage: StageConfig, progress: Progress, source: ImitationSource
+) -> Progress:
+    """Imitate the examples of stored or streamed sets."""
+    policy, seed = run.policy, derive(run.recipe.seed, stage.name)
+    sets = [
+        open_set(one, policy, source, number, seed=run.recipe.seed)
+        for number, one in enumerate(source.data)
+    ]
+    _note_sets(run, stage.name, sets)
+    weights = [one.weight for one in source.data]
+    items: list[Numbered[Block]] = [one.train for one in sets]
+    stream = ItemStream(items, weights, derive(seed, "examples"), shuffle=source.shuffle)
+    if progress.stream:
+        stream.restore(progress.stream)
+    sizes = [item.size("train") for item in items]
+    whole = None if None in sizes else sum(n for n in sizes if n is not None)
+    stage = run.resolved(stage, whole, source.batch_size)
+    held = [one for each in sets for one in each.validation]
+
+    def batch(number: int) -> Batch:
+        blocks = stream.take(source.batch_size)
+        return from_groups([one.group for block in blocks for one in block], policy.device)
+
+    return train_on_examples(
+        run,
+        stage,
+        progress,
+        imitation(batch, partial(imitate, policy), stream.state),
+        WeightOptimizer(trainable(policy), stage.optimizer),
+        evaluate=partial(evaluate_imitation, policy, held, stage.initial_token_budget)
+        if held
+        else None,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class OpenSet:
+    """A set of examples, encoded: of the train split as blocks, of the validation split the first.
+
+    `left_out` are the rows that are not used; `cut` counts what was too long.
+    """
+
+    train: StoredSet | StreamedSet
+    validation: list[Trained]
+    left_out: tuple[LeftOut, ...]
+    encode: SFTEncoder
+    rows: Sequence[SFTRow] = ()
+    examples: Sequence[Trained] = ()
+
+
+def open_set(
+    data: SFTData, policy: Policy, source: ImitationSource, number: int, *, seed: int
+) -> OpenSet:
+    """The set of number `number` of a stage. Raises KeelError for what cannot be used."""
+    limit, key = source.limit(policy.context), f"data.{number}"
+    if source.packing and limit is None:
+        raise KeelError(
+            "packing fills blocks of max_tokens, and the model states no context: set max_tokens",
+            key="max_tokens",
+        )
+    chat = ConversationEncoder(policy.tokenizer, source.template_keywords)
+    encode = SFTEncoder(chat, source.loss_on, limit, source.drops, data.raw)
+    name = f"{set_name(data)}#{number + 1}" if number else set_name(data)
+    size = limit if source.packing else None
+    if data.streams:
+        split = str(data.options.get("split", "train"))
+        rows = partial(streamed_rows, data, split)
+        held = data.validation_path
+        early = first_rows(data, held, source.validation_rows) if held else []
+        validation, bad = encode_rows(early, encode, data.bad_rows, key)
+        train = StreamedSet(data, name, rows, encode, size)
+        return OpenSet(train, validation, tuple(bad), encode)
+    splits = read_sft(data, seed, key)
+    examples, bad = encode_rows(splits.train, encode, data.bad_rows, key)
+    if not examples:
+        raise KeelError(
+            f"{name}: none of the {len(splits.train)} train examples fits {limit} tokens: raise "
+            "max_tokens",
+            key="max_tokens",
+        )
+    some = some_rows(splits.validation, source.validation_rows)
+    validation, worse = encode_rows(some, encode, data.bad_rows, key)
+    blocks = [(one,) for one in examples] if size is None else pack(examples, size)
+    left = (*splits.left_out, *bad, *worse)
+    return OpenSet(StoredSet(name, blocks), validation, left, encode, splits.train, examples)
+
+
+def _note_sets(run: RunContext, stage: str, sets: Sequence[OpenSet]) -> None:
+    """Say what of the sets is cut or left out; rows that are left out go to the quarantine."""
+    left = [row for one in sets for row in one.left_out]
+    target = run.folder.quarantine / f"{stage}-rows.jsonl"
+    write_quarantine(target, left)
+    if run.resume_from is not None:
+        return
+    if left:
+        run.writer.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
+    for one in sets:
+        for line in one.encode.counts():
+            run.writer.note(f"{stage}: {one.train.name}: {line}")
+
+
+@oom_context("the validation examples were scored", f"lower token_budget, {LESS}")
+@torch.no_grad()
+def evaluate_imitation(
+    policy: Policy, examples: Sequence[Trained], token_budget: int, step: int
+) -> EvaluationResult:
+    """The mean cross-entropy of the tokens of validation examples that bear loss, and the share of
+    them that the model finds the most probable."""
+    batch = from_groups([one.group for one in examples], policy.device)
+    loss, right = 0.0, 0
+    for micro in batch.micro_batches(token_budget):
+        hidden_NH, token_N = policy.hidden(micro.packed), micro.packed.scored()
+        loss -= float(log_probs(hidden_NH, policy.head, token_N).double().sum())
+        for at in range(0, len(token_N), CHUNK_TOKENS):
+            part = slice(at, at + CHUNK_TOKENS)
+            top_N = logits(hidden_NH[part], policy.head).argmax(-1)
+            right += int((top_N == token_N[part]).sum())
+    count = sum(batch.lengths)
+    found = {"loss": loss / count, "mean_token_accuracy": right / count}
+    report = {**found, "n": len(examples), "tokens": count}
+    return EvaluationResult(
+        report,
+        {f"eval/{name}": value for name, value in found.items()},
+        kind="measured",
+        score=-found["loss"],
+        before=report,
+    )
+
+
+# ---------------------------------------------------------------- demonstrations of tasks
+
+
 Demonstrate = Callable[[Prompt, str, np.random.Generator], str]
 """(prompt, gold answer, random numbers) -> the text to imitate."""
 
@@ -183,14 +374,7 @@ class Demonstrations:
 
     def examples(self) -> Examples[Batch]:
         """The demonstrations as the examples of a stage."""
-        return Examples(
-            batch=self.batch,
-            backward=self.backward,
-            sizes=lambda batch: batch.sizes,
-            split=lambda batch: [batch.select([i]) for i in range(batch.sequences)],
-            write=loop.write_batch,
-            state=self.stream.state,
-        )
+        return imitation(self.batch, self.backward, self.stream.state)
 
     def batch(self, number: int) -> Batch:
         """The step's prompts, each with its demonstration as the completion, closed as a turn."""
@@ -202,20 +386,8 @@ class Demonstrations:
 
     def backward(self, batch: Batch, token_budget: int) -> dict[str, float]:
         """The gradient of the mean cross-entropy of the demonstrations' tokens."""
-        weight = 1 / max(sum(batch.lengths), 1)
-        total, right = 0.0, 0.0
-        for micro in batch.micro_batches(token_budget):
-            scores = self.policy.scores(micro.packed, 1.0, entropy=False)
-            loss = -(weight * scores.log_prob_N).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            right += float((weight * scores.log_prob_N.detach().exp()).sum())
-        return {
-            "loss": total,
-            "mean_token_probability": right,
-            "completions/mean_length": float(np.mean(batch.lengths)),
-            "prompts/left_out": float(sum(self.stream.left_out.values())),
-        }
+        left_out = float(sum(self.stream.left_out.values()))
+        return {**imitate(self.policy, batch, token_budget), "prompts/left_out": left_out}
 
     def _group(self, prompt: Prompt, rng: np.random.Generator) -> Group:
         """The prompt and the text to imitate. Raises KeelError if it cannot be made or does not

@@ -71,7 +71,10 @@ class OpenRun:
         names = self.run.stages
         if stage not in names:
             raise KeelError(f"no stage {stage!r} in {self.name}: it has {', '.join(names)}")
-        return dict(self.recipe["stages"][names.index(stage)])
+        table = dict(self.recipe["stages"][names.index(stage)])
+        if table.get("num_train_epochs", "none") != "none":
+            table["steps"] = self.run.info().get("steps", {}).get(stage, 0)
+        return table
 
     def stage(self, wanted: str | None = None) -> str:
         """The stage to show: the one that is asked for, else the last that has records."""
