@@ -18,6 +18,7 @@ import torch
 from keel.cli.main import main
 from keel.models.reward import reward_model_from
 from keel.platform.extras import install_command
+from keel.platform.listen import TOKEN
 from keel.preferences.records import (
     CompletionRecord,
     CostRecord,
@@ -25,7 +26,6 @@ from keel.preferences.records import (
     StepsRecord,
 )
 from keel.preferences.store import PreferenceStore
-from keel.view.server import TOKEN
 from tests.cli.test_wrong_inputs import tried
 from tests.data.made import jsonl
 from tests.models import tiny

@@ -17,7 +17,7 @@ import numpy as np
 import openai
 import pytest
 
-from keel.engines.endpoint import RefusedRequest, read_request
+from keel.engines.endpoint.requests import RefusedRequest, read_request
 from keel.engines.native import NativeEngine
 from keel.models.chat import ChatEncoder
 from keel.types import ProgramInput

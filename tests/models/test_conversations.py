@@ -13,7 +13,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerFast
 
-from keel.engines.endpoint import ChatRequest, Session
+from keel.engines.endpoint.requests import ChatRequest
+from keel.engines.endpoint.session import Session
 from keel.engines.turns import generate_multi_turn
 from keel.graders.formats import answer_part
 from keel.models.build import byte_tokenizer

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from keel.platform.listen import LOOPBACK, listen
 from keel.types import KeelError
-from keel.view.server import COOKIE, LOOPBACK, MAX_UNOPENED, Guard, forget_unopened, listen
+from keel.view.server import COOKIE, MAX_UNOPENED, Guard, forget_unopened
 
 OK = {"type": "http.response.start", "status": 200, "headers": []}
 

@@ -69,6 +69,21 @@ eval -- Evaluate a run or a model: greedy, sampled, pass@k, intervals.
   --separator TEXT -- the text between two steps (default: the stage's, or a newline)
   --threshold P -- a step less probably right is a mistake (default: the stage's, or 0.5)
   --pictures DIR -- plot reliability and margins there
+chat -- Talk to a run's policy or a model in the terminal, or answer lines from a pipe.
+  model RUN|MODEL -- a run folder, a model folder or hub name
+  --system TEXT -- the system message
+  --temperature T -- 0 is greedy (default: the model's generation config, else 1)
+  --top-p P -- default: the model's generation config, else 1
+  --max-tokens N -- of an answer (default: what the context leaves)
+  --checkpoint NAME -- of a run: last (default), best, or a name
+serve -- Serve a run's policy or a model as an OpenAI-compatible endpoint.
+  model RUN|MODEL -- a run folder, a model folder or hub name
+  --checkpoint NAME -- of a run: last (default), best, or a name
+  --host ADDRESS = 127.0.0.1
+  --port PORT
+  --max-num-seqs N = 32 -- sequences that are decoded together
+  --max-tokens N -- of an answer, at most (default: what the context leaves)
+  --device auto|cpu|cuda -- default: the recipe's, or a GPU if there is one
 explain -- Print the objective that a recipe or preset optimises.
   recipe RECIPE|ALGORITHM -- a recipe or a preset's name
   [overrides...] key=value

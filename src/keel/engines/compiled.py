@@ -217,7 +217,8 @@ class CompiledRunner:
     """`ModelRunner` of a Llama-like backbone.
 
     `functions` are compiled code, `layers` its pointers to the weights, and `step` its other
-    arguments; `embed` and `norm` are the model's own. `MultiStep` runs with them too.
+    arguments; `embed` and `norm` are the model's own. `MultiStep` runs with them too. Positions are
+    below `longest`.
     """
 
     def __init__(
@@ -229,6 +230,7 @@ class CompiledRunner:
         prefix_cache: PrefixCache,
     ) -> None:
         self.functions = functions
+        self.longest = longest
         self.embed: Tensor = backbone.embed_tokens.weight.detach()
         self.norm = backbone.norm.weight.contiguous(), backbone.norm.variance_epsilon
         self._cos, self._sin = angles(backbone, torch.arange(longest))
@@ -247,8 +249,10 @@ class CompiledRunner:
         """The arrays that the step points into."""
 
     def recall(self, prompts: Sequence[Ints]) -> Ints:
+        for unused in self._recalled:  # of a call that was suspended before they entered
+            self._pool.give(unused)
         known, pages = self._prefix_cache.take(prompts)
-        self._recalled.extend(pages)
+        self._recalled = deque(pages)
         return known
 
     def admit(self, entering: Prefill, ahead: int) -> None:

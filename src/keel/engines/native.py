@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from keel.engines.compiled import compiled, make_multi_step
 from keel.engines.model_runner import DecodeRows, ModelRunner, ModuleRunner, Prefill
 from keel.engines.paged import PagedRun
 from keel.engines.sampler import (
+    GOING,
     LENGTH,
     Answers,
     Stops,
@@ -49,6 +50,17 @@ from keel.types import (
 
 Ints = npt.NDArray[np.int64]
 CAPABILITIES = Capabilities(streams=True, in_process=True)
+OnStep = Callable[[Answers], bool]
+"""Sees what a call has sampled so far; whether the call shall end there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Resumed:
+    """What `decode` asks for beyond `sample`: see there."""
+
+    budgets: Sequence[int]
+    made: Sequence[int]
+    on_step: OnStep
 
 
 class NativeEngine(Engine):
@@ -119,9 +131,33 @@ class NativeEngine(Engine):
         Raises KeelError for invalid settings, a prompt without tokens or too long for the context,
         and logits that are not finite.
         """
+        return self._cached(prompts, n, sampling, seed, on_group=on_group)
+
+    def decode(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        seed: int,
+        *,
+        budgets: Sequence[int],
+        made: Sequence[int],
+        on_step: OnStep,
+    ) -> list[Group]:
+        """One completion for each prompt, of at most `budgets` tokens, until `on_step` is true.
+
+        The last `made` tokens of a prompt are what earlier calls sampled: a sequence that is
+        decoded in several calls (with one id and seed) has the tokens of a single one. `on_step`
+        is called after each step; what it sees has the code GOING until a sequence is done. A
+        sequence that it cuts has finish "length"; in a `conversation` its keys and values are kept.
+        Raises KeelError as `sample` does.
+        """
+        whole = replace(sampling, max_tokens=max(budgets))
+        return self._cached(prompts, 1, whole, seed, resumed=Resumed(budgets, made, on_step))
+
+    def _cached(self, *call: Any, **options: Any) -> list[Group]:
         prefix_cache = self._prefix_cache or PrefixCache()
         try:
-            return self._sample(prefix_cache, prompts, n, sampling, seed, on_group)
+            return self._sample(prefix_cache, *call, **options)
         except BaseException:
             prefix_cache.clear()
             raise
@@ -151,7 +187,9 @@ class NativeEngine(Engine):
         n: int,
         sampling: Sampling,
         seed: int,
-        on_group: OnGroup | None,
+        *,
+        on_group: OnGroup | None = None,
+        resumed: Resumed | None = None,
     ) -> list[Group]:
         """Start from the sequences in `prefix_cache`, and add those of this call."""
         check(sampling, n)
@@ -161,6 +199,13 @@ class NativeEngine(Engine):
         limits = budgets(prompts, sampling, self.capabilities.context)
         if not prompts:
             return []
+        made = None if resumed is None else resumed.made
+        rows = min(self.max_num_seqs, n * len(prompts))
+        if resumed is not None:
+            limits = np.minimum(limits, resumed.budgets)
+            rows = self.max_num_seqs  # of a server, whose calls share buffers for all rows
+            for number, (prompt, own) in enumerate(zip(prompts, resumed.made, strict=True)):
+                stops.resume(number, prompt.tokens[len(prompt.tokens) - own :])
         with torch.no_grad(), _evaluating(self.model), autocast_for(self.model, self.autocast):
             request = Request(
                 prompts=[np.array(prompt.tokens, dtype=np.int64) for prompt in prompts],
@@ -168,9 +213,9 @@ class NativeEngine(Engine):
                 n=n,
                 sampling=sampling,
                 stops=stops,
-                uniforms=Uniforms([prompt.id for prompt in prompts], n, seed),
+                uniforms=Uniforms([prompt.id for prompt in prompts], n, seed, made),
                 answers=Answers(n * len(prompts), n, self.tokenizer),
-                rows=min(self.max_num_seqs, n * len(prompts)),
+                rows=rows,
                 prefill_tokens=self.prefill_tokens,
             )
             run = self._start(request, prefix_cache)
@@ -184,6 +229,11 @@ class NativeEngine(Engine):
                         group = groups[number] = request.answers.group(prompts[number], number)
                         if on_group is not None and group is not None:
                             on_group(number, group)
+                    if resumed is not None and resumed.on_step(request.answers) and run.live:
+                        run.suspend()
+                        for number, prompt in enumerate(prompts):
+                            groups[number] = request.answers.group(prompt, number)
+                        break
             except BaseException:
                 if self._decoder is not None:
                     self._decoder.clear()
@@ -329,12 +379,22 @@ class _Run:
         """Remove rows that ended; returns the prompts whose last answer is done."""
         batch = self.batch
         codes = self.stops.check(batch.sequence, batch.token, batch.made >= batch.limit)
-        done = codes > 0
+        # Nothing continues a sequence whose budget is used up.
+        return self._remove(codes, codes != LENGTH)
+
+    def suspend(self) -> None:
+        """End what is left where it is; a later call may go on with the sequences."""
+        self.answers.codes[self.answers.codes == GOING] = LENGTH
+        codes = np.full(len(self.batch.sequence), LENGTH, dtype=np.int8)
+        self._remove(codes, codes > 0)
+
+    def _remove(self, codes: npt.NDArray[np.int8], kept: npt.NDArray[np.bool_]) -> Ints:
+        """Remove the rows with a code; keep the keys and values of those that are `kept`."""
+        batch, done = self.batch, codes > 0
         if not done.any():
             return np.empty(0, dtype=np.int64)
         self.answers.codes[batch.sequence[done]] = codes[done]
-        # Nothing continues a sequence whose budget is used up.
-        for row in np.flatnonzero(done & (codes != LENGTH)).tolist():
+        for row in np.flatnonzero(done & kept).tolist():
             self.forward.keep(batch, row)
         touched = np.unique(batch.sequence[done] // batch.n)
         rows, slots = batch.drop(done)
@@ -407,10 +467,16 @@ def make_runner(
     """A runner for the model's current weights: compiled code if it supports the model.
 
     With a `dtype` it works on a copy of the weights in that type. `prefix_cache` holds the keys and
-    values of earlier calls, and receives this call's.
+    values of earlier calls, and receives this call's. In one that lasts the weights do not change,
+    so that compiled code serves the next call too.
     """
-    longest = longest_prompt + longest_answer
-    found = compiled(model, longest, dtype or torch.float32, prefix_cache)
+    longest, cache = longest_prompt + longest_answer, prefix_cache or PrefixCache()
+    found: ModelRunner | None = cache.runner
+    if cache.runner is None or cache.runner.longest < longest:
+        cache.runner = None  # before there is another copy of the weights
+        places = 1 << (longest - 1).bit_length() if cache.lasts else longest
+        found = compiled(model, places, dtype or torch.float32, cache)
+        cache.runner = found if cache.lasts else None
     return found or ModuleRunner(model, longest_prompt, longest_answer, dtype)
 
 

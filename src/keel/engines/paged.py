@@ -129,6 +129,19 @@ class PagedRun:
         over, self._over = np.array(sorted(self._over), dtype=np.int64), []
         return over
 
+    def suspend(self) -> None:
+        """End what is left where it is; a later call may go on with the sequences."""
+        self._read(0)
+        for row in self._rows:
+            if not row.ended:
+                self._finish(row, LENGTH, kept=True)
+        for _, pages in self._recalled.values():
+            self._pages.give(pages)
+        for sequence in self._queue:
+            self.answers.codes[sequence] = LENGTH
+        self._rows, self._recalled = [], {}
+        self._queue.clear()
+
     # ------------------------------------------------------------ entering
 
     def _admit(self) -> None:
@@ -378,7 +391,7 @@ class PagedRun:
             if codes[column] != GOING:
                 self._finish(row, int(codes[column]))
 
-    def _finish(self, row: Row, code: int) -> None:
+    def _finish(self, row: Row, code: int, kept: bool = False) -> None:
         row.ended = True
         self.answers.codes[row.sequence] = code
         prompt = row.sequence // self._n
@@ -386,11 +399,11 @@ class PagedRun:
         if not self._left[prompt]:
             self._over.append(prompt)
         # Nothing continues a sequence whose budget is used up.
-        kept = 0
-        if code != LENGTH and not self._cache.full:
-            kept = total_pages(row.length + len(self.answers.tokens[row.sequence]) - 1)
-            self._cache.hold(row.sequence, row.pages[:kept])
-        self._pages.give(row.pages[kept:])
+        pages = 0
+        if (kept or code != LENGTH) and not self._cache.full:
+            pages = total_pages(row.length + len(self.answers.tokens[row.sequence]) - 1)
+            self._cache.hold(row.sequence, row.pages[:pages])
+        self._pages.give(row.pages[pages:])
 
 
 def total_pages(tokens: int) -> int:

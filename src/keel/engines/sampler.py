@@ -177,11 +177,15 @@ class Uniforms:
 
     Sequence s is completion s mod n of prompt s div n. The number of a token is a function of the
     seed, the prompt's id, which of that id's occurrences in the call this is, the completion's
-    index in its group, and the token's place only.
+    index in its group, and the token's place only. With `made_P` the first of prompt p is that of
+    token `made_P[p]`: earlier calls sampled the ones before.
     """
 
-    def __init__(self, ids: Sequence[str], n: int, seed: int) -> None:
+    def __init__(
+        self, ids: Sequence[str], n: int, seed: int, made_P: Sequence[int] | None = None
+    ) -> None:
         self._n = n
+        self._first = np.repeat(np.array(made_P or [0] * len(ids), dtype=np.int64), n)
         self._words = np.array(
             [
                 name_words(seed, name, occurrence)
@@ -190,15 +194,15 @@ class Uniforms:
             dtype=np.uint64,
         ).reshape(-1, 4)
         self._blocks = np.empty((len(ids) * n, 2 * _BLOCK))
-        self._made = np.zeros(len(ids) * n, dtype=np.int64)
+        self._made = self._first // _BLOCK * _BLOCK
 
     def take(
         self, sequences: npt.NDArray[np.int64], places: npt.NDArray[np.int64], steps: int = 1
     ) -> npt.NDArray[np.float64]:
         """The numbers of the tokens at `places` of `sequences`, and of the next ones: (steps,
         sequences), at most `AHEAD` steps. Places start at 0 and never decrease."""
-        short = self._made[sequences] < places + steps
-        if short.any():
+        places = places + self._first[sequences]
+        while (short := self._made[sequences] < places + steps).any():
             self._fill(sequences[short])
         columns = (places + np.arange(steps)[:, None]) % (2 * _BLOCK)
         numbers: npt.NDArray[np.float64] = self._blocks[sequences, columns]
@@ -328,6 +332,11 @@ class Stops:
         longest = max((len(text.encode()) for text in self.strings), default=0)
         self._window = longest + 8
         self._tails: dict[int, list[int]] = {}
+
+    def resume(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Let a sequence go on after tokens of an earlier call, in which a stop may begin."""
+        own = [token for token in tokens[-2 * self._window :] if token not in self._control]
+        self._tails[sequence] = own[-self._window :]
 
     def ids(self) -> list[int]:
         """The token ids that end a completion, end-of-sequence ids included."""

@@ -378,15 +378,22 @@ class PrefixCache:
 
     They are valid for one set of weights. A call of the engine `take`s those that its prompts begin
     with, and the others are freed; it `hold`s the pages of at most `most` of its own sequences, and
-    `name`s these by their tokens at its end.
+    `name`s these by their tokens at its end. `runner` is what the last call ran the model with,
+    if a later one may use it.
     """
 
     def __init__(self, most: int = 0) -> None:
         self._most = most
+        self.runner: Any = None
         self._pool: Any = None
         self._held: dict[int, list[int]] = {}
         self._named: dict[bytes, list[list[int]]] = {}
         self._lengths: set[int] = set()
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it is for several calls."""
+        return self._most > 0
 
     @property
     def full(self) -> bool:
@@ -451,6 +458,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Free all memory, as after an interrupted call whose pages are unknown."""
         self._pool, self._held, self._named, self._lengths = None, {}, {}, set()
+        self.runner = None
 
     def _forget(self) -> None:
         """Free what no prompt begins with."""

@@ -42,6 +42,8 @@ STEPS = 16
 """Most tokens of a row between two reads by the host."""
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of rows that a graph is captured for."""
+MOST_GRAPHS = 256
+"""Captured steps that are kept: clients of a server may ask for any temperature."""
 SHARE = 0.4
 """Of the free memory of a GPU, for pages: the update needs the rest."""
 GROWTH = 1.25
@@ -430,6 +432,8 @@ class StaticDecoder:
         """The captured step of a bucket; None if the model cannot be captured."""
         key = rows, self._kind
         if key not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._forget_graphs()
             with self._kept():
                 self._graphs[key] = self._capture(rows)
         return self._graphs[key]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, Literal
@@ -252,6 +252,46 @@ def decode(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
         clean_up_tokenization_spaces=False,
     )
     return texts
+
+
+class GrowingText:
+    """The text of tokens that arrive one after the other, without control tokens: `add` and `end`
+    return what is new, whole characters only."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._before = self._shown = 0
+        """Tokens whose text is shown; from `_before` on they are decoded again with new ones, since
+        tokenizers drop the blank before a first word."""
+
+    def add(self, tokens: Iterable[int]) -> str:
+        """Text that these tokens complete."""
+        return "".join(self._next([token]) for token in tokens)
+
+    def end(self) -> str:
+        """What is left: part of a character's bytes, as the replacement character."""
+        return self._next([], whole=True)
+
+    def _next(self, tokens: list[int], whole: bool = False) -> str:
+        self._ids += tokens
+        shown, text = decode(
+            self._tokenizer,
+            [self._ids[self._before : self._shown], self._ids[self._before :]],
+        )
+        if text.endswith("\ufffd") and not whole:
+            return ""
+        if len(text) > len(shown):
+            self._before = self._shown
+        self._shown = len(self._ids)
+        return text[len(shown) :]
+
+
+def unsettled(text: str, markers: Iterable[str]) -> int:
+    """How many of a text's last characters may be the beginning of a marker that goes on."""
+    return max(
+        (n for one in markers for n in range(1, len(one)) if text.endswith(one[:n])), default=0
+    )
 
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> dict[int, str]:

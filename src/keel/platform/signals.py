@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -87,6 +87,17 @@ def catching() -> Iterator[Interrupt]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+@contextmanager
+def noticing_interrupt() -> Iterator[Callable[[], bool]]:
+    """Within the block SIGINT raises nothing; what is yielded says whether there was one."""
+    noticed = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: noticed.set())
+    try:
+        yield noticed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end(signum: int) -> None:

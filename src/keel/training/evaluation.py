@@ -24,15 +24,14 @@ from keel.config.stage import JudgedSource, Records
 from keel.data.columns import shown_gold
 from keel.data.mixture import build_tasks, stored
 from keel.data.preferences import READERS
-from keel.models.loading import ADAPTER
-from keel.models.policy import Policy, load_policy
+from keel.models.policy import Policy
 from keel.models.reward import load_reward_model
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.rules import exact_match
 from keel.rewards.scorer import Scorer
-from keel.runs.layout import RECIPE, RunFolder
+from keel.runs.layout import RunFolder
 from keel.runs.rows import RolloutRow
-from keel.training.export import pick_checkpoint, reward_model_of
+from keel.training.export import policy_of, reward_model_of, run_or_model
 from keel.training.judged_data import encoder
 from keel.training.judged_losses import Measured, plot_calibration, reward_model_metrics
 from keel.training.loop import EvaluationResult
@@ -47,7 +46,7 @@ from keel.training.setup import (
     rollout_engine,
     templates_at,
 )
-from keel.training.state import checkpoint_policy, completion_rows
+from keel.training.state import completion_rows
 from keel.types import Group, KeelError, Prompt, RewardResult, Sampling, Task
 
 EXAMPLES = 4
@@ -257,7 +256,7 @@ def evaluate(
     With `checkpoint="best"` of a run, on its own validation prompts, `selected` is true: the
     checkpoint was chosen by these prompts.
     """
-    recipe, folder = _what(model)
+    recipe, folder = run_or_model(model)
     if recipe is None and task is None:
         raise KeelError(
             f"{model} is not a run folder, so it does not say which task: name one with --task "
@@ -278,10 +277,7 @@ def evaluate(
     stage = load_recipe(made, overrides).stages[-1].sampling
     assert stage is not None
     own_seed = recipe.seed if recipe else 0
-    if recipe is None or folder is None:
-        policy = load_policy(Model(name=str(model)), own_seed)
-    else:
-        policy = checkpoint_policy(recipe.model, recipe.seed, pick_checkpoint(folder, checkpoint))
+    policy = policy_of(model, checkpoint)
     if data["name"] == ALONE and max_tokens is None and policy.context is not None:
         # No limit was given: at most half of the context.
         budget = min(stage.rollout.max_tokens, policy.context // 2)
@@ -310,19 +306,6 @@ def _scored_whole(
     every = {"prompts": sum(data.size("validation") for data in rows)}
     assert stage.evaluation is not None
     return replace(stage, evaluation=stage.evaluation.model_copy(update=every))
-
-
-def _what(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
-    """The run's recipe and folder, if it is a run."""
-    path = Path(model)
-    if not (path / RECIPE).is_file():
-        # Loading reports what is wrong with an adapter's folder.
-        known = any((path / name).is_file() for name in ("config.json", ADAPTER))
-        if path.exists() and not known:
-            raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")
-        return None, None
-    folder = RunFolder.open(model)
-    return load_recipe(folder.recipe), folder
 
 
 def _stage_data(

@@ -17,7 +17,10 @@ from transformers import AutoTokenizer
 
 from keel.analysis.model_card import write_card
 from keel.config.load import load_recipe
-from keel.models.policy import BASE
+from keel.config.model import Model
+from keel.config.schema import Recipe
+from keel.models.loading import ADAPTER as WEIGHTS_OF_ADAPTER
+from keel.models.policy import BASE, Policy, load_policy
 from keel.models.tokenizer_round_trip import (
     PROBES,
     difference,
@@ -57,6 +60,30 @@ def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
     if wrong is not None:
         raise KeelError(f"checkpoint {named[0]} is damaged ({wrong}): choose another")
     return named[0]
+
+
+def run_or_model(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
+    """The run's recipe and folder, if it is a run."""
+    path = Path(model)
+    if not (path / RECIPE).is_file():
+        # Loading reports what is wrong with an adapter's folder.
+        known = any((path / name).is_file() for name in ("config.json", WEIGHTS_OF_ADAPTER))
+        if path.exists() and not known:
+            raise KeelError(f"{path} is neither a run folder nor a model folder: give one of them")
+        return None, None
+    folder = RunFolder.open(model)
+    return load_recipe(folder.recipe), folder
+
+
+def policy_of(model: Path | str, checkpoint: str = "last", device: str | None = None) -> Policy:
+    """The policy of a run's checkpoint, of a model folder, or of the hub; on the recipe's device
+    unless another is given."""
+    recipe, folder = run_or_model(model)
+    given = {} if device is None else {"device": device}
+    if recipe is None or folder is None:
+        return load_policy(Model(name=str(model)).model_copy(update=given), 0)
+    spec = recipe.model.model_copy(update=given)
+    return checkpoint_policy(spec, recipe.seed, pick_checkpoint(folder, checkpoint))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,15 @@
-"""The server of pages: where it listens, who may ask, and the pages of `keel view`. Torch-free."""
+"""The server of pages: who may ask, and the pages of `keel view`. Torch-free."""
 
 from __future__ import annotations
 
-import hmac
 import importlib.util
-import os
-import re
-import secrets
-import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from keel.platform.extras import install_command
+from keel.platform.listen import fits, listen, token_for, url_of, wrong_host
 from keel.types import KeelError
 from keel.view.address import Address
 
@@ -24,8 +19,6 @@ if TYPE_CHECKING:
     from keel.view.library import Library
 
 
-TOKEN = "KEEL_TOKEN"
-"""The environment variable of a token that stays the same from start to start."""
 MAX_UNOPENED = 64
 """Pages that wait for their browser at most: each holds some 300 kB, for a minute."""
 
@@ -55,17 +48,12 @@ def serve_pages(
     """
     from nicegui import app, ui
 
-    local = host in LOOPBACK
-    token = None if local else _token()
-    hosts = LOOPBACK if local else None
+    token, hosts = token_for(host)
     app.add_middleware(Guard, hosts=hosts, token=token, before=forget_unopened)
-    named = f"[{host}]" if ":" in host else host
-    if host in ("0.0.0.0", "::"):
-        named = socket.gethostname()
     query = "" if token is None else f"?token={token}"
     with listen(host, port) as listener:
         port = int(listener.getsockname()[1])
-        url = f"http://{named}:{port}"
+        url = url_of(host, port)
 
         def ready() -> None:
             announce(f"{command}: {url}{start}{query} (Ctrl-C stops it)")
@@ -95,59 +83,26 @@ def forget_unopened() -> None:
         client.delete()
 
 
-def _token() -> str:
-    given = os.environ.get(TOKEN)
-    if given is not None and not re.fullmatch("[A-Za-z0-9_-]{16,}", given):
-        raise KeelError(f"{TOKEN}: use 16 or more letters, digits, - and _, or unset it")
-    return given or secrets.token_urlsafe(24)
-
-
-def listen(host: str, wanted: int | None) -> socket.socket:
-    """A socket that listens on a port, which no other process can take from then on.
-
-    Raises KeelError if the port is taken, or the host is not of this machine.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in (8765, 0) if wanted is None else (wanted,):
-        try:
-            listener = socket.create_server((host, port), family=family)
-        except OSError as error:
-            why = str(error.strerror or error).partition(" (while")[0]
-            if wanted is None and port != 0:
-                continue
-            raise KeelError(
-                f"cannot serve on {host}:{port}: {why}: choose another --port or --host"
-            ) from error
-        # uvicorn takes a descriptor for one of AF_UNIX, for which asyncio does not set this.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
-    raise KeelError(f"no free port on {host}: name one with --port")
-
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COOKIE = "keel-view"
 
 
 class Guard:
     """Refuses requests and websockets from hosts and pages that may not ask.
 
-    The `Host` header must name one of `hosts`, against a foreign name that resolves to this machine
-    (DNS rebinding); an `Origin` must be the host, and what browsers say that another site asks
-    for must be a page of its own (a followed link), no image or frame of that site. With a
-    `token`, a request needs it, once as `?token=` and then as the cookie that this sets.
-    `before` is called before each request that is let in.
+    Headers must fit `hosts` (see `wrong_host`). With a `token`, a request needs it, once as
+    `?token=` and then as the cookie that this sets. `before` is called before each request that is
+    let in.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        hosts: Iterable[str] | None,
+        hosts: Sequence[str] | None,
         token: str | None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
         self.app, self.before = app, before
-        self.hosts = None if hosts is None else {host.lower() for host in hosts}
-        self.token = token
+        self.hosts, self.token = hosts, token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -163,9 +118,10 @@ class Guard:
         # Browsers send a cookie to every port of a host: a name of its own for each server.
         port = asked.headers.get("host", "").rpartition(":")[2]
         name = f"{COOKIE}-{port}" if port.isdecimal() else COOKIE
-        wrong = self._wrong_host(asked.headers)
-        by_query = self._fits(asked.query_params.get("token", ""))
-        by_cookie = self._fits(asked.cookies.get(name, ""))
+        token = self.token
+        wrong = wrong_host(asked.headers, self.hosts)
+        by_query = fits(asked.query_params.get("token", ""), token)
+        by_cookie = fits(asked.cookies.get(name, ""), token)
         if wrong is None and not by_query and not by_cookie:
             wrong = "this page needs the token that the command printed: open the address with it"
         if wrong is not None:
@@ -189,24 +145,6 @@ class Guard:
             await send(message)
 
         await self.app(scope, receive, with_cookie)
-
-    def _wrong_host(self, headers: Mapping[str, str]) -> str | None:
-        try:
-            host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-            origin = urlsplit(headers.get("origin", "")).netloc
-        except ValueError:
-            return "this server does not understand the request's host or origin"
-        if self.hosts is not None and host not in self.hosts:
-            return f"this server does not answer for the host {host!r}"
-        of_others = headers.get("sec-fetch-site") == "cross-site"
-        followed = headers.get("sec-fetch-dest") == "document"
-        foreign = "origin" in headers and origin != headers.get("host")
-        if foreign or (of_others and not followed):
-            return "this server does not answer pages of other sites"
-        return None
-
-    def _fits(self, given: str) -> bool:
-        return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
 
 
 def serve(

@@ -13,23 +13,17 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from numbers import Real
 from typing import Any
 
 from keel.config.entry import load_entry
 from keel.config.secrets import without_secrets
-from keel.engines.endpoint import (
-    MODEL,
-    TOO_LONG,
-    ChatRequest,
-    Endpoint,
-    RefusedRequest,
-    Session,
-)
+from keel.engines.endpoint.requests import MODEL, TOO_LONG, ChatRequest, RefusedRequest
+from keel.engines.endpoint.server import Answer, Endpoint
+from keel.engines.endpoint.session import Session, check_length
 from keel.engines.turns import conversation_names, sample_turns
 from keel.models.chat import ChatEncoder
 from keel.platform.calls import POLL, LoopThread, Served
@@ -48,8 +42,6 @@ ENDING = 2.0
 """Seconds that programs get to end once they are no longer needed."""
 MAX_REPEATS = 20
 """How often a request may be repeated after its answer: more than clients try again."""
-
-Answer = Future[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +115,6 @@ def _shared(several: Sequence[Sequence[int]]) -> int:
     return next((at for at, ids in enumerate(together) if len({*ids}) > 1), min(map(len, several)))
 
 
-@lru_cache(maxsize=1)
-def _longest_token(tokenizer: Any) -> int:
-    """The most characters of a token."""
-    return max(map(len, tokenizer.get_vocab()))
-
-
 def _is_refusal(error: BaseException) -> bool:
     """Whether a program raised what a client raises for a refused request, or raised from it: its
     text has the error's code or HTTP status."""
@@ -188,17 +174,15 @@ class _ProgramRun:
             self.repeats, self.refusal = 0, ""
 
     def _bound(self, request: ChatRequest) -> None:
-        """Refuse what has more characters than the tokens that are left can hold: a tool's result
-        of megabytes would be encoded for seconds, while all other programs wait."""
+        """Refuse what has more characters than the tokens that are left can hold."""
         session, begun = self.session, self.session.request is not None
         room = len(session.first) + session.limit if begun else session.context
-        if room is not None and request.characters > room * _longest_token(session.chat.tokenizer):
+        left = f" (rollout.max_tokens = {session.limit})"
+        try:
+            check_length(request.characters, room, session.chat.tokenizer, left)
+        except RefusedRequest:
             session.full = begun
-            raise RefusedRequest(
-                f"no token is left for an answer to {request.characters:,} characters "
-                f"(rollout.max_tokens = {session.limit})",
-                TOO_LONG,
-            )
+            raise
 
     def refuse(self, error: RefusedRequest) -> None:
         """Refuse the request that waits, if any."""
@@ -289,7 +273,7 @@ class _Programs:
                 self._end()
 
     def _submit(self, key: str, request: ChatRequest | None) -> Answer:
-        answer: Answer = Future()
+        answer = Answer()
         self._events.put((key, request, answer))
         if self._closed:
             self._drain()
