@@ -98,7 +98,7 @@ def _note(reply: Reply) -> None:
             file=sys.stderr,
         )
     if reply.finish == "length":
-        print("keel chat: the answer is cut: no token is left for it", file=sys.stderr)
+        print("keel chat: the answer ends here: no token is left for it", file=sys.stderr)
 
 
 class _Shown:

@@ -258,12 +258,17 @@ class GrowingText:
     """The text of tokens that arrive one after the other, without control tokens: `add` and `end`
     return what is new, whole characters only."""
 
+    HELD, WINDOW = 3, 64
+    """Characters of replacement at the end that more tokens may complete, and tokens after which
+    the text before them no longer counts."""
+
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._before = self._shown = 0
-        """Tokens whose text is shown; from `_before` on they are decoded again with new ones, since
-        tokenizers drop the blank before a first word."""
+        self._start = self._clean = self._sent = 0
+        """Where decoding starts, a token before which all text is shown, and the number of
+        characters from the start that are. Decoding starts one such place earlier, since tokenizers
+        drop the blank before a first word."""
 
     def add(self, tokens: Iterable[int]) -> str:
         """Text that these tokens complete."""
@@ -275,16 +280,17 @@ class GrowingText:
 
     def _next(self, tokens: list[int], whole: bool = False) -> str:
         self._ids += tokens
-        shown, text = decode(
-            self._tokenizer,
-            [self._ids[self._before : self._shown], self._ids[self._before :]],
-        )
-        if text.endswith("\ufffd") and not whole:
-            return ""
-        if len(text) > len(shown):
-            self._before = self._shown
-        self._shown = len(self._ids)
-        return text[len(shown) :]
+        text = self._decode()
+        held = 0 if whole else min(len(text) - len(text.rstrip("\ufffd")), self.HELD)
+        sent, self._sent = self._sent, max(len(text) - held, self._sent)
+        new = text[sent : self._sent]
+        if (new and not held) or len(self._ids) - self._start > self.WINDOW:
+            self._start, self._clean = self._clean, len(self._ids)
+            self._sent = len(self._decode()) - held
+        return new
+
+    def _decode(self) -> str:
+        return decode(self._tokenizer, [self._ids[self._start :]])[0]
 
 
 def unsettled(text: str, markers: Iterable[str]) -> int:

@@ -277,6 +277,8 @@ class ModelServer:
     def _encoded(self, request: ChatRequest) -> list[tuple[int, ...]]:
         """The tokens of each prompt. Raises RefusedRequest."""
         if not request.prompts:
+            if not getattr(self._chat.tokenizer, "chat_template", None):
+                raise RefusedRequest("the model has no chat template: ask /v1/completions")
             return [tuple(encode_request(self._chat, request))]
         found = []
         for text in request.prompts:
