@@ -19,7 +19,7 @@ import pytest
 from keel.engines.endpoint.requests import ChatRequest, RequestOptions, read_request
 from keel.engines.endpoint.responses import stream_events
 from keel.engines.endpoint.server import Endpoint
-from keel.engines.endpoint.serving import LiveAnswer, LiveSequence, ModelServer
+from keel.engines.endpoint.serving import LiveResponse, LiveSequence, RequestBatcher
 from keel.engines.native import NativeEngine
 from keel.engines.sampler import EOS as ENDED
 from keel.engines.sampler import GOING
@@ -39,7 +39,7 @@ def engine_of(rows: int = 8) -> NativeEngine:
 
 
 def serving(
-    server: ModelServer, client: Callable[[openai.OpenAI], T], key: str = "none", **options: Any
+    server: RequestBatcher, client: Callable[[openai.OpenAI], T], key: str = "none", **options: Any
 ) -> T:
     """What a client does with a server, which runs in this thread until it gets a Ctrl-C."""
     options = {"served": True, "hosts": LOOPBACK, **options}
@@ -66,8 +66,8 @@ def connected(own: openai.OpenAI) -> Any:
     return closing(http.client.HTTPConnection("127.0.0.1", own.base_url.port or 0))
 
 
-def server_of(engine: NativeEngine, tokens: int = 40) -> ModelServer:
-    return ModelServer(engine, ChatEncoder(TOKENIZER), "tiny", Sampling(tokens))
+def server_of(engine: NativeEngine, tokens: int = 40) -> RequestBatcher:
+    return RequestBatcher(engine, ChatEncoder(TOKENIZER), "tiny", Sampling(tokens))
 
 
 def text_of(client: openai.OpenAI, messages: Any, stream: bool = False, **keys: Any) -> str:
@@ -232,7 +232,7 @@ def test_streamed_tool_calls_are_the_whole_message_s(text: str) -> None:
     request = read_request(json.dumps(body).encode(), served=True)
     assert request.options == RequestOptions({})
     assert isinstance(request, ChatRequest)
-    answer = LiveAnswer(request, "tiny")
+    answer = LiveResponse(request, "tiny")
     sequence = LiveSequence(answer, Prompt("p", "", tokens=(5,)), 0, Sampling(400), TOKENIZER)
     answer.sequences.append(sequence)
     sequence.begin()

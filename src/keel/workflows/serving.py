@@ -10,7 +10,7 @@ from typing import Any
 
 from keel.engines.chat import Chat
 from keel.engines.endpoint.server import CHAT, TEXT, Endpoint
-from keel.engines.endpoint.serving import ModelServer
+from keel.engines.endpoint.serving import RequestBatcher
 from keel.engines.native import NativeEngine
 from keel.engines.sampler import check
 from keel.models.chat import ChatEncoder
@@ -106,7 +106,7 @@ def serve(
             max_tokens=max_tokens,
         ) as served,
     ):
-        server = ModelServer(served.engine, served.chat, served.name, served.sampling)
+        server = RequestBatcher(served.engine, served.chat, served.name, served.sampling)
         url = url_of(host, int(listener.getsockname()[1]))
         with Endpoint(
             server.submit, listener, model=served.name, served=True, token=token, hosts=hosts

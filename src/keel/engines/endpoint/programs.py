@@ -22,7 +22,7 @@ from typing import Any
 from keel.config.entry import load_entry
 from keel.config.secrets import without_secrets
 from keel.engines.endpoint.requests import MODEL, TOO_LONG, ChatRequest, RefusedRequest
-from keel.engines.endpoint.server import Answer, Endpoint
+from keel.engines.endpoint.server import Endpoint, PendingResponse
 from keel.engines.endpoint.session import Session, check_length
 from keel.engines.turns import conversation_names, sample_turns
 from keel.models.chat import ChatEncoder
@@ -141,7 +141,7 @@ class _ProgramRun:
     def __init__(self, session: Session, index: int) -> None:
         self.session, self.index = session, index
         self.key = secrets.token_urlsafe(16)
-        self.answers: list[Answer] = []
+        self.answers: list[PendingResponse] = []
         self.budget = self.repeats = 0
         self.silent = 0.0
         self.refusal = self.failed = ""
@@ -152,7 +152,7 @@ class _ProgramRun:
         self._served: Served | None = None
         self._task: asyncio.Task[Any] | None = None
 
-    def receive(self, request: ChatRequest, answer: Answer) -> None:
+    def receive(self, request: ChatRequest, answer: PendingResponse) -> None:
         """Take a request over. Raises RefusedRequest."""
         again = request == self.session.request
         if self.answers:
@@ -257,7 +257,7 @@ class _Programs:
         self._sampling, self._seed = sampling, seed
         self._left = list(reversed(runs))
         self._live: dict[str, _ProgramRun] = {}
-        self._events: queue.SimpleQueue[tuple[str, ChatRequest | None, Answer]] = (
+        self._events: queue.SimpleQueue[tuple[str, ChatRequest | None, PendingResponse]] = (
             queue.SimpleQueue()
         )
         self._closed = False
@@ -272,8 +272,8 @@ class _Programs:
             finally:
                 self._end()
 
-    def _submit(self, key: str, request: ChatRequest | None) -> Answer:
-        answer = Answer()
+    def _submit(self, key: str, request: ChatRequest | None) -> PendingResponse:
+        answer = PendingResponse()
         self._events.put((key, request, answer))
         if self._closed:
             self._drain()
@@ -318,7 +318,7 @@ class _Programs:
             if hung:
                 raise self._hung(next((run for run in hung if run.blocks), hung[0]))
 
-    def _receive(self, key: str, request: ChatRequest, answer: Answer) -> None:
+    def _receive(self, key: str, request: ChatRequest, answer: PendingResponse) -> None:
         run = self._live.get(key)
         try:
             if run is None:

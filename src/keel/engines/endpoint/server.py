@@ -25,7 +25,7 @@ from keel.platform.listen import fits, wrong_host
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
-class Answer(Future[dict[str, Any]]):
+class PendingResponse(Future[dict[str, Any]]):
     """The body of an answer, once there is one."""
 
     def parts(self, stream: bool) -> Iterator[dict[str, Any] | None]:
@@ -43,7 +43,7 @@ class Answer(Future[dict[str, Any]]):
         """Called if the client has gone."""
 
 
-Submit = Callable[[str, ChatRequest], Answer]
+Submit = Callable[[str, ChatRequest], PendingResponse]
 """Takes over a request and the key that came with it."""
 
 
@@ -131,9 +131,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
-        """Answer a request once the engine has, or as it does."""
+        """PendingResponse a request once the engine has, or as it does."""
         self._streams = False
-        answer: Answer | None = None
+        answer: PendingResponse | None = None
         try:
             body, served = self._body(), self.server.served
             paths = (CHAT, TEXT) if served else (CHAT,)

@@ -28,7 +28,7 @@ from keel.engines.endpoint.responses import (
     delta_of,
     usage_of,
 )
-from keel.engines.endpoint.server import Answer
+from keel.engines.endpoint.server import PendingResponse
 from keel.engines.endpoint.session import check_length, encode_request
 from keel.engines.native import NativeEngine
 from keel.engines.sampler import EOS, GOING, LENGTH, REASONS, Answers, check, split_stops
@@ -44,7 +44,7 @@ TEXT_TOKENS = 16
 """Of `/v1/completions`, unless the request says: OpenAI's default."""
 
 
-class LiveAnswer(Answer):
+class LiveResponse(PendingResponse):
     """The answer to a served request: a body once all its sequences are done, or chunks before."""
 
     def __init__(self, request: ChatRequest, model: str) -> None:
@@ -61,7 +61,7 @@ class LiveAnswer(Answer):
         self._chunks: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def parts(self, stream: bool) -> Iterator[dict[str, Any] | None]:
-        """See `Answer`."""
+        """See `PendingResponse`."""
         if not stream:
             yield from super().parts(False)
             return
@@ -95,7 +95,7 @@ class LiveSequence:
     """One choice of an answer while it is decoded."""
 
     def __init__(
-        self, answer: LiveAnswer, prompt: Prompt, index: int, sampling: Sampling, tokenizer: Any
+        self, answer: LiveResponse, prompt: Prompt, index: int, sampling: Sampling, tokenizer: Any
     ) -> None:
         self.answer, self.prompt, self.index = answer, prompt, index
         self.sampling = replace(sampling, max_tokens=1)
@@ -202,7 +202,7 @@ class LiveSequence:
         }
 
 
-class ModelServer:
+class RequestBatcher:
     """Answers requests with an engine. `submit` is called by any thread; all else runs in the
     thread of `run`, so that a signal to it ends everything.
 
@@ -214,18 +214,18 @@ class ModelServer:
         self, engine: NativeEngine, chat: ChatEncoder, name: str, sampling: Sampling
     ) -> None:
         self._engine, self._chat, self._name, self._sampling = engine, chat, name, sampling
-        self._queue: queue.SimpleQueue[LiveAnswer] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[LiveResponse] = queue.SimpleQueue()
         self.live: list[LiveSequence] = []
         """Sequences that are decoded or wait, in the order of their turns."""
 
-    def submit(self, key: str, request: ChatRequest) -> LiveAnswer:
+    def submit(self, key: str, request: ChatRequest) -> LiveResponse:
         """Take a request over."""
-        answer = LiveAnswer(request, self._name)
+        answer = LiveResponse(request, self._name)
         self._queue.put(answer)
         return answer
 
     def run(self) -> None:
-        """Answer requests until interrupted."""
+        """PendingResponse requests until interrupted."""
         with self._engine.conversation() as source:
             while True:
                 self._receive()
@@ -244,7 +244,7 @@ class ModelServer:
                 except (RefusedRequest, KeelError) as error:
                     self._fail(answer, error)
 
-    def _begin(self, answer: LiveAnswer) -> None:
+    def _begin(self, answer: LiveResponse) -> None:
         """Encode a request into its sequences. Raises RefusedRequest."""
         request, options = answer.request, answer.options
         context, tokenizer = self._engine.capabilities.context, self._chat.tokenizer
@@ -345,7 +345,7 @@ class ModelServer:
             for one in batch:
                 self._fail(one.answer, error)
 
-    def _fail(self, answer: LiveAnswer, error: RefusedRequest | KeelError) -> None:
+    def _fail(self, answer: LiveResponse, error: RefusedRequest | KeelError) -> None:
         """Refuse a request, whatever else it has."""
         if isinstance(error, KeelError):
             error = RefusedRequest(str(error), "engine_failed", 500)
