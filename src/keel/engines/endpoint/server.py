@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
-        """PendingResponse a request once the engine has, or as it does."""
+        """Answer a request once the engine has, or as it does."""
         self._streams = False
         answer: PendingResponse | None = None
         try:

@@ -225,7 +225,7 @@ class RequestBatcher:
         return answer
 
     def run(self) -> None:
-        """PendingResponse requests until interrupted."""
+        """Answer requests until interrupted."""
         with self._engine.conversation() as source:
             while True:
                 self._receive()
