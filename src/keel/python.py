@@ -25,9 +25,11 @@ from keel.runs.lifecycle import texts
 from keel.types import KeelError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from transformers import PreTrainedModel
 
     from keel.preflight.check import Report
+    from keel.view.summary import Summary
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -36,6 +38,58 @@ class TrainedRun(reader.Run):
 
     functions: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Those that were passed to `keel.train` or `keel.load`, by their names in the recipe."""
+
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows; None, so that it shows the `repr`, if the run cannot be read."""
+        from keel.view.summary import html
+
+        try:
+            return html(self)
+        except KeelError:
+            return None
+
+    def summary(self) -> Summary:
+        """How far each stage is, its evaluations before and after, time, tokens and disk use."""
+        from keel.view.summary import summarise
+
+        return summarise(self)
+
+    def plot(self, *metrics: str, stage: str | None = None) -> Figure:
+        """A matplotlib figure of metrics of a stage, one under the other.
+
+        Without metrics what the stage gains; without `stage` the last that has records. Raises
+        KeelError for a metric that it does not have.
+        """
+        from keel.view.summary import figure_of
+
+        return figure_of(self, metrics, stage)
+
+    def report(self, path: Path | str | None = None) -> Path:
+        """Write the run as one HTML file (`keel report`), RUN/report.html unless named.
+
+        Returns its path. Raises KeelError if the run cannot be read or the file written.
+        """
+        from keel.view.report import write_report
+
+        return write_report(self.folder.path, None if path is None else Path(path))
+
+    def evaluate(self, **choices: Any) -> dict[str, Any]:
+        """`keel.evaluate` of this run."""
+        return evaluate(self, **choices)
+
+    def export(self, folder: Path | str, **choices: Any) -> Path:
+        """`keel.export` of this run."""
+        from keel.training.export import export
+
+        return export(self.folder.path, folder, **choices)
+
+    def continue_(self, **arguments: Any) -> TrainedRun:
+        """Go on from the newest checkpoint, with the functions that this run holds.
+
+        `steps` and the other keys that may change are recorded as changes of the recipe; see
+        `keel.train`, which takes the other arguments.
+        """
+        return train(self, **arguments)
 
     def policy(self, checkpoint: str = "last") -> PreTrainedModel:
         """The trained policy as transformers loads it, LoRA merged, on the CPU.
@@ -111,8 +165,7 @@ def train(
             again. Of the recipe only other `steps`, rates and intervals may be given, which are
             recorded (`keel.runs.lifecycle.CHANGEABLE`); the rest is refused if it differs.
         callbacks: objects with any of the methods of `keel.Callback`.
-        progress: show a bar (on a terminal, and in a notebook that has ipywidgets) or a line per
-            step.
+        progress: show a bar (on a terminal and in a notebook) or a line per step.
         model: a loaded transformers model (with `tokenizer`), a folder or hub name, or the
             recipe's table as a dict.
         tokenizer: of a loaded model.

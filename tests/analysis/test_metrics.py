@@ -43,7 +43,9 @@ def test_recorded_metrics_have_panels_of_their_own() -> None:
     names = ["game/wins", "digits [0]", "entropy", "game/losses", "rewards/a/mean", "a<b>"]
     found = panels_of("rl", names)[-3:]
     assert [panel.title for panel in found] == ["a<b>", "digits [0]", "game"]
-    assert {panel.help for panel in found} == {"Recorded by a reward function with log_metric."}
+    assert {panel.help for panel in found} == {
+        "Recorded by a reward function with log_metric, or by a callback with control.log."
+    }
     columns = {name: column([1.0, 2.0]) for name in names}
     labels = [[one.label for one in series_of(panel, columns)] for panel in found]
     assert labels == [["a<b>"], ["digits [0]"], ["losses", "wins"]]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,6 +285,35 @@ def test_runs_reports_and_errors_show_in_few_words(whole: Any, report: Any) -> N
     ]
     # IPython shows what this method returns
     assert KeelError("a: b")._render_traceback_() == ["KeelError: a: b"]
+
+
+def _process_state() -> list[Any]:
+    """What a run may not leave behind."""
+    gc.collect()
+    return [
+        sum(issubclass(type(one), LlamaForCausalLM) for one in gc.get_objects()),
+        sorted(thread.name for thread in threading.enumerate()),
+        [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+        (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()),
+        dict(os.environ),
+        os.getcwd(),
+    ]
+
+
+def test_runs_leave_nothing_in_the_process(whole: Any, tmp_path: Path) -> None:
+    """Runs of other models, engines and data, one after the other."""
+    torch.set_num_threads(2)
+    before = _process_state()
+    lora = {"steps": 2, "threads": 1, "progress": False, "model": {"lora": {"rank": 2}}}
+    keel.train("tiny", tmp_path / "lora", **lora)
+    queue = {"preset": "grpo", "correction": {"kind": "truncate"}}
+    rollout = {**SMALL["rollout"], "async_level": 1, "old_log_probs": "trainer"}
+    keel.train(folder=tmp_path / "b", **arguments(algorithm=queue, rollout=rollout))
+    sft = {"stage": "sft", "steps": 1, "batch_size": 2, "tasks": [{"name": "sort_digits"}]}
+    keel.train({"extends": "tiny", "stages": [sft]}, tmp_path / "c", progress=False, threads=1)
+    assert _process_state() == before
+    keel.train(folder=tmp_path / "again", **arguments())
+    assert differences(whole.folder.path, tmp_path / "again") == []
 
 
 # ---------------------------------------------------------------- callbacks

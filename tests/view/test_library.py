@@ -114,9 +114,9 @@ def test_runs_of_one_name_in_two_folders_are_distinct(tmp_path: Path) -> None:
 def test_state_is_that_of_the_lock(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", "rl", 3)
     opened = Library([folder.path]).get("run")
-    assert opened.state() == "stopped"
+    assert opened.run.state() == "interrupted"
     with locked(folder.path):
-        assert opened.state() == "running", "a slow step is no end"
+        assert opened.run.state() == "running", "a slow step is no end"
     code = (
         "import sys, time, pathlib; from keel.platform.files import locked\n"
         "with locked(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
@@ -126,12 +126,12 @@ def test_state_is_that_of_the_lock(tmp_path: Path) -> None:
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        assert opened.state() == "running"
+        assert opened.run.state() == "running"
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-    assert opened.state() == "stopped", "a killed run is stopped at once"
+    assert opened.run.state() == "interrupted", "a killed run is interrupted at once"
     update_run_json(folder, {"finished": True})
-    assert opened.state() == "finished"
+    assert opened.run.state() == "finished"
 
 
 LINES = [

@@ -86,7 +86,12 @@ def test_metrics_of_any_name_are_plotted(tmp_path: Path) -> None:
         for step in (1, 2):
             recorder.metrics(0, step, {name: float(step) for name in names})
     text = write_report(folder.path).read_text(encoding="utf-8")
-    assert text.count("Recorded by a reward function with log_metric.") == 5
+    assert (
+        text.count(
+            "Recorded by a reward function with log_metric, or by a callback with control.log."
+        )
+        == 5
+    )
     assert "<b>bold" not in text
     for title in ("$\\frac{", "_hidden", "&lt;b&gt;bold&lt;/b&gt;", "quoted &#34; name", "game"):
         assert f"<h3>{title}</h3>" in text

@@ -185,6 +185,13 @@ def picture_panels(kind: str, columns: Mapping[str, Column]) -> list[Panel]:
     return [panel for panel in found if panel.key != "spread" or columns["reward_std"].values.any()]
 
 
+def panel_of(name: str) -> Panel:
+    """A panel of one metric, with its interval if it has one."""
+    ends = ("*/low", "*/high")
+    line = Line(name, name, ends, points=name.partition("/")[0] == "eval")
+    return Panel(name, name, name, (line,))
+
+
 def has_rollouts(kind: str) -> bool:
     """Whether stages of a kind learn from rollouts."""
     config = stage_kind(kind)

@@ -5,6 +5,7 @@ The same numbers give the same bytes. matplotlib is imported on use.
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,24 +49,35 @@ def stage_curve(
     intervals; none without metrics. Raises KeelError as `drawing` does.
     """
     found = picture_panels(kind, columns)
-    if not found:
-        return
-    heights = [HEIGHTS[panel.key] for panel in found]
+    if found:
+        with drawing(path, height_of(found)) as figure:
+            plot_panels(figure, found, columns)
+            set_titles(figure, title, subtitle)
+
+
+def height_of(panels: Sequence[Panel]) -> float:
+    """The inches of a figure of panels under each other."""
+    return 0.8 + sum(_height(panel) for panel in panels)
+
+
+def _height(panel: Panel) -> float:
+    return HEIGHTS.get(panel.key, 2.4)
+
+
+def plot_panels(figure: Figure, panels: Sequence[Panel], columns: Mapping[str, Column]) -> None:
+    """Plot panels under each other, over the same steps."""
     count = max(len(column.steps) for column in columns.values())
     window = max(1, count // 20) * 2 + 1 if count >= 20 else 1
-    with drawing(path, 0.8 + sum(heights)) as figure:
-        all_axes = figure.subplots(
-            len(found), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-        )[:, 0]
-        for axes, panel in zip(all_axes, found, strict=True):
-            series = series_of(panel, columns, window=window)
-            plot_panel(axes, panel, [_with_window(one, window) for one in series])
-            if axes.get_legend_handles_labels()[0]:  # a stage without rewards has no curve
-                axes.legend(loc="best")
-            axes.set_xlabel("")
-        all_axes[-1].set_xlabel("environment steps" if "environment_steps" in columns else "step")
-        figure.align_ylabels(all_axes)
-        set_titles(figure, title, subtitle)
+    ratios = {"height_ratios": [_height(panel) for panel in panels]}
+    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
+    for axes, panel in zip(rows, panels, strict=True):
+        series = series_of(panel, columns, window=window)
+        plot_panel(axes, panel, [_with_window(one, window) for one in series])
+        if axes.get_legend_handles_labels()[0]:  # a stage without rewards has no curve
+            axes.legend(loc="best")
+        axes.set_xlabel("")
+    rows[-1].set_xlabel("environment steps" if "environment_steps" in columns else "step")
+    figure.align_ylabels(rows)
 
 
 def _with_window(one: Series, window: int) -> Series:
@@ -206,7 +218,17 @@ def styled(width: float, height: float) -> Iterator[Figure]:
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style}):
         figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
+        # A notebook shows only the figures of pyplot by itself.
+        figure._repr_html_ = lambda: _html(figure)  # type: ignore[method-assign]
         yield figure
+
+
+def _html(figure: Figure) -> str:
+    """A figure as a picture in HTML."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=90, metadata={"Software": None})
+    data = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return f'<img alt="figure" src="data:image/png;base64,{data}">'
 
 
 # ---------------------------------------------------------------- reward models

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from keel.analysis.text import visible
 from keel.runs.callbacks import Callback, RunState
 
 SHOWN = {
@@ -37,13 +40,12 @@ SHOWN = {
 
 @contextmanager
 def watching(console: Console) -> Iterator[Lines]:
-    """A bar on a terminal, and in a notebook that has ipywidgets; else lines."""
-    live = find_spec("ipywidgets") is not None if console.is_jupyter else console.is_terminal
-    if live and not console.quiet:
-        with Bar(console) as bar:
-            yield bar
-    else:
+    """A bar on a terminal, one display that changes in a notebook; else lines."""
+    if console.quiet or not (console.is_jupyter or console.is_terminal):
         yield Lines(console)
+        return
+    with Notebook(console) if console.is_jupyter else Bar(console) as live:
+        yield live
 
 
 def summary(metrics: Mapping[str, float]) -> str:
@@ -86,7 +88,10 @@ class Lines(Callback):
         self.on_note("  ".join(filter(None, parts)))
 
     def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
-        self.on_note(_evaluation(state.stage, state.step, result))
+        at = f"after {state.step} steps"
+        if result.get("kind") == "return":
+            at = f"row {state.step}"
+        self.on_note(f"{state.stage} {at}: {describe_evaluation(result)}")
 
     def on_note(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -126,8 +131,7 @@ class Bar(Lines):
 
     def on_record(self, state: RunState) -> None:
         assert self.task is not None
-        names = ("reward", "episode/return", "loss")
-        self.curve += [state.metrics[name] for name in names if name in state.metrics][:1]
+        self.curve += _gain(state)
         self.bar.update(
             self.task,
             completed=_done(state),
@@ -136,24 +140,87 @@ class Bar(Lines):
         )
 
 
+class Notebook(Lines):
+    """One display of a cell, which shows the newest lines and a bar per stage while it changes.
+
+    The saved notebook holds how it ended. It needs no widgets.
+    """
+
+    KEPT, EVERY = 12, 0.2
+    """Lines that are shown, and seconds between two changes."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.lines: list[str] = []
+        self.bars: dict[str, str] = {}
+        self.curve: list[float] = []
+        self.drawn = -math.inf
+        self.display: Any = None
+
+    def __enter__(self) -> Notebook:
+        from IPython.display import display
+
+        show: Any = display
+        self.display = show(self._content(), raw=True, display_id=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._draw()
+
+    def on_stage(self, state: RunState) -> None:
+        self.curve = []
+        self._bar(state, f"{state.steps} steps")
+
+    def on_record(self, state: RunState) -> None:
+        self.curve += _gain(state)
+        line = (sparkline(self.curve, width=16), summary(state.metrics), speed(state.speeds))
+        self._bar(state, "  ".join(filter(None, line)))
+
+    def on_note(self, text: str) -> None:
+        self.lines.append(text)
+        self._draw()
+
+    def _bar(self, state: RunState, text: str) -> None:
+        filled = round(24 * _done(state) / state.steps) if state.steps else 24
+        bar = f"{'█' * filled}{'░' * (24 - filled)} {_done(state)}/{state.steps}"
+        self.bars[state.stage] = f"{state.stage}  {bar}  {text}"
+        if time.monotonic() >= self.drawn + self.EVERY:
+            self._draw()
+
+    def _draw(self) -> None:
+        self.drawn = time.monotonic()
+        self.display.update(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        more = len(self.lines) - self.KEPT
+        head = [f"… {more} lines before, in events.jsonl"] if more > 0 else []
+        shown = [*head, *self.lines[-self.KEPT :], *self.bars.values()]
+        text = "\n".join(visible(line) for line in shown)
+        return {"text/plain": text, "text/html": f"<pre>{escape(text)}</pre>"}
+
+
+def _gain(state: RunState) -> list[float]:
+    """What the curve of a stage shows of a step, if it has it."""
+    names = ("reward", "episode/return", "loss")
+    return [state.metrics[name] for name in names if name in state.metrics][:1]
+
+
 def _done(state: RunState) -> int:
     """How far a stage has come: in steps, or in steps of its environments."""
     return int(state.metrics.get("environment_steps", state.step))
 
 
-def _evaluation(stage: str, step: int, result: Mapping[str, Any]) -> str:
+def describe_evaluation(result: Mapping[str, Any]) -> str:
+    """An evaluation, or what validation rows say of a reward model, on one line."""
     if result.get("kind") == "return":
         interval = f"[{result['low']:.1f}, {result['high']:.1f}]"
-        return (
-            f"{stage} row {step}: greedy return {result['mean']:.1f} {interval}, n = {result['n']}"
-        )
+        return f"greedy return {result['mean']:.1f} {interval}, n = {result['n']}"
     if "accuracy" in result:
-        return _measured(stage, step, result)
+        return _measured(result)
     if "mean_token_accuracy" in result:
         right = f"{result['mean_token_accuracy']:.1%} of the tokens most probable"
-        loss = f"validation loss {result['loss']:.4f}, {right}"
-        return f"{stage} after {step} steps: {loss}, n = {result['n']}"
-    line = f"{stage} after {step} steps: validation greedy {figure(result)}, n = {size(result)}"
+        return f"validation loss {result['loss']:.4f}, {right}, n = {result['n']}"
+    line = f"validation greedy {figure(result)}, n = {size(result)}"
     if "sampled" in result:
         sampled = result["sampled"]["mean"]
         form = ".1%" if result.get("measure", "pass@1") == "pass@1" else ".3g"
@@ -181,7 +248,7 @@ def size(result: Mapping[str, Any]) -> str:
     return f"{result['n']}" + (f" ({left} without a verdict left out)" if left else "")
 
 
-def _measured(stage: str, step: int, result: Mapping[str, Any]) -> str:
+def _measured(result: Mapping[str, Any]) -> str:
     """What validation rows say of a reward model, or of a policy's preferences."""
     share = result["accuracy"]
     if share["mean"] is None:
@@ -191,7 +258,7 @@ def _measured(stage: str, step: int, result: Mapping[str, Any]) -> str:
         accuracy = f"{right} (too few prompts for an interval)"
     else:
         accuracy = f"{share['mean']:.1%} [{share['low']:.1%}, {share['high']:.1%}]"
-    line = f"{stage} after {step} steps: validation accuracy {accuracy}, n = {result['n']}"
+    line = f"validation accuracy {accuracy}, n = {result['n']}"
     for name, words in (("log_loss", "log loss"), ("ece", "calibration error"), ("f1", "F1")):
         value = result.get(name)
         if value is not None:

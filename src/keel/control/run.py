@@ -67,6 +67,7 @@ def control(
     place = lifecycle.resume_run(folder) if resume else lifecycle.create_run(text, name, folder)
     recipe = load_control(place.recipe) if resume or recipe is None else recipe
     with lifecycle.run_lifecycle(place, resume, callbacks, "control") as (writer, start):
+        threads = torch.get_num_threads()
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         learner = build(recipe)
@@ -74,6 +75,7 @@ def control(
             _run(recipe, learner, writer, start, resume)
         finally:
             learner.environments.close()
+            torch.set_num_threads(threads)
     return place
 
 

@@ -223,6 +223,16 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def size_of(folder: Path) -> int:
+    """The bytes of all files in a folder; of one that is being written, about that."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # deleted since
+                total += os.lstat(os.path.join(path, name)).st_size
+    return total
+
+
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content."""
     with path.open("rb") as file:

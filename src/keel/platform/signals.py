@@ -1,7 +1,7 @@
 """The process that trains: its signals, its memory and the machine's, and its threads.
 
 SIGINT, SIGTERM and SIGHUP: the current step is finished and saved; a second SIGINT or SIGTERM ends
-at once.
+at once: the process, or the call of an interactive session.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class Interrupted(Exception):
 
     def __init__(self, signum: int, folder: Path) -> None:
         self.name = signal.Signals(signum).name
-        super().__init__(f"{self.name}: stopped in {folder}; go on with resume=True")
+        super().__init__(
+            f"{self.name}: stopped with a checkpoint; go on with "
+            f"keel.load({str(folder)!r}).continue_()"
+        )
         self.signum = signum
         self.folder = folder
 
@@ -69,6 +72,8 @@ class Interrupt:
             name = signal.Signals(signum).name
             _write(f"keel: {name}: finishing the current step; send it again to stop at once\n")
         elif signum != signal.SIGHUP and now - self._since >= AGAIN:
+            if signum == signal.SIGINT and hasattr(sys, "ps1"):  # a notebook keeps its variables
+                raise KeyboardInterrupt
             _end(signum)
 
 

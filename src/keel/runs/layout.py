@@ -4,12 +4,13 @@
     rollouts/[STAGE-]step-000012.parquet  evaluations/[STAGE-]step-000012.parquet
     checkpoints/[STAGE-]step-000100/  trackers/
     inputs/  preferences.db  rows/STAGE-train.jsonl  models/STAGE/  pictures/STAGE-*.png  rewards/
-    quarantine/  faults/  logs/
+    quarantine/  faults/  logs/  tags.json
 
 Steps count from 1 within a stage. If a recipe has several stages, rollouts and checkpoints carry
 the stage's name; records of the .jsonl files always do. All but timings.jsonl, events.jsonl,
-trackers/, faults/ and logs/, which log what happened, is a function of recipe and seed (on a GPU as
-far as its kernels are: atomics add in no fixed order).
+trackers/, faults/ and logs/, which log what happened, and tags.json, which you write with `keel
+runs tag`, is a function of recipe and seed (on a GPU as far as its kernels are: atomics add in no
+fixed order).
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class RunFolder:
     logs = _Inside("logs")  # of servers that the run started
     faults = _Inside("faults")  # batches with values that are not finite, stacks of hangs
     inputs = _Inside("inputs")  # the model and data that were passed to keel.train as objects
+    tags = _Inside("tags.json")  # a list of words, of the user's
     models_folder = _Inside("models")
     rows_folder = _Inside("rows")
     preferences = _Inside("preferences.db")  # the labels of pairs, with what they cost

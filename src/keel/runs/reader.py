@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,30 @@ class Run:
     def info(self) -> Record:
         """run.json; empty if it is not written yet."""
         return read_run_json(self.folder)
+
+    def state(self) -> Literal["running", "finished", "interrupted", "failed"]:
+        """The state of the run; of one without a process by what its last event says.
+
+        A run that was killed is interrupted, one that an error stopped has failed.
+        """
+        if self.info().get("finished"):
+            return "finished"
+        if files.is_taken(self.folder.path):
+            return "running"
+        last = self.events()[-1:]
+        return "failed" if last and last[0].get("event") == "stopped" else "interrupted"
+
+    def tags(self) -> list[str]:
+        """What `keel runs tag` has marked the run with."""
+        try:
+            found = json.loads(self.folder.tags.read_bytes())
+        except (OSError, ValueError):
+            return []
+        return [str(tag) for tag in found] if isinstance(found, list) else []
+
+    def disk_use(self) -> int:
+        """The bytes of all files in the run folder."""
+        return files.size_of(self.folder.path)
 
     def metrics(self, stage: str | None = None) -> list[Record]:
         """The records of metrics.jsonl, of one stage or of all, in the order written."""

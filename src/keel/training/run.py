@@ -127,7 +127,8 @@ def _run_with_restarts(
                     before, left = start, recipe.cluster.restarts
                 writer.callbacks.add(DiagnosisMonitor(alerts.attach(writer.warn)))
                 writer.callbacks.add(alerts)
-                with keeping_stacks(writer), templates_at(run=place, record=True):
+                templates = templates_at(run=place, record=True)
+                with keeping_threads(), keeping_stacks(writer), templates:
                     run_stages(recipe, writer, progress, start, labeller)
             return
         except KeelError as error:
@@ -137,6 +138,16 @@ def _run_with_restarts(
                 raise
             left, resume = left - 1, True
             lost = f"{error.__cause__}: going on from the newest checkpoint"
+
+
+@contextmanager
+def keeping_threads() -> Iterator[None]:
+    """Afterwards torch has the number of threads that it had, whatever a recipe sets."""
+    count = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 @contextmanager

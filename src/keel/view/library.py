@@ -19,17 +19,18 @@ import numpy as np
 from keel.analysis.metrics import Panel, panels_of, with_first
 from keel.analysis.text import visible
 from keel.config.load import load_recipe
-from keel.platform.files import is_taken
 from keel.runs.layout import RECIPE, RunFolder
 from keel.runs.reader import Column, FollowedFile, Run, load
 from keel.types import KeelError
-from keel.view.rollout_rows import RolloutIndex, StepRows, step_rows
+from keel.view.rollout_rows import RolloutIndex, StepRows, figure, step_rows
 
 DEPTH = 4
 """Levels of folders below a given one in which runs are looked for."""
 _Identity = tuple[Path, int, int]
 SPEEDS = ("speed/", "mfu/", "memory/")
 """What is plotted of timings.jsonl."""
+SHOWN = ("reward", "episode/return", "eval/return", "loss")
+ACCURACY = ("eval/pass@1", "eval/accuracy")
 
 
 @dataclass(eq=False)
@@ -118,11 +119,30 @@ class OpenRun:
         """The rollouts of a step. Raises KeelError if it has none, or the file is damaged."""
         return step_rows(self.run, stage, step)
 
-    def state(self) -> str:
-        """ "finished", "running" or "stopped": by the run's lock, which ends with its process."""
-        if self.run.info().get("finished"):
-            return "finished"
-        return "running" if is_taken(self.folder.path) else "stopped"
+    def facts(self) -> dict[str, Any]:
+        """The run as a line of a table: what it trains, how far it is, its newest figures.
+
+        Raises KeelError if it cannot be read.
+        """
+        self.update()
+        stage = self.stage()
+        status, columns = status_of(self, stage), self.columns(stage)
+        last = next(((n, columns[n].values[-1]) for n in SHOWN if n in columns), ("", None))
+        accuracy = next((columns[n].values[-1] for n in ACCURACY if n in columns), None)
+        return {
+            "run": visible(self.name, 80),
+            "state": status.state,
+            "begun": self.begun,
+            "task": visible(self.tasks, 60),
+            "algorithm": visible(self.algorithm, 40),
+            "seed": self.seed,
+            "step": status.step,
+            "steps": status.steps,
+            "measure": last[0],
+            "newest": figure(last[1]),
+            "accuracy": figure(accuracy),
+            "tags": visible(", ".join(self.run.tags()), 80),
+        }
 
 
 class Library:
@@ -288,7 +308,7 @@ def status_of(run: OpenRun, stage: str, price: float | None = None) -> Status:
         totals = [run.timings.columns(name).get("total") for name in run.timings.stages()]
         hours = sum(float(one.values.sum()) for one in totals if one is not None) / 3600
         cost = float(sum(paid)) + hours * (price or 0.0)
-    return Status(run.state(), stage, step, steps, left, speed, cost)
+    return Status(run.run.state(), stage, step, steps, left, speed, cost)
 
 
 def duration(seconds: float) -> str:

@@ -16,11 +16,7 @@ from keel.types import KeelError
 from keel.view.address import Address
 from keel.view.formulas import explanation_html, explanation_of
 from keel.view.frame import EVERY, LinkedTable, Problems, Shown, page, problem
-from keel.view.library import Library, status_of
-from keel.view.rollout_rows import figure
-
-SHOWN = ("reward", "episode/return", "eval/return", "loss")
-ACCURACY = ("eval/pass@1", "eval/accuracy")
+from keel.view.library import Library
 
 
 def runs_page(library: Library, address: Address) -> None:
@@ -71,30 +67,19 @@ def _link(address: Address, *names: str) -> str:
 def _line(library: Library, name: str, link: str) -> dict[str, Any]:
     try:
         run = library.get(name)
-        run.update()
-        stage = run.stage()
-        status, columns = status_of(run, stage), run.columns(stage)
+        facts = run.facts()
+        columns = run.columns(run.stage())
     except KeelError as error:
         state = visible(str(error), 100)
         return {"id": name, "run": visible(name, 80), "state": state, "link": link}
-    last = next(((n, columns[n].values[-1]) for n in SHOWN if n in columns), ("", None))
-    accuracy = next((columns[n].values[-1] for n in ACCURACY if n in columns), None)
-    return {
-        "id": name,
-        "run": visible(name, 80),
-        "state": status.state,
-        "begun": run.begun,
-        "task": visible(run.tasks, 60),
-        "algorithm": visible(run.algorithm, 40),
-        "seed": run.seed,
-        "step": status.step,
-        "steps": status.steps,
-        "measure": last[0],
-        "curve": _curve(columns[last[0]]) if last[0] else None,
-        "newest": figure(last[1]),
-        "accuracy": figure(accuracy),
-        "link": link,
-    }
+    line: dict[str, Any] = {"id": name}
+    for key, value in facts.items():
+        line[key] = value
+        if key == "measure":
+            line["curve"] = _curve(columns[value]) if value else None
+    if not line["tags"]:
+        del line["tags"]
+    return {**line, "link": link}
 
 
 def _curve(column: Column) -> str:
