@@ -36,7 +36,10 @@ BASE = "[model.build]\nhidden_size = 32\nlayers = 1\nheads = 2\n"
 REST = '[[tasks]]\nname = "addition"\n'
 MODELS = {"my-reward-model": "outcome", "my-process-model": "process"}
 """The model folders that the pages name."""
-COLUMNS = ("answer", "tests", "test", "test_list", "test_setup_code", "entry_point", "prompt")
+COLUMNS = (
+    *("answer", "tests", "test", "test_list", "test_setup_code", "entry_point", "prompt"),
+    *("instruction_id_list", "kwargs"),
+)
 
 
 def snippets() -> Iterator[Any]:

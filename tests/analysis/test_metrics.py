@@ -87,11 +87,11 @@ def test_alone_completions_have_another_panel_in_place_of_groups() -> None:
     for panel in tables()["rl"]:
         names += [line.metric for line in panel.lines]
     keys = [panel.key for panel in panels_of("rl", names, alone=True)]
-    assert keys == ["reward", "value", "kl", "entropy", "length", "update"]
+    assert keys == ["reward", "value", "kl", "entropy", "length", "update", "sets"]
     without = [name for name in names if not name.startswith("value/")] + ["reward_std"]
     keys = [panel.key for panel in panels_of("rl", without, alone=True)]
-    assert keys == ["reward", "spread", "kl", "entropy", "length", "update"]
-    assert len(panels_of("rl", names)) == 7
+    assert keys == ["reward", "spread", "kl", "entropy", "length", "update", "sets"]
+    assert len(panels_of("rl", names)) == 8
 
 
 def test_components_are_plotted_where_there_are_several() -> None:

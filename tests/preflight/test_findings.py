@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from keel.algorithms.presets import PRESETS
+from keel.config.evaluation import SamplingSource
 from keel.config.model import Lora, Model
-from keel.config.sources import Rewards, RewardSource, SamplingSource
+from keel.config.sources import Rewards, RewardSource
 from keel.config.stage import Optimizer
 from keel.preflight import prompts as p
 from keel.preflight import rewards as r

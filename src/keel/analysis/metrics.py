@@ -238,6 +238,9 @@ def with_first(
     for kind in ("evaluation", "measured"):
         before = info.get(kind, {}).get(stage, {}).get("before", {})
         own = {before.get("measure", "pass@1"): before} if "mean" in before else {}
+        for of, one in before.get("sets", {}).items():
+            parts = {**one, one.get("measure", "pass@1"): one}
+            own |= {f"{of}/{name}": value for name, value in parts.items()}
         for name, value in {**before, **own}.items():
             ends = value if isinstance(value, Mapping) else {"mean": value}
             found |= {f"eval/{name}/{end}": ends[end] for end in ends}

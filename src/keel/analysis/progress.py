@@ -220,15 +220,23 @@ def describe_evaluation(result: Mapping[str, Any]) -> str:
     if "mean_token_accuracy" in result:
         right = f"{result['mean_token_accuracy']:.1%} of the tokens most probable"
         return f"validation loss {result['loss']:.4f}, {right}, n = {result['n']}"
+    if "mean" not in result:  # of sets alone
+        return "; ".join(_sets(result))
     line = f"validation greedy {figure(result)}, n = {size(result)}"
     if "sampled" in result:
         sampled = result["sampled"]["mean"]
         form = ".1%" if result.get("measure", "pass@1") == "pass@1" else ".3g"
         line += "; sampled " + ("undefined" if sampled is None else f"{sampled:{form}}")
     for name, value in result.items():
-        if name.startswith("pass@"):
+        if name.startswith(("pass@", "maj@")):
             line += f"; {name} {value['mean']:.1%}"
-    return line
+    return "; ".join((line, *_sets(result)))
+
+
+def _sets(result: Mapping[str, Any]) -> list[str]:
+    """What was found on further sets."""
+    sets = result.get("sets", {}).items()
+    return [f"{name} {figure(one)}, n = {size(one)}" for name, one in sets]
 
 
 def figure(result: Mapping[str, Any]) -> str:

@@ -268,3 +268,32 @@ def student_quantile(probability: float, degrees: int) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, probability))
+
+
+def pass_at_k(right: int, n: int, k: int) -> float:
+    """The probability that one of k of n samples is right, if `right` of the n are.
+
+        1 − C(n − right, k) / C(n, k)
+
+    Unbiased for the probability that one of k new samples is. A k above n counts as n.
+    Source: Chen et al. 2021, arXiv:2107.03374, equation 1. Raises ValueError for no samples.
+    """
+    if not 0 <= right <= n or n < 1 or k < 1:
+        raise ValueError(f"{right} of {n} samples, k = {k}")
+    return 1.0 - math.comb(n - right, min(k, n)) / math.comb(n, min(k, n))
+
+
+def majority(votes: Iterable[tuple[Hashable | None, bool]]) -> bool:
+    """Whether the most frequent answer is right.
+
+    A vote is an answer in its normal form, None for a completion that states none and has no vote,
+    and whether it is right. All right answers are one; of equally frequent ones, the first given
+    counts. Without votes: False. Source: Wang et al. 2022, arXiv:2203.11171.
+    """
+    counts: dict[tuple[Hashable, bool], int] = {}
+    for answer, right in votes:
+        if right or answer is not None:
+            key = (None if right else answer, right)
+            counts[key] = counts.get(key, 0) + 1
+    # max keeps the first of equal ones, and a dict the order in which its keys came.
+    return max(counts, key=counts.__getitem__)[1] if counts else False

@@ -13,7 +13,17 @@ from keel.cli.main import print_result
 from keel.runs.layout import RECIPE
 from keel.types import KeelError
 
-OPTIONS = ("prompts", "samples", "temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
+OPTIONS = (
+    "prompts",
+    "samples",
+    "k",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_tokens",
+    "seed",
+)
 OF_TASKS = ("task", "set", "reward", "checkpoint", *OPTIONS)
 JUDGED = ("pairs", "labels", "steps")
 OF_STEPS = ("separator", "threshold")
@@ -142,12 +152,16 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
     for name, value in result.items():
         if isinstance(value, dict) and "mean" in value:
             yield _row(name, value)
+    for name, value in result.get("figures", {}).items():
+        yield f"{name:<30}{value:.3f}"
     if result["measure"] == "reward":
         yield (
             "\nmean rewards, no pass@k: no reward that is declared as correctness "
             "(rewards.functions.correctness) gives a verdict"
         )
     yield f"\nreward: {result['reward']}"
+    if "protocol" in result:
+        yield f"asked: {result['protocol']}\npublished: {result['as_published']}"
     if "warning" in result:
         yield f"\nwarning: {result['warning']}"
     if result.get("selected"):

@@ -43,7 +43,7 @@ def _tasks(arguments: argparse.Namespace) -> None:
         found = dict(catalogue())
         print_result(arguments, found, columns(found))
         return
-    task = build_task(TaskSource(name=arguments.show), seed=0)
+    task = build_task(TaskSource(name=arguments.show), seed=0, whole=True)
     prompts = [task.prompt("train", index) for index in range(SHOWN)]
     pairs = [{"prompt": p.content, "gold": task.gold(p)} for p in prompts]
     lines = [f"prompt  {one['prompt']!r}\ngold    {one['gold']!r}\n" for one in pairs]

@@ -45,15 +45,17 @@ check -- Report what will go wrong with a recipe before it runs.
   --device NAME -- count the memory of a card that need not be here, and nothing else: h100, h200,
       a100, a100-40, l40s, l4, 4090, … or a size, as in 24GB
   --json
-eval -- Evaluate a run or a model: greedy, sampled, pass@k, intervals.
+eval -- Evaluate a run or a model: greedy, sampled, pass@k, maj@k, intervals.
   model RUN|MODEL -- a run folder, a model folder or hub name
-  --task NAME -- a task by name (keel tasks); a run's own unless given
+  --task NAME -- a benchmark (gsm8k, math500, aime24, mmlu, ifeval, humaneval, mbpp) or another task
+      by name (keel tasks); a run's own unless given
   --set KEY=VALUE ... -- a key of the task, as in path=test.jsonl (scored wholly) or answer=answer
   --reward FUNCTION ... -- reward, as module:function
   --checkpoint NAME -- of a run: last (default), best (selected on the validation prompts), or a
       name
   --prompts N -- how many (default 200; of a file that is named, all)
-  --samples INT -- k of pass@k (default 0: none)
+  --samples INT -- completions sampled of each prompt (default 0: greedy only)
+  --k K -- values of k of pass@k and maj@k, as in 1,4,16 (default: the number of samples)
   --temperature FLOAT -- of the samples
   --top-k INT -- of the samples
   --top-p FLOAT -- of the samples
@@ -291,8 +293,16 @@ def _number(kind: Callable[[str], float], least: float, most: float, wanted: str
 
 _POSITIVE = _number(int, 1, 2**63, "1 or more")
 _PRICE = _number(float, 0, 1e300, "a number from 0 on")
+
+
+def _numbers(text: str) -> list[int]:
+    """Whole numbers from 1, with commas between them."""
+    return [_POSITIVE(part) for part in text.split(",")]
+
+
 TYPES: Final[dict[str, Any]] = {
     "INT": int,
+    "K": _numbers,
     "FLOAT": float,
     "N": _POSITIVE,
     "PORT": _POSITIVE,

@@ -7,16 +7,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from keel.algorithms.terms import Coefficient, FrozenModel, Unit, UnusedIf
+from keel.config.benchmarks import with_graders
+from keel.config.evaluation import SamplingSource
 from keel.config.fields import Answers, AsTuple, Count, Index, StageName, Temperature, Tokens
-from keel.config.sources import (
-    PAST_THE_END,
-    PreferenceData,
-    Prompts,
-    Rewards,
-    Rollout,
-    SamplingSource,
-    TaskSource,
-)
+from keel.config.sources import PAST_THE_END, PreferenceData, Prompts, Rewards, Rollout, TaskSource
 from keel.config.stage import JudgedSource, Records, StageConfig
 
 PROMPTS_AT_ONCE = 128
@@ -76,6 +70,11 @@ class SampledData(FrozenModel):
     price: Annotated[Coefficient, _NO_PEOPLE] = 0.0
     """Dollars that the rewards' label of a pair costs, for the ledger."""
     people: Annotated[People | None, _NO_PAIRS] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _graded(cls, data: Any) -> Any:
+        return with_graders(data)
 
     @property
     def sampling(self) -> SamplingSource:

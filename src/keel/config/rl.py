@@ -8,18 +8,18 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import FrozenModel, UnusedIf
+from keel.config.benchmarks import with_graders
+from keel.config.evaluation import Evaluation, SamplingSource
 from keel.config.fields import AsTuple, Count, Index, MicroBatchTokens, StageName
 from keel.config.layers import resolve_algorithm
 from keel.config.model import TeacherModel
 from keel.config.sources import (
     LEARNED,
     PAST_THE_END,
-    Evaluation,
     NamedAlgorithm,
     Prompts,
     Rewards,
     Rollout,
-    SamplingSource,
     TaskSource,
 )
 from keel.config.stage import Optimizer, StageConfig
@@ -114,7 +114,9 @@ class RolloutStage(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
-        return _with_value_rate(resolve_algorithm(data)) if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        return with_graders(_with_value_rate(resolve_algorithm(data)))
 
     @model_validator(mode="after")
     def _sizes(self) -> RolloutStage:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -25,7 +24,7 @@ from keel.config.fields import (
     Words,
 )
 from keel.config.layers import DEFAULT_PRESET, GROUP_SIZE, PROMPTS_PER_STEP
-from keel.config.model import NO_CONVERSATION, SAME_DTYPE, TeacherModel
+from keel.config.model import NO_CONVERSATION, SAME_DTYPE
 from keel.config.secrets import wrong_key_name
 
 LEARNED = ("outcome", "process")
@@ -272,7 +271,6 @@ PAST_THE_END = UnusedIf(
     lambda key: key.value > key.stage.steps and not key.stage.unresolved,
     "the stage ends after {key.stage.steps} steps",
 )
-_NO_EVALUATION = UnusedIf(lambda key: key.table.prompts == 0, NEVER_EVALUATED.why)
 _NO_REPLIES = UnusedIf(
     lambda key: key.facts.replies.get(key.stage.name) is False, "no task of the stage replies"
 )
@@ -297,10 +295,6 @@ _SERVES_ITS_OWN = UnusedIf(
 _NO_PROGRAM = UnusedIf(lambda key: key.table.program is None, "rollout.program is not set")
 _PROGRAM = UnusedIf(
     lambda key: key.table.program is not None, "rollout.program decides what is said in turn"
-)
-_NOT_SAMPLED = UnusedIf(
-    lambda key: key.table.samples == 0 and key.stage is not key.recipe.stages[-1],
-    "evaluation.samples = 0 leaves sampling out",
 )
 
 
@@ -429,79 +423,7 @@ class Rollout(FrozenModel):
         return self
 
 
-class Evaluation(FrozenModel):
-    """Greedy pass@1 and sampled pass@k on the validation split; if no reward is declared as
-    correctness, the mean reward."""
-
-    every: Annotated[Index, _NO_EVALUATION, PAST_THE_END] = 50
-    """Steps between evaluations; 0: only before and after the stage."""
-    prompts: Index = 200
-    """Number of validation prompts; 0: no evaluation."""
-    samples: Annotated[int, Field(ge=0, le=65_536), NEVER_EVALUATED] = 0
-    """k of pass@k; 0: greedy decoding only."""
-    temperature: Annotated[Temperature, NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
-    """Temperature of the sampled completions."""
-    top_k: Annotated[Index, NEVER_EVALUATED, _NOT_SAMPLED] = 0
-    """top-k of the sampled completions; 0: off."""
-    top_p: Annotated[float, Field(gt=0, le=1), NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
-    """top-p of the sampled completions; 1: off."""
-    min_p: Annotated[Unit, NEVER_EVALUATED, _NOT_SAMPLED] = 0.0
-    """min-p of the sampled completions; 0: off."""
-    component: Annotated[str | None, NEVER_EVALUATED] = None
-    """Name of the reward that is evaluated; None: the first that is declared as correctness, else
-    the total reward."""
-    threshold: Annotated[Real, NEVER_EVALUATED] = 1.0
-    """A completion is right if the reward declared as correctness is at least this."""
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of what it records; `eval/pass@1` or `eval/reward`, as the rewards are."""
-        if self.prompts == 0:
-            return ()
-        rates = ["pass@1", "reward", *(["sampled", f"pass@{self.samples}"] if self.samples else ())]
-        ends = [f"{rate}{end}" for rate in rates for end in ("", "/low", "/high")]
-        return tuple(f"eval/{name}" for name in (*ends, "mean_length", "judge/*"))
-
-
 class NamedAlgorithm(Algorithm):
     """A row and the preset that its defaults came from."""
 
     preset: str = DEFAULT_PRESET
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSource:
-    """What a stage samples and scores.
-
-    `train_prompts` is the number of prompts that the stage samples to learn from, over all steps.
-    `key` is the table of these settings within the stage ("" or "sampled."), `seed_name` the stream
-    that their seeds come from, `first_draw` the name of the first step's draw in that stream.
-    The others are those of a stage that trains on what it samples: `ratio_stays_one` if its loop
-    gives the importance ratio no chance to move, `own_ratio` if its update's own log-probs may be
-    the old ones.
-    """
-
-    key: str
-    tasks: tuple[TaskSource, ...]
-    prompts: Prompts
-    rewards: Rewards
-    rollout: Rollout
-    validation_prompts: int
-    seed_name: tuple[str, ...]
-    first_draw: tuple[str | int, ...]
-    algorithm: NamedAlgorithm | None = None
-    evaluation: Evaluation | None = None
-    teacher: TeacherModel | None = None
-    epochs: int = 1
-    ratio_stays_one: bool = False
-    own_ratio: bool = False
-    train_prompts: int = 0
-
-    @property
-    def needs_reward(self) -> bool:
-        """Whether the stage learns from rewards, and not from a teacher alone."""
-        return self.algorithm is None or self.algorithm.needs_reward
-
-    def setting(self, name: str) -> str:
-        """The key of a setting of the rollouts, within the stage."""
-        return f"{self.key}{name}" if self.key else f"rollout.{name}"

@@ -32,15 +32,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from keel.algorithms.render import Explanation
+    from keel.config.evaluation import SamplingSource
     from keel.config.model import BaseModelChoice, Cluster, Model
-    from keel.config.sources import (
-        PreferenceData,
-        Prompts,
-        Rewards,
-        SamplingSource,
-        SFTData,
-        TaskSource,
-    )
+    from keel.config.sources import PreferenceData, Prompts, Rewards, SFTData, TaskSource
 
 Records = Literal["pairs", "labels", "steps"]
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -9,8 +9,10 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
+from keel.config.benchmarks import benchmarks
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
+from keel.data.benchmarks import benchmark_task
 from keel.data.gym import PREFIX, GymProcess, GymTask, gym_installed, gym_names
 from keel.data.splits import KINDS, call_entry, is_task, take_options
 from keel.data.tables import rows_table
@@ -18,15 +20,25 @@ from keel.data.tasks import GENERATORS, BaseTask, DataTask, Generated, Presentat
 from keel.types import Completion, KeelError, Prompt, Split, Task, one_line
 
 
-def build_tasks(sources: Sequence[TaskSource], seed: int) -> tuple[Task, ...]:
+def build_tasks(
+    sources: Sequence[TaskSource], seed: int, *, chat: bool = True, whole: bool = False
+) -> tuple[Task, ...]:
     """The tasks of a mixture, each with its own name (`#2`, … for the second of a name).
 
+    `chat`: the tokenizer has a chat template, so that benchmarks are asked in turns. `whole`: all
+    stored rows are validation prompts, or those of `validation_path`: nothing is trained.
     Raises KeelError for whatever is wrong with a source.
     """
     process = GymProcess()
     tasks: list[BaseTask] = []
     for source in sources:
-        task = _build(source, seed, process)
+        if source.name in benchmarks():
+            task: BaseTask = benchmark_task(source, chat=chat, whole=whole)
+        else:
+            task = _build(source, seed, process)
+            data = stored(task)
+            if whole and data is not None and source.validation_path is None:
+                data.validate_on_all()
         names = {t.name for t in tasks}
         if task.name in names:
             number = next(n for n in range(2, len(names) + 3) if f"{task.name}#{n}" not in names)
@@ -35,9 +47,9 @@ def build_tasks(sources: Sequence[TaskSource], seed: int) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def build_task(source: TaskSource, seed: int) -> Task:
+def build_task(source: TaskSource, seed: int, *, whole: bool = False) -> Task:
     """One task. Raises KeelError for whatever is wrong with its source."""
-    return build_tasks((source,), seed)[0]
+    return build_tasks((source,), seed, whole=whole)[0]
 
 
 def stored(task: Task) -> DataTask | None:
@@ -48,6 +60,7 @@ def stored(task: Task) -> DataTask | None:
 def catalogue() -> list[tuple[str, str]]:
     """Every task by name, with one line on it; reasoning-gym's if it is installed."""
     rows = [(name, _first_line(task)) for name, task in sorted(GENERATORS.items())]
+    rows += [(name, entry.title) for name, entry in benchmarks().items()]
     rows += list(KINDS.items())
     rows.append(("module:function", "a Python function that returns a task, or rows of dicts"))
     if gym_installed():
@@ -73,7 +86,9 @@ def _build(source: TaskSource, seed: int, process: GymProcess) -> BaseTask:
     if ":" in source.name:
         _no_files(source)
         return entry_task(source, seed)
-    raise KeelError(unknown("task", source.name, [*GENERATORS, *KINDS, PREFIX + "NAME"]))
+    raise KeelError(
+        unknown("task", source.name, [*GENERATORS, *benchmarks(), *KINDS, PREFIX + "NAME"])
+    )
 
 
 def _generator(source: TaskSource, seed: int) -> BaseTask:

@@ -13,9 +13,10 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 
 from keel.config.entry import load_entry
+from keel.config.evaluation import SamplingSource
 from keel.config.fields import unknown
 from keel.config.model import Autocast
-from keel.config.sources import Rollout, SamplingSource
+from keel.config.sources import Rollout
 from keel.engines.native import CAPABILITIES as NATIVE
 from keel.engines.native import build_native
 from keel.engines.vllm.engine import CAPABILITIES as VLLM

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from scipy.stats import CensoredData, ecdf
 
 from keel.analysis.statistics import wilson_interval
+from keel.config.evaluation import SamplingSource
 from keel.config.fields import derive
 from keel.config.schema import Recipe, Stage
-from keel.config.sources import SamplingSource
 from keel.data.tasks import BaseTask
 from keel.models.policy import Policy
 from keel.preflight.trial import LongestExample

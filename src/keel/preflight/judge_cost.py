@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keel.analysis.statistics import mean_interval
+from keel.config.evaluation import SamplingSource
 from keel.config.schema import Stage
-from keel.config.sources import RewardSource, SamplingSource
+from keel.config.sources import RewardSource
 from keel.graders.formats import answer_part
 from keel.preflight.context import Finding, Forecast, found
 from keel.rewards.judge_questions import (

@@ -71,7 +71,8 @@ def read_prompts(
     """
     key, tokenizer = f"{prefix}tasks", context.policy.tokenizer
     with context.stops("as its tasks are read", key):
-        tasks = {task.name: task for task in build_tasks(sources, context.recipe.seed)}
+        chat = context.policy.tokenizer.chat_template is not None
+        tasks = {task.name: task for task in build_tasks(sources, context.recipe.seed, chat=chat)}
         source = prompt_source(
             context.policy, tasks, sources, choice, derive(stage_seed, "prompts"),
             max_tokens=answer_tokens, key=answer_key,

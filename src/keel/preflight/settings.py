@@ -19,12 +19,13 @@ from pydantic import BaseModel
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import KeyUse, UnusedIf
 from keel.analysis.metrics import look_up
+from keel.config.evaluation import SamplingSource
 from keel.config.fields import unknown
 from keel.config.layers import layer
 from keel.config.load import Source, parse_override, read_own
 from keel.config.model import Model
 from keel.config.schema import Recipe
-from keel.config.sources import Rewards, SamplingSource
+from keel.config.sources import Rewards
 from keel.config.stage import Optimizer
 from keel.data.gym import PREFIX
 from keel.data.tasks import GENERATORS

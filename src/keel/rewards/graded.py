@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
+from statistics import mean
 from typing import Any
 
 from pydantic import model_validator
@@ -17,11 +19,12 @@ from pydantic import model_validator
 from keel.algorithms.terms import FrozenModel
 from keel.config.fields import Count, Seconds
 from keel.graders.answers import final_answer
+from keel.graders.instructions import followed
 from keel.graders.mathematics import Mathematics
 from keel.platform.extras import install_command
 from keel.rewards.outputs import Summary, Wrong
 from keel.rewards.registry import Column, RewardContext, with_arguments
-from keel.rewards.rules import Sample, samples, texts
+from keel.rewards.rules import Sample, samples, stated_texts, texts
 from keel.types import KeelError
 
 
@@ -142,6 +145,74 @@ def language(context: RewardContext, options: LanguageOptions) -> Callable[..., 
         return list(map(score, answers, wanted))
 
     return with_arguments(language, ["completions", *([options.column] if options.column else [])])
+
+
+class InstructionOptions(FrozenModel):
+    """The options of `ifeval`."""
+
+    partial: bool = False
+    """The reward is the share of the prompt's instructions that are followed."""
+
+
+def ifeval(context: RewardContext, options: InstructionOptions) -> InstructionReward:
+    """The reward of a text that follows instructions which a program can check.
+
+    Raises KeelError if lingua is missing.
+    """
+    check_language("en")
+    return InstructionReward(options.partial)
+
+
+class InstructionReward:
+    """1 if a text follows all instructions of IFEval's columns, else 0.
+
+    The share of all instructions that are followed, and both figures by the loose rule
+    (`keel.graders.instructions.followed`), are in the metrics, and in evaluations.
+    """
+
+    figures = ("ifeval/instruction_strict", "ifeval/prompt_loose", "ifeval/instruction_loose")
+    """Metrics that belong to an evaluation."""
+
+    def __init__(self, partial: bool) -> None:
+        self._partial = partial
+        with_arguments(self, ("completions", *INSTRUCTIONS), ("openings", "log_summary"))
+
+    def __call__(
+        self,
+        *,
+        completions: Sequence[Any],
+        openings: Sequence[str] | None = None,
+        log_summary: Callable[[Sequence[Any], Summary], None] | None = None,
+        **columns: Sequence[Any],
+    ) -> list[float]:
+        rows = list(
+            zip(
+                stated_texts(completions, None, openings),
+                *(columns[name] for name in INSTRUCTIONS),
+                strict=True,
+            )
+        )
+        strict, loose = (
+            [
+                followed(text or "", names, given, language_of, loose=loose)
+                for text, names, given in rows
+            ]
+            for loose in (False, True)
+        )
+        if log_summary is not None:
+            log_summary(list(zip(strict, loose, strict=True)), _followed)
+        return [sum(one) / len(one) if self._partial else float(all(one)) for one in strict]
+
+
+INSTRUCTIONS = ("instruction_id_list", "kwargs")
+"""The columns of IFEval: the names of a prompt's instructions, and the arguments of each."""
+
+
+def _followed(found: Sequence[tuple[list[bool], list[bool]]]) -> Mapping[str, float]:
+    """Shares of prompts, and of instructions, whatever the prompt."""
+    strict, loose = ([one for one in part if one] for part in zip(*found, strict=True))
+    values = (chain(*strict), map(all, loose), chain(*loose))
+    return dict(zip(InstructionReward.figures, (mean(map(float, v)) for v in values), strict=True))
 
 
 class ReturnedOptions(FrozenModel):

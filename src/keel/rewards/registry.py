@@ -22,12 +22,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 TASK = "task"
 """The built-in reward that is the task's own verdict."""
-CORRECTNESS = ("exact_match", "numeric_match", "choice", "place_match", "math", "code")
+CORRECTNESS = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", "ifeval")
 """Built-ins whose 1 means that the answer is right."""
 MADE: Mapping[str, str] = {
     "math": "keel.rewards.graded:math",
     "code": "keel.rewards.code:code",
     "language": "keel.rewards.graded:language",
+    "ifeval": "keel.rewards.graded:ifeval",
     "judge": "keel.rewards.judge:judge",
     "outcome": "keel.rewards.learned:outcome",
     "process": "keel.rewards.learned:process",

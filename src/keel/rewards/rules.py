@@ -156,23 +156,28 @@ def choice(
     prompts: Sequence[Any] | None = None,
     tag: str | None = None,
     openings: Sequence[str] | None = None,
+    log_extra: Callable[[str, Sequence[Any]], None] | None = None,
 ) -> list[float | Wrong | None]:
     r"""1 if the text settles on the option whose letter the `answer` column holds, else 0.
 
     `D`, `(D)` and `D) 14` are one letter, in a box, a statement or by itself. A text that settles
     on two, or on none, gets 0. `tag` as for `exact_match`. None if the column is empty, and
-    `Wrong` if it holds no letter.
+    `Wrong` if it holds no letter. The letter of each text is logged as `extracted`.
     """
 
-    def score(one: Sample, gold: str) -> float | Wrong:
+    found = samples(completions, answer, tag, openings, prompts)
+    given = [one.text and chosen(one.text, one.question) for one in found]
+
+    def score(stated: str | None, gold: str) -> float | Wrong:
         letter = label_of(gold)
         if not letter:
             wrong = f"the answer column holds {gold[:60]!r}, which is not an option's letter"
             return Wrong(f"{wrong}: use exact_match, or name another column")
-        return float(one.text is not None and chosen(one.text, one.question) == letter)
+        return float(stated == letter)
 
-    found = samples(completions, answer, tag, openings, prompts)
-    return [one.best(functools.partial(score, one)) for one in found]
+    if log_extra is not None:
+        log_extra("extracted", [letter or None for letter in given])
+    return [one.best(functools.partial(score, n)) for one, n in zip(found, given, strict=True)]
 
 
 def place_match(

@@ -1,227 +1,45 @@
-"""Evaluation on the validation split, and `keel eval`: of a checkpoint or any model on a task, of a
-reward model on judged answers."""
+"""`keel eval`: of a checkpoint or any model on a task, of a reward model on judged answers."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import mean
 from typing import Any, Literal
 
-from keel.analysis.statistics import mean_interval, wilson_interval
-from keel.config.fields import derive
+from keel.config.benchmarks import benchmarks
+from keel.config.evaluation import SamplingSource
 from keel.config.layers import merge
 from keel.config.load import load_recipe, parse_override
 from keel.config.model import Model
 from keel.config.schema import Recipe
-from keel.config.sources import Evaluation, PreferenceData, SamplingSource
+from keel.config.sources import PreferenceData
 from keel.config.stage import JudgedSource, Records
-from keel.data.columns import shown_gold
+from keel.data.benchmarks import BenchmarkTask
 from keel.data.mixture import build_tasks, stored
 from keel.data.preferences import READERS
 from keel.models.policy import Policy
 from keel.models.reward import load_reward_model
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.rules import exact_match
-from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
-from keel.runs.rows import RolloutRow
+from keel.training.evaluator import Evaluator
 from keel.training.export import policy_of, reward_model_of, run_or_model
 from keel.training.judged_data import encoder
 from keel.training.judged_losses import Measured, plot_calibration, reward_model_metrics
-from keel.training.loop import EvaluationResult
-from keel.training.rollout import Results, Sampler
 from keel.training.setup import (
     build_sampler,
     build_scorer,
-    check_component,
     load_rewards,
     prompt_source,
     reward_context,
     rollout_engine,
     templates_at,
 )
-from keel.training.state import completion_rows
-from keel.types import Group, KeelError, Prompt, RewardResult, Sampling, Task
-
-EXAMPLES = 4
-"""How many completions an evaluation shows."""
-
-
-@dataclass(frozen=True, eq=False)
-class Evaluator:
-    """Evaluates the policy on validation prompts."""
-
-    sampler: Sampler
-    scorer: Scorer
-    prompts: Sequence[Prompt]
-    config: Evaluation
-
-    def __post_init__(self) -> None:
-        check_component(self.config, [f.name for f in self.scorer.functions])
-
-    @property
-    def judging(self) -> NamedReward | None:
-        """The reward that is declared as correctness, if any."""
-        return self.scorer.judging(self.config.component)
-
-    def __call__(self, step: int) -> EvaluationResult:
-        """The report: `mean`, `low`, `high` (95 %), `n` of greedy pass@1; with k > 0 also `sampled`
-        and `pass@k`.
-
-        Prompts without a verdict (no gold answer) are left out of `n`, and `unjudged` counts them.
-        If no reward that is declared as correctness gives a verdict, `measure` is "reward", the
-        figures are of the reward (of `evaluation.component`, else the whole), and there is no
-        pass@k. Every evaluation samples with the same random
-        numbers. `spent` is what paid rewards cost, if there are any.
-        """
-        greedy = replace(self.sampler.sampling, temperature=0.0, ignore_eos=False)
-        spent: dict[str, float] = {}
-        groups, results, verdicts = self._judge(1, greedy, step, spent)
-        rows = self._rows(groups, results, verdicts, "greedy")
-        lengths = [int(group.completions[0].written.sum()) for group in groups]
-        report: dict[str, Any] = {
-            **self._greedy(results, verdicts),
-            "mean_length": sum(lengths) / len(lengths),
-        }
-        if self.config.samples > 0:
-            figures, sampled = self._sampled(greedy, step, spent)
-            report |= figures
-            rows += sampled
-        if spent:
-            report["spent"] = spent
-        report["examples"] = [
-            {**_example(group, judged), "passed": row.passed}
-            for group, judged, row in zip(groups, results, rows, strict=False)
-        ][:EXAMPLES]
-        return EvaluationResult(
-            report, metrics(report), score=report["mean"], rows=rows, before=report
-        )
-
-    def _judge(
-        self, n: int, sampling: Sampling, step: int, spent: dict[str, float]
-    ) -> tuple[list[Group], Sequence[Results], list[list[bool | None]] | None]:
-        """Groups of `n`, their results, and whether each completion is right, None if no reward
-        that is declared as correctness gives a verdict; what they cost is added to `spent`."""
-        seed = derive(self.sampler.seed, "evaluation")
-        groups, scored = self.sampler.sample_and_score(
-            self.prompts, n, sampling, seed, self.scorer, step
-        )
-        for name in self.scorer.spending:
-            spent[name] = spent.get(name, 0.0) + float(scored.metrics.get(name, 0.0))
-        verdicts = [
-            [self._passed(group.prompt, result) for result in judged]
-            for group, judged in zip(groups, scored.results, strict=True)
-        ]
-        given: list[object] = [verdict for each in verdicts for verdict in each]
-        if self.judging is not None and not self.scorer.needed:  # not that it failed everywhere
-            name = self.judging.name
-            given = [one.components.get(name) for each in scored.results for one in each]
-        known = any(one is not None for one in given)
-        return groups, scored.results, verdicts if known else None
-
-    def _greedy(
-        self, results: Sequence[Results], verdicts: list[list[bool | None]] | None
-    ) -> dict[str, Any]:
-        if verdicts is None:
-            return {**_mean_reward([self._rewards(one) for one in results]), "measure": "reward"}
-        passed = [verdict for one in verdicts for verdict in one if verdict is not None]
-        report = {**wilson_interval(sum(passed), len(passed)).as_dict(), "measure": "pass@1"}
-        unjudged = len(verdicts) - len(passed)
-        return {**report, "unjudged": unjudged} if unjudged else report
-
-    def _sampled(
-        self, greedy: Sampling, step: int, spent: dict[str, float]
-    ) -> tuple[dict[str, Any], list[RolloutRow]]:
-        c, k = self.config, self.config.samples
-        sampling = replace(
-            greedy, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, min_p=c.min_p
-        )
-        groups, results, verdicts = self._judge(k, sampling, step, spent)
-        rows = self._rows(groups, results, verdicts, "sampled")
-        if verdicts is None:
-            return {"sampled": _mean_reward([self._rewards(judged) for judged in results])}, rows
-        known = ([verdict for verdict in one if verdict is not None] for one in verdicts)
-        right = [one for one in known if one]
-        figures = {
-            "sampled": _rate_interval([mean(one) for one in right]),
-            f"pass@{k}": wilson_interval(sum(map(any, right)), len(right)).as_dict(),
-        }
-        return figures, rows
-
-    def _rows(
-        self,
-        groups: Sequence[Group],
-        results: Sequence[Results],
-        verdicts: list[list[bool | None]] | None,
-        mode: Literal["greedy", "sampled"],
-    ) -> list[RolloutRow]:
-        """The completions as records."""
-        rows = completion_rows(groups, results, self.sampler.chat.tokenizer)
-        passed = [verdict for one in verdicts or () for verdict in one] or [None] * len(rows)
-        return [replace(row, mode=mode, passed=one) for row, one in zip(rows, passed, strict=True)]
-
-    def _passed(self, prompt: Prompt, result: RewardResult) -> bool | None:
-        """None if the prompt's gold answer is empty. An answer whose reward fails is wrong: to make
-        a reward fail must not raise the accuracy."""
-        if self.judging is None:
-            return None
-        value = result.components.get(self.judging.name)
-        if value is None:
-            columns = prompt.columns
-            return None if "answer" in columns and shown_gold(columns["answer"]) is None else False
-        return value >= self.config.threshold
-
-    def _rewards(self, results: Sequence[RewardResult]) -> list[float]:
-        """The rewards of the completions that have one."""
-        name = self.config.component
-        rewards = [v.reward if name is None else v.components.get(name) for v in results]
-        return [reward for reward in rewards if reward is not None]
-
-
-def metrics(report: dict[str, Any]) -> dict[str, float]:
-    """An evaluation as metrics of its step."""
-    found = {report.get("measure", "pass@1"): report}
-    found |= {k: v for k, v in report.items() if k.startswith("pass@")}
-    if "sampled" in report:
-        found["sampled"] = report["sampled"]
-    out = {"eval/mean_length": report["mean_length"]}
-    out |= {f"eval/{name}": value for name, value in report.get("spent", {}).items()}
-    for name, interval in found.items():
-        ends = {"": interval["mean"], "/low": interval["low"], "/high": interval["high"]}
-        out |= {f"eval/{name}{end}": value for end, value in ends.items() if value is not None}
-    return out
-
-
-def _mean_reward(rewards: Sequence[Sequence[float]]) -> dict[str, float | int | None]:
-    """The mean over prompts of each one's mean reward; None if there are too few rewards."""
-    interval = mean_interval([mean(one) for one in rewards if one]).as_dict()
-    return {name: value if math.isfinite(value) else None for name, value in interval.items()}
-
-
-def _rate_interval(rates: Sequence[float]) -> dict[str, float | int]:
-    """The mean of rates by prompt; Wilson's interval if all are 0, or all 1."""
-    if len(set(rates)) == 1 and rates[0] in (0.0, 1.0):
-        return wilson_interval(round(sum(rates)), len(rates)).as_dict()
-    return mean_interval(rates).as_dict()
-
-
-def _example(group: Group, results: Sequence[RewardResult]) -> dict[str, Any]:
-    content = group.prompt.content
-    return {
-        "prompt": content if isinstance(content, str) else [dict(m) for m in content],
-        "completion": group.completions[0].transcript,
-        "reward": results[0].reward,
-    }
-
-
-# ---------------------------------------------------------------- keel eval
-
+from keel.types import KeelError, Prompt, Task
 
 SPLITS = {"validation_path", "validation_fraction"}
 """Keys of a task that set its validation split."""
@@ -244,6 +62,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Greedy pass@1 and, with `samples`, sampled accuracy and pass@k, with 95 % intervals.
 
+    Of a benchmark (`task="gsm8k"`, …) `protocol` says how it is asked, `as_published` how published
+    figures are made; its grader, token limit and temperature hold unless others are given.
     If no reward is declared as correctness, the mean reward instead; `measure` says which, and
     `reward` is the name of the reward that decided. `warning` is set if it is an exact match with
     worked solutions.
@@ -257,6 +77,7 @@ def evaluate(
     checkpoint was chosen by these prompts.
     """
     recipe, folder = run_or_model(model)
+    benchmark = benchmarks().get(task or "")
     if recipe is None and task is None:
         raise KeelError(
             f"{model} is not a run folder, so it does not say which task: name one with --task "
@@ -267,7 +88,13 @@ def evaluate(
     whole_files = (task is not None or "path" in keys) and not keys & SPLITS
     if whole_files:
         data["tasks"] = [{**source, "validation_path": None} for source in data["tasks"]]
-    overrides = [f"evaluation.{key}={value}" for key, value in choices.items()]
+    if benchmark is not None:
+        choices = {**benchmark.sampling, **choices}
+    if choices.get("k") and "samples" not in choices:
+        choices["samples"] = max(choices["k"])
+    if benchmark is not None:
+        data["rollout"] = {**data.get("rollout", {}), "max_tokens": benchmark.max_tokens}
+    overrides = [f"evaluation.{key}={_toml(value)}" for key, value in choices.items()]
     if max_tokens is not None:
         overrides.append(f"rollout.max_tokens={max_tokens}")
     # The stages before it, since rewards may be theirs.
@@ -278,34 +105,45 @@ def evaluate(
     assert stage is not None
     own_seed = recipe.seed if recipe else 0
     policy = policy_of(model, checkpoint)
-    if data["name"] == ALONE and max_tokens is None and policy.context is not None:
+    chat = policy.tokenizer.chat_template is not None
+    given: dict[str, Any] = {}
+    if (data["name"] == ALONE or benchmark) and max_tokens is None and policy.context is not None:
         # No limit was given: at most half of the context.
-        budget = min(stage.rollout.max_tokens, policy.context // 2)
-        rollout = stage.rollout.model_copy(update={"max_tokens": budget})
-        stage = replace(stage, rollout=rollout)
+        given["max_tokens"] = min(stage.rollout.max_tokens, policy.context // 2)
+    goes_on = not chat or stage.tasks[0].raw
+    if benchmark is not None and goes_on and not stage.rollout.stop:
+        given["stop"] = tuple(benchmark.stop)
+    stage = replace(stage, rollout=stage.rollout.model_copy(update=given))
     around = reward_context(recipe, folder, policy)
     seed = own_seed if seed is None else seed
-    tasks = {one.name: one for one in build_tasks(stage.tasks, seed)}
-    if whole_files:
-        stage = _scored_whole(stage, tasks, "prompts" in choices)
+    built = build_tasks(stage.tasks, seed, chat=chat, whole=whole_files)
+    tasks = {one.name: one for one in built}
+    if whole_files and "prompts" not in choices:
+        stage = _scored_whole(stage, tasks)
     with templates_at(run=folder):
         result = _run(stage, tasks, policy, seed, around)
+    if benchmark is not None:
+        asked = built[0]
+        assert isinstance(asked, BenchmarkTask)
+        how = f"{asked.protocol}, at most {stage.rollout.max_tokens} tokens"
+        result |= {"protocol": how, "as_published": benchmark.as_published}
     own = recipe is not None and task is None and not task_keys
     return {**result, "selected": True} if own and checkpoint == "best" else result
 
 
-def _scored_whole(
-    stage: SamplingSource, tasks: Mapping[str, Task], bounded: bool
-) -> SamplingSource:
-    """The stage, evaluated on all rows of its stored tasks; `bounded`: on as many as it says."""
+def _scored_whole(stage: SamplingSource, tasks: Mapping[str, Task]) -> SamplingSource:
+    """The stage, evaluated on all rows of its tasks, if all are stored."""
     rows = [data for task in tasks.values() if (data := stored(task)) is not None]
-    for data in rows:
-        data.validate_on_all()
-    if bounded or len(rows) < len(tasks):
+    if len(rows) < len(tasks):
         return stage
     every = {"prompts": sum(data.size("validation") for data in rows)}
     assert stage.evaluation is not None
     return replace(stage, evaluation=stage.evaluation.model_copy(update=every))
+
+
+def _toml(value: Any) -> str:
+    """A value as an override writes it."""
+    return str(list(value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _stage_data(

@@ -65,13 +65,16 @@ class EvaluationResult:
     """The figures of it that checkpoints keep if it is the one before the first step."""
     plot: Callable[[], object] | None = None
     """Plots it, if it is the one after the last step."""
+    whole: bool = True
+    """Whether all that the stage evaluates is in it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Loop(ABC):
     """A stage as the loop runs it; nothing of it is replaced while it runs.
 
-    `evaluate` gets the number of steps taken; a step is taken within `dropout` of its number.
+    `evaluate` gets the number of steps taken; a loop that evaluates several things has methods of
+    its own in its place. A step is taken within `dropout` of its number.
     """
 
     steps: int
@@ -84,6 +87,20 @@ class Loop(ABC):
     rollouts_every: int = 0
     stop_when: Sequence[StopRule] = ()
     dropout: Callable[[int], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the stage is evaluated at all."""
+        return self.evaluate is not None
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether an evaluation is due after a step in the middle of the stage."""
+        return due(self.evaluate_every, step)
+
+    def evaluated(self, step: int, whole: bool) -> EvaluationResult:
+        """The evaluation after a step: what is due, or the `whole`."""
+        assert self.evaluate is not None
+        return self.evaluate(step)
 
     @abstractmethod
     def take_step(self, progress: Progress, number: int) -> StepResult:
@@ -187,8 +204,8 @@ def run(loop: Loop, progress: Progress) -> Progress:
     stop."""
     steps, writer = loop.steps, loop.writer
     name = writer.folder.stages[progress.stage]
-    if progress.before is None and loop.evaluate is not None and not writer.interrupted:
-        found = loop.evaluate(progress.step)
+    if progress.before is None and loop.evaluates and not writer.interrupted:
+        found = loop.evaluated(progress.step, whole=True)
         _report(loop, progress, found, "before")
         progress = replace(progress, before=found.before)
     rules = StopRules(loop.stop_when, Run(writer.folder).metrics(name) if loop.stop_when else ())
@@ -212,16 +229,17 @@ def run(loop: Loop, progress: Progress) -> Progress:
         seconds = time.perf_counter() - start
         work = step.work or StepWork(step.tokens)
         speeds = speeds_of(work, seconds, writer.clock.spent("update"))
-        evaluates = loop.evaluate is not None
-        requests = writer.callbacks.step(number, metrics, seconds, speeds, evaluates=evaluates)
+        requests = writer.callbacks.step(number, metrics, seconds, speeds, evaluates=loop.evaluates)
         start = time.perf_counter()
         evaluation: EvaluationResult | None = None
-        if number == steps or requests.evaluate or due(loop.evaluate_every, number):
-            evaluation = _evaluate(loop, number, metrics)
+        whole = number == steps or requests.evaluate
+        if loop.evaluates and (whole or loop.evaluation_due(number)):
+            evaluation = _evaluate(loop, number, metrics, whole)
         rule = None if number == steps else rules(metrics)
         if rule is not None:
             progress = replace(progress, stopped=True)
-            evaluation = evaluation or _evaluate(loop, number, metrics)
+            if loop.evaluates and (evaluation is None or not evaluation.whole):
+                evaluation = _evaluate(loop, number, metrics, True)
         over = progress.is_over(steps)
         if evaluation is not None:
             _report(loop, progress, evaluation, "after" if over else "during")
@@ -244,12 +262,10 @@ def run(loop: Loop, progress: Progress) -> Progress:
     return progress
 
 
-def _evaluate(loop: Loop, number: int, metrics: dict[str, float]) -> EvaluationResult | None:
-    """The evaluation after a step, if the stage has one; its metrics go into the step's."""
-    if loop.evaluate is None:
-        return None
+def _evaluate(loop: Loop, number: int, metrics: dict[str, float], whole: bool) -> EvaluationResult:
+    """The evaluation after a step; its metrics go into the step's."""
     with loop.writer.clock("evaluate"):
-        found = loop.evaluate(number)
+        found = loop.evaluated(number, whole)
     metrics |= found.metrics
     return found
 

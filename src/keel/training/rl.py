@@ -7,6 +7,7 @@ task.prompts → engine.sample → rewards.score → score (old policy, referenc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -25,8 +26,8 @@ from keel.learn.loss import adapted_beta, prepare, value_metrics
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
 from keel.objective import divergences, ratios
 from keel.runs.rows import LOSS, RolloutRow
-from keel.training.evaluation import Evaluator
-from keel.training.loop import Loop, StepResult, write_batch
+from keel.training.evaluator import Evaluators
+from keel.training.loop import EvaluationResult, Loop, StepResult, write_batch
 from keel.training.rollout import RolloutPrefetcher, Rollouts, Sampler
 from keel.training.speed import StepWork, operations_of, peak_of
 from keel.training.state import Progress, State, rollout_records
@@ -85,8 +86,27 @@ class RLLoop(Loop):
     learner: Trainer
     sampler: Sampler
     prefetcher: RolloutPrefetcher
-    evaluate: Evaluator | None = None
+    evaluators: Evaluators | None = None
     seed: int
+
+    @property
+    def evaluates(self) -> bool:
+        return self.evaluators is not None
+
+    def evaluation_due(self, step: int) -> bool:
+        return self.evaluators is not None and self.evaluators.due(step)
+
+    def evaluated(self, step: int, whole: bool) -> EvaluationResult:
+        assert self.evaluators is not None
+        return self.evaluators(step, whole)
+
+    def close(self) -> None:
+        """Cancel what is being sampled, and close all rewards."""
+        with ExitStack() as stack:
+            for one in self.evaluators.sets if self.evaluators else ():
+                stack.callback(one[0].scorer.close)
+            stack.callback(self.sampler.scorer.close)
+            stack.callback(self.prefetcher.close)
 
     def take_step(self, progress: Progress, number: int) -> StepResult:
         """Rollouts with their rewards, the updates on them, and the engines' new weights."""
@@ -160,8 +180,8 @@ def sync(loop: RLLoop, number: int) -> None:
     """Copy the weights after step `number` into the engines of rollouts and of evaluation."""
     weights = loop.learner.weights()
     engines = [loop.sampler.engine]
-    if loop.evaluate is not None and loop.evaluate.sampler.engine is not engines[0]:
-        engines.append(loop.evaluate.sampler.engine)
+    if loop.evaluators is not None and loop.evaluators.main.sampler.engine is not engines[0]:
+        engines.append(loop.evaluators.main.sampler.engine)
     for engine in engines:
         engine.sync(weights)
         engine.weight_version = number

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from keel.analysis.metrics import stage_columns
 from keel.analysis.plots import optimisation_of, over_optimisation_picture, stage_curve
 from keel.cluster.parts import PlacedStage, StageFactory, StageParts
 from keel.cluster.placement import placement_of
+from keel.config.benchmarks import benchmarks
 from keel.config.entry import PYTHON
 from keel.config.fields import derive
 from keel.config.load import to_toml
@@ -22,6 +24,7 @@ from keel.config.model import Autocast, Model
 from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.config.sources import LEARNED
+from keel.data.mixture import build_tasks
 from keel.engines.registry import capabilities_of, check_requests
 from keel.learn.advantages import check_entries
 from keel.learn.batch import TokenBudget
@@ -42,10 +45,11 @@ from keel.models.reference import (
 )
 from keel.models.sharded import mesh_of, shard
 from keel.platform.files import make_folder
+from keel.rewards.scorer import Scorer
 from keel.runs.reader import load
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training import rl
-from keel.training.evaluation import Evaluator
+from keel.training.evaluator import Evaluator, Evaluators
 from keel.training.rollout import RolloutPrefetcher, Sampler, begin_alone, begin_pinned
 from keel.training.setup import (
     RunContext,
@@ -55,6 +59,7 @@ from keel.training.setup import (
     load_rewards,
     longest_sequence,
     open_prompts,
+    prompt_source,
     reward_context,
     rollout_engine,
     templates_at,
@@ -67,7 +72,7 @@ from keel.training.state import (
     restore_modules,
     restore_optimizers,
 )
-from keel.types import KeelError
+from keel.types import KeelError, Prompt
 
 
 def place(
@@ -267,8 +272,7 @@ def build_loop(
         on_nonfinite=stage.on_nonfinite,
         budget=models.learner.budget,
         writer=run.writer,
-        evaluate=Evaluator(exact, evaluated, prompts, stage.evaluation) if prompts else None,
-        evaluate_every=stage.evaluation.every,
+        evaluators=build_evaluators(run, stage, exact, evaluated, prompts) if prompts else None,
         rollouts_every=stage.rollouts_every,
         stop_when=stage.stop_when,
         dropout=dropout_of(run.recipe, stage),
@@ -280,6 +284,45 @@ def build_loop(
         prefetcher=build_prefetcher(stage, sampler, run.resume_from),
         seed=seed,
     )
+
+
+def build_evaluators(
+    run: RunContext,
+    stage: RolloutStage,
+    sampler: Sampler,
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+) -> Evaluators:
+    """The evaluation on the stage's own validation prompts, and on those of further sets."""
+    choice, policy = stage.evaluation, run.policy
+    chat = policy.tokenizer.chat_template is not None
+    around = reward_context(run.recipe, run.folder, policy)
+    sets = []
+    for at, one in enumerate(choice.sets):
+        update: dict[str, Any] = {"max_tokens": one.max_tokens or stage.rollout.max_tokens}
+        benchmark = benchmarks().get(one.task.name)
+        if benchmark is not None and not (chat and not one.task.raw):
+            update["stop"] = stage.rollout.stop or tuple(benchmark.stop)
+        rollout = stage.rollout.model_copy(update=update)
+        rewards = one.rewards or stage.rewards
+        sampling = replace(stage.sampling, rewards=rewards, rollout=rollout)
+        built = build_tasks((one.task,), run.recipe.seed, chat=chat, whole=True)
+        tasks = {task.name: task for task in built}
+        source = prompt_source(
+            policy, tasks, (one.task,), stage.prompts, sampler.seed, max_tokens=rollout.max_tokens,
+            key=f"evaluation.sets.{at}.max_tokens", note=run.writer.note,
+        )  # fmt: skip
+        own = build_scorer(sampling, load_rewards(rewards, around), tasks)
+        chosen = source.validation(one.prompts)
+        own.check(chosen)
+        of_set = replace(
+            sampler, chat=source.encoder.chat, tasks=tasks, stream=source.stream, scorer=own,
+            config=rollout,
+        )  # fmt: skip
+        every = choice.every if one.every is None else one.every
+        sets.append((Evaluator(of_set, own, chosen, one, one.name), every))
+    main = Evaluator(sampler, scorer, prompts, choice)
+    return Evaluators(main, choice.every, sets, choice.best)
 
 
 def loss_config(stage: RolloutStage, model: Model) -> rl.LossConfig:

@@ -14,6 +14,7 @@ import torch
 from keel.analysis.alerts import AlertSender, check_alerts
 from keel.analysis.diagnosis.table import DiagnosisMonitor
 from keel.cluster.placement import placement_of
+from keel.config.benchmarks import benchmarks
 from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe, Stage
@@ -407,7 +408,11 @@ def _alike(recipe: Recipe) -> bool:
 
 def _sources(stage: Stage) -> tuple[TaskSource, ...]:
     """The stage's tasks of stored rows."""
-    return tuple(source for source in stage.trained_tasks if source.name in KINDS)
+    return tuple(
+        source
+        for source in stage.trained_tasks
+        if source.name in KINDS or source.name in benchmarks()
+    )
 
 
 def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:

@@ -17,18 +17,11 @@ from transformers import PreTrainedModel
 from transformers.utils import chat_template_utils
 
 from keel.cluster.parts import PlacedReward
+from keel.config.evaluation import SampledEvaluation, SamplingSource
 from keel.config.fields import derive, unknown
 from keel.config.judging import JudgingStage
 from keel.config.schema import Recipe
-from keel.config.sources import (
-    Evaluation,
-    Prompts,
-    Rewards,
-    RewardSource,
-    Rollout,
-    SamplingSource,
-    TaskSource,
-)
+from keel.config.sources import Prompts, Rewards, RewardSource, Rollout, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.mixture import PromptStream, build_tasks, stored, validation_prompts
 from keel.engines.endpoint.programs import ProgramConfig, load_program
@@ -166,7 +159,8 @@ def open_prompts(
     `key` is that of `max_tokens` in the recipe, `state` that of the stream to resume. Stored
     examples that give no prompt are in the run folder's quarantine when this returns.
     """
-    tasks = {task.name: task for task in build_tasks(sources, run.recipe.seed)}
+    chat = run.policy.tokenizer.chat_template is not None
+    tasks = {task.name: task for task in build_tasks(sources, run.recipe.seed, chat=chat)}
     source = prompt_source(
         run.policy, tasks, sources, prompts, derive(seed, "prompts"),
         max_tokens=max_tokens, key=key, note=run.writer.note,
@@ -439,7 +433,7 @@ def _of_steps(source: RewardSource) -> bool | None:
     return source.function == "step_match" or (source.function, aggregate) == ("process", "steps")
 
 
-def check_component(choice: Evaluation, names: list[str]) -> None:
+def check_component(choice: SampledEvaluation, names: list[str]) -> None:
     """Raise KeelError if the reward that decides an evaluation is none of the stage's."""
     if choice.component is not None and choice.component not in names:
         guess = unknown("reward", choice.component, names)

@@ -97,11 +97,18 @@ def _evaluations(run: OpenRun) -> list[dict[str, Any]]:
     """The first and the last evaluation of each stage, as numbers with their intervals."""
     found = []
     for stage, whens in run.run.info().get("evaluation", {}).items():
-        for when, result in sorted(whens.items(), key=lambda pair: pair[0] != "before"):
+        ordered = sorted(whens.items(), key=lambda pair: pair[0] != "before")
+        every = [(when, stage, result) for when, result in ordered]
+        every += [
+            (when, f"{stage}, {name}", one)
+            for when, result in ordered
+            for name, one in result.get("sets", {}).items()
+        ]
+        for when, shown, result in every:
             figures = {"mean": result.get("mean"), "low": result.get("low"), "high": result["high"]}
             measure = result.get("measure", result.get("kind", "pass@1"))
             found.append(
-                {"stage": stage, "when": when, "measure": measure, "n": result["n"], **figures}
+                {"stage": shown, "when": when, "measure": measure, "n": result["n"], **figures}
             )
     return found
 

@@ -25,7 +25,7 @@ class RLStage(RolloutStage):
         with rl_stage.place(run, self, progress) as models:
             progress = rl_stage.begin(run, self, progress)
             made = rl_stage.build_loop(run, self, models, progress)
-            with closing(made.sampler.scorer), closing(made.prefetcher):
+            with closing(made):
                 progress = loop.run(made, progress)
                 rl_stage.note_costs(self, made)
             rl_stage.show(run, self, made, progress)

@@ -1,0 +1,182 @@
+"""pass@k and maj@k of samples, benchmarks by name, and further evaluation sets of a stage."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.analysis.statistics import majority, pass_at_k
+from keel.cli.main import main
+from keel.config.load import load_recipe
+from keel.config.model import BuildModel, Model
+from keel.models.policy import load_policy
+from keel.platform.sandbox import bubblewrap
+from keel.platform.signals import Interrupted
+from keel.runs.layout import RunFolder
+from keel.runs.reader import load
+from keel.training.evaluation import evaluate
+from keel.training.evaluator import majority_at_k
+from keel.training.run import train
+from keel.types import KeelError
+from tests.soak.killing import differences
+from tests.training.small import Stop, info, metrics, run, small
+
+
+@pytest.mark.parametrize("right", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_mean_over_subsets(right: int, k: int) -> None:
+    subsets = list(itertools.combinations([True] * right + [False] * (5 - right), k))
+    assert pass_at_k(right, 5, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("votes", "right"),
+    [
+        ("7 7 8", True),  # of ten cases, 7 is right
+        ("8 8 7", False),
+        ("7 8", True),  # a tie: the first given
+        ("8 7", False),
+        ("8 7 9 7 8", False),
+        ("9 7 8 7 8", True),
+        ("- - 7", True),  # no answer has no vote
+        ("- - 8", False),
+        ("- -", False),
+        ("7 7.0 8 8", True),  # forms of the right answer are one
+    ],
+)
+def test_majority_of_answers(votes: str, right: bool) -> None:
+    given = [(None if v == "-" else v, v.startswith("7")) for v in votes.split()]
+    assert majority(given) is right
+
+
+def test_majority_of_k_is_over_disjoint_blocks() -> None:
+    votes = [("7", True), ("8", False), ("8", False), ("8", False), ("7", True)]
+    found = [majority_at_k(votes, k) for k in (1, 2, 5, 9)]
+    assert found == [0.4, 0.5, 0.0, 0.0]
+
+
+# ---------------------------------------------------------------- keel eval
+
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "gsm8k": [{"question": f"{n} + 1?", "answer": f"easy\n#### {n + 1}"} for n in range(3)],
+    "math500": [{"problem": f"${n} + 1$", "answer": f"{n + 1}"} for n in range(3)],
+    "aime24": [{"problem": f"${n} + 1$", "answer": f"{n + 1}"} for n in range(3)],
+    "mmlu": [{"question": f"{n}", "subject": "law", "choices": list("wxyz"), "answer": n}
+             for n in range(3)],
+    "ifeval": [{"prompt": f"Write {n}.", "instruction_id_list": ["punctuation:no_comma"],
+                "kwargs": [{}]} for n in range(3)],
+    "humaneval": [{"prompt": f"def f{n}():\n", "entry_point": f"f{n}",
+                   "test": "def check(f):\n    assert f() == 1\n"} for n in range(3)],
+    "mbpp": [{"text": f"Write {n}.", "test_list": ["assert f() == 1"] * 3, "test_setup_code": "",
+              "code": "def f(): return 1"} for n in range(3)],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "policy"
+    build = BuildModel(tokenizer="bytes", hidden_size=16, layers=1, heads=2, context=512)
+    load_policy(Model(build=build), 0).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_eval_by_name_on_a_local_file(
+    name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name in ("math500", "aime24", "humaneval", "mbpp"):
+        try:
+            bubblewrap()
+        except KeelError as error:
+            pytest.skip(str(error))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
+    words = ["--task", name, "--set", f"path={path}", "--max-tokens", "4", "--k", "1,2"]
+    assert main(["eval", str(model), *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["measure"], found["n"], found["sampled"]["n"]) == ("pass@1", 3, 3)
+    assert found["protocol"] == "a text to go on from, no worked examples, at most 4 tokens"
+    assert found["as_published"]
+    assert ("maj@2" in found) == (name not in ("ifeval", "humaneval", "mbpp"))
+    assert ("figures" in found) == (name == "ifeval")
+
+
+def test_eval_of_more_k_than_samples_is_refused(model: Path) -> None:
+    with pytest.raises(KeelError, match="needs at least 3 samples"):
+        evaluate(model, task="addition", samples=2, k=(1, 3))
+
+
+# ---------------------------------------------------------------- sets of a stage
+
+
+SETS = (
+    "steps=4", "evaluation={every=0, samples=2, best='eval/sums/reward'}",
+    "evaluation.sets=[{name='sums', task='sort_digits', prompts=3, every=2, samples=2,"
+    " max_tokens=3, rewards={functions=[{function='place_match', correctness=false}]}},"
+    " {name='digits', task={name='sort_digits', options={max_digits=4}}, prompts=2, every=0}]",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return run(tmp_path_factory.mktemp("sets") / "run", *SETS)
+
+
+def test_sets_are_evaluated_at_their_own_steps(whole: RunFolder) -> None:
+    found = {
+        part: [one["step"] for one in metrics(whole) if f"eval/{part}" in one]
+        for part in ("pass@1", "sums/reward", "sums/sampled", "digits/pass@1", "digits/mean_length")
+    }
+    assert found == {
+        "pass@1": [4], "sums/reward": [2, 4], "sums/sampled": [2, 4], "digits/pass@1": [4],
+        "digits/mean_length": [4],
+    }  # fmt: skip
+    sets = info(whole)["evaluation"]["rl"]["after"]["sets"]
+    assert (sets["sums"]["n"], sets["digits"]["n"]) == (3, 2)
+    assert metrics(whole)[-1]["eval/sums/reward"] == sets["sums"]["mean"]
+
+
+def test_completions_of_sets_are_recorded(whole: RunFolder) -> None:
+    rows = load(whole.path).evaluation(4)
+    counts = dict.fromkeys((None, "sums", "digits"), 0)
+    for row in rows:
+        counts[row["extra/evaluation_set"]] += 1
+        assert len(row["tokens"]) <= 3 or row["extra/evaluation_set"] != "sums"
+    assert counts == {None: 8 + 16, "sums": 3 + 6, "digits": 2}
+    assert len({row["group"] for row in rows}) == 8 + 3 + 2
+    assert len(load(whole.path).evaluation(2)) == 9
+
+
+def test_named_metric_selects_the_best_checkpoint(whole: RunFolder) -> None:
+    values = {one["step"]: one.get("eval/sums/reward", -1) for one in metrics(whole)}
+    best = max(values.values())
+    assert values[info(whole)["best"]["rl"]] == best
+
+
+def test_killed_run_with_sets_ends_the_same(whole: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        train(small(*SETS), tmp_path / "run", callbacks=[Stop(2)])
+    again = train(None, tmp_path / "run", resume=True)
+    assert differences(whole.path, again.path) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        (("evaluation.best=eval/hard/pass@1",), "unknown metric 'eval/hard/pass@1'"),
+        (("evaluation.sets=[{name='a/b', task='addition'}]",), "sets.0.name"),
+        (
+            ("evaluation.sets=[{name='a', task='addition'}, {name='a', task='reverse'}]",),
+            "one name",
+        ),
+        (("evaluation.sets=[{name='a', task='addition'}]", "evaluation.prompts=0"), "set it to 1"),
+    ],
+)
+def test_wrong_sets_are_refused(keys: tuple[str, ...], match: str) -> None:
+    with pytest.raises(KeelError, match=match):
+        load_recipe("tiny", keys)
