@@ -118,7 +118,9 @@ def test_epochs_become_steps(stage: str, tmp_path: Path) -> None:
 def test_steps_and_epochs_together_are_refused(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match="steps = 4 and num_train_epochs = 2 are two lengths"):
         load_recipe("tiny", ["steps=4", "num_train_epochs=2"])
-    with pytest.raises(KeelError, match="warmup_steps = 4 and warmup_ratio = 0.5 are two lengths"):
+    with pytest.raises(
+        KeelError, match=r"warmup_steps = 4 and warmup_ratio = 0\.5 are two lengths"
+    ):
         load_recipe("tiny", ["optimizer.warmup_steps=4", "optimizer.warmup_ratio=0.5"])
     with pytest.raises(KeelError, match=r"no known end: set steps"):
         train(load_recipe("tiny", ["num_train_epochs=2", "steps=0"]), tmp_path / "run")
