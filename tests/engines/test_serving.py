@@ -23,6 +23,7 @@ from keel.engines.endpoint.serving import LiveResponse, LiveSequence, RequestBat
 from keel.engines.native import NativeEngine
 from keel.engines.sampler import EOS as ENDED
 from keel.engines.sampler import GOING
+from keel.engines.scheduler import PrefixCache
 from keel.models.chat import ChatEncoder, encode_prompt
 from keel.platform.listen import LOOPBACK
 from keel.types import Prompt, Sampling
@@ -81,9 +82,23 @@ def text_of(client: openai.OpenAI, messages: Any, stream: bool = False, **keys: 
 
 
 def test_answers_are_the_same_alone_streamed_and_together() -> None:
-    """Three settings, of which sixteen clients share eight rows: each call of the engine is cut
-    many times."""
-    engine = engine_of()
+    """Three settings, of which sixteen clients share three rows: calls of the engine are cut many
+    times, and what was computed is kept."""
+    engine = engine_of(rows=3)
+    decode, take = NativeEngine.decode, PrefixCache.take
+    made: list[int] = []
+    computed: list[int] = []
+
+    def noted(self: NativeEngine, *call: Any, **options: Any) -> Any:
+        made[:] = options["made"]
+        return decode(self, *call, **options)
+
+    def counted(cache: PrefixCache, prompts: Any) -> Any:
+        known, pages = take(cache, prompts)
+        left = [len(prompt) - count for prompt, count in zip(prompts, known.tolist(), strict=True)]
+        computed.extend(count for count, own in zip(left, made, strict=True) if own)
+        return known, pages
+
     greedy, free = {"temperature": 0}, {"seed": 7, "extra_body": {"top_k": 40, "min_p": 0.01}}
     stops = {"seed": 3, "stop": ["1", "ad", "\n"]}
     settings: list[Any] = [(greedy, free, stops)[n % 3] for n in range(16)]
@@ -104,8 +119,14 @@ def test_answers_are_the_same_alone_streamed_and_together() -> None:
                 list(pool.map(lambda n: ask(n, stream=True), range(16))),
             ]
 
-    with patch("keel.engines.endpoint.serving.QUANTUM", 0.001):
+    with (
+        patch("keel.engines.endpoint.serving.QUANTUM", 0.001),
+        patch.object(NativeEngine, "decode", noted),
+        patch.object(PrefixCache, "take", counted),
+    ):
         alone, *others = serving(server_of(engine), client)
+    assert set(computed) == {1}
+    assert len(computed) > 100
     assert alone[::3] == expected[::3]
     assert others == [alone] * 3
     assert not any("1" in text or "ad" in text for text in alone[2::3])

@@ -45,7 +45,8 @@ def test_interrupted_sequences_are_the_uninterrupted_ones(kind: str) -> None:
         while waiting or live:
             live, waiting, calls = [*live, *waiting[:2]], waiting[2:], calls + 1
             chance.shuffle(live)
-            left = chance.randint(1, 6)
+            now, left = live[: chance.randint(1, len(live))], chance.randint(1, 6)
+            so_far = {s: replace(asked[s], tokens=(*asked[s].tokens, *tokens[s])) for s in live}
 
             def on_step(answers: Answers) -> bool:
                 nonlocal left
@@ -53,18 +54,20 @@ def test_interrupted_sequences_are_the_uninterrupted_ones(kind: str) -> None:
                 return left == 0 or bool((answers.codes != GOING).any())
 
             found = source.decode(
-                [replace(asked[s], tokens=(*asked[s].tokens, *tokens[s])) for s in live],
+                [so_far[s] for s in now],
                 SAMPLING,
                 5,
-                budgets=[budgets[s] - len(tokens[s]) for s in live],
-                made=[len(tokens[s]) for s in live],
+                budgets=[budgets[s] - len(tokens[s]) for s in now],
+                made=[len(tokens[s]) for s in now],
                 on_step=on_step,
+                waiting=[so_far[s] for s in live if s not in now],
             )
-            for s, group in zip(live, found, strict=True):
+            for s, group in zip(now, found, strict=True):
                 tokens[s] += group.completions[0].tokens.tolist()
                 scores[s] += group.completions[0].log_probs.tolist()
                 finish[s] = group.completions[0].finish
-            live = [s for s in live if finish[s] == "length" and len(tokens[s]) < budgets[s]]
+            ended = [s for s in now if finish[s] != "length" or len(tokens[s]) == budgets[s]]
+            live = [s for s in live if s not in ended]
     assert calls > len(asked) / 2  # it takes half as many to join
     for s, whole in enumerate(expected):
         assert tokens[s] == whole.tokens.tolist()

@@ -142,15 +142,19 @@ class NativeEngine(Engine):
         budgets: Sequence[int],
         made: Sequence[int],
         on_step: OnStep,
+        waiting: Sequence[Prompt] = (),
     ) -> list[Group]:
         """One completion for each prompt, of at most `budgets` tokens, until `on_step` is true.
 
         The last `made` tokens of a prompt are what earlier calls sampled: a sequence that is
         decoded in several calls (with one id and seed) has the tokens of a single one. `on_step`
         is called after each step; what it sees has the code GOING until a sequence is done. A
-        sequence that it cuts has finish "length"; in a `conversation` its keys and values are kept.
+        sequence that it cuts has finish "length"; in a `conversation` its keys and values are kept
+        for the next call, and those of prompts that are `waiting` for a later one.
         Raises KeelError as `sample` does.
         """
+        if self._prefix_cache is not None:
+            self._prefix_cache.waiting = [np.array(p.tokens, dtype=np.int64) for p in waiting]
         whole = replace(sampling, max_tokens=max(budgets))
         return self._cached(prompts, 1, whole, seed, resumed=Resumed(budgets, made, on_step))
 

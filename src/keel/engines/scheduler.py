@@ -379,12 +379,13 @@ class PrefixCache:
     They are valid for one set of weights. A call of the engine `take`s those that its prompts begin
     with, and the others are freed; it `hold`s the pages of at most `most` of its own sequences, and
     `name`s these by their tokens at its end. `runner` is what the last call ran the model with,
-    if a later one may use it.
+    if a later one may use it, and `waiting` are prompts of later calls, whose pages stay.
     """
 
     def __init__(self, most: int = 0) -> None:
         self._most = most
         self.runner: Any = None
+        self.waiting: Sequence[Ints] = ()
         self._pool: Any = None
         self._held: dict[int, list[int]] = {}
         self._named: dict[bytes, list[list[int]]] = {}
@@ -413,18 +414,25 @@ class PrefixCache:
 
         In order, each prompt takes the longest beginning that is left.
         """
-        known = np.zeros(len(prompts), dtype=np.int64)
-        taken = []
-        lengths = sorted(self._lengths)
-        for number, tokens in enumerate(prompts):
-            names = list(_names(tokens, [n for n in lengths if n < len(tokens)]))
-            for length, name in reversed(names):
-                if pages := self._named.get(name):
-                    known[number] = length
-                    taken.append(pages.pop())
-                    break
+        found = [self._pop(tokens) for tokens in prompts]
+        kept = [one for tokens in self.waiting if (one := self._pop(tokens))]
         self._forget()
-        return known, taken
+        for length, name, pages in kept:
+            self._file(length, name, pages)
+        known = np.array([one[0] if one else 0 for one in found], dtype=np.int64)
+        return known, [one[2] for one in found if one]
+
+    def _pop(self, tokens: Ints) -> tuple[int, bytes, list[int]] | None:
+        """The longest beginning of a prompt that is left: its length, name and pages."""
+        lengths = sorted(length for length in self._lengths if length < len(tokens))
+        for length, name in reversed(list(_names(tokens, lengths))):
+            if pages := self._named.get(name):
+                return length, name, pages.pop()
+        return None
+
+    def _file(self, length: int, name: bytes, pages: list[int]) -> None:
+        self._named.setdefault(name, []).append(pages)
+        self._lengths.add(length)
 
     def hold(self, sequence: int, pages: list[int]) -> None:
         """Keep the pages of a sequence, numbered as in a `Request`."""
@@ -438,12 +446,12 @@ class PrefixCache:
             own = group.completions[index].tokens[:-1]
             tokens = np.concatenate([np.array(group.prompt.tokens, dtype=np.int64), own])
             ((length, name),) = _names(tokens, [len(tokens)])
-            self._named.setdefault(name, []).append(pages)
-            self._lengths.add(length)
+            self._file(length, name, pages)
         self._held = {}
 
     def drop_held(self) -> None:
-        """Free the pages of this call's sequences; nothing more of this call is held."""
+        """Free the pages of this call's sequences, and of those that wait."""
+        self._forget()
         for pages in self._held.values():
             self._pool.give(pages)
         self._held = {}
@@ -451,7 +459,6 @@ class PrefixCache:
     def close(self) -> None:
         """Free all memory; nothing is held from now on."""
         self.drop_held()
-        self._forget()
         self.clear()
         self._most = 0
 

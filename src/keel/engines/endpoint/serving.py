@@ -294,24 +294,20 @@ class RequestBatcher:
 
     def _next_batch(self) -> list[LiveSequence]:
         """The sequences of the next call: those with the settings of the first, which then go to
-        the end of the queue."""
-        batch: list[LiveSequence] = []
-        names: set[str] = set()
-        for one in self.live:
-            name = one.prompt.id
-            # Of two with one name the second would get other random numbers.
-            again = name in names and one.sampling.temperature > 0
-            if one.sampling == self.live[0].sampling and not again:
-                batch.append(one)
-                names.add(name)
-        del batch[self._engine.max_num_seqs :]
-        self.live = [*(one for one in self.live if one not in batch), *batch]
-        return batch
+        the end of the queue; begun ones come first."""
+        if not self.live:
+            return []
+        shared = self.live[0].sampling
+        alike = [one for one in self.live if one.sampling == shared]
+        self.live = [*(one for one in self.live if one.sampling != shared), *alike]
+        if shared.temperature > 0:  # of two with one name the second would get other numbers
+            alike = list({one.prompt.id: one for one in reversed(alike)}.values())[::-1]
+        return sorted(alike, key=lambda one: not one.tokens)[: self._engine.max_num_seqs]
 
     def _decode(self, source: NativeEngine, batch: Sequence[LiveSequence]) -> None:
         """Decode a batch until its end, or until others should join or follow it."""
         until = time.monotonic() + QUANTUM
-        waiting = self.live[: len(self.live) - len(batch)]
+        waiting = [one for one in self.live if one not in batch]
         names = {one.prompt.id for one in batch}
         joins = any(
             one.sampling == batch[0].sampling and one.prompt.id not in names for one in waiting
@@ -338,6 +334,7 @@ class RequestBatcher:
                 budgets=[one.limit - len(one.tokens) for one in batch],
                 made=[len(one.tokens) for one in batch],
                 on_step=on_step,
+                waiting=[one.begin() for one in waiting if one.tokens],
             )
             for one, group in zip(batch, found, strict=True):
                 one.take_whole(group.completions[0])
