@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers import models as token_models
+from transformers import PreTrainedTokenizerFast
 
 from keel.cli.chat import _Shown
 from keel.engines.chat import Chat
@@ -72,6 +75,17 @@ def test_growing_text_is_the_text(tokens: list[int]) -> None:
     growing = GrowingText(TOKENIZER)
     pieces = [growing.add([token]) for token in tokens]
     assert "".join(pieces) + growing.end() == decode(TOKENIZER, [tokens])[0]
+
+
+def test_growing_text_keeps_blanks_before_words() -> None:
+    """Tokenizers with a blank in each word's token drop that of the first."""
+    words = ["▁on", "e", "▁two", "▁", "s"]
+    inner = Tokenizer(token_models.BPE({word: at for at, word in enumerate(words)}, []))
+    inner.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    growing = GrowingText(tokenizer)
+    shown = "".join(growing.add([token]) for token in (0, 1, 2, 4, 2, 3, 4))
+    assert shown == decode(tokenizer, [[0, 1, 2, 4, 2, 3, 4]])[0] == "one twos two s"
 
 
 @settings(max_examples=200, deadline=None)
