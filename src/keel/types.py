@@ -205,8 +205,9 @@ class Capabilities:
     `streams`: `sample` takes `on_group`. `pins`: there is `pinned`. `concurrent`: it samples while
     the policy is trained. `in_process`: it samples with the trainer's own model, so that each
     process of a group can have one. `exact`: its log-probabilities are the trainer's but for
-    rounding, and a resumed run samples the same tokens. `context`: the most tokens of a prompt with
-    its completion; None: no limit.
+    rounding, and a resumed run samples the same tokens. `replays`: it returns what was sampled
+    before, so that another one evaluates. `context`: the most tokens of a prompt with its
+    completion; None: no limit.
     """
 
     streams: bool = False
@@ -214,7 +215,19 @@ class Capabilities:
     concurrent: bool = True
     in_process: bool = False
     exact: bool = True
+    replays: bool = False
     context: int | None = None
+
+
+class PromptSupply(Protocol):
+    """Encoded train prompts, one after the other."""
+
+    def take(self, k: int) -> list[Prompt]: ...
+    @property
+    def left_out(self) -> Mapping[str, int]: ...
+    def state(self) -> dict[str, Any]:
+        """All that decides what comes next, as JSON can hold it."""
+        ...
 
 
 @runtime_checkable
@@ -252,6 +265,10 @@ class Engine(Protocol):
     def sync(self, weights: Mapping[str, Any]) -> None:
         """Take over the policy's weights (name to tensor)."""
         ...
+
+    def prompts_of(self, stream: PromptSupply) -> PromptSupply:
+        """The prompts of a stream that it can complete."""
+        return stream
 
     def sleep(self) -> None:
         """Give back what memory of the device it can, until the next `sync` or `sample`."""

@@ -33,6 +33,7 @@ FOREIGN_FORMATS = (".yaml", ".yml", ".json", ".py")
 RUN_FOLDER = "$RUN/"
 """How a recipe names a file of its own run folder, as of a model that was passed to keel.train."""
 DATA_KEYS = ("path", "validation_path", "data_files", "data_dir")
+RUN_KEYS = ("stored",)
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".gz")
 MODEL_FILES = ("config.json", "adapter_config.json")
 _FILE_ENTRY = re.compile(r"[^:\s]+\.py:[\w.]+")
@@ -96,7 +97,7 @@ def located(value: Any, folder: Path, key: str = "", judge: bool = False) -> Any
         is_path |= key != "validation_path" and os.path.isdir(path)
     elif key == "python":
         is_path = "/" in value  # else a program in PATH
-    elif key == "stored":
+    elif key in RUN_KEYS:
         is_path = os.path.isdir(path)
     elif key in ("name", "model", "adapter"):
         is_path |= any(os.path.isfile(f"{path}/{file}") for file in MODEL_FILES)

@@ -125,10 +125,10 @@ class Lora(FrozenModel):
     """Names of modules that learn as a whole, such as embed_tokens and lm_head; of tied ones both
     do."""
 
-    def unlike_plain(self) -> str | None:
-        """The first key that makes it more than plain low-rank adapters."""
-        keys = ("dora", "dropout", "modules_to_save", "adapter")
-        return next((key for key in keys if getattr(self, key)), None)
+    def unlike_plain(self, *but: str) -> str | None:
+        """A key that makes it more than plain low-rank adapters, without those of `but`."""
+        keys = ("dora", "modules_to_save", "adapter", "dropout")
+        return next((key for key in keys if key not in but and getattr(self, key)), None)
 
 
 class Model(FrozenModel):
@@ -183,8 +183,8 @@ class Model(FrozenModel):
 
     @model_validator(mode="after")
     def _compiled_adapter(self) -> Model:
-        key = None if self.lora is None else self.lora.unlike_plain()
-        if self.compile is True and key in ("dora", "dropout"):
+        key = None if self.lora is None else self.lora.unlike_plain("modules_to_save", "adapter")
+        if self.compile is True and key is not None:
             raise ValueError(
                 f"model.lora.{key} does not go with model.compile = true, which is untested with "
                 'it: set model.compile to "auto"'

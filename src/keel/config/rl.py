@@ -303,7 +303,12 @@ class RolloutStage(StageConfig):
                 f"model.lora.{key} does not go with cluster.processes > 1 or cluster.ray, which "
                 "are untested with it: leave one of them out"
             )
-        if key in ("dora", "modules_to_save", "adapter") and self.rollout.server is not None:
+        if elsewhere and self.rollout.replayed is not None:
+            raise ValueError(
+                f'{self.name}.rollout.engine = "stored" does not go with cluster.processes > 1 or '
+                "cluster.ray: leave one of them out"
+            )
+        if key not in (None, "dropout") and self.rollout.server is not None:
             raise ValueError(
                 f'model.lora.{key} does not go with {self.name}.rollout.engine = "vllm", which is '
                 'sent the factors of plain adapters: set it to "native"'

@@ -165,7 +165,11 @@ class RewardSource(FrozenModel):
     def _no_secret(self) -> RewardSource:
         """Before the recipe is written anywhere."""
         name = self.options.get("api_key_env")
-        if self.function == "judge" and isinstance(name, str) and (reason := wrong_key_name(name)):
+        if (
+            self.function in ("judge", "http")
+            and isinstance(name, str)
+            and (reason := wrong_key_name(name))
+        ):
             raise ValueError(reason)
         return self
 
@@ -286,6 +290,7 @@ _MANY_TURNS = UnusedIf(
     lambda key: key.table.max_turns > 1, "with several turns rewards are called after sampling"
 )
 _OTHER_ENGINE = UnusedIf(lambda key: key.table.server is not key.value, "another engine samples")
+_NOT_STORED = UnusedIf(lambda key: key.table.replayed is None, "the engine samples")
 _ON_CPU = UnusedIf(lambda key: key.facts.cpu, "the model is on a CPU")
 _RUNS_ALREADY = UnusedIf(lambda key: key.table.url is not None, "rollout.vllm.url is set")
 _SERVES_ITS_OWN = UnusedIf(
@@ -377,8 +382,14 @@ class Rollout(FrozenModel):
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Whether log π_old is computed by the trainer before the update, or taken from the engine."""
     engine: str = "native"
-    """`native`, `vllm` ([how to](howto/vllm.md)), or `module:function` of a function that returns
-    an engine (see [extending](extending.md))."""
+    """`native`, `vllm` ([how to](howto/vllm.md)), `stored` (what another run sampled), or
+    `module:function` of a function that returns an engine (see [extending](extending.md))."""
+    stored: Annotated[str | None, _NOT_STORED] = None
+    """Run folder whose rollouts the engine `stored` returns, those of step n in step n, by the ids
+    of their prompts. Rewards are called on them; of another policy, set `old_log_probs = "engine"`
+    or a correction."""
+    stored_stage: Annotated[str | None, _NOT_STORED] = None
+    """The stage of that run, if several have rollouts."""
     program: str | None = None
     """`module:function` of a program that leads each conversation over an OpenAI-compatible
     endpoint (see [agents](howto/agents.md))."""
@@ -410,6 +421,11 @@ class Rollout(FrozenModel):
     def server(self) -> VllmServer | None:
         """The settings of the engine's server; None: it has none."""
         return {"vllm": self.vllm}.get(self.engine)
+
+    @property
+    def replayed(self) -> str | None:
+        """The run whose rollouts are returned; None: an engine samples."""
+        return {"stored": self.stored}.get(self.engine)
 
     @model_validator(mode="after")
     def _on_policy(self) -> Rollout:

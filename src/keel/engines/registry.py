@@ -19,6 +19,8 @@ from keel.config.model import Autocast
 from keel.config.sources import Rollout
 from keel.engines.native import CAPABILITIES as NATIVE
 from keel.engines.native import build_native
+from keel.engines.stored import CAPABILITIES as STORED
+from keel.engines.stored import build_stored, check_stored
 from keel.engines.vllm.engine import CAPABILITIES as VLLM
 from keel.engines.vllm.engine import build_vllm
 from keel.engines.vllm.server import check_server
@@ -40,6 +42,7 @@ class EngineKind:
 
 ENGINES: dict[str, EngineKind] = {
     "native": EngineKind(build_native, NATIVE),
+    "stored": EngineKind(build_stored, STORED, check_stored),
     "vllm": EngineKind(build_vllm, VLLM, lambda rollout, here: check_server(rollout.vllm, here)),
 }
 
@@ -94,6 +97,12 @@ def check_engine(rollout: Rollout, here: bool = True) -> None:
         ENGINES[rollout.engine].check(rollout, here)
     else:
         _function(rollout.engine)
+
+
+def evaluating(rollout: Rollout) -> Rollout:
+    """The settings of what samples with the policy's own weights, whatever returns rollouts."""
+    replays = capabilities_of(rollout.engine).replays
+    return rollout.model_copy(update={"engine": "native"}) if replays else rollout
 
 
 def capabilities_of(name: str) -> Capabilities:

@@ -50,12 +50,25 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
     ) -> tuple[int, bytes]:
         """The status and the content of a reply. Raises ConnectionError, or TimeoutError."""
-        try:
-            async with asyncio.timeout(seconds):
-                response = await self._http.request(method, path, json=body)
-        except httpx2.HTTPError as error:
-            raise ConnectionError(type(error).__name__) from None
-        return response.status_code, response.content
+        return await _sent(self._http.request(method, path, json=body), seconds)
+
+
+async def exchange_json(
+    url: str, body: Any, seconds: float, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
+    """The status and the content of the reply to a POST to any address, by a connection of its own
+    in the caller's event loop. Raises ConnectionError, or TimeoutError."""
+    async with httpx2.AsyncClient(limits=NONE_KEPT, timeout=None) as client:
+        return await _sent(client.post(url, json=body, headers=headers), seconds)
+
+
+async def _sent(request: Coroutine[Any, Any, httpx2.Response], seconds: float) -> tuple[int, bytes]:
+    try:
+        async with asyncio.timeout(seconds):
+            response = await request
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise ConnectionError(type(error).__name__) from None
+    return response.status_code, response.content
 
 
 def post_json(url: str, body: Any, seconds: float) -> int:
@@ -68,3 +81,13 @@ def post_json(url: str, body: Any, seconds: float) -> int:
         return httpx2.post(url, json=body, timeout=seconds).status_code
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise OSError(type(error).__name__) from None
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError for an address that is not http://HOST… or https://HOST…"""
+    try:
+        parts = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise ValueError(str(error)) from None
+    if parts.scheme not in ("http", "https") or not parts.host or " " in url:
+        raise ValueError("it is not http://HOST… or https://HOST…")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from keel.analysis.statistics import wilson_interval
+from keel.engines.registry import evaluating
 from keel.models.families import context_length
 from keel.models.policy import Policy
 from keel.preflight.context import (
@@ -115,7 +116,7 @@ def sample(
     prompts = min(GROUPS, len(stats.first)) if trial else len(stats.first)
     budget = min(TRIED, rollout.max_tokens) if trial else rollout.max_tokens
     size = size_for(prompts, rollout.group_size, budget, *load)
-    engine = rollout_engine(policy, rollout, model=policy.model)
+    engine = rollout_engine(policy, evaluating(rollout), model=policy.model)
     sampler = build_sampler(engine, stats.source, scorer, rollout, plan.seed)
     sampling = replace(sampler.sampling, max_tokens=size.tokens)
     groups = sampler.sample(stats.first[: size.prompts], size.members, sampling, plan.first_seed)

@@ -30,6 +30,7 @@ MADE: Mapping[str, str] = {
     "language": "keel.rewards.graded:language",
     "ifeval": "keel.rewards.graded:ifeval",
     "judge": "keel.rewards.judge:judge",
+    "http": "keel.rewards.http:http",
     "outcome": "keel.rewards.learned:outcome",
     "process": "keel.rewards.learned:process",
     "returned": "keel.rewards.graded:returned",

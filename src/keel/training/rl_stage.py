@@ -25,7 +25,7 @@ from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.config.sources import LEARNED
 from keel.data.mixture import build_tasks
-from keel.engines.registry import capabilities_of, check_requests
+from keel.engines.registry import capabilities_of, check_requests, evaluating
 from keel.learn.advantages import check_entries
 from keel.learn.batch import TokenBudget
 from keel.learn.learner import Learner
@@ -263,8 +263,9 @@ def build_loop(
     # CUDA autocast samples from such a copy anyway.
     exact = sampler
     rounds = policy.device.type == "cuda" and uses_autocast(policy.model, policy.autocast)
-    if rollout.dtype != "model" and not rounds and sampler.engine.capabilities.in_process:
-        exact = replace(sampler, engine=rollout_engine(policy, rollout))
+    can = sampler.engine.capabilities
+    if (rollout.dtype != "model" and not rounds and can.in_process) or can.replays:
+        exact = replace(sampler, engine=rollout_engine(policy, evaluating(rollout)))
         exact.engine.weight_version = progress.step
     return rl.RLLoop(
         steps=stage.steps,

@@ -26,7 +26,6 @@ from keel.algorithms.spec import Algorithm
 from keel.config.fields import derive
 from keel.config.sources import Rollout as SamplingConfig
 from keel.data.columns import shown_gold
-from keel.data.mixture import PromptStream
 from keel.engines.endpoint.programs import ProgramConfig, sample_with_program
 from keel.engines.turns import generate_multi_turn
 from keel.learn.batch import oom_context
@@ -40,6 +39,7 @@ from keel.types import (
     Group,
     OnGroup,
     Prompt,
+    PromptSupply,
     RewardResult,
     Sampling,
     Task,
@@ -74,7 +74,7 @@ class Sampler:
     engine: Engine
     chat: ChatEncoder
     tasks: dict[str, Task]
-    stream: PromptStream
+    stream: PromptSupply
     scorer: Scorer
     config: SamplingConfig
     seed: int
@@ -168,7 +168,7 @@ class Sampler:
         ]
 
 
-def take(stream: PromptStream, count: int) -> tuple[list[Prompt], int]:
+def take(stream: PromptSupply, count: int) -> tuple[list[Prompt], int]:
     """The next prompts of a stream, and how many it had left out by then."""
     return stream.take(count), sum(stream.left_out.values())
 

@@ -376,7 +376,7 @@ def build_sampler(
         engine=engine,
         chat=source.encoder.chat,
         tasks=source.tasks,
-        stream=source.stream,
+        stream=engine.prompts_of(source.stream),
         scorer=scorer,
         config=rollout,
         seed=seed,
