@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -57,7 +58,7 @@ def test_command_reports_this_machine_in_seconds(tmp_path: Path) -> None:
 def test_what_a_machine_lacks_has_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setitem(EXTRAS, "lora", (("no-such-package",), ""))
+    monkeypatch.setitem(EXTRAS, "lora", (("numpy", "no-such-package"), ""))
     monkeypatch.setattr(kernels, "has_triton", lambda: False)
     monkeypatch.setattr(webbrowser, "get", no_browser)
     found = parts()
@@ -65,6 +66,7 @@ def test_what_a_machine_lacks_has_its_command(monkeypatch: pytest.MonkeyPatch) -
     assert found["C compiler"].add == "apt install gcc libc6-dev"
     assert found["sandbox"].add == "apt install bubblewrap"
     assert found["[lora]"].add == install_command("lora")
+    assert re.fullmatch(r"numpy [\d.]+, no-such-package missing", found["[lora]"].found)
     assert found["Triton"].add == "pip install triton"
     assert "ssh -L" in found["browser"].effect
 

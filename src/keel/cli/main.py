@@ -197,25 +197,7 @@ prefs costs -- What labels and completions cost, by round.
   --purpose TEXT -- what for
   --round INDEX
   --forecast -- expected, and not spent yet
-runs -- Run folders: list, tag, delete, compare.
-runs list -- The runs in a folder: state, steps, newest figures, time, disk use, tags.
-  [folder] FOLDER = runs -- a folder of runs
-  --json
-runs tag -- Mark a run with words.
-  run RUN
-  tags... TAG -- letters, digits and . _ : + -
-  --json
-runs untag -- Take tags of a run away.
-  run RUN
-  tags... TAG -- which
-  --json
-runs delete -- Delete runs, or only their checkpoints.
-  runs... RUN -- run folders that no process writes
-  --yes -- do not ask
-  --json
-  one of:
-  --keep-last-checkpoint -- only checkpoints, all but the newest whole one
-  --checkpoints-only -- only checkpoints, all
+runs -- What run folders hold.
 runs diff -- The first step, sequence and token at which two runs differ, and in what.
   a RUN
   b RUN
@@ -291,7 +273,6 @@ HELP: Final = {
 MODULES: Final = {
     **dict.fromkeys(("explain", "recipes", "tasks", "rewards", "models"), "lists"),
     **dict.fromkeys(("rollouts", "diagnose", "report", "view"), "runs"),
-    **dict.fromkeys(("runs list", "runs tag", "runs untag", "runs delete"), "folders"),
     **{"export": "eval", "control": "train"},
 }
 """The file of a command or action; of others it has the command's name."""

@@ -164,6 +164,6 @@ def _extras() -> Iterator[MachinePart]:
     for name, (_, effect) in EXTRAS.items():
         found = versions(name)
         there = all(found.values())
-        text = ", ".join(f"{package} {number}" for package, number in found.items() if number)
+        words = [f"{package} {number or 'missing'}" for package, number in found.items()]
         add = "" if there else install_command(name)
-        yield MachinePart(f"[{name}]", there, text or "not installed", effect, add)
+        yield MachinePart(f"[{name}]", there, ", ".join(words), effect, add)
