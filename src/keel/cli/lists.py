@@ -19,19 +19,50 @@ SHOWN = 5
 
 def run(arguments: argparse.Namespace) -> None:
     """The command that is named."""
-    commands = (_recipes, _tasks, _rewards, _models, _explain)
-    {command.__name__[1:]: command for command in commands}[arguments.command](arguments)
+    commands = (_recipes, _recipes_convert, _tasks, _rewards, _models, _explain)
+    name = f"_{arguments.command.replace(' ', '_')}"
+    {command.__name__: command for command in commands}[name](arguments)
 
 
 def _recipes(arguments: argparse.Namespace) -> None:
     """The recipes of `keel train`, and what `keel control` has tuned settings for."""
     from keel.config.control import tuned
-    from keel.config.load import shipped
+    from keel.config.load import expectations, shipped
 
-    recipes = shipped()
-    lines = [*columns(recipes), "", "tuned, for keel control:"]
+    recipes, expected = shipped(), expectations()
+    lines: list[str] = []
+    for name, line in zip(recipes, columns(recipes), strict=True):
+        lines.append(line)
+        indent = " " * (max(map(len, recipes)) + 2)
+        lines += [indent + said for said in expected[name].lines()] if name in expected else []
+    lines += ["", "tuned, for keel control:"]
     lines += [f"  keel control {name} --env {environment}" for name, environment in tuned()]
-    print_result(arguments, recipes, lines)
+    found = {
+        name: {
+            "description": text,
+            "expected": expected[name].model_dump() if name in expected else None,
+        }
+        for name, text in recipes.items()
+    }
+    print_result(arguments, found, lines)
+
+
+def _recipes_convert(arguments: argparse.Namespace) -> None:
+    """A recipe of another framework's configuration; what became of each key goes to stderr."""
+    from keel.config.conversion.convert import convert
+    from keel.types import KeelError
+
+    found = convert(arguments.config, getattr(arguments, "from"), vllm=arguments.vllm)
+    if arguments.out is not None:
+        try:
+            with open(arguments.out, "x", encoding="utf-8") as file:
+                file.write(found.toml())
+        except OSError as error:
+            raise KeelError(f"--out {arguments.out}: {error.strerror}: name a new file") from None
+    if not arguments.json:
+        print("\n".join(found.lines()), file=sys.stderr)
+    if arguments.json or arguments.out is None:
+        print_result(arguments, found.as_dict(), [found.toml().rstrip()])
 
 
 def _tasks(arguments: argparse.Namespace) -> None:

@@ -237,6 +237,12 @@ doctor -- Show what this machine has, what that enables, and the command that ad
   --json
 recipes -- List the shipped recipes.
   --json
+recipes convert -- Turn a configuration of TRL, verl or OpenRLHF into a recipe.
+  config CONFIG -- a YAML or JSON file, a shell script with the command line, or a Python script
+  --from trl|verl|openrlhf -- whose it is (default: by its keys)
+  --vllm -- keep vLLM as the engine if it is there
+  --out FILE -- the recipe; must not exist (default: printed)
+  --json
 rewards -- List the built-in rewards.
   --json
 models -- List the model families that work.
@@ -273,7 +279,7 @@ HELP: Final = {
 MODULES: Final = {
     **dict.fromkeys(("explain", "recipes", "tasks", "rewards", "models"), "lists"),
     **dict.fromkeys(("rollouts", "diagnose", "report", "view"), "runs"),
-    **{"export": "eval", "control": "train"},
+    **{"export": "eval", "control": "train", "recipes convert": "lists"},
 }
 """The file of a command or action; of others it has the command's name."""
 
@@ -353,8 +359,9 @@ def build_parser() -> argparse.ArgumentParser:
         if not line.startswith(" "):
             above, _, name = text.rpartition(" ")
             if above not in subparsers:
+                alone = len(made[above]._actions) > 1  # more than --help: a command by itself
                 subparsers[above] = made[above].add_subparsers(
-                    dest="action", metavar="ACTION", required=True, parser_class=Parser
+                    dest="action", metavar="ACTION", required=not alone, parser_class=Parser
                 )
             command = subparsers[above].add_parser(name, help=help, description=help)
             module = f"keel.cli.{MODULES.get(text, above or name)}"

@@ -18,7 +18,7 @@ from keel.analysis.progress import curve, figure, size, watching
 from keel.analysis.text import visible
 from keel.cli.runs import NOTHING
 from keel.config.control import ControlRecipe, load_control
-from keel.config.load import load_recipe
+from keel.config.load import expected_of, load_recipe
 from keel.config.schema import Recipe
 from keel.platform.extras import install_command
 from keel.runs.layout import RunFolder
@@ -115,6 +115,8 @@ def show(console: Console, folder: RunFolder) -> None:
                 continue
             head = f"{when} {stage}" if len(stages) > 1 else when
             console.print(f"\n[bold]{head}[/bold]" + _share(info["evaluation"][stage].get(when)))
+            if when == "after" and stage == stages[-1]:
+                _expected(console, run)
             for example in examples:
                 console.print(_example(example), highlight=False, markup=False)
     _diagnoses(console, run)
@@ -175,6 +177,13 @@ def _share(result: dict[str, Any] | None) -> str:
     if result is None:
         return ""
     return f": validation greedy {figure(result)} (95 % interval, n = {size(result)})"
+
+
+def _expected(console: Console, run: Run) -> None:
+    """What the shipped recipe that ran says to expect."""
+    found = expected_of(load_recipe(run.recipe()))
+    if found is not None and found.after is not None:
+        console.print(f"expected: {found.after}", highlight=False)
 
 
 def _example(example: dict[str, Any]) -> str:

@@ -18,6 +18,7 @@ from keel.types import KeelError
 
 SHARED = frozenset(
     {"name", "description", "seed", "threads", "model", "cluster", "alerts", "stages", "repeat"}
+    | {"expected"}
 )
 DEFAULT_PRESET = "grpo"
 PROMPTS_PER_STEP, GROUP_SIZE = 32, 8

@@ -22,7 +22,7 @@ from keel.algorithms.terms import FrozenModel
 from keel.config.errors import explain_validation
 from keel.config.fields import AsTuple, nearest, unknown
 from keel.config.layers import gather, layer, nest, overlay, stage_name
-from keel.config.schema import Recipe
+from keel.config.schema import Expected, Recipe
 from keel.config.secrets import wrong_secret
 from keel.types import KeelError
 
@@ -115,6 +115,36 @@ def shipped() -> dict[str, str]:
     return {name: str(read_recipe(name).get("description", "")) for name in names_in(SHIPPED)}
 
 
+def expectations() -> dict[str, Expected]:
+    """What each recipe that comes with Keel says to expect, if it says so."""
+    found = {name: read_recipe(name).get("expected") for name in names_in(SHIPPED)}
+    return {name: Expected.model_validate(one) for name, one in found.items() if one is not None}
+
+
+RUN_TIME = frozenset(
+    {"name", "description", "seed", "threads", "expected", "checkpoints", "trackers", "device"}
+) | {"rollouts_every"}
+"""Keys that a recipe may have otherwise and still be expected to come to the same."""
+
+
+def expected_of(recipe: Recipe) -> Expected | None:
+    """What the shipped recipe of this name says to expect, if this is that one but for keys of
+    `RUN_TIME`; None for any other."""
+    if recipe.name not in names_in(SHIPPED):
+        return None
+    own = load_recipe(recipe.name)
+    return own.expected if _essence(own) == _essence(recipe) else None
+
+
+def _essence(recipe: Recipe) -> Any:
+    def without(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {k: without(v) for k, v in value.items() if k not in RUN_TIME}
+        return [without(one) for one in value] if isinstance(value, list | tuple) else value
+
+    return without(recipe.model_dump())
+
+
 def names_in(folder: Any) -> list[str]:
     """The names of the recipes in a folder."""
     found = (entry.name for entry in folder.iterdir() if entry.name.endswith(".toml"))
@@ -151,6 +181,7 @@ def read_recipe(source: Source, seen: tuple[str, ...] = ()) -> dict[str, Any]:
         raise KeelError(f"{label}: extends = {base!r} is not another recipe's name or file")
     sibling = Path(label).parent / base
     below = read_recipe(str(sibling) if sibling.is_file() else base, (*seen, base))
+    below.pop("expected", None)  # that is another recipe's figure
     return layer(below, data)
 
 

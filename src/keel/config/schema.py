@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from keel.algorithms.terms import FrozenModel
 from keel.config.entry import stage_kinds
-from keel.config.fields import AsTuple, Seed, Threads
+from keel.config.fields import AsTuple, Count, Real, Seed, Threads
 from keel.config.model import Alerts, Cluster, Model
 from keel.config.stage import StageConfig
 
@@ -21,6 +21,49 @@ if TYPE_CHECKING:
     Stage = StageConfig
 else:
     Stage = Annotated[Union[stage_kinds()], Field(discriminator="stage")]
+
+
+class ExpectedFigure(FrozenModel):
+    """What a metric comes to, over seeds."""
+
+    metric: str = "eval/pass@1"
+    """Name of the metric, of the last stage that records it."""
+    mean: Real | None = None
+    """The mean over the seeds; None: only the bounds are known."""
+    low: Real
+    """The lowest of the seeds."""
+    high: Real
+    """The highest of the seeds."""
+    seeds: Count
+    """How many were run."""
+
+    def __str__(self) -> str:
+        scale, unit = (100, " %") if self.low >= 0 and self.high <= 1 else (1, "")
+        text = f"{scale * self.low:.1f} to {scale * self.high:.1f}{unit}"
+        if self.mean is not None:
+            off = scale * max(self.mean - self.low, self.high - self.mean)
+            text = f"{scale * self.mean:.1f} ± {off:.1f}{unit}"
+        return f"{text} ({self.metric}, {self.seeds} seeds)"
+
+
+class Expected(FrozenModel):
+    """What a shipped recipe comes to. It is no setting: a run does not read it."""
+
+    after: ExpectedFigure | None = None
+    """The figure that was measured at the end."""
+    hardware: str = ""
+    """What it was measured on or is meant for, and how long it takes there."""
+    published: str = ""
+    """The published figure that it aims at, and its source."""
+    run_here: bool = True
+    """Whether the recipe has been run by its authors as it is."""
+
+    def lines(self) -> list[str]:
+        """What it says, a line for each thing."""
+        found = [] if self.after is None else [f"expected: {self.after}"]
+        found += [] if self.run_here else ["not run by Keel's authors"]
+        pairs = (("hardware", self.hardware), ("published", self.published))
+        return found + [f"{name}: {text}" for name, text in pairs if text]
 
 
 class Recipe(FrozenModel):
@@ -38,6 +81,8 @@ class Recipe(FrozenModel):
     cluster: Cluster = Cluster()
     alerts: Alerts = Alerts()
     stages: Annotated[tuple[Stage, ...], AsTuple, Field(min_length=1)]
+    expected: Expected | None = None
+    """What the recipe, run as it is, comes to."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Recipe:

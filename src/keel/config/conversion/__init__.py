@@ -1,0 +1,1 @@
+"""From a configuration of TRL, verl or OpenRLHF to a recipe."""

@@ -1,0 +1,456 @@
+"""What no single key says: sizes, steps, the divergence, rewards and data of each framework.
+
+A rule reads keys of a `Foreign` and yields keys of Keel with their values; `refuse` and `ignore`
+say of a key why it has none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
+from typing import Any, Final
+
+from keel.config.conversion.values import Foreign
+
+Keys = Iterator[tuple[str, Any]]
+DIVERGENCE = "algorithm.divergence"
+_ESTIMATORS: Final = {
+    **{"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "abs": "abs"},
+    **{"low_var_kl": "k3", "k3": "k3"},
+}
+FILES: Final = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+def surrogate(c: Foreign) -> Keys:
+    """The parameters of the surrogate, by the expressions of the table for its kind."""
+    kind = c.out.get("algorithm.surrogate.kind")
+    table = c.out.pop("surrogate.table", kind)
+    for name, text in c.program.surrogate.get(table, {}).items():
+        sign, keys = re.fullmatch(r"(?:1 ([+-]) )?(.*)", text).groups()  # type: ignore[union-attr]
+        value = next((c[key] for key in keys.split(" or ") if c[key] is not None), None)
+        if value is not None:
+            yield (
+                f"algorithm.surrogate.{name}",
+                value if sign is None else 1 + float(f"{sign}{value}"),
+            )
+
+
+def minibatches(c: Foreign) -> Keys:
+    """Optimizer steps of an epoch: verl's size counts prompts, OpenRLHF's completions."""
+    key = "ppo_mini_batch_size"
+    if c[key] is not None:
+        parts = Fraction(c["data.train_batch_size"], c["actor.ppo_mini_batch_size"])
+    else:
+        key, size = "train_batch_size", c["rollout_batch_size"] * c["n_samples_per_prompt"]
+        parts = Fraction(size, c[key])
+    if parts.denominator > 1 and parts > 1:
+        c.refuse(key, "mini-batches are equal parts of a step")
+    else:
+        yield "minibatches", max(int(parts), 1)
+
+
+def _divergence(
+    c: Foreign, where: str, estimator: str, beta: float, adaptive: Iterable[float] | None = None
+) -> Keys:
+    values = {"to": "reference", "where": where, "estimator": estimator, "beta": float(beta)}
+    yield from ((f"{DIVERGENCE}.{name}", value) for name, value in values.items())
+    if adaptive is not None:
+        target, horizon = adaptive
+        yield f"{DIVERGENCE}.adaptive.rule", "ziegler"
+        yield f"{DIVERGENCE}.adaptive.target", float(target)
+        yield f"{DIVERGENCE}.adaptive.horizon", float(horizon)
+
+
+def _source(path: str, **more: Any) -> dict[str, Any]:
+    """A table of data: a file, or a name of `datasets`."""
+    known = path.endswith(FILES)
+    if path.endswith(".json"):
+        return {"name": "datasets", "path": "json", "options": {"data_files": path}, **more}
+    return {**({} if known else {"name": "datasets"}), "path": path, **more}
+
+
+def _reward(name: str, **more: Any) -> dict[str, Any]:
+    """A reward by its name there: a function (`module.function`), a file's, or a model."""
+    if ":" in name or name.endswith(".py"):
+        return {"function": name, **more}
+    if "/" in name:
+        return {"function": "outcome", "options": {"model": name}, **more}
+    module, _, function = name.rpartition(".")
+    return {"function": f"{module}:{function}", **more}
+
+
+# ---------------------------------------------------------------- TRL
+
+
+def _trl_updates(c: Foreign) -> tuple[Fraction, int]:
+    """Optimizer steps on the completions of one generation, in one pass, and their number."""
+    per = c["per_device_train_batch_size"] * c["num_processes"]
+    accumulated, size = c["gradient_accumulation_steps"], c["generation_batch_size"]
+    parts = c["steps_per_generation"] or (size // per if size else accumulated)
+    return Fraction(parts, accumulated), size or per * parts
+
+
+def _trl_scale(c: Foreign) -> int:
+    """Optimizer steps of one step of Keel's."""
+    if c.program.stage != "rl":
+        return 1
+    return max(math.ceil(_trl_updates(c)[0]), 1) * int(c["num_iterations"])
+
+
+def trl_steps(c: Foreign) -> Keys:
+    """Sizes of a step, and what is counted in steps, which are optimizer steps in TRL."""
+    if c.program.stage == "rl":
+        updates, size = _trl_updates(c)
+        group = c["num_generations"]
+        prompts = Fraction(size, group) / min(updates, Fraction(1))
+        yield "rollout.group_size", group
+        yield "epochs", c["num_iterations"]
+        if prompts.denominator > 1:
+            c.refuse("num_generations", f"{size} completions are not whole groups of {group}")
+        else:
+            yield "rollout.prompts_per_step", int(prompts)
+        if updates > 1 and updates.denominator > 1:
+            c.refuse("steps_per_generation", "optimizer steps are whole parts of a generation")
+        else:
+            yield "minibatches", max(int(updates), 1)
+    else:
+        size = c["per_device_train_batch_size"] * c["num_processes"]
+        yield "batch_size", size * c["gradient_accumulation_steps"]
+    scale = _trl_scale(c)
+    if c["max_steps"] > 0:
+        yield "steps", math.ceil(c["max_steps"] / scale)
+    else:
+        yield "num_train_epochs", float(c["num_train_epochs"])
+    if c["save_strategy"] == "steps" and c["save_steps"] >= 1:
+        yield "checkpoints.every", max(int(c["save_steps"]) // scale, 1)
+    elif c["save_strategy"] != "no":
+        c.refuse("save_strategy", "checkpoints are written every few steps: checkpoints.every")
+    if c.program.stage != "rl" and c["eval_strategy"] == "no":
+        return
+    every = c["eval_steps"] or 0
+    yield "evaluation.every", max(int(every) // scale, 1) if every >= 1 else 0
+
+
+def trl_warmup(c: Foreign) -> Keys:
+    """A warm-up in steps, or (below 1) as a share of them."""
+    steps, ratio = c["warmup_steps"] or 0, c["warmup_ratio"] or 0.0
+    if 0 < steps < 1 or ratio:
+        yield "optimizer.warmup_ratio", float(ratio or steps)
+    else:
+        yield "optimizer.warmup_steps", math.ceil(steps / _trl_scale(c))
+
+
+def trl_betas(c: Foreign) -> Keys:
+    """AdamW's two decay rates."""
+    yield "optimizer.betas", [c["adam_beta1"], c["adam_beta2"]]
+
+
+def trl_schedule(c: Foreign) -> Keys:
+    """Where a cosine ends."""
+    given = c["lr_scheduler_kwargs"] or {
+        k.rpartition(".")[2]: v for k, v in c.below("lr_scheduler_kwargs")
+    }
+    known = {"min_lr_rate", "min_lr"}
+    if set(given) - known:
+        c.refuse("lr_scheduler_kwargs", "only the end of the schedule is a key: min_lr_ratio")
+    elif given:
+        low = given.get("min_lr_rate", given.get("min_lr", 0.0) / c["learning_rate"])
+        yield "optimizer.min_lr_ratio", low
+
+
+def trl_data(c: Foreign) -> Keys:
+    """The data set: prompts, pairs, or texts."""
+    name = c["dataset_name"]
+    if name is None:
+        return
+    if c["dataset_train_split"] != "train":
+        c.refuse("dataset_train_split", 'the split is "train": name others by options.data_files')
+    more: dict[str, Any] = {}
+    if c["eval_strategy"] != "no" and not name.endswith(FILES):
+        more["validation_path"] = c["dataset_test_split"]
+    if c["dataset_config"]:
+        more["options"] = {"name": c["dataset_config"]}
+    if c["dataset_streaming"]:
+        more.setdefault("options", {})["streaming"] = True
+    if c.program.stage == "rl":
+        if any("accuracy" in str(one) for one in c["reward_funcs"] or ()):
+            more["answer"] = "solution"
+        yield "tasks", [_source(name, **more)]
+    else:
+        if (c["dataset_text_field"] or "text") != "text":
+            more["columns"] = {"text": c["dataset_text_field"]}
+        yield "data", _source(name, **more)
+
+
+def trl_rewards(c: Foreign) -> Keys:
+    """Functions by name or path, and a model, with their weights."""
+    named = c["reward_funcs"] or []
+    named = [*(named if isinstance(named, list) else [named])]
+    named += [c["reward_model_name_or_path"]] if c["reward_model_name_or_path"] else []
+    weights = c["reward_weights"] or [1.0] * len(named)
+    found = []
+    for name, weight in zip(map(str, named), weights, strict=False):
+        plain = re.split(r"[.:]", name)[-1]
+        if plain in c.rewards:
+            found.append({**c.rewards[plain], "weight": float(weight)})
+        elif re.search(r"[(\[]|^\w+$", name):
+            c.refuse("reward_funcs", f"{name}: write it as path/to/file.py:function", name)
+        else:
+            found.append(_reward(name, weight=float(weight)))
+    if (bounds := c["reward_clip_range"]) is not None:
+        if len(found) == 1 and found[0]["weight"] == 1.0:
+            found[0]["clip"] = [float(bound) for bound in bounds]
+        else:
+            c.refuse("reward_clip_range", "a clip is of one reward: rewards.functions.clip")
+    if found:
+        yield "rewards.functions", found
+
+
+def trl_reference(c: Foreign) -> Keys:
+    """A reference that follows the policy."""
+    if not c["sync_ref_model"]:
+        return
+    if c["ref_model_mixup_alpha"] == 1.0:
+        yield "reference.reset_every", math.ceil(c["ref_model_sync_steps"] / _trl_scale(c))
+    else:
+        c.refuse("sync_ref_model", "the reference is set to the policy, not mixed with it")
+
+
+def trl_divergence(c: Foreign) -> Keys:
+    """k3 in the loss, weighed by the ratio or not; of RLOO k1 in the reward."""
+    if not c["beta"]:
+        yield DIVERGENCE, "none"
+        return
+    if "use_bias_correction_kl" not in c.values:
+        yield from _divergence(c, "reward", "k1", c["beta"])
+        return
+    yield from _divergence(c, "loss", "k3", c["beta"])
+    weighed = c["use_bias_correction_kl"]
+    if weighed and c["importance_sampling_level"] != "token":
+        c.refuse("use_bias_correction_kl", "the divergence is weighed by the token's ratio only")
+    else:
+        yield f"{DIVERGENCE}.unbiased", weighed
+
+
+def trl_correction(c: Foreign) -> Keys:
+    """Importance weights for vLLM's log-probabilities."""
+    if not c["use_vllm"] or not c["vllm_importance_sampling_correction"]:
+        return
+    level, kind = str(c["vllm_importance_sampling_mode"]).split("_")
+    cap, floor = c["vllm_importance_sampling_clip_max"], c["vllm_importance_sampling_clip_min"]
+    yield "algorithm.correction.kind", kind
+    yield "algorithm.correction.level", level
+    yield "algorithm.correction.cap", float(c["vllm_importance_sampling_cap"] or cap or 1e9)
+    if kind == "mask":
+        yield "algorithm.correction.floor", float(floor or 0.0)
+    elif floor is not None:
+        c.refuse("vllm_importance_sampling_clip_min", "weights are cut from above only")
+
+
+# ---------------------------------------------------------------- verl
+
+
+def verl_divergence(c: Foreign) -> Keys:
+    """In the reward or in the loss; Keel's objective has one."""
+    in_reward = c["use_kl_in_reward"] and c["kl_ctrl.kl_coef"] > 0
+    in_loss = c["use_kl_loss"] and c["kl_loss_coef"] > 0
+    if in_reward and in_loss:
+        c.refuse("use_kl_in_reward", "the objective has one divergence: that in the loss is kept")
+    if in_loss:
+        name = str(c["kl_loss_type"])
+        estimator = "k2" if name.endswith("+") else _ESTIMATORS.get(name, name)
+        if estimator == "k1":
+            c.ignore("use_kl_loss", "the gradient of k1 in the loss is 0 in expectation")
+        else:
+            yield from _divergence(c, "loss", estimator, c["kl_loss_coef"])
+            return
+    elif in_reward and c["adv_estimator"] == "reinforce_plus_plus_baseline":
+        c.refuse("use_kl_in_reward", "verl takes the penalty off before the group's baseline")
+    elif in_reward:
+        name = str(c["algorithm.kl_penalty"]).removesuffix("+")
+        moves = c["kl_ctrl.type"] == "adaptive"
+        rule = (c["kl_ctrl.target_kl"], c["kl_ctrl.horizon"]) if moves else None
+        estimator = _ESTIMATORS.get(name, name)
+        yield from _divergence(c, "reward", estimator, c["kl_ctrl.kl_coef"], rule)
+        return
+    yield DIVERGENCE, "none"
+
+
+def verl_data(c: Foreign) -> Keys:
+    """Files of verl's own form: messages, and the gold answer in `reward_model.ground_truth`."""
+    files, tests = (_listed(c[key]) for key in ("data.train_files", "data.val_files"))
+    tasks = []
+    for at, path in enumerate(files):
+        more: dict[str, Any] = (
+            {"prompt": c["data.prompt_key"]} if c["data.prompt_key"] != "prompt" else {}
+        )
+        more["answer"] = "reward_model.ground_truth"
+        if len(tests) == len(files):
+            more["validation_path"] = tests[at]
+        tasks.append(_source(path, **more))
+    if len(tests) != len(files):
+        c.refuse("data.val_files", "each task has its own validation_path, or a share of its rows")
+    yield "tasks", tasks
+
+
+def _listed(value: Any) -> list[str]:
+    return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+def verl_rewards(c: Foreign) -> Keys:
+    """A function or model; else the score that verl chooses by the name of the data."""
+    found: list[dict[str, Any]] = []
+    if path := c["custom_reward_function.path"]:
+        found.append({"function": f"{path}:{c['custom_reward_function.name']}"})
+        c.missing(
+            "rewards.functions", "the function takes other arguments: (completions, **columns)"
+        )
+    if c["reward_model.enable"]:
+        found.append({"function": "outcome", "options": {"model": c["reward_model.model.path"]}})
+    names = " ".join(_listed(c["data.train_files"])).lower()
+    if not found and ("gsm8k" in names or "math" in names):
+        found.append({"function": "math" if "math" in names else "numeric_match"})
+    if not found:
+        c.missing("rewards.functions", "verl chooses the score by the column data_source")
+    yield "rewards.functions", found
+    for above in ("reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
+        enabled = c[f"{above}.enable"]
+        if enabled and c[f"{above}.penalty_factor"] != 1.0:
+            c.refuse(f"{above}.penalty_factor", "the penalty of length is at most 1, as DAPO's")
+        elif enabled:
+            yield "rollout.overlong_buffer", c[f"{above}.len"]
+
+
+def verl_sft(c: Foreign) -> Keys:
+    """Files of messages, or of prompts and answers; the loss is on what the model would write."""
+    keys = {"prompt": c["data.prompt_key"], "completion": c["data.response_key"]}
+    if c["multiturn.enable"]:
+        keys = {"messages": c["multiturn.messages_key"]}
+    columns = {own: name for own, name in keys.items() if own != name}
+    more: dict[str, Any] = {"columns": columns} if columns else {}
+    files, tests = (_listed(c[key]) for key in ("data.train_files", "data.val_files"))
+    pairs = zip(files, tests if len(tests) == len(files) else [None] * len(files), strict=True)
+    yield (
+        "data",
+        [
+            _source(path, **more, **({"validation_path": test} if test else {}))
+            for path, test in pairs
+        ],
+    )
+
+
+# ---------------------------------------------------------------- OpenRLHF
+
+
+def openrlhf_divergence(c: Foreign) -> Keys:
+    """A token mean in the loss, or the reward of each token."""
+    beta, target = c["init_kl_coef"], c["kl_target"]
+    after_group = c.out.pop("divergence.after_group", False)
+    estimator = "k3" if c["use_kl_estimator_k3"] else c["kl_estimator"]
+    if not beta or beta <= 0:
+        yield DIVERGENCE, "none"
+    elif c["use_kl_loss"] and estimator == "k1":
+        c.ignore("use_kl_loss", "the gradient of k1 in the loss is 0 in expectation")
+        yield DIVERGENCE, "none"
+    elif c["use_kl_loss"]:
+        yield from _divergence(c, "loss", estimator, beta)
+    elif after_group:
+        why = "OpenRLHF takes the penalty off token by token after the group is compared"
+        c.refuse("init_kl_coef", f"{why}: set algorithm.divergence.where, there before it")
+        yield DIVERGENCE, "none"
+    else:
+        rule = None if target is None else (target, c["kl_horizon"])
+        yield from _divergence(c, "reward", estimator, beta, rule)
+
+
+def openrlhf_rewards(c: Foreign) -> Keys:
+    """Reward models, or a file whose `reward_func(queries, prompts, labels)` is called."""
+    found: list[dict[str, Any]] = [
+        _reward(f"./{one}" if "/" not in one else one) for one in _named(c["reward_pretrain"])
+    ]
+    for one in _named(c["remote_rm_url"]):
+        if one.endswith(".py"):
+            found.append({"function": f"{one}:reward_func"})
+            c.missing(
+                "rewards.functions", "reward_func takes other arguments: (completions, **columns)"
+            )
+        else:
+            c.refuse("remote_rm_url", "a reward over HTTP: write a function that asks the server")
+    if c["agent_func_path"]:
+        c.refuse("agent_func_path", "an agent is a program in Keel: rollout.program")
+    bounds = [float(bound) for bound in c["reward_clip_range"]]
+    if not found:
+        c.missing("rewards.functions", "no reward model or function is named")
+    if len(found) == 1:
+        found[0]["clip"] = bounds
+    yield "rewards.functions", found
+
+
+def _named(value: Any) -> list[str]:
+    return str(value).split(",") if value else []
+
+
+def openrlhf_data(c: Foreign) -> Keys:
+    """Prompts: a column, or a template over it, with or without the chat template."""
+    names, shares = _named(c["prompt_data"]), _named(c["prompt_data_probs"])
+    if not names:
+        return
+    key, template = c["input_key"], c["input_template"]
+    if c["prompt_split"] != "train":
+        c.refuse("prompt_split", 'the split is "train": name others by options.data_files')
+    more: dict[str, Any] = {"prompt": template.replace("{}", f"{{{key}}}") if template else key}
+    if c["label_key"]:
+        more["answer"] = c["label_key"]
+    if not c["apply_chat_template"]:
+        more["raw"] = True
+    tasks = [_source(name, **more) for name in names]
+    for task, share in zip(tasks, shares, strict=False):
+        task["weight"] = float(share)
+    if c["eval_dataset"] and len(tasks) == 1:
+        tasks[0]["validation_path"] = c["eval_dataset"]
+    yield "tasks", tasks
+
+
+def openrlhf_vllm(c: Foreign) -> Keys:
+    """Whether vLLM samples."""
+    if c["vllm_num_engines"]:
+        yield "rollout.engine", "vllm"
+
+
+def openrlhf_examples(c: Foreign) -> Keys:
+    """Pairs of one data set, or examples of several."""
+    names, shares = _named(c["dataset"]), _named(c["dataset_probs"])
+    if not names:
+        return
+    sft = c.program.stage == "sft"
+    if len(names) > 1 and not sft:
+        c.refuse("dataset", "a stage learns from one set of pairs: the first is kept")
+    if c["input_template"]:
+        c.refuse("input_template", "write the prompts as they are to be read into the file")
+    columns = {own: c[f"{own}_key"] for own in ("prompt", "chosen", "rejected")}
+    if sft:
+        own = ("messages",) if c["multiturn"] else ("prompt", "completion")
+        columns = dict(zip(own, (c["input_key"], c["output_key"]), strict=False))
+    more: dict[str, Any] = {"columns": {k: v for k, v in columns.items() if v and v != k}}
+    more = {key: value for key, value in more.items() if value}
+    if not c["apply_chat_template"]:
+        more["raw"] = True
+    if c["eval_dataset"]:
+        more["validation_path"] = c["eval_dataset"]
+    sources = [_source(name, **more) for name in (names if sft else names[:1])]
+    for source, share in zip(sources, shares if sft else (), strict=False):
+        source["weight"] = float(share)
+    yield "data", sources if sft else sources[0]
+
+
+RULES: Final[dict[str, Callable[[Foreign], Keys]]] = {
+    rule.__name__: rule
+    for rule in (
+        *(surrogate, minibatches, trl_steps, trl_warmup, trl_betas, trl_schedule, trl_data),
+        *(trl_rewards, trl_reference, trl_divergence, trl_correction),
+        *(verl_divergence, verl_data, verl_rewards, verl_sft),
+        *(openrlhf_divergence, openrlhf_rewards, openrlhf_data, openrlhf_vllm, openrlhf_examples),
+    )
+}

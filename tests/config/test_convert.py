@@ -1,0 +1,327 @@
+"""Configurations of TRL, verl and OpenRLHF, as their documentation shows them, as recipes."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keel.cli.main import main
+from keel.config.conversion.convert import Converted, convert
+from keel.config.foreign import programs
+from keel.config.load import load_recipe
+from keel.config.schema import Recipe
+from keel.preflight.check import check
+from keel.types import KeelError
+from tests.source_tree import ROOT
+
+Capture = pytest.CaptureFixture[str]
+CONFIGS = Path(__file__).parent / "foreign_configs"
+REFUSED: dict[str, set[str]] = {
+    "openrlhf-dpo.sh": set(),
+    "openrlhf-group-norm.sh": {"max_samples"},
+    "openrlhf-ppo.sh": {"max_samples", "normalize_reward"},
+    "openrlhf-reinforce-baseline.sh": {"max_samples", "normalize_reward"},
+    "trl-dapo.py": {"reward_funcs", "top_entropy_quantile"},
+    "trl-dpo-lora.sh": set(),
+    "trl-dpo.sh": set(),
+    "trl-dr-grpo.json": set(),
+    "trl-grpo.yaml": set(),
+    "trl-gspo.py": set(),
+    "trl-lite-ppo.py": {"top_k", "top_p"},
+    "trl-reward.sh": set(),
+    "trl-rloo.yaml": set(),
+    "trl-sft-lora.sh": set(),
+    "trl-sft.sh": set(),
+    "verl-dapo.sh": {"data.truncation"},
+    "verl-gpg.sh": {"algorithm.adv_estimator"},
+    "verl-grpo-lora.sh": set(),
+    "verl-grpo.sh": set(),
+    "verl-gspo.yaml": set(),
+    "verl-ppo.sh": set(),
+    "verl-reinforce-baseline.sh": set(),
+    "verl-remax.sh": set(),
+    "verl-reward-model.sh": set(),
+    "verl-rloo.sh": set(),
+    "verl-sft.sh": set(),
+    "verl-sync-ref.sh": {
+        f"actor_rollout_ref.ref.{key}"
+        for key in ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+    },
+}
+"""The keys of each configuration that have no counterpart."""
+
+
+def converted(name: str, **options: Any) -> Converted:
+    return convert(str(CONFIGS / name), **options)
+
+
+def values(name: str) -> dict[str, Any]:
+    """The resolved recipe of a configuration, its keys with dots, without the stage's name."""
+    recipe = load_recipe(converted(name).recipe).model_dump()
+    found: dict[str, Any] = {}
+
+    def walk(table: dict[str, Any], above: str) -> None:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                walk(value, f"{above}{key}.")
+            else:
+                found[f"{above}{key}"] = value
+
+    (stage,) = recipe.pop("stages")
+    walk(recipe, "")
+    walk(stage, "")
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.iterdir()))
+def test_each_key_is_mapped_unused_or_refused(name: str) -> None:
+    found = converted(name)
+    assert {entry.partition(" = ")[0] for entry in found.refused} == REFUSED[name]
+    assert {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF"}[
+        name.partition("-")[0]
+    ] == found.program.framework
+    said = {key for theirs, _ in found.mapped for key in theirs} | set(found.unused)
+    assert not said & REFUSED[name]
+    assert tomllib.loads(found.toml()) == found.recipe
+
+
+EXACT: dict[str, dict[str, Any]] = {
+    "verl-dapo.sh": {
+        "rollout.prompts_per_step": 512,
+        "rollout.group_size": 16,
+        "rollout.max_tokens": 20480,
+        "rollout.overlong_buffer": 4096,
+        "rollout.dynamic_sampling": True,
+        "minibatches": 16,
+        "algorithm.surrogate.high": 0.28,
+        "algorithm.surrogate.dual": 10.0,
+        "algorithm.weights.kind": "token_mean",
+        "algorithm.advantage.epsilon": 1e-6,
+        "algorithm.divergence": None,
+        "optimizer.warmup_steps": 10,
+        "optimizer.weight_decay": 0.1,
+        "num_train_epochs": 1.0,
+    },
+    "verl-ppo.sh": {  # most of these are verl's defaults
+        "algorithm.advantage.lam": 1.0,
+        "algorithm.value.coefficient": 1.0,
+        "algorithm.value.clip": 0.5,
+        "algorithm.surrogate.dual": 3.0,
+        "algorithm.divergence": None,
+        "value.optimizer.weight_decay": 0.01,
+        "epochs": 1,
+        "minibatches": 4,
+    },
+    "verl-gspo.yaml": {
+        "algorithm.ratio": "sequence_token",
+        "algorithm.surrogate.low": 0.0003,
+        "algorithm.surrogate.dual": None,
+        "algorithm.weights.kind": "sequence_mean",
+        "optimizer.warmup_ratio": 0.05,
+        "steps": 500,
+        "evaluation.top_p": 0.7,
+    },
+    "verl-rloo.sh": {
+        "algorithm.ratio": "token",
+        "algorithm.surrogate.kind": "clip",
+        "algorithm.divergence.where": "reward",
+        "algorithm.divergence.estimator": "k1",
+        "algorithm.divergence.beta": 0.001,
+    },
+    "trl-grpo.yaml": {
+        "rollout.prompts_per_step": 4,
+        "epochs": 2,
+        "minibatches": 1,
+        "checkpoints.every": 250,
+        "optimizer.schedule": "cosine",
+        "optimizer.min_lr_ratio": 0.0,
+        "algorithm.divergence.unbiased": True,
+        "algorithm.weights.kind": "token_mean",
+        "seed": 42,
+    },
+    "trl-gspo.py": {
+        "rollout.prompts_per_step": 4,
+        "minibatches": 4,
+        "algorithm.ratio": "sequence",
+        "algorithm.surrogate.high": 4e-4,
+        "algorithm.divergence": None,
+    },
+    "trl-lite-ppo.py": {"rollout.prompts_per_step": 16, "algorithm.advantage.scale": "batch"},
+    "trl-rloo.yaml": {
+        "algorithm.ratio": "sequence_product",
+        "algorithm.weights.kind": "sequence_mean",
+        "algorithm.divergence.beta": 0.05,
+        "rollout.group_size": 4,
+    },
+    "trl-dpo-lora.sh": {
+        "steps": 1000,
+        "batch_size": 16,
+        "evaluation.every": 50,
+        "model.lora.rank": 32,
+        "model.lora.alpha": 16.0,
+        "model.lora.targets": ("q_proj", "v_proj"),
+        "model.lora.dropout": 0.05,
+    },
+    "trl-sft.sh": {"packing": True, "loss_on": "all", "max_tokens": 1024, "batch_size": 16},
+    "openrlhf-ppo.sh": {
+        "minibatches": 8,
+        "optimizer.betas": (0.9, 0.95),
+        "optimizer.schedule": "cosine",
+        "optimizer.min_lr_ratio": 0.1,
+        "optimizer.warmup_ratio": 0.03,
+        "algorithm.advantage.lam": 1.0,
+        "algorithm.divergence.where": "reward",
+        "value.optimizer.learning_rate": 9e-6,
+    },
+    "openrlhf-group-norm.sh": {
+        "minibatches": 8,
+        "algorithm.surrogate.high": 0.27,
+        "algorithm.divergence.where": "loss",
+        "algorithm.weights.kind": "token_mean",
+        "rollout.dynamic_sampling": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_values_and_defaults_are_translated_exactly(name: str) -> None:
+    found = values(name)
+    assert {key: found[key] for key in EXACT[name]} == EXACT[name]
+
+
+def test_defaults_of_keel_are_left_out() -> None:
+    found = converted("verl-grpo.sh")
+    assert found.defaults["algorithm.surrogate.dual"] == 3.0
+    assert "epochs" not in found.recipe  # 1 in both
+    assert "seed" not in found.recipe
+
+
+def test_vllm_and_its_correction_are_kept_if_asked_for() -> None:
+    plain, kept = (converted("openrlhf-group-norm.sh", vllm=vllm) for vllm in (False, True))
+    assert "vllm_num_engines" in plain.unused
+    assert "engine" not in plain.recipe["rollout"]
+    assert kept.recipe["rollout"]["engine"] == "vllm"
+    assert kept.recipe["rollout"]["vllm"]["gpu_memory_utilization"] == 0.6
+    assert kept.recipe["algorithm"]["correction"] == {"kind": "truncate"}  # the cap is 2 in both
+
+
+def test_unknown_keys_and_changed_mathematics_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "num_generations: 8\nbetta: 0.1\nloss_type: vespo\nuse_adaptive_entropy: true\n"
+    )
+    found = convert(str(path))
+    assert set(found.refused) == {
+        "betta = 0.1",
+        "loss_type = 'vespo'",
+        "use_adaptive_entropy = True",
+    }
+    assert "beta?" in found.refused["betta = 0.1"]
+
+
+def test_a_penalty_after_the_group_is_compared_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("python -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo\n")
+    found = convert(str(path))
+    assert "init_kl_coef = 0.01 (default)" in found.refused
+    assert found.recipe["algorithm"]["divergence"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "- 1\n", "it holds no table"),
+        ("a.yaml", "colour: red\n", "--from trl, verl or openrlhf"),
+        ("a.sh", "echo hello\n", "no setting found"),
+        ("a.py", "def f(:\n", "cannot be read as .py"),
+        ("b.json", None, "No such file"),
+    ],
+)
+def test_what_is_no_configuration_is_one_line(
+    name: str, text: str | None, message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["recipes", "convert", str(tmp_path / name)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_the_command_writes_a_recipe_and_reports_each_key(tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "recipe.toml"
+    words = ["recipes", "convert", str(CONFIGS / "verl-sync-ref.sh"), "--out", str(out)]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "refused, since it changes the result (3)" in captured.err
+    assert "# Refused, since it changes the result: actor_rollout_ref.ref.sync" in out.read_text()
+    assert isinstance(load_recipe(out), Recipe)
+    assert main(words) == 2  # it exists
+    capsys.readouterr()
+    assert main([*words[:3], "--json", "--from", "verl"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["framework"], len(found["refused"])) == ("verl", 3)
+    with pytest.raises(KeelError):
+        load_recipe(str(CONFIGS / "verl-sync-ref.sh"))
+
+
+@pytest.mark.parametrize("name", ["verl", "openrlhf"])
+def test_pages_name_the_keys_of_the_tables(name: str) -> None:
+    page = (ROOT / "docs" / "howto" / f"from-{name}.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|$", page, re.MULTILINE)
+    known = {(key, entry.to) for one in programs(name) for key, entry in one.keys.items()}
+    assert len(rows) > 15
+    assert set(rows) - known == set()
+
+
+# ---------------------------------------------------------------- keel check
+
+PAIRS = [{"prompt": f"{n}>", "chosen": f"{n}", "rejected": "no"} for n in range(40)]
+ROWS = [{**pair, "answer": pair["chosen"]} for pair in PAIRS]
+TEXTS = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+
+
+def shrunk(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The recipe on a tiny model and a local file, its sizes scaled down; all else as it is."""
+    kept = {k: v for k, v in recipe["model"].items() if k not in ("name", "revision")}
+    build = {"tokenizer": "bytes", "hidden_size": 32, "layers": 1, "heads": 2, "context": 64}
+    stage = recipe.get("stage", "rl")
+    path = folder / "rows.jsonl"
+    rows = {"rl": ROWS, "sft": TEXTS}.get(stage, PAIRS)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = {k: v for k, v in recipe.items() if k not in ("trackers", "num_train_epochs")}
+    out |= {"model": {**kept, "build": build, "device": "cpu"}, "steps": 2}
+    out.pop("token_budget", None)
+    optimizer = {k: v for k, v in recipe.get("optimizer", {}).items() if k != "offload"}
+    if optimizer.get("warmup_steps"):
+        optimizer["warmup_steps"] = 1
+    out["optimizer"] = optimizer
+    out["checkpoints"] = {"every": 2}
+    if stage != "rl":
+        return out | {"data": {"path": str(path)}, "batch_size": 4, "max_tokens": 48}
+    out["evaluation"] = {"prompts": 4, "every": 0}
+    out["tasks"] = [{"path": str(path), "answer": "answer"}]
+    out["rewards"] = {"functions": [{"function": "exact_match"}]}
+    out["prompts"] = {"max_tokens": 32}
+    group = min(recipe["rollout"].get("group_size", 8), 4)
+    rollout = {**recipe["rollout"], "prompts_per_step": 4, "group_size": group, "max_tokens": 8}
+    if "overlong_buffer" in rollout:
+        rollout["overlong_buffer"] = 4
+    out["rollout"] = rollout
+    out["minibatches"] = min(recipe.get("minibatches", 1), 4)
+    if "value" in recipe:
+        out["value"] = {k: v for k, v in recipe["value"].items() if k != "name"}
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_converted_recipe_passes_check(name: str, tmp_path: Path) -> None:
+    report = check(shrunk(converted(name).recipe, tmp_path), runs=False).as_dict()
+    errors = [one for one in report["findings"] if one["severity"] == "error"]
+    assert errors == []
