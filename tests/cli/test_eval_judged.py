@@ -157,12 +157,10 @@ def test_a_run_whose_validation_rows_are_all_ties(tmp_path: Path, capsys: Captur
 
 def test_an_accuracy_of_one_prompt_is_a_count() -> None:
     result: dict[str, Any] = {"accuracy": {"mean": 6 / 7, "low": 0.0, "high": 1.0, "n": 7}, "n": 7}
-    line = _measured("dpo", 4, result)
-    assert line == (
-        "dpo after 4 steps: validation accuracy 6 of 7 (too few prompts for an interval), n = 7"
-    )
+    line = _measured(result)
+    assert line == "validation accuracy 6 of 7 (too few prompts for an interval), n = 7"
     result["accuracy"] |= {"low": 0.42, "high": 0.99}
-    assert "validation accuracy 85.7% [42.0%, 99.0%], n = 7" in _measured("dpo", 4, result)
+    assert "validation accuracy 85.7% [42.0%, 99.0%], n = 7" in _measured(result)
 
 
 # ---------------------------------------------------------------- a stage's own keys

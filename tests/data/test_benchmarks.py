@@ -122,3 +122,30 @@ def test_recipe_gets_the_graders_of_its_benchmarks() -> None:
     assert [one.function for one in own] == ["place_match"]
     with pytest.raises(KeelError, match="not graded by one reward"):
         load_recipe("tiny", ["rewards.functions=[]", "tasks=[{name='mbpp'}, {name='gsm8k'}]"])
+
+
+def test_splits_of_the_hub_are_train_and_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` takes a folder in the hub's layout for the hub's data set of its name."""
+    folder = tmp_path / "openai" / "gsm8k"
+    (folder / "main").mkdir(parents=True)
+    for split, count in (("train", 9), ("test", 4)):
+        rows = [{"question": f"{split} {n}?", "answer": f"so\n#### {n}"} for n in range(count)]
+        jsonl(folder / "main" / f"{split}.jsonl", rows)
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n"
+        "    path: main/train.jsonl\n  - split: test\n    path: main/test.jsonl\n---\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    task = benchmark_task(TaskSource(name="gsm8k"))
+    assert (task.size("train"), task.size("validation")) == (9, 4)
+    assert "test 0?" in str(task.prompt("validation", 0).content)
+    base = benchmark_task(TaskSource(name="gsm8k"), chat=False, whole=True)
+    assert (base.size("validation"), base.protocol) == (
+        4, "a text to go on from, 8 worked examples",
+    )  # fmt: skip
+    text = str(base.prompt("validation", 3).content)
+    assert text.startswith("Question: train 0?\nAnswer: so\n#### 0\n\nQuestion: train 1?")
+    assert text.endswith("#### 7\n\nQuestion: test 3?\nAnswer:")
