@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import keel
 from keel.config.load import load_recipe
 from tests.shared import ROOT
 
@@ -72,3 +73,9 @@ def test_relative_links_resolve(page: Path) -> None:
         assert target.exists(), path
         if heading:
             assert heading in anchors(target), f"{path}#{heading}"
+
+
+def test_api_page_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = re.findall(r"^::: keel\.(\w+)$", page, re.M)
+    assert sorted(named) == sorted(set(keel.__all__) - {"__version__"})
