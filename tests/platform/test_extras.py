@@ -27,6 +27,8 @@ def test_table_has_the_extras_of_the_package() -> None:
             wanted += " ".join(text for other in inner.split(",") for text in stated[other])
         # pygame-ce comes by an extra of gymnasium.
         assert [p for p in packages if p not in wanted and p != "pygame-ce"] == []
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == EXTRAS.keys()
 
 
 def test_missing_packages_have_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
