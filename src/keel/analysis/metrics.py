@@ -63,7 +63,8 @@ are from 0 to 1. In italics: what to watch for. Every row also has `stage` and `
 from 1 within the stage; 0 is before training); a number that is not finite is `null`. Times
 (seconds by phase, the `total`) and the last section are in `timings.jsonl`, so that
 `metrics.jsonl` is a function of recipe and seed. What a reward
-function records with `log_metric` comes under the name that it gives.
+function records with `log_metric`, or a callback with `control.log`, comes under the name that it
+gives.
 """
 
 
