@@ -24,6 +24,8 @@ UNWRITTEN = (errno.EPIPE, errno.EIO, errno.ENOSPC)
 """Errors of an output without a reader, a closed terminal and a full disk."""
 LONGEST = 2_000
 """Characters of an error's line; a value of the user's in it may be a whole file."""
+ROLLOUTS = ("show", "score", "-h", "--help")
+"""What may follow `keel rollouts`; anything else is of `show`."""
 PREFERENCE_KINDS = (
     *("trl", "steps", "hh", "ultrafeedback"),
     *("helpsteer", "helpsteer-preference"),
@@ -202,11 +204,19 @@ runs diff -- The first step, sequence and token at which two runs differ, and in
   a RUN
   b RUN
   --json
-rollouts -- Print what a run sampled: prompts, completions, rewards.
+rollouts -- What a run sampled: shown, or scored by another reward.
+rollouts show -- Print prompts, completions, rewards (keel rollouts RUN is short for it).
   run RUN
   --step N -- which step (required)
   --stage NAME -- if several stages sample
   -n N -- how many (default 5; as JSON all)
+  --json
+rollouts score -- Score stored rollouts by other rewards, next to the stored values.
+  run RUN
+  --reward FUNCTION ... -- a built-in, module:function or file.py:function (required)
+  --step N -- of which step (default: all that are stored)
+  --stage NAME -- if several stages sample
+  -n N = 5 -- how many of the rows that differ most
   --json
 diagnose -- Report what went wrong in a run: evidence, causes, keys to change.
   run RUN -- a run folder, also of a run that goes on
@@ -278,7 +288,7 @@ HELP: Final = {
 """Of arguments whose line has none."""
 MODULES: Final = {
     **dict.fromkeys(("explain", "recipes", "tasks", "rewards", "models"), "lists"),
-    **dict.fromkeys(("rollouts", "diagnose", "report", "view"), "runs"),
+    **dict.fromkeys(("diagnose", "report", "view"), "runs"),
     **{"export": "eval", "control": "train", "recipes convert": "lists"},
 }
 """The file of a command or action; of others it has the command's name."""
@@ -329,7 +339,10 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments of a command; overrides may be before, between or after its options."""
     parser = build_parser()
-    arguments, rest = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["rollouts"] and words[1:] and words[1] not in ROLLOUTS:
+        words.insert(1, "show")
+    arguments, rest = parser.parse_known_args(words)
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
     if strange or (rest and not hasattr(arguments, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(strange or rest)}")

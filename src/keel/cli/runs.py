@@ -1,4 +1,4 @@
-"""`keel runs diff`, `rollouts`, `diagnose`, `report` and `view`: what run folders hold."""
+"""`keel runs diff`, `diagnose`, `report` and `view`: what run folders hold."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from keel.analysis.text import visible
 from keel.cli.main import print_result
 from keel.runs.diff import Difference, FirstDifference, Point, diff
 from keel.runs.reader import Run, load
-from keel.runs.rows import COMPONENT
 from keel.runs.values import Change
-from keel.types import KeelError, shown_text
+from keel.types import KeelError
 
 SHOWN = 6
 """Differing values that are printed."""
-COMPLETIONS = 5
-"""Completions of a step that are printed."""
 WIDTH, SAMPLE = 120, 160
 """Characters of a differing value, and of a completion that shows a problem."""
 DIFFERENT = 1
@@ -32,7 +29,6 @@ def run(arguments: argparse.Namespace) -> int | None:
     """The command that is named."""
     commands = {
         "runs diff": _diff,
-        "rollouts": _rollouts,
         "diagnose": _diagnose,
         "report": _report,
         "view": _view,
@@ -130,64 +126,6 @@ def _value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= WIDTH else text[:WIDTH] + "…"
-
-
-# ---------------------------------------------------------------- rollouts
-
-
-def _rollouts(arguments: argparse.Namespace) -> None:
-    """Print the rollouts of a step: all as JSON, else the first few."""
-    records = load(arguments.run).rollouts(arguments.step, arguments.stage)
-    print_result(
-        arguments, records[: arguments.n], _completions(records, arguments.n or COMPLETIONS)
-    )
-
-
-def _completions(records: Sequence[dict[str, Any]], shown: int) -> Iterator[str]:
-    """The first records as text."""
-    rewards = [one["reward"] for one in records if one["reward"] is not None]
-    groups = len({one["group"] for one in records})
-    mean = f", mean reward {sum(rewards) / len(rewards):.3g}" if rewards else ""
-    yield f"{len(records)} completions of {groups} prompts{mean}"
-    for one in records[:shown]:
-        parts = {
-            name.removeprefix(COMPONENT): value
-            for name, value in one.items()
-            if name.startswith(COMPONENT)
-        }
-        named = ", ".join(f"{name} {_number(value)}" for name, value in parts.items())
-        reward = _number(one["reward"]) + (f" ({named})" if len(parts) > 1 else "")
-        yield ""
-        yield (
-            f"{one['prompt_id']}: reward {reward}, advantage {_advantage(one)}, "
-            f"{len(one['tokens'])} tokens, ended by {one['finish']}"
-        )
-        yield f"  prompt      {_text(one['prompt'])}"
-        yield f"  completion  {_text(one['completion'])}"
-    if len(records) > shown:
-        yield f"\n{len(records) - shown} more: -n {len(records)} shows all, --json every token too"
-
-
-def _advantage(record: dict[str, Any]) -> str:
-    """One number if it is the same for all tokens of the policy, else the range."""
-    if record["advantages"] is None:
-        return "-"
-    of_policy = [
-        value for value, own in zip(record["advantages"], record["written"], strict=True) if own
-    ]
-    low, high = (min(of_policy), max(of_policy)) if of_policy else (0.0, 0.0)
-    return f"{low:+.3g}" if low == high else f"{low:+.3g} to {high:+.3g}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _text(content: Any) -> str:
-    """On one line, without control characters; of a conversation each message."""
-    if not isinstance(content, str):
-        return "  ".join(f"{turn['role']}: {_text(shown_text(turn))}" for turn in content)
-    return f'"{visible(content)}"'
 
 
 # ---------------------------------------------------------------- diagnose
