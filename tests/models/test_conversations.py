@@ -19,9 +19,10 @@ from keel.engines.turns import generate_multi_turn
 from keel.graders.formats import answer_part
 from keel.models.build import byte_tokenizer
 from keel.models.chat import PROBE, ChatEncoder, encode, encode_answer
+from keel.models.conversations import ConversationEncoder
 from keel.models.reward import Reader
 from keel.models.text import decode, encode_text
-from keel.types import Completion, Engine, Group, Message, Prompt, Sampling
+from keel.types import Completion, Engine, Group, KeelError, Message, Prompt, Sampling
 from tests.models.published_templates import CHATML, FAMILIES, tokenizer_of
 
 NAMES = sorted(FAMILIES)
@@ -469,3 +470,74 @@ def test_an_end_of_turn_need_not_be_special() -> None:
     found = encode_answer(ASK, "30", "row", ChatEncoder(tokenizer))
     assert tokenizer.decode(found.answer) == "30<|im_end|>"
     assert decode(tokenizer, [found.answer]) == ["30"]
+
+
+TURNS = [
+    {"role": "user", "content": " What is 12 + 18? "},
+    {"role": "assistant", "content": "30"},
+    {"role": "user", "content": "And of 日本 2 <|im_start|>assistant\n?"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt is 2."},
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_assistants_turns_are_cut_at_their_ends(name: str) -> None:
+    """The first three messages read as a prompt; each turn ends as the template ends it."""
+    tokenizer = tokenizer_of(name)
+    chat = ConversationEncoder(tokenizer)
+    segments = chat.turns(TURNS, "x")
+    assert [own for _, own in segments if own] == [True, True]
+    tokens = [token for part, _ in segments for token in part]
+    plain = [turn if at != 2 else {**turn, "content": "And 2?"} for at, turn in enumerate(TURNS)]
+    plain_tokens = [token for part, _ in chat.turns(plain, "x") for token in part]
+    assert plain_tokens == rendered(tokenizer, plain)
+    first = segments[1][0]
+    assert decode(tokenizer, [first])[0].strip().removeprefix("<|channel|>final<|message|>") == "30"
+    closing = {FAMILIES[name].end_of_turn, *(["<|end|>"] if name == "gpt-oss" else [])}
+    own = [part for part, written in segments if written]
+    assert {tokenizer.convert_ids_to_tokens(part[-1]) for part in own} <= closing
+    before = [token for part, _ in segments[:3] for token in part]
+    asked = chat.prompt(TURNS[:3], "x", mask=True)
+    assert asked[: len(before)] == before
+    assert tokens[: len(before)] == before
+
+
+TAGGED = CHATML.template.replace(
+    "{% if m['content'] is string %}{{ m['content'] }}{% endif %}",
+    "{% if m['role'] == 'assistant' %}{% generation %}\n  {{- m['content'] }}<|im_end|>"
+    "{%- endgeneration %}{% else %}{{ m['content'] }}{% endif %}",
+)
+
+
+def test_generation_tags_say_what_the_assistant_wrote() -> None:
+    tokenizer = changed("chatml", TAGGED)
+    found = tokenizer.apply_chat_template(
+        TURNS[:2], return_assistant_tokens_mask=True, return_dict=True
+    )
+    segments = ConversationEncoder(tokenizer).turns(TURNS[:2], "x")
+    assert [token for part, _ in segments for token in part] == found["input_ids"]
+    mask = [int(own) for part, own in segments for _ in part]
+    assert mask == found["assistant_masks"]
+
+
+def test_turns_that_cannot_be_cut_are_refused() -> None:
+    """Nothing of the template's own closes the assistant's words."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    chat = ConversationEncoder(changed("chatml", template))
+    with pytest.raises(KeelError, match="cannot be separated from the rest of the chat template"):
+        chat.turns(TURNS[:2], "x")
+
+
+def test_calls_and_results_stand_in_their_turns() -> None:
+    turns = [
+        *ASK,
+        {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+        {"role": "tool", "content": "12 °C"},
+        {"role": "assistant", "content": "Cold."},
+    ]
+    tokenizer = tokenizer_of("chatml")
+    own = [part for part, written in ConversationEncoder(tokenizer).turns(turns, "x") if written]
+    texts = [tokenizer.decode(part) for part in own]
+    assert texts[0].startswith("I look.<tool_call>")
+    assert texts[0].endswith("</tool_call><|im_end|>")
+    assert texts[1] == "Cold.<|im_end|>"

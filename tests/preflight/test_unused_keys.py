@@ -58,6 +58,12 @@ def judging(stage: str, **keys: Any) -> dict[str, Any]:
     return {"model": BUILD, "stages": [{"stage": stage, **source, **keys}]}
 
 
+def imitating(task: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]:
+    source = {"name": "jsonl", "path": "rows.jsonl", **data}
+    table = {"data": [source]} if task is None else {"tasks": [task]}
+    return {"model": BUILD, "stages": [{"stage": "sft", **table}]}
+
+
 SAMPLED: dict[str, Any] = {"tasks": [TASK]}
 PAIRWISE = {"model": "m", "mode": "pairwise"}
 SERVED = "algorithm.correction.kind=truncate rollout.engine=vllm"
@@ -166,6 +172,12 @@ CASES: list[tuple[Any, ...]] = [
      judging("dpo", sampled={**SAMPLED, "validation": 9}, evaluation={"rows": 0}), ()),
     ("sampled.tasks.0.weight",
      judging("dpo", sampled={"tasks": [{**TASK, "weight": 3.0}]}), ()),
+    ("data.0.weight", imitating(weight=2.0), ()),
+    ("data.0.validation_fraction", imitating(
+        name="datasets", options={"streaming": True}, validation_fraction=0.2), ()),
+    ("demonstration", imitating(), ("demonstration=m:f",)),
+    ("packing", imitating(TASK), ("packing=true",)),
+    ("evaluation.every", imitating(), ("evaluation={rows=0,every=5}",)),
 ]  # fmt: skip
 UNUSED = [(*case, LOCAL)[:4] for case in CASES]
 """Key, recipe, overrides, facts."""

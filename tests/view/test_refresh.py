@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nicegui import ui
 
 from keel.runs.layout import RunFolder
-from keel.runs.writer import truncate_after
+from keel.runs.writer import Recorder, truncate_after
 from keel.types import KeelError
 from keel.view import curves, rollouts, runs
 from keel.view.address import Address
@@ -86,6 +87,36 @@ def test_curves_go_on_with_the_next_stage_unless_the_address_names_one(tmp_path:
     shutil.rmtree(folder.path)
     folder, address = begin(tmp_path / "a"), Address(stage="one")
     simulate(lambda: curves.curves_page(library, address, None), use)
+
+
+def test_histograms_follow_the_newest_rollouts(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "a", TWO_STAGES)
+
+    def add(step: int, rewards: list[float], lengths: list[int]) -> None:
+        rows = [
+            hostile.row("x " * n, reward=reward) for reward, n in zip(rewards, lengths, strict=True)
+        ]
+        with Recorder(folder) as recorder:
+            recorder.rollouts(0, step, rows)
+            recorder.metrics(0, step, {"reward": 0.5})
+
+    def shown(user: Any, name: str) -> list[tuple[str, int]]:
+        (panel,) = marked(user, f"histogram-{name}")
+        (chart,) = [one for one in panel.descendants() if isinstance(one, ui.echart)]
+        data = chart.options["xAxis"]["data"], chart.options["series"][0]["data"]
+        return list(zip(*data, strict=True))
+
+    async def use(user: Any) -> None:
+        assert shown(user, "reward") == [("0", 1), ("1", 2)]
+        assert shown(user, "length") == [("3", 2), ("4", 0), ("5", 1)]
+        add(2, [0.01 * at for at in range(40)], [1, 2, 3, 4, 5, 7, *[8] * 34])
+        await until(lambda: len(shown(user, "reward")) == 20)
+        assert [n for _, n in shown(user, "reward")] == [2] * 20
+        counts = [1, 1, 1, 1, 1, 0, 1, 34]  # no completion has 6 tokens
+        assert shown(user, "length") == [(str(at), n) for at, n in enumerate(counts, 1)]
+
+    add(1, [1.0, 0.0, 1.0], [3, 3, 5])
+    simulate(lambda: curves.curves_page(Library([tmp_path]), Address(), None), use)
 
 
 def test_curves_of_a_folder_made_again_are_the_new_ones(tmp_path: Path) -> None:

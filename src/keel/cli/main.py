@@ -199,7 +199,25 @@ prefs costs -- What labels and completions cost, by round.
   --purpose TEXT -- what for
   --round INDEX
   --forecast -- expected, and not spent yet
-runs -- What run folders hold.
+runs -- Run folders: list, tag, delete, compare.
+runs list -- The runs in a folder: state, steps, newest figures, time, disk use, tags.
+  [folder] FOLDER = runs -- a folder of runs
+  --json
+runs tag -- Mark a run with words.
+  run RUN
+  tags... TAG -- letters, digits and . _ : + -
+  --json
+runs untag -- Take tags of a run away.
+  run RUN
+  tags... TAG -- which
+  --json
+runs delete -- Delete runs, or only their checkpoints.
+  runs... RUN -- run folders that no process writes
+  --yes -- do not ask
+  --json
+  one of:
+  --keep-last-checkpoint -- only checkpoints, all but the newest whole one
+  --checkpoints-only -- only checkpoints, all
 runs diff -- The first step, sequence and token at which two runs differ, and in what.
   a RUN
   b RUN
@@ -289,6 +307,7 @@ HELP: Final = {
 MODULES: Final = {
     **dict.fromkeys(("explain", "recipes", "tasks", "rewards", "models"), "lists"),
     **dict.fromkeys(("diagnose", "report", "view"), "runs"),
+    **dict.fromkeys(("runs list", "runs tag", "runs untag", "runs delete"), "folders"),
     **{"export": "eval", "control": "train", "recipes convert": "lists"},
 }
 """The file of a command or action; of others it has the command's name."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.filesize import decimal
 
 from keel.analysis.diagnosis.table import Diagnosis, diagnose
 from keel.analysis.progress import curve, figure, size, watching
@@ -24,6 +25,9 @@ from keel.platform.extras import install_command
 from keel.runs.layout import RunFolder
 from keel.runs.reader import Run, load
 from keel.types import KeelError, text_of
+
+LARGE = 10**9
+"""Bytes of a run folder from which on its size is shown."""
 
 
 class Start(Protocol):
@@ -121,6 +125,9 @@ def show(console: Console, folder: RunFolder) -> None:
                 console.print(_example(example), highlight=False, markup=False)
     _diagnoses(console, run)
     console.print(f"\nrun folder  {folder.path}")
+    if (taken := run.disk_use()) >= LARGE:
+        free = f"keel runs delete {folder.path} --keep-last-checkpoint"
+        console.print(f"disk use    {decimal(taken)} (less: {free})", soft_wrap=True)
     if folder.curve.exists():
         console.print(f"curve       {folder.curve}")
     console.print("next")

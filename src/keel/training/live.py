@@ -25,6 +25,7 @@ from keel.config.layers import layer, overlay
 from keel.config.load import RUN_FOLDER, Source, read_recipe
 from keel.config.schema import Recipe
 from keel.config.sources import ENDINGS
+from keel.data.tables import read_file
 from keel.models.adapter_files import keys_of_peft
 from keel.models.tokenizer_round_trip import quiet
 from keel.platform import files
@@ -107,7 +108,12 @@ def collect_inputs(
     if data is not None:
         stage = whole["stages"][-1]
         kind = stage_kind(keys.get("stage") or stage.get("stage", DEFAULT_KIND))
-        table = "data" if kind is not None and "data" in kind.model_fields else "tasks"
+        fields = set() if kind is None else {"data", "tasks"} & set(kind.model_fields)
+        table = "data" if "data" in fields else "tasks"
+        if len(fields) == 2:  # examples, or prompts whose answers are demonstrations
+            table = "tasks" if _of_task(data) else "data"
+            stage = {k: v for k, v in stage.items() if k not in fields or k == table}
+            whole = {**whole, "stages": [*whole["stages"][:-1], stage]}
         reading = {k: v for k, v in _only(stage.get(table)).items() if k not in PLACE and v}
         source = {**reading, **_data(data, eval_data, tables)}
         if rewards is None and table == "tasks" and "answer" in _columns(data):
@@ -198,6 +204,18 @@ def _columns(data: Any) -> Iterable[str]:
     if columns is None and isinstance(data, list | tuple) and data:
         columns = data[0]
     return columns or ()
+
+
+def _of_task(data: Any) -> bool:
+    """Whether data are a task, or prompts with gold answers, and not examples to imitate."""
+    if isinstance(data, Mapping):  # a recipe's table
+        return "path" not in data or not {"prompt", "answer"}.isdisjoint(data)
+    columns = _columns(data)
+    if isinstance(data, str | Path):
+        if not str(data).endswith(tuple(ENDINGS)):
+            return True
+        columns = read_file(data).rows[0].values
+    return {"prompt", "answer"} <= set(columns)
 
 
 def _refuse_splits(data: Any, name: str) -> None:

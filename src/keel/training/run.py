@@ -18,9 +18,10 @@ from keel.config.benchmarks import benchmarks
 from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe, Stage
-from keel.config.sources import TaskSource
+from keel.config.sources import SFTData, TaskSource
 from keel.data.mixture import build_task, stored
 from keel.data.preferences import READERS
+from keel.data.sft import read_sft
 from keel.data.splits import KINDS, places
 from keel.engines.endpoint.programs import load_program
 from keel.engines.registry import capabilities_of, check_engine, check_requests
@@ -317,6 +318,8 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
         # The records of a Python function may be expensive to make.
         if data is not None and records is not None and data.name in KINDS:
             READERS[records](data, recipe.seed)
+        for source in _sets(stage):
+            read_sft(source, recipe.seed)
         base, kind = stage.base_model, stage.reward_model
         if base is not None and kind is not None and base.stage is None:
             config = policy.model.config
@@ -377,7 +380,8 @@ def leaks(recipe: Recipe) -> Iterator[Leak]:
     Of files and `datasets` names; rows that a Python function returns are not read for this. What
     cannot be read is passed over: its own stage stops at it.
     """
-    if _alike(recipe):
+    sampled = [stage.sampling for stage in recipe.stages if stage.sampling is not None]
+    if _alike(recipe) or not any(one.evaluation and one.evaluation.prompts for one in sampled):
         return
     splits = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
     for at, (stage, files) in enumerate(splits):
@@ -390,14 +394,14 @@ def leaks(recipe: Recipe) -> Iterator[Leak]:
                     places = learned.places
                     shared = sum(not prompt.isdisjoint(places) for prompt in held.prompts)
                     if shared:
-                        judged = before.preference_data is not None
+                        judged = before.preference_data is not None or bool(_sets(before))
                         count, files_ = len(held.prompts), (held.name, learned.name)
                         yield Leak(stage.name, before.name, shared, count, *files_, judged)
 
 
 def _alike(recipe: Recipe) -> bool:
     """Whether all prompts are of one file, split in one way, so that the splits are disjoint."""
-    judged = any(stage.preference_data is not None for stage in recipe.stages)
+    judged = any(stage.preference_data is not None or _sets(stage) for stage in recipe.stages)
     split = {
         (source.name, source.path, source.validation_path, source.validation_fraction,
          source.prompt, tuple(sorted((k, repr(v)) for k, v in source.options.items())))
@@ -415,6 +419,12 @@ def _sources(stage: Stage) -> tuple[TaskSource, ...]:
     )
 
 
+def _sets(stage: Stage) -> tuple[SFTData, ...]:
+    """The sets of examples in files that the stage imitates."""
+    data = () if stage.imitated is None else stage.imitated.data
+    return tuple(one for one in data if one.name in KINDS and not one.streams)
+
+
 def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
     """The splits of the stage's files."""
     for source in _sources(stage):
@@ -424,6 +434,10 @@ def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
             for split, rows in data.splits.items():
                 prompts = frozenset(frozenset(places(entry.body)) for entry in rows)
                 yield split, _File(data.sources[split], prompts)
+    for one in _sets(stage):
+        with suppress(KeelError):
+            learned = (places(row.opening) for row in read_sft(one, recipe.seed).train)
+            yield "train", _File(str(one.path), frozenset(map(frozenset, learned)))
     pairs, records = stage.preference_data, stage.records
     if pairs is not None and records is not None and pairs.name in KINDS:
         with suppress(KeelError):

@@ -20,7 +20,8 @@ from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
 from keel.view.formulas import formula_of
-from keel.view.frame import EVERY, Problems, Shown, page
+from keel.view.frame import EVERY, GREY, Problems, Shown, page
+from keel.view.histograms import HistogramPanels, newest_rollouts
 from keel.view.library import Library, OpenRun, panels, pictures_of, status_of
 
 WIDEST = 101
@@ -47,6 +48,7 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
     shown = Shown("/curves", address.but(run=tuple(run.name for run in runs)))
     files = _read(library, runs, address.stage, price)
     stage = files.stage
+    newest = newest_rollouts(runs[0], stage) if len(runs) == 1 else None
     with page(shown, runs[0].name):
         problems = Problems()
         problems.show(files.problems)
@@ -61,6 +63,8 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
                 _panel(panel, _curves(shown.address, runs, stage, panel), shown.address)
                 for panel in panels(runs[0], stage)
             ]
+            dark = shown.address.theme == "dark"
+            histograms = None if newest is None else HistogramPanels(newest, dark)
         pictures(runs[0], stage)
 
     async def draw() -> None:
@@ -86,6 +90,15 @@ def curves_page(library: Library, address: Address, price: float | None) -> None
             ui.navigate.reload()
             return
         await draw()
+        if len(runs) > 1:
+            return
+        read = await background.io_bound(newest_rollouts, runs[0], stage)
+        if read is None:
+            return
+        if histograms is None:  # the first that there are
+            ui.navigate.reload()
+        else:
+            histograms.show(read)
 
     timer = ui.timer(EVERY, refresh)
 
@@ -270,8 +283,6 @@ _SMALL = (
     " : v.toLocaleString('en', {maximumSignificantDigits: 5})"
 )
 """How the page writes the figures of an axis."""
-GREY = "#888888"
-"""Text and axes: legible on a light and on a dark page."""
 
 
 def chart_options(

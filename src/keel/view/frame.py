@@ -14,6 +14,8 @@ from keel.runs.rows import COMPONENT
 from keel.view.address import Address
 from keel.view.formulas import FORMULA_STYLE, font_face
 
+GREY = "#888888"
+"""Text and axes of a chart: legible on a light and on a dark page."""
 EVERY = 2.0
 """Seconds between two looks at the files."""
 PAGES = (("/", "Runs", "r"), ("/curves", "Curves", "c"), ("/rollouts", "Rollouts", "o"),

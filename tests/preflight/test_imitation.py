@@ -1,0 +1,43 @@
+"""`keel check` of examples to imitate: columns, steps, and what is too long."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from keel.preflight.check import check
+from tests.soak.cases import TURNS, imitated
+from tests.training import judged
+
+
+@pytest.mark.slow
+def test_check_reads_the_sets_and_runs_their_longest(tmp_path: Path) -> None:
+    stage = imitated(tmp_path, num_train_epochs=2, max_tokens=9)
+    report = check(judged.recipe(stage, chat_template=TURNS).model_dump(exclude_none=True))
+    (found,) = report.stages
+    assert found.figures["columns of jsonl:train"] == "messages"
+    assert found.figures["columns of jsonl:texts#2"] == "text"
+    assert found.figures["long examples of jsonl:train"].startswith("25 examples cut to 9")
+    blocks = found.figures["train blocks"]
+    assert isinstance(blocks, int)
+    assert (found.figures["steps"], found.figures["epochs"]) == (-(-2 * blocks // 3), 2.0)
+    assert found.measured["seconds"] >= 0
+    assert report.findings == ()
+
+
+def test_check_names_the_columns_that_were_meant(tmp_path: Path) -> None:
+    rows = [{"question": f"{at}", "answer": f"{at}", "id": at} for at in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(tmp_path / "rows.jsonl")}
+    stage = {"stage": "sft", "steps": 2, "batch_size": 4, "data": [source]}
+    (finding,) = check({"model": judged.MODEL, "stages": [stage]}, runs=False).findings
+    assert 'columns = {prompt = "question", completion = "answer"}' in finding.evidence
+    named = {**source, "columns": {"prompt": "question", "completion": "answer"}}
+    (found,) = check(
+        {"model": judged.MODEL, "stages": [{**stage, "data": [named]}]}, runs=False
+    ).stages
+    assert found.figures["columns of jsonl:rows"] == (
+        "question (prompt), answer (completion); not read: id"
+    )
