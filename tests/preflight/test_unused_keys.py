@@ -82,6 +82,8 @@ trackers.mlflow=true trackers.histograms=false
 cluster.rollout_workers=3
 cluster.deadline=30
 rollout.max_turns=3
+rollout.stored=runs/a
+model.lora.adapter=a/b model.lora.rank=4
 rollout.program=mine.py:run rollout.max_turns=3
 rollout.reply_role=tool
 rollout.max_programs=3

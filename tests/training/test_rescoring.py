@@ -1,4 +1,4 @@
-"""Stored rollouts scored again: the same reward agrees, another is told apart, with its columns."""
+"""Stored rollouts scored again: the same reward agrees, another differs, with its columns."""
 
 from __future__ import annotations
 
