@@ -342,7 +342,7 @@ def _imitated(folder: Path) -> Recipe:
 
 def _streamed(folder: Path) -> Recipe:
     """Two passes and more over a streamed set, of which one window is packed at a time."""
-    options = {"streaming": True, "split": "train[:11]"}
+    options = {"streaming": True, "split": "train[:17]"}
     source = {"name": "datasets", "path": str(folder / "talks"), "options": options}
     stage = imitated(folder, steps=4, data=[source], batch_size=2)
     return judged.recipe(stage, chat_template=TURNS)
