@@ -19,6 +19,7 @@ from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
+from keel.view.library import Library, status_of
 from tests.soak.cases import TURNS, imitated
 from tests.training import judged
 from tests.training.small import info, metrics, notes
@@ -112,6 +113,8 @@ def test_epochs_become_steps(stage: str, tmp_path: Path) -> None:
     run = train(recipe, tmp_path / "run")
     steps = -(-size // 2 // 4)
     assert (info(run)["steps"], len(metrics(run))) == ({stage: steps}, steps)
+    opened = Library([tmp_path]).get("run")
+    assert status_of(opened, stage).steps == steps
     assert info(run)["finished"]
 
 

@@ -77,6 +77,10 @@ def test_runs_with_numbers_are_sorted_by_these(tmp_path: Path) -> None:
         ('[[stages.tasks]]\nname = "a"\n[[stages.tasks]]\nname = "b"\npath = "none"\n', "a, b"),
         ('[[stages.tasks]]\nname = "jsonl"\npath = "/data/x/gsm8k.jsonl"\n', "gsm8k.jsonl"),
         ('[stages.environment]\nid = "CartPole-v1"\n', "CartPole-v1"),
+        (
+            '[[stages.data]]\npath = "a.jsonl"\n[[stages.data]]\npath = "b.jsonl"\n',
+            "a.jsonl, b.jsonl",
+        ),
         ('[stages.data]\nname = "pairs"\npath = "p.parquet"\n', "p.parquet"),
         ("", ""),
     ],

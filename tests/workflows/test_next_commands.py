@@ -10,18 +10,26 @@ from safetensors.torch import load_file
 
 from keel.cli.main import main
 from keel.config.load import to_toml
-from tests.training.judged import recipe
+from tests.training.judged import recipe, write
 from tests.training.test_judging_stages import pairs
 
 
+TEXTS = [{"text": f"{at}>{at}"} for at in range(20)]
+
+
 @pytest.mark.quick("dpo")
-@pytest.mark.parametrize("kind", ["dpo", "reward_model", "sft dpo"])
+@pytest.mark.parametrize("kind", ["dpo", "reward_model", "sft dpo", "chats"])
 def test_commands_that_a_run_prints_succeed(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = {"name": "sort_digits"}
     stages = {
         "sft": {"stage": "sft", "steps": 1, "batch_size": 4, "tasks": [task]},
+        "chats": {
+            "stage": "sft",
+            "steps": 1,
+            "data": [{"path": write(tmp_path / "a.jsonl", TEXTS)}],
+        },
         "dpo": pairs(tmp_path, stage="dpo", steps=1),
         "reward_model": pairs(tmp_path, steps=1),
     }

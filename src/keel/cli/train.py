@@ -135,7 +135,7 @@ def show(console: Console, folder: RunFolder) -> None:
     commands = [["report", path], ["export", path, model]]
     if folder.model(run.stages[-1]).is_dir():
         commands[1] += ["--stage", run.stages[-1]]
-    elif any("tasks" in stage for stage in run.recipe()["stages"]):
+    elif any(stage.get("tasks") for stage in run.recipe()["stages"]):
         commands.insert(1, ["eval", path, "--samples", "4"])
     for words in commands:
         console.print(f"  {shlex.join(['keel', *words])}", soft_wrap=True, markup=False)

@@ -100,7 +100,9 @@ class OpenRun:
     def tasks(self) -> str:
         """What the last stage trains on: tasks, data or an environment by name, files by theirs."""
         stage = self.recipe["stages"][-1]
-        tables = stage.get("tasks") or [stage.get("data"), stage.get("environment")]
+        data = stage.get("data")  # the sets of an sft stage are several
+        own = data if isinstance(data, list) else [data]
+        tables = stage.get("tasks") or [*own, stage.get("environment")]
         found = [[t.get(key) for key in ("path", "name", "id")] for t in tables if t]
         names = [[name for name in one if name not in (None, "none")] for one in found]
         return ", ".join(Path(str(one[0])).name for one in names if one)
