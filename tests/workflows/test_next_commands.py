@@ -13,7 +13,6 @@ from keel.config.load import to_toml
 from tests.training.judged import recipe, write
 from tests.training.test_judging_stages import pairs
 
-
 TEXTS = [{"text": f"{at}>{at}"} for at in range(20)]
 
 
