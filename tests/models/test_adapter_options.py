@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from keel.config.model import Lora, Model
 from keel.engines.native import NativeEngine
+from keel.engines.sampling_weights import SamplingWeights
 from keel.models import lora
 from keel.models.adapter_files import read_adapter
 from keel.models.packed import pack
@@ -303,3 +304,16 @@ def test_pefts_config_becomes_the_recipes_table() -> None:
     ):
         with pytest.raises(KeelError, match=reason):
             collect_inputs("quickstart", lora=wrong)
+
+
+def test_the_static_decoders_copy_has_dora_merged() -> None:
+    ours = _stirred(dora=True, modules_to_save=("lm_head", "norm"))
+    copied = SamplingWeights(ours.model, torch.float64)
+    learn(ours, 2)
+    copied.refresh()
+    merged = lora.plain_weights(ours.model)
+    for name in ("layers.0.self_attn.o_proj", "layers.1.mlp.down_proj", "norm"):
+        weight = copied.backbone.get_submodule(name).weight
+        expected = merged[f"model.{name}.weight"].double()
+        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(copied.head.weight, merged["lm_head.weight"].double())
