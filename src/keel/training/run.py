@@ -100,46 +100,34 @@ def train(
     recipe = load_recipe(place.recipe)
     check_alerts(recipe.alerts)
     alerts = AlertSender(recipe.alerts, place.path)
-    with alerts.at_end(lambda: bool(read_run_json(place).get("finished"))):
-        _run_with_restarts(recipe, place, resume, callbacks, labeller, alerts)
-    return place
-
-
-def _run_with_restarts(
-    recipe: Recipe,
-    place: RunFolder,
-    resume: bool,
-    callbacks: Sequence[object],
-    labeller: PairLabeller | None,
-    alerts: AlertSender,
-) -> None:
-    """Run to the end, going on from the newest checkpoint as often as processes of Ray may end."""
     before: Path | None = None
     left, lost = recipe.cluster.restarts, ""
     stopping: Interrupt | None = None
-    while True:
-        try:
-            with lifecycle.run_lifecycle(place, resume, callbacks) as (writer, start):
-                stopping = writer.interrupt
-                progress = Progress(stage=0) if start is None else _progress_of(start, recipe)
-                writer.recorder.event("resumed" if resume else "started", step=progress.step)
-                if lost:
-                    writer.note(lost)
-                if start != before:
-                    before, left = start, recipe.cluster.restarts
-                writer.callbacks.add(DiagnosisMonitor(alerts.attach(writer.warn)))
-                writer.callbacks.add(alerts)
-                templates = templates_at(run=place, record=True)
-                with keeping_threads(), keeping_stacks(writer), templates:
-                    run_stages(recipe, writer, progress, start, labeller)
-            return
-        except KeelError as error:
-            if not isinstance(error.__cause__, ProcessLost) or recipe.cluster.ray is None:
-                raise
-            if left == 0 or stopping:
-                raise
-            left, resume = left - 1, True
-            lost = f"{error.__cause__}: going on from the newest checkpoint"
+    with alerts.at_end(lambda: bool(read_run_json(place).get("finished"))):
+        # On from the newest checkpoint, as often as processes of Ray may end.
+        while True:
+            try:
+                with lifecycle.run_lifecycle(place, resume, callbacks) as (writer, start):
+                    stopping = writer.interrupt
+                    progress = Progress(stage=0) if start is None else _progress_of(start, recipe)
+                    writer.recorder.event("resumed" if resume else "started", step=progress.step)
+                    if lost:
+                        writer.note(lost)
+                    if start != before:
+                        before, left = start, recipe.cluster.restarts
+                    writer.callbacks.add(DiagnosisMonitor(alerts.attach(writer.warn)))
+                    writer.callbacks.add(alerts)
+                    templates = templates_at(run=place, record=True)
+                    with keeping_threads(), keeping_stacks(writer), templates:
+                        run_stages(recipe, writer, progress, start, labeller)
+                return place
+            except KeelError as error:
+                if not isinstance(error.__cause__, ProcessLost) or recipe.cluster.ray is None:
+                    raise
+                if left == 0 or stopping:
+                    raise
+                left, resume = left - 1, True
+                lost = f"{error.__cause__}: going on from the newest checkpoint"
 
 
 @contextmanager
