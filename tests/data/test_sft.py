@@ -63,6 +63,10 @@ def test_the_form_follows_from_the_columns(
         ({"a": "b"}, 'as in columns = {prompt = "question", completion = "answer"}'),
         ({"messages": "hello"}, "rows.jsonl:1: column 'messages' = 'hello': give a list"),
         ({"prompt": "a", "completion": ""}, "the completion is empty"),
+        (
+            {"prompt": "a", "completion": [{"role": "user", "content": "b"}]},
+            "no message in it is the assistant's",
+        ),
     ],
 )
 def test_a_row_of_no_form_names_the_columns_meant(

@@ -528,6 +528,17 @@ def test_turns_that_cannot_be_cut_are_refused() -> None:
         chat.turns(TURNS[:2], "x")
 
 
+def test_calls_that_a_template_leaves_out_are_refused() -> None:
+    """Else the turn would be an empty answer."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    chat = ConversationEncoder(changed("chatml", template))
+    turns = [*ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    with pytest.raises(KeelError, match="does not write tool_calls"):
+        chat.turns(turns, "x")
+
+
 def test_calls_and_results_stand_in_their_turns() -> None:
     turns = [
         *ASK,

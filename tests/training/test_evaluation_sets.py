@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from keel.analysis.statistics import majority, pass_at_k
 from keel.cli.main import main
+from keel.config.evaluation import Evaluation
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
+from keel.config.sources import RewardSource
 from keel.models.policy import load_policy
 from keel.platform.sandbox import bubblewrap
 from keel.platform.signals import Interrupted
+from keel.rewards.registry import load_reward
+from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
 from keel.training.evaluation import evaluate
-from keel.training.evaluator import majority_at_k
+from keel.training.evaluator import Evaluator, majority_at_k
 from keel.training.run import train
-from keel.types import KeelError
+from keel.types import Group, KeelError, Prompt
+from tests.data.made import completion
 from tests.soak.killing import differences
 from tests.training.small import Stop, info, metrics, run, small
 
@@ -51,6 +58,43 @@ def test_pass_at_k_is_the_mean_over_subsets(right: int, k: int) -> None:
 def test_majority_of_answers(votes: str, right: bool) -> None:
     given = [(None if v == "-" else v, v.startswith("7")) for v in votes.split()]
     assert majority(given) is right
+
+
+MATHS = [r"\boxed{\frac12}", r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{3}", r"\boxed{3}"]
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "texts", "share"),
+    [
+        ("math", {}, MATHS, 0.0),  # three spellings of one wrong number outvote 3
+        (
+            "exact_match",
+            {"tag": "a"},
+            [f"It{' ' * n} is: <a>{'5' if n < 3 else 3}</a>" for n in range(5)],
+            0.0,
+        ),
+        (
+            "exact_match",
+            {"tag": "a"},
+            [f"It{' ' * n} is: <a>{'5' if n < 2 else 3}</a>" for n in range(5)],
+            1.0,
+        ),
+    ],
+)
+def test_votes_are_counted_in_the_rewards_form(
+    function: str, options: dict[str, Any], texts: list[str], share: float
+) -> None:
+    source = RewardSource(function=function, options=options)
+    scorer = Scorer([load_reward(source)])
+    prompt = Prompt("t/0", "What?", {"answer": "3"}, "t")
+    group = Group(prompt, tuple(completion(text) for text in texts))
+    with closing(scorer):
+        scored = scorer([group], 1)
+        evaluator = Evaluator(SimpleNamespace(), scorer, [prompt], Evaluation())  # type: ignore[arg-type]
+        answers = evaluator._answers([group], scored)
+    assert answers is not None
+    votes = list(zip(answers[0], [one.reward == 1 for one in scored.results[0]], strict=True))
+    assert majority_at_k(votes, 5) == share
 
 
 def test_majority_of_k_is_over_disjoint_blocks() -> None:

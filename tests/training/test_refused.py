@@ -92,6 +92,9 @@ def rl(stage: str) -> dict[str, Any]:
     return {"stage": "rl", "tasks": [TASK], "rewards": outcome_of(stage), "algorithm": "grpo"}
 
 
+RL: dict[str, Any] = {"stage": "rl", "tasks": [TASK], "algorithm": "grpo"}
+
+
 def based(kind: dict[str, Any], **base: Any) -> dict[str, Any]:
     return {**kind, "name": "made", "base": base}
 
@@ -183,14 +186,20 @@ def refused(folder: Path, stage: dict[str, Any], message: str, **model: Any) -> 
         ({"stage": "dpo", "data": {**FILE, "path": "nope.jsonl"}}, r"nope\.jsonl"),
         (JUDGE, r"train\.jsonl:1.*chosen"),
         ({**JUDGE, "objective": "labels"}, r"train\.jsonl:1.*completion"),
+        ({**RL, "tasks": [{"name": "nosuch"}]}, "stage 'rl': unknown task 'nosuch'"),
+        (
+            {**RL, "evaluation": {"sets": [{"name": "x", "task": {"path": "nope.jsonl"}}]}},
+            r"stage 'rl': .*nope\.jsonl",
+        ),
     ],
 )
-def test_rows_of_a_later_stage_are_read_first(
+def test_data_of_a_later_stage_are_read_first(
     stage: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    if stage["data"] is FILE:
+    if stage.get("data") is FILE:
         stage = {**stage, "data": data(tmp_path, traces(9, 1), traces(9, 2))}
-    refused(tmp_path / "run", {**stage, **BRIEF}, message)
+    brief = {"steps": 2} if stage["stage"] == "rl" else BRIEF
+    refused(tmp_path / "run", {**stage, **brief}, message)
 
 
 def test_model_family_without_the_class_is_refused_first(tmp_path: Path) -> None:
@@ -247,3 +256,10 @@ def test_invalid_demonstration_is_named(function: str, message: str, tmp_path: P
     stage = {**SFT, "demonstration": f"{HERE}:{function}"}
     with pytest.raises(KeelError, match=message):
         train(load_recipe({"model": {"build": build}, "stages": [stage]}), tmp_path / "run")
+
+
+def test_epochs_too_few_for_the_policy_are_refused() -> None:
+    stage = {**RL, "algorithm": "ppo", "num_train_epochs": 0.2, "value": {"warmup_steps": 50}}
+    made = recipe(stage).stages[0]
+    with pytest.raises(KeelError, match="leaves the policy none of the stage's 1 steps"):
+        made.lasting(100, 32)

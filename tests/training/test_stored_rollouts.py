@@ -10,6 +10,7 @@ from keel.platform.signals import Interrupted
 from keel.preflight.check import check
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
+from keel.training.evaluation import evaluate
 from keel.training.run import train
 from keel.types import KeelError
 from tests.training.small import FAST, Stop, small
@@ -37,6 +38,7 @@ def _same(one: RunFolder, other: RunFolder) -> None:
 def test_a_runs_own_rollouts_give_the_same_run(run: RunFolder, tmp_path: Path) -> None:
     again = train(small(*_from(run)), tmp_path / "again")
     _same(run, again)
+    assert evaluate(again.path, prompts=4)["n"] == 4
     for step in (1, 4):
         assert load(again.path).rollouts(step) == load(run.path).rollouts(step)
 

@@ -165,12 +165,8 @@ class RolloutStage(StageConfig):
                 "value.name is the backbone of a critic, and a head is on the policy's: set "
                 'value.kind = "critic", or leave it out'
             )
-        whole = self.unresolved or self.value.warmup_steps < self.steps
-        if self.algorithm.value is not None and not whole:
-            raise ValueError(
-                f"value.warmup_steps = {self.value.warmup_steps} leaves the policy none of the "
-                f"stage's {self.steps} steps: set it lower, or steps higher"
-            )
+        if not self.unresolved:
+            self.check_steps()
         if self.minibatches > r.prompts_per_step * r.group_size:
             raise ValueError(
                 f"minibatches = {self.minibatches} is more than the "
@@ -247,6 +243,14 @@ class RolloutStage(StageConfig):
                 "evaluation": Evaluation(prompts=0),
             }
         )
+
+    def check_steps(self) -> None:
+        warmup = self.value.warmup_steps
+        if self.algorithm.value is not None and warmup >= self.steps:
+            raise ValueError(
+                f"value.warmup_steps = {warmup} leaves the policy none of the stage's "
+                f"{self.steps} steps: set it lower, or steps higher"
+            )
 
     @property
     def evaluation_interval(self) -> int:

@@ -315,7 +315,15 @@ class StageConfig(FrozenModel):
             )
         # The product of a share and a size may end just above a whole number.
         steps = max(math.ceil(round(self.num_train_epochs * size / batch, 9)), 1)
-        return self.model_copy(update={"steps": steps, "num_train_epochs": None})
+        found = self.model_copy(update={"steps": steps, "num_train_epochs": None})
+        try:
+            found.check_steps()
+        except ValueError as error:
+            raise KeelError(f"num_train_epochs = {self.num_train_epochs:g}: {error}") from None
+        return found
+
+    def check_steps(self) -> None:
+        """Raise ValueError if the stage has too few steps for what else it is to do."""
 
     def train(self, run: Any, progress: Any) -> Any:
         """Set the stage up, or restore it, and run it from `progress` to its last step, or until

@@ -132,7 +132,7 @@ def guess_columns(columns: Collection[str]) -> str:
     """A hint at the columns that were probably meant."""
     for form in FORMS:
         found = {part: likely_column(part, columns) for part in form}
-        if all(found.values()):
+        if all(found.values()) and any(part != name for part, name in found.items()):
             pairs = ", ".join(f'{part} = "{name}"' for part, name in found.items() if part != name)
             return f": did you mean columns = {{{pairs}}}?"
     return ': name them, as in columns = {prompt = "question", completion = "answer"}'
@@ -163,6 +163,8 @@ def read_row(source: SFTData, row: SourceRow, id: str) -> SFTRow:
     completion = fields.answer("completion") if plain else fields.prompt("completion")
     if isinstance(completion, str) and not completion:
         raise fields.wrong("completion", "the completion is empty: leave the row out")
+    if not isinstance(completion, str) and all(t["role"] != "assistant" for t in completion):
+        raise fields.wrong("completion", "no message in it is the assistant's")
     if source.system is not None and not source.raw:
         turns = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
         prompt = _with_system(turns, source.system)

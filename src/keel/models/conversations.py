@@ -40,6 +40,7 @@ class ConversationEncoder(ChatEncoder):
             for turn in messages
         ]
         pieces = self._tagged(masked, name, tools) or self._cut(masked, name, tools)
+        _check_calls(messages, pieces[1::2], name)
         segments = list[tuple[list[int], bool]]()
         stripping = tuple(self._strips[1])
         for at, piece in enumerate(pieces):
@@ -126,6 +127,19 @@ class ConversationEncoder(ChatEncoder):
             added = asked[len(without) :] if asked.startswith(without) else ""
             return added or asked.rpartition(text_of(turns[-1]))[2]
         return ""
+
+
+def _check_calls(messages: Sequence[Message], own: Sequence[str], name: str) -> None:
+    """Raise KeelError if the template writes a turn of the assistant without its tool calls."""
+    turns = [turn for turn in messages if turn["role"] == "assistant"]
+    for turn, text in zip(turns, own, strict=False):
+        for call in turn.get("tool_calls") or ():
+            called = str(call.get("function", call).get("name", ""))
+            if called not in text and json.dumps(called)[1:-1] not in text:
+                raise KeelError(
+                    f"{name}: the chat template does not write tool_calls ({called[:60]}): set "
+                    "model.chat_template to one that does, or write the calls into the content"
+                )
 
 
 def _as_shown(text: str, start: int, words: str, after: str) -> str:

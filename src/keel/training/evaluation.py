@@ -21,6 +21,7 @@ from keel.config.stage import JudgedSource, Records
 from keel.data.benchmarks import BenchmarkTask
 from keel.data.mixture import build_tasks, stored
 from keel.data.preferences import READERS
+from keel.engines.registry import evaluating
 from keel.models.policy import Policy
 from keel.models.reward import load_reward_model
 from keel.rewards.registry import NamedReward, RewardContext
@@ -193,6 +194,7 @@ def _run(
     chosen = source.validation(choice.prompts, left_out)
     judge.check(chosen)
     less = "lower --prompts or --max-tokens"
+    rollout = evaluating(rollout)
     sampler = build_sampler(
         rollout_engine(policy, rollout), source, judge, rollout, seed, less=less
     )

@@ -13,8 +13,11 @@ from keel.analysis.statistics import majority, mean_interval, pass_at_k, wilson_
 from keel.config.evaluation import SampledEvaluation
 from keel.config.fields import derive
 from keel.data.columns import shown_gold
-from keel.graders.formats import answer_part, normalise
+from keel.graders.formats import normalise
+from keel.graders.notation import plain, squeezed
+from keel.graders.numbers import read_number
 from keel.rewards.registry import NamedReward
+from keel.rewards.rules import stated_texts
 from keel.rewards.scorer import Scored, Scorer
 from keel.runs.rows import RolloutRow
 from keel.runs.writer import due
@@ -28,6 +31,8 @@ EXAMPLES = 4
 """How many completions an evaluation shows."""
 WHOLE_TEXTS = ("task", "exact_match", "place_match")
 """Rewards that compare the whole text, so that it is its own normal form."""
+EXTRACTING = ("math", "numeric_match", "choice")
+"""Rewards that log what they compare as `extracted`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +162,16 @@ class Evaluator:
         judging = self.judging
         if judging is None:
             return None
+        function, alone = judging.source.function, len(self.scorer.functions) == 1
         logged = scored.extras.get(f"{judging.name}/extracted", scored.extras.get("extracted"))
-        if logged is not None:
-            flat = [None if one is None else normalise(str(one)) for one in logged]
-        elif judging.source.function in WHOLE_TEXTS:
-            stated = (answer_part(c.text, g.prompt.opening) for g in groups for c in g.completions)
+        flat: list[str | None]
+        if logged is not None and (alone or function in EXTRACTING):
+            form = _same_mathematics if function == "math" else normalise
+            flat = [None if one is None else form(str(one)) for one in logged]
+        elif function in WHOLE_TEXTS:
+            own = [(c.text, g.prompt.opening) for g in groups for c in g.completions]
+            tag = judging.source.options.get("tag")
+            stated = stated_texts([text for text, _ in own], tag, [opening for _, opening in own])
             flat = [None if one is None else normalise(one) for one in stated]
         else:
             return None
@@ -196,6 +206,13 @@ class Evaluator:
         name = self.config.component
         rewards = [v.reward if name is None else v.components.get(name) for v in results]
         return [reward for reward in rewards if reward is not None]
+
+
+def _same_mathematics(text: str) -> str:
+    """What answers of mathematics are counted by: the value of a number, else the text without
+    blanks, each command of LaTeX in one spelling."""
+    number = read_number(text)
+    return squeezed(plain(text)) if number is None else str(number.value)
 
 
 def majority_at_k(votes: Sequence[tuple[str | None, bool]], k: int) -> float:

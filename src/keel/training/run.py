@@ -19,7 +19,7 @@ from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe, Stage
 from keel.config.sources import SFTData, TaskSource
-from keel.data.mixture import build_task, stored
+from keel.data.mixture import build_task, build_tasks, stored
 from keel.data.preferences import READERS
 from keel.data.sft import read_sft
 from keel.data.splits import KINDS, places
@@ -295,7 +295,17 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
                 check_requests(stage.sampling, engine=offered)
                 if rollout.program is not None:
                     load_program(rollout.program)
+    chat = policy.tokenizer.chat_template is not None
     for stage in recipe.stages[current + 1 :]:
+        tasks = [(source, False) for source in stage.trained_tasks]
+        evaluation = None if stage.sampling is None else stage.sampling.evaluation
+        if evaluation is not None:
+            tasks += [(one.task, True) for one in evaluation.sets]
+        for task, whole in tasks:
+            # What a Python function returns may be expensive to make.
+            if ":" not in task.name:
+                with _naming(stage):
+                    build_tasks((task,), recipe.seed, chat=chat, whole=whole)
         if stage.sampling is not None:
             with _naming(stage):
                 check_evaluated(stage.sampling)
