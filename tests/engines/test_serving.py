@@ -168,6 +168,10 @@ def test_choices_usage_and_log_probs_of_completions() -> None:
         ("completions", {"prompt": "1" * 10**6}, 400, "no token is left"),
         ("chat/completions", {"temperature": -1}, 400, "temperature = -1"),
         ("chat/completions", {"temperature": "hot"}, 400, "temperature = 'hot'"),
+        ("chat/completions", {"temperature": 10**400}, 400, "temperature: give a number of at"),
+        ("chat/completions", {"min_tokens": 5}, 400, "min_tokens = 5"),
+        ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice = 'required'"),
+        ("chat/completions", {"max_tokens": True}, 400, "max_tokens = True"),
         ("chat/completions", {"n": 0}, 400, "n = 0"),
         ("chat/completions", {"stop": [1]}, 400, "stop: give"),
         ("chat/completions", {"stop": "\ud800"}, 400, "stop = "),
@@ -188,7 +192,7 @@ def test_bad_requests_get_an_error_of_openai_s_form(
             error = json.load(answer)["error"]
         assert error["type"] == "invalid_request_error"
         assert line in error["message"]
-        assert text_of(own, ASKED[0], max_tokens=2)
+        assert text_of(own, ASKED[0], max_tokens=2) is not None
 
     serving(server_of(engine_of()), client)
 

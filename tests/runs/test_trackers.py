@@ -127,7 +127,7 @@ def test_wandb_logs_offline_and_resumes_its_run(tmp_path: Path) -> None:
 def test_mlflow_keeps_one_run_in_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    folder = two_stages(tmp_path)
+    folder = two_stages(tmp_path / "a b%41?c")
     wanted = Trackers(mlflow=True, project="sums", group="grpo")
     for stage, steps in (("warmup", (1, 2)), ("rl", (1, 2)), ("rl", (3,))):  # the last resumes
         (tracker,) = start(wanted, folder)

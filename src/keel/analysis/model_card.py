@@ -84,7 +84,9 @@ def write_card(
         versions=info["versions"],
     )
     # A path of this account's tells its name.
-    files.write_text(folder / CARD, without_secrets(text).replace(str(Path.home()), "~"))
+    home = re.escape(str(Path.home()).rstrip("/") or "no home")
+    text = re.sub(rf"(?<![\w./~-]){home}(?![\w.-])", "~", without_secrets(text))
+    files.write_text(folder / CARD, text)
 
 
 Figure = tuple[float, float | None, float | None]

@@ -340,7 +340,7 @@ TYPES: Final[dict[str, Any]] = {
     "K": _numbers,
     "FLOAT": float,
     "N": _POSITIVE,
-    "PORT": _POSITIVE,
+    "PORT": _number(int, 1, 65_535, "a port, 1 to 65535"),
     **dict.fromkeys(("INDEX", "COUNT"), _number(int, 0, 2**63, "0 or more")),
     "P": _number(float, 0, 1, "between 0 and 1"),
     **dict.fromkeys(("PER_HOUR", "DOLLARS", "X", "T"), _PRICE),

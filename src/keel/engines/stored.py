@@ -234,6 +234,12 @@ class StoredPrompts:
     def take(self, k: int) -> list[Prompt]:
         """The prompts of the engine's step, `k` at most."""
         step = self.engine.step()
+        if len(step.groups) < k:
+            raise KeelError(
+                f"rollout.stored: step {step.number} has {len(step.groups)} groups: set "
+                f"rollout.prompts_per_step = {len(step.groups)} instead of {k}",
+                key="rollout.prompts_per_step",
+            )
         wanted = [(g[0]["prompt_id"], prompt_text(g[0]["prompt"])) for g in step.groups[:k]]
         return find_prompts(self.stream, wanted, f"rollout.stored: step {step.number}")
 

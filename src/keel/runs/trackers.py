@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -161,7 +162,9 @@ class MLflow:
             from mlflow.entities import Metric, Param
 
             with _naming("mlflow"):
-                self._client = MlflowClient(uri or f"sqlite:///{place.absolute()}/mlflow.db")
+                self._client = MlflowClient(
+                    uri or f"sqlite:///{quote(str(place.absolute()))}/mlflow.db"
+                )
         except ImportError as error:
             raise _missing("mlflow") from error
         self._metric = Metric

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from keel.engines.native import NativeEngine
 from keel.engines.sampler import check
 from keel.models.chat import ChatEncoder
 from keel.models.tokenizer_round_trip import quiet
-from keel.platform.listen import listen, token_for, url_of
+from keel.platform.listen import TOKEN, listen, token_for, url_of
 from keel.training.export import policy_of, run_or_model
 from keel.training.setup import templates_at
 from keel.types import KeelError, Sampling
@@ -111,7 +112,8 @@ def serve(
         with Endpoint(
             server.submit, listener, model=served.name, served=True, token=token, hosts=hosts
         ):
-            key = "" if token is None else f" -H 'Authorization: Bearer {token}'"
+            shown = f"${TOKEN}" if os.environ.get(TOKEN) else token
+            key = "" if token is None else f' -H "Authorization: Bearer {shown}"'
             announce(f"keel serve: {served.name} at {url}/v1 (Ctrl-C stops it)")
             body = '{"prompt": "1 + 1 ="}'
             if served.has_template:

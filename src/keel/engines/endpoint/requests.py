@@ -15,6 +15,7 @@ MAX_DEPTH = 100
 """Levels of nesting in JSON: what reads it later (chat templates, comparisons) is recursive."""
 MAX_BODY = 64 << 20
 """Bytes of the largest request."""
+MAX_NUMBER = 2**63 - 1
 MAX_CHOICES = 1024
 """Choices of a request."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -31,6 +32,10 @@ _OF_SERVING: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
     "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
 }
 
 
@@ -97,7 +102,7 @@ def read_request(body: bytes, *, served: bool = False, chat: bool = True) -> Cha
             raise RefusedRequest(f"{key} = {value!r}: {why}, leave it out")
     limits = (data.get("max_completion_tokens"), data.get("max_tokens"))
     limit = next((one for one in limits if one is not None), None)
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
+    if limit is not None and (not isinstance(limit, int) or limit is True or limit < 1):
         raise RefusedRequest(f"max_tokens = {limit!r}: give a number of at least 1")
     stream, options = bool(data.get("stream")), _options(data, chat) if served else None
     if not chat:
@@ -141,7 +146,9 @@ def _number(data: Mapping[str, Any], key: str, whole: bool = False) -> float | N
     value = data.get(key)
     known = isinstance(value, int) or (isinstance(value, float) and not whole)
     if value is not None and (not known or isinstance(value, bool)):
-        raise RefusedRequest(f"{key} = {value!r}: give a {'whole ' * whole}number")
+        raise RefusedRequest(f"{key} = {value!r:.40}: give a {'whole ' * whole}number")
+    if value is not None and abs(value) > MAX_NUMBER:
+        raise RefusedRequest(f"{key}: give a number of at most {MAX_NUMBER:,}")
     return value
 
 

@@ -23,6 +23,8 @@ from keel.platform.calls import POLL
 from keel.platform.listen import fits, wrong_host
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BODY_SECONDS = 60.0
+"""Without a byte of a request's body, after which its connection is closed."""
 
 
 class PendingResponse(Future[dict[str, Any]]):
@@ -135,11 +137,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._streams = False
         answer: PendingResponse | None = None
         try:
+            try:
+                key = self._key()
+            except RefusedRequest:
+                self.close_connection = True  # the body is not read
+                raise
             body, served = self._body(), self.server.served
             paths = (CHAT, TEXT) if served else (CHAT,)
             if self.path not in paths:
                 raise RefusedRequest(f"only {' and '.join(paths)} is served", "not_found", 404)
-            key = self._key()
             request = read_request(body, served=served, chat=self.path == CHAT)
             answer = self.server.submit(key, request)
             for part in answer.parts(request.stream):
@@ -182,7 +188,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not length.isascii() or not length.isdigit() or int(length) > MAX_BODY:
             self.close_connection = True
             raise RefusedRequest(f"Content-Length: give at most {MAX_BODY} bytes", status=413)
-        return self.rfile.read(int(length))
+        self.connection.settimeout(BODY_SECONDS)
+        body = self.rfile.read(int(length))
+        self.connection.settimeout(None)
+        return body
 
     def _check_client(self) -> None:
         """Raise ConnectionError if the client has gone."""

@@ -35,7 +35,7 @@ from keel.engines.sampler import EOS, GOING, LENGTH, REASONS, Answers, check, sp
 from keel.models.chat import ChatEncoder, encode_prompt
 from keel.models.text import GrowingText, token_texts, unsettled
 from keel.platform.calls import POLL
-from keel.types import Completion, KeelError, Prompt, Sampling
+from keel.types import Completion, KeelError, Prompt, Sampling, one_line
 
 QUANTUM = 0.5
 """Seconds of a call while sequences with other settings wait."""
@@ -241,7 +241,7 @@ class RequestBatcher:
                 answer = self._queue.get(block=not self.live)
                 try:
                     self._begin(answer)
-                except (RefusedRequest, KeelError) as error:
+                except Exception as error:
                     self._fail(answer, error)
 
     def _begin(self, answer: LiveResponse) -> None:
@@ -338,14 +338,15 @@ class RequestBatcher:
             )
             for one, group in zip(batch, found, strict=True):
                 one.take_whole(group.completions[0])
-        except KeelError as error:
+        except Exception as error:  # no request ends the server
             for one in batch:
                 self._fail(one.answer, error)
 
-    def _fail(self, answer: LiveResponse, error: RefusedRequest | KeelError) -> None:
+    def _fail(self, answer: LiveResponse, error: Exception) -> None:
         """Refuse a request, whatever else it has."""
-        if isinstance(error, KeelError):
-            error = RefusedRequest(str(error), "engine_failed", 500)
+        if not isinstance(error, RefusedRequest):
+            line = one_line(error, named=not isinstance(error, KeelError))
+            error = RefusedRequest(line, "engine_failed", 500)
         if not answer.done():
             answer.set_exception(error)
         answer.leave()
