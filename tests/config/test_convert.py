@@ -224,6 +224,24 @@ def test_unknown_keys_and_changed_mathematics_are_refused(tmp_path: Path) -> Non
     assert "beta?" in found.refused["betta = 0.1"]
 
 
+@pytest.mark.parametrize("key", ["abcdef0123456789", "12345678901234567890", "0"])
+def test_a_secret_is_never_repeated(
+    key: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789abc")
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "python -m openrlhf.cli.train_sft --pretrain m/x --dataset a/b --wandb_project p "
+        f"--use_wandb {key} --api_key 98765 --unknown hf_0123456789abc\n"
+    )
+    found = convert(str(path))
+    assert found.recipe["trackers"] == {"wandb": True, "project": "p"}
+    assert main(["recipes", "convert", str(path), "--json"]) == 0
+    said = "\n".join((*found.lines(), found.toml(), *capsys.readouterr()))
+    for secret in (*([key] if len(key) > 1 else []), "98765", "hf_0123456789abc"):
+        assert secret not in said
+
+
 def test_a_penalty_after_the_group_is_compared_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text("python -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo\n")

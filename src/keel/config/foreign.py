@@ -9,6 +9,7 @@ of the same meaning, or a table:
     by = "RULE"      a function of `keel.config.conversion.rules` reads it, with others
     hint = "TEXT"    what to do instead, for who writes the key in a recipe
     unused = "TEXT"  why it has no effect
+    switch = true    any text switches it on; it may be a secret, and is not repeated
 
 `[values.KEY]` (of one program: `[values.PROGRAM_KEY]`) has Keel's keys for each value of a key, or
 why it is refused; a number that is not there goes to `to`. `[unused.GROUP]` has reasons with the
@@ -40,6 +41,7 @@ class ForeignKey:
     by: str | None = None
     hint: str | None = None
     unused: str | None = None
+    switch: bool = False
     values: Mapping[str, Any] | None = None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from keel.algorithms.presets import PRESETS
 from keel.config.foreign import Program, read_table
 from keel.config.layers import DEFAULT_PRESET
+from keel.config.secrets import KEYS, without_secrets
 
 OWN_ENGINE = 'Keel samples with an engine of its own; --vllm keeps vLLM (rollout.engine = "vllm")'
 OFF = {
@@ -42,9 +43,18 @@ class Foreign:
 
     def __post_init__(self) -> None:
         launched = {"num_processes"} - set(self.program.keys)
-        self.given = {k: v for k, v in self.given.items() if v is not None and k not in launched}
+        given = {k: v for k, v in self.given.items() if v is not None and k not in launched}
+        self.given = without_secrets({key: self._public(key, v) for key, v in given.items()})
         defaults = {key: entry.default for key, entry in self.program.keys.items()}
         self.values = {**defaults, **self.given}
+
+    def _public(self, key: str, value: Any) -> Any:
+        """The value, without a secret that the key is for."""
+        if isinstance(value, bool):
+            return value
+        if key in self.program.keys:
+            return True if self.program.keys[key].switch else value
+        return "(a secret)" if KEYS.fullmatch(key.rpartition(".")[2]) else value
 
     def __getitem__(self, end: str) -> Any:
         """The value of a key, or of the one that ends so; None if it is not set or not known."""
