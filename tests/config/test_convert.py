@@ -167,7 +167,7 @@ EXACT: dict[str, dict[str, Any]] = {
         "model.lora.targets": ("q_proj", "v_proj"),
         "model.lora.dropout": 0.05,
     },
-    "trl-sft.sh": {"packing": True, "loss_on": "all", "max_tokens": 1024, "batch_size": 16},
+    "trl-sft.sh": {"packing": True, "max_tokens": 1024, "batch_size": 16},
     "openrlhf-ppo.sh": {
         "minibatches": 8,
         "optimizer.betas": (0.9, 0.95),
@@ -240,6 +240,96 @@ def test_a_secret_is_never_repeated(
     said = "\n".join((*found.lines(), found.toml(), *capsys.readouterr()))
     for secret in (*([key] if len(key) > 1 else []), "98765", "hf_0123456789abc"):
         assert secret not in said
+
+
+def converted_text(folder: Path, name: str, text: str) -> Converted:
+    path = folder / name
+    path.write_text(text)
+    return convert(str(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", None),
+        ("completion_only_loss: true\n", "assistant"),
+        ("completion_only_loss: false\n", "all"),
+        ("assistant_only_loss: true\n", "assistant"),
+        ("assistant_only_loss: false\n", None),
+    ],
+)
+def test_the_tokens_with_loss_are_to_fill_in_unless_set(
+    options: str, expected: str | None, tmp_path: Path
+) -> None:
+    found = converted_text(tmp_path, "sft.yaml", f"packing: true\nmax_steps: 3\n{options}")
+    assert ("loss_on" in found.missing) == (expected is None)
+    out = load_recipe(found.recipe).stages[0].loss_on  # type: ignore[union-attr]
+    assert out == (expected or "assistant")
+
+
+def test_a_sum_of_losses_is_refused(tmp_path: Path) -> None:
+    text = "from trl import DPOConfig\nc = DPOConfig(beta=0.1, loss_type=%s)\n"
+    one = converted_text(tmp_path, "a.py", text % '["ipo"]')
+    two = converted_text(tmp_path, "b.py", text % '["sigmoid", "ipo"]')
+    assert (one.recipe["loss"], one.refused) == ("ipo", {})
+    assert "loss" not in two.recipe
+    assert list(two.refused) == ['loss_type = ["sigmoid", "ipo"]']
+
+
+def test_an_adapter_has_pefts_defaults_and_its_other_keys_are_refused(tmp_path: Path) -> None:
+    text = "from trl import SFTConfig\nc = SFTConfig(max_steps=1)\nl = LoraConfig(%s)\n"
+    plain = converted_text(tmp_path, "a.py", text % 'bias="none", task_type="CAUSAL_LM"')
+    lora = load_recipe(plain.recipe).model_dump()["model"]["lora"]
+    assert (lora["rank"], lora["alpha"], lora["dropout"]) == (8, 8.0, 0.0)
+    assert plain.refused == {}
+    others = 'bias="all", rank_pattern={"q": 4}, init_lora_weights="pissa", layers_to_transform=[0]'
+    found = converted_text(tmp_path, "b.py", text % f"{others}, eva_config=1")
+    assert {key.partition(" = ")[0] for key in found.refused} == {
+        *("bias", "rank_pattern", "init_lora_weights", "layers_to_transform", "eva_config")
+    }
+
+
+def test_openrlhfs_critic_shares_the_actors_optimizer(tmp_path: Path) -> None:
+    text = (
+        "python -m openrlhf.cli.train_ppo_ray --adam_betas 0.8 0.9 --l2 0.01 --max_norm 0.5 "
+        "--lr_scheduler constant_with_warmup --lr_warmup_ratio 0.05 --critic_learning_rate 8e-6\n"
+    )
+    found = converted_text(tmp_path, "a.sh", text)
+    own, value = found.recipe["optimizer"], found.recipe["value"]["optimizer"]
+    same = ("betas", "weight_decay", "max_grad_norm", "warmup_ratio")
+    assert [value[key] for key in same] == [[0.8, 0.9], 0.01, 0.5, 0.05]
+    assert [own[key] for key in same] == [value[key] for key in same]
+    assert value["learning_rate"] == 8e-6
+    assert value.get("schedule", "constant") == "constant"
+
+
+def test_steps_of_a_warm_up_count_before_its_ratio(tmp_path: Path) -> None:
+    found = converted_text(
+        tmp_path, "a.yaml", "beta: 0.1\nlabel_smoothing: 0\nwarmup_steps: 10\nwarmup_ratio: 0.1\n"
+    )
+    assert found.recipe["optimizer"]["warmup_steps"] == 10
+    assert "warmup_ratio" in found.unused
+
+
+def test_verls_batches_of_a_step_count_the_first(tmp_path: Path) -> None:
+    key = "algorithm.filter_groups"
+    text = f"main_dapo {key}.enable=True {key}.max_num_gen_batches=%d\n"
+    found = converted_text(tmp_path, "a.sh", text % 5)
+    assert found.recipe["rollout"]["max_refills"] == 4
+    assert f"{key}.max_num_gen_batches = 1" in converted_text(tmp_path, "a.sh", text % 1).refused
+
+
+def test_weights_of_other_rewards_are_refused(tmp_path: Path) -> None:
+    found = converted_text(
+        tmp_path, "a.yaml", "num_generations: 8\nreward_funcs: [a.b]\nreward_weights: [0.5, 1]\n"
+    )
+    assert found.refused == {"reward_weights = [0.5, 1]": "2 weights of 1 rewards"}
+
+
+def test_a_reward_over_http_is_named(tmp_path: Path) -> None:
+    text = "python -m openrlhf.cli.train_ppo_ray --remote_rm_url http://h:1/r\n"
+    (why,) = converted_text(tmp_path, "a.sh", text).refused.values()
+    assert 'function = "http"' in why
 
 
 def test_a_penalty_after_the_group_is_compared_is_refused(tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ from keel.types import KeelError, one_line
 _LAUNCH: Final = {"num_processes", "nproc_per_node", "nproc-per-node"}
 """Options of launchers that say how many processes a per-device size is for."""
 _PROGRAM: Final = re.compile(r"^(verl|openrlhf|recipe)\.|^trl$|\.py$|^main_\w+$")
-_LORA: Final = {"r": "lora_r", "target_modules": "lora_target_modules"}
-_LORA_MORE: Final = ("lora_dropout", "lora_alpha", "use_rslora", "use_dora")
+_LORA: Final = {
+    name: f"lora_{name}" for name in ("r", "target_modules", "modules_to_save", "task_type")
+}
+_LORA_DEFAULTS: Final = {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+"""peft's, which are not those of TRL's command line."""
 _ARGUMENTS: Final = {
     "model": "model_name_or_path",
     "reward_funcs": "reward_funcs",
@@ -248,11 +251,8 @@ def _python(tree: ast.Module, path: str) -> Settings:
         name = ast.unparse(node.func).rpartition(".")[2]
         keywords = {k.arg: read(k.value) for k in node.keywords if k.arg is not None}
         if name == "LoraConfig":
-            values["use_peft"] = True
-            values |= {new: keywords[old] for old, new in _LORA.items() if old in keywords}
-            values |= {key: keywords[key] for key in _LORA_MORE if key in keywords}
-            if "modules_to_save" in keywords:
-                values["lora_modules_to_save"] = keywords["modules_to_save"]
+            values |= _LORA_DEFAULTS
+            values |= {_LORA.get(key, key): value for key, value in keywords.items()}
         elif name == "load_dataset":
             given = [read(one) for one in node.args]
             values |= dict(zip(("dataset_name", "dataset_config"), given, strict=False))

@@ -136,6 +136,9 @@ def trl_steps(c: Foreign) -> Keys:
 def trl_warmup(c: Foreign) -> Keys:
     """A warm-up in steps, or (below 1) as a share of them."""
     steps, ratio = c["warmup_steps"] or 0, c["warmup_ratio"] or 0.0
+    if steps >= 1 and ratio:
+        c.ignore("warmup_ratio", "warmup_steps is set, and counts before it")
+        ratio = 0.0
     if 0 < steps < 1 or ratio:
         yield "optimizer.warmup_ratio", float(ratio or steps)
     else:
@@ -184,12 +187,27 @@ def trl_data(c: Foreign) -> Keys:
         yield "data", _source(name, **more)
 
 
+def trl_loss_on(c: Foreign) -> Keys:
+    """The tokens that bear loss; TRL decides it by the form of the rows unless it is set."""
+    if c["assistant_only_loss"] or c["completion_only_loss"]:
+        yield "loss_on", "assistant"
+    elif c["completion_only_loss"] is not None:
+        yield "loss_on", "all"
+    else:
+        why = 'TRL learns the completion of rows with prompt and completion ("assistant"), and'
+        c.missing("loss_on", f'{why} every token of rows with messages or a text ("all")')
+
+
 def trl_rewards(c: Foreign) -> Keys:
     """Functions by name or path, and a model, with their weights."""
     named = c["reward_funcs"] or []
     named = [*(named if isinstance(named, list) else [named])]
     named += [c["reward_model_name_or_path"]] if c["reward_model_name_or_path"] else []
     weights = c["reward_weights"] or [1.0] * len(named)
+    weights = weights if isinstance(weights, list) else [weights]
+    if len(weights) != len(named):
+        c.refuse("reward_weights", f"{len(weights)} weights of {len(named)} rewards")
+        weights = [1.0] * len(named)
     found = []
     for name, weight in zip(map(str, named), weights, strict=False):
         plain = re.split(r"[.:]", name)[-1]
@@ -323,6 +341,15 @@ def verl_rewards(c: Foreign) -> Keys:
             yield "rollout.overlong_buffer", c[f"{above}.len"]
 
 
+def verl_refills(c: Foreign) -> Keys:
+    """verl counts the first batch, too; 0 is without a bound."""
+    key = "filter_groups.max_num_gen_batches"
+    if (most := c[key]) is not None and most > 1:
+        yield "rollout.max_refills", most - 1
+    elif most is not None:
+        c.refuse(key, "rollout.max_refills is 1 or more, and always a bound")
+
+
 def verl_sft(c: Foreign) -> Keys:
     """Files of messages, or of prompts and answers; the loss is on what the model would write."""
     keys = {"prompt": c["data.prompt_key"], "completion": c["data.response_key"]}
@@ -365,6 +392,15 @@ def openrlhf_divergence(c: Foreign) -> Keys:
         yield from _divergence(c, "reward", estimator, beta, rule)
 
 
+def openrlhf_critic(c: Foreign) -> Keys:
+    """The value model's optimizer: a rate of its own, and all else as the policy's."""
+    yield "value.optimizer.learning_rate", c["critic_learning_rate"]
+    same = ("betas", "weight_decay", "schedule", "min_lr_ratio", "warmup_ratio", "max_grad_norm")
+    for own in (f"optimizer.{name}" for name in same):
+        if own in c.out:
+            c.out[f"value.{own}"], c.origin[f"value.{own}"] = c.out[own], c.origin[own]
+
+
 def openrlhf_rewards(c: Foreign) -> Keys:
     """Reward models, or a file whose `reward_func(queries, prompts, labels)` is called."""
     found: list[dict[str, Any]] = [
@@ -377,7 +413,11 @@ def openrlhf_rewards(c: Foreign) -> Keys:
                 "rewards.functions", "reward_func takes other arguments: (completions, **columns)"
             )
         else:
-            c.refuse("remote_rm_url", "a reward over HTTP: write a function that asks the server")
+            c.refuse(
+                "remote_rm_url",
+                'the built-in reward http asks a server: [[rewards.functions]] function = "http" '
+                "and options.url; its requests have a form of their own",
+            )
     if c["agent_func_path"]:
         c.refuse("agent_func_path", "an agent is a program in Keel: rollout.program")
     bounds = [float(bound) for bound in c["reward_clip_range"]]
@@ -448,9 +488,25 @@ def openrlhf_examples(c: Foreign) -> Keys:
 RULES: Final[dict[str, Callable[[Foreign], Keys]]] = {
     rule.__name__: rule
     for rule in (
-        *(surrogate, minibatches, trl_steps, trl_warmup, trl_betas, trl_schedule, trl_data),
+        *(
+            surrogate,
+            minibatches,
+            trl_steps,
+            trl_warmup,
+            trl_betas,
+            trl_schedule,
+            trl_data,
+            trl_loss_on,
+        ),
         *(trl_rewards, trl_reference, trl_divergence, trl_correction),
-        *(verl_divergence, verl_data, verl_rewards, verl_sft),
-        *(openrlhf_divergence, openrlhf_rewards, openrlhf_data, openrlhf_vllm, openrlhf_examples),
+        *(verl_divergence, verl_data, verl_rewards, verl_refills, verl_sft),
+        *(
+            openrlhf_divergence,
+            openrlhf_critic,
+            openrlhf_rewards,
+            openrlhf_data,
+            openrlhf_vllm,
+            openrlhf_examples,
+        ),
     )
 }
