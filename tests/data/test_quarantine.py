@@ -59,6 +59,10 @@ BAD: list[tuple[str | bytes, str]] = [
     ('{"prompt": " \\t"}', "the prompt is empty: leave the row out"),
     ('{"prompt": {"role": "user"}}', "column 'prompt' holds a table, not a text or messages"),
     ('{"prompt": [{"role": "user"}]}', "column 'prompt' holds a list that is not of messages"),
+    (
+        '{"prompt": [{"role": "User", "content": "a"}]}',
+        "column 'prompt' holds message 1 of role 'User': write 'user'",
+    ),
 ]
 UNREAD = 7
 """So many of them are no JSON objects that can be had."""

@@ -101,6 +101,9 @@ def test_eval_scores_a_whole_file(
         model, task="jsonl", task_keys=[*keys, f"validation_path={other}"], max_tokens=2
     )
     assert named["n"] == 5
+    assert evaluate(model, task=other, task_keys=["answer=answer"], max_tokens=2)["n"] == 5
+    keys = [f"path={other}", "answer=answer"]
+    assert evaluate(model, task_keys=keys, max_tokens=2)["n"] == 5
 
 
 def test_eval_of_a_run_on_another_file(

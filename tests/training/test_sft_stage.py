@@ -20,6 +20,7 @@ from keel.runs.reader import load
 from keel.training.run import train
 from keel.types import KeelError
 from keel.view.library import Library, status_of
+from keel.view.summary import summarise
 from tests.soak.cases import TURNS, imitated
 from tests.training import judged
 from tests.training.small import info, metrics, notes
@@ -115,6 +116,7 @@ def test_epochs_become_steps(stage: str, tmp_path: Path) -> None:
     assert (info(run)["steps"], len(metrics(run))) == ({stage: steps}, steps)
     opened = Library([tmp_path]).get("run")
     assert status_of(opened, stage).steps == steps
+    assert summarise(load(run.path)).stages[0].steps == steps
     assert info(run)["finished"]
 
 

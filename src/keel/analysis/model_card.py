@@ -57,7 +57,8 @@ def write_card(
         description=recipe.description,
         origin=base or f"A new {recipe.model.build.family if recipe.model.build else ''} model",
         stages=[
-            f"{one.steps:,} steps of {one.stage if found is None else found.title} ({one.name})"
+            f"{one.steps or info.get('steps', {}).get(one.name, 0):,} steps of "
+            f"{one.stage if found is None else found.title} ({one.name})"
             for one in recipe.stages[: at.stage + 1]
             for found in (explained[one.name],)
         ],

@@ -71,6 +71,8 @@ def likely_column(name: str, columns: Iterable[Any]) -> str | None:
 
 
 FORM = '[{"role": …, "content": …}, …], each content a text'
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Those that chat templates know, which may have others."""
 SHAREGPT = {
     "human": "user",
     "gpt": "assistant",
@@ -135,6 +137,9 @@ def _message(turn: Mapping[str, Any], name: str) -> Message:
     if not fine or not isinstance(message.get("role"), str):
         keys = ", ".join(map(str, turn))[:80]
         raise ValueError(f"a list that is not of messages ({FORM}): {name} has the keys {keys}")
+    role = message["role"]
+    if role not in ROLES and (meant := role.strip().lower()) in ROLES:
+        raise ValueError(f"{name} of role {role!r}: write {meant!r}")
     _check(message, name)
     return cast(Message, message)
 

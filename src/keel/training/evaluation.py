@@ -16,7 +16,7 @@ from keel.config.layers import merge
 from keel.config.load import load_recipe, parse_override
 from keel.config.model import Model
 from keel.config.schema import Recipe
-from keel.config.sources import PreferenceData
+from keel.config.sources import ENDINGS, PreferenceData
 from keel.config.stage import JudgedSource, Records
 from keel.data.benchmarks import BenchmarkTask
 from keel.data.mixture import build_tasks, stored
@@ -79,13 +79,15 @@ def evaluate(
     """
     recipe, folder = run_or_model(model)
     benchmark = benchmarks().get(task or "")
-    if recipe is None and task is None:
+    if task is not None and task.endswith(tuple(ENDINGS)):
+        task, task_keys = None, [f"path={task}", *task_keys]
+    keys = {name for key in task_keys for name in parse_override(key)}
+    if recipe is None and task is None and "path" not in keys:
         raise KeelError(
             f"{model} is not a run folder, so it does not say which task: name one with --task "
             "(keel tasks lists them)"
         )
     data = _stage_data(recipe, task, task_keys, rewards)
-    keys = {name for key in task_keys for name in parse_override(key)}
     whole_files = (task is not None or "path" in keys) and not keys & SPLITS
     if whole_files:
         data["tasks"] = [{**source, "validation_path": None} for source in data["tasks"]]
@@ -161,11 +163,12 @@ def _stage_data(
     if task is not None:
         data |= {"tasks": [{"name": task}], "rewards": {}}
         data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
-    for key in task_keys:
-        change = parse_override(key)
-        data["tasks"] = [merge(dict(source), change) for source in data["tasks"]]
-    if not data.get("tasks"):
+    changes = [parse_override(key) for key in task_keys]
+    if not data.get("tasks") and not any("path" in change for change in changes):
         raise KeelError("no stage of the run has a task: name one with --task")
+    for change in changes:
+        # Without a task, what reads the file follows from its ending.
+        data["tasks"] = [merge(dict(source), change) for source in data.get("tasks") or [{}]]
     if rewards:
         data["rewards"] = {
             "functions": [one if isinstance(one, Mapping) else {"function": one} for one in rewards]

@@ -88,7 +88,7 @@ def summarise(run: Run) -> Summary:
                 name,
                 str(table["stage"]),
                 int(max(steps, default=0)),
-                int(table.get("steps") or 0),
+                int(table.get("steps") or info.get("steps", {}).get(name, 0)),
                 found.get("before"),
                 found.get("after"),
                 None if best is None else run.folder.checkpoint(at, best).name,
