@@ -24,6 +24,7 @@ from keel.rewards.registry import load_reward
 from keel.rewards.scorer import Scorer
 from keel.runs.layout import RunFolder
 from keel.runs.reader import load
+from keel.training import evaluator
 from keel.training.evaluation import evaluate
 from keel.training.evaluator import Evaluator, majority_at_k
 from keel.training.run import train
@@ -60,6 +61,11 @@ def test_majority_of_answers(votes: str, right: bool) -> None:
     assert majority(given) is right
 
 
+def test_interval_of_a_share_is_one() -> None:
+    found = evaluator._share_interval([1.0, 0.25, 1.0])
+    assert 0 <= found["low"] < found["mean"] < found["high"] == 1
+
+
 MATHS = [r"\boxed{\frac12}", r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{3}", r"\boxed{3}"]
 
 
@@ -90,8 +96,8 @@ def test_votes_are_counted_in_the_rewards_form(
     group = Group(prompt, tuple(completion(text) for text in texts))
     with closing(scorer):
         scored = scorer([group], 1)
-        evaluator = Evaluator(SimpleNamespace(), scorer, [prompt], Evaluation())  # type: ignore[arg-type]
-        answers = evaluator._answers([group], scored)
+        made = Evaluator(SimpleNamespace(), scorer, [prompt], Evaluation())  # type: ignore[arg-type]
+        answers = made._answers([group], scored)
     assert answers is not None
     votes = list(zip(answers[0], [one.reward == 1 for one in scored.results[0]], strict=True))
     assert majority_at_k(votes, 5) == share

@@ -248,14 +248,20 @@ def _mean_reward(rewards: Sequence[Sequence[float]]) -> dict[str, float | int | 
 
 def _rate_interval(rates: Sequence[float]) -> dict[str, float | int]:
     """The mean of rates by prompt; Wilson's interval if all are 0, or all 1."""
-    return _share_interval(rates) if len(set(rates)) == 1 else mean_interval(rates).as_dict()
+    return _share_interval(rates) if len(set(rates)) == 1 else _mean_of_shares(rates)
 
 
 def _share_interval(rates: Sequence[float]) -> dict[str, float | int]:
     """The same for rates that may be verdicts: Wilson's interval if each is 0 or 1."""
     if set(rates) <= {0.0, 1.0}:
         return wilson_interval(round(sum(rates)), len(rates)).as_dict()
-    return mean_interval(rates).as_dict()
+    return _mean_of_shares(rates)
+
+
+def _mean_of_shares(rates: Sequence[float]) -> dict[str, float | int]:
+    """Student's interval of the mean, as far as a share can be: from 0 to 1."""
+    found = mean_interval(rates).as_dict()
+    return found | {"low": max(found["low"], 0.0), "high": min(found["high"], 1.0)}
 
 
 def _example(group: Group, results: Sequence[RewardResult]) -> dict[str, Any]:
