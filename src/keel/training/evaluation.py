@@ -93,10 +93,9 @@ def evaluate(
         data["tasks"] = [{**source, "validation_path": None} for source in data["tasks"]]
     if benchmark is not None:
         choices = {**benchmark.sampling, **choices}
-    if choices.get("k") and "samples" not in choices:
-        choices["samples"] = max(choices["k"])
-    if benchmark is not None:
         data["rollout"] = {**data.get("rollout", {}), "max_tokens": benchmark.max_tokens}
+    if choices.get("k"):
+        choices.setdefault("samples", max(choices["k"]))
     overrides = [f"evaluation.{key}={_toml(value)}" for key, value in choices.items()]
     if max_tokens is not None:
         overrides.append(f"rollout.max_tokens={max_tokens}")
