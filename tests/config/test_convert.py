@@ -332,6 +332,69 @@ def test_a_reward_over_http_is_named(tmp_path: Path) -> None:
     assert 'function = "http"' in why
 
 
+def test_references_to_other_keys_are_resolved_or_refused(tmp_path: Path) -> None:
+    found = converted_text(
+        tmp_path,
+        "a.yaml",
+        "data: {train_files: 'x/${data.set}/t.parquet', set: gsm8k, train_batch_size: 1e3}\n"
+        "actor_rollout_ref:\n"
+        "  model: {path: '${oc.env:MODEL,a/b}'}\n"
+        "  actor: {ppo_mini_batch_size: '${data.train_batch_size}', clip_ratio: '${x.y}'}\n"
+        "  rollout: {n: '${actor_rollout_ref.rollout.n}'}\n",
+    )
+    assert found.recipe["rollout"]["prompts_per_step"] == 1000
+    assert found.recipe.get("minibatches", 1) == 1
+    assert found.recipe["tasks"][0]["path"] == "x/gsm8k/t.parquet"
+    assert found.recipe["model"]["name"] == "MODEL"
+    assert "${oc.env:MODEL,a/b}" in found.missing["model.name"]
+    literal = {why for key, why in found.refused.items() if "${" in key}
+    assert literal == {"its value is not a literal"}
+    assert "actor_rollout_ref.actor.clip_ratio = '${x.y}'" in found.refused
+    assert any(key.startswith("actor_rollout_ref.rollout.n = ") for key in found.refused)
+
+
+def test_python_values_are_computed_or_refused(tmp_path: Path) -> None:
+    found = converted_text(
+        tmp_path,
+        "a.py",
+        "from trl import GRPOConfig, GRPOTrainer\nbatch = 2 * 8\nn = n + 1\n"
+        "c = GRPOConfig(max_steps=100 * 4, per_device_train_batch_size=batch, beta=1 / 4,\n"
+        "    learning_rate=args.lr, num_iterations=n, epsilon=1 / 0)\n"
+        "GRPOTrainer(model=args.model, reward_funcs=[get()], args=c)\n",
+    )
+    assert (found.recipe["steps"], found.recipe["rollout"]["prompts_per_step"]) == (400, 2)
+    assert found.recipe["algorithm"]["divergence"]["beta"] == 0.25
+    why = "its value is not a literal"
+    assert found.refused["learning_rate = 'args.lr'"] == why
+    refused = {key.partition(" = ")[0] for key in found.refused}
+    assert refused == {"learning_rate", "num_iterations", "epsilon", "reward_funcs"}
+    assert why in found.missing["model.name"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "why"),
+    [
+        ("num_generations: 0\nbeta: 0.1\n", "num_generations = 0", "a whole number from 1"),
+        ("num_generations: 8\nmax_steps: auto\n", "max_steps = 'auto'", "not a number"),
+        ("num_generations: 8\neval_steps: often\n", "eval_steps = 'often'", "not a number"),
+        (
+            "num_generations: 8\nper_device_train_batch_size: 1.5\n",
+            "per_device_train_batch_size = 1.5",
+            "a whole number from 1",
+        ),
+        (
+            "data: {train_batch_size: 64}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 0}}\n",
+            "actor_rollout_ref.actor.ppo_mini_batch_size = 0",
+            "a whole number from 1",
+        ),
+    ],
+)
+def test_numbers_are_checked_before_they_are_used(
+    text: str, key: str, why: str, tmp_path: Path
+) -> None:
+    assert why in converted_text(tmp_path, "a.yaml", text).refused[key]
+
+
 def test_a_penalty_after_the_group_is_compared_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text("python -m openrlhf.cli.train_ppo_ray --advantage_estimator rloo\n")

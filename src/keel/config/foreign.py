@@ -9,6 +9,8 @@ of the same meaning, or a table:
     by = "RULE"      a function of `keel.config.conversion.rules` reads it, with others
     hint = "TEXT"    what to do instead, for who writes the key in a recipe
     unused = "TEXT"  why it has no effect
+    kind = "number"  its value is one, as of a key with a number as default
+    kind = "size"    its value is a whole number from 1
     switch = true    any text switches it on; it may be a secret, and is not repeated
 
 `[values.KEY]` (of one program: `[values.PROGRAM_KEY]`) has Keel's keys for each value of a key, or
@@ -42,6 +44,7 @@ class ForeignKey:
     hint: str | None = None
     unused: str | None = None
     switch: bool = False
+    kind: str | None = None
     values: Mapping[str, Any] | None = None
 
 

@@ -219,7 +219,8 @@ class Conversion(Foreign):
             if own not in self.out:
                 self.out[own] = _PLACEHOLDERS[own]
                 self.origin[own] = ()
-                self.missing(own, f"{path} names none; {shown(_PLACEHOLDERS[own])} stands for it")
+                why = self.lacking.get(own, f"{path} names none")
+                self.missing(own, f"{why}; {shown(_PLACEHOLDERS[own])} stands for it")
         whole = self._accepted(path)
         for own in [own for own, keys in self.origin.items() if own in self.out and not keys]:
             without = {key: value for key, value in self.out.items() if key != own}

@@ -36,6 +36,10 @@ _ARGUMENTS: Final = {
 """Arguments of a trainer that its command line has under these names."""
 
 
+class Unread(str):
+    """The text of a value that the file itself does not say."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a configuration sets: keys with dots, and the names of programs and classes in it."""
@@ -64,6 +68,9 @@ def read_settings(path: str) -> Settings:
         raise KeelError(
             f"{path}: cannot be read as {suffix or 'a script'}: {one_line(error)}"
         ) from None
+    if suffix != ".py":
+        plain = {key: _resolved(value, found.values) for key, value in found.values.items()}
+        found = Settings(plain, found.names)
     if not found.values:
         raise KeelError(
             f"{path}: no setting found: give a YAML or JSON file, a shell script with the command "
@@ -108,6 +115,27 @@ def _value(text: str) -> Any:
         return float(text)
     except ValueError:
         return text
+
+
+_REFERENCE: Final = re.compile(r"\$\{([\w.]+)\}")
+_LEFT: Final = re.compile(r"\$[{(A-Za-z_]")
+
+
+def _resolved(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
+    """A value with those of other keys in place of `${a.b}`."""
+    if isinstance(value, list):
+        return [_resolved(one, values, depth) for one in value]
+    if not isinstance(value, str) or not _LEFT.search(value):
+        return value
+    if depth > 8:  # a circle
+        return Unread(value)
+    whole = _REFERENCE.fullmatch(value)
+    if whole and whole[1] in values:
+        return _resolved(values[whole[1]], values, depth + 1)
+    text = _REFERENCE.sub(
+        lambda m: str(_resolved(values[m[1]], values, depth + 1)) if m[1] in values else m[0], value
+    )
+    return Unread(text) if _LEFT.search(text) else text
 
 
 # ---------------------------------------------------------------- command lines
@@ -163,6 +191,13 @@ _OPERATORS: Final[dict[type[ast.operator], Any]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.floordiv,
+}
+
+
+_PYTHON_OPERATORS: Final = {
+    **_OPERATORS,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
 }
 
 
@@ -233,15 +268,22 @@ def _python(tree: ast.Module, path: str) -> Settings:
         if isinstance(node, ast.ImportFrom) and node.module:
             homes |= {a.asname or a.name: f"{node.module}:{a.name}" for a in node.names}
 
-    def read(node: ast.expr) -> Any:
+    def read(node: ast.expr, depth: int = 0) -> Any:
+        if depth > 20:  # a name that is made of itself
+            return Unread(ast.unparse(node))
         if isinstance(node, ast.Name) and node.id in constants and node.id not in homes:
-            return read(constants[node.id])
+            return read(constants[node.id], depth + 1)
         if isinstance(node, ast.List | ast.Tuple):
-            return [read(one) for one in node.elts]
+            return [read(one, depth + 1) for one in node.elts]
         try:
+            if isinstance(node, ast.BinOp):
+                left, right = read(node.left, depth + 1), read(node.right, depth + 1)
+                if {type(left), type(right)} <= {int, float}:
+                    return _PYTHON_OPERATORS[type(node.op)](left, right)
             return ast.literal_eval(node)
-        except ValueError:
-            return homes.get(ast.unparse(node), ast.unparse(node))
+        except (ValueError, TypeError, KeyError, ArithmeticError):
+            text = ast.unparse(node)
+            return homes.get(text, Unread(text))
 
     values: dict[str, Any] = {}
     names: set[str] = set()
@@ -261,6 +303,11 @@ def _python(tree: ast.Module, path: str) -> Settings:
         elif name.endswith("Trainer"):
             names.add(name)
             values |= {_ARGUMENTS[k]: v for k, v in keywords.items() if k in _ARGUMENTS}
+            if "reward_funcs" in keywords:  # each that is not understood is named later
+                named = keywords["reward_funcs"]
+                values["reward_funcs"] = [
+                    str(one) for one in (named if isinstance(named, list) else [named])
+                ]
         elif name.endswith("Config"):
             names.add(name)
             values |= {k: v for k, v in keywords.items() if k not in ("model_init_kwargs",)}

@@ -158,7 +158,7 @@ def trl_schedule(c: Foreign) -> Keys:
     known = {"min_lr_rate", "min_lr"}
     if set(given) - known:
         c.refuse("lr_scheduler_kwargs", "only the end of the schedule is a key: min_lr_ratio")
-    elif given:
+    elif given and c["learning_rate"]:
         low = given.get("min_lr_rate", given.get("min_lr", 0.0) / c["learning_rate"])
         yield "optimizer.min_lr_ratio", low
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from keel.algorithms.presets import PRESETS
-from keel.config.foreign import Program, read_table
+from keel.config.conversion.read import Unread
+from keel.config.foreign import ForeignKey, Program, as_text, read_table
 from keel.config.layers import DEFAULT_PRESET
 from keel.config.secrets import KEYS, without_secrets
 
@@ -28,6 +30,27 @@ def shown(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value).replace("'", '"')
 
 
+def _wrong(entry: ForeignKey, value: Any) -> str | None:
+    """Why a key's value cannot be used: it is not known, or not the number that the key wants."""
+    if any(isinstance(one, Unread) for one in (value if isinstance(value, list) else [value])):
+        return "its value is not a literal"
+    if as_text(value) in (entry.values or ()):
+        return None
+    if entry.kind is None and type(entry.default) not in (int, float):
+        return None
+    if type(value) not in (int, float) or not math.isfinite(value):
+        return "its value is not a number"
+    if entry.kind == "size" and (value < 1 or value % 1):
+        return "its value is not a whole number from 1"
+    return None
+
+
+def _whole(entry: ForeignKey | None, value: Any) -> bool:
+    """Whether a whole number is written as another, such as 1e3."""
+    counts = entry is not None and (entry.kind == "size" or type(entry.default) is int)
+    return counts and isinstance(value, float) and value.is_integer()
+
+
 @dataclass
 class Foreign:
     """The keys of one configuration; `out` is what they are in Keel, as far as they are read."""
@@ -44,8 +67,23 @@ class Foreign:
     def __post_init__(self) -> None:
         launched = {"num_processes"} - set(self.program.keys)
         given = {k: v for k, v in self.given.items() if v is not None and k not in launched}
-        self.given = without_secrets({key: self._public(key, v) for key, v in given.items()})
-        defaults = {key: entry.default for key, entry in self.program.keys.items()}
+        given = {key: self._public(key, v) for key, v in given.items()}
+        self.given = without_secrets(given)
+        entries = {k: entry for k, entry in self.program.keys.items() if entry.unused is None}
+        defaults: dict[str, Any] = {k: entry.default for k, entry in self.program.keys.items()}
+        self.values = {**defaults, **self.given}
+        wrong = {k: why for k in given if k in entries and (why := _wrong(entries[k], given[k]))}
+        for key, why in wrong.items():
+            if entries[key].to == "model.name":
+                self.missing("model.name", f"{key} = {shown(self.given[key])}: {why}")
+                defaults[key] = None
+            else:
+                self.refuse(key, why)
+        self.given = {
+            key: int(value) if _whole(self.program.keys.get(key), value) else value
+            for key, value in self.given.items()
+            if key not in wrong
+        }
         self.values = {**defaults, **self.given}
 
     def _public(self, key: str, value: Any) -> Any:
