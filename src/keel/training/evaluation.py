@@ -105,7 +105,6 @@ def evaluate(
     overrides = [f"{data['name']}.{word}" if before else word for word in overrides]
     stage = load_recipe(made, overrides).stages[-1].sampling
     assert stage is not None
-    own_seed = recipe.seed if recipe else 0
     policy = policy_of(model, checkpoint)
     chat = policy.tokenizer.chat_template is not None
     given: dict[str, Any] = {}
@@ -117,7 +116,7 @@ def evaluate(
         given["stop"] = tuple(benchmark.stop)
     stage = replace(stage, rollout=stage.rollout.model_copy(update=given))
     around = reward_context(recipe, folder, policy)
-    seed = own_seed if seed is None else seed
+    seed = (recipe.seed if recipe else 0) if seed is None else seed
     built = build_tasks(stage.tasks, seed, chat=chat, whole=whole_files)
     tasks = {one.name: one for one in built}
     if whole_files and "prompts" not in choices:
