@@ -197,6 +197,25 @@ def test_bad_requests_get_an_error_of_openai_s_form(
     serving(server_of(engine_of()), client)
 
 
+def test_an_engine_that_fails_ends_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = server_of(engine_of())
+    begin, failures = server._begin, iter([MemoryError("no room")])
+
+    def failing(answer: Any) -> None:
+        for error in failures:
+            raise error
+        begin(answer)
+
+    monkeypatch.setattr(server, "_begin", failing)
+
+    def client(own: openai.OpenAI) -> None:
+        with pytest.raises(openai.InternalServerError, match="no room"):
+            text_of(own.with_options(max_retries=0), ASKED[0], max_tokens=2)
+        assert text_of(own, ASKED[0], max_tokens=2) is not None
+
+    serving(server, client)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_killed_client_frees_its_row(stream: bool) -> None:
     engine = engine_of(rows=1)
