@@ -57,14 +57,12 @@ def unknown(names: Iterable[str]) -> list[str]:
 INTRO = """\
 # Metrics
 
-What the columns of `metrics.jsonl` mean. Names are TRL's where TRL has one; a `*` stands
-for a name or a number k. In parentheses is the unit, unless the description names it; shares
-are from 0 to 1. In italics: what to watch for. Every row also has `stage` and `step` (counted
-from 1 within the stage; 0 is before training); a number that is not finite is `null`. Times
-(seconds by phase, the `total`) and the last section are in `timings.jsonl`, so that
-`metrics.jsonl` is a function of recipe and seed. What a reward
-function records with `log_metric`, or a callback with `control.log`, comes under the name that it
-gives.
+The columns of `metrics.jsonl`. Names are TRL's if TRL has one; a `*` stands for a name or a number.
+In parentheses is the unit, unless the description names it; shares are from 0 to 1; in italics is
+what to watch for. Every record also has `stage` and `step` (from 1 within the stage; 0: before
+training); a number that is not finite is `null`. Times (seconds by phase, the `total`) and the last
+section are in `timings.jsonl`. What a reward function records with `log_metric`, or a callback with
+`control.log`, has the name that it gives.
 """
 
 

@@ -38,8 +38,8 @@ class People(FrozenModel):
     by: Literal["margin", "bald", "d_optimal", "random"] = "margin"
     """How the pairs are chosen, from a posterior of the model's head."""
     noise: Unit | None = None
-    """Simulate the people: they judge as the rewards do without their noise, and this share of
-    their labels is inverted. None: real people."""
+    """Simulate the people: labels of the rewards without noise, this share of them inverted. None:
+    real people."""
     price: Coefficient = 0.0
     """Dollars for a label."""
 

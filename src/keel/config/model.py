@@ -104,8 +104,8 @@ class Lora(FrozenModel):
     """Low-rank adapters (peft); the reference policy is then the base with the adapter off."""
 
     adapter: str | None = None
-    """Folder or hub name of an adapter of peft to go on from, with its rank, targets and so on. The
-    reference policy is then the base with this adapter."""
+    """Folder or hub name of a peft adapter to go on from, with its own rank and targets. The
+    reference policy is then the base with it."""
     rank: Annotated[Width, _OF_ADAPTER] = 16
     """Rank of the adapters."""
     alpha: Annotated[Positive, _OF_ADAPTER] = 32.0
@@ -113,17 +113,14 @@ class Lora(FrozenModel):
     targets: Annotated[tuple[str, ...] | Literal["all-linear"], AsTuple, _OF_ADAPTER] = "all-linear"
     """Names of the modules with adapters, as in peft."""
     rslora: Annotated[bool, _OF_ADAPTER] = False
-    """Scale by alpha / √rank instead, so that a high rank learns as fast (arXiv:2312.03732)."""
+    """Scale by alpha / √rank instead (arXiv:2312.03732)."""
     dora: Annotated[bool, _OF_ADAPTER] = False
-    """Learn the norm of each row of a weight apart from its direction (DoRA, arXiv:2402.09353)."""
+    """Learn the norm of each weight row apart from its direction (DoRA, arXiv:2402.09353)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that optimizer steps drop. Sampling, evaluation and the
-    log-probabilities of the old and the reference policy drop nothing, so that an importance ratio
-    of reinforcement learning is noisy unless each batch takes one step. The result then depends on
-    the micro-batches (`token_budget`), too."""
+    """Share of an adapter's inputs dropped, in optimizer steps only: importance ratios are noisy if
+    a batch takes several steps, and the result depends on `token_budget`."""
     modules_to_save: Annotated[Words, _OF_ADAPTER] = ()
-    """Names of modules that learn as a whole, such as embed_tokens and lm_head; of tied ones both
-    do."""
+    """Modules that are trained as a whole, such as embed_tokens and lm_head (tied: both)."""
 
     def unlike_plain(self, *but: str) -> str | None:
         """A key that makes it more than plain low-rank adapters, without those of `but`."""
@@ -239,20 +236,19 @@ class Cluster(FrozenModel):
     """The processes that a recipe runs on."""
 
     processes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes that share the stages of kind rl: each trains on some of the sequences, with a part
-    of the weights (FSDP2). Without Ray all are on this machine, and sample with the native engine.
-    """
+    """Processes that share stages of kind rl: each trains on some of the sequences with a part of
+    the weights (FSDP2); without Ray on this machine, sampling with the native engine."""
     offload: Annotated[Literal["none", "cpu"], _ONE_PROCESS, _NOTHING_TO_OFFLOAD] = "none"
-    """`cpu`: a GPU's share of weights, gradients and moments is in the machine's memory between
-    computations, where the optimizer steps."""
+    """`cpu`: each GPU's share of weights, gradients and moments stays on the host, where the
+    optimizer steps."""
     ray: str | None = None
-    """The Ray that places and watches the processes of stages of kind rl: a cluster's address
-    (`auto`, or HOST:PORT), or `local`, started on this machine ([how to](howto/ray.md))."""
+    """Ray runs the processes: a cluster's address (`auto`, or HOST:PORT), or `local`, started on
+    this machine ([how to](howto/ray.md))."""
     rollout_workers: Annotated[int, Field(ge=1, le=1024), _NO_RAY] = 1
     """Processes that sample, each with the whole model and an engine of its own."""
     reward_workers: Annotated[int, Field(ge=0, le=1024), _NO_RAY] = 0
-    """Processes that rewards run in, by turns; 0: in the process that runs the loop, where judges
-    and tasks' own verdicts always are."""
+    """Processes that rewards run in; 0: the process of the loop, where judges and tasks' own scores
+    always run."""
     cpus: Annotated[float, Field(gt=0, le=1024), _NO_RAY] = 1.0
     """CPUs that Ray reserves for each process; it has as many threads."""
     gpus: Annotated[float, Field(ge=0, le=16), _NO_RAY] = 0.0
@@ -260,20 +256,19 @@ class Cluster(FrozenModel):
     reward_gpus: Annotated[float, Field(ge=0, le=16), _NO_RAY] = 0.0
     """GPUs that Ray reserves for each reward worker."""
     deadline: Annotated[Seconds, _ALONE] = 1800.0
-    """Seconds in which a process has to answer a call; else a rollout or reward worker is replaced
-    and its work done again, a trainer or rank lost."""
+    """Seconds in which a process has to answer a call; else a worker is replaced and its work
+    repeated, a trainer or rank counts as lost."""
     restarts: Annotated[int, Field(ge=0, le=1000), _NO_RAY] = 3
-    """How often in a row the run goes on from one checkpoint after a trainer was lost."""
+    """How often in a row the run restarts from one checkpoint after a trainer was lost."""
 
 
 class Alerts(FrozenModel):
-    """Who is called at diagnoses and at the run's end, with JSON. It has 10 seconds; a run never
-    waits for it, and a note says if it fails."""
+    """What is called with JSON at diagnoses and at the run's end ([how to](howto/tracking.md))."""
 
     command: Words = ()
     """A program and its arguments; the JSON is its standard input."""
     webhook_env: str | None = None
-    """Name of the environment variable that has the URL to which the JSON is posted."""
+    """The environment variable with the URL to which the JSON is posted."""
     on: Annotated[Literal["all"] | Words, _NO_ALERTS] = "all"
     """`all`, or a list of conditions of `keel diagnose`, `finished`, `stopped` and `failed`."""
 

@@ -13,23 +13,26 @@ from keel.config.entry import DEFAULT_KIND, stage_kinds
 from keel.config.errors import models_in
 from keel.config.schema import Recipe
 
+Row = tuple[str, str, str]
+"""A key, its default, its description."""
+Table = dict[str, tuple[str, str]]
+
 HEAD = """# Every key of a recipe
 
-A recipe is a TOML file. `name`, `description`, `seed`, `threads`, `model` and `cluster` apply to
-all of it, the other keys to a stage. With one stage, its keys are at the top level; with several,
-each stage is a `[[stages]]` table. On the command line a key applies to the stage that it names
+`name`, `description`, `seed`, `threads`, `model`, `cluster` and `alerts` apply to the whole recipe,
+the other keys to a stage: at the top level if there is one stage, else in its `[[stages]]` table,
+whose key `stage` is its kind. On the command line a key applies to the stage that it names
 (`sft.steps=10`), else to the last, and to the entry of a list that it numbers (`tasks.0.path=x`),
-or to its only one (`tasks.path=x`). `extends = "NAME"` starts from another recipe. `"none"` unsets
-a key. The kind of a stage is its key `stage`. Keys that several kinds have are described once; the
-lists of the other kinds hold only what differs, such as another default.
+or to its only one. `extends = "NAME"` starts from another recipe. `"none"` unsets a key.
+`[repeat]` runs stages several times ([how to](howto/stages.md#run-stages-several-times)).
 
 In parentheses is the default. A key without one is unset (None) or empty; a table without one has
 the defaults of its keys. A description begins with the values that a key may have, if they are few.
+A key of several kinds is described once; the other kinds list only what differs.
 
-The paths of data, models and functions (`file.py:name`) in a recipe's file are relative to its
-folder; those in keys of the command line, and in recipes that Python passes, to the working folder.
-The recipe in a run folder has them absolute, so it can be run again from anywhere. The keys of an
-algorithm are described in [recipe terms](algorithms/README.md) and by `keel explain`.
+Paths in a recipe's file are relative to its folder; on the command line and in Python, to the
+working folder. The recipe in a run folder has them absolute. The keys of an algorithm are those of
+[its terms](algorithms/README.md), and `keel explain` shows them.
 
 Recipes of `keel control` have one stage. The defaults of an algorithm, or of a tuned pair of
 algorithm and environment, replace the defaults below ([control](algorithms/control.md)).
@@ -47,7 +50,9 @@ def markdown() -> str:
         ("Stage `policy_gradient`", PolicyGradientStage),
         ("Stage `q_learning`", QLearningStage),
     )
-    described: dict[tuple[str, str, str], str] = {}
+    described: dict[Row, str] = {}
+    texts: set[tuple[str, str]] = set()
+    before: dict[str, Table] = {}
     for title, model in tables:
         rows = [*_keys(model, "")]
         lines.append(f"\n## {title}\n")
@@ -56,24 +61,54 @@ def markdown() -> str:
             if same:
                 listed = ", ".join(f"`{key.strip('[]')}`" for key in same)
                 lines.append(f"As in [{other}](#{_anchor(other)}): {listed}.\n")
-        inners = [key.strip("[]").partition(".")[2] for key, _, _ in rows]
+        skipped: set[str] = set()
         for row in rows:
             key, default, what = row
+            plain = key.strip("[]")
             if row in described:
                 continue
-            # `[[sampled.tasks]]` is a table `[[tasks]]`, whose keys are described before.
-            inner = key.strip("[]").partition(".")[2]
-            names = (inner, f"[[{inner}]]", f"model.{inner}")
-            same = [name for name in names if (name, default, what) in described]
-            if any((key, what) == (other, text) for other, _, text in described):
-                what = ""
-            elif same and any(name.startswith(f"{inner}.") for name in inners):
-                what += f" With the keys of `{same[0].strip('[]')}`."
-            if not same or "." not in inner:
-                shown = f"`{key}`{default and f' ({default})'}"
-                lines.append(f"- {shown}: {what}" if what else f"- {shown}")
             described[row] = title
+            if plain in skipped:
+                continue
+            if (key, what) in texts:
+                what = ""
+            else:
+                note, same_keys = _as_before(plain, _table(plain, rows), before)
+                what += note
+                skipped |= same_keys
+            shown = f"`{key}`{default and f' ({default})'}"
+            lines.append(f"- {shown}: {what}" if what else f"- {shown}")
+            texts.add((key, row[2]))
+            before.setdefault(plain, _table(plain, rows))
     return "\n".join(lines) + "\n"
+
+
+def _table(name: str, rows: list[Row]) -> Table:
+    """The keys of a table, without its name: default and description."""
+    found = ((key.strip("[]"), default, what) for key, default, what in rows)
+    return {
+        key.removeprefix(f"{name}."): (default, what)
+        for key, default, what in found
+        if key.startswith(f"{name}.")
+    }
+
+
+def _as_before(name: str, table: Table, before: dict[str, Table]) -> tuple[str, set[str]]:
+    """What to say of a table that has keys of an earlier one, and the keys that this describes."""
+    best, same = "", set[str]()
+    for other, keys in before.items():
+        equal = {key for key in table if keys.get(key) == table[key]}
+        if other == name or not equal:
+            continue
+        if keys.keys() == table.keys():
+            return f" With the keys of `{other}`.", {f"{name}.{key}" for key in equal}
+        equal = {key for key in equal if "." not in key}
+        if len(equal) > len(same):
+            best, same = other, equal
+    if len(same) < 5:  # listed here, as they are not worth a look elsewhere
+        return "", set()
+    listed = ", ".join(f"`{key}`" for key in table if key in same)
+    return f" As in `{best}`: {listed}.", {f"{name}.{key}" for key in same}
 
 
 def _anchor(title: str) -> str:

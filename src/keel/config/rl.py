@@ -69,7 +69,7 @@ class ReferenceConfig(FrozenModel):
     """The frozen reference policy of the divergence."""
 
     reset_every: Annotated[Count | None, _NO_REFERENCE, _NEVER_RESET] = None
-    """Copy the policy to the reference every n steps; None: never."""
+    """Copy the policy to the reference every n steps."""
 
 
 class MeasuredReferenceConfig(ReferenceConfig):

@@ -24,7 +24,7 @@ else:
 
 
 class ExpectedFigure(FrozenModel):
-    """What a metric comes to, over seeds."""
+    """A metric at the end, over seeds."""
 
     metric: str = "eval/pass@1"
     """Name of the metric, of the last stage that records it."""
@@ -47,16 +47,16 @@ class ExpectedFigure(FrozenModel):
 
 
 class Expected(FrozenModel):
-    """What a shipped recipe comes to. It is no setting: a run does not read it."""
+    """What a shipped recipe comes to; a run does not read it."""
 
     after: ExpectedFigure | None = None
     """The figure that was measured at the end."""
     hardware: str = ""
-    """What it was measured on or is meant for, and how long it takes there."""
+    """What it was measured on or is meant for, and the time there."""
     published: str = ""
-    """The published figure that it aims at, and its source."""
+    """The published figure it aims at, with its source."""
     run_here: bool = True
-    """Whether the recipe has been run by its authors as it is."""
+    """Whether its authors ran it as it is."""
 
     def lines(self) -> list[str]:
         """What it says, a line for each thing."""

@@ -118,11 +118,11 @@ class TaskSource(FileSource):
     system: str | None = None
     """System message; makes each prompt a conversation."""
     raw: Annotated[bool, _NO_TEMPLATE] = False
-    """Do not put plain prompts through the chat template. By default they are the turn of the user
-    if the tokenizer has one."""
+    """Do not put plain prompts through the chat template, which by default makes them the user's
+    turn."""
     bad_rows: Annotated[BadRows, _GENERATED] = "stop"
-    """Whether an example that gives no prompt stops the run before its first step, or is recorded
-    in the run folder's quarantine/."""
+    """Whether an unreadable example stops the run before its first step, or is recorded in the run
+    folder's quarantine/."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the generator, or of `datasets.load_dataset`."""
 
@@ -151,10 +151,10 @@ class RewardSource(FrozenModel):
     """Subtract the mean and divide by the standard deviation, over the completions of a prompt or
     of the step."""
     gate_below: Real | None = None
-    """If the value is below this, the reward of the completion is `gated_reward`, and the rewards
-    that are no gates are not called."""
+    """Below this value the completion's reward is `gated_reward`, and rewards that are not gates
+    are not called."""
     gated_reward: Real = 0.0
-    """The reward of a completion whose value is below `gate_below`."""
+    """The reward below `gate_below`."""
     correctness: Annotated[bool | None, _UNREAD_VERDICT, NEVER_EVALUATED] = None
     """Whether a value of at least `evaluation.threshold` means a right answer, so that pass@k is
     defined; None: as the function declares."""
@@ -222,8 +222,8 @@ class PreferenceData(FileSource):
     columns: dict[str, str] = Field(default_factory=dict)
     """Names of the columns in the file, for example {prompt = "question"}."""
     raw: bool = False
-    """Do not put plain prompts through the chat template. By default they are the turn of the user
-    if the tokenizer has one."""
+    """Do not put plain prompts through the chat template, which by default makes them the user's
+    turn."""
     empty: Literal["refuse", "drop", "keep"] = "refuse"
     """What happens to an example with an empty answer; dropped ones are counted."""
     bad_rows: BadRows = "stop"
@@ -254,14 +254,14 @@ class SFTData(FileSource):
     system: str | None = None
     """System message of the conversations that have none."""
     raw: Annotated[bool, _NO_TEMPLATE] = False
-    """Do not put a plain `prompt` and its `completion` through the chat template. By default they
-    are turns of the user and the assistant if the tokenizer has one."""
+    """Do not put a plain `prompt` and `completion` through the chat template, which by default
+    makes them turns."""
     bad_rows: BadRows = "stop"
     """Whether an example that cannot be read stops the run, or is recorded in the run folder's
     quarantine/."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function, or of `datasets.load_dataset`: `split`, `name`, and
-    `streaming = true`, with which examples are read in order as steps need them."""
+    """Keyword arguments of the function, or of `datasets.load_dataset`: `split`, `name`, or
+    `streaming = true` to read examples in order as steps need them."""
 
     @property
     def streams(self) -> bool:
@@ -316,14 +316,13 @@ class VllmServer(FrozenModel):
     """Address of a server that runs on this machine, instead of one that Keel starts:
     `http://HOST:PORT` or `unix:PATH`."""
     python: Annotated[str | None, _RUNS_ALREADY] = None
-    """The Python of the environment that has vLLM, relative to the recipe's folder; unset: the
-    variable `KEEL_VLLM_PYTHON`."""
+    """The Python of vLLM's environment, relative to the recipe's folder; unset: `KEEL_VLLM_PYTHON`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _RUNS_ALREADY] = 0.4
     """Share of the GPU's memory that vLLM may use; the trainer needs the rest."""
     sleep_level: Annotated[Literal[0, 1, 2] | None, _ON_CPU, _SAMPLES_ALWAYS] = None
-    """How the server frees the GPU while the trainer works: 1 moves its weights to the host's
-    memory and drops the cache, 2 drops both and all weights are sent again, 0 does not; unset: 1 if
-    the trainer uses the same GPU, else 0."""
+    """How the server frees the GPU while the trainer works: 1 moves its weights to the host and
+    drops the cache, 2 drops both (all weights are sent again), 0 keeps both; unset: 1 on the
+    trainer's GPU, else 0."""
     gpus: Annotated[Ids, _RUNS_ALREADY, _ON_CPU] = ()
     """GPUs of the server, counted as torch counts them; none: the trainer's."""
     arguments: Annotated[Words, _RUNS_ALREADY] = ()
@@ -362,8 +361,7 @@ class Rollout(FrozenModel):
     stop_ids: Ids = ()
     """Token ids that end a completion."""
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token, so that every completion has `max_tokens` tokens: to
-    measure memory and speed."""
+    """Go on after an end-of-sequence token, up to `max_tokens`: to measure memory and speed."""
     max_turns: Annotated[Answers, _PROGRAM, _NO_REPLIES] = 1
     """Turns of the policy in one completion, for tasks that reply."""
     reply_role: Annotated[Literal["user", "tool"], _PROGRAM, _ONE_TURN, _NO_REPLIES] = "user"
@@ -385,9 +383,8 @@ class Rollout(FrozenModel):
     """`native`, `vllm` ([how to](howto/vllm.md)), `stored` (what another run sampled), or
     `module:function` of a function that returns an engine (see [extending](extending.md))."""
     stored: Annotated[str | None, _NOT_STORED] = None
-    """Run folder whose rollouts the engine `stored` returns, those of step n in step n, by the ids
-    of their prompts. Rewards are called on them; of another policy, set `old_log_probs = "engine"`
-    or a correction."""
+    """Run folder whose rollouts the engine `stored` returns, those of step n in step n ([how
+    to](howto/rollouts.md))."""
     stored_stage: Annotated[str | None, _NOT_STORED] = None
     """The stage of that run, if several have rollouts."""
     program: str | None = None
@@ -399,21 +396,19 @@ class Rollout(FrozenModel):
     """Whether a program that raises after an answer stops the run, or its completion is counted and
     not learned from."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
-    """Of the weights, keys and values of the engine. bfloat16 samples with a rounded copy, so it
-    needs `algorithm.correction`. The native engine evaluates in the model's dtype; another engine
-    does both."""
+    """Of the engine's weights, keys and values. bfloat16 needs `algorithm.correction`. The native
+    engine evaluates in the model's dtype."""
     timeout: Seconds = 1800.0
-    """Seconds without a new token after which the engine is considered hung; and without a request,
-    the program. With vLLM: of each request, a whole completion."""
+    """Seconds without a new token after which the engine counts as hung, or without a request the
+    program. With vLLM: of each request, a whole completion."""
     max_num_seqs: Answers = 256
     """Sequences that the engine decodes at once."""
     overlap_rewards: Annotated[bool, _PROGRAM, _MANY_TURNS] = False
     """Score the first groups while the last ones are still being sampled."""
     async_level: Annotated[int, Field(ge=0, le=64)] = 0
-    """How many steps ahead rollouts are sampled, by a copy of the model: no completion is trained
-    on more than this number of updates after the weights that it was begun with. Needs
-    `algorithm.correction`; more than 1 needs an engine that pins weights, as those of
-    `cluster.ray`."""
+    """How many steps ahead a copy of the model samples: the most updates between the weights that
+    began a completion and those trained on it. Needs `algorithm.correction`; more than 1 needs
+    `cluster.ray` or another engine that keeps earlier weights."""
     vllm: Annotated[VllmServer, _OTHER_ENGINE] = VllmServer()
     """The vLLM server."""
 

@@ -72,12 +72,12 @@ class Optimizer(FrozenModel):
     """The optimizer, and the schedule of its learning rate over the stage's steps."""
 
     kind: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """`adamw_8bit` keeps the moments in 8 bits (bitsandbytes, arXiv:2110.02861). `muon`, for the
-    matrices inside of layers, orthogonalises the momentum and takes steps of AdamW's size, so that
-    the same learning rates serve (arXiv:2502.16982); all else learns by AdamW."""
+    """`adamw_8bit` keeps the moments in 8 bits (bitsandbytes, arXiv:2110.02861). `muon`
+    orthogonalises the momentum of the matrices inside layers and takes steps of AdamW's size
+    (arXiv:2502.16982); all else learns by AdamW."""
     offload: Annotated[Literal["none", "cpu"], _ON_CPU] = "none"
-    """`cpu`: moments, float32 weights and the step itself are in the memory of the machine of one
-    GPU; several processes have `cluster.offload`."""
+    """`cpu`: moments, float32 weights and the step are on the host of one GPU; for several
+    processes see `cluster.offload`."""
 
     learning_rate: LearningRate = 1e-6
     """The highest rate of the schedule."""
@@ -121,7 +121,7 @@ class Checkpoints(FrozenModel):
     every: Count = 100
     """Steps between checkpoints; the last step always writes one."""
     keep: Count = 2
-    """How many of the newest are kept, over all stages, in addition to the best of each stage."""
+    """How many of the newest are kept, besides the best of each stage."""
 
 
 class StopRule(FrozenModel):
@@ -262,8 +262,8 @@ class StageConfig(FrozenModel):
     steps: Index = 100
     """Optimizer steps."""
     num_train_epochs: Passes = None
-    """Passes over the train examples, or prompts, instead of `steps`: epochs follow each other
-    without a gap, and the last step is filled up. `run.json` has the number of steps."""
+    """Passes over the train examples or prompts, instead of `steps`. Epochs follow each other
+    without a gap; the last step is filled up."""
     token_budget: MicroBatchTokens = "auto"
     """Largest number of model-input tokens in a micro-batch; a longer example is computed alone.
     `auto` is 16,384; if one process trains on a GPU, the memory of the first update then sets it,

@@ -61,12 +61,12 @@ def length_explosion(history: StageHistory) -> Symptom | None:
 
 def length_bias(history: StageHistory) -> Symptom | None:
     """Wrong answers grow and right ones do not, with `weights.kind = "sequence_mean"`, which
-    punishes a token of a long wrong answer less than one of a short wrong answer [2503.20783].
-    In at least 8 steps with rollouts, the mean length of completions with a negative advantage
-    rises (p < 0.05) by 25 % and 2 tokens at least, that of completions with a positive one by
-    less than a third as much; the difference rises too (p < 0.05), and in the end wrong ones
-    are longer. If the terms of the loss were recorded, a token of a wrong completion above the
-    median length of its step must also have at most 0.8 times the weight of one of the others."""
+    punishes a token of a long wrong answer less than one of a short wrong answer [2503.20783]. In
+    at least 8 steps with rollouts, the mean length at a negative advantage rises (p < 0.05) by 25 %
+    and 2 tokens at least, at a positive one by less than a third as much; the difference rises too
+    (p < 0.05), and in the end wrong ones are longer. If the loss terms were recorded, a token of a
+    wrong completion above its step's median length also has at most 0.8 times the weight of the
+    others."""
     if history.setting("algorithm.weights.kind") != "sequence_mean":
         return None
     found = [
@@ -117,10 +117,10 @@ def truncation(history: StageHistory) -> Symptom | None:
 
 
 def repetition(history: StageHistory) -> Symptom | None:
-    """Completions repeat themselves: in 6 steps or more with rollouts, the mean share of
-    4-grams of tokens that occurred before in the same completion (of 12 tokens or more) rises
-    (p < 0.05) by 0.2, to 0.3 or more in the last fifth. Ordinary prose stays below 0.15. If
-    completions have only now become long enough, a share of 0.5 is enough."""
+    """Completions repeat themselves: in 6 steps or more with rollouts, the mean share of 4-grams of
+    tokens that occurred before in the same completion (of 12 tokens or more) rises (p < 0.05) by
+    0.2, to 0.3 or more in the last fifth. Ordinary prose stays below 0.15. If completions only now
+    are long enough, 0.5 is enough."""
     found = [r for r in history.rollouts if _enough(r)]
     if len(found) < REPEATED:
         return None
@@ -140,10 +140,10 @@ def repetition(history: StageHistory) -> Symptom | None:
 
 def environment_words(history: StageHistory) -> Symptom | None:
     """The reward is paid for the environment's words. In the last three steps with rollouts, at
-    least half of the completions that hold tokens of the environment (20 or more, to 5 groups
-    or more) are rewarded above the middle of the range and no less than those without, if there
-    are 20 of these. Yet the policy's own words do not depend on the prompt: the mean Jaccard
-    similarity of its sets of tokens is within groups at most 0.05 above that between groups."""
+    least half of the completions with tokens of the environment (20 or more, in 5 groups or more)
+    are rewarded above the middle of the range and no less than those without, if there are 20 of
+    these. Yet the policy's own words do not depend on the prompt: the mean Jaccard similarity of
+    its token sets is at most 0.05 higher within groups than between them."""
     last, bounds = history.rollouts[-3:], history.reward_range
     if not last or bounds is None or bounds[1] == bounds[0]:
         return None

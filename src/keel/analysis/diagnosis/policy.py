@@ -67,10 +67,9 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
 
 
 def kl_runaway(history: StageHistory) -> Symptom | None:
-    """The policy writes what the reference would not: the divergence to the reference (median
-    of five steps) is above the entropy of the first five steps by 0.5 nats per token or more,
-    to the end. A policy that only concentrates on what the reference samples has a KL of that
-    entropy at most."""
+    """The policy writes what the reference would not: the divergence to the reference (median of
+    five steps) is above the entropy of the first five steps by 0.5 nats per token or more, to the
+    end. Concentrating on what the reference samples costs at most that entropy."""
     steps, kl = history.column(history.reference)
     entropy = history.values("entropy")
     to_old = history.reference == "kl" and history.setting("algorithm.divergence.to") == "old"
@@ -135,11 +134,10 @@ def clip_saturated(history: StageHistory) -> Symptom | None:
 
 
 def learning_rate_high(history: StageHistory) -> Symptom | None:
-    """Updates too large, by any of three signs. The reward fell, to the end of the run: its
-    median over five steps is below its peak (or its start) by half of the way between the
-    lowest reward there is and the peak, and by four times the noise of one step. Or
-    KL(old‖policy) is above 0.1 nats per token (median of five steps). Or the norm of the
-    gradient (median of five steps) is ten times the median of the 20 steps before and of all."""
+    """Updates too large, by any of three signs (medians of five steps). The reward fell, to the end
+    of the run, from its peak (or start) by half of the way down to the lowest reward, and by four
+    times the noise of one step. Or KL(old‖policy) is above 0.1 nats per token. Or the norm of the
+    gradient is ten times the median of the 20 steps before and of all."""
     signs = [s for s in (_far_updates(history), _jump(history), _fall(history)) if s is not None]
     if not signs:
         return None
@@ -192,11 +190,10 @@ def _fall(history: StageHistory) -> Symptom | None:
 
 
 def learning_rate_low(history: StageHistory) -> Symptom | None:
-    """Nothing moves although there is something to learn: over at least 40 steps the reward has
-    no trend (p > 0.05, or a change below 5 % of its range), fewer than 70 % of the groups are
-    without variance and gradients are not 0, yet the divergence to the reference, if logged, is
-    below 1e-4 nats per token, that of one step below 1e-6, and the entropy changed by less than
-    5 %."""
+    """Nothing moves although there is something to learn: over at least 40 steps the reward has no
+    trend (p > 0.05, or a change below 5 % of its range), fewer than 70 % of the groups lack
+    variance and gradients are not 0, yet the divergence to the reference, if logged, is below 1e-4
+    nats per token, that of a step below 1e-6, and entropy changed by less than 5 %."""
     steps, reward = history.column("reward")
     if len(steps) < 40:
         return None
@@ -226,9 +223,9 @@ def learning_rate_low(history: StageHistory) -> Symptom | None:
 
 def value_model(history: StageHistory) -> Symptom | None:
     """The value model explains nothing: after its warm-up and 20 steps more, the median of
-    `value/explained_variance` over the last fifth of the run (5 steps at least) is at most
-    0.05, and at the rate of the last half it would not reach 0.05 in as many steps again. Steps
-    whose rewards were all equal are left out."""
+    `value/explained_variance` over the last fifth of the run (5 steps at least) is at most 0.05,
+    and at the rate of the last half it would not reach 0.05 in as many steps again. Steps with
+    equal rewards are left out."""
     steps, explained = history.column("value/explained_variance")
     scored, spread = history.reward_spread()
     varied = np.isin(steps, scored[spread > 1e-6])
@@ -246,9 +243,9 @@ def value_model(history: StageHistory) -> Symptom | None:
 
 def engine_mismatch(history: StageHistory) -> Symptom | None:
     """Engine and trainer disagree about the log-probabilities of the samples: the mean of the
-    absolute difference (median of five steps) is at the end above 1e-3 nats for an engine in
-    the model's float32, or 0.05 if model or engine is in bfloat16 or works under autocast.
-    Rounding explains under 1e-5 and about 1e-2."""
+    absolute difference (median of five steps) is at the end above 1e-3 nats for an engine in the
+    model's float32, or 0.05 if model or engine is in bfloat16 or works under autocast. Rounding
+    explains under 1e-5, and about 1e-2."""
     steps, mean = history.column(f"{MISMATCH}/mean")
     own = [history.model.get(key) for key in ("dtype", "autocast")]
     coarse = "auto" in own or "bfloat16" in (history.setting("rollout.dtype"), *own)

@@ -40,9 +40,8 @@ JUDGES = ("exact_match", "numeric_match", "choice", "place_match", "math", "code
 
 
 def no_reward(history: StageHistory) -> Symptom | None:
-    """Completions get no reward: in the newest three steps with rollouts, at least 90 % of the
-    completions (10 or more) have none, as if gold answers are missing, or a reward left them out.
-    Not if advantages read no reward."""
+    """Completions get no reward: in the newest three steps with rollouts, at least 90 % (10 or
+    more) have none. Not if advantages read no reward."""
     last = history.rollouts[-3:]
     count, without = sum(map(len, last)), sum(int(np.isnan(r.reward).sum()) for r in last)
     if not history.rewarded or count < 10 or without < 0.9 * count:

@@ -307,21 +307,19 @@ INTRO = """# What is wrong with a run?
 
     keel diagnose RUN [--json]
 
-reads a run folder, also of a run that goes on, and reports each problem of its stages of
-reinforcement learning: the evidence, completions that show it, likely causes, and the recipe keys
-to change, each with its reason and, if it follows from the present value, the new one. An *error*:
-the run learns nothing more, or the wrong thing. A *warning*: it wastes time or may mislead. The
-exit code is 0 either way.
+reports each problem of the `rl` stages of a run, also of one that goes on: the evidence,
+completions that show it, likely causes, and the recipe keys to change, with the reason and, if it
+follows from the present value, the new one. An *error*: the run learns nothing more, or the wrong
+thing. A *warning*: it wastes time or may mislead. The exit code is 0 either way.
 
-`keel train` and `keel.train` look for the same during the run. A problem that two checks in a row
-find (five steps apart, or a fiftieth of the steps so far) is shown once, in a line that begins with
-`WARNING`, and recorded as an event `diagnosis` in `events.jsonl`; the run goes on unchanged.
+`keel train` and `keel.train` look for the same during the run. What two checks in a row find (five
+steps apart, or a fiftieth of the steps so far) is printed once, in a line that begins with
+`WARNING`, and recorded as an event `diagnosis` in `events.jsonl`; the run goes on.
 `keel train --json` returns the problems of the whole run as `diagnoses`.
 
-The rules use medians of five steps or more and rank tests; a run that is too short for a rule is
-not diagnosed by it. Rules on single completions read the first 256 of up to 24 steps, if the run
-wrote rollouts ([`rollouts_every`](../recipe.md)). A diagnosis is a sign, not a proof: read the
-completions that it names ([`keel rollouts`](rollouts.md)). From Python:
+Rules use medians of five steps or more and rank tests; those on single completions read the first
+256 of up to 24 steps with rollouts. A diagnosis is a sign, not a proof: read the completions that
+it names ([`keel rollouts`](rollouts.md)). From Python:
 
     from keel.analysis.diagnosis.table import diagnose
     for one in diagnose(keel.load("runs/quickstart-1")):
