@@ -127,6 +127,8 @@ def test_steps_and_epochs_together_are_refused(tmp_path: Path) -> None:
         KeelError, match=r"warmup_steps = 4 and warmup_ratio = 0\.5 are two lengths"
     ):
         load_recipe("tiny", ["optimizer.warmup_steps=4", "optimizer.warmup_ratio=0.5"])
+    with pytest.raises(KeelError, match=r"steps = 0 trains nothing: set it greater than 0"):
+        load_recipe("quickstart", ["sft.steps=0"])
     with pytest.raises(KeelError, match=r"no known end: set steps"):
         train(load_recipe("tiny", ["num_train_epochs=2", "steps=0"]), tmp_path / "run")
 

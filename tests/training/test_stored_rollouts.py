@@ -13,7 +13,7 @@ from keel.runs.reader import load
 from keel.training.evaluation import evaluate
 from keel.training.run import train
 from keel.types import KeelError
-from tests.training.small import FAST, Stop, small
+from tests.training.small import FAST, Stop, info, metrics, small
 
 KEYS = ("rollouts_every=1", "evaluation.every=2")
 LEARNED = ("optimizer.safetensors", "trainable.safetensors")
@@ -58,6 +58,28 @@ def test_kept_groups_of_dynamic_sampling_are_replayed(tmp_path: Path) -> None:
     ends = [load(run.path).checkpoints()[-1].path for run in (whole, again)]
     for name in LEARNED:
         assert (ends[0] / name).read_bytes() == (ends[1] / name).read_bytes()
+
+
+def test_no_steps_sample_what_the_first_would(run: RunFolder, tmp_path: Path) -> None:
+    sampled = train(small(*KEYS, "steps=0"), tmp_path / "sampled")
+    assert info(sampled)["finished"] and not load(sampled.path).checkpoints()
+    assert [one["step"] for one in metrics(sampled)] == [0]
+    assert metrics(sampled)[0]["reward"] == metrics(run)[0]["reward"]
+    names = ("prompt", "tokens", "log_probs", "reward", "finish")
+    batch = [[one[name] for name in names] for one in load(sampled.path).rollouts(0)]
+    assert batch == [[one[name] for name in names] for one in load(run.path).rollouts(1)]
+    keys = _from(sampled, "rollout.prompts_per_step=2")
+    spread = load(train(small(*keys, "steps=2"), tmp_path / "spread").path)
+    records = [one for step in (1, 2) for one in spread.rollouts(step)]
+    assert [[one[name] for name in names] for one in records] == batch
+    with pytest.raises(KeelError, match=r"sampled 4 prompts: set steps and"):
+        train(small(*keys, "steps=3"), tmp_path / "more")
+
+
+def test_no_steps_load_no_model_to_train(tmp_path: Path) -> None:
+    keys = ("algorithm=ppo", "value.name=/no/where", "optimizer.offload=cpu", "rollouts_every=0")
+    sampled = train(small(*keys, "steps=0"), tmp_path / "sampled")
+    assert len(load(sampled.path).rollouts(0)) == 16
 
 
 def test_another_policy_learns_off_policy(run: RunFolder, tmp_path: Path) -> None:

@@ -225,14 +225,14 @@ runs diff -- The first step, sequence and token at which two runs differ, and in
 rollouts -- What a run sampled: shown, or scored by another reward.
 rollouts show -- Print prompts, completions, rewards (keel rollouts RUN is short for it).
   run RUN
-  --step N -- which step (required)
+  --step INDEX -- which step (required)
   --stage NAME -- if several stages sample
   -n N -- how many (default 5; as JSON all)
   --json
 rollouts score -- Score stored rollouts by other rewards, next to the stored values.
   run RUN
   --reward FUNCTION ... -- a built-in, module:function or file.py:function (required)
-  --step N -- of which step (default: all that are stored)
+  --step INDEX -- of which step (default: all that are stored)
   --stage NAME -- if several stages sample
   -n N = 5 -- how many of the rows that differ most
   --json

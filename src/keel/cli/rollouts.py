@@ -103,7 +103,7 @@ def _completions(records: Sequence[dict[str, Any]], shown: int) -> Iterator[str]
 
 def _advantage(record: dict[str, Any]) -> str:
     """One number if it is the same for all tokens of the policy, else the range."""
-    if record["advantages"] is None:
+    if record.get("advantages") is None:
         return "-"
     of_policy = [
         value for value, own in zip(record["advantages"], record["written"], strict=True) if own

@@ -133,7 +133,9 @@ def show(console: Console, folder: RunFolder) -> None:
     console.print("next")
     path, model = str(folder.path), f"{folder.path.name}-model"
     commands = [["report", path], ["export", path, model]]
-    if folder.model(run.stages[-1]).is_dir():
+    if not run.checkpoints():
+        commands = [["rollouts", path, "--step", "0"], ["report", path]]
+    elif folder.model(run.stages[-1]).is_dir():
         commands[1] += ["--stage", run.stages[-1]]
     elif any(stage.get("tasks") for stage in run.recipe()["stages"]):
         commands.insert(1, ["eval", path, "--samples", "4"])

@@ -92,7 +92,8 @@ class RolloutStage(StageConfig):
     algorithm: NamedAlgorithm
     rollout: Rollout = Rollout()
     steps: Index = 100
-    """Steps, each of rollouts and the updates on them."""
+    """Steps, each of rollouts and the updates on them. 0 samples and scores one batch
+    ([how to](howto/rollouts.md#sample-without-training))."""
     epochs: Count = 1
     """Passes over each step's batch (μ); the preset's unless set."""
     minibatches: Count = 1
@@ -190,7 +191,14 @@ class RolloutStage(StageConfig):
         return self
 
     @property
+    def samples_only(self) -> bool:
+        """Whether the stage samples and scores one batch, and trains on nothing."""
+        return not (self.steps or self.unresolved)
+
+    @property
     def optimizers(self) -> tuple[Optimizer, ...]:
+        if self.samples_only:
+            return ()
         own = None if self.algorithm.value is None else self.value.optimizer
         return (self.optimizer,) if own is None else (self.optimizer, own)
 
@@ -202,8 +210,8 @@ class RolloutStage(StageConfig):
             prompts=self.prompts,
             rewards=self.rewards,
             rollout=self.rollout,
-            train_prompts=self.steps * self.rollout.prompts_per_step,
-            validation_prompts=self.evaluation.prompts,
+            train_prompts=max(self.steps, 1) * self.rollout.prompts_per_step,
+            validation_prompts=0 if self.samples_only else self.evaluation.prompts,
             seed_name=(),
             first_draw=("rollout", 1, 0),
             algorithm=self.algorithm,
@@ -246,7 +254,7 @@ class RolloutStage(StageConfig):
 
     def check_steps(self) -> None:
         warmup = self.value.warmup_steps
-        if self.algorithm.value is not None and warmup >= self.steps:
+        if self.algorithm.value is not None and warmup >= self.steps > 0:
             raise ValueError(
                 f"value.warmup_steps = {warmup} leaves the policy none of the stage's "
                 f"{self.steps} steps: set it lower, or steps higher"

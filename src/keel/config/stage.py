@@ -291,7 +291,7 @@ class StageConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _takes_steps(self) -> Self:
-        if self.unresolved or self.steps:
+        if self.unresolved or self.steps or self.learns_from_rollouts:
             return self
         raise ValueError("steps = 0 trains nothing: set it greater than 0, or num_train_epochs")
 

@@ -2,7 +2,7 @@
 
 The prompts of step n are those of the run's step n, in its order, taken from the recipe's tasks by
 their ids; rewards are called on the stored completions. The log-probs are those that the run's
-engine sampled with.
+engine sampled with. The one batch of a run with `steps = 0` is spread over the steps.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from keel.types import (
 )
 
 CAPABILITIES = Capabilities(replays=True)
+Groups = tuple[tuple[Record, ...], ...]
+"""The records of each group's completions."""
 SEARCHED = 20_000
 """Train prompts that are passed over, at the most, in the search for those of a step."""
 
@@ -84,7 +86,7 @@ class StoredStep:
     """The groups of a step: each has the records of its completions."""
 
     number: int
-    groups: tuple[tuple[Record, ...], ...]
+    groups: Groups
 
     @property
     def ids(self) -> list[str]:
@@ -106,7 +108,7 @@ def completion_of(record: Record) -> Completion:
     )
 
 
-def groups_of(records: Sequence[Record]) -> tuple[tuple[Record, ...], ...]:
+def groups_of(records: Sequence[Record]) -> Groups:
     """The records of a step by their group."""
     return tuple(tuple(rows) for _, rows in groupby(records, key=lambda one: one["group"]))
 
@@ -151,6 +153,8 @@ class StoredEngine(Engine):
 
     def __init__(self, run: Run, rollout: Rollout, tokenizer: Any) -> None:
         self.run, self.stage, self.tokenizer = run, rollout.stored_stage, tokenizer
+        self._sampled_once = _places(run, rollout) == [0]
+        self._prompts_per_step = rollout.prompts_per_step
         self._step: StoredStep | None = None
 
     def step(self) -> StoredStep:
@@ -158,12 +162,25 @@ class StoredEngine(Engine):
         number = self.weight_version + 1
         if self._step is None or self._step.number != number:
             try:
-                records = self.run.rollouts(number, self.stage)
+                records = self.run.rollouts(0 if self._sampled_once else number, self.stage)
             except KeelError as error:
                 raise KeelError(f"rollout.stored: {error}", key="rollout.stored") from error
             self._check(records)
-            self._step = StoredStep(number, groups_of(records))
+            groups = groups_of(records)
+            if self._sampled_once:
+                groups = self._part(groups, number)
+            self._step = StoredStep(number, groups)
         return self._step
+
+    def _part(self, groups: Groups, number: int) -> Groups:
+        """A step's part of the one batch. Raises KeelError if the steps before have used it up."""
+        size = self._prompts_per_step
+        if number * size > len(groups):
+            raise KeelError(
+                f"rollout.stored: {self.run.folder.path} sampled {len(groups)} prompts: set "
+                f"steps and rollout.prompts_per_step (now {size}) to use no more"
+            )
+        return groups[(number - 1) * size : number * size]
 
     def prompts_of(self, stream: PromptSupply) -> PromptSupply:
         return StoredPrompts(stream, self)

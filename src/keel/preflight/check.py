@@ -465,5 +465,5 @@ def _measured(
     return {
         "memory": {"device": device, **memory, "room": room},
         "step": seconds,
-        "seconds": round(stage.steps * sum(seconds.values()), 1),
+        "seconds": round(max(stage.steps, 1) * sum(seconds.values()), 1),
     }

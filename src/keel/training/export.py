@@ -47,7 +47,10 @@ def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
     entries = folder.list_checkpoints()
     newest = checkpoint.newest_whole(folder, _warn)
     if newest is None:
-        raise KeelError(f"run {folder.path} has no whole checkpoint yet: let it run, or --resume")
+        raise KeelError(
+            f"run {folder.path} has no whole checkpoint: let it run, or --resume (a run of steps = 0 "
+            "trains nothing)"
+        )
     if which == "last":
         return newest.path
     if which == "best":

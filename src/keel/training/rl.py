@@ -6,6 +6,7 @@ task.prompts → engine.sample → rewards.score → score (old policy, referenc
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from keel.runs.rows import LOSS, RolloutRow
 from keel.training.evaluator import Evaluators
 from keel.training.loop import EvaluationResult, Loop, StepResult, write_batch
 from keel.training.rollout import RolloutPrefetcher, Rollouts, Sampler
-from keel.training.speed import StepWork, operations_of, peak_of
+from keel.training.speed import StepWork, operations_of, peak_of, speeds_of
 from keel.training.state import Progress, State, rollout_records
 
 
@@ -133,7 +134,7 @@ class RLLoop(Loop):
                 skipped = updated.skipped
                 work = _work(self, rollouts, updated.minibatches, beta)
                 values, tokenizer = _token_values(batch, updated), self.sampler.chat.tokenizer
-                records = partial(rollout_records, rollouts, batch, values, tokenizer)
+                records = partial(rollout_records, rollouts, values, tokenizer)
                 if number > schedule.value_warmup_steps:  # before, the policy did not move
                     beta = adapted(self, updated.minibatches, metrics, beta)
             else:
@@ -154,6 +155,19 @@ class RLLoop(Loop):
     def state(self, progress: Progress) -> State:
         learner = self.learner
         return State(progress, learner.policy, learner.save, self.prefetcher.pending)
+
+
+def sample_only(loop: RLLoop, progress: Progress) -> Progress:
+    """A stage of no steps: the rollouts that its first step would train on, recorded as step 0."""
+    writer, start = loop.writer, time.perf_counter()
+    with writer.clock("rollout"):
+        rollouts = loop.prefetcher(1, 1)
+    seconds, metrics = time.perf_counter() - start, dict(rollouts.metrics)
+    speeds = speeds_of(StepWork(metrics["rollout/tokens"], rollouts.seconds), seconds, 0.0)
+    writer.callbacks.step(0, metrics, seconds, speeds, evaluates=False)
+    records = rollout_records(rollouts, {}, loop.sampler.chat.tokenizer)
+    writer.recorded(progress, metrics, records, seconds, speeds)
+    return progress
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ from keel.config.model import Autocast, Model
 from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.config.sources import LEARNED
+from keel.config.stage import Optimizer
 from keel.data.mixture import build_tasks
 from keel.engines.registry import capabilities_of, check_requests, evaluating
 from keel.learn.advantages import check_entries
@@ -134,6 +135,10 @@ def build_learner(
     algorithm = stage.algorithm
     check_entries(algorithm)
     spread = partial(_spread, ranks, offload)
+    if stage.samples_only:
+        spread(policy.model, policy.autocast)
+        unused = WeightOptimizer(trainable(policy), Optimizer())  # holds nothing before it steps
+        return Learner(policy, unused, budget, ranks=ranks)
     value_head: ValueHead | None = None
     critic: Critic | None = None
     if algorithm.value is not None and stage.value.kind == "head":
@@ -198,6 +203,9 @@ def begin(run: RunContext, stage: RolloutStage, progress: Progress) -> Progress:
     update_run_json(writer.folder, {"objective": objective.unicode()})
     if run.resume_from is not None:
         return progress
+    if stage.samples_only:
+        writer.callbacks.note(f"{stage.name}: steps = 0: one batch is sampled, nothing is trained")
+        return progress
     formula = "; ".join(line.unicode for line in objective.objective)
     writer.callbacks.note(f"{stage.name} optimises {formula}")
     if stage.ratio_stays_one:
@@ -257,7 +265,7 @@ def build_loop(
     sampler = build_sampler(models.engine, source, shaped, rollout, seed, step=progress.step)
     check_requests(stage.sampling, sampler.engine.capabilities)
     evaluated = scored(loop=shaped.loop)
-    prompts = source.validation(stage.evaluation.prompts)
+    prompts = source.validation(0 if stage.samples_only else stage.evaluation.prompts)
     evaluated.check(prompts)
     # Evaluation is of the policy itself, not of a rounded copy; but one server is enough, and on
     # CUDA autocast samples from such a copy anyway.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from keel.config.model import Model
-from keel.learn.batch import Batch
 from keel.learn.optimizer import WeightOptimizer
 from keel.learn.ranks import REFERENCE, described, files_of, load_parts
 from keel.models.policy import BASE, Policy, load_policy
@@ -278,18 +277,18 @@ def _read_result(state: Mapping[str, Any]) -> RewardResult:
 
 
 def rollout_records(
-    rollouts: Rollouts, batch: Batch, tokens: Mapping[str, Tensor], tokenizer: Any
+    rollouts: Rollouts, tokens: Mapping[str, Tensor], tokenizer: Any
 ) -> list[RolloutRow]:
     """A step's rollouts as the records of its Parquet file: one for each completion.
 
-    `tokens` are values (N,) of the batch's tokens by the name of their column.
+    `tokens` are values (N,) of the tokens that the policy wrote, by the name of their column.
     """
-    ends = np.cumsum(batch.lengths)[:-1]
+    completions = [c for group in rollouts.groups for c in group.completions]
+    ends = np.cumsum([int(c.written.sum()) for c in completions])[:-1]
     split = {
         name: np.split(value_N.detach().cpu().numpy(), ends) for name, value_N in tokens.items()
     }
     rows = completion_rows(rollouts.groups, rollouts.results, tokenizer)
-    completions = [c for group in rollouts.groups for c in group.completions]
     return [
         replace(
             row,

@@ -20,13 +20,14 @@ class RLStage(RolloutStage):
     def train(self, run: RunContext, progress: Progress) -> Progress:
         from contextlib import closing
 
-        from keel.training import loop, rl_stage
+        from keel.training import loop, rl, rl_stage
 
         with rl_stage.place(run, self, progress) as models:
             progress = rl_stage.begin(run, self, progress)
             made = rl_stage.build_loop(run, self, models, progress)
             with closing(made):
-                progress = loop.run(made, progress)
+                work = rl.sample_only if self.samples_only else loop.run
+                progress = work(made, progress)
                 rl_stage.note_costs(self, made)
             rl_stage.show(run, self, made, progress)
         return progress
