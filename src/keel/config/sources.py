@@ -316,7 +316,8 @@ class VllmServer(FrozenModel):
     """Address of a server that runs on this machine, instead of one that Keel starts:
     `http://HOST:PORT` or `unix:PATH`."""
     python: Annotated[str | None, _RUNS_ALREADY] = None
-    """The Python of vLLM's environment, relative to the recipe's folder; unset: `KEEL_VLLM_PYTHON`."""
+    """The Python of vLLM's environment, relative to the recipe's folder; unset:
+    `KEEL_VLLM_PYTHON`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), _RUNS_ALREADY] = 0.4
     """Share of the GPU's memory that vLLM may use; the trainer needs the rest."""
     sleep_level: Annotated[Literal[0, 1, 2] | None, _ON_CPU, _SAMPLES_ALWAYS] = None
