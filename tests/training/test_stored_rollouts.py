@@ -62,7 +62,8 @@ def test_kept_groups_of_dynamic_sampling_are_replayed(tmp_path: Path) -> None:
 
 def test_no_steps_sample_what_the_first_would(run: RunFolder, tmp_path: Path) -> None:
     sampled = train(small(*KEYS, "steps=0"), tmp_path / "sampled")
-    assert info(sampled)["finished"] and not load(sampled.path).checkpoints()
+    assert info(sampled)["finished"]
+    assert not load(sampled.path).checkpoints()
     assert [one["step"] for one in metrics(sampled)] == [0]
     assert metrics(sampled)[0]["reward"] == metrics(run)[0]["reward"]
     names = ("prompt", "tokens", "log_probs", "reward", "finish")

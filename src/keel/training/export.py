@@ -48,8 +48,8 @@ def pick_checkpoint(folder: RunFolder, which: str = "last") -> Path:
     newest = checkpoint.newest_whole(folder, _warn)
     if newest is None:
         raise KeelError(
-            f"run {folder.path} has no whole checkpoint: let it run, or --resume (a run of steps = 0 "
-            "trains nothing)"
+            f"run {folder.path} has no whole checkpoint: let it run, or --resume (with steps = 0 "
+            "nothing is trained)"
         )
     if which == "last":
         return newest.path
