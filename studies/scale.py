@@ -68,7 +68,7 @@ MODELS = {
     "Llama-3.1-70B": Model(80, 8192, 8192, 1024, 28_672, 128_256, 16_384),
     "Qwen3-32B": Model(64, 5120, 8192, 1024, 25_600, 151_936, 2 * 5120 + 256),
 }
-APPLIED = ("Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3.1-70B")
+APPLIED = ("Qwen2.5-7B", "Llama-3.1-70B")
 
 
 @dataclass(frozen=True)
