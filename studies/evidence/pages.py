@@ -134,25 +134,17 @@ def plot(
 
 
 def presets_table() -> str:
-    """Presets on both tasks."""
+    """Presets on both tasks; seconds and tokens are means of both."""
     rows = []
     for name in COMPARED:
-        cells = []
+        cells, arms = [], [arm(task, name) for task in TASKS]
         for task in TASKS:
             cells += [percent(arm(task, name)["score"]), difference(task, name)]
+        seconds, tokens = (float(np.mean([one[k] for one in arms])) for k in ("seconds", "tokens"))
+        cells += [f"{seconds:.0f}", f"{tokens:,.0f}"]
         rows.append((f"[{name}](../algorithms/{name}.md)", *cells))
     head = [cell for task in TASKS for cell in (f"{TITLES[task]}, %", f"above {BASELINE}")]
-    return markdown(("preset", *head), rows)
-
-
-def costs_table() -> str:
-    """Seconds and tokens of presets: means of both tasks."""
-    rows = []
-    for name in COMPARED:
-        arms = [arm(task, name) for task in TASKS]
-        seconds, tokens = (float(np.mean([one[k] for one in arms])) for k in ("seconds", "tokens"))
-        rows.append((name, f"{seconds:.0f}", f"{tokens:,.0f}"))
-    return markdown(("preset", "seconds", "tokens sampled"), rows)
+    return markdown(("preset", *head, "seconds", "tokens"), rows)
 
 
 def stability_table() -> str:
@@ -171,7 +163,6 @@ def stability_table() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "presets": presets_table,
-    "costs": costs_table,
     "stability": stability_table,
     "memory": memory.table,
     "replay": replay.table,

@@ -94,8 +94,8 @@ class Explanation:
     def page_equation(self) -> str:
         """The part of the algorithm's page in `docs/algorithms` that states its formula.
 
-        The objective, then a table with one line for each term, with what the objective does not
-        show.
+        The objective, then a table with one line for each term that there is, with what the
+        objective does not show.
         """
         whole = " ".join(line.latex for line in self.objective)
 
@@ -107,6 +107,8 @@ class Explanation:
         lines = ["\n\n".join(lines), ""]
         lines += ["| symbol | here | formula | source |", "|---|---|---|---|"]
         for term in self.terms:
+            if term.kind == "none":
+                continue
             own = [x for x in term.equations if x not in self.objective and not shown(x.latex)]
             formulas = "; ".join(f"${line.latex}$" for line in own)
             lines += [f"| ${term.symbol}$ | {term.kind} | {formulas} | {term.source} |"]
