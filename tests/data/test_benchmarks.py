@@ -88,10 +88,53 @@ def test_worked_examples_are_of_the_same_subject(tmp_path: Path) -> None:
     law, _, art = (task.prompt("validation", at) for at in range(3))
     assert str(law.content).startswith("Question: dev 0?\nA. w\n")
     assert "\nAnswer: A\n\nQuestion: 0?\n" in str(law.content)
-    assert "dev" not in str(benchmark_task(source, whole=True).prompt("validation", 0).content)
+    with pytest.raises(KeelError, match=r"this prompt shows none: set task\.raw"):
+        benchmark_task(source, whole=True)
     assert str(art.content).startswith("Question: dev 1?")
     assert (task.gold(law), task.gold(art)) == ("A", "B")
     assert task.protocol == "a text to go on from, 1 worked example"
+    few = source.model_copy(update={"options": {"shots_path": options["shots_path"]}})
+    few = few.model_copy(update={"prompt": "{shots}{question}", "system": "Be brief."})
+    assert benchmark_task(few, whole=True).protocol == (
+        "the chat template, a prompt of your own, with a system message, 1 to 2 worked examples"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("mmlu", {"shots": -1}, "shots = -1: give a whole number"),
+        ("mmlu", {"shots": "5"}, "shots = '5': give a whole number"),
+        ("mmlu", {"shots": 2}, "shots = 2: name their file by shots_path"),
+        ("mmlu", {"shots": 2, "shots_path": "HERE"}, "shots = 2, but there are 1 examples"),
+        ("math500", {"shots": 4}, "has no worked examples"),
+    ],
+)
+def test_wrong_worked_examples_are_refused(
+    name: str, options: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", MMLU)
+    options = {key: path if value == "HERE" else value for key, value in options.items()}
+    source = TaskSource(name=name, path=path, options=options)
+    with pytest.raises(KeelError, match=match):
+        benchmark_task(source, chat=False, whole=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"choices": None}, r"a.jsonl has no column choices \(but question, subject, answer\)"),
+        ({"answer": "A"}, "holds 'A', which is not the index of a choice, from 0 to 3"),
+        ({"answer": 4}, "holds 4, which is not the index"),
+    ],
+)
+def test_wrong_layout_of_a_file_is_refused(
+    row: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    row = {key: value for key, value in (MMLU[0] | row).items() if value is not None}
+    source = TaskSource(name="mmlu", path=jsonl(tmp_path / "a.jsonl", [row]))
+    with pytest.raises(KeelError, match=match):
+        benchmark_task(source, whole=True)
 
 
 def test_base_models_go_on_and_chat_models_are_asked(tmp_path: Path) -> None:

@@ -277,10 +277,7 @@ def test_newest_of_the_run_and_best_of_each_stage_are_kept(tmp_path: Path) -> No
     assert kept[3] == [f"warmup-step-00000{n}" for n in (2, 3, 4)]
     assert kept[4] == ["warmup-step-000002", "warmup-step-000004", "rl-step-000001"]
     assert kept[6] == ["warmup-step-000002", *(f"rl-step-00000{n}" for n in (1, 2, 3))]
-    assert json.loads(folder.run_json.read_text()) == {
-        "best": {"rl": 1, "warmup": 2},
-        "best_selected_on": "validation split",
-    }
+    assert json.loads(folder.run_json.read_text()) == {"best": {"rl": 1, "warmup": 2}}
     printed = [row for row in load(folder.path).events() if row["event"] == "checkpoint"]
     assert [(row["stage"], row["step"]) for row in printed][-1] == ("rl", 3)
     size = sum(p.stat().st_size for p in folder.checkpoint(1, 3).iterdir())

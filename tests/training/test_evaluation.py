@@ -277,6 +277,6 @@ def test_best_checkpoint_is_labelled_as_selected(
     tmp_path: Path,
 ) -> None:
     folder = run(tmp_path / "run", "steps=2", "evaluation.every=1")
-    assert info(folder)["best_selected_on"] == "validation split"
+    assert info(folder)["best_metric"] == {"rl": "eval/pass@1"}
     assert evaluate(folder.path, checkpoint="best")["selected"] is True
     assert "selected" not in evaluate(folder.path)

@@ -150,7 +150,10 @@ def test_eval_by_name_on_a_local_file(
     assert main(["eval", str(model), *words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["measure"], found["n"], found["sampled"]["n"]) == ("pass@1", 3, 3)
-    assert found["protocol"] == "a text to go on from, no worked examples, at most 4 tokens"
+    asked, sampled = found["protocol"].split("; ")
+    assert asked.startswith("a text to go on from, no worked examples, at most 4 tokens")
+    assert ("stop strings" in asked) == (name != "ifeval")
+    assert sampled.startswith("greedy, and 2 samples at temperature 0.")
     assert found["as_published"]
     assert ("maj@2" in found) == (name not in ("ifeval", "humaneval", "mbpp"))
     assert ("figures" in found) == (name == "ifeval")

@@ -46,6 +46,11 @@ def passed(objects: Mapping[str, Any]) -> Iterator[None]:
         _passed.update(before)
 
 
+def is_missing(entry: str) -> bool:
+    """Whether an entry names an object that would have to be passed again."""
+    return PASSED.fullmatch(entry) is not None and entry.partition(":")[2] not in _passed
+
+
 def load_entry(entry: str, what: str) -> Any:
     """The object that `entry` names; `what` says what it is for ("reward", "task").
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from keel.algorithms.terms import FrozenModel, Unit, UnusedIf
-from keel.config.benchmarks import with_graders
+from keel.config.benchmarks import benchmarks, with_graders
 from keel.config.fields import Answers, AsTuple, Index, Real, Temperature, Tokens, unknown
 from keel.config.model import TeacherModel
 from keel.config.sources import (
@@ -97,16 +97,20 @@ class EvaluationSet(SampledEvaluation):
     every: Index | None = None
     """Steps between evaluations, 0: only before and after the stage; None: as the stage's."""
     max_tokens: Tokens | None = None
-    """Longest completion, in tokens; None: `rollout.max_tokens`."""
+    """Longest completion, in tokens; None: of a benchmark its own, at most half of the context,
+    else `rollout.max_tokens`."""
 
     @model_validator(mode="before")
     @classmethod
     def _task_by_name(cls, data: Any) -> Any:
+        """A benchmark sets its graders and how it is sampled, unless they are given."""
         if not isinstance(data, dict) or "task" not in data:
             return data
         task = {"name": data["task"]} if isinstance(data["task"], str) else data["task"]
         graded = with_graders({"tasks": [task], "rewards": data.get("rewards")})
-        return {**data, "task": task, "rewards": graded["rewards"]}
+        known = benchmarks().get(task.get("name", "") if isinstance(task, dict) else task.name)
+        sampling = {} if known is None else known.sampling
+        return {**sampling, **data, "task": task, "rewards": graded["rewards"]}
 
 
 class Evaluation(SampledEvaluation):

@@ -15,6 +15,8 @@ from keel.config.stage import JudgedSource, Records, StageConfig
 
 PROMPTS_AT_ONCE = 128
 """Of a `SampledData` table: how many are answered in one call of the engine."""
+HEADLINE = ("accuracy", "auc", "log_loss", "brier", "ece", "f1")
+"""Figures of an evaluation that are metrics, as far as the kind of examples has them."""
 NEVER_EVALUATED = UnusedIf(
     lambda key: key.stage.evaluation.rows == 0, "evaluation.rows = 0 disables evaluation"
 )
@@ -144,6 +146,10 @@ class JudgingStage(StageConfig):
     @property
     def evaluation_interval(self) -> int:
         return self.evaluation.every
+
+    @property
+    def evaluation_metrics(self) -> tuple[str, ...]:
+        return tuple(f"eval/{name}" for name in HEADLINE)
 
     @property
     def preference_data(self) -> PreferenceData | None:

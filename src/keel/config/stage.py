@@ -406,7 +406,7 @@ class StageConfig(FrozenModel):
     @property
     def evaluation_metrics(self) -> tuple[str, ...]:
         """Names or patterns of the metrics that an evaluation records."""
-        return () if self.evaluation_interval is None else ("eval/*",)
+        return ()
 
     @property
     def preference_data(self) -> PreferenceData | None:

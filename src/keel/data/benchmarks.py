@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from keel.config.benchmarks import Benchmark, Shots, benchmarks
+from keel.config.benchmarks import Benchmark, benchmarks
 from keel.config.sources import ENDINGS, TaskSource
 from keel.data.splits import take_options
 from keel.data.tables import Row, SourceRow, Table, read_table
-from keel.data.tasks import DataTask, Presentation
+from keel.data.tasks import DataTask, Presentation, names_of
+from keel.runs.rows import LeftOut
 from keel.types import KeelError
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SHOTS, LETTER = "shots", "letter"
+"""Columns that are made: the worked examples before a row, and the letter of its answer."""
 
 
 class BenchmarkTask(DataTask):
@@ -35,24 +38,25 @@ def benchmark_task(source: TaskSource, *, chat: bool = True, whole: bool = False
     entry = benchmarks()[source.name]
     take_options(_options, source.options, f"task {source.name!r}")
     chat = chat and not source.raw
-    prompt = entry.prompt if chat else "{shots}" + entry.completion
-    chosen = source.model_copy(
-        update={
-            "prompt": prompt if source.prompt == "{prompt}" else source.prompt,
-            "answer": source.answer or entry.answer,
-        }
-    )
+    own = source.prompt != TaskSource.model_fields["prompt"].default
+    prompt = source.prompt if own else entry.prompt if chat else "{shots}" + entry.completion
+    chosen = source.model_copy(update={"prompt": prompt, "answer": source.answer or entry.answer})
     tables = _tables(entry, source, whole)
-    shots = [] if chat or entry.shots is None else _shots(entry, entry.shots, source)
-    made = [None if table is None else _prepared(entry, table, shots) for table in tables]
+    shown = SHOTS in names_of(prompt)
+    examples = _examples(entry, source, shown)
+    answer = entry.letters if chosen.answer == LETTER else chosen.answer
+    by = entry.shots.by if entry.shots and examples else None
+    for table in filter(None, tables):
+        _check_columns(entry, table, [*names_of(prompt), answer, by])
+    made = [None if table is None else _prepared(entry, table, examples) for table in tables]
     assert made[0] is not None
     task = BenchmarkTask(source.name, chosen, made[0], made[1])
     if whole and made[1] is None:
         task.validate_on_all()
     form = "the chat template" if chat else "a text to go on from"
-    wanted = entry.shots.count if entry.shots else 0
-    count = min(len(shots), source.options.get("shots", wanted))
-    task.protocol = f"{form}, {count or 'no'} worked example{'s' * (count != 1)}"
+    form += ", a prompt of your own" if own else ""
+    form += ", with a system message" if source.system else ""
+    task.protocol = f"{form}, {_counted(entry, made[-1] or made[0], examples)}"
     return task
 
 
@@ -85,34 +89,94 @@ def _table(entry: Benchmark, path: str | None, split: str = "") -> Table:
             kind, path or entry.path, entry.options, split or entry.test, "quarantine"
         )
     except KeelError as error:
-        raise KeelError(f"{error}; a file in its layout is read by path=FILE.jsonl") from error
+        raise KeelError(
+            f"{error}; task.path (of keel eval: --set path=FILE) reads a file in the hub's layout"
+        ) from error
 
 
-def _shots(entry: Benchmark, shots: Shots, source: TaskSource) -> list[Row]:
-    """The rows of the worked examples; none of a file's benchmark whose examples are not given."""
-    count, path = source.options.get("shots", shots.count), source.options.get("shots_path")
-    if count == 0 or (path is None and source.path is not None):
-        return []
-    rows = [_with_letter(entry, row) for row in _table(entry, path, shots.split).rows]
-    found: list[Row] = []
-    for group in dict.fromkeys(row.get(shots.by or "") for row in rows):
-        found += [row for row in rows if row.get(shots.by or "") == group][:count]
-    return found
+def _check_columns(entry: Benchmark, table: Table, wanted: Iterable[str | None]) -> None:
+    """Raise KeelError if no row has a column of one of these names."""
+    there = dict.fromkeys(name for row in table.rows for name in row.values)
+    known = {*there, SHOTS, LETTER}
+    names = dict.fromkeys(name for name in wanted if name)
+    missing = [name for name in names if name.partition(".")[0] not in known]
+    if missing:
+        raise KeelError(
+            f"{table.source} has no column {', '.join(missing)} (but {', '.join(there)}): task "
+            f"{entry.name!r} needs the layout of {entry.path} on the hub: rename the columns, or "
+            "set task.prompt and task.answer"
+        )
 
 
-def _prepared(entry: Benchmark, table: Table, shots: Sequence[Row]) -> Table:
+# ---------------------------------------------------------------- worked examples
+
+
+def _examples(entry: Benchmark, source: TaskSource, shown: bool) -> dict[Any, list[Row]]:
+    """The rows of the worked examples by their group; none of a file's benchmark whose examples are
+    not given, and of one whose prompt shows none. Raises KeelError for options without effect."""
+    where, shots = f"task {source.name!r}", entry.shots
+    count, path = source.options.get("shots"), source.options.get("shots_path")
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+        raise KeelError(f"{where}: options.shots = {count!r}: give a whole number, 0 for none")
+    asked = count or path
+    if asked and shots is None:
+        raise KeelError(f"{where} has no worked examples: drop options.shots and shots_path")
+    if asked and not shown:
+        raise KeelError(
+            f"{where}: worked examples come before a text to go on from, and this prompt shows "
+            "none: set task.raw = true, or put {shots} into task.prompt"
+        )
+    if shots is None or not shown or count == 0:
+        return {}
+    if path is None and source.path is not None:
+        if count:
+            raise KeelError(f"{where}: options.shots = {count}: name their file by shots_path")
+        return {}
+    table = _table(entry, path, shots.split)
+    shown_in = names_of(entry.completion + shots.text)
+    columns = [entry.letters if name == LETTER else name for name in shown_in]
+    _check_columns(entry, table, [*columns, shots.by])
+    rows = [_with_letter(entry, row) for row in table.rows]
+    groups = list(dict.fromkeys(row.get(shots.by or "") for row in rows))
+    found = {g: [row for row in rows if row.get(shots.by or "") == g] for g in groups}
+    least = min(map(len, found.values()))
+    if count is not None and count > least:
+        raise KeelError(f"{where}: options.shots = {count}, but there are {least} examples")
+    return {group: some[: shots.count if count is None else count] for group, some in found.items()}
+
+
+def _prepared(entry: Benchmark, table: Table, examples: Mapping[Any, Sequence[Row]]) -> Table:
     """The rows with the columns `shots` and, if the answer is an option's index, `letter`."""
     asked = Presentation(entry.completion)
     said = Presentation(entry.shots.text if entry.shots else "")
-    by = entry.shots.by if entry.shots else None
-    texts = [(row.get(by or ""), _text(asked, row) + _text(said, row)) for row in shots]
+    texts = {
+        group: "".join(_text(asked, row) + _text(said, row) for row in rows)
+        for group, rows in examples.items()
+    }
+    rows: list[SourceRow] = []
+    bad: list[LeftOut] = []
+    for row in table.rows:
+        try:
+            values = _with_letter(entry, row)
+        except KeelError as error:
+            bad.append(row.left_out(str(error)))
+            continue
+        own = texts.get(_group(entry, row), "")
+        rows.append(replace(row, values={**values, SHOTS: own}))
+    return replace(table, rows=rows, bad=(*table.bad, *bad))
 
-    def prepared(row: SourceRow) -> SourceRow:
-        values = _with_letter(entry, row)
-        own = "".join(text for group, text in texts if by is None or group == values.get(by))
-        return replace(row, values={**values, "shots": own})
 
-    return replace(table, rows=[prepared(row) for row in table.rows])
+def _group(entry: Benchmark, row: SourceRow) -> Any:
+    """What a row shares with its worked examples."""
+    return row.values.get(entry.shots.by or "") if entry.shots else None
+
+
+def _counted(entry: Benchmark, table: Table, examples: Mapping[Any, Sequence[Row]]) -> str:
+    """How many worked examples the rows of a table have, in words."""
+    counts = {len(examples.get(_group(entry, row), ())) for row in table.rows} or {0}
+    least, most = min(counts), max(counts)
+    number = str(most or "no") if least == most else f"{least} to {most}"
+    return f"{number} worked example{'s' * (most != 1)}"
 
 
 def _text(presentation: Presentation, row: Row) -> str:
@@ -120,7 +184,14 @@ def _text(presentation: Presentation, row: Row) -> str:
 
 
 def _with_letter(entry: Benchmark, row: SourceRow) -> Mapping[str, Any]:
-    index = row.values.get(entry.letters or "")
-    if not isinstance(index, int) or not 0 <= index < len(LETTERS):
+    """The values of a row, with the letter of its answer if that is the index of a choice."""
+    if entry.letters is None or entry.letters not in row.values:
         return row.values
-    return {**row.values, "letter": LETTERS[index]}
+    index = row.values[entry.letters]
+    count = len(row.values.get("choices") or LETTERS)
+    if not isinstance(index, int) or not 0 <= index < count:
+        raise KeelError(
+            f"{row.place}: the column {entry.letters!r} holds {index!r}, which is not the index of "
+            f"a choice, from 0 to {count - 1}"
+        )
+    return {**row.values, LETTER: LETTERS[index]}

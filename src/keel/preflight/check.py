@@ -58,7 +58,7 @@ from keel.preflight.stages import (
 )
 from keel.preflight.trial import TrialProcess, TrialResult, trial_recipe
 from keel.runs.trackers import check_trackers
-from keel.training.run import leaks
+from keel.training.leaks import leaks
 from keel.training.setup import longest_sequence
 from keel.types import KeelError
 

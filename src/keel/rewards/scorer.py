@@ -70,8 +70,8 @@ class Scorer:
         stop: Sequence[str] = (),
     ) -> None:
         self.tasks = dict(tasks or {})
-        self.by_task_alone = not functions
-        self.functions = tuple(functions) or (load_reward(RewardSource(function=TASK)),)
+        self.given = tuple(functions)
+        self.functions = self.given or (load_reward(RewardSource(function=TASK)),)
         self.overlong_buffer = overlong_buffer
         self.max_tokens = max_tokens
         self.needed = needed
@@ -118,7 +118,7 @@ class Scorer:
             name: [found.get(place, nothing) for place in range(len(completions))]
             for name, found in calls.outputs.items()
         }
-        if self.by_task_alone and self.needed:
+        if not self.given and self.needed:
             _check_results(groups, outputs[TASK])
         # In the order of the calls: gates first.
         called = sorted(self.functions, key=lambda f: f.source.gate_below is None)
@@ -195,9 +195,9 @@ class Scorer:
             for name in function.required:
                 if name not in RESERVED and name not in found:
                     known = unknown("column", name, found) if found else "the prompts have none"
+                    hint = "" if name != "answer" else " (task.answer names its column)"
                     raise KeelError(
-                        f"reward {function.name!r} needs the column {name!r}: {known} "
-                        "(task.answer names the gold answer's column)"
+                        f"reward {function.name!r} needs the column {name!r}: {known}{hint}"
                     )
 
 

@@ -336,10 +336,12 @@ class RunWriter:
         when: Literal["before", "during", "after"],
         key: Literal["evaluation", "measured"] = "evaluation",
         rows: Sequence[RolloutRow] = (),
+        scored: str | None = None,
     ) -> None:
         """Report an evaluation; the first and the last of each stage go into run.json as `key`.
 
-        `rows` are the completions that were evaluated.
+        `rows` are the completions that were evaluated, `scored` the metric that selects the best
+        checkpoint.
         """
         self.recorder.evaluation(progress.stage, progress.step, rows)
         name = self.folder.stages[progress.stage]
@@ -355,7 +357,9 @@ class RunWriter:
         parts |= {"examples": result["examples"]} if "examples" in result else {}
         for part, value in parts.items():
             content.setdefault(part, {}).setdefault(name, {})[when] = value
-        update_run_json(self.folder, {part: content[part] for part in parts})
+        if scored is not None:
+            content.setdefault("best_metric", {})[name] = scored
+        update_run_json(self.folder, content)
 
     def recorded(
         self,
@@ -451,5 +455,5 @@ class RunWriter:
             best[stages[progress.stage]] = progress.best_step
         if best != known:
             # Before the checkpoint: a stage that ends with it must not lose its best.
-            update_run_json(self.folder, {"best": best, "best_selected_on": "validation split"})
+            update_run_json(self.folder, {"best": best})
         return [self.folder.checkpoint(stages.index(name), step) for name, step in best.items()]

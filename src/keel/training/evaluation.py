@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from keel.config.benchmarks import benchmarks
+from keel.config.benchmarks import Benchmark, benchmarks
+from keel.config.entry import PASSED, is_missing
 from keel.config.evaluation import SamplingSource
 from keel.config.layers import merge
 from keel.config.load import load_recipe, parse_override
@@ -18,7 +19,6 @@ from keel.config.model import Model
 from keel.config.schema import Recipe
 from keel.config.sources import ENDINGS, PreferenceData
 from keel.config.stage import JudgedSource, Records
-from keel.data.benchmarks import BenchmarkTask
 from keel.data.mixture import build_tasks, stored
 from keel.data.preferences import READERS
 from keel.engines.registry import evaluating
@@ -27,14 +27,17 @@ from keel.models.reward import load_reward_model
 from keel.rewards.registry import NamedReward, RewardContext
 from keel.rewards.rules import exact_match
 from keel.runs.layout import RunFolder
+from keel.runs.reader import read_run_json
 from keel.training.evaluator import Evaluator
 from keel.training.export import policy_of, reward_model_of, run_or_model
 from keel.training.judged_data import encoder
 from keel.training.judged_losses import Measured, plot_calibration, reward_model_metrics
+from keel.training.leaks import trained_on
 from keel.training.setup import (
     build_sampler,
     build_scorer,
     load_rewards,
+    of_benchmark,
     prompt_source,
     reward_context,
     rollout_engine,
@@ -44,6 +47,8 @@ from keel.types import KeelError, Prompt, Task
 
 SPLITS = {"validation_path", "validation_fraction"}
 """Keys of a task that set its validation split."""
+OTHER_REWARDS = {"component": None, "threshold": 1.0}
+"""Of the table `evaluation`, if it is not the stage's own rewards that are evaluated."""
 ALONE = "evaluated"
 """The stage that stands for one that samples nothing."""
 SEPARATOR, THRESHOLD = "\n", 0.5
@@ -53,7 +58,7 @@ SEPARATOR, THRESHOLD = "\n", 0.5
 def evaluate(
     model: Path | str,
     *,
-    task: str | None = None,
+    task: str | Mapping[str, Any] | None = None,
     task_keys: Sequence[str] = (),
     rewards: Sequence[str | Mapping[str, Any]] = (),
     checkpoint: str = "last",
@@ -64,39 +69,39 @@ def evaluate(
     """Greedy pass@1 and, with `samples`, sampled accuracy and pass@k, with 95 % intervals.
 
     Of a benchmark (`task="gsm8k"`, …) `protocol` says how it is asked, `as_published` how published
-    figures are made; its grader, token limit and temperature hold unless others are given.
-    If no reward is declared as correctness, the mean reward instead; `measure` says which, and
-    `reward` is the name of the reward that decided. `warning` is set if it is an exact match with
-    worked solutions.
+    figures are made; its grader, token limit, stop strings and temperature hold unless others are
+    given. If no reward is declared as correctness, the mean reward instead; `measure` says which,
+    and `reward` is the name of the reward that decided. `warning` is set if it is an exact match
+    with worked solutions, `trained_on` if stages of the run trained on prompts that are evaluated.
 
     `model` is a run folder (its recipe says the task, the rewards and the budget unless given), a
-    model folder or a hub name (which needs a `task`). `task_keys` are `key=value` of the task's
-    table, `choices` keys of the recipe's `evaluation` table. Rows named for this evaluation
-    (a `task`, or the key `path`) are scored wholly, unless validation_path or validation_fraction
-    is set.
-    With `checkpoint="best"` of a run, on its own validation prompts, `selected` is true: the
-    checkpoint was chosen by these prompts.
+    model folder or a hub name (which needs a `task`). `task` is a name, a file or the task's table,
+    `task_keys` are `key=value` of that table, `choices` keys of the recipe's `evaluation` table.
+    Rows named for this evaluation (a `task`, or the key `path`) are scored wholly, unless
+    validation_path or validation_fraction is set.
+    With `checkpoint="best"` of a run, on the validation prompts that it was selected by, `selected`
+    is true.
     """
     recipe, folder = run_or_model(model)
+    changes = [parse_override(key) for key in task_keys]
+    if isinstance(task, Mapping):
+        changes = [{key: value for key, value in task.items() if key != "name"}, *changes]
+        task = task.get("name")
+    elif task is not None and task.endswith(tuple(ENDINGS)):
+        changes, task = [{"path": task}, *changes], None
     benchmark = benchmarks().get(task or "")
-    if task is not None and task.endswith(tuple(ENDINGS)):
-        task, task_keys = None, [f"path={task}", *task_keys]
-    keys = {name for key in task_keys for name in parse_override(key)}
+    keys = {name for change in changes for name in change}
     if recipe is None and task is None and "path" not in keys:
         raise KeelError(
             f"{model} is not a run folder, so it does not say which task: name one with --task "
             "(keel tasks lists them)"
         )
-    data = _stage_data(recipe, task, task_keys, rewards)
+    data = _stage_data(recipe, task, changes, rewards)
+    sets = [one["name"] for one in data["evaluation"].pop("sets", ())]
     whole_files = (task is not None or "path" in keys) and not keys & SPLITS
     if whole_files:
         data["tasks"] = [{**source, "validation_path": None} for source in data["tasks"]]
-    if benchmark is not None:
-        choices = {**benchmark.sampling, **choices}
-        data["rollout"] = {**data.get("rollout", {}), "max_tokens": benchmark.max_tokens}
-    if choices.get("k"):
-        choices.setdefault("samples", max(choices["k"]))
-    overrides = [f"evaluation.{key}={_toml(value)}" for key, value in choices.items()]
+    overrides = list(_overrides(benchmark, choices))
     if max_tokens is not None:
         overrides.append(f"rollout.max_tokens={max_tokens}")
     # The stages before it, since rewards may be theirs.
@@ -107,14 +112,12 @@ def evaluate(
     assert stage is not None
     policy = policy_of(model, checkpoint)
     chat = policy.tokenizer.chat_template is not None
-    given: dict[str, Any] = {}
-    if (data["name"] == ALONE or benchmark) and max_tokens is None and policy.context is not None:
+    if benchmark is not None:
+        stage = of_benchmark(stage, policy, max_tokens)
+    elif data["name"] == ALONE and max_tokens is None and policy.context is not None:
         # No limit was given: at most half of the context.
-        given["max_tokens"] = min(stage.rollout.max_tokens, policy.context // 2)
-    goes_on = not chat or stage.tasks[0].raw
-    if benchmark is not None and goes_on and not stage.rollout.stop:
-        given["stop"] = tuple(benchmark.stop)
-    stage = replace(stage, rollout=stage.rollout.model_copy(update=given))
+        longest = {"max_tokens": min(stage.rollout.max_tokens, policy.context // 2)}
+        stage = replace(stage, rollout=stage.rollout.model_copy(update=longest))
     around = reward_context(recipe, folder, policy)
     seed = (recipe.seed if recipe else 0) if seed is None else seed
     built = build_tasks(stage.tasks, seed, chat=chat, whole=whole_files)
@@ -122,14 +125,16 @@ def evaluate(
     if whole_files and "prompts" not in choices:
         stage = _scored_whole(stage, tasks)
     with templates_at(run=folder):
-        result = _run(stage, tasks, policy, seed, around)
-    if benchmark is not None:
-        asked = built[0]
-        assert isinstance(asked, BenchmarkTask)
-        how = f"{asked.protocol}, at most {stage.rollout.max_tokens} tokens"
-        result |= {"protocol": how, "as_published": benchmark.as_published}
-    own = recipe is not None and task is None and not task_keys
-    return {**result, "selected": True} if own and checkpoint == "best" else result
+        result, asked = _run(stage, tasks, policy, seed, around)
+    if "protocol" in result:
+        result["as_published"] = benchmarks()[stage.tasks[0].name].as_published
+    if recipe is not None and (learned := list(trained_on(recipe, asked))):
+        result["trained_on"] = learned
+    if folder is not None and task is None and not changes and checkpoint == "best":
+        by = read_run_json(folder).get("best_metric", {}).get(folder.stages[-1], "")
+        if not by.startswith(tuple(f"eval/{name}/" for name in sets)):
+            result["selected"] = True
+    return result
 
 
 def _scored_whole(stage: SamplingSource, tasks: Mapping[str, Task]) -> SamplingSource:
@@ -142,13 +147,23 @@ def _scored_whole(stage: SamplingSource, tasks: Mapping[str, Task]) -> SamplingS
     return replace(stage, evaluation=stage.evaluation.model_copy(update=every))
 
 
-def _toml(value: Any) -> str:
-    """A value as an override writes it."""
-    return str(list(value)) if isinstance(value, list | tuple) else str(value)
+def _overrides(benchmark: Benchmark | None, choices: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of the table `evaluation`: a benchmark's own, and what was chosen."""
+    chosen = {} if benchmark is None else {"top_k": 0, "top_p": 1, "min_p": 0, **benchmark.sampling}
+    chosen |= choices
+    if chosen.get("k"):
+        chosen.setdefault("samples", max(chosen["k"]))
+    elif "samples" in chosen:  # the run's values may be greater
+        chosen["k"] = []
+    for key, value in chosen.items():
+        yield f"evaluation.{key}={list(value) if isinstance(value, list | tuple) else value}"
 
 
 def _stage_data(
-    recipe: Recipe | None, task: str | None, task_keys: Sequence[str], rewards: Sequence[Any]
+    recipe: Recipe | None,
+    task: str | None,
+    changes: Sequence[Mapping[str, Any]],
+    rewards: Sequence[Any],
 ) -> dict[str, Any]:
     """The recipe's last stage with what was given on top; of another kind than rl, the tasks of the
     last stage that has some."""
@@ -158,21 +173,42 @@ def _stage_data(
         given = [stage for stage in stages if stage.get("tasks")][-1:]
         own = {key: one[key] for one in given for key in ("tasks", "prompts")}
         data = {"stage": "rl", "name": ALONE, **own}
+    data["evaluation"] = {**data.get("evaluation", {}), "best": None}
     if task is not None:
         data |= {"tasks": [{"name": task}], "rewards": {}}
-        data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
-    changes = [parse_override(key) for key in task_keys]
+        data["evaluation"] |= OTHER_REWARDS
     if not data.get("tasks") and not any("path" in change for change in changes):
         raise KeelError("no stage of the run has a task: name one with --task")
     for change in changes:
         # Without a task, what reads the file follows from its ending.
         data["tasks"] = [merge(dict(source), change) for source in data.get("tasks") or [{}]]
     if rewards:
-        data["rewards"] = {
-            "functions": [one if isinstance(one, Mapping) else {"function": one} for one in rewards]
-        }
-        data["evaluation"] = {**data.get("evaluation", {}), "component": "none"}
+        data |= _rewards(data, rewards)
+    for one in data.get("rewards", {}).get("functions", ()):
+        if is_missing(one["function"]):
+            name = one["function"].partition(":")[2]
+            raise KeelError(
+                f"the reward {name!r} of the run is a function that was passed in Python: name it "
+                f"by --reward FILE.py:{name} (in Python: keel.load(RUN, [{name}]).evaluate())"
+            )
     return data
+
+
+def _rewards(data: Mapping[str, Any], given: Sequence[Any]) -> dict[str, Any]:
+    """The tables of a stage with other rewards. Those that have the names of functions which were
+    passed in Python stand in for these; else they take the place of all."""
+    own = data.get("rewards", {})
+    names = {str(one).rpartition(":")[2]: one for one in given}
+    functions = [
+        {**one, "function": names.get(one["function"].rpartition(":")[2], one["function"])}
+        if PASSED.fullmatch(one["function"])
+        else one
+        for one in own.get("functions", ())
+    ]
+    if len({one["function"] for one in functions} & set(map(str, given))) == len(names):
+        return {"rewards": {**own, "functions": functions}}
+    new = [one if isinstance(one, Mapping) else {"function": one} for one in given]
+    return {"rewards": {"functions": new}, "evaluation": {**data["evaluation"], **OTHER_REWARDS}}
 
 
 def _run(
@@ -181,7 +217,8 @@ def _run(
     policy: Policy,
     seed: int,
     around: RewardContext,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[tuple[Task, Prompt]]]:
+    """The report, and what was evaluated."""
     rollout, choice = stage.rollout, stage.evaluation
     assert choice is not None
     if choice.prompts == 0:
@@ -204,9 +241,11 @@ def _run(
         result = dict(evaluator(0).report)
     read_by = [evaluator.judging] if evaluator.judging else judge.functions
     result["reward"] = " + ".join(function.name for function in read_by)
-    if (warning := _whole_answers(read_by, [(tasks[p.task], p) for p in chosen])) is not None:
+    asked = [(tasks[prompt.task], prompt) for prompt in chosen]
+    if (warning := _whole_answers(read_by, asked)) is not None:
         result["warning"] = warning
-    return {**result, "left_out": len(left_out) + sum(map(_unreadable, tasks.values()))}
+    result["left_out"] = len(left_out) + sum(map(_unreadable, tasks.values()))
+    return result, asked
 
 
 def _whole_answers(

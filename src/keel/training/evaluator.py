@@ -12,6 +12,7 @@ from typing import Any, Literal
 from keel.analysis.statistics import majority, mean_interval, pass_at_k, wilson_interval
 from keel.config.evaluation import SampledEvaluation
 from keel.config.fields import derive
+from keel.data.benchmarks import BenchmarkTask
 from keel.data.columns import shown_gold
 from keel.graders.formats import normalise
 from keel.graders.notation import plain, squeezed
@@ -54,10 +55,28 @@ class Evaluator:
         """The reward that is declared as correctness, if any."""
         return self.scorer.judging(self.config.component)
 
+    @property
+    def protocol(self) -> str | None:
+        """How benchmarks are asked and sampled, in words; None if a task is not one."""
+        tasks = list(self.sampler.tasks.values())
+        asked = [one.protocol for one in tasks if isinstance(one, BenchmarkTask)]
+        if len(asked) < len(tasks):
+            return None
+        c, rollout = self.config, self.sampler.config
+        stop = f", stop strings {list(rollout.stop)}" if rollout.stop else ""
+        how_asked = "; ".join(dict.fromkeys(asked))
+        text = f"{how_asked}, at most {rollout.max_tokens} tokens{stop}; greedy"
+        if c.samples == 0:
+            return text
+        off = {"temperature": None, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        chosen = {name: getattr(c, name) for name in off if getattr(c, name) != off[name]}
+        how = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
+        return f"{text}, and {c.samples} sample{'s' * (c.samples > 1)} at {how}"
+
     def __call__(self, step: int) -> EvaluationResult:
         """The report: `mean`, `low`, `high` (95 %), `n` of greedy pass@1; with samples also
         `sampled` (mean@n, which estimates pass@1), `pass@k` and, if answers can be compared,
-        `maj@k`.
+        `maj@k`; of a benchmark its `protocol`.
 
         Prompts without a verdict (no gold answer) are left out of `n`, and `unjudged` counts them.
         If no reward that is declared as correctness gives a verdict, `measure` is "reward", the
@@ -84,6 +103,8 @@ class Evaluator:
             rows += sampled
         if spent:
             report["spent"] = spent
+        if self.protocol is not None:
+            report["protocol"] = self.protocol
         report["examples"] = [
             {**_example(group, judged), "passed": row.passed}
             for group, judged, row in zip(groups, results, rows, strict=False)
@@ -92,6 +113,7 @@ class Evaluator:
             report,
             metrics(report, f"eval/{self.name}/" if self.name else "eval/"),
             score=report["mean"],
+            scored=f"eval/{report['measure']}",
             rows=rows,
             before=report,
         )
@@ -310,12 +332,12 @@ class Evaluators:
             rows += [replace(row, group=above + row.group, extras=extras) for row in one.rows]
         every = [*([found] if found else ()), *sets.values()]
         figures = dict(chain.from_iterable(one.metrics.items() for one in every))
-        score = found.score if found else None
+        score, scored = (found.score, found.scored) if found else (None, None)
         all_made = len(every) == 1 + len(self.sets)
         made = EvaluationResult(
-            report, figures, score=score, rows=rows, before=report, whole=all_made
+            report, figures, score=score, scored=scored, rows=rows, before=report, whole=all_made
         )
         return made if self.best is None else self._scored(made)
 
     def _scored(self, found: EvaluationResult) -> EvaluationResult:
-        return replace(found, score=found.metrics.get(self.best or ""))
+        return replace(found, score=found.metrics.get(self.best or ""), scored=self.best)

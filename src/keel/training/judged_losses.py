@@ -23,6 +23,7 @@ from keel.analysis.calibration import (
     pair_report,
 )
 from keel.analysis.plots import length_picture, margin_picture, reliability_picture
+from keel.config.judging import HEADLINE
 from keel.config.stage import Records
 from keel.data.judged_rows import first_wrong
 from keel.learn.batch import TokenBudget
@@ -182,7 +183,6 @@ def _add(sums: dict[str, float], total: int, **values: Tensor) -> None:
 # ---------------------------------------------------------------- validation metrics
 
 
-HEADLINE = ("accuracy", "auc", "log_loss", "brier", "ece", "f1")
 Judge = Callable[[Sequence[Answered]], list[list[float]]]
 """A model's scores of answers, at each of their steps' ends."""
 

@@ -53,13 +53,15 @@ class StepResult:
 class EvaluationResult:
     """An evaluation on the validation split, as it is kept, and `metrics` for its step's record.
 
-    `score` selects the best step, None if it cannot be compared; `rows` are the completions.
+    `score` selects the best step, None if it cannot be compared, and is of the metric `scored`;
+    `rows` are the completions.
     """
 
     report: Mapping[str, Any]
     metrics: Mapping[str, float]
     kind: Literal["evaluation", "measured"] = "evaluation"
     score: float | None = None
+    scored: str | None = None
     rows: Sequence[RolloutRow] = ()
     before: Mapping[str, Any] = field(default_factory=dict)
     """The figures of it that checkpoints keep if it is the one before the first step."""
@@ -290,7 +292,7 @@ def _report(
     when: Literal["before", "during", "after"],
 ) -> None:
     rows = found.rows if loop.rollouts_every else ()
-    loop.writer.evaluated(progress, found.report, when, found.kind, rows)
+    loop.writer.evaluated(progress, found.report, when, found.kind, rows, scored=found.scored)
 
 
 def _with_best(progress: Progress, score: float | None) -> Progress:

@@ -104,9 +104,10 @@ class RLLoop(Loop):
     def close(self) -> None:
         """Cancel what is being sampled, and close all rewards."""
         with ExitStack() as stack:
-            for one in self.evaluators.sets if self.evaluators else ():
-                stack.callback(one[0].scorer.close)
-            stack.callback(self.sampler.scorer.close)
+            sets = self.evaluators.sets if self.evaluators else ()
+            scorers = [self.sampler.scorer, *(one.scorer for one, _ in sets)]
+            for scorer in {id(one.loop): one for one in scorers}.values():  # of the same functions
+                stack.callback(scorer.close)
             stack.callback(self.prefetcher.close)
 
     def take_step(self, progress: Progress, number: int) -> StepResult:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,14 +15,13 @@ from keel.analysis.metrics import stage_columns
 from keel.analysis.plots import optimisation_of, over_optimisation_picture, stage_curve
 from keel.cluster.parts import PlacedStage, StageFactory, StageParts
 from keel.cluster.placement import placement_of
-from keel.config.benchmarks import benchmarks
 from keel.config.entry import PYTHON
 from keel.config.fields import derive
 from keel.config.load import to_toml
 from keel.config.model import Autocast, Model
 from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
-from keel.config.sources import LEARNED
+from keel.config.sources import LEARNED, Rewards
 from keel.config.stage import Optimizer
 from keel.data.mixture import build_tasks
 from keel.engines.registry import capabilities_of, check_requests, evaluating
@@ -59,6 +57,7 @@ from keel.training.setup import (
     dropout_of,
     load_rewards,
     longest_sequence,
+    of_benchmark,
     open_prompts,
     prompt_source,
     reward_context,
@@ -302,31 +301,40 @@ def build_evaluators(
     scorer: Scorer,
     prompts: Sequence[Prompt],
 ) -> Evaluators:
-    """The evaluation on the stage's own validation prompts, and on those of further sets."""
+    """The evaluation on the stage's own validation prompts, and on those of further sets.
+
+    `scorer` is the stage's; sets of the same reward functions share them.
+    """
     choice, policy = stage.evaluation, run.policy
     chat = policy.tokenizer.chat_template is not None
     around = reward_context(run.recipe, run.folder, policy)
+    scorers: list[tuple[Rewards, Scorer]] = [(stage.rewards, scorer)]
     sets = []
     for at, one in enumerate(choice.sets):
-        update: dict[str, Any] = {"max_tokens": one.max_tokens or stage.rollout.max_tokens}
-        benchmark = benchmarks().get(one.task.name)
-        if benchmark is not None and not (chat and not one.task.raw):
-            update["stop"] = stage.rollout.stop or tuple(benchmark.stop)
-        rollout = stage.rollout.model_copy(update=update)
+        longest = one.max_tokens or stage.rollout.max_tokens
+        rollout = stage.rollout.model_copy(update={"max_tokens": longest})
         rewards = one.rewards or stage.rewards
-        sampling = replace(stage.sampling, rewards=rewards, rollout=rollout)
+        sampling = of_benchmark(
+            replace(stage.sampling, tasks=(one.task,), rewards=rewards, rollout=rollout),
+            policy,
+            one.max_tokens,
+        )
         built = build_tasks((one.task,), run.recipe.seed, chat=chat, whole=True)
         tasks = {task.name: task for task in built}
         source = prompt_source(
-            policy, tasks, (one.task,), stage.prompts, sampler.seed, max_tokens=rollout.max_tokens,
-            key=f"evaluation.sets.{at}.max_tokens", note=run.writer.note,
+            policy, tasks, sampling.tasks, sampling.prompts, sampler.seed,
+            max_tokens=sampling.rollout.max_tokens, key=f"evaluation.sets.{at}.max_tokens",
+            note=run.writer.note,
         )  # fmt: skip
-        own = build_scorer(sampling, load_rewards(rewards, around), tasks)
+        same = next((s for known, s in scorers if known.functions == rewards.functions), None)
+        functions = load_rewards(rewards, around) if same is None else same.given
+        own = build_scorer(sampling, functions, tasks, loop=None if same is None else same.loop)
+        scorers.append((rewards, own))
         chosen = source.validation(one.prompts)
         own.check(chosen)
         of_set = replace(
             sampler, chat=source.encoder.chat, tasks=tasks, stream=source.stream, scorer=own,
-            config=rollout,
+            config=sampling.rollout,
         )  # fmt: skip
         every = choice.every if one.every is None else one.every
         sets.append((Evaluator(of_set, own, chosen, one, one.name), every))

@@ -1,12 +1,12 @@
-"""A recipe from its start or its newest checkpoint to its end, and what is checked before its first
-step: later stages, leaks between splits."""
+"""A recipe from its start or its newest checkpoint to its end, and what is checked of its later
+stages before its first step."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,15 +14,13 @@ import torch
 from keel.analysis.alerts import AlertSender, check_alerts
 from keel.analysis.diagnosis.table import DiagnosisMonitor
 from keel.cluster.placement import placement_of
-from keel.config.benchmarks import benchmarks
 from keel.config.entry import PASSED, load_entry
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe, Stage
-from keel.config.sources import SFTData, TaskSource
-from keel.data.mixture import build_task, build_tasks, stored
+from keel.data.mixture import build_tasks
 from keel.data.preferences import READERS
 from keel.data.sft import read_sft
-from keel.data.splits import KINDS, places
+from keel.data.splits import KINDS
 from keel.engines.endpoint.programs import load_program
 from keel.engines.registry import capabilities_of, check_engine, check_requests
 from keel.learn.batch import LESS, oom_context
@@ -49,6 +47,7 @@ from keel.runs.reader import read_run_json
 from keel.runs.trackers import open_trackers
 from keel.runs.writer import RunWriter, update_run_json
 from keel.training.judging import keys_of_base, other_model
+from keel.training.leaks import leaks, stored_sets
 from keel.training.setup import (
     PairLabeller,
     RunContext,
@@ -59,7 +58,7 @@ from keel.training.setup import (
 )
 from keel.training.speed import CudaMemory
 from keel.training.state import Progress, check_base, read_progress, restore_policy
-from keel.types import KeelError, Split
+from keel.types import KeelError
 
 REPORTED = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 
@@ -316,7 +315,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
         # The records of a Python function may be expensive to make.
         if data is not None and records is not None and data.name in KINDS:
             READERS[records](data, recipe.seed)
-        for source in _sets(stage):
+        for source in stored_sets(stage):
             read_sft(source, recipe.seed)
         base, kind = stage.base_model, stage.reward_model
         if base is not None and kind is not None and base.stage is None:
@@ -334,111 +333,3 @@ def _naming(stage: Stage) -> Iterator[None]:
         yield
     except KeelError as error:
         raise KeelError(f"stage {stage.name!r}: {error}") from error
-
-
-# ---------------------------------------------------------------- leaks between splits
-
-
-@dataclass(frozen=True)
-class _File:
-    """The places of the prompts of one file's split; a prompt has a place in each of its forms."""
-
-    name: str
-    prompts: frozenset[frozenset[float]]
-
-    @property
-    def places(self) -> frozenset[float]:
-        return frozenset(place for prompt in self.prompts for place in prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class Leak:
-    """Validation prompts of a stage (`shared` of `held`, of the file `source`) that the stage
-    `trained` learns from, from the file `learned`; `judged`: as preference data."""
-
-    stage: str
-    trained: str
-    shared: int
-    held: int
-    source: str
-    learned: str
-    judged: bool
-
-    def __str__(self) -> str:
-        return (
-            f"WARNING: {self.shared} of the {self.held} validation prompts of stage {self.stage!r} "
-            f"({self.source}) are train prompts of stage {self.trained!r} ({self.learned}): its "
-            "figures are too high. Give both the same validation_path, or leave these rows out"
-        )
-
-
-def leaks(recipe: Recipe) -> Iterator[Leak]:
-    """Each stage and file whose validation prompts an earlier stage or it trains on.
-
-    Of files and `datasets` names; rows that a Python function returns are not read for this. What
-    cannot be read is passed over: its own stage stops at it.
-    """
-    sampled = [stage.sampling for stage in recipe.stages if stage.sampling is not None]
-    if _alike(recipe) or not any(one.evaluation and one.evaluation.prompts for one in sampled):
-        return
-    splits = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
-    for at, (stage, files) in enumerate(splits):
-        evaluation = None if stage.sampling is None else stage.sampling.evaluation
-        if evaluation is None or not evaluation.prompts:
-            continue
-        for held in (file for split, file in files if split == "validation"):
-            for before, others in splits[: at + 1]:
-                for learned in (file for split, file in others if split == "train"):
-                    places = learned.places
-                    shared = sum(not prompt.isdisjoint(places) for prompt in held.prompts)
-                    if shared:
-                        judged = before.preference_data is not None or bool(_sets(before))
-                        count, files_ = len(held.prompts), (held.name, learned.name)
-                        yield Leak(stage.name, before.name, shared, count, *files_, judged)
-
-
-def _alike(recipe: Recipe) -> bool:
-    """Whether all prompts are of one file, split in one way, so that the splits are disjoint."""
-    judged = any(stage.preference_data is not None or _sets(stage) for stage in recipe.stages)
-    split = {
-        (source.name, source.path, source.validation_path, source.validation_fraction,
-         source.prompt, tuple(sorted((k, repr(v)) for k, v in source.options.items())))
-        for stage in recipe.stages for source in _sources(stage)
-    }  # fmt: skip
-    return not judged and len(split) < 2
-
-
-def _sources(stage: Stage) -> tuple[TaskSource, ...]:
-    """The stage's tasks of stored rows."""
-    return tuple(
-        source
-        for source in stage.trained_tasks
-        if source.name in KINDS or source.name in benchmarks()
-    )
-
-
-def _sets(stage: Stage) -> tuple[SFTData, ...]:
-    """The sets of examples in files that the stage imitates."""
-    data = () if stage.imitated is None else stage.imitated.data
-    return tuple(one for one in data if one.name in KINDS and not one.streams)
-
-
-def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
-    """The splits of the stage's files."""
-    for source in _sources(stage):
-        with suppress(KeelError):
-            data = stored(build_task(source, recipe.seed))
-            assert data is not None
-            for split, rows in data.splits.items():
-                prompts = frozenset(frozenset(places(entry.body)) for entry in rows)
-                yield split, _File(data.sources[split], prompts)
-    for one in _sets(stage):
-        with suppress(KeelError):
-            learned = (places(row.opening) for row in read_sft(one, recipe.seed).train)
-            yield "train", _File(str(one.path), frozenset(map(frozenset, learned)))
-    pairs, records = stage.preference_data, stage.records
-    if pairs is not None and records is not None and pairs.name in KINDS:
-        with suppress(KeelError):
-            examples = READERS[records](pairs, recipe.seed).train
-            prompts = frozenset(frozenset(places(one.prompt)) for one in examples)
-            yield "train", _File(str(pairs.path), prompts)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import chat_template_utils
 
 from keel.cluster.parts import PlacedReward
+from keel.config.benchmarks import benchmarks
 from keel.config.evaluation import SampledEvaluation, SamplingSource
 from keel.config.fields import derive, unknown
 from keel.config.judging import JudgingStage
@@ -323,6 +324,26 @@ def build_scorer(
         needed=needed,
         loop=loop,
         stop=rollout.stop,
+    )
+
+
+def of_benchmark(
+    sampling: SamplingSource, policy: Policy, max_tokens: int | None
+) -> SamplingSource:
+    """What a stage samples of a benchmark, if its task is one: with the benchmark's stop strings,
+    prompts of any length and, unless `max_tokens` is given, its longest completion, at most half
+    of the context."""
+    (source,) = sampling.tasks
+    entry = benchmarks().get(source.name)
+    if entry is None:
+        return sampling
+    chat = policy.tokenizer.chat_template is not None and not source.raw
+    limit = max_tokens or min(entry.max_tokens, (policy.context or 2 * entry.max_tokens) // 2)
+    update = {"stop": () if chat else tuple(entry.stop), "max_tokens": limit}
+    return replace(
+        sampling,
+        rollout=sampling.rollout.model_copy(update=update),
+        prompts=sampling.prompts.model_copy(update={"max_tokens": None}),
     )
 
 

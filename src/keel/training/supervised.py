@@ -346,6 +346,7 @@ def evaluate_imitation(
         {f"eval/{name}": value for name, value in found.items()},
         kind="measured",
         score=-found["loss"],
+        scored="eval/loss",
         before=report,
     )
 

@@ -115,6 +115,10 @@ class SFTStage(StageConfig):
     def evaluation_interval(self) -> int | None:
         return self.evaluation.every if self.data else None
 
+    @property
+    def evaluation_metrics(self) -> tuple[str, ...]:
+        return ("eval/loss", "eval/mean_token_accuracy") if self.data else ()
+
     def on_examples(self, *, tasks: tuple[TaskSource, ...], data: PreferenceData, **_: Any) -> Self:
         if self.tasks:
             gold = SFTStage.model_fields["demonstration"].default

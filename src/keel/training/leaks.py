@@ -1,0 +1,156 @@
+"""Prompts of one split that are also in another: what is evaluated, and was trained on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from keel.config.benchmarks import benchmarks
+from keel.config.schema import Recipe, Stage
+from keel.config.sources import SFTData, TaskSource
+from keel.data.mixture import build_task, stored
+from keel.data.preferences import READERS
+from keel.data.sft import read_sft
+from keel.data.splits import KINDS, places
+from keel.data.tables import SourceRow
+from keel.data.tasks import split_and_index
+from keel.types import Content, KeelError, Prompt, Split, Task
+
+Marks = frozenset[float | tuple[str, int]]
+"""What a prompt is known by: where it lies in each of its forms, and its row in its file."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """The prompts of one file's split."""
+
+    name: str
+    prompts: frozenset[Marks]
+
+    @property
+    def marks(self) -> Marks:
+        return frozenset(mark for prompt in self.prompts for mark in prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Validation prompts of a stage (`shared` of `held`, of the file `source`) that the stage
+    `trained` learns from, from the file `learned`; `judged`: as preference data."""
+
+    stage: str
+    trained: str
+    shared: int
+    held: int
+    source: str
+    learned: str
+    judged: bool
+
+    def __str__(self) -> str:
+        return (
+            f"WARNING: {self.shared} of the {self.held} validation prompts of stage {self.stage!r} "
+            f"({self.source}) are train prompts of stage {self.trained!r} ({self.learned}): its "
+            "figures are too high. Give both the same validation_path, or leave these rows out"
+        )
+
+
+def leaks(recipe: Recipe) -> Iterator[Leak]:
+    """Each stage and file whose validation prompts an earlier stage or it trains on.
+
+    Of files and `datasets` names; rows that a Python function returns are not read for this. What
+    cannot be read is passed over: its own stage stops at it.
+    """
+    sampled = [stage.sampling for stage in recipe.stages if stage.sampling is not None]
+    if _alike(recipe) or not any(one.evaluation and one.evaluation.prompts for one in sampled):
+        return
+    splits = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
+    for at, (stage, files) in enumerate(splits):
+        evaluation = None if stage.sampling is None else stage.sampling.evaluation
+        if evaluation is None or not evaluation.prompts:
+            continue
+        for held in (file for split, file in files if split == "validation"):
+            for before, others in splits[: at + 1]:
+                for learned in (file for split, file in others if split == "train"):
+                    marks = learned.marks
+                    shared = sum(not prompt.isdisjoint(marks) for prompt in held.prompts)
+                    if shared:
+                        judged = before.preference_data is not None or bool(stored_sets(before))
+                        count, files_ = len(held.prompts), (held.name, learned.name)
+                        yield Leak(stage.name, before.name, shared, count, *files_, judged)
+
+
+def _alike(recipe: Recipe) -> bool:
+    """Whether all prompts are of one file, split in one way, so that the splits are disjoint."""
+    judged = any(stage.preference_data is not None or stored_sets(stage) for stage in recipe.stages)
+    split = {
+        (source.name, source.path, source.validation_path, source.validation_fraction,
+         source.prompt, tuple(sorted((k, repr(v)) for k, v in source.options.items())))
+        for stage in recipe.stages for source in _sources(stage)
+    }  # fmt: skip
+    return not judged and len(split) < 2
+
+
+def _sources(stage: Stage) -> tuple[TaskSource, ...]:
+    """The stage's tasks of stored rows."""
+    return tuple(
+        source
+        for source in stage.trained_tasks
+        if source.name in KINDS or source.name in benchmarks()
+    )
+
+
+def stored_sets(stage: Stage) -> tuple[SFTData, ...]:
+    """The sets of examples in files that the stage imitates."""
+    data = () if stage.imitated is None else stage.imitated.data
+    return tuple(one for one in data if one.name in KINDS and not one.streams)
+
+
+def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
+    """The splits of the stage's files."""
+    for source in _sources(stage):
+        if source.name in benchmarks():  # whose options are worked examples
+            source = source.model_copy(update={"options": {}})
+        with suppress(KeelError):
+            data = stored(build_task(source, recipe.seed))
+            assert data is not None
+            for split, rows in data.splits.items():
+                prompts = frozenset(_marks(one.body, one.row) for one in rows)
+                yield split, _File(data.sources[split], prompts)
+    for one in stored_sets(stage):
+        with suppress(KeelError):
+            learned = (_marks(row.opening, row.origin) for row in read_sft(one, recipe.seed).train)
+            yield "train", _File(str(one.path), frozenset(learned))
+    pairs, records = stage.preference_data, stage.records
+    if pairs is not None and records is not None and pairs.name in KINDS:
+        with suppress(KeelError):
+            examples = READERS[records](pairs, recipe.seed).train
+            prompts = frozenset(_marks(one.prompt) for one in examples)
+            yield "train", _File(str(pairs.path), prompts)
+
+
+def _marks(content: Content, row: SourceRow | None = None) -> Marks:
+    found: Marks = frozenset(places(content))
+    return found if row is None else found | {(os.path.abspath(row.source), row.number)}
+
+
+# ---------------------------------------------------------------- what is evaluated
+
+
+def trained_on(recipe: Recipe, asked: Sequence[tuple[Task, Prompt]]) -> Iterator[str]:
+    """For each stage and file of a run that trained on prompts which are evaluated, how many."""
+    prompts = [_asked(task, prompt) for task, prompt in asked]
+    for stage in recipe.stages:
+        for split, file in _files(recipe, stage):
+            marks = file.marks if split == "train" else frozenset()
+            if shared := sum(not one.isdisjoint(marks) for one in prompts):
+                yield f"{shared} of the {len(prompts)} by stage {stage.name!r} ({file.name})"
+
+
+def _asked(task: Task, prompt: Prompt) -> Marks:
+    """The marks of a prompt of the validation split."""
+    data, found = stored(task), _marks(prompt.content)
+    if data is None:
+        return found
+    row = os.path.abspath(data.sources["validation"]), split_and_index(prompt)[1]
+    return found | {row}
