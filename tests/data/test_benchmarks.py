@@ -128,9 +128,7 @@ def test_wrong_worked_examples_are_refused(
         ({"answer": 4}, "holds 4, which is not the index"),
     ],
 )
-def test_wrong_layout_of_a_file_is_refused(
-    row: dict[str, Any], match: str, tmp_path: Path
-) -> None:
+def test_wrong_layout_of_a_file_is_refused(row: dict[str, Any], match: str, tmp_path: Path) -> None:
     row = {key: value for key, value in (MMLU[0] | row).items() if value is not None}
     source = TaskSource(name="mmlu", path=jsonl(tmp_path / "a.jsonl", [row]))
     with pytest.raises(KeelError, match=match):

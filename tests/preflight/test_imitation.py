@@ -41,3 +41,16 @@ def test_check_names_the_columns_that_were_meant(tmp_path: Path) -> None:
     assert found.figures["columns of jsonl:rows"] == (
         "question (prompt), answer (completion); not read: id"
     )
+
+
+def test_stop_rule_of_no_figure_of_an_sft_stage(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{at}", "completion": f"{at}"} for at in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rules = [{"metric": f"eval/{name}"} for name in ("loss", "los", "accuracy")]
+    stage = {"stage": "sft", "steps": 2, "batch_size": 4, "stop_when": rules}
+    stage |= {"data": [{"path": str(tmp_path / "rows.jsonl")}]}
+    findings = check({"model": judged.MODEL, "stages": [stage]}, runs=False).findings
+    assert [(one.kind, one.key[-8:]) for one in findings] == [
+        ("never-stops", "1.metric"), ("never-stops", "2.metric"),
+    ]  # fmt: skip
+    assert "did you mean 'eval/loss'?" in findings[0].evidence

@@ -19,7 +19,7 @@ from keel.training.evaluation import evaluate
 from keel.training.rollout import Sampler
 from keel.training.run import train
 from keel.types import Sampling
-from tests.training.small import info, metrics, notes, run
+from tests.training.small import info, metrics, notes, run, small
 
 MINE = """
 from keel.types import Prompt
@@ -106,15 +106,29 @@ def test_eval_scores_a_whole_file(
     assert evaluate(model, task_keys=keys, max_tokens=2)["n"] == 5
 
 
-def test_eval_of_a_run_on_another_file(
-    tmp_path: Path,
-) -> None:
+def test_eval_of_a_run_on_another_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own, held = rows(tmp_path / "a.jsonl", range(40)), rows(tmp_path / "b.jsonl", range(50, 59))
     task = f"tasks=[{{name='jsonl', path='{own}', validation_path='{held}', answer='answer'}}]"
     folder = run(tmp_path / "run", task, "steps=1", "rewards.functions=[{function='place_match'}]")
     other = rows(tmp_path / "c.jsonl", range(60, 75))
     assert evaluate(folder.path, prompts=99)["n"] == 9
-    assert evaluate(folder.path, task_keys=[f"path={other}"])["n"] == 15
+    found = evaluate(folder.path, task_keys=[f"path={other}"])
+    assert (found["n"], "trained_on" in found) == (15, False)
+    for prompt in ("{prompt}", "{prompt}>"):  # the same rows in other words too
+        assert main(["eval", str(folder.path), "--task", own, "--set", f"prompt={prompt}"]) == 0
+        line = f"trained on: 40 of the 40 prompts are train prompts of stage 'rl' ({own}): report"
+        assert line in capsys.readouterr().out
+    lines = [json.dumps({"prompt": f"{n}>", "completion": "1"}) for n in range(60, 70)]
+    (tmp_path / "sft.jsonl").write_text("\n".join(lines) + "\n")
+    data = {"path": str(tmp_path / "sft.jsonl"), "validation_fraction": 0.01}
+    sft = {"stage": "sft", "steps": 1, "batch_size": 2, "data": [data]}
+    recipe = load_recipe(
+        {"threads": 1, "model": small().model_dump()["model"], "stages": [sft]}, ()
+    )
+    imitated = train(recipe, tmp_path / "sft")
+    table = {"path": other, "answer": "answer"}
+    (line,) = evaluate(imitated.path, task=table, max_tokens=2)["trained_on"]
+    assert line.startswith("9 of the 15 prompts are train prompts of stage 'sft'")
 
 
 def test_eval_names_the_reward_and_warns_about_solutions(

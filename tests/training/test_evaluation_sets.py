@@ -29,6 +29,7 @@ from keel.training.evaluation import evaluate
 from keel.training.evaluator import Evaluator, majority_at_k
 from keel.training.run import train
 from keel.types import Group, KeelError, Prompt
+from keel.view.summary import summarise
 from tests.data.made import completion
 from tests.soak.killing import differences
 from tests.training.small import Stop, info, metrics, run, small
@@ -210,6 +211,46 @@ def test_named_metric_selects_the_best_checkpoint(whole: RunFolder) -> None:
     values = {one["step"]: one.get("eval/sums/reward", -1) for one in metrics(whole)}
     assert values[2] > values[4]
     assert info(whole)["best"] == {"rl": 2}
+    assert info(whole)["best_metric"] == {"rl": "eval/sums/reward"}
+    assert "selected" not in evaluate(whole.path, checkpoint="best")  # by prompts of a set
+
+
+def test_summary_has_the_figures_of_all_sets(whole: RunFolder) -> None:
+    lines = [line.split() for line in repr(summarise(load(whole.path))).splitlines()[2:]]
+    assert lines[0][-4:] == ["checkpoint", "step-000002", "by", "eval/sums/reward"]
+    heads = ["before validation", "digits 0.0%", "sums reward"]
+    assert [" ".join(line[:2]) for line in lines[1:4]] == heads
+    assert lines[3][-2] == "sampled"
+
+
+def test_benchmark_as_a_set_keeps_its_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And sets of the same rewards call the same functions."""
+    loaded: list[str] = []
+
+    def loading(source: RewardSource, context: Any) -> Any:
+        loaded.append(source.function)
+        return load_reward(source, context)
+
+    monkeypatch.setattr("keel.training.setup.load_reward", loading)
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS["gsm8k"]))
+    task = f"task={{name='gsm8k', path='{path}'}}"
+    folder = run(
+        tmp_path / "run", "steps=1", "evaluation.every=0", "rollout.stop=['7']",
+        "model.build.alphabet=none", "model.build.tokenizer=bytes", "prompts.max_tokens=30",
+        f"evaluation.sets=[{{name='a', {task}, samples=2, max_tokens=9}}, {{name='b', {task}}},"
+        " {name='c', task='sort_digits', prompts=2}]",
+    )  # fmt: skip
+    sets = info(folder)["evaluation"]["rl"]["after"]["sets"]
+    asked = "a text to go on from, no worked examples, at most {} tokens, stop strings {}; greedy"
+    stop = ["\nQuestion:"]
+    assert sets["a"]["protocol"] == f"{asked.format(9, stop)}, and 2 samples at temperature 0.7"
+    assert sets["b"]["protocol"] == asked.format(32, stop)  # half of the context
+    assert "protocol" not in sets["c"]
+    assert (sets["b"]["n"], sets["c"]["n"]) == (3, 2)
+    assert loaded == ["place_match", "numeric_match"]
 
 
 def test_killed_run_with_sets_ends_the_same(whole: RunFolder, tmp_path: Path) -> None:

@@ -211,7 +211,18 @@ def _done(state: RunState) -> int:
 
 
 def describe_evaluation(result: Mapping[str, Any]) -> str:
-    """An evaluation, or what validation rows say of a reward model, on one line."""
+    """An evaluation, that of sets included, or what validation rows say of a reward model, on one
+    line."""
+    return "; ".join(evaluation_lines(result))
+
+
+def evaluation_lines(result: Mapping[str, Any]) -> list[str]:
+    """The stage's own evaluation, if it was made, and that of each set."""
+    own = [_evaluation(result)] if "sets" not in result or "mean" in result else []
+    return [*own, *(_sampled(one, name) for name, one in result.get("sets", {}).items())]
+
+
+def _evaluation(result: Mapping[str, Any]) -> str:
     if result.get("kind") == "return":
         interval = f"[{result['low']:.1f}, {result['high']:.1f}]"
         return f"greedy return {result['mean']:.1f} {interval}, n = {result['n']}"
@@ -220,23 +231,20 @@ def describe_evaluation(result: Mapping[str, Any]) -> str:
     if "mean_token_accuracy" in result:
         right = f"{result['mean_token_accuracy']:.1%} of the tokens most probable"
         return f"validation loss {result['loss']:.4f}, {right}, n = {result['n']}"
-    if "mean" not in result:  # of sets alone
-        return "; ".join(_sets(result))
-    line = f"validation greedy {figure(result)}, n = {size(result)}"
+    return _sampled(result, "validation greedy")
+
+
+def _sampled(result: Mapping[str, Any], name: str) -> str:
+    """What was found by completions."""
+    line = f"{name} {figure(result)}, n = {size(result)}"
     if "sampled" in result:
         sampled = result["sampled"]["mean"]
         form = ".1%" if result.get("measure", "pass@1") == "pass@1" else ".3g"
         line += "; sampled " + ("undefined" if sampled is None else f"{sampled:{form}}")
-    for name, value in result.items():
-        if name.startswith(("pass@", "maj@")):
-            line += f"; {name} {value['mean']:.1%}"
-    return "; ".join((line, *_sets(result)))
-
-
-def _sets(result: Mapping[str, Any]) -> list[str]:
-    """What was found on further sets."""
-    sets = result.get("sets", {}).items()
-    return [f"{name} {figure(one)}, n = {size(one)}" for name, one in sets]
+    for rate, value in result.items():
+        if rate.startswith(("pass@", "maj@")):
+            line += f"; {rate} {value['mean']:.1%}"
+    return line
 
 
 def figure(result: Mapping[str, Any]) -> str:

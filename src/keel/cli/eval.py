@@ -163,7 +163,7 @@ def _table(result: dict[str, Any]) -> Iterator[str]:
     if "protocol" in result:
         yield f"asked: {result['protocol']}\npublished: {result['as_published']}"
     if "trained_on" in result:
-        yield f"\ntrained on: {'; '.join(result['trained_on'])} of these prompts: they are known"
+        yield f"\ntrained on: {'; '.join(result['trained_on'])}: report the figure of other ones"
     if "warning" in result:
         yield f"\nwarning: {result['warning']}"
     if result.get("selected"):

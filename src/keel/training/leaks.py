@@ -144,7 +144,8 @@ def trained_on(recipe: Recipe, asked: Sequence[tuple[Task, Prompt]]) -> Iterator
         for split, file in _files(recipe, stage):
             marks = file.marks if split == "train" else frozenset()
             if shared := sum(not one.isdisjoint(marks) for one in prompts):
-                yield f"{shared} of the {len(prompts)} by stage {stage.name!r} ({file.name})"
+                whose = f"train prompts of stage {stage.name!r} ({file.name})"
+                yield f"{shared} of the {len(prompts)} prompts are {whose}"
 
 
 def _asked(task: Task, prompt: Prompt) -> Marks:

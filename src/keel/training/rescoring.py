@@ -100,8 +100,9 @@ def rescore(
     name = stored[steps[0]][0]["stage"]
     sampling = next(one.sampling for one in recipe.stages if one.name == name)
     assert sampling is not None
-    tasks = {task.name: task for task in build_tasks(sampling.tasks, recipe.seed)}
     around = RewardContext(tokenizer=load_tokenizer(recipe.model), seed=recipe.seed)
+    chat = around.tokenizer.chat_template is not None
+    tasks = {task.name: task for task in build_tasks(sampling.tasks, recipe.seed, chat=chat)}
     functions = [load_reward(RewardSource(function=one), around) for one in rewards]
     found: dict[str, list[RescoredRow]] = {one.name: [] for one in functions}
     notes: dict[str, None] = {}

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from keel.analysis.metrics import Panel, panel_of, panels_of, picture_panels
 from keel.analysis.plots import WIDTH, height_of, plain_label, plot_panels, set_titles, styled, svg
-from keel.analysis.progress import describe_evaluation
+from keel.analysis.progress import evaluation_lines
 from keel.analysis.text import visible
 from keel.config.fields import unknown
 from keel.runs.layout import Place
@@ -39,6 +39,8 @@ class StageSummary:
     before: Mapping[str, Any] | None
     after: Mapping[str, Any] | None
     best: str | None
+    best_metric: str | None
+    """The metric that selected it."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -66,10 +68,11 @@ class Summary:
         ]
         for one in self.stages:
             best = "" if one.best is None else f", best checkpoint {one.best}"
+            best += f" by {one.best_metric}" if best and one.best_metric else ""
             lines.append(f"  {one.name} ({one.kind}): step {one.step:,} of {one.steps:,}{best}")
             for when, result in (("before", one.before), ("after", one.after)):
-                if result is not None:
-                    lines.append(f"    {when:<6}  {describe_evaluation(result)}")
+                found = [] if result is None else evaluation_lines(result)
+                lines += [f"    {'' if at else when:<6}  {line}" for at, line in enumerate(found)]
         return "\n".join(lines)
 
 
@@ -92,6 +95,7 @@ def summarise(run: Run) -> Summary:
                 found.get("before"),
                 found.get("after"),
                 None if best is None else run.folder.checkpoint(at, best).name,
+                info.get("best_metric", {}).get(name),
             )
         )
         tokens += [columns["num_tokens"].values[-1]] if "num_tokens" in columns else []
