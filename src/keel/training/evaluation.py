@@ -149,8 +149,9 @@ def _scored_whole(stage: SamplingSource, tasks: Mapping[str, Task]) -> SamplingS
 
 def _overrides(benchmark: Benchmark | None, choices: Mapping[str, Any]) -> Iterator[str]:
     """The keys of the table `evaluation`: a benchmark's own, and what was chosen."""
-    chosen = {} if benchmark is None else {"top_k": 0, "top_p": 1, "min_p": 0, **benchmark.sampling}
-    chosen |= choices
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    own = {} if benchmark is None else {**off, **benchmark.sampling}
+    chosen: dict[str, Any] = {**own, **choices}
     if chosen.get("k"):
         chosen.setdefault("samples", max(chosen["k"]))
     elif "samples" in chosen:  # the run's values may be greater
