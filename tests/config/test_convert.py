@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from keel.cli.main import main
-from keel.config.conversion.convert import Converted, convert
-from keel.config.foreign import programs
+from keel.config.conversion.convert import Conversion, Converted, convert
+from keel.config.conversion.read import Unread
+from keel.config.foreign import FRAMEWORKS, Program, programs
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from keel.preflight.check import check
@@ -376,6 +377,14 @@ def test_python_values_are_computed_or_refused(tmp_path: Path) -> None:
     [
         ("num_generations: 0\nbeta: 0.1\n", "num_generations = 0", "a whole number from 1"),
         ("num_generations: 8\nmax_steps: auto\n", "max_steps = 'auto'", "not a number"),
+        (
+            "num_generations: 8\neval_strategy: epoch\n",
+            "eval_strategy = 'epoch'",
+            "every few steps",
+        ),
+        ("num_generations: 8\ndataset_name: [a]\n", 'dataset_name = ["a"]', "not text"),
+        ("num_generations: 8\nlr_scheduler_kwargs: 3\n", "lr_scheduler_kwargs = 3", "a table"),
+        ("algorithm: {adv_estimator: 3}\n", "algorithm.adv_estimator = 3", "not text"),
         ("num_generations: 8\neval_steps: often\n", "eval_steps = 'often'", "not a number"),
         (
             "num_generations: 8\nper_device_train_batch_size: 1.5\n",
@@ -393,6 +402,138 @@ def test_numbers_are_checked_before_they_are_used(
     text: str, key: str, why: str, tmp_path: Path
 ) -> None:
     assert why in converted_text(tmp_path, "a.yaml", text).refused[key]
+
+
+def trained(folder: Path, config: str, more: str, name: str = "GRPO") -> Converted:
+    """A script that trains by TRL."""
+    text = f"from datasets import load_dataset\nfrom trl import {name}Config, {name}Trainer\n"
+    return converted_text(folder, "t.py", f"{text}c = {name}Config({config})\n{more}\n")
+
+
+@pytest.mark.parametrize(
+    ("load", "source"),
+    [
+        ('"json", data_files="a.jsonl", split="train"', {"path": "a.jsonl"}),
+        (
+            '"json", data_files={"train": "a.jsonl", "test": "b.jsonl"}, split="train"',
+            {"path": "a.jsonl", "validation_path": "b.jsonl"},
+        ),
+        (
+            '"csv", data_files=["a.csv"]',
+            {"name": "datasets", "path": "csv", "options": {"data_files": ["a.csv"]}},
+        ),
+        (
+            'f"openai/{NAME}", "main", split="train[:90%]"',
+            {
+                "name": "datasets",
+                "path": "openai/gsm8k",
+                "options": {"name": "main", "split": "train[:90%]"},
+                "validation_path": "test",
+            },
+        ),
+    ],
+)
+def test_a_scripts_data_are_read(load: str, source: dict[str, Any], tmp_path: Path) -> None:
+    calls = (
+        f'NAME = "gsm8k"\nrows = load_dataset({load})\nrows = rows.shuffle().map(f)\n'
+        'SFTTrainer("m/x", c, train_dataset=rows)'
+    )
+    found = trained(tmp_path, 'max_steps=1, eval_strategy="steps"', calls, "SFT")
+    assert (found.recipe["data"], found.recipe["model"]["name"]) == (source, "m/x")
+    assert found.recipe["evaluation"]["every"] == 10  # TRL's logging_steps
+    assert found.missing["train_dataset"] == "the script changes its rows: map"
+
+
+OWN = "def accuracy_reward(completions, answer, **_):\n    return [1.0] * len(completions)\n"
+MADE = 'GRPOTrainer("m/x", accuracy_reward, c, load_dataset("a/b")).train()'
+TRL_S = "from trl.rewards import accuracy_reward\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "answer", "remark"),
+    [
+        (TRL_S + MADE, "math", "solution", False),
+        (OWN + MADE, "t.py:accuracy_reward", None, True),
+        (f"{OWN}def main():\n    {MADE}\nmain()", "t.py:accuracy_reward", None, True),
+        (
+            f'{OWN}if __name__ == "__main__":\n    {MADE}',
+            "t.py:accuracy_reward",
+            None,
+            False,
+        ),
+        (
+            TRL_S + MADE.replace(', load_dataset("a/b")', ""),
+            "math",
+            "solution",
+            False,
+        ),
+    ],
+)
+def test_a_scripts_own_reward_is_not_trls(
+    text: str, function: str, answer: str | None, remark: bool, tmp_path: Path
+) -> None:
+    found = trained(tmp_path, "max_steps=1", text)
+    (reward,) = found.recipe["rewards"]["functions"]
+    assert reward["function"].removeprefix(f"{tmp_path}/") == function
+    assert found.recipe["tasks"][0].get("answer") == answer
+    assert ("a file of its own" in found.missing.get("reward_funcs", "")) is remark
+
+
+def test_values_that_depend_on_branches_are_not_read(tmp_path: Path) -> None:
+    text = "kw = dict(beta=0.1, **more)\nn = 8\nn *= 2\nlr = 1\nif x:\n    lr = 2\n"
+    found = converted_text(
+        tmp_path,
+        "a.py",
+        f"{text}c = GRPOConfig(learning_rate=lr, num_generations=n, max_steps=-(-7), **kw)\n"
+        'm = AutoModel.from_pretrained("a/b", revision="r")\n'
+        "GRPOTrainer(m, [f(x)], c, callbacks=[g], train_dataset=rows)\n",
+    )
+    assert found.recipe["steps"] == 7
+    assert found.recipe["model"] == {
+        "name": "a/b",
+        "revision": "r",
+        "activation_checkpointing": True,
+    }
+    refused = {key.partition(" = ")[0] for key in found.refused}
+    assert refused == {
+        *("learning_rate", "num_generations", "**more", "reward_funcs", "callbacks"),
+        "train_dataset",
+    }
+
+
+def test_several_trainers_in_one_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match="it trains by dpo and sft"):
+        converted_text(tmp_path, "a.py", "SFTConfig(max_steps=1)\nDPOConfig(beta=1)\n")
+
+
+def test_a_norm_by_micro_batches_is_said(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.actor.loss_agg_mode"
+    found = converted_text(tmp_path, "a.sh", f"main_ppo {key}=seq-mean-token-sum-norm\n")
+    assert found.recipe["algorithm"]["weights"] == {"kind": "constant"}
+    assert "b times Keel's" in found.missing["algorithm.weights.kind"]
+    assert "b times Keel's" in found.toml().replace("\n# ", " ")
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 2.5, 10**400, float("nan"), "auto", "é", "no", "a/b", "f.py:g"),
+    *([], ["a"], [0.1, 0.2], ["a", 3], [["a"]], {"a": {"b": 1}}, Unread("$X"), [Unread("f()")]),
+)
+
+
+@pytest.mark.parametrize("program", [p for name in FRAMEWORKS for p in programs(name)])
+def test_odd_values_of_any_key_are_listed(program: Program) -> None:
+    keys = [*program.keys, *program.refused]
+    for at in range(0, len(ODD), 3):  # each key has another value each time
+        given = {key: ODD[(at + n) % len(ODD)] for n, key in enumerate(keys) if (at + n) % 5 == 0}
+        work = Conversion(program, given)
+        work.run()
+        found = work.finish("a.yaml")
+        assert tomllib.loads(found.toml()) == found.recipe
+        assert isinstance(load_recipe(found.recipe), Recipe)
+        texts = [*found.refused, *found.missing.values()]
+        said = {text.partition(" = ")[0] for text in texts} | set(found.unused)
+        said |= {key for theirs, _ in found.mapped for key in theirs}
+        assert set(given) - {"num_processes"} <= said
 
 
 def test_a_penalty_after_the_group_is_compared_is_refused(tmp_path: Path) -> None:

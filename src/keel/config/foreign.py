@@ -9,12 +9,12 @@ of the same meaning, or a table:
     by = "RULE"      a function of `keel.config.conversion.rules` reads it, with others
     hint = "TEXT"    what to do instead, for who writes the key in a recipe
     unused = "TEXT"  why it has no effect
-    kind = "number"  its value is one, as of a key with a number as default
-    kind = "size"    its value is a whole number from 1
+    kind = "KIND"    what its value is (see `values.py`), if the default does not say it
     switch = true    any text switches it on; it may be a secret, and is not repeated
 
 `[values.KEY]` (of one program: `[values.PROGRAM_KEY]`) has Keel's keys for each value of a key, or
-why it is refused; a number that is not there goes to `to`. `[unused.GROUP]` has reasons with the
+why it is refused (with `check`: what is to be looked at); a number that is not there goes to
+`to`. `[unused.GROUP]` has reasons with the
 keys (patterns) that have no effect here, `[refused.GROUP]` reasons with the keys that would change
 the result, and their values that change nothing.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib import resources
 from typing import Any, Final
@@ -65,6 +66,10 @@ class Program:
     always: Mapping[str, Any] = field(default_factory=dict)
     surrogate: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """By kind of surrogate, the expression of each of its parameters."""
+
+    def why_unused(self, key: str) -> str | None:
+        """Why a key that the table does not map has no effect; None if it has one."""
+        return next((why for one, why in self.unused.items() if fnmatchcase(key, one)), None)
 
 
 def read_table(framework: str) -> dict[str, Any]:

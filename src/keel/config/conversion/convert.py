@@ -11,14 +11,13 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from keel.config.conversion.read import Settings, read_settings
-from keel.config.conversion.rules import RULES
+from keel.config.conversion import rules
+from keel.config.conversion.read import Settings, Unread, read_settings
 from keel.config.conversion.values import OFF, OWN_ENGINE, Foreign, shown
 from keel.config.fields import nearest
 from keel.config.foreign import FRAMEWORKS, ForeignKey, Program, as_text, programs
@@ -51,7 +50,7 @@ class Converted:
     refused: dict[str, str]
     """Keys that would change the result and have no counterpart, and why."""
     missing: dict[str, str]
-    """Keys of Keel that are to be filled in."""
+    """What is to be filled in or looked at, and why."""
 
     @property
     def title(self) -> str:
@@ -65,7 +64,7 @@ class Converted:
         notes += [
             f"Refused, since it changes the result: {k}: {why}" for k, why in self.refused.items()
         ]
-        notes += [f"To fill in: {key}: {why}" for key, why in self.missing.items()]
+        notes += [f"To check: {key}: {why}" for key, why in self.missing.items()]
         lines = [line for note in notes for line in textwrap.wrap(note, 96)]
         return "".join(f"# {line}\n" for line in lines) + "\n" + tomli_w.dumps(self.recipe)
 
@@ -82,7 +81,7 @@ class Converted:
             yield f"  {', '.join(k for k, reason in self.unused.items() if reason == why)}: {why}"
         yield f"refused, since it changes the result ({len(self.refused)})"
         yield from (f"  {key}: {why}" for key, why in self.refused.items())
-        yield from (f"to fill in: {key}: {why}" for key, why in self.missing.items())
+        yield from (f"to check: {key}: {why}" for key, why in self.missing.items())
 
     def as_dict(self) -> dict[str, Any]:
         """All of it for JSON."""
@@ -105,6 +104,8 @@ def convert(path: str, framework: str | None = None, *, vllm: bool = False) -> C
     settings = read_settings(path)
     program = find_program(settings, framework, path)
     work = Conversion(program, settings.values)
+    for key, why in settings.remarks.items():
+        work.missing(key, why)
     work.run()
     if not vllm:
         work.drop(lambda own: own.startswith(VLLM), work.ignore_key, OWN_ENGINE)
@@ -118,13 +119,16 @@ def find_program(settings: Settings, framework: str | None, path: str) -> Progra
     called = [one for one in known if settings.names & set(one.names)]
     if len(called) == 1:
         return called[0]
+    if len(called) > 1:
+        both = " and ".join(one.name for one in called)
+        raise KeelError(f"{path}: it trains by {both}: convert a file with one of them")
 
-    def score(one: Program) -> tuple[int, bool, bool]:
+    def score(one: Program) -> tuple[int, bool]:
         known = {*one.keys, *one.refused, *one.unused}
         words = set(re.findall(r"[a-z_]+", Path(path).stem.lower())) & set(one.names)
-        return sum(key in known for key in settings.values), one in called, bool(words)
+        return sum(key in known for key in settings.values), bool(words)
 
-    best = max(called or known, key=score)
+    best = max(known, key=score)
     if score(best)[0] == 0:
         raise KeelError(
             f"{path}: no key of {', '.join(sorted({p.framework for p in known}))} found: name the "
@@ -152,7 +156,7 @@ class Conversion(Foreign):
             elif entry.by is not None:
                 if entry.by not in called:
                     called.add(entry.by)
-                    for own, found in RULES[entry.by](self):
+                    for own, found in getattr(rules, entry.by)(self):
                         self._set([(own, found)], self._sources(entry.by, own))
             elif entry.to is not None and self.values[key] is not None:
                 self._set([(entry.to, self.values[key])], mine)
@@ -168,7 +172,7 @@ class Conversion(Foreign):
     def _sources(self, rule: str, own: str) -> tuple[str, ...]:
         """The keys given that a rule has made `own` of: those of it, and those of no one key."""
         keys = {key: one for key, one in self.program.keys.items() if one.by == rule}
-        given = {key: one for key, one in keys.items() if key in self.given}
+        given = {key: one for key, one in keys.items() if self.given.get(key) is not None}
         exact = tuple(key for key, entry in given.items() if entry.to == own)
         loose = tuple(key for key, entry in given.items() if entry.to is None)
         return exact or loose or (() if own in {one.to for one in keys.values()} else tuple(given))
@@ -181,7 +185,9 @@ class Conversion(Foreign):
         for one in value if isinstance(value, list) else [value]:
             found = (entry.values or {}).get(as_text(one))
             if isinstance(found, Mapping):
-                yield from found.items()
+                yield from ((own, to) for own, to in found.items() if own != "check")
+                if "check" in found:
+                    self.missing(str(entry.to), found["check"])
             elif entry.to is not None and type(one) in (int, float):
                 yield entry.to, one
             elif one is not None:
@@ -189,14 +195,17 @@ class Conversion(Foreign):
 
     def _unknown(self, key: str) -> None:
         why, off = self.program.refused.get(key, ("", []))
-        patterns = (p for p in self.program.unused if fnmatchcase(key, p))
         if off and as_text(self.given[key]) in off:
             self.ignore_key(key, "it is so in Keel")
         elif why:
             self.refuse(key, why)
-        elif (pattern := next(patterns, None)) is not None:
-            self.ignore_key(key, self.program.unused[pattern])
-        elif not any(key.startswith(f"{known}.") for known in self.program.keys):
+        elif unused := self.program.why_unused(key):
+            self.ignore_key(key, unused)
+        elif isinstance(self.given[key], Unread):
+            self.refuse(key, "its value is not a literal")
+        elif self.given[key] is None:
+            self.ignore_key(key, "it is not set")
+        else:
             guess = nearest(key, self.program.keys)
             about = f"{self.program.framework} {self.program.version}"
             self.refuse(key, f"not a known key of {about}" + (f": {guess}?" if guess else ""))
@@ -215,13 +224,7 @@ class Conversion(Foreign):
     def finish(self, path: str) -> Converted:
         """The recipe, without what Keel refuses and without defaults that are its own."""
         data = "data" if self.program.stage != "rl" else "tasks"
-        for own in (data, "model.name"):
-            if own not in self.out:
-                self.out[own] = _PLACEHOLDERS[own]
-                self.origin[own] = ()
-                why = self.lacking.get(own, f"{path} names none")
-                self.missing(own, f"{why}; {shown(_PLACEHOLDERS[own])} stands for it")
-        whole = self._accepted(path)
+        whole = self._accepted(path, (data, "model.name"))
         for own in [own for own, keys in self.origin.items() if own in self.out and not keys]:
             without = {key: value for key, value in self.out.items() if key != own}
             try:
@@ -251,14 +254,19 @@ class Conversion(Foreign):
             missing=self.lacking,
         )
 
-    def _accepted(self, path: str) -> Recipe:
-        """The recipe that Keel accepts, after the keys that it names as wrong are taken out."""
+    def _accepted(self, path: str, needed: tuple[str, ...]) -> Recipe:
+        """The recipe that Keel accepts, after the keys that it names as wrong are taken out; what
+        it needs and has not got is to be filled in."""
         while True:
+            for own in (one for one in needed if one not in self.out):
+                self.out[own], self.origin[own] = _PLACEHOLDERS[own], ()
+                why = self.lacking.get(own, f"{path} names none")
+                self.missing(own, f"{why}; {shown(_PLACEHOLDERS[own])} stands for it")
             try:
                 return _recipe(self.program, self.out)[1]
             except KeelError as error:
                 text = str(error)
-            named = [own for own in self.out if own in text]
+            named = [own for own in self.out if own in text and own not in self.lacking]
             if not named:
                 raise KeelError(f"{path}: the recipe is refused: {text}")
             worst = max(named, key=len)

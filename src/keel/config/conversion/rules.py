@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any, Final
 
-from keel.config.conversion.values import Foreign
+from keel.config.conversion.values import Foreign, is_number
 
 Keys = Iterator[tuple[str, Any]]
 DIVERGENCE = "algorithm.divergence"
@@ -21,6 +21,11 @@ _ESTIMATORS: Final = {
     **{"low_var_kl": "k3", "k3": "k3"},
 }
 FILES: Final = (".jsonl", ".jsonl.gz", ".parquet")
+_READERS: Final = {
+    **{".json": "json", ".json.gz": "json", ".csv": "csv", ".txt": "text", ".arrow": "arrow"},
+    **{".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet"},
+}
+"""By ending, what `datasets` reads a file with."""
 
 
 def surrogate(c: Foreign) -> Keys:
@@ -63,12 +68,18 @@ def _divergence(
         yield f"{DIVERGENCE}.adaptive.horizon", float(horizon)
 
 
-def _source(path: str, **more: Any) -> dict[str, Any]:
-    """A table of data: a file, or a name of `datasets`."""
-    known = path.endswith(FILES)
-    if path.endswith(".json"):
-        return {"name": "datasets", "path": "json", "options": {"data_files": path}, **more}
-    return {**({} if known else {"name": "datasets"}), "path": path, **more}
+def _source(path: str, options: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """A table of data: a file, or a name of `datasets`; `options` are of `load_dataset`."""
+    given = {key: value for key, value in (options or {}).items() if value not in (None, False)}
+    files = given.get("data_files")
+    if path in _READERS.values() and isinstance(files, str) and files.endswith(FILES):
+        path = given.pop("data_files")
+    if path.endswith(FILES) and not given:
+        return {"path": path, **more}
+    reader = next((name for end, name in _READERS.items() if path.endswith(end)), None)
+    if reader is not None:
+        path, given = reader, {"data_files": path, **given}
+    return {"name": "datasets", "path": path, **({"options": given} if given else {}), **more}
 
 
 def _reward(name: str, **more: Any) -> dict[str, Any]:
@@ -99,15 +110,22 @@ def _trl_scale(c: Foreign) -> int:
     return max(math.ceil(_trl_updates(c)[0]), 1) * int(c["num_iterations"])
 
 
+_LOGGED: Final = 10
+"""TRL's logging_steps, which evaluations are at unless eval_steps says when."""
+
+
 def trl_steps(c: Foreign) -> Keys:
     """Sizes of a step, and what is counted in steps, which are optimizer steps in TRL."""
     if c.program.stage == "rl":
         updates, size = _trl_updates(c)
         group = c["num_generations"]
-        prompts = Fraction(size, group) / min(updates, Fraction(1))
         yield "rollout.group_size", group
         yield "epochs", c["num_iterations"]
-        if prompts.denominator > 1:
+        prompts = Fraction(size, group) / min(updates or Fraction(1), Fraction(1))
+        if not updates:
+            per = c["per_device_train_batch_size"] * c["num_processes"]
+            c.refuse("generation_batch_size", f"{size} completions are less than a batch of {per}")
+        elif prompts.denominator > 1:
             c.refuse("num_generations", f"{size} completions are not whole groups of {group}")
         else:
             yield "rollout.prompts_per_step", int(prompts)
@@ -127,10 +145,14 @@ def trl_steps(c: Foreign) -> Keys:
         yield "checkpoints.every", max(int(c["save_steps"]) // scale, 1)
     elif c["save_strategy"] != "no":
         c.refuse("save_strategy", "checkpoints are written every few steps: checkpoints.every")
-    if c.program.stage != "rl" and c["eval_strategy"] == "no":
-        return
-    every = c["eval_steps"] or 0
-    yield "evaluation.every", max(int(every) // scale, 1) if every >= 1 else 0
+    every = c["eval_steps"] or c["logging_steps"] or _LOGGED
+    if c["eval_strategy"] == "no":
+        if c.program.stage == "rl":
+            yield "evaluation.every", 0
+    elif c["eval_strategy"] == "steps" and is_number(every) and every >= 1:
+        yield "evaluation.every", max(int(every) // scale, 1)
+    else:
+        c.refuse("eval_strategy", "evaluations are every few steps: set evaluation.every")
 
 
 def trl_warmup(c: Foreign) -> Keys:
@@ -152,11 +174,8 @@ def trl_betas(c: Foreign) -> Keys:
 
 def trl_schedule(c: Foreign) -> Keys:
     """Where a cosine ends."""
-    given = c["lr_scheduler_kwargs"] or {
-        k.rpartition(".")[2]: v for k, v in c.below("lr_scheduler_kwargs")
-    }
-    known = {"min_lr_rate", "min_lr"}
-    if set(given) - known:
+    given = c["lr_scheduler_kwargs"] or {}
+    if set(given) - {"min_lr_rate", "min_lr"} or not all(map(is_number, given.values())):
         c.refuse("lr_scheduler_kwargs", "only the end of the schedule is a key: min_lr_ratio")
     elif given and c["learning_rate"]:
         low = given.get("min_lr_rate", given.get("min_lr", 0.0) / c["learning_rate"])
@@ -166,25 +185,29 @@ def trl_schedule(c: Foreign) -> Keys:
 def trl_data(c: Foreign) -> Keys:
     """The data set: prompts, pairs, or texts."""
     name = c["dataset_name"]
+    gold = any(_trl_reward(c, one).get("function") == "math" for one in _listed(c["reward_funcs"]))
     if name is None:
+        if gold:
+            c.missing("tasks", "no data is named; train.jsonl stands for it")
+            yield "tasks", [{"path": "train.jsonl", "answer": "solution"}]
         return
-    if c["dataset_train_split"] != "train":
-        c.refuse("dataset_train_split", 'the split is "train": name others by options.data_files')
+    split = c["dataset_train_split"]
+    options = {"name": c["dataset_config"], "streaming": c["dataset_streaming"]}
+    options |= {"split": None if split == "train" else split, **(c["load_options"] or {})}
     more: dict[str, Any] = {}
-    if c["eval_strategy"] != "no" and not name.endswith(FILES):
-        more["validation_path"] = c["dataset_test_split"]
-    if c["dataset_config"]:
-        more["options"] = {"name": c["dataset_config"]}
-    if c["dataset_streaming"]:
-        more.setdefault("options", {})["streaming"] = True
-    if c.program.stage == "rl":
-        if any("accuracy" in str(one) for one in c["reward_funcs"] or ()):
-            more["answer"] = "solution"
-        yield "tasks", [_source(name, **more)]
-    else:
-        if (c["dataset_text_field"] or "text") != "text":
-            more["columns"] = {"text": c["dataset_text_field"]}
-        yield "data", _source(name, **more)
+    if gold:
+        more["answer"] = "solution"
+    if (c["dataset_text_field"] or "text") != "text":
+        more["columns"] = {"text": c["dataset_text_field"]}
+    test, file, files = c["dataset_test_split"], c["validation_file"], options.get("data_files")
+    if isinstance(files, dict) and str(files.get("train")).endswith(FILES):
+        options["data_files"], file = files["train"], files.get(test)
+    source = _source(name, options, **more)
+    held = test if test != "no" and not isinstance(files, str | list) else None
+    held = file if "name" not in source and str(file).endswith(FILES) else held
+    if c["eval_strategy"] != "no" and held is not None:
+        source["validation_path"] = held
+    yield ("tasks", [source]) if c.program.stage == "rl" else ("data", source)
 
 
 def trl_loss_on(c: Foreign) -> Keys:
@@ -198,22 +221,25 @@ def trl_loss_on(c: Foreign) -> Keys:
         c.missing("loss_on", f'{why} every token of rows with messages or a text ("all")')
 
 
+def _trl_reward(c: Foreign, name: str) -> Mapping[str, Any]:
+    """The reward that is TRL's of this name; nothing for another."""
+    found: Mapping[str, Any] = c.rewards.get(re.sub(r"^trl\.(\w+[.:])*", "", name), {})
+    return found
+
+
 def trl_rewards(c: Foreign) -> Keys:
     """Functions by name or path, and a model, with their weights."""
-    named = c["reward_funcs"] or []
-    named = [*(named if isinstance(named, list) else [named])]
-    named += [c["reward_model_name_or_path"]] if c["reward_model_name_or_path"] else []
+    named = _listed(c["reward_funcs"]) + _listed(c["reward_model_name_or_path"])
     weights = c["reward_weights"] or [1.0] * len(named)
     weights = weights if isinstance(weights, list) else [weights]
     if len(weights) != len(named):
         c.refuse("reward_weights", f"{len(weights)} weights of {len(named)} rewards")
         weights = [1.0] * len(named)
     found = []
-    for name, weight in zip(map(str, named), weights, strict=False):
-        plain = re.split(r"[.:]", name)[-1]
-        if plain in c.rewards:
-            found.append({**c.rewards[plain], "weight": float(weight)})
-        elif re.search(r"[(\[]|^\w+$", name):
+    for name, weight in zip(named, weights, strict=False):
+        if known := _trl_reward(c, name):
+            found.append({**known, "weight": float(weight)})
+        elif not re.fullmatch(r"[\w.~-]*[/.:][\w./:~-]*", name):
             c.refuse("reward_funcs", f"{name}: write it as path/to/file.py:function", name)
         else:
             found.append(_reward(name, weight=float(weight)))
@@ -256,7 +282,7 @@ def trl_correction(c: Foreign) -> Keys:
     """Importance weights for vLLM's log-probabilities."""
     if not c["use_vllm"] or not c["vllm_importance_sampling_correction"]:
         return
-    level, kind = str(c["vllm_importance_sampling_mode"]).split("_")
+    level, _, kind = c["vllm_importance_sampling_mode"].partition("_")
     cap, floor = c["vllm_importance_sampling_clip_max"], c["vllm_importance_sampling_clip_min"]
     yield "algorithm.correction.kind", kind
     yield "algorithm.correction.level", level
@@ -296,25 +322,24 @@ def verl_divergence(c: Foreign) -> Keys:
     yield DIVERGENCE, "none"
 
 
+def _verl_files(c: Foreign, more: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The train files as sources, with their validation files if there are as many."""
+    files, tests = (_listed(c[key]) for key in ("data.train_files", "data.val_files"))
+    held: list[dict[str, str]] = [{"validation_path": path} for path in tests]
+    if len(tests) != len(files):
+        c.refuse("data.val_files", "each file has its own validation_path, or a share of its rows")
+        held = [{}] * len(files)
+    return [_source(path, **more, **own) for path, own in zip(files, held, strict=True)]
+
+
 def verl_data(c: Foreign) -> Keys:
     """Files of verl's own form: messages, and the gold answer in `reward_model.ground_truth`."""
-    files, tests = (_listed(c[key]) for key in ("data.train_files", "data.val_files"))
-    tasks = []
-    for at, path in enumerate(files):
-        more: dict[str, Any] = (
-            {"prompt": c["data.prompt_key"]} if c["data.prompt_key"] != "prompt" else {}
-        )
-        more["answer"] = "reward_model.ground_truth"
-        if len(tests) == len(files):
-            more["validation_path"] = tests[at]
-        tasks.append(_source(path, **more))
-    if len(tests) != len(files):
-        c.refuse("data.val_files", "each task has its own validation_path, or a share of its rows")
-    yield "tasks", tasks
+    prompt = {} if c["data.prompt_key"] == "prompt" else {"prompt": c["data.prompt_key"]}
+    yield "tasks", _verl_files(c, {**prompt, "answer": "reward_model.ground_truth"})
 
 
 def _listed(value: Any) -> list[str]:
-    return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+    return [] if value is None else [*map(str, value)] if isinstance(value, list) else [str(value)]
 
 
 def verl_rewards(c: Foreign) -> Keys:
@@ -356,16 +381,7 @@ def verl_sft(c: Foreign) -> Keys:
     if c["multiturn.enable"]:
         keys = {"messages": c["multiturn.messages_key"]}
     columns = {own: name for own, name in keys.items() if own != name}
-    more: dict[str, Any] = {"columns": columns} if columns else {}
-    files, tests = (_listed(c[key]) for key in ("data.train_files", "data.val_files"))
-    pairs = zip(files, tests if len(tests) == len(files) else [None] * len(files), strict=True)
-    yield (
-        "data",
-        [
-            _source(path, **more, **({"validation_path": test} if test else {}))
-            for path, test in pairs
-        ],
-    )
+    yield "data", _verl_files(c, {"columns": columns} if columns else {})
 
 
 # ---------------------------------------------------------------- OpenRLHF
@@ -429,7 +445,7 @@ def openrlhf_rewards(c: Foreign) -> Keys:
 
 
 def _named(value: Any) -> list[str]:
-    return str(value).split(",") if value else []
+    return [part for one in _listed(value) for part in one.split(",") if part]
 
 
 def openrlhf_data(c: Foreign) -> Keys:
@@ -439,7 +455,7 @@ def openrlhf_data(c: Foreign) -> Keys:
         return
     key, template = c["input_key"], c["input_template"]
     if c["prompt_split"] != "train":
-        c.refuse("prompt_split", 'the split is "train": name others by options.data_files')
+        c.refuse("prompt_split", "set tasks.options.split")
     more: dict[str, Any] = {"prompt": template.replace("{}", f"{{{key}}}") if template else key}
     if c["label_key"]:
         more["answer"] = c["label_key"]
@@ -483,30 +499,3 @@ def openrlhf_examples(c: Foreign) -> Keys:
     for source, share in zip(sources, shares if sft else (), strict=False):
         source["weight"] = float(share)
     yield "data", sources if sft else sources[0]
-
-
-RULES: Final[dict[str, Callable[[Foreign], Keys]]] = {
-    rule.__name__: rule
-    for rule in (
-        *(
-            surrogate,
-            minibatches,
-            trl_steps,
-            trl_warmup,
-            trl_betas,
-            trl_schedule,
-            trl_data,
-            trl_loss_on,
-        ),
-        *(trl_rewards, trl_reference, trl_divergence, trl_correction),
-        *(verl_divergence, verl_data, verl_rewards, verl_refills, verl_sft),
-        *(
-            openrlhf_divergence,
-            openrlhf_critic,
-            openrlhf_rewards,
-            openrlhf_data,
-            openrlhf_vllm,
-            openrlhf_examples,
-        ),
-    )
-}

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from keel.algorithms.presets import PRESETS
 from keel.config.conversion.read import Unread
 from keel.config.foreign import ForeignKey, Program, as_text, read_table
-from keel.config.layers import DEFAULT_PRESET
+from keel.config.layers import DEFAULT_PRESET, merge, nest
 from keel.config.secrets import KEYS, without_secrets
 
 OWN_ENGINE = 'Keel samples with an engine of its own; --vllm keeps vLLM (rollout.engine = "vllm")'
@@ -27,28 +26,68 @@ OFF = {
 
 def shown(value: Any) -> str:
     """A value in a report."""
-    return repr(value) if isinstance(value, str) else str(value).replace("'", '"')
+    text = repr(value) if isinstance(value, str) else str(value).replace("'", '"')
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number of at most 64 bits."""
+    return type(value) in (int, float) and abs(value) < 2**63
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "number": ("a number", is_number),
+    "size": ("a whole number from 1", lambda x: is_number(x) and x >= 1 and x % 1 == 0),
+    "switch": ("true or false", lambda x: isinstance(x, bool)),
+    "text": ("text", lambda x: isinstance(x, str)),
+    "texts": ("text or a list of it", lambda x: all(isinstance(one, str) for one in _list(x))),
+    "numbers": ("a list of numbers", lambda x: all(map(is_number, _list(x)))),
+    "pair": ("two numbers", lambda x: len(_list(x)) == 2 and all(map(is_number, x))),
+    "table": ("a table", lambda x: isinstance(x, dict)),
+}
+"""Kinds of values: what a value is, and whether one is it."""
+_OF_DEFAULT = {int: "number", float: "number", str: "text", bool: "switch"}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_unread(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, Unread) or any(map(_is_unread, inner))
 
 
 def _wrong(entry: ForeignKey, value: Any) -> str | None:
-    """Why a key's value cannot be used: it is not known, or not the number that the key wants."""
-    if any(isinstance(one, Unread) for one in (value if isinstance(value, list) else [value])):
+    """Why a key's value cannot be used: it is not known, or not of the kind that the key wants."""
+    if _is_unread(value):
         return "its value is not a literal"
-    if as_text(value) in (entry.values or ()):
+    if as_text(value) in (entry.values or ()) or value is entry.default:
         return None
-    if entry.kind is None and type(entry.default) not in (int, float):
+    if value is None:
+        return "its value is none"
+    kind = entry.kind or _OF_DEFAULT.get(type(entry.default))
+    free = kind in ("text", "switch") and not (entry.by or entry.values)  # Keel checks it
+    if kind is None or free or _KINDS[kind][1](value):
         return None
-    if type(value) not in (int, float) or not math.isfinite(value):
-        return "its value is not a number"
-    if entry.kind == "size" and (value < 1 or value % 1):
-        return "its value is not a whole number from 1"
-    return None
+    return f"its value is not {_KINDS[kind][0]}"
 
 
-def _whole(entry: ForeignKey | None, value: Any) -> bool:
-    """Whether a whole number is written as another, such as 1e3."""
-    counts = entry is not None and (entry.kind == "size" or type(entry.default) is int)
-    return counts and isinstance(value, float) and value.is_integer()
+def _typed(entry: ForeignKey | None, value: Any) -> Any:
+    """The value, of the type that is meant: 1e3 as a whole number, YAML's `no`, none as the
+    default that it is."""
+    default = None if entry is None else entry.default
+    if value is None and not default:
+        return default
+    if (
+        value is False
+        and isinstance(default, str)
+        and entry
+        and "False" not in (entry.values or ())
+    ):
+        return "no"
+    counts = entry is not None and (entry.kind == "size" or type(default) is int)
+    return int(value) if counts and isinstance(value, float) and value.is_integer() else value
 
 
 @dataclass
@@ -65,26 +104,26 @@ class Foreign:
     lacking: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        launched = {"num_processes"} - set(self.program.keys)
-        given = {k: v for k, v in self.given.items() if v is not None and k not in launched}
-        given = {key: self._public(key, v) for key, v in given.items()}
-        self.given = without_secrets(given)
-        entries = {k: entry for k, entry in self.program.keys.items() if entry.unused is None}
-        defaults: dict[str, Any] = {k: entry.default for k, entry in self.program.keys.items()}
-        self.values = {**defaults, **self.given}
-        wrong = {k: why for k in given if k in entries and (why := _wrong(entries[k], given[k]))}
-        for key, why in wrong.items():
+        keys, given = self.program.keys, dict[str, Any]()
+        for key, value in self.given.items():
+            whole = next(
+                (k for k in (*keys, *self.program.refused) if key.startswith(f"{k}.")), None
+            )
+            if whole is not None and self.program.why_unused(key) is None:  # a table, as one key
+                rest = {} if value is None else nest(key.removeprefix(f"{whole}."), value)
+                given[whole] = merge(given.get(whole, {}), rest)
+            elif key != "num_processes" or key in keys:
+                given[key] = _typed(keys.get(key), self._public(key, value))
+        self.given = given = without_secrets(given)
+        self.values = {**{k: entry.default for k, entry in keys.items()}, **given}
+        entries = {k: entry for k, entry in keys.items() if k in given and entry.unused is None}
+        for key, why in [(k, w) for k, entry in entries.items() if (w := _wrong(entry, given[k]))]:
             if entries[key].to == "model.name":
-                self.missing("model.name", f"{key} = {shown(self.given[key])}: {why}")
-                defaults[key] = None
+                self.missing("model.name", f"{key} = {shown(given[key])}: {why}")
             else:
                 self.refuse(key, why)
-        self.given = {
-            key: int(value) if _whole(self.program.keys.get(key), value) else value
-            for key, value in self.given.items()
-            if key not in wrong
-        }
-        self.values = {**defaults, **self.given}
+            del given[key]
+            self.values[key] = None if entries[key].to == "model.name" else entries[key].default
 
     def _public(self, key: str, value: Any) -> Any:
         """The value, without a secret that the key is for."""
@@ -105,10 +144,6 @@ class Foreign:
         """The key that ends so."""
         ends = (key for key in self.values if key == end or key.endswith(f".{end}"))
         return next(ends, end)
-
-    def below(self, key: str) -> list[tuple[str, Any]]:
-        """The keys of a table that is given."""
-        return [(k, v) for k, v in self.given.items() if k.startswith(f"{key}.")]
 
     def on(self, fact: str) -> bool:
         """Whether a key is set to anything but nothing, or a fact of `OFF` is so."""
@@ -147,5 +182,5 @@ class Foreign:
         self.unused[key] = why
 
     def missing(self, own: str, why: str) -> None:
-        """A key of Keel is to be filled in."""
+        """A key of Keel, or what is given, is to be filled in or looked at."""
         self.lacking[own] = why
