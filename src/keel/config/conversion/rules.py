@@ -325,7 +325,7 @@ def verl_divergence(c: Foreign) -> Keys:
 def _verl_files(c: Foreign, more: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The train files as sources, with their validation files if there are as many."""
     files, tests = (_listed(c[key]) for key in ("data.train_files", "data.val_files"))
-    held: list[dict[str, str]] = [{"validation_path": path} for path in tests]
+    held: list[dict[str, Any]] = [{"validation_path": path} for path in tests]
     if len(tests) != len(files):
         c.refuse("data.val_files", "each file has its own validation_path, or a share of its rows")
         held = [{}] * len(files)
