@@ -4,10 +4,12 @@ PYTHON ?= python3
 VENV   := .venv
 VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Modules are compiled as they are first imported: a third of what pip would compile is used.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo demo-real real-model test test-real test-gpu test-verifiers test-vllm check check-vllm docs
-.PHONY: bench dist soak clean
+.PHONY: install demo demo-real real-model test test-real test-gpu test-verifiers test-vllm check check-vllm
+.PHONY: lint docs bench dist soak clean
 
 install: $(VENV)/.dev
 
@@ -53,17 +55,18 @@ $(VLLM)/.done: constraints-vllm.txt
 	sh benchmarks/install_vllm.sh $(VLLM) $(PYTHON)
 	@touch $@
 
-check: $(VENV)/.dev
+check: lint docs
+	$(BIN)/python -m pytest -n auto -m "not gpu and not real"
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/lint-imports --config runtime-imports.toml
-	$(MAKE) docs
-	$(BIN)/python -m pytest -n auto -m "not gpu and not real"
 
 # The documentation as a site in site/; a broken link fails.
-docs: $(VENV)/.docs
+docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.dev
@@ -86,19 +89,13 @@ soak: real-model
 	$(BIN)/python studies/mutations.py
 	$(BIN)/python -m studies.real_model
 
-$(VENV)/.core: pyproject.toml constraints.txt
+$(VENV)/.core $(VENV)/.dev: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "keel needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e .
-	@touch $@
+	$(PIP) -e '.$(EXTRAS)'
+	@touch $(VENV)/.core $@
 
-$(VENV)/.dev: $(VENV)/.core
-	$(PIP) -e '.[dev]'
-	@touch $@
-
-$(VENV)/.docs: $(VENV)/.core
-	$(PIP) -e '.[docs]'
-	@touch $@
+$(VENV)/.dev: EXTRAS := [dev,docs]
 
 clean:
 	rm -rf $(VENV) .models build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

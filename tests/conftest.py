@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO
@@ -11,6 +13,10 @@ from typing import Any, BinaryIO
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Hundreds of test modules, and what their processes import, are compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # until all is imported: little of that is garbage, and all of it is searched
 
 import pytest
 import torch
@@ -32,6 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         quick = item.get_closest_marker("quick")
         if quick is not None and item.callspec.id not in quick.args:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
