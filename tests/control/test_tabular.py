@@ -69,7 +69,7 @@ SHORT = (
 )
 
 
-@pytest.mark.quick("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [False, True])
 def test_q_learning_comes_to_the_optimum(double: bool) -> None:
     stage = load_control("dqn", "FrozenLake-v1", [*SHORT, f"double={str(double).lower()}"]).stage

@@ -144,6 +144,7 @@ def test_a_server_that_cannot_sleep_ends_the_call(
     assert len(notes) == 1
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_a_trainer_killed_meanwhile(program: Path) -> None:
     code = f"""
 import time
