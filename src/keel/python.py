@@ -162,12 +162,13 @@ def train(
             arguments say it all. A run that `keel.train` or `keel.load` returned is resumed.
         folder: of the run; the next free one under runs/ unless given.
         resume: continue the run in `folder` from its newest checkpoint. Functions must be passed
-            again. Of the recipe only other `steps`, rates and intervals may be given, which are
-            recorded (`keel.runs.lifecycle.CHANGEABLE`); the rest is refused if it differs.
+            again. Of the recipe only other `steps`, rates and intervals may be given
+            (`keel.runs.lifecycle.CHANGEABLE`), and any key of a stage that has not begun, which are
+            recorded; the rest is refused if it differs.
         callbacks: objects with any of the methods of `keel.Callback`.
         progress: show a bar (on a terminal and in a notebook) or a line per step.
-        model: a loaded transformers model (with `tokenizer`), a folder or hub name, or the
-            recipe's table as a dict.
+        model: a loaded transformers model (with `tokenizer`), a run or its folder (its newest
+            checkpoint, LoRA merged), a model folder or hub name, or the recipe's table as a dict.
         tokenizer: of a loaded model.
         data: of the last stage: a `datasets.Dataset`, a list of dicts, a file (.jsonl, .parquet),
             the name of a task, or the recipe's table as a dict.

@@ -291,3 +291,16 @@ def test_clock_measures_memory_of_each_phase(tmp_path: Path) -> None:
     assert timing["speed/step"] == 7.0
     (metrics,) = load(folder.path).metrics()
     assert set(metrics) == {"stage", "step", "loss"}
+
+
+def test_other_sampling_of_sampled_rows_is_refused(tmp_path: Path) -> None:
+    folder = two_stages(tmp_path)
+    text = folder.recipe.read_text("utf-8")
+    changed = f"{text}sampled = {{ train = 9 }}\n"
+    files.make_folder(folder.rows_folder)
+    folder.rows("rl", "train").write_text("{}\n")
+    with pytest.raises(KeelError, match=r"rl\.sampled\.train differs, .*rl-train\.jsonl: del"):
+        lifecycle.change_recipe(folder, changed)
+    folder.rows("rl", "train").unlink()
+    lifecycle.change_recipe(folder, changed)
+    assert folder.recipe.read_text("utf-8").count("train = 9") == 1

@@ -243,6 +243,18 @@ def test_runs_of_functions_are_evaluated_and_exported(whole: Any, tmp_path: Path
     assert keel.load(whole).metrics() == whole.metrics()
 
 
+def test_a_run_is_the_model_of_the_next(whole: Any, tmp_path: Path) -> None:
+    given = arguments(model=whole, tokenizer=None, steps=1)
+    runs = [keel.train(folder=tmp_path / "a", **given)]
+    runs.append(keel.train(folder=tmp_path / "b", **{**given, "model": str(whole.folder.path)}))
+    weights = [run.folder.inputs / "model" / "model.safetensors" for run in runs]
+    exported = keel.export(whole, tmp_path / "model") / "model.safetensors"
+    assert [one.read_bytes() for one in weights] == [exported.read_bytes()] * 2
+    assert keel.train(runs[0], steps=2, progress=False).info()["finished"]
+    with pytest.raises(KeelError, match="has no whole checkpoint"):
+        keel.train(**{**given, "model": keel.train(folder=tmp_path / "c", **arguments(steps=0))})
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -57,6 +57,25 @@ def test_resume_ends_as_the_uninterrupted_run(case: str, tmp_path: Path) -> None
     assert differences(whole.path, tmp_path / "again") == []
 
 
+def test_a_stage_that_has_not_begun_can_change(tmp_path: Path) -> None:
+    keys = ("sft.steps=2", "sft.batch_size=8", "steps=2", "evaluation.prompts=4")
+    right = small(*keys, recipe="quickstart")
+    wrong = small(*keys, "rewards.functions=[{function='tests.training.rewards:raises'}]",
+                  "rollout.max_tokens=3", recipe="quickstart")  # fmt: skip
+    straight, folder = train(right, tmp_path / "straight"), tmp_path / "fixed"
+    with pytest.raises(KeelError, match="after sft step 2"):
+        train(wrong, folder)
+    for key in ("sft.steps=1", "sft.batch_size=4", "seed=3", "rl.name=other"):
+        with pytest.raises(KeelError, match="but the run"):
+            train(small(*keys, key, recipe="quickstart"), folder, resume=True)
+    fixed = train(right, folder, resume=True)
+    assert fixed.metrics.read_bytes() == straight.metrics.read_bytes()
+    changed = {one["key"] for one in load(folder).info()["changes"]}
+    assert changed >= {"rl.rollout.max_tokens", "rl.rewards.functions[0].function"}
+    with pytest.raises(KeelError, match=r"rl\.rollout\.max_tokens is 4"):
+        train(small(*keys, "rollout.max_tokens=4", recipe="quickstart"), folder, resume=True)
+
+
 def test_stop_in_the_first_evaluation_saves_its_result(tmp_path: Path) -> None:
     stage = {"stage": "dpo", "steps": 2, "batch_size": 4, "checkpoints": {"every": 1}}
     stage["data"] = judged.data(tmp_path, judged.ones(24, 1), judged.ones(8, 2))

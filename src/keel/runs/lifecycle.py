@@ -49,7 +49,7 @@ CHANGEABLE = (
     *("steps", "num_train_epochs", "optimizer.learning_rate", "value.optimizer.learning_rate"),
     *("evaluation.every", "rollouts_every", "checkpoints.every", "checkpoints.keep"),
 )
-"""Keys of a stage that may change in a run."""
+"""Keys of the stage that a run is in that may change."""
 _ENTRY = re.compile(r"(?P<place>[\w./~-]+):[A-Za-z_][\w.]*")
 """`module:function`, or `path/to/file.py:function`."""
 
@@ -86,40 +86,58 @@ def resume_run(path: Path | str | None) -> RunFolder:
 
 def change_recipe(place: RunFolder, text: str) -> None:
     """Take over what a run can go on with from a resolved recipe (TOML): CHANGEABLE keys of the
-    stage that it is in, or of a later one. `changes` in run.json has them, with the step.
+    stage that its newest checkpoint is of, and any key of a later one, which begins afresh.
+    `changes` in run.json has them, with the step.
 
-    Raises KeelError for another key that differs, and for fewer steps than were taken.
+    Raises KeelError for another key that differs, for fewer steps than were taken, and for another
+    `sampled` of a stage whose rows were sampled.
     """
     with locked(place.path):
-        known = tomllib.loads(place.recipe.read_text("utf-8"))
+        known, new = tomllib.loads(place.recipe.read_text("utf-8")), tomllib.loads(text)
+        if (names := stages_of(text)) != place.stages:
+            raise KeelError(
+                f"the recipe has the stages {', '.join(names)}, but the run in {place.path} has "
+                f"{', '.join(place.stages)}: start a new run"
+            )
         newest = place.list_checkpoints()[-1:]
         at, step = (newest[0].place.stage, newest[0].place.step) if newest else (0, 0)
         made = []
-        for one in list(changes(known, tomllib.loads(text))):
-            if one.a is None:  # a key that the version which wrote the recipe did not have
-                continue
+        for one in list(changes(known, new)):
             found = re.fullmatch(r"stages\[(\d+)\]\.(.+)", one.name)
             number, key = (int(found[1]), found[2]) if found else (-1, one.name)
+            if one.a is None and number <= at:
+                continue  # a key that the version which wrote the recipe did not have
             name = f"{place.stages[number]}.{key}" if found else key
-            if key not in CHANGEABLE or number < at:
+            if number < at or (number == at and key not in CHANGEABLE):
                 raise KeelError(
                     f"{name} is {one.b}, but the run in {place.path} has {one.a}: it can only go "
-                    f"on with other {', '.join(CHANGEABLE)} of stage {place.stages[at]} or a later "
-                    "one: leave the others as they are, or start a new run"
+                    f"on with other {', '.join(CHANGEABLE)} of stage {place.stages[at]}, and any "
+                    "key of later ones: leave the others as they are, or start a new run"
                 )
             if key == "steps" and number == at and one.b < step:
                 raise KeelError(f"{name} is {one.b}, but the run has taken {step}: raise it")
-            *tables, leaf = key.split(".")
-            reduce(getitem, tables, known["stages"][number])[leaf] = one.b
+            if number == at:
+                *tables, leaf = key.split(".")
+                reduce(getitem, tables, known["stages"][number])[leaf] = one.b
+            elif key.startswith("sampled."):
+                _refuse_sampled(place, place.stages[number], name)
             point = {"stage": place.stages[at], "step": step}
             made.append({**point, "key": name, "from": one.a, "to": one.b})
         if made:
             model = place.model(place.stages[at])
             if model.exists():  # it is of the end so far, and is written again
                 files.remove(model)
+            known["stages"][at + 1 :] = new["stages"][at + 1 :]
             before = read_run_json(place).get("changes", [])
             update_run_json(place, {"changes": [*before, *made]})
             files.write_text(place.recipe, tomli_w.dumps(known))
+
+
+def _refuse_sampled(place: RunFolder, stage: str, name: str) -> None:
+    """Raise KeelError if a stage has sampled its rows, which it would learn from as they are."""
+    for rows in (place.pool(stage), place.rows(stage, "train")):
+        if rows.exists():
+            raise KeelError(f"{name} differs, but the stage has sampled {rows}: delete that first")
 
 
 @contextmanager

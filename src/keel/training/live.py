@@ -1,13 +1,14 @@
 """Live Python objects as parts of a recipe: a loaded model, data, functions, an algorithm.
 
-A recipe is text, and so must be what a run keeps to be resumed, exported and compared. Models and
-data are written once into the run folder (`$RUN/inputs/`); functions are named `python:NAME` and
-must be passed again to resume.
+A recipe is text, and so must be what a run keeps to be resumed, exported and compared. Models (of
+another run too) and data are written once into the run folder (`$RUN/inputs/`); functions are named
+`python:NAME` and must be passed again to resume.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from keel.data.tables import read_file
 from keel.models.adapter_files import keys_of_peft
 from keel.models.tokenizer_round_trip import quiet
 from keel.platform import files
+from keel.runs.layout import RECIPE
+from keel.training.export import export
 from keel.types import KeelError, one_line
 
 INPUTS = f"{RUN_FOLDER}inputs/"
@@ -46,7 +49,8 @@ class LiveInputs:
     functions: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, bytes] = field(default_factory=dict)
     """Files of data, by name."""
-    model: PreTrainedModel | None = None
+    model: PreTrainedModel | Path | None = None
+    """A loaded model, or the folder of a run that trained it."""
     tokenizer: PreTrainedTokenizerBase | None = None
 
     def write(self, folder: Path) -> None:
@@ -54,7 +58,9 @@ class LiveInputs:
         folder.mkdir()
         for name, content in self.tables.items():
             files.write_bytes(folder / name, content)
-        if self.model is not None and self.tokenizer is not None:
+        if isinstance(self.model, Path):
+            export(self.model, folder / MODEL)
+        elif self.model is not None and self.tokenizer is not None:
             try:
                 with quiet():
                     self.model.save_pretrained(folder / MODEL)
@@ -126,7 +132,7 @@ def collect_inputs(
         found = _only(made["stages"][-1].get(table))
         if any(found.get(key) != source.get(key) for key in PLACE[:3]):
             raise KeelError(f"data: another keyword sets {table}, too: drop one of them")
-    live = model if isinstance(model, PreTrainedModel) else None
+    live = model if isinstance(model, PreTrainedModel) else _run_folder(model)
     return LiveInputs(made, functions, tables, live, tokenizer)
 
 
@@ -153,14 +159,23 @@ def _model(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, A
             )
         return {"name": INPUTS + MODEL}
     tensors = isinstance(model, Mapping) and any(hasattr(one, "data_ptr") for one in model.values())
-    if tensors or not isinstance(model, Mapping | str | Path):
+    if tensors or not isinstance(model, Mapping | str | os.PathLike):
         raise KeelError(
             f"model: a {type(model).__name__} cannot be trained: pass a transformers "
-            "PreTrainedModel, a folder or hub name, or the recipe's table as a dict"
+            "PreTrainedModel, a run, a folder or hub name, or the recipe's table as a dict"
         )
     if tokenizer is not None:
         raise KeelError("tokenizer: a model by name has its own: leave tokenizer out")
-    return dict(model) if isinstance(model, Mapping) else {"name": str(model)}
+    if isinstance(model, Mapping):
+        return dict(model)
+    return {"name": INPUTS + MODEL if _run_folder(model) else os.fspath(model)}
+
+
+def _run_folder(model: Any) -> Path | None:
+    """The folder of a run, absolute; None if it is something else."""
+    if not isinstance(model, str | os.PathLike) or not (Path(model) / RECIPE).is_file():
+        return None
+    return Path(model).absolute()
 
 
 def _lora(lora: Any) -> dict[str, Any]:
