@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 
 from keel.config.sources import SFTData
 from keel.data.preferences import read_pairs
-from keel.data.sft import Trained, pack, read_sft, streamed_rows
+from keel.data.sft import SFTEncoder, Trained, pack, read_sft
+from keel.data.streamed import StreamedSet, read_stream
 from keel.data.tables import read_table
+from keel.models.build import byte_tokenizer
+from keel.models.conversations import ConversationEncoder
 from keel.platform.files import write_jsonl
 from keel.types import KeelError
 
@@ -118,4 +122,47 @@ def test_parts_of_a_split_are_read(
 def test_a_streamed_split_that_is_not_there_is_named(hub: str) -> None:
     source = SFTData(name="datasets", path=hub, options={"streaming": True})
     with pytest.raises(KeelError, match="unknown split 'tran': did you mean 'train'"):
-        streamed_rows(source, "tran")
+        next(read_stream(source, "tran"))
+
+
+@pytest.mark.parametrize(("size", "left_out", "cut"), [(None, 8, 7), (24, 24, 24)])
+def test_a_stream_goes_on_from_its_place(
+    size: int | None, left_out: int, cut: int, tmp_path: Path
+) -> None:
+    """What it gives, counts and puts into quarantine is that of one that was not interrupted.
+
+    23 blocks: of one example each, 6 in a pass, or of two or more, 2 in a pass.
+    """
+    rows = [{"text": "" if at in (2, 5) else "a" * at} for at in range(1, 9)]
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "train.jsonl", rows)
+    source = SFTData(
+        name="datasets", path=str(tmp_path / "set"), bad_rows="quarantine",
+        options={"streaming": True},
+    )  # fmt: skip
+    target = tmp_path / "quarantine" / "rows.jsonl"
+    chat = ConversationEncoder(byte_tokenizer(256))
+
+    def opened() -> StreamedSet:
+        encode = SFTEncoder(chat, "assistant", 7, False)
+        return StreamedSet(source, "set", "data.0", encode, size, target)
+
+    def rest(one: StreamedSet) -> Any:
+        lengths = [[len(x.tokens) for x in one.prompt("train", 0)] for _ in range(14)]
+        return lengths, one.counts(), target.read_bytes()
+
+    whole = opened()
+    places = []
+    for _ in range(9):
+        places.append(json.loads(json.dumps(whole.place())))
+        whole.prompt("train", 0)
+    ends = [rest(whole)]
+    assert target.read_bytes().count(b"\n") == 2
+    for taken, place in enumerate(places):
+        other = opened()
+        other.seek(place)
+        for _ in range(9 - taken):
+            other.prompt("train", 0)
+        ends.append(rest(other))
+    assert all(end == ends[0] for end in ends)
+    assert ends[0][1] == {"left_out": left_out, "cut": cut}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from keel.platform.files import write_jsonl
 from keel.preflight.check import check
 from tests.soak.cases import TURNS, imitated
 from tests.training import judged
@@ -54,3 +56,31 @@ def test_stop_rule_of_no_figure_of_an_sft_stage(tmp_path: Path) -> None:
         ("never-stops", "1.metric"), ("never-stops", "2.metric"),
     ]  # fmt: skip
     assert "did you mean 'eval/loss'?" in findings[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "evidence"),
+    [
+        ([{"text": ""}] * 9, {}, "no row of 9 can be read"),
+        ([{"text": "0" * 30}] * 9, {}, "none of the 9 first examples fits 8 tokens"),
+        ([{"text": "0"}] * 9, {"split": "train[9:]"}, "no rows: the data set is empty"),
+        ([{"text": "0"}] * 6 + [{"text": ""}] * 3, {}, "3 of 9"),
+    ],
+)
+def test_a_stream_that_cannot_be_used_is_found(
+    rows: list[dict[str, str]], keys: dict[str, str], evidence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "train.jsonl", rows)
+    source: dict[str, Any] = {"name": "datasets", "path": str(tmp_path / "set")}
+    source |= {"bad_rows": "quarantine", "options": {"streaming": True, **keys}}
+    stage: dict[str, Any] = {
+        "stage": "sft",
+        "steps": 2,
+        "batch_size": 4,
+        "max_tokens": 8,
+        "overlong": "drop",
+    }
+    stage |= {"data": [source], "evaluation": {"rows": 0}}
+    (finding,) = check({"model": judged.MODEL, "stages": [stage]}, runs=False).findings
+    assert evidence in finding.evidence

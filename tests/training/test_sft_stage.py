@@ -79,6 +79,20 @@ def test_long_examples_are_cut_and_counted(tmp_path: Path) -> None:
     assert any("jsonl:train: 14 examples cut to 7 tokens" in note for note in said)
 
 
+def test_a_stream_counts_what_it_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    rows = [{"text": "1" * (at % 3 * 4)} for at in range(40)]
+    write_jsonl(tmp_path / "set" / "train.jsonl", rows)
+    source: dict[str, Any] = {"name": "datasets", "path": str(tmp_path / "set")}
+    source |= {"bad_rows": "quarantine", "options": {"streaming": True}}
+    stage = {"stage": "sft", "steps": 3, "batch_size": 4, "max_tokens": 6, "data": [source]}
+    run = train(judged.recipe(stage), tmp_path / "run")
+    counts = [(one["examples/left_out"], one["examples/cut"]) for one in metrics(run)]
+    assert counts == [(2, 2), (4, 4), (6, 6)]
+    assert len((run.quarantine / "sft-data-0.jsonl").read_text().splitlines()) == 6
+    assert "sft: datasets:set: 6 examples cut to 6 tokens" in notes(run)
+
+
 def test_evaluation_selects_the_step_of_least_loss(tmp_path: Path) -> None:
     run = small(tmp_path, steps=6, evaluation={"every": 1}, optimizer={"learning_rate": 1.0})
     losses = [one["eval/loss"] for one in metrics(run)]

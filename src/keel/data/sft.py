@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +17,8 @@ import numpy.typing as npt
 from keel.config.sources import SFTData
 from keel.data.columns import likely_column, parsed_messages
 from keel.data.judged_rows import Fields
-from keel.data.mixture import LEFT_OUT_IN_A_ROW
 from keel.data.splits import Placed, Splits, position, read_splits, tables_of
-from keel.data.tables import SourceRow, all_bad, open_dataset, refuse_bad, without_nulls
+from keel.data.tables import SourceRow, all_bad, refuse_bad
 from keel.models.chat import encode_answer, encode_prompt, end_of_sequence
 from keel.models.conversations import ConversationEncoder
 from keel.runs.rows import LeftOut
@@ -32,15 +31,12 @@ from keel.types import (
     Prompt,
     Split,
     Tools,
-    one_line,
     text_of,
 )
 
 FORMS = (("messages",), ("prompt", "completion"), ("text",))
 """The columns of each form; of a row that has those of several it is the first."""
 KNOWN = ("messages", "prompt", "completion", "text", "tools")
-WINDOW = 1_000
-"""Examples of a streamed set that are packed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +85,14 @@ def read_sft(source: SFTData, seed: int = 0, key: str = "data") -> Splits[SFTRow
             with _naming(table.source):
                 form_of(columns, source.columns)
 
-    def placed(row: SourceRow, held: bool) -> Placed[SFTRow]:
-        made = read_row(source, row, f"{name}/{'validation/' if held else ''}{row.number}")
-        at = position(made.opening)
-        return Placed(made, row, at, at)
+    return read_splits(source, tables, partial(place_row, source, name), name, key)
 
-    return read_splits(source, tables, placed, name, key)
+
+def place_row(source: SFTData, name: str, row: SourceRow, held: bool) -> Placed[SFTRow]:
+    """The example of a row of the set `name`, and its position. Raises KeelError."""
+    made = read_row(source, row, f"{name}/{'validation/' if held else ''}{row.number}")
+    at = position(made.opening)
+    return Placed(made, row, at, at)
 
 
 def set_name(source: SFTData) -> str:
@@ -208,7 +206,7 @@ class SFTEncoder:
     """Encodes the examples of a set.
 
     `loss_on` says which tokens bear loss: "assistant", those that the model itself would write, or
-    "all". An example of more than `limit` tokens is cut there, or with `drop` left out; `cut`
+    "all". An example of more than `limit` tokens is cut there, or with `drop` left out; `long`
     counts those.
     """
 
@@ -217,7 +215,7 @@ class SFTEncoder:
     limit: int | None
     drop: bool
     raw: bool = False
-    cut: dict[str, int] = field(default_factory=lambda: {"cut": 0, "empty": 0, "dropped": 0})
+    long: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, row: SFTRow) -> Trained | None:
         """The example; None if it is left out for its length. Raises KeelError."""
@@ -233,7 +231,7 @@ class SFTEncoder:
         if self.limit is not None and len(tokens) > self.limit:
             tokens, written = tokens[: self.limit], written[: self.limit]
             what = "dropped" if self.drop else "cut" if written.any() else "empty"
-            self.cut[what] += 1
+            self.long[what] += 1
             if what != "cut":
                 return None
         return Trained(row.id, tokens, written)
@@ -246,8 +244,8 @@ class SFTEncoder:
             "dropped": "left out: more than",
         }
         for name, words in what.items():
-            if self.cut[name]:
-                yield f"{self.cut[name]} examples {words} {self.limit} tokens"
+            if self.long[name]:
+                yield f"{self.long[name]} examples {words} {self.limit} tokens"
 
     def _segments(self, row: SFTRow) -> list[tuple[list[int], bool]]:
         chat, name = self.chat, row.id
@@ -321,96 +319,6 @@ class StoredSet:
         return self.blocks[index]
 
 
-@dataclass(eq=False)
-class StreamedSet:
-    """The blocks of a set that is read in order, from its beginning after its end.
-
-    `open` gives its rows; `block_size` is that of packing, of `WINDOW` examples at a time.
-    """
-
-    source: SFTData
-    name: str
-    open: Callable[[], Any]
-    encode: Callable[[SFTRow], Trained | None]
-    block_size: int | None = None
-    _start: int = 0
-    """The number of rows before the examples that `_ready` was made of."""
-    _read: int = 0
-    _ready: list[Block] = field(default_factory=list)
-    _given: int = 0
-    _rows: Iterator[Any] | None = None
-
-    def size(self, split: Split) -> None:
-        return None
-
-    def prompt(self, split: Split, index: int) -> Block:
-        """The next block."""
-        while self._given == len(self._ready):
-            self._start, self._given = self._read, 0
-            self._ready = self._window()
-        self._given += 1
-        return self._ready[self._given - 1]
-
-    def place(self) -> list[int]:
-        """Where it is: rows before the present window, and blocks that were taken of it."""
-        return [self._start, self._given]
-
-    def seek(self, place: Sequence[int]) -> None:
-        """Go on from a `place()`."""
-        self._start, given = place
-        self._read, self._rows, self._ready, self._given = self._start, None, [], 0
-        if given:
-            self._ready = self._window()
-            self._given = given
-
-    def _window(self) -> list[Block]:
-        """The blocks of the next examples."""
-        count, found, lost = 1 if self.block_size is None else WINDOW, list[Trained](), 0
-        try:
-            if self._rows is None:
-                rows = self.open()
-                self._rows = iter(without_nulls(rows.skip(self._read) if self._read else rows))
-            for values in self._rows:
-                self._read += 1
-                one = self._example(values)
-                found += [] if one is None else [one]
-                lost = 0 if one is not None else lost + 1
-                if len(found) == count or lost == LEFT_OUT_IN_A_ROW:
-                    break
-            else:
-                if not found and not self._start:
-                    raise KeelError(f"{self.name}: no example of the streamed set can be used")
-                self._rows, self._read = None, 0
-        except KeelError:
-            raise
-        except Exception as error:  # of the network or the file
-            raise KeelError(
-                f"{self.name}: row {self._read + 1}: {one_line(error)[:300]}"
-            ) from error
-        if lost == LEFT_OUT_IN_A_ROW:
-            raise KeelError(
-                f"{self.name}: {lost} rows in a row cannot be used, to row {self._read}"
-            )
-        return (
-            [(one,) for one in found] if self.block_size is None else pack(found, self.block_size)
-        )
-
-    def _example(self, values: Any) -> Trained | None:
-        row = SourceRow(self.name, self._read - 1, self._read, values)
-        try:
-            return self.encode(read_row(self.source, row, f"{self.name}/{row.number}"))
-        except KeelError as error:
-            if self.source.bad_rows == "stop":
-                refuse_bad([row.left_out(str(error))], "data")
-            return None
-
-
-def streamed_rows(source: SFTData, split: str) -> Any:
-    """The rows of a split of a streamed set."""
-    options = {key: value for key, value in source.options.items() if key != "split"}
-    return open_dataset(str(source.path), split, options)
-
-
 def encode_rows(
     rows: Sequence[SFTRow], encode: Callable[[SFTRow], Trained | None], bad_rows: str, key: str
 ) -> tuple[list[Trained], list[LeftOut]]:
@@ -433,17 +341,3 @@ def encode_rows(
     if rows and len(bad) == len(rows):
         raise all_bad(bad[0].source, bad)
     return found, bad
-
-
-def first_rows(source: SFTData, split: str, count: int) -> list[SFTRow]:
-    """The first examples of a streamed set, without those that cannot be read."""
-    found: list[SFTRow] = []
-    name = f"{set_name(source)}[{split}]"
-    for number, values in enumerate(islice(without_nulls(streamed_rows(source, split)), count)):
-        row = SourceRow(name, number, number + 1, values)
-        try:
-            found.append(read_row(source, row, f"{name}/{number}"))
-        except KeelError as error:
-            if source.bad_rows == "stop":
-                refuse_bad([row.left_out(str(error))], "data")
-    return found

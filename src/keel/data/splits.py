@@ -233,13 +233,13 @@ def read_splits(
     table or the train split is left without rows.
     """
     train, validation = tables
-    kept, left = _rows(train, make, False, name, source, key)
+    kept, left = placed_rows(train, make, False, name, source, key)
     if validation is None:
         splits = splits_of([row.group for row in kept], source.validation_fraction)
         held = [row for row, split in zip(kept, splits, strict=True) if split == "validation"]
         kept = [row for row, split in zip(kept, splits, strict=True) if split == "train"]
     else:
-        held, left_held = _rows(validation, make, True, f"{name}/validation", source, key)
+        held, left_held = placed_rows(validation, make, True, f"{name}/validation", source, key)
         left += left_held
     prompts, groups = {row.prompt for row in held}, {row.group for row in held}
     found = [row for row in kept if row.prompt not in prompts and row.group not in groups]
@@ -258,7 +258,7 @@ def read_splits(
     return Splits(*items, tuple(left))
 
 
-def _rows(
+def placed_rows(
     table: Table,
     make: Make[T],
     held: bool,

@@ -204,6 +204,15 @@ def write_bytes(path: Path, content: bytes, sync: bool = True) -> None:
         file.write(content)
 
 
+def append_bytes(path: Path, content: bytes) -> None:
+    """Adds to the end of a file, which is on the disk when this returns."""
+    with os_errors(path):
+        with path.open("ab") as file:
+            file.write(content)
+        sync_path(path)
+        sync_path(path.parent)
+
+
 def write_text(path: Path, content: str) -> None:
     """`write_bytes` of the text in UTF-8."""
     write_bytes(path, content.encode("utf-8"))

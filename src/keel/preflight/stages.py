@@ -19,7 +19,6 @@ from keel.config.sources import RewardSource
 from keel.config.stage import DemonstrationSource, ImitationSource, JudgedSource
 from keel.data.columns import prompt_columns
 from keel.data.preferences import READERS, encode_row, without_bad
-from keel.data.sft import encode_rows, first_rows
 from keel.data.splits import KINDS
 from keel.engines.registry import unmet_requests
 from keel.engines.sampler import eos_ids, split_stops
@@ -83,8 +82,6 @@ from keel.types import KeelError, RewardResult
 
 ROUNDED_TOKENS = 2048
 """Of the completions whose log-probabilities are computed in bfloat16 and in float32."""
-STREAMED = 100
-"""Examples of a streamed set that are read."""
 ENCODED = 2_000
 """Rows whose length is measured, evenly spread."""
 
@@ -348,11 +345,7 @@ def inspect_imitation(context: StageContext, source: ImitationSource) -> None:
             continue
         with context.stops("as its examples are read", key):
             one_set = open_set(data, policy, source, number, seed=context.recipe.seed)
-            rows, examples = one_set.rows, one_set.examples
-            if data.streams:
-                split = str(data.options.get("split", "train"))
-                rows = first_rows(data, split, STREAMED)
-                examples, _ = encode_rows(rows, one_set.encode, data.bad_rows, key)
+        rows, examples = one_set.rows, one_set.examples
         sizes.append(one_set.train.size("train"))
         held += len(one_set.validation)
         lengths += [len(one.tokens) for one in examples]
@@ -362,14 +355,16 @@ def inspect_imitation(context: StageContext, source: ImitationSource) -> None:
         taken = {data.columns.get(part, part): part for part in first.columns}
         taken |= {"conversations": "messages"} if "messages" in first.columns else {}
         context.figures[f"columns of {one_set.train.name}"] = columns_read(own, taken)
-        for line in one_set.encode.counts():
-            context.figures[f"long examples of {one_set.train.name}"] = line
+        if lines := list(one_set.encode.counts()):
+            early = f" (of the first {len(rows)})" if data.streams else ""
+            context.figures[f"long examples of {one_set.train.name}"] = "; ".join(lines) + early
         longest = max(examples, key=lambda one: len(one.tokens))
         if context.longest is None or len(longest.tokens) > context.longest.tokens:
             row = next(row for row in rows if row.id == longest.id)
             context.longest = LongestExample(len(longest.tokens), row.columns, data.raw)
         report_left_out(context, one_set.left_out)
-        bad = unreadable(one_set.left_out, len(examples), f"{key}.bad_rows")
+        used = len(examples) + len(one_set.validation)
+        bad = unreadable(one_set.left_out, used, f"{key}.bad_rows")
         context.add(bad, few_rows(sizes[-1] or 0, source.batch_size, f"{key}.path"))
     if source.packing:
         context.skipped_checks.append("time of full blocks: the trial's hold one example")

@@ -1,7 +1,9 @@
 """Rows that a run keeps: completions of a step, in the order sampled, as a Parquet table; examples
 that were left out. Torch-free.
 
-    quarantine/STAGE-prompts.jsonl   of tasks        quarantine/STAGE-rows.jsonl   of preferences
+    quarantine/STAGE-prompts.jsonl   of tasks
+    quarantine/STAGE-rows.jsonl      of preferences and of sets of examples
+    quarantine/STAGE-data-N.jsonl    of the streamed set data.N, as it is read
 
 A line of the quarantine, a function of data and recipe, is {"source": file or name, "line": from 1,
 "reason": one line, "row": as it was read, or the text of a line that is not JSON}.
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from keel.platform.files import make_folder, remove, write_bytes
+from keel.platform.files import append_bytes, make_folder, remove, write_bytes
 from keel.runs.values import clean_text, plain
 from keel.types import Content, FinishReason, KeelError, Step
 
@@ -229,6 +231,24 @@ def write_quarantine(target: Path, rows: Sequence[LeftOut]) -> None:
         return
     make_folder(target.parent)
     write_bytes(target, b"".join(map(_line, rows)))
+
+
+def append_quarantine(target: Path, rows: Sequence[LeftOut]) -> None:
+    """Adds examples to the end of a file, which is on the disk when this returns."""
+    if rows:
+        make_folder(target.parent)
+        append_bytes(target, b"".join(map(_line, rows)))
+
+
+def keep_quarantine(target: Path, count: int | None) -> None:
+    """Drops all but the first `count` examples of a file (None: nothing)."""
+    if count is None or not target.exists():
+        return
+    lines = target.read_bytes().splitlines(keepends=True)
+    if not count:
+        remove(target)
+    elif len(lines) > count:
+        write_bytes(target, b"".join(lines[:count]))
 
 
 def named_from(folder: Path, rows: Iterable[LeftOut]) -> list[LeftOut]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,15 +22,13 @@ from keel.data.sft import (
     SFTEncoder,
     SFTRow,
     StoredSet,
-    StreamedSet,
     Trained,
     encode_rows,
-    first_rows,
     pack,
     read_sft,
     set_name,
-    streamed_rows,
 )
+from keel.data.streamed import StreamedSet, first_rows
 from keel.learn.batch import LESS, Batch, TokenBudget, from_groups, oom_context
 from keel.learn.optimizer import (
     Cause,
@@ -226,10 +225,14 @@ def train_on_sets(
     """Imitate the examples of stored or streamed sets."""
     policy, seed = run.policy, derive(run.recipe.seed, stage.name)
     sets = [
-        open_set(one, policy, source, number, seed=run.recipe.seed)
+        open_set(
+            one, policy, source, number, seed=run.recipe.seed,
+            quarantine=run.folder.quarantine / f"{stage.name}-data-{number}.jsonl",
+        )
         for number, one in enumerate(source.data)
-    ]
+    ]  # fmt: skip
     _note_sets(run, stage.name, sets)
+    streams = [one.train for one in sets if isinstance(one.train, StreamedSet)]
     weights = [one.weight for one in source.data]
     items: list[Numbered[Block]] = [one.train for one in sets]
     stream = ItemStream(items, weights, derive(seed, "examples"), shuffle=source.shuffle)
@@ -244,37 +247,57 @@ def train_on_sets(
         blocks = stream.take(source.batch_size)
         return from_groups([one.group for block in blocks for one in block], policy.device)
 
-    return train_on_examples(
+    def backward(batch: Batch, token_budget: int) -> dict[str, float]:
+        counts = [one.counts() for one in streams]
+        names = ("left_out", "cut") if streams else ()
+        read = {f"examples/{name}": float(sum(one[name] for one in counts)) for name in names}
+        return {**imitate(policy, batch, token_budget), **read}
+
+    evaluate = partial(evaluate_imitation, policy, held, stage.initial_token_budget)
+    progress = train_on_examples(
         run,
         stage,
         progress,
-        imitation(batch, partial(imitate, policy), stream.state),
+        imitation(batch, backward, stream.state),
         WeightOptimizer(trainable(policy), stage.optimizer),
-        evaluate=partial(evaluate_imitation, policy, held, stage.initial_token_budget)
-        if held
-        else None,
+        evaluate=evaluate if held else None,
     )
+    for one in streams:
+        _note_counts(run, stage.name, one.name, one.encode)
+        if one.bad:
+            run.writer.note(f"{stage.name}: {one.name}: {one.bad} rows left out: cannot be read")
+    return progress
 
 
 @dataclass(frozen=True, eq=False)
 class OpenSet:
     """A set of examples, encoded: of the train split as blocks, of the validation split the first.
 
-    `left_out` are the rows that are not used; `cut` counts what was too long.
+    `rows` and `examples` are the train split's, of a streamed set the first. `left_out` are the
+    rows of both that are not used.
     """
 
     train: StoredSet | StreamedSet
     validation: list[Trained]
     left_out: tuple[LeftOut, ...]
     encode: SFTEncoder
-    rows: Sequence[SFTRow] = ()
-    examples: Sequence[Trained] = ()
+    rows: Sequence[SFTRow]
+    examples: Sequence[Trained]
 
 
 def open_set(
-    data: SFTData, policy: Policy, source: ImitationSource, number: int, *, seed: int
+    data: SFTData,
+    policy: Policy,
+    source: ImitationSource,
+    number: int,
+    *,
+    seed: int,
+    quarantine: Path | None = None,
 ) -> OpenSet:
-    """The set of number `number` of a stage. Raises KeelError for what cannot be used."""
+    """The set of number `number` of a stage; a streamed one adds bad rows to `quarantine`.
+
+    Raises KeelError for what cannot be used.
+    """
     limit, key = source.limit(policy.context), f"data.{number}"
     if source.packing and limit is None:
         raise KeelError(
@@ -285,32 +308,36 @@ def open_set(
     encode = SFTEncoder(chat, source.loss_on, limit, source.drops, data.raw)
     name = f"{set_name(data)}#{number + 1}" if number else set_name(data)
     size = limit if source.packing else None
-    if data.streams:
-        split = str(data.options.get("split", "train"))
-        rows = partial(streamed_rows, data, split)
-        held = data.validation_path
-        early = first_rows(data, held, source.validation_rows) if held else []
-        validation, bad = encode_rows(early, encode, data.bad_rows, key)
-        train = StreamedSet(data, name, rows, encode, size)
-        return OpenSet(train, validation, tuple(bad), encode)
-    splits = read_sft(data, seed, key)
+    rows = source.validation_rows
+    splits = first_rows(data, rows, key) if data.streams else read_sft(data, seed, key)
     examples, bad = encode_rows(splits.train, encode, data.bad_rows, key)
     if not examples:
+        which = "first" if data.streams else "train"
         raise KeelError(
-            f"{name}: none of the {len(splits.train)} train examples fits {limit} tokens: raise "
+            f"{name}: none of the {len(splits.train)} {which} examples fits {limit} tokens: raise "
             "max_tokens",
             key="max_tokens",
         )
-    some = some_rows(splits.validation, source.validation_rows)
+    some = some_rows(splits.validation, rows)
     validation, worse = encode_rows(some, encode, data.bad_rows, key)
-    blocks = [(one,) for one in examples] if size is None else pack(examples, size)
+    train: StoredSet | StreamedSet
+    if data.streams:
+        train = StreamedSet(data, name, key, replace(encode, long=Counter()), size, quarantine)
+    else:
+        train = StoredSet(
+            name, [(one,) for one in examples] if size is None else pack(examples, size)
+        )
     left = (*splits.left_out, *bad, *worse)
-    return OpenSet(StoredSet(name, blocks), validation, left, encode, splits.train, examples)
+    return OpenSet(train, validation, left, encode, splits.train, examples)
 
 
 def _note_sets(run: RunContext, stage: str, sets: Sequence[OpenSet]) -> None:
-    """Say what of the sets is cut or left out; rows that are left out go to the quarantine."""
-    left = [row for one in sets for row in one.left_out]
+    """Say what of the sets is cut or left out; rows that are left out go to the quarantine.
+
+    Of streamed sets only validation rows: the stream itself comes to the others.
+    """
+    again = {one.train.rows_of for one in sets if isinstance(one.train, StreamedSet)}
+    left = [row for one in sets for row in one.left_out if row.source not in again]
     target = run.folder.quarantine / f"{stage}-rows.jsonl"
     write_quarantine(target, left)
     if run.resume_from is not None:
@@ -318,8 +345,13 @@ def _note_sets(run: RunContext, stage: str, sets: Sequence[OpenSet]) -> None:
     if left:
         run.writer.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
     for one in sets:
-        for line in one.encode.counts():
-            run.writer.note(f"{stage}: {one.train.name}: {line}")
+        if isinstance(one.train, StoredSet):
+            _note_counts(run, stage, one.train.name, one.encode)
+
+
+def _note_counts(run: RunContext, stage: str, name: str, encode: SFTEncoder) -> None:
+    for line in encode.counts():
+        run.writer.note(f"{stage}: {name}: {line}")
 
 
 @oom_context("the validation examples were scored", f"lower token_budget, {LESS}")
