@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from keel.config.sources import TaskSource
 from keel.data.mixture import PromptStream, build_tasks, validation_prompts
+from keel.platform.files import write_jsonl
 from keel.types import KeelError, Prompt
 from tests.data.made import Listed, source
 
@@ -119,6 +122,15 @@ def test_validation_prompts_differ_and_are_never_trained_on() -> None:
     assert ids(held) == ids(validation_prompts(tasks, [1.0, 1.0], 200))
     trained = PromptStream(tasks, [1.0, 1.0], 5).take(3_000)
     assert not {p.content for p in trained} & {p.content for p in held}
+
+
+def test_every_row_of_an_evaluation_set_is_asked(tmp_path: Path) -> None:
+    """Rows of equal prompts count in a published figure."""
+    asked = ["a", "b", "a", "a"]
+    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": one, "answer": "1"} for one in asked])
+    table = TaskSource(path=str(tmp_path / "rows.jsonl"), answer="answer")
+    tasks = build_tasks([table], seed=0, whole=True)
+    assert [prompt.content for prompt in validation_prompts(tasks, [1.0], 9)] == asked
 
 
 def test_validation_ends_where_an_endless_task_has_no_more() -> None:

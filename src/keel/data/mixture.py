@@ -323,7 +323,8 @@ def validation_prompts(
     n: int,
     prepare: Prepare[Prompt] | None = None,
 ) -> list[Prompt]:
-    """The first `n` different validation prompts, each task in proportion to its weight.
+    """The first `n` validation prompts, each task in proportion to its weight; of a task without
+    end, the first different ones.
 
     Fewer if the validation splits have no more. Nothing is random. Raises KeelError if there is
     none at all.
@@ -351,17 +352,21 @@ def validation_prompts(
 
 
 def _walk(task: Task, prepare: Prepare[Prompt] | None) -> Any:
-    """Different validation prompts of a task in order of their index."""
+    """Validation prompts of a task in order of their index.
+
+    All rows of a stored task, whose number is a published one; of a task without end those that
+    differ from earlier ones.
+    """
     size = task.size("validation")
     seen: set[str] = set()
-    index = idle = left_out = 0
-    while (size is None and idle < REPEATS_IN_A_ROW) or (size is not None and index < size):
+    index = idle = left_out = found = 0
+    while idle < REPEATS_IN_A_ROW if size is None else index < size:
         prompt: Prompt | None = task.prompt("validation", index)
         index += 1
         idle += 1
         assert prompt is not None
         key = repr((prompt.content, prompt.tools))
-        if key in seen:
+        if size is None and key in seen:
             continue
         seen.add(key)
         if prepare is not None:
@@ -370,8 +375,9 @@ def _walk(task: Task, prepare: Prepare[Prompt] | None) -> Any:
             left_out += 1
             continue
         idle = 0
+        found += 1
         yield prompt
-    if left_out and left_out == len(seen):
+    if left_out and not found:
         raise _all_left_out(task.name, "validation")
 
 
