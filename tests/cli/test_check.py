@@ -33,7 +33,7 @@ def test_as_a_process(tmp_path: Path) -> None:
 def test_a_finding_is_three_lines() -> None:
     report = check(TINY[0], [*TINY[1:], "optimizer.warmup_steps=99"], runs=False)
     printed = list(lines(report))
-    at = printed.index("1. warning: the learning rate never reaches its value [warm-up-never-ends]")
+    at = printed.index("1. warning: the warm-up takes the whole stage [warm-up-never-ends]")
     what = printed[at : at + 3]
     assert what[1].startswith("   warm-up of 99 steps in a stage of 12")
     assert what[2].startswith("   optimizer.warmup_steps: set it under 12")

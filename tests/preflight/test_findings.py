@@ -243,7 +243,9 @@ def test_unreadable_and_repeated_rows() -> None:
 
 
 def test_warm_up_that_is_longer_than_the_stage() -> None:
-    assert only(c.of_optimizer(Optimizer(warmup_steps=100), 100, "optimizer")) is None
+    assert only(c.of_optimizer(Optimizer(warmup_steps=99), 100, "optimizer")) is None
+    assert only(c.of_optimizer(Optimizer(warmup_ratio=0.1), 1, "optimizer")) is None
+    assert only(c.of_optimizer(Optimizer(warmup_steps=100), 100, "optimizer")) is not None
     found = only(c.of_optimizer(Optimizer(warmup_steps=200, learning_rate=1e-4), 100, "optimizer"))
     assert found is not None
     assert found.key == "optimizer.warmup_steps"

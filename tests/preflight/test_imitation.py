@@ -84,3 +84,40 @@ def test_a_stream_that_cannot_be_used_is_found(
     stage |= {"data": [source], "evaluation": {"rows": 0}}
     (finding,) = check({"model": judged.MODEL, "stages": [stage]}, runs=False).findings
     assert evidence in finding.evidence
+
+
+def sets(folder: Path, *many: list[dict[str, str]], **keys: Any) -> dict[str, Any]:
+    """A stage on some sets, each a file; the first alone has a validation split by its rows."""
+    data = [
+        {"path": judged.write(folder / f"{at}.jsonl", rows), **({} if at else keys)}
+        for at, rows in enumerate(many)
+    ]
+    return {"stage": "sft", "num_train_epochs": 2, "batch_size": 8, "data": data}
+
+
+def numbers(*span: int) -> list[dict[str, str]]:
+    return [{"prompt": f"{at}", "completion": "1"} for at in range(*span)]
+
+
+def test_findings_of_the_sets_of_a_stage(tmp_path: Path) -> None:
+    """Leaks between its sets, no validation examples, too few rows, and a warm-up of all steps."""
+    held = judged.write(tmp_path / "held.jsonl", numbers(95, 105))
+
+    def kinds(*many: list[dict[str, str]], **keys: Any) -> list[tuple[str, str]]:
+        rates = keys.pop("optimizer", {})
+        stage = {**sets(tmp_path, *many, **keys), "optimizer": rates}
+        report = check({"model": judged.MODEL, "stages": [stage]}, runs=False)
+        return [(one.kind, one.key) for one in report.findings]
+
+    assert kinds(numbers(60), numbers(100, 160)) == []
+    leak = ("trained-on-validation", "data.1.validation_fraction")
+    assert kinds(numbers(60), numbers(100, 160), validation_path=held) == [leak]
+    assert kinds(numbers(60), numbers(100, 104)) == []
+    assert kinds(numbers(4), numbers(100, 104)) == [("few-rows", "data.0.path")]
+    one_prompt = [{"prompt": "7", "completion": f"{at}"} for at in range(20)]
+    assert kinds(numbers(60), one_prompt) == [("no-validation", "data.1.validation_path")]
+    warmup = {"warmup_ratio": 1.0}
+    never = [("warm-up-never-ends", "optimizer.warmup_ratio")]
+    assert kinds(numbers(60), optimizer=warmup) == never
+    never = [("warm-up-never-ends", "optimizer.warmup_steps")]
+    assert kinds(numbers(60), optimizer={"warmup_steps": 99}) == never

@@ -142,7 +142,7 @@ class StreamedSet:
     def _window(self) -> list[Block]:
         """The blocks of the next examples."""
         size, first_pass = self.block_size, not self._passes
-        count, found, bad, lost = 1 if size is None else WINDOW, list[Trained](), [], 0
+        count, found, bad, lost = 1 if size is None else WINDOW, list[Trained](), list[LeftOut](), 0
         if self._rows is None:
             self._rows = read_stream(self.source, train_split(self.source), self._read)
             if self.quarantine is not None:  # what a killed run wrote after its checkpoint

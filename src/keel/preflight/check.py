@@ -282,6 +282,12 @@ def _inspect(context: StageContext) -> None:
         if part is not None:
             with suppress(StageStops):
                 inspect(context, part)
+    # The number of steps may follow from the data.
+    optimizers = {"optimizer": stage.optimizer, "value.optimizer": stage.value_model[1]}
+    for key, optimizer in optimizers.items():
+        if optimizer is not None:
+            key = f"{context.prefix}{key}"
+            context.add(*settings.of_optimizer(optimizer, context.stage.steps, key))
     if stage.prompts_in_step is not None and context.prompts and context.prompts.rows:
         prompts = context.stage.steps * stage.prompts_in_step
         context.figures["epochs"] = round(prompts / context.prompts.rows, 2)
@@ -290,7 +296,6 @@ def _inspect(context: StageContext) -> None:
 def _check_settings(context: StageContext) -> None:
     """Findings from the stage's values alone."""
     stage, model, key = context.stage, context.recipe.model, f"{context.prefix}optimizer"
-    context.add(*settings.of_optimizer(stage.optimizer, stage.steps, key))
     if stage.trains_policy:
         context.add(*settings.of_adapter(model, stage.optimizer, key))
     plan = context.plan
@@ -305,9 +310,7 @@ def _check_objective(context: StageContext, plan: SamplingPlan) -> None:
     if algorithm is None:
         return
     context.add(*settings.of_objective(sampling, recipe.model, prefix))
-    name, optimizer = stage.value_model
-    if optimizer is not None:
-        context.add(*settings.of_optimizer(optimizer, stage.steps, f"{prefix}value.optimizer"))
+    name, _ = stage.value_model
     with suppress(StageStops), context.stops("as its objective is made", f"{prefix}algorithm"):
         check_entries(algorithm)
     if name is not None:
@@ -361,17 +364,19 @@ def _leaks(recipe: Recipe) -> Iterator[Finding]:
     """A finding for each two stages of which one evaluates on what the other learns from: any
     validation prompt is one too many."""
     for leak in {(leak.trained, leak.stage): leak for leak in leaks(recipe)}.values():
-        same = leak.trained == leak.stage
-        table = "data" if leak.judged else "tasks.0"
-        key = f"{table}.{'validation_fraction' if same else 'validation_path'}"
+        same, kind = leak.trained == leak.stage, "task" if "tasks" in leak.table else "set"
+        key = f"{leak.table}.{'validation_fraction' if same else 'validation_path'}"
         fix = f"give both stages the same files, or the validation_path of {leak.stage!r}"
         if same:
-            fix = "give tasks of one file the same validation_fraction, or the same validation_path"
+            fix = (
+                "give both the same validation_fraction, or the same validation_path, or leave "
+                "these rows out of one of them"
+            )
         yield found(
             "trained-on-validation", f"{leak.trained}.{key}" if len(recipe.stages) > 1 else key,
             trained=leak.trained, evaluated="it" if same else repr(leak.stage),
-            shared=leak.shared, held=leak.held, place="of another task of it" if same else "there",
-            fix=fix,
+            shared=leak.shared, held=leak.held, fix=fix,
+            place=f"of another {kind} of it" if same else "there",
         )  # fmt: skip
 
 

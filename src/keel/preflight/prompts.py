@@ -291,6 +291,11 @@ def few_rows(rows: int, step: int, key: str) -> Finding | None:
     return found("few-rows", key, step=step, rows=rows, times=step / rows)
 
 
+def no_validation(name: str, why: str, key: str) -> Finding | None:
+    """A set of examples without any of the validation split; `why` is empty if it has some."""
+    return found("no-validation", key, name=name, why=why) if why else None
+
+
 def repeated(count: int, rows: int, key: str) -> Finding | None:
     """Rows with the prompt of an earlier row."""
     if not surely_more(count, rows, REPEATED):

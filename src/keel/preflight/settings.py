@@ -39,12 +39,15 @@ are 1e-5 and more. Up to twice the default of a whole model (1e-6) was hardly me
 
 
 def of_optimizer(optimizer: Optimizer, steps: int, key: str) -> Iterator[Finding]:
-    """A warm-up that is longer than the stage."""
+    """A warm-up as long as the stage, or longer."""
     warmup, rate = optimizer.warm_up(steps), optimizer.learning_rate
-    if warmup > steps > 0:
+    if steps and (warmup > steps or warmup == steps > 1):
+        name, fix = "warmup_steps", f"set it under {steps}, a tenth of the steps for example"
+        if optimizer.warmup_ratio is not None:
+            name, fix = "warmup_ratio", "set it to 0.1, for example"
         yield found(
-            "warm-up-never-ends", f"{key}.warmup_steps",
-            warmup=warmup, steps=steps, rate=rate,
+            "warm-up-never-ends", f"{key}.{name}",
+            warmup=warmup, steps=steps, rate=rate, fix=fix,
             reached=rate * steps / warmup, share=percent(steps / warmup),
         )  # fmt: skip
 

@@ -45,6 +45,7 @@ from keel.preflight.prompts import (
     end_of_turn,
     few_rows,
     how_read,
+    no_validation,
     over_length,
     read_prompts,
     reply_holds_answer,
@@ -364,12 +365,16 @@ def inspect_imitation(context: StageContext, source: ImitationSource) -> None:
             context.longest = LongestExample(len(longest.tokens), row.columns, data.raw)
         report_left_out(context, one_set.left_out)
         used = len(examples) + len(one_set.validation)
-        bad = unreadable(one_set.left_out, used, f"{key}.bad_rows")
-        context.add(bad, few_rows(sizes[-1] or 0, source.batch_size, f"{key}.path"))
+        context.add(
+            unreadable(one_set.left_out, used, f"{key}.bad_rows"),
+            no_validation(one_set.train.name, one_set.unvalidated, f"{key}.validation_path"),
+        )
     if source.packing:
         context.skipped_checks.append("time of full blocks: the trial's hold one example")
     size = None if None in sizes else sum(n for n in sizes if n is not None)
-    context.resolve(size, source.batch_size)
+    if len(sizes) == len(source.data):
+        context.add(few_rows(size or 0, source.batch_size, f"{prefix}data.0.path"))
+        context.resolve(size, source.batch_size)
     context.figures["validation examples"] = held
     if size:
         epochs = context.stage.steps * source.batch_size / size
@@ -413,6 +418,7 @@ def inspect_preference_data(context: StageContext, source: JudgedSource) -> None
         longest = max(within, key=lambda at: encoded[at].length)
         example = chosen[longest].columns
         context.longest = LongestExample(encoded[longest].length, example, source.raw)
+    unvalidated = "its rows are of one prompt" if source.validation_rows and not held else ""
     if held and limit is not None and min(held) > limit:
         error = KeelError(
             f"each of the {len(held)} validation rows is longer than {limit} tokens: raise "
@@ -443,6 +449,7 @@ def inspect_preference_data(context: StageContext, source: JudgedSource) -> None
             "raise it to {held} (a model with a longer context, if that is the bound)",
         ),
         unreadable(splits.left_out, rows + len(splits.validation), f"{key}.bad_rows"),
+        no_validation("the data", unvalidated, f"{key}.validation_path"),
     )  # fmt: skip
 
 

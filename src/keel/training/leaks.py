@@ -28,6 +28,8 @@ class _File:
 
     name: str
     prompts: frozenset[Marks]
+    table: str
+    """The key of what names the file."""
 
     @property
     def marks(self) -> Marks:
@@ -37,7 +39,7 @@ class _File:
 @dataclass(frozen=True, slots=True)
 class Leak:
     """Validation prompts of a stage (`shared` of `held`, of the file `source`) that the stage
-    `trained` learns from, from the file `learned`; `judged`: as preference data."""
+    `trained` learns from, from the file `learned`, which its key `table` names."""
 
     stage: str
     trained: str
@@ -45,7 +47,7 @@ class Leak:
     held: int
     source: str
     learned: str
-    judged: bool
+    table: str
 
     def __str__(self) -> str:
         return (
@@ -61,13 +63,11 @@ def leaks(recipe: Recipe) -> Iterator[Leak]:
     Of files and `datasets` names; rows that a Python function returns are not read for this. What
     cannot be read is passed over: its own stage stops at it.
     """
-    sampled = [stage.sampling for stage in recipe.stages if stage.sampling is not None]
-    if _alike(recipe) or not any(one.evaluation and one.evaluation.prompts for one in sampled):
+    if _alike(recipe) or not any(map(_evaluates, recipe.stages)):
         return
     splits = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
     for at, (stage, files) in enumerate(splits):
-        evaluation = None if stage.sampling is None else stage.sampling.evaluation
-        if evaluation is None or not evaluation.prompts:
+        if not _evaluates(stage):
             continue
         for held in (file for split, file in files if split == "validation"):
             for before, others in splits[: at + 1]:
@@ -75,40 +75,52 @@ def leaks(recipe: Recipe) -> Iterator[Leak]:
                     marks = learned.marks
                     shared = sum(not prompt.isdisjoint(marks) for prompt in held.prompts)
                     if shared:
-                        judged = before.preference_data is not None or bool(stored_sets(before))
                         count, files_ = len(held.prompts), (held.name, learned.name)
-                        yield Leak(stage.name, before.name, shared, count, *files_, judged)
+                        yield Leak(stage.name, before.name, shared, count, *files_, learned.table)
+
+
+def _evaluates(stage: Stage) -> bool:
+    """Whether a stage is evaluated on prompts of its tasks, or on examples of its sets."""
+    evaluation = None if stage.sampling is None else stage.sampling.evaluation
+    sets = stage.imitated is not None and stage.imitated.validation_rows > 0
+    return sets or (evaluation is not None and evaluation.prompts > 0)
 
 
 def _alike(recipe: Recipe) -> bool:
     """Whether all prompts are of one file, split in one way, so that the splits are disjoint."""
-    judged = any(stage.preference_data is not None or stored_sets(stage) for stage in recipe.stages)
     split = {
-        (source.name, source.path, source.validation_path, source.validation_fraction,
-         source.prompt, tuple(sorted((k, repr(v)) for k, v in source.options.items())))
-        for stage in recipe.stages for source in _sources(stage)
-    }  # fmt: skip
-    return not judged and len(split) < 2
+        repr(source.model_dump(exclude={"weight"}))
+        for stage in recipe.stages
+        for source in (
+            *_sources(stage).values(),
+            *stored_sets(stage).values(),
+            stage.preference_data,
+        )
+        if source is not None
+    }
+    return len(split) < 2
 
 
-def _sources(stage: Stage) -> tuple[TaskSource, ...]:
-    """The stage's tasks of stored rows."""
-    return tuple(
-        source
-        for source in stage.trained_tasks
+def _sources(stage: Stage) -> dict[str, TaskSource]:
+    """The stage's tasks of stored rows, by their keys."""
+    prefix = "" if stage.sampling is None else stage.sampling.key
+    return {
+        f"{prefix}tasks.{at}": source
+        for at, source in enumerate(stage.trained_tasks)
         if source.name in KINDS or source.name in benchmarks()
-    )
+    }
 
 
-def stored_sets(stage: Stage) -> tuple[SFTData, ...]:
-    """The sets of examples in files that the stage imitates."""
+def stored_sets(stage: Stage) -> dict[str, SFTData]:
+    """The sets of examples in files that the stage imitates, by their keys."""
     data = () if stage.imitated is None else stage.imitated.data
-    return tuple(one for one in data if one.name in KINDS and not one.streams)
+    sets = {f"data.{at}": one for at, one in enumerate(data)}
+    return {key: one for key, one in sets.items() if one.name in KINDS and not one.streams}
 
 
 def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
     """The splits of the stage's files."""
-    for source in _sources(stage):
+    for key, source in _sources(stage).items():
         if source.name in benchmarks():  # whose options are worked examples
             source = source.model_copy(update={"options": {}})
         with suppress(KeelError):
@@ -116,17 +128,22 @@ def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
             assert data is not None
             for split, rows in data.splits.items():
                 prompts = frozenset(_marks(one.body, one.row) for one in rows)
-                yield split, _File(data.sources[split], prompts)
-    for one in stored_sets(stage):
+                yield split, _File(data.sources[split], prompts, key)
+    for key, one in stored_sets(stage).items():
         with suppress(KeelError):
-            learned = (_marks(row.opening, row.origin) for row in read_sft(one, recipe.seed).train)
-            yield "train", _File(str(one.path), frozenset(learned))
+            found = read_sft(one, recipe.seed)
+            learned, held = (
+                frozenset(_marks(row.opening, row.origin) for row in examples)
+                for examples in (found.train, found.validation)
+            )
+            yield "train", _File(str(one.path), learned, key)
+            yield "validation", _File(str(one.validation_path or one.path), held, key)
     pairs, records = stage.preference_data, stage.records
     if pairs is not None and records is not None and pairs.name in KINDS:
         with suppress(KeelError):
             examples = READERS[records](pairs, recipe.seed).train
             prompts = frozenset(_marks(one.prompt) for one in examples)
-            yield "train", _File(str(pairs.path), prompts)
+            yield "train", _File(str(pairs.path), prompts, "data")
 
 
 def _marks(content: Content, row: SourceRow | None = None) -> Marks:

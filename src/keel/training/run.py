@@ -315,7 +315,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
         # The records of a Python function may be expensive to make.
         if data is not None and records is not None and data.name in KINDS:
             READERS[records](data, recipe.seed)
-        for source in stored_sets(stage):
+        for source in stored_sets(stage).values():
             read_sft(source, recipe.seed)
         base, kind = stage.base_model, stage.reward_model
         if base is not None and kind is not None and base.stage is None:

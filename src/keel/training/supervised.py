@@ -274,7 +274,7 @@ class OpenSet:
     """A set of examples, encoded: of the train split as blocks, of the validation split the first.
 
     `rows` and `examples` are the train split's, of a streamed set the first. `left_out` are the
-    rows of both that are not used.
+    rows of both that are not used, `unvalidated` is why it has no validation examples.
     """
 
     train: StoredSet | StreamedSet
@@ -283,6 +283,7 @@ class OpenSet:
     encode: SFTEncoder
     rows: Sequence[SFTRow]
     examples: Sequence[Trained]
+    unvalidated: str = ""
 
 
 def open_set(
@@ -328,7 +329,15 @@ def open_set(
             name, [(one,) for one in examples] if size is None else pack(examples, size)
         )
     left = (*splits.left_out, *bad, *worse)
-    return OpenSet(train, validation, left, encode, splits.train, examples)
+    unvalidated = ""
+    if rows and not validation:
+        one = (
+            "it is streamed, without validation_path"
+            if data.streams
+            else "its rows are of one prompt"
+        )
+        unvalidated = f"each of {len(some)} has more than {limit} tokens" if some else one
+    return OpenSet(train, validation, left, encode, splits.train, examples, unvalidated)
 
 
 def _note_sets(run: RunContext, stage: str, sets: Sequence[OpenSet]) -> None:
@@ -345,6 +354,8 @@ def _note_sets(run: RunContext, stage: str, sets: Sequence[OpenSet]) -> None:
     if left:
         run.writer.note(f"{stage}: rows left out: {counted(left)} (quarantine/{target.name})")
     for one in sets:
+        if one.unvalidated:
+            run.writer.note(f"{stage}: {one.train.name}: not validated: {one.unvalidated}")
         if isinstance(one.train, StoredSet):
             _note_counts(run, stage, one.train.name, one.encode)
 
