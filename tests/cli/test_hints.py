@@ -100,6 +100,34 @@ def test_a_stage_key_under_the_model_table_is_sent_above_it(tmp_path: Path) -> N
         load_recipe(recipe)
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("per_device_train_batch_size", "set batch_size to that number"),
+        ("train_batch_size", "in Keel it is 'batch_size'"),
+        ("max_seq_length", "in Keel it is 'max_tokens'"),
+        ("max_length", "in Keel it is 'max_tokens'"),
+        ("dataset_text_field", 'set columns = { text = "NAME" }'),
+        ("dataset_name", 'set name = "datasets" and path in data'),
+        ("epochs", "in Keel it is 'num_train_epochs'"),
+    ],
+)
+def test_hints_are_those_of_the_kind_of_stage(key: str, hint: str) -> None:
+    stage = {"stage": "sft", "data": [{"path": "a.jsonl"}], key: 8}
+    with pytest.raises(KeelError, match=hint):
+        load_recipe({"model": {"name": "m"}, "stages": [stage]})
+
+
+@pytest.mark.parametrize("name", ["reverse.tml", "revers.toml", "./reverse.tml", "reverse"])
+def test_a_recipe_file_of_a_mistyped_name_is_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reverse.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(KeelError, match=r"did you mean 'reverse\.toml'\?"):
+        load_recipe(name)
+
+
 def own_keys() -> set[str]:
     """Keel's keys that the tables of foreign ones name."""
     found = {hint.strip("'") for hint in hints().values() if hint.startswith("'")}

@@ -32,7 +32,8 @@ def explain_validation(
     first = details[0]
     where, model = _walk(first["loc"], data, root)
     if first["type"] == "extra_forbidden":
-        return _unknown_key(where, model, first["input"], data)
+        kind = _kind_at(first["loc"], data)
+        return _unknown_key(where, model, first["input"], data, kind)
     message = first["msg"].removeprefix("Value error, ")
     shown = f" = {_shown(first['input'])}" if isinstance(first["input"], str | int | float) else ""
     if first["type"] == "value_error" and where and message.startswith(f"{where}."):
@@ -67,8 +68,17 @@ def _shown(value: str | int | float) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
+def _kind_at(loc: Location, data: Mapping[str, Any]) -> str:
+    """The kind of the stage that a key is of; of one of the whole recipe, that of all stages."""
+    stages = [stage for stage in data.get("stages", ()) if isinstance(stage, Mapping)]
+    if len(loc) > 1 and loc[0] == "stages" and isinstance(loc[1], int):
+        stages = [data["stages"][loc[1]]]
+    kinds = {stage.get("stage", "rl") for stage in stages}
+    return str(kinds.pop()) if len(kinds) == 1 else "rl"
+
+
 def _unknown_key(
-    where: str, model: type[BaseModel] | None, value: Any, data: Mapping[str, Any]
+    where: str, model: type[BaseModel] | None, value: Any, data: Mapping[str, Any], kind: str
 ) -> str:
     parent, _, leaf = where.rpartition(".")
     known = list(model.model_fields) if model else []
@@ -81,7 +91,7 @@ def _unknown_key(
         while isinstance(value, Mapping) and value:
             part, value = next(iter(value.items()))
             where, leaf = f"{where}.{part}", str(part)
-    foreign = _foreign(where.split("."))
+    foreign = _foreign(where.split("."), kind)
     if meant is not None and (foreign is None or foreign.startswith("in Keel it is '")):
         hint = f"did you mean {meant!r}?"
     elif foreign is not None:
@@ -98,9 +108,9 @@ def _unknown_key(
     return f"unknown key {where!r}: {hint}"
 
 
-def _foreign(path: list[str]) -> str | None:
+def _foreign(path: list[str], kind: str) -> str | None:
     """What to do instead of a foreign key, by the longest end of its path that is known."""
-    known = hints()
+    known = hints(kind)
     ends = (".".join(path[start:]) for start in range(len(path)))
     hint = next((known[end] for end in ends if end in known), None)
     if hint is None:

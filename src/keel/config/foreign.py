@@ -129,13 +129,14 @@ def as_text(value: Any) -> str:
 
 
 @cache
-def hints() -> Mapping[str, str]:
+def hints(kind: str = "rl") -> Mapping[str, str]:
     """By a foreign key, or an end of it, what it is in Keel: a sentence, or Keel's key in quotes.
 
-    Where ends of keys are the same, the first in the order of the tables counts.
+    Where ends of keys are the same, those of programs for a `kind` of stage come first, then the
+    order of the tables counts.
     """
     found = {name: repr(own) for own, names in _RENAMED.items() for name in names.split()}
-    for key, hint in _all_hints():
+    for key, hint in _all_hints(kind):
         parts = key.split(".")
         for start in range(len(parts)):
             end = ".".join(parts[start:])
@@ -144,19 +145,20 @@ def hints() -> Mapping[str, str]:
     return found
 
 
-def _all_hints() -> Iterator[tuple[str, str]]:
+def _all_hints(kind: str) -> Iterator[tuple[str, str]]:
+    every = [program for framework in FRAMEWORKS for program in programs(framework)]
+    for program in sorted(every, key=lambda one: one.stage != kind):
+        for key, entry in program.keys.items():
+            if (hint := entry.hint or (entry.unused if entry.to is None else None)) is not None:
+                yield key, hint
+            elif entry.to is not None:
+                yield key, repr(entry.to)
+        for key, (why, _) in program.refused.items():
+            yield key, why
+        for pattern, why in program.unused.items():
+            if "*" not in (plain := pattern.removeprefix("*.")):
+                yield plain, why
     for framework in FRAMEWORKS:
-        for program in programs(framework):
-            for key, entry in program.keys.items():
-                if (hint := entry.hint or (entry.unused if entry.to is None else None)) is not None:
-                    yield key, hint
-                elif entry.to is not None:
-                    yield key, repr(entry.to)
-            for key, (why, _) in program.refused.items():
-                yield key, why
-            for pattern, why in program.unused.items():
-                if "*" not in (plain := pattern.removeprefix("*.")):
-                    yield plain, why
         for hint, names in read_table(framework).get("hints", {}).items():
             yield from ((name, hint) for name in names.split())
 
@@ -181,7 +183,8 @@ _RENAMED: Final[dict[str, str]] = {
     "rollout.vllm.sleep_level": "enable_sleep_mode",
     "minibatches": "num_mini_batches",
     "epochs": "num_ppo_epochs",
-    "num_train_epochs": "num_epochs",
+    "num_train_epochs": "num_epochs epochs",
+    "loss_on": "train_on_inputs train_on_prompt",
     "algorithm.surrogate.low": "cliprange",
     "algorithm.value.coefficient": "vf_coef",
     "algorithm.advantage.whiten": "whiten_rewards",

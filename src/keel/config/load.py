@@ -206,6 +206,8 @@ def _no_recipe(label: str) -> str:
         return f"recipe {label!r}: recipes are TOML files: write it as one, with the suffix .toml"
     if label == "control":
         return "unknown recipe 'control': the command is keel control ALGORITHM --env ID"
+    if (file := _near_file(label)) is not None:
+        return f"recipe {label!r}: no such file: did you mean {file!r}?"
     guess = nearest(label, PRESETS)
     if guess is not None and nearest(label, shipped()) is None:
         return (
@@ -213,6 +215,19 @@ def _no_recipe(label: str) -> str:
             f"algorithm={guess}"
         )
     return unknown("recipe", label, shipped())
+
+
+def _near_file(label: str) -> str | None:
+    """The recipe file next to this one that was probably meant; of a name without a suffix, the
+    file of that name."""
+    path = Path(label)
+    try:
+        files = sorted(one.name for one in path.parent.iterdir() if one.suffix == ".toml")
+    except OSError:
+        return None
+    guess = f"{path.name}.toml"
+    found = nearest(path.name, files) if path.suffix else guess if guess in files else None
+    return None if found is None else str(path.with_name(found))
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -224,9 +239,9 @@ def _file_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise KeelError(
-            f"recipe {path!r}: no such file (keel recipes lists what is shipped)"
-        ) from None
+        near = _near_file(path)
+        hint = "keel recipes lists what is shipped" if near is None else f"did you mean {near!r}?"
+        raise KeelError(f"recipe {path!r}: no such file: {hint}") from None
     except (OSError, ValueError) as error:  # not allowed, no UTF-8, a zero byte in the name
         raise KeelError(f"recipe {path!r}: cannot be read ({error})") from None
 

@@ -128,6 +128,11 @@ def form_of(columns: Collection[str], names: Mapping[str, str]) -> tuple[tuple[s
 
 def guess_columns(columns: Collection[str]) -> str:
     """A hint at the columns that were probably meant."""
+    if {"instruction", "input"} <= set(columns):
+        return (
+            ": join instruction and input into one column, or return rows of prompt and completion "
+            'from a function (name = "module:function")'
+        )
     for form in FORMS:
         found = {part: likely_column(part, columns) for part in form}
         if all(found.values()) and any(part != name for part, name in found.items()):
@@ -227,7 +232,8 @@ class SFTEncoder:
         written[:1] = False  # nothing predicts the first token
         if not written.any():
             where = "" if row.origin is None else f"{row.origin.place}: "
-            raise KeelError(f"{where}no token of the example bears loss: leave the row out")
+            why = _silence(row, len(tokens))
+            raise KeelError(f"{where}no token of the example bears loss: {why}: leave the row out")
         if self.limit is not None and len(tokens) > self.limit:
             tokens, written = tokens[: self.limit], written[: self.limit]
             what = "dropped" if self.drop else "cut" if written.any() else "empty"
@@ -272,6 +278,17 @@ class SFTEncoder:
         return [(part, at in known) for at, (part, _) in enumerate(segments)]
 
 
+def _silence(row: SFTRow, tokens: int) -> str:
+    """Why no token of an example bears loss."""
+    turns = row.completion
+    if tokens < 2:
+        return f"it has {tokens} token{'s' * (tokens != 1)}, and nothing predicts the first"
+    if not isinstance(turns, str) and all(turn["role"] != "assistant" for turn in turns):
+        roles = ", ".join(dict.fromkeys(turn["role"] for turn in turns))
+        return f"no message is the assistant's (roles: {roles})"
+    return "the chat template writes nothing of the assistant's messages"
+
+
 def _messages(content: Content, role: str = "user") -> tuple[Message, ...]:
     return (Message(role=role, content=content),) if isinstance(content, str) else tuple(content)
 
@@ -281,7 +298,7 @@ def _messages(content: Content, role: str = "user") -> tuple[Message, ...]:
 
 def pack(examples: Sequence[Trained], size: int) -> list[Block]:
     """Blocks of at most `size` tokens, by best fit: the longest example first, each into the block
-    with the least room that still holds it, the oldest of equal ones."""
+    with the least room that still holds it, of equal ones that which has had it the longest."""
     blocks: list[list[Trained]] = []
     rooms: list[int] = []
     """The different rooms that are left, ascending."""

@@ -19,6 +19,7 @@ from keel.config.sources import RewardSource
 from keel.config.stage import DemonstrationSource, ImitationSource, JudgedSource
 from keel.data.columns import prompt_columns
 from keel.data.preferences import READERS, encode_row, without_bad
+from keel.data.sft import SFTRow, Trained
 from keel.data.splits import KINDS
 from keel.engines.registry import unmet_requests
 from keel.engines.sampler import eos_ids, split_stops
@@ -30,6 +31,7 @@ from keel.models.policy import Policy, rounding_effect
 from keel.models.reward import Reader, check_classifier
 from keel.preflight.batch import TrialBatch, check_ends, load_of, sample, size_for
 from keel.preflight.context import (
+    Finding,
     PromptStats,
     SamplingPlan,
     StageContext,
@@ -79,10 +81,12 @@ from keel.training.setup import (
     reward_context,
 )
 from keel.training.supervised import demonstration, encode_demonstration, open_set
-from keel.types import KeelError, RewardResult
+from keel.types import KeelError, RewardResult, text_of
 
 ROUNDED_TOKENS = 2048
 """Of the completions whose log-probabilities are computed in bfloat16 and in float32."""
+THOUGHTS = 32
+"""Examples with thoughts that are looked at."""
 ENCODED = 2_000
 """Rows whose length is measured, evenly spread."""
 
@@ -359,6 +363,8 @@ def inspect_imitation(context: StageContext, source: ImitationSource) -> None:
         if lines := list(one_set.encode.counts()):
             early = f" (of the first {len(rows)})" if data.streams else ""
             context.figures[f"long examples of {one_set.train.name}"] = "; ".join(lines) + early
+        limit = source.limit(policy.context)
+        context.add(dropped_thoughts(policy.tokenizer, rows, examples, limit, key))
         longest = max(examples, key=lambda one: len(one.tokens))
         if context.longest is None or len(longest.tokens) > context.longest.tokens:
             row = next(row for row in rows if row.id == longest.id)
@@ -383,6 +389,37 @@ def inspect_imitation(context: StageContext, source: ImitationSource) -> None:
     if lengths:
         context.figures["tokens that bear loss"] = percent(bearing / sum(lengths))
     context.add_lengths("example tokens", lengths)
+
+
+def dropped_thoughts(
+    tokenizer: Any, rows: Sequence[SFTRow], examples: Sequence[Trained], limit: int | None, key: str
+) -> Finding | None:
+    """Conversations whose last answer loses its thought to the chat template."""
+    encoded = {one.id: one for one in examples if len(one.tokens) != limit}  # the others are cut
+    lost, count = list[str](), 0
+    for row in rows:
+        thought, one = _thought(row), encoded.get(row.id)
+        if not thought or one is None:
+            continue
+        count += 1
+        text = tokenizer.decode(one.tokens[one.written], clean_up_tokenization_spaces=False)
+        lost += [] if thought in "".join(text.split()) else [row.id]
+        if count == THOUGHTS:
+            break
+    if not lost:
+        return None
+    return found("thoughts-dropped", key, lost=len(lost), n=count, first=lost[0])
+
+
+def _thought(row: SFTRow) -> str:
+    """The thought of a conversation's last answer, without blanks; empty if it has none."""
+    turns = [] if isinstance(row.completion, str) else row.completion
+    if not turns or turns[-1]["role"] != "assistant" or row.prompt is not None:
+        return ""
+    apart = turns[-1].get("reasoning_content")
+    inside, mark, _ = text_of(turns[-1]).partition("</think>")
+    thought = apart if isinstance(apart, str) else inside.rpartition("<think>")[2] if mark else ""
+    return "".join(thought.split())
 
 
 def inspect_preference_data(context: StageContext, source: JudgedSource) -> None:
