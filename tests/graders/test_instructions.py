@@ -46,6 +46,27 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("change_case:english_lowercase", {}, "this is a sentence in english",
      "das ist ein ganzer deutscher satz hier"),
     ("punctuation:no_comma", {}, "a; b", "a, b"),
+    # What the published program makes of odd answers.
+    ("detectable_format:constrained_response", {}, "So: My answer is yes.", "my answer is yes."),
+    ("length_constraints:nth_paragraph_first_word",
+     {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"}, "a\n\n'\"So'll", "a\n\n**so**"),
+    ("length_constraints:nth_paragraph_first_word",
+     {"num_paragraphs": 2, "nth_paragraph": 1, "first_word": "so"}, "so\n\n\n\na", "\n\nso\n\na"),
+    ("detectable_format:json_format", {}, '{"a": 1}\n```', '```javascript\n{"a": 1}\n```'),
+    ("detectable_format:title", {}, "<<a > b>>", "<<>>>>"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "p. s. x", "p .s. x"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "*\n* a", "-\n* a"),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "- a\n*", "- a\n* b"),
+    ("detectable_format:multiple_sections", {"section_spliter": "PART ", "num_sections": 1},
+     "PART1", "part 1"),
+    ("change_case:capital_word_frequency", {"capital_frequency": 4, "capital_relation": "at least"},
+     "NASA's CAN'T (A,B)", "NASA CAN 1:2 a"),
+    ("change_case:capital_word_frequency",
+     {"capital_frequency": 3, "capital_relation": "less than"}, "I'm A-B", "I'm A--B"),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"},
+     "Dr. B. Lee waits... and waits, e.g. Here", '"Go!" he said.'),
+    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"},
+     '"Go." (Now!) Well', "Inc. of the U.S. is. Big"),
 ]  # fmt: skip
 
 
@@ -76,7 +97,13 @@ def test_loose_rule_drops_lines_and_asterisks() -> None:
 
 
 def test_unknown_instruction_or_argument_is_refused() -> None:
-    with pytest.raises(KeelError, match="not an instruction"):
-        followed("x", ["keywords:none"], [{}], detect)
-    with pytest.raises(KeelError, match="num_words"):
-        followed("x", ["length_constraints:number_words"], [{"num_words": 2}], detect)
+    words = "length_constraints:number_words"
+    for names, arguments, match in (
+        (["keywords:none"], [{}], "'keywords:none' is not an instruction"),
+        ([words], [{"num_words": 2}], "hold num_words: .* arguments num_words, relation"),
+        ([words], ["{}"], "'{}' is not a table of arguments"),
+        ([words], [], "and a list with the arguments of each"),
+        ([words], "[{}]", "and a list with the arguments of each"),
+    ):
+        with pytest.raises(KeelError, match=match):
+            followed("x", names, arguments, detect)  # type: ignore[arg-type]
