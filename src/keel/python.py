@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from keel.analysis.progress import watching
-from keel.config.entry import PASSED, passed
+from keel.config.entry import passed
 from keel.config.load import Source, in_run_folder, load_recipe
 from keel.config.schema import Recipe
 from keel.runs import reader
@@ -30,6 +30,89 @@ if TYPE_CHECKING:
 
     from keel.preflight.check import Report
     from keel.view.summary import Summary
+
+
+def _path(model: Any) -> Path:
+    """The path that stands for a run or a model."""
+    if not isinstance(model, str | os.PathLike):
+        raise KeelError(
+            f"a {type(model).__name__} is not a run: pass a run, its folder or a model's name"
+        )
+    return Path(model)
+
+
+def evaluate(
+    model: Path | str | reader.Run,
+    *,
+    task: str | Mapping[str, Any] | None = None,
+    data: Any = None,
+    rewards: Any = (),
+    checkpoint: str = "last",
+    prompts: int | None = None,
+    samples: int | None = None,
+    k: Sequence[int] | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    max_tokens: int | None = None,
+    component: str | None = None,
+    threshold: float | None = None,
+    seed: int | None = None,
+) -> dict[str, Any]:
+    """Greedy pass@1 and, with `samples`, sampled accuracy, pass@k and maj@k, with 95 % intervals.
+
+    Args:
+        model: a run, its folder, a model's folder or hub name.
+        task: a benchmark or another task by name, a file, or the recipe's table as a dict; a run's
+            own unless given.
+        data: the rows that are scored: a list of dicts, a `datasets.Dataset` or a file (.jsonl,
+            .parquet), read as the task's (of a benchmark in its layout on the hub), or as rows of
+            `prompt` and `answer`.
+        rewards: a function, a name or a recipe's table as a dict, or a list of these. Functions
+            that a run was trained with stand for themselves in its recipe, with their keys there;
+            others take the place of its rewards.
+        checkpoint: of a run: "last", "best" or a name.
+        prompts: how many validation prompts (200; of rows that are given, all).
+        samples: completions sampled of each prompt (0: greedy only).
+        k: values of k of pass@k and maj@k (the number of samples).
+        temperature: of the samples, as `top_k`, `top_p` and `min_p`.
+        max_tokens: of a completion.
+        component: the name of the reward that decides.
+        threshold: the least value of a correctness that is right (1).
+        seed: of the samples (the run's).
+
+    Returns:
+        `mean`, `low`, `high` and `n` of the greedy `measure` (pass@1 or reward), the same of
+        `sampled`, `pass@k` and `maj@k`; see `keel.training.evaluation.evaluate` for the rest.
+
+    Raises:
+        KeelError: the model, the task or the rewards will not do.
+    """
+    from keel.training.evaluation import evaluate as run
+    from keel.training.live import named, written_rows
+
+    names, functions = named(rewards if isinstance(rewards, list | tuple) else [rewards])
+    chosen: dict[str, Any] = {
+        "prompts": prompts, "samples": samples, "k": k, "temperature": temperature, "top_k": top_k,
+        "top_p": top_p, "min_p": min_p, "max_tokens": max_tokens, "component": component,
+        "threshold": threshold, "seed": seed,
+    }  # fmt: skip
+    given = {name: value for name, value in chosen.items() if value is not None}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        passed({**getattr(model, "functions", {}), **functions}),
+    ):
+        if data is not None:
+            answers = not names and not (_path(model) / RECIPE).is_file()
+            given["rows"] = written_rows(data, Path(folder), answers)
+        return run(
+            os.fspath(_path(model)), task=task, rewards=names, checkpoint=checkpoint, **given
+        )
+
+
+_evaluate = evaluate
+"""`TrainedRun` has a method of the same name."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -73,9 +156,7 @@ class TrainedRun(reader.Run):
 
         return write_report(self.folder.path, None if path is None else Path(path))
 
-    def evaluate(self, **choices: Any) -> dict[str, Any]:
-        """`keel.evaluate` of this run."""
-        return evaluate(self, **choices)
+    evaluate = _evaluate
 
     def export(self, folder: Path | str, **choices: Any) -> Path:
         """`keel.export` of this run."""
@@ -115,35 +196,6 @@ def load(path: Path | str | reader.Run, functions: Sequence[Any] = ()) -> Traine
     from keel.training.live import named
 
     return TrainedRun(RunFolder.open(_path(path)), named(functions)[1])
-
-
-def _path(model: Any) -> Path:
-    """The path that stands for a run or a model."""
-    if not isinstance(model, str | os.PathLike):
-        raise KeelError(
-            f"a {type(model).__name__} is not a run: pass a run, its folder or a model's name"
-        )
-    return Path(model)
-
-
-def evaluate(
-    model: Path | str | reader.Run, *, rewards: Any = (), **choices: Any
-) -> dict[str, Any]:
-    """`keel.training.evaluation.evaluate`, where `rewards` may be functions, too.
-
-    Functions that a run was trained with stand for themselves in its recipe; others take the place
-    of its rewards.
-    """
-    from keel.training.evaluation import evaluate as run
-    from keel.training.live import named
-
-    names, functions = named(rewards if isinstance(rewards, list | tuple) else [rewards])
-    recipe = _path(model) / RECIPE
-    own = recipe.read_text("utf-8") if recipe.is_file() else ""
-    if names and all(PASSED.fullmatch(str(name)) and f'"{name}"' in own for name in names):
-        names = []
-    with passed({**getattr(model, "functions", {}), **functions}):
-        return run(os.fspath(model), rewards=names, **choices)
 
 
 def train(

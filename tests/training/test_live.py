@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 import keel
 from keel.algorithms.presets import PRESETS
+from keel.cli.main import main
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel
 from keel.models.build import build_tokenizer
@@ -228,7 +230,9 @@ def test_going_on_with_another_key_is_refused(
 # ---------------------------------------------------------------- a run in Python
 
 
-def test_runs_of_functions_are_evaluated_and_exported(whole: Any, tmp_path: Path) -> None:
+def test_runs_of_functions_are_evaluated_and_exported(
+    whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     known = keel.evaluate(whole, prompts=8)
     assert known == keel.evaluate(keel.load(whole, functions=[first, length]), prompts=8)
     assert known == keel.evaluate(keel.load(whole), rewards=[first, length], prompts=8)
@@ -237,9 +241,14 @@ def test_runs_of_functions_are_evaluated_and_exported(whole: Any, tmp_path: Path
     assert keel.evaluate(whole.folder.path, rewards=tables, prompts=8)["measure"] == "reward"
     other = keel.evaluate(whole, rewards=lambda completions: [7.0 for _ in completions], prompts=8)
     assert other["mean"] == 7.0
-    with pytest.raises(KeelError, match=r"python:first.* pass it again"):
+    with pytest.raises(KeelError, match=r"'first' of the run .* by --reward FILE\.py:first"):
         keel.evaluate(keel.load(whole), prompts=8)
-    assert (keel.export(whole, tmp_path / "model") / "config.json").is_file()
+    words = [f"--reward={__file__}:{name}" for name in ("first", "length")]
+    assert main(["eval", str(whole.folder.path), "--prompts=8", "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(known))
+    card = (keel.export(whole, tmp_path / "model") / "README.md").read_text()
+    assert "`$RUN/inputs/data.jsonl`" in card
+    assert "`python:first`, `python:length`. Put functions into a file" in card
     assert keel.load(whole).metrics() == whole.metrics()
 
 
@@ -253,6 +262,26 @@ def test_a_run_is_the_model_of_the_next(whole: Any, tmp_path: Path) -> None:
     assert keel.train(runs[0], steps=2, progress=False).info()["finished"]
     with pytest.raises(KeelError, match="has no whole checkpoint"):
         keel.train(**{**given, "model": keel.train(folder=tmp_path / "c", **arguments(steps=0))})
+
+
+def test_run_is_evaluated_on_rows_or_a_table(whole: Any, tmp_path: Path) -> None:
+    parameters = inspect.signature(whole.evaluate).parameters
+    assert {"task", "data", "samples", "k"} <= parameters.keys()
+    assert not [one for one in parameters.values() if one.kind is one.VAR_KEYWORD]
+    rows = [{"prompt": f"{n}{n}>", "top": n} for n in range(3)]
+    found = whole.evaluate(data=rows, samples=2)
+    assert (found["n"], found["sampled"]["n"], "trained_on" in found) == (3, 3, True)
+    assert found["reward"] == whole.evaluate(prompts=4)["reward"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"q": f"{n}>", "top": n}) + "\n" for n in range(9)))
+    assert whole.evaluate(data=path, task={"prompt": "{q}"}, prompts=5)["n"] == 5
+    answered = [{"prompt": "1>", "answer": "1"}]
+    model = whole.export(tmp_path / "model")
+    assert keel.evaluate(model, data=answered)["measure"] == "pass@1"
+    table = {"name": "sort_digits", "options": {"max_digits": 4}}
+    assert whole.evaluate(task=table, prompts=6, rewards="exact_match")["n"] == 6
+    with pytest.raises(KeelError, match="'sort_digits' is not a file"):
+        whole.evaluate(data="sort_digits")
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from pathlib import Path
 from keel.algorithms.symbols import prose_to_unicode
 from keel.analysis.metrics import stage_columns
 from keel.analysis.plots import stage_curve
-from keel.config.load import load_recipe
+from keel.config.entry import PASSED
+from keel.config.load import RUN_FOLDER, load_recipe
 from keel.config.schema import Recipe, Stage
 from keel.config.secrets import without_secrets
 from keel.platform import files
 from keel.runs.layout import Place
+from keel.runs.lifecycle import texts
 from keel.runs.reader import Column, Run
 
 CARD, CURVE = "README.md", "curve.png"
@@ -81,6 +83,7 @@ def write_card(
         ],
         load=_loading(name, base, loader, adapter),
         recipe=run.folder.recipe.read_text(encoding="utf-8").strip(),
+        passed=list(dict.fromkeys(_passed(run))),
         seed=recipe.seed,
         versions=info["versions"],
     )
@@ -88,6 +91,13 @@ def write_card(
     home = re.escape(str(Path.home()).rstrip("/") or "no home")
     text = re.sub(rf"(?<![\w./~-]){home}(?![\w.-])", "~", without_secrets(text))
     files.write_text(folder / CARD, text)
+
+
+def _passed(run: Run) -> Iterator[str]:
+    """The names of functions, and of files of the run folder, that only the run has."""
+    for _, value in texts(run.recipe()):
+        if PASSED.fullmatch(value) or value.startswith(RUN_FOLDER):
+            yield f"`{value}`"
 
 
 Figure = tuple[float, float | None, float | None]

@@ -60,6 +60,7 @@ def evaluate(
     *,
     task: str | Mapping[str, Any] | None = None,
     task_keys: Sequence[str] = (),
+    rows: Mapping[str, Any] | None = None,
     rewards: Sequence[str | Mapping[str, Any]] = (),
     checkpoint: str = "last",
     seed: int | None = None,
@@ -76,19 +77,16 @@ def evaluate(
 
     `model` is a run folder (its recipe says the task, the rewards and the budget unless given), a
     model folder or a hub name (which needs a `task`). `task` is a name, a file or the task's table,
-    `task_keys` are `key=value` of that table, `choices` keys of the recipe's `evaluation` table.
-    Rows named for this evaluation (a `task`, or the key `path`) are scored wholly, unless
-    validation_path or validation_fraction is set.
+    `task_keys` are `key=value` of that table, `rows` its keys `name` and `path` of other rows to
+    read as it says, `choices` keys of the recipe's `evaluation` table. Rows named for this
+    evaluation (a `task`, or the key `path`) are scored wholly, unless validation_path or
+    validation_fraction is set.
     With `checkpoint="best"` of a run, on the validation prompts that it was selected by, `selected`
     is true.
     """
     recipe, folder = run_or_model(model)
-    changes = [parse_override(key) for key in task_keys]
-    if isinstance(task, Mapping):
-        changes = [{key: value for key, value in task.items() if key != "name"}, *changes]
-        task = task.get("name")
-    elif task is not None and task.endswith(tuple(ENDINGS)):
-        changes, task = [{"path": task}, *changes], None
+    task, changes = _named(task, rows)
+    changes += [parse_override(key) for key in task_keys]
     benchmark = benchmarks().get(task or "")
     keys = {name for change in changes for name in change}
     if recipe is None and task is None and "path" not in keys:
@@ -137,6 +135,21 @@ def evaluate(
     return result
 
 
+def _named(
+    task: str | Mapping[str, Any] | None, rows: Mapping[str, Any] | None
+) -> tuple[str | None, list[Mapping[str, Any]]]:
+    """The name of a task, if it has one, and the keys that are set of its table."""
+    changes: list[Mapping[str, Any]] = []
+    if isinstance(task, Mapping):
+        changes = [{key: value for key, value in task.items() if key != "name"}]
+        task = task.get("name")
+    elif task is not None and task.endswith(tuple(ENDINGS)):
+        task, changes = None, [{"path": task}]
+    if rows is not None:
+        changes = [rows if task is None else {"path": rows["path"]}, *changes]
+    return task, changes
+
+
 def _scored_whole(stage: SamplingSource, tasks: Mapping[str, Task]) -> SamplingSource:
     """The stage, evaluated on all rows of its tasks, if all are stored."""
     rows = [data for task in tasks.values() if (data := stored(task)) is not None]
@@ -182,7 +195,8 @@ def _stage_data(
         raise KeelError("no stage of the run has a task: name one with --task")
     for change in changes:
         # Without a task, what reads the file follows from its ending.
-        data["tasks"] = [merge(dict(source), change) for source in data.get("tasks") or [{}]]
+        other: dict[str, Any] = {"options": {}} if {"name", "path"} <= change.keys() else {}
+        data["tasks"] = [merge({**one, **other}, change) for one in data.get("tasks") or [{}]]
     if rewards:
         data |= _rewards(data, rewards)
     for one in data.get("rewards", {}).get("functions", ()):
@@ -206,7 +220,7 @@ def _rewards(data: Mapping[str, Any], given: Sequence[Any]) -> dict[str, Any]:
         else one
         for one in own.get("functions", ())
     ]
-    if len({one["function"] for one in functions} & set(map(str, given))) == len(names):
+    if len({one["function"] for one in functions} & set(map(str, given))) == len(given):
         return {"rewards": {**own, "functions": functions}}
     new = [one if isinstance(one, Mapping) else {"function": one} for one in given]
     return {"rewards": {"functions": new}, "evaluation": {**data["evaluation"], **OTHER_REWARDS}}

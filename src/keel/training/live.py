@@ -214,6 +214,19 @@ def _data(data: Any, eval_data: Any, tables: dict[str, bytes]) -> dict[str, Any]
     return source
 
 
+def written_rows(data: Any, folder: Path, answers: bool) -> dict[str, Any]:
+    """The keys of a task that reads rows or a file; rows are written into a folder. With `answers`
+    a column `answer` has the gold answers. Raises KeelError if data are neither."""
+    tables: dict[str, bytes] = {}
+    source = _source(data, "data", tables)
+    if "path" not in source:
+        raise KeelError(f"data: {data!r} is not a file: pass rows or a file, or a name as task")
+    for name, content in tables.items():
+        files.write_bytes(folder / name, content)
+        source["path"] = str(folder / name)
+    return {**source, "answer": "answer"} if answers and "answer" in _columns(data) else source
+
+
 def _columns(data: Any) -> Iterable[str]:
     columns = getattr(data, "column_names", None)
     if columns is None and isinstance(data, list | tuple) and data:
