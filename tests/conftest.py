@@ -18,9 +18,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 gc.disable()  # until all is imported: little of that is garbage, and all of it is searched
 
-import pytest
-import torch
-from matplotlib.figure import Figure
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 torch.set_num_threads(1)
 

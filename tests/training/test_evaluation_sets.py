@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
+import re
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from keel.analysis.statistics import majority, pass_at_k
 from keel.cli.main import main
+from keel.cli.train import show
 from keel.config.evaluation import Evaluation
 from keel.config.load import load_recipe
 from keel.config.model import BuildModel, Model
@@ -221,6 +225,10 @@ def test_summary_has_the_figures_of_all_sets(whole: RunFolder) -> None:
     heads = ["before validation", "digits 0.0%", "sums reward"]
     assert [" ".join(line[:2]) for line in lines[1:4]] == heads
     assert lines[3][-2] == "sampled"
+    printed = io.StringIO()
+    show(Console(file=printed, width=999), whole)
+    heads = re.findall(r"^\w+: validation .*; digits .*; sums ", printed.getvalue(), re.MULTILINE)
+    assert len(heads) == 2
 
 
 def test_benchmark_as_a_set_keeps_its_protocol(

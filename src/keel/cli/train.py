@@ -185,7 +185,10 @@ def _recipe(arguments: argparse.Namespace) -> Recipe | None:
 def _share(result: dict[str, Any] | None) -> str:
     if result is None:
         return ""
-    return f": validation greedy {figure(result)} (95 % interval, n = {size(result)})"
+    every = {"validation greedy": result, **result.get("sets", {})}
+    interval = "(95 % interval, n = {})".format
+    shown = (f"{name} {figure(one)} {interval(size(one))}" for name, one in every.items())
+    return f": {'; '.join(shown)}"
 
 
 def _expected(console: Console, run: Run) -> None:
