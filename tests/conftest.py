@@ -13,16 +13,16 @@ from typing import Any, BinaryIO
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Hundreds of test modules, and what their processes import, are compiled once.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-gc.disable()  # until all is imported: little of that is garbage, and all of it is searched
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 torch.set_num_threads(1)
+# Hundreds of test modules, and what their processes import, are compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # until all is imported: little of that is garbage, and all of it is searched
 
 RENDERED = ("analysis", "control", "durability", "view", "workflows", "test_twice.py")
 """Folders and files whose tests get plots as users do."""

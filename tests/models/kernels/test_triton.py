@@ -127,7 +127,7 @@ KERNELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_compile_within_the_chip(
     name: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
