@@ -29,7 +29,7 @@ test: $(VENV)/.dev
 
 # The tests on the trained model.
 test-real: real-model
-	$(BIN)/python -m pytest -n auto --dist loadfile -m real --durations=5 tests/real
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder -m real --durations=5 tests/real
 
 # The tests of what runs on CUDA GPUs; those of more GPUs than there are, and of vLLM without
 # KEEL_VLLM_PYTHON, are skipped with the reason.

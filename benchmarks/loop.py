@@ -139,7 +139,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     if not chosen.keel_only and chosen.trl_python is None:
         asked.error("name a Python that has TRL, by --trl-python; or leave TRL out: --keel-only")
     if chosen.smoke:
-        chosen.rows, chosen.repeats, chosen.steps = list(ROWS[:2]), 1, 2
+        chosen.rows, chosen.repeats, chosen.steps = list(ROWS[:1]), 1, 2
     return chosen
 
 

@@ -33,11 +33,14 @@ PIXEL = base64.b64decode(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `quick(*ids)`, the parameters that are not named are slow."""
+    """Of a test marked `quick(*ids)`, the parameters that are not named are slow. Files with slow
+    tests come first: at the end no worker waits for one."""
     for item in items:
         quick = item.get_closest_marker("quick")
         if quick is not None and item.callspec.id not in quick.args:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

@@ -58,7 +58,7 @@ def test_memory_compares_naive_with_chunked(smoke: Callable[..., Any]) -> None:
 
 
 def test_loop_times_keel(smoke: Callable[..., Any]) -> None:
-    (row,) = smoke(loop.main, "--keel-only")[:1]
+    (row,) = smoke(loop.main, "--keel-only")
     keel = row["keel"]
     assert keel["steps"] == 1
     assert keel["tokens_per_second"] > 0
@@ -89,7 +89,14 @@ def test_expected_figures_of_the_page_are_those_counted() -> None:
     assert loop_tokens(qwen("0.5B"), CARDS["h200"], 0.35) > 10 * TRL
 
 
-def test_gpu_runs_every_part_without_one(tmp_path: Path) -> None:
+ALIKE: Any = ({"size": "1.5B"}, {"size": "0.5B", "compiled": True})
+"""Parts that a dry run does as it does another: sizes are toys, and no CPU compiles."""
+
+
+def test_gpu_runs_every_part_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tuple(part for part in gpu.PARTS if part.given not in ALIKE)
+    assert len(parts) == len(gpu.PARTS) - 2
+    monkeypatch.setattr(gpu, "PARTS", parts)
     file = tmp_path / "gpu.json"
     assert gpu.main(["--dry-run", "--json", str(file)]) == 0
     rows = json.loads(file.read_text("utf-8"))["rows"]

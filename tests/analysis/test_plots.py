@@ -124,6 +124,7 @@ def test_games_curve_counts_their_steps(tmp_path: Path) -> None:
     assert pixels(tmp_path / "a.png", COLOURS[0]) > 500
 
 
+@pytest.mark.quick("1", "20")
 @pytest.mark.parametrize("count", [1, 2, 19, 20])
 def test_short_runs_are_drawn_too(tmp_path: Path, count: int) -> None:
     stage_curve(tmp_path / "a.png", "rl", columns(*rows(count)), "short")

@@ -118,7 +118,7 @@ def test_compiled_layers_give_the_same_gradients(
     assert counts[0] == counts[-1] >= 5
 
 
-@pytest.mark.quick("qwen3")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma3_text"])
 def test_compiled_decoding_samples_the_same(family: str) -> None:
     """Prompts and steps share code, whatever the number of rows down to one."""

@@ -142,6 +142,7 @@ def test_transposed_layers_are_refused() -> None:
         load_policy(spec("gpt2"), 0)
 
 
+@pytest.mark.slow
 def test_import_prints_nothing_and_asks_no_hub(tmp_path: Path) -> None:
     """A package `kernels` that is installed would download from the hub."""
     (tmp_path / "kernels.py").write_text(

@@ -181,6 +181,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 # ---------------------------------------------------------------- planted faults, sound recipes
 
 
+@pytest.mark.quick("gold-format", "budget", "leak", "dpo-special", "reward-long", "half-trained")
 @pytest.mark.parametrize("name", CASES)
 def test_planted_fault_is_found_without_false_alarms(name: str, made: dict[str, Case]) -> None:
     assert sorted(made) == sorted(CASES)
@@ -193,6 +194,7 @@ def test_planted_fault_is_found_without_false_alarms(name: str, made: dict[str, 
         assert keys == {"reference.reset_every", "algorithm.surrogate.high"}
 
 
+@pytest.mark.quick("quickstart", "rlhf", "tiny")
 @pytest.mark.parametrize("name", [n for n in shipped() if not n.startswith("gsm8k")])
 def test_shipped_recipe_has_no_findings(name: str) -> None:
     """Small ones; `evaluation` only encodes more prompts."""

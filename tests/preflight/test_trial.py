@@ -75,6 +75,7 @@ def test_recipe_for_another_machine_is_not_run(monkeypatch: pytest.MonkeyPatch) 
         assert [one.kind for one in report.findings] == ["warm-up-never-ends"]
 
 
+@pytest.mark.slow
 def test_stop_rule_of_a_metric_that_never_occurs() -> None:
     right = ["kl", "loss", "rewards/place_match/mean", "eval/pass@1/low", "num_tokens"]
     wrong = {

@@ -12,7 +12,7 @@ from keel.models.policy import Policy, load_policy
 from tests.real.greedy import greedy
 from tests.real.model import QUESTIONS, STORY, spec, stock, stock_log_probs
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.xdist_group("log-probs")]
 
 
 @pytest.fixture(scope="module")
