@@ -159,6 +159,7 @@ def test_an_expression_uses_the_numbers_that_it_shows(tasks: dict[str, GymTask])
     assert score(integral, f"integrate({integrand}, {variable})") == 0.0
 
 
+@pytest.mark.slow
 def test_texts_are_read_in_time_near_their_length() -> None:
     """Numbers, tags and languages, which are read in this process: no recursion, no ReDoS."""
     texts = [*HEAVY.values(), *REACHING.values(), "<answer>" * 20_000, "#### " * 20_000]
