@@ -96,6 +96,7 @@ def contents(wheel: Path) -> dict[str, int]:
     return {info.filename: info.CRC for info in zipfile.ZipFile(wheel).infolist()}
 
 
+@pytest.mark.slow
 def test_commands_run_from_the_wheel(programs: Path, tmp_path: Path) -> None:
     keel = programs / "keel"
     assert run(keel, "--version", cwd=tmp_path).split() == ["keel", VERSION]
@@ -106,6 +107,7 @@ def test_commands_run_from_the_wheel(programs: Path, tmp_path: Path) -> None:
     assert parts["C compiler"]["there"] is (shutil.which("cc") is not None)
 
 
+@pytest.mark.slow
 def test_an_extra_is_added_to_the_wheel(programs: Path, tmp_path: Path) -> None:
     """By its command: pip takes the installed Keel, which no index has, and adds the packages."""
     ask = "from keel.platform.extras import install_command as c; print(c('lora'))"
