@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 VLLM   ?= .venv-vllm
 BIN    := $(VENV)/bin
-# Modules are compiled as they are first imported: a third of what pip would compile is used.
+# Modules are compiled as they are first imported, those of a run once they are installed: a third
+# of what pip would compile is used.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -93,6 +94,7 @@ $(VENV)/.core $(VENV)/.dev: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "keel needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.$(EXTRAS)'
+	$(BIN)/python -c 'import keel.training.run, keel.analysis.plots'
 	@touch $(VENV)/.core $@
 
 $(VENV)/.dev: EXTRAS := [dev,docs]
