@@ -101,6 +101,8 @@ def test_delete_refuses_running_runs_and_other_folders(here: Path, capsys: Captu
     assert "is running" in error
     (here / "notes").mkdir()
     assert "is not a run folder" in refused(capsys, "delete", "runs/a", "notes", "--yes")
+    (here / "latest").symlink_to("runs/a")
+    assert "is a link to" in refused(capsys, "delete", "latest/", "--yes")
     assert (here / "runs" / "a").is_dir()
     assert (here / "notes").is_dir()
 

@@ -465,7 +465,9 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     for name in ("reward", "rewards/mine", "eval/mine", "step", ""):
         assert "not a free name" in ask("on_step", lambda control, n=name: control.log({n: 1}))
     assert "give a number" in ask("on_step", lambda control: control.log({"probe": "high"}))
+    assert "give a number" in ask("on_step", lambda control: control.log({"probe": 10**400}))
     assert "finite factor" in ask("on_step", lambda control: control.scale_learning_rate(-1))
+    assert "give a number" in ask("on_step", lambda control: control.scale_learning_rate("0.5"))
     assert "evaluates nothing" in ask(
         "on_step", lambda control: control.evaluate(), evaluation={"prompts": 0}
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from keel.config.sources import PreferenceData
 from keel.platform.signals import Interrupted
 from keel.preflight.check import check
 from keel.runs.layout import RunFolder
@@ -130,3 +131,12 @@ def test_what_stored_rollouts_cannot_give(
 def test_check_of_a_replay(run: RunFolder) -> None:
     found = check("tiny", [*FAST, "steps=4", *_from(run)], runs=False)
     assert not [one for one in found.findings if one.severity == "error"]
+    (stage,) = small(*_from(run)).stages
+    rewards, data = stage.rewards, PreferenceData(name="jsonl", path="x")
+    trial = stage.on_examples(tasks=stage.tasks, data=data, rewards=rewards, prompts=2)
+    assert trial.rollout.engine == "native"
+
+
+def test_check_finds_steps_that_were_not_stored(run: RunFolder) -> None:
+    found = check("tiny", [*FAST, *_from(run), "steps=5"], runs=False)
+    assert "set steps = 4" in str([one.evidence for one in found.findings])

@@ -104,6 +104,9 @@ def _tag(arguments: argparse.Namespace) -> None:
 
 def _delete(arguments: argparse.Namespace) -> None:
     """Delete runs or checkpoints, after asking; print how much is free again."""
+    for one in arguments.runs:
+        if Path(one).is_symlink():
+            raise KeelError(f"{one} is a link to {Path(one).resolve()}: name that folder itself")
     paths = dict.fromkeys(Path(one).resolve() for one in arguments.runs)
     with ExitStack() as stack:
         doomed: list[Path] = []

@@ -241,6 +241,7 @@ class RolloutStage(StageConfig):
         taken = min(self.rollout.prompts_per_step, prompts or self.rollout.prompts_per_step)
         sampled = {"prompts_per_step": taken, "ignore_eos": True, "stop": (), "stop_ids": ()}
         sampled |= {"mask_truncated": False, "program": None}
+        sampled |= {"engine": "native"} if self.rollout.replayed is not None else {}
         return self.model_copy(
             update={
                 "tasks": tasks,

@@ -37,13 +37,13 @@ class EngineKind:
 
     build: Callable[..., Engine]
     capabilities: Capabilities
-    check: Callable[[Rollout, bool], None] = lambda rollout, here: None
+    check: Callable[[Rollout, bool, int], None] = lambda rollout, here, steps: None
 
 
 ENGINES: dict[str, EngineKind] = {
     "native": EngineKind(build_native, NATIVE),
     "stored": EngineKind(build_stored, STORED, check_stored),
-    "vllm": EngineKind(build_vllm, VLLM, lambda rollout, here: check_server(rollout.vllm, here)),
+    "vllm": EngineKind(build_vllm, VLLM, lambda rollout, here, _: check_server(rollout.vllm, here)),
 }
 
 
@@ -90,11 +90,11 @@ def build_engine(
     return engine
 
 
-def check_engine(rollout: Rollout, here: bool = True) -> None:
+def check_engine(rollout: Rollout, here: bool = True, steps: int = 0) -> None:
     """Raise KeelError if `rollout.engine` names no engine and no function, or its settings cannot
-    work; `here`: it will run on this machine."""
+    work for this number of steps; `here`: it will run on this machine."""
     if rollout.engine in ENGINES:
-        ENGINES[rollout.engine].check(rollout, here)
+        ENGINES[rollout.engine].check(rollout, here, steps)
     else:
         _function(rollout.engine)
 

@@ -38,8 +38,9 @@ SEARCHED = 20_000
 """Train prompts that are passed over, at the most, in the search for those of a step."""
 
 
-def check_stored(rollout: Rollout, here: bool = True) -> None:
-    """Raise KeelError if no run is named, or the recipe samples what stored rollouts lack."""
+def check_stored(rollout: Rollout, here: bool = True, steps: int = 0) -> None:
+    """Raise KeelError if no run is named, or the recipe samples what stored rollouts lack, or has
+    more steps than were stored."""
     if rollout.stored is None:
         raise KeelError('rollout.engine = "stored" needs rollout.stored: name a run folder')
     lacks = (
@@ -55,7 +56,14 @@ def check_stored(rollout: Rollout, here: bool = True) -> None:
                 f" one step after the other: set rollout.{key} = {off}",
                 key=f"rollout.{key}",
             )
-    _places(load(rollout.stored), rollout)
+    run = load(rollout.stored)
+    places = _places(run, rollout)
+    if places != [0] and (lacking := [n for n in range(1, steps + 1) if n not in places]):
+        raise KeelError(
+            f"rollout.stored: no rollouts of step {lacking[0]} in {run.folder.path}, which has "
+            f"steps {places[0]} to {places[-1]}: set steps = {lacking[0] - 1}",
+            key="steps",
+        )
 
 
 def build_stored(model: Any, tokenizer: Any, *, rollout: Rollout, **_: Any) -> StoredEngine:

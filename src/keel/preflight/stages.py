@@ -21,7 +21,7 @@ from keel.data.columns import prompt_columns
 from keel.data.preferences import READERS, encode_row, without_bad
 from keel.data.sft import SFTRow, Trained
 from keel.data.splits import KINDS
-from keel.engines.registry import unmet_requests
+from keel.engines.registry import check_engine, unmet_requests
 from keel.engines.sampler import eos_ids, split_stops
 from keel.learn.advantages import check_steps
 from keel.learn.batch import from_groups
@@ -97,6 +97,9 @@ def inspect_sampling_stage(context: StageContext, plan: SamplingPlan) -> None:
     Raises StageStops if the stage would stop before it samples.
     """
     sampling, rollout = plan.sampling, plan.sampling.rollout
+    if rollout.replayed is not None:
+        with context.stops("as its stored rollouts are looked for", f"{plan.key}rollout.stored"):
+            check_engine(rollout, steps=context.stage.steps)
     stats = read_prompts(
         context, sampling.tasks, sampling.prompts, plan.seed,
         prefix=plan.key, answer_key=sampling.setting("max_tokens"),

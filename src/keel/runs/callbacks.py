@@ -34,6 +34,16 @@ class Requests:
     rate_scale: float = 1.0
 
 
+def _number(value: Any, what: str) -> float:
+    """A number of any type, such as a tensor's, but not one in text. Raises KeelError."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise KeelError(f"{what} is {value!r:.60}: give a number") from None
+
+
 class RunControl:
     """What a callback can ask of its run, as `state.control`.
 
@@ -62,10 +72,7 @@ class RunControl:
                     f"control.log: {name!r} is not a free name for a metric: choose one that "
                     "begins otherwise than Keel's, such as probe/accuracy"
                 )
-            try:
-                requests.logged[name] = float(value)
-            except (TypeError, ValueError):
-                raise KeelError(f"control.log: {name} is {value!r}: give a number") from None
+            requests.logged[name] = _number(value, f"control.log: {name}")
 
     def checkpoint(self) -> None:
         """Write a checkpoint after this step."""
@@ -87,9 +94,10 @@ class RunControl:
         The factor is part of the checkpoint, so a resumed run has it without this call.
         """
         requests = self._requests("scale_learning_rate")
-        if not 0 <= factor < math.inf:
-            raise KeelError(f"control.scale_learning_rate: {factor} is not a finite factor >= 0")
-        requests.rate_scale *= factor
+        scale = _number(factor, "control.scale_learning_rate: the factor")
+        if not 0 <= scale < math.inf:
+            raise KeelError(f"control.scale_learning_rate: {scale} is not a finite factor >= 0")
+        requests.rate_scale *= scale
 
     def stop(self, reason: str) -> None:
         """End the run after the current step, with a checkpoint to continue from."""

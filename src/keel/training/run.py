@@ -289,7 +289,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
             rollout = stage.sampling.rollout
             with _naming(stage):
                 check_rewards_of_steps(stage.sampling)
-                check_engine(rollout, here=here)
+                check_engine(rollout, here, stage.steps)
                 offered = placement_of(recipe.cluster).offers(capabilities_of(rollout.engine))
                 check_requests(stage.sampling, engine=offered)
                 if rollout.program is not None:
