@@ -242,6 +242,13 @@ def test_a_killed_client_frees_its_row(stream: bool) -> None:
     assert dropped not in server.live
 
 
+def test_the_length_is_that_of_the_longest_prompt() -> None:
+    body = json.dumps({"prompt": ["ab", "abc"]}).encode()
+    assert read_request(body, served=True, chat=False).characters == 3
+    messages = [{"role": "user", "content": "ab"}] * 2
+    assert read_request(json.dumps({"messages": messages}).encode()).characters == 4
+
+
 def test_who_may_ask() -> None:
     def status(own: openai.OpenAI, **headers: str) -> int:
         with connected(own) as connection:
@@ -250,6 +257,9 @@ def test_who_may_ask() -> None:
 
     def local(own: openai.OpenAI) -> None:
         assert [one.id for one in own.models.list()] == ["tiny"]
+        assert own.models.retrieve("tiny").id == "tiny"
+        with pytest.raises(openai.NotFoundError):
+            own.models.retrieve("other")
         assert status(own) == 200
         assert status(own, Host="evil.example") == 403
         assert status(own, Origin="http://evil.example") == 403
@@ -257,6 +267,7 @@ def test_who_may_ask() -> None:
     def remote(own: openai.OpenAI) -> None:
         assert [one.id for one in own.models.list()] == ["tiny"]
         assert status(own, Host="this.machine", Authorization="Bearer secret-token") == 200
+        assert status(own, Host="this.machine", Authorization="bearer secret-token") == 200
         assert status(own, Authorization="Bearer secret") == status(own) == 401
 
     server = server_of(engine_of())

@@ -8,6 +8,7 @@ failure `error`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ from keel.analysis.diagnosis.table import conditions
 from keel.config.fields import unknown
 from keel.config.model import Alerts
 from keel.config.secrets import without_secrets
-from keel.platform.http import post_json
+from keel.platform.http import exchange_json
 from keel.platform.process import output_of
 from keel.platform.signals import Interrupted
 from keel.runs.callbacks import Callback, RunState
@@ -130,7 +131,8 @@ class AlertSender(Callback):
                 output_of(wanted.command, SECONDS, given=json.dumps(alert).encode())
         if wanted.webhook_env is not None:
             with self._noting(f"alerts.webhook_env ({wanted.webhook_env})"):
-                status = post_json(os.environ[wanted.webhook_env], alert, SECONDS)
+                reply = exchange_json(os.environ[wanted.webhook_env], alert, SECONDS)
+                status, _ = asyncio.run(reply)
                 if not 200 <= status < 300:
                     raise OSError(f"it answers {status}")
 
@@ -140,4 +142,6 @@ class AlertSender(Callback):
         try:
             yield
         except Exception as error:
-            self._failures.append(f"an alert was not sent: {what}: {one_line(error)}")
+            self._failures.append(
+                f"an alert was not sent: {what}: {one_line(error) or type(error).__name__}"
+            )

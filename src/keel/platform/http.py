@@ -71,18 +71,6 @@ async def _sent(request: Coroutine[Any, Any, httpx2.Response], seconds: float) -
     return response.status_code, response.content
 
 
-def post_json(url: str, body: Any, seconds: float) -> int:
-    """POST to an address, which may be a secret; the status of the reply.
-
-    Raises OSError, which does not repeat the address, if it is not a valid one, cannot be reached
-    or does not answer within `seconds` at a time.
-    """
-    try:
-        return httpx2.post(url, json=body, timeout=seconds).status_code
-    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise OSError(type(error).__name__) from None
-
-
 def check_url(url: str) -> None:
     """Raise ValueError for an address that is not http://HOST… or https://HOST…"""
     try:

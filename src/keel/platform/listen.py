@@ -30,6 +30,11 @@ def token_for(host: str) -> tuple[str | None, tuple[str, ...] | None]:
     return given or secrets.token_urlsafe(24), None
 
 
+def shown_token(token: str) -> str:
+    """The token as a command prints it: by the name of its variable if it came from there."""
+    return f"${TOKEN}" if os.environ.get(TOKEN) == token else token
+
+
 def url_of(host: str, port: int) -> str:
     """The address to show; of a server on all interfaces with the machine's name."""
     named = socket.gethostname() if host in ("0.0.0.0", "::") else host

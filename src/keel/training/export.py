@@ -136,31 +136,21 @@ def exported(
     run: Path | str,
     folder: Path | str | None = None,
     *,
-    hub: str | None = None,
-    private: bool = False,
-    **choices: Any,
-) -> Exported:
-    """`export`, and what it took."""
-    if hub is None:
-        if folder is None:
-            raise KeelError("name the FOLDER to export to, or give --hub OWNER/NAME")
-        if private:
-            raise KeelError("--private is for a model on the hub: give --hub OWNER/NAME too")
-        return _export(run, Path(folder), name=Path(folder).name, **choices)
-    check_upload(hub)
-    made = _export(run, Path(folder or hub.rpartition("/")[2]), name=hub, **choices)
-    return replace(made, url=upload(made.folder, hub, private=private))
-
-
-def _export(
-    run: Path | str,
-    target: Path,
-    *,
-    name: str,
     checkpoint: str = "last",
     stage: str | None = None,
     adapter: bool = False,
+    hub: str | None = None,
+    private: bool = False,
 ) -> Exported:
+    """`export`, and what it took."""
+    if hub is not None:
+        check_upload(hub)
+    elif folder is None:
+        raise KeelError("name the FOLDER to export to, or give --hub OWNER/NAME")
+    elif private:
+        raise KeelError("--private is for a model on the hub: give --hub OWNER/NAME too")
+    target = Path(folder or str(hub).rpartition("/")[2])
+    name = hub or target.name
     if target.exists():
         raise KeelError(f"{target} exists: export into a new folder")
     if stage is not None and checkpoint != "last":
@@ -176,7 +166,7 @@ def _export(
         columns = load(place.path).columns(stage).values()
         last = max((int(column.steps[-1]) for column in columns), default=0)
         _write(place, source, target, adapter, name, Place(place.stages.index(stage), last))
-        return Exported(target, None, running)
+        return _uploaded(Exported(target, None, running), hub, private)
     while True:
         source = pick_checkpoint(place, checkpoint)
         try:
@@ -186,7 +176,11 @@ def _export(
             if source.exists() or not running:
                 raise
             continue  # the run has deleted it meanwhile, and has a newer one
-        return Exported(target, source.name, running)
+        return _uploaded(Exported(target, source.name, running), hub, private)
+
+
+def _uploaded(made: Exported, hub: str | None, private: bool) -> Exported:
+    return made if hub is None else replace(made, url=upload(made.folder, hub, private=private))
 
 
 def _write(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from keel.analysis.text import visible
 from keel.types import KeelError
 from keel.view.address import Address
 from keel.view.formulas import formula_of
-from keel.view.frame import EVERY, GREY, Problems, Shown, page
+from keel.view.frame import EVERY, GREY, Problems, Shown, chart_panel, page, quoted
 from keel.view.histograms import HistogramPanels, newest_rollouts
 from keel.view.library import Library, OpenRun, panels, pictures_of, status_of
 
@@ -186,13 +185,9 @@ def _open(shown: Shown, **changes: Any) -> None:
 def _panel(
     panel: Panel, curves: Sequence[tuple[str, Sequence[Series]]], address: Address
 ) -> tuple[Panel, ui.echart]:
-    with ui.element("section").classes("panel").props(f"data-testid=panel-{panel.key}"):
-        title = visible(panel.title, 100)
-        ui.html(f"<h2>{html.escape(title)}</h2>", sanitize=False)
-        made = chart_options(panel, curves, dark=address.theme == "dark")
-        chart = ui.echart(made, renderer="canvas").classes("chart")
-        chart.props(f'role="img" aria-label="{quoted(title)} over the steps"')
-        ui.label(panel.help).classes("muted")
+    made = chart_options(panel, curves, dark=address.theme == "dark")
+    title = visible(panel.title, 100)
+    chart, _ = chart_panel(f"panel-{panel.key}", title, "over the steps", made, panel.help)
     return panel, chart
 
 
@@ -271,11 +266,6 @@ def pictures(run: OpenRun, stage: str) -> None:
             with ui.element("section").classes("panel"):
                 ui.label(title).style("font-weight: 600")
                 ui.image(path).props(f'alt="{quoted(title)}"').style("max-width: 100%")
-
-
-def quoted(text: str) -> str:
-    """A text for the value of a property."""
-    return text.replace('"', "'").replace("\\", "/")
 
 
 _SMALL = (

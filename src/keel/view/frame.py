@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -215,3 +216,19 @@ class LinkedTable(ui.table, component="linked_table.js"):
         super().__init__(rows=rows, columns=columns_of(rows, names), row_key="id", **more)
         self._props["linked"] = column
         self.classes("w-full").props(f"dense flat bordered data-testid={test}")
+
+
+def chart_panel(
+    name: str, title: str, about: str = "", options: dict[str, Any] | None = None, note: str = ""
+) -> tuple[ui.echart, ui.label]:
+    """A panel with a chart and a note below it, in the element that is open."""
+    with ui.element("section").classes("panel").props(f"data-testid={name}"):
+        ui.html(f"<h2>{html.escape(title)}</h2>", sanitize=False)
+        chart = ui.echart(options or {}, renderer="canvas").classes("chart")
+        chart.props(f'role="img" aria-label="{quoted(f"{title} {about}".strip())}"')
+        return chart, ui.label(note).classes("muted")
+
+
+def quoted(text: str) -> str:
+    """A text for the value of a property."""
+    return text.replace('"', "'").replace("\\", "/")

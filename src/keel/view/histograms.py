@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from nicegui import ui
 
 from keel.analysis.plots import COLOURS
 from keel.analysis.statistics import Array
-from keel.view.frame import GREY
+from keel.view.frame import GREY, chart_panel
 from keel.view.library import OpenRun
 
 BINS, FEW = 20, 5
@@ -94,18 +93,15 @@ class HistogramPanels:
 
     def __init__(self, found: Distributions, dark: bool) -> None:
         self._dark = dark
-        self._parts: dict[str, tuple[ui.label, ui.echart]] = {}
-        for name, title in TITLES.items():
-            with ui.element("section").classes("panel").props(f"data-testid=histogram-{name}"):
-                ui.html(f"<h2>{title} of the newest rollouts</h2>", sanitize=False)
-                chart = ui.echart({}, renderer="canvas").classes("chart")
-                chart.props(f'role="img" aria-label="{title} of the newest rollouts"')
-                self._parts[name] = ui.label().classes("muted"), chart
+        self._parts = {
+            name: chart_panel(f"histogram-{name}", f"{title} of the newest rollouts")
+            for name, title in TITLES.items()
+        }
         self.show(found)
 
     def show(self, found: Distributions) -> None:
         """Show these."""
-        for name, (label, chart) in self._parts.items():
+        for name, (chart, label) in self._parts.items():
             values = found.values[name]
             chart.options.update(histogram_options(values, self._dark))
             chart.update()

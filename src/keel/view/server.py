@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keel.platform.extras import install_command
-from keel.platform.listen import fits, listen, token_for, url_of, wrong_host
+from keel.platform.listen import fits, listen, shown_token, token_for, url_of, wrong_host
 from keel.types import KeelError
 from keel.view.address import Address
 
@@ -42,7 +42,8 @@ def serve_pages(
     """Serve the pages that were defined until interrupted; `start` and `others` are announced.
 
     `port` None takes 8765, or a free one if that is taken. On another host than the loopback a
-    token is needed, which the announced addresses hold: a new one, or that of `KEEL_TOKEN`.
+    token is needed, which the announced addresses hold: a new one, or that of `KEEL_TOKEN`, by its
+    name.
 
     Raises KeelError if the address is taken.
     """
@@ -50,15 +51,17 @@ def serve_pages(
 
     token, hosts = token_for(host)
     app.add_middleware(Guard, hosts=hosts, token=token, before=forget_unopened)
-    query = "" if token is None else f"?token={token}"
+    query, shown = (
+        ("", "") if token is None else (f"?token={token}", f"?token={shown_token(token)}")
+    )
     with listen(host, port) as listener:
         port = int(listener.getsockname()[1])
         url = url_of(host, port)
 
         def ready() -> None:
-            announce(f"{command}: {url}{start}{query} (Ctrl-C stops it)")
+            announce(f"{command}: {url}{start}{shown} (Ctrl-C stops it)")
             for path in others:
-                announce(f"{path.strip('/')}: {url}{path}{query}")
+                announce(f"{path.strip('/')}: {url}{path}{shown}")
 
         app.on_startup(ready)
         ui.run(
@@ -123,7 +126,9 @@ class Guard:
         by_query = fits(asked.query_params.get("token", ""), token)
         by_cookie = fits(asked.cookies.get(name, ""), token)
         if wrong is None and not by_query and not by_cookie:
-            wrong = "this page needs the token that the command printed: open the address with it"
+            wrong = (
+                "this page needs ?token= and the token, of KEEL_TOKEN or as the command printed it"
+            )
         if wrong is not None:
             refusal: ASGIApp = PlainTextResponse(f"{wrong}\n", 403)
             if scope["type"] == "websocket":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from keel.engines.native import NativeEngine
 from keel.engines.sampler import check
 from keel.models.chat import ChatEncoder
 from keel.models.tokenizer_round_trip import quiet
-from keel.platform.listen import TOKEN, listen, token_for, url_of
+from keel.platform.listen import listen, shown_token, token_for, url_of
 from keel.training.export import policy_of, run_or_model
 from keel.training.setup import templates_at
 from keel.types import KeelError, Sampling
@@ -112,8 +111,7 @@ def serve(
         with Endpoint(
             server.submit, listener, model=served.name, served=True, token=token, hosts=hosts
         ):
-            shown = f"${TOKEN}" if os.environ.get(TOKEN) else token
-            key = "" if token is None else f' -H "Authorization: Bearer {shown}"'
+            key = "" if token is None else f' -H "Authorization: Bearer {shown_token(token)}"'
             announce(f"keel serve: {served.name} at {url}/v1 (Ctrl-C stops it)")
             body = '{"prompt": "1 + 1 ="}'
             if served.has_template:

@@ -79,9 +79,9 @@ class ChatRequest:
 
     @property
     def characters(self) -> int:
-        """The length of all texts."""
+        """The length of the longest text that is encoded: all messages, or one of the prompts."""
         texts = [str(message.get("content") or "") for message in self.messages]
-        return sum(map(len, [*texts, *self.prompts]))
+        return max(sum(map(len, texts)), *map(len, self.prompts), 0)
 
 
 def read_request(body: bytes, *, served: bool = False, chat: bool = True) -> ChatRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import unquote
 
 from keel.engines.endpoint.requests import (
     MAX_BODY,
@@ -121,16 +123,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: programs report what fails."""
 
     def do_GET(self) -> None:
-        """The list of models."""
+        """The list of models, or the one there is."""
+        name = self.server.model
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "keel"}
+        known = {"/v1/models": {"object": "list", "data": [model]}, f"/v1/models/{name}": model}
         try:
             self._key()
-            if self.path != "/v1/models":
-                raise RefusedRequest(f"there is no {self.path}", "not_found", 404)
+            if (path := unquote(self.path)) not in known:
+                raise RefusedRequest(f"there is no {path}", "not_found", 404)
+            self._send(200, known[path])
         except RefusedRequest as error:
             self._send(error.status, error.body())
-            return
-        model = {"id": self.server.model, "object": "model", "created": 0, "owned_by": "keel"}
-        self._send(200, {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
         """Answer a request once the engine has, or as it does."""
@@ -175,11 +178,13 @@ class _Handler(BaseHTTPRequestHandler):
             wrong = wrong_host(headers, self.server.hosts)
         if wrong is not None:
             raise RefusedRequest(wrong, "forbidden", 403)
-        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        bearer = re.sub("^bearer +", "", self.headers.get("Authorization", ""), flags=re.IGNORECASE)
         key = self.headers.get("X-Api-Key") or bearer
         if not fits(key, self.server.token):
             raise RefusedRequest(
-                "api_key: give the token that the command printed", "invalid_api_key", 401
+                "api_key: give the server's token, of KEEL_TOKEN or as the command printed it",
+                "invalid_api_key",
+                401,
             )
         return key
 
