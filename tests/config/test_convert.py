@@ -354,6 +354,21 @@ def test_references_to_other_keys_are_resolved_or_refused(tmp_path: Path) -> Non
     assert any(key.startswith("actor_rollout_ref.rollout.n = ") for key in found.refused)
 
 
+def test_variables_of_a_script_are_resolved_or_listed(tmp_path: Path) -> None:
+    found = converted_text(
+        tmp_path,
+        "a.sh",
+        "export LR=1e-5 N=$((2 * 8))\nX=1 python -m openrlhf.cli.train_dpo --learning_rate $LR "
+        "--train_batch_size $N --pretrain $UNSET --dataset a.jsonl,b.jsonl --dataset_probs 0.5,1 "
+        "--beta 0.2 $EXTRA_ARGS\n",
+    )
+    assert found.recipe["optimizer"]["learning_rate"] == 1e-5
+    assert (found.recipe["batch_size"], found.recipe["beta"]) == (16, 0.2)
+    assert found.missing["model.name"].startswith("pretrain = '$UNSET': its value is not")
+    assert found.recipe["data"]["path"] == "a.jsonl"
+    assert {key.partition(" = ")[0] for key in found.refused} == {"dataset", "$EXTRA_ARGS"}
+
+
 def test_python_values_are_computed_or_refused(tmp_path: Path) -> None:
     found = converted_text(
         tmp_path,
@@ -547,7 +562,8 @@ def test_a_penalty_after_the_group_is_compared_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "- 1\n", "it holds no table"),
+        ("a.yaml", "- 1\n", "a.yaml: cannot be read as .yaml: it holds no table"),
+        ("a.yaml", "a: &x [*x]\n", "recursion"),
         ("a.yaml", "colour: red\n", "--from trl, verl or openrlhf"),
         ("a.sh", "echo hello\n", "no setting found"),
         ("a.py", "def f(:\n", "cannot be read as .py"),

@@ -56,16 +56,14 @@ def read_settings(path: str) -> Settings:
             found = Settings(_load(text, suffix))
         else:
             found = _command(text)
-    except KeelError:
-        raise
+        values = dict(_flat(found.values))
+        if suffix != ".py":
+            plain = {k: _value(v) if type(v) is str else v for k, v in values.items()}
+            values = {key: _resolved(value, plain) for key, value in plain.items()}
     except Exception as error:  # of each parser's own kind
         raise KeelError(
             f"{path}: cannot be read as {suffix or 'a script'}: {one_line(error)}"
         ) from None
-    values = dict(_flat(found.values))
-    if suffix != ".py":
-        plain = {k: _value(v) if type(v) is str else v for k, v in values.items()}
-        values = {key: _resolved(value, plain) for key, value in plain.items()}
     values = {
         _SPREAD.get(key, key).removeprefix("model_init_kwargs."): value
         for key, value in values.items()
@@ -84,7 +82,7 @@ def _load(text: str, suffix: str) -> Mapping[str, Any]:
     else:
         data = importlib.import_module("yaml").safe_load(text)
     if not isinstance(data, Mapping):
-        raise KeelError("it holds no table of keys")
+        raise ValueError("it holds no table of keys")
     return data
 
 
@@ -147,10 +145,8 @@ def _command(text: str) -> Settings:
     names: set[str] = set()
     for line in joined.splitlines():
         words = _words(_expanded(line, variables))
-        if len(words) == 1 and re.match(r"[A-Za-z_]\w*=", words[0]):
-            name, _, value = words[0].partition("=")
-            variables[name] = value
-            continue
+        while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+            name, _, variables[name] = words.pop(0).partition("=")
         at = next((at for at, word in enumerate(words) if _PROGRAM.search(word)), None)
         if at is not None:  # what stands before it is of a launcher
             launch, words = _options(words[:at]), words[at:]
@@ -193,17 +189,8 @@ _MORE: Final = re.compile(
 )
 """A variable that holds options, not a value."""
 _OPERATORS: Final[dict[type[ast.operator], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-}
-
-
-_PYTHON_OPERATORS: Final = {
-    **_OPERATORS,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv},
 }
 
 
@@ -211,12 +198,13 @@ def _arithmetic(text: str, variables: Mapping[str, str]) -> str:
     """Whole numbers, + − * / and brackets, as a shell computes them."""
 
     def count(node: ast.expr) -> int:
-        if isinstance(node, ast.BinOp):
-            return int(_OPERATORS[type(node.op)](count(node.left), count(node.right)))
-        if isinstance(node, ast.Name):
-            return int(_arithmetic(variables[node.id], variables))
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
+        match node:
+            case ast.BinOp():
+                return int(_OPERATORS[type(node.op)](count(node.left), count(node.right)))
+            case ast.Name():
+                return int(_arithmetic(variables[node.id], variables))
+            case ast.Constant(value=int()):
+                return int(node.value)
         raise ValueError(text)
 
     try:
@@ -441,7 +429,7 @@ class _Script:
                 if {type(left), type(right)} <= {int, float} or (
                     type(left) is type(right) is str and isinstance(made.op, ast.Add)
                 ):
-                    return _PYTHON_OPERATORS[type(made.op)](left, right)
+                    return _OPERATORS[type(made.op)](left, right)
             return ast.literal_eval(made)
         except (ValueError, TypeError, KeyError, ArithmeticError):
             text = ast.unparse(made)

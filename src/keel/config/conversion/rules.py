@@ -448,54 +448,51 @@ def _named(value: Any) -> list[str]:
     return [part for one in _listed(value) for part in one.split(",") if part]
 
 
+def _openrlhf_sources(c: Foreign, names: str, more: dict[str, Any]) -> list[dict[str, Any]]:
+    """The data that a key names, by their shares."""
+    paths, shares = _named(c[names]), _listed(c[f"{names}_probs"])
+    if not c["apply_chat_template"]:
+        more["raw"] = True
+    if c["eval_dataset"] and len(paths) == 1:
+        more["validation_path"] = c["eval_dataset"]
+    elif c["eval_dataset"]:
+        c.refuse("eval_dataset", "each of several sets has its own validation_path")
+    sources = [_source(path, **more) for path in paths]
+    for source, share in zip(sources, shares if len(paths) > 1 else (), strict=False):
+        source["weight"] = float(share)
+    return sources
+
+
 def openrlhf_data(c: Foreign) -> Keys:
     """Prompts: a column, or a template over it, with or without the chat template."""
-    names, shares = _named(c["prompt_data"]), _named(c["prompt_data_probs"])
-    if not names:
-        return
     key, template = c["input_key"], c["input_template"]
     if c["prompt_split"] != "train":
         c.refuse("prompt_split", "set tasks.options.split")
     more: dict[str, Any] = {"prompt": template.replace("{}", f"{{{key}}}") if template else key}
     if c["label_key"]:
         more["answer"] = c["label_key"]
-    if not c["apply_chat_template"]:
-        more["raw"] = True
-    tasks = [_source(name, **more) for name in names]
-    for task, share in zip(tasks, shares, strict=False):
-        task["weight"] = float(share)
-    if c["eval_dataset"] and len(tasks) == 1:
-        tasks[0]["validation_path"] = c["eval_dataset"]
-    yield "tasks", tasks
-
-
-def openrlhf_vllm(c: Foreign) -> Keys:
-    """Whether vLLM samples."""
-    if c["vllm_num_engines"]:
-        yield "rollout.engine", "vllm"
+    if tasks := _openrlhf_sources(c, "prompt_data", more):
+        yield "tasks", tasks
 
 
 def openrlhf_examples(c: Foreign) -> Keys:
     """Pairs of one data set, or examples of several."""
-    names, shares = _named(c["dataset"]), _named(c["dataset_probs"])
-    if not names:
-        return
     sft = c.program.stage == "sft"
-    if len(names) > 1 and not sft:
-        c.refuse("dataset", "a stage learns from one set of pairs: the first is kept")
     if c["input_template"]:
         c.refuse("input_template", "write the prompts as they are to be read into the file")
     columns = {own: c[f"{own}_key"] for own in ("prompt", "chosen", "rejected")}
     if sft:
         own = ("messages",) if c["multiturn"] else ("prompt", "completion")
         columns = dict(zip(own, (c["input_key"], c["output_key"]), strict=False))
-    more: dict[str, Any] = {"columns": {k: v for k, v in columns.items() if v and v != k}}
-    more = {key: value for key, value in more.items() if value}
-    if not c["apply_chat_template"]:
-        more["raw"] = True
-    if c["eval_dataset"]:
-        more["validation_path"] = c["eval_dataset"]
-    sources = [_source(name, **more) for name in (names if sft else names[:1])]
-    for source, share in zip(sources, shares if sft else (), strict=False):
-        source["weight"] = float(share)
-    yield "data", sources if sft else sources[0]
+    columns = {own: name for own, name in columns.items() if name and name != own}
+    sources = _openrlhf_sources(c, "dataset", {"columns": columns} if columns else {})
+    if len(sources) > 1 and not sft:
+        c.refuse("dataset", "a stage learns from one set of pairs: the first is kept")
+    if sources:
+        yield "data", sources if sft else {k: v for k, v in sources[0].items() if k != "weight"}
+
+
+def openrlhf_vllm(c: Foreign) -> Keys:
+    """Whether vLLM samples."""
+    if c["vllm_num_engines"]:
+        yield "rollout.engine", "vllm"
