@@ -125,8 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The list of models, or the one there is."""
         name = self.server.model
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "keel"}
-        known = {"/v1/models": {"object": "list", "data": [model]}, f"/v1/models/{name}": model}
+        model: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "keel"}
+        models = {"object": "list", "data": [model]}
+        known = {"/v1/models": models, f"/v1/models/{name}": model}
         try:
             self._key()
             if (path := unquote(self.path)) not in known:
