@@ -203,8 +203,8 @@ def _arithmetic(text: str, variables: Mapping[str, str]) -> str:
                 return int(_OPERATORS[type(node.op)](count(node.left), count(node.right)))
             case ast.Name():
                 return int(_arithmetic(variables[node.id], variables))
-            case ast.Constant(value=int()):
-                return int(node.value)
+            case ast.Constant(value=int(number)):
+                return number
         raise ValueError(text)
 
     try:
