@@ -33,14 +33,6 @@ FIGURES = ("log_loss", "brier", "ece", "f1")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """The command that is named."""
-    if arguments.command == "export":
-        _export(arguments)
-    else:
-        _evaluate(arguments)
-
-
-def _evaluate(arguments: argparse.Namespace) -> None:
     """Evaluate and print the table. Raises KeelError for options that would have no effect."""
     files = _given(arguments, JUDGED)
     if files:
@@ -90,7 +82,7 @@ def _judged(arguments: argparse.Namespace, files: Sequence[str]) -> None:
     print_result(arguments, result, _judged_table(result))
 
 
-def _export(arguments: argparse.Namespace) -> None:
+def run_export(arguments: argparse.Namespace) -> None:
     """Write a run's policy, or the reward model of a stage, as a plain model folder."""
     from keel.training.export import class_of, exported
 

@@ -26,13 +26,7 @@ TAG = re.compile(r"[\w.:+-]{1,40}")
 COLUMNS = ("run", "recipe", "state", "steps", "newest", "accuracy", "time", "disk", "tags")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """The command that is named."""
-    commands = {"runs list": _list, "runs tag": _tag, "runs untag": _tag, "runs delete": _delete}
-    commands[arguments.command](arguments)
-
-
-def _list(arguments: argparse.Namespace) -> None:
+def run_runs_list(arguments: argparse.Namespace) -> None:
     """Print the runs of a folder."""
     library = Library([arguments.folder])
     found = [_facts(library, name) for name in library.names()]
@@ -79,7 +73,7 @@ def _cells(one: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _tag(arguments: argparse.Namespace) -> None:
+def run_runs_tag(arguments: argparse.Namespace) -> None:
     """Add tags to a run, or take them away; print what it has then."""
     run, given = load(arguments.run), list(dict.fromkeys(arguments.tags))
     for tag in given:
@@ -102,7 +96,10 @@ def _tag(arguments: argparse.Namespace) -> None:
     print_result(arguments, tags, [f"{arguments.run}: {' '.join(tags) or 'no tags'}"])
 
 
-def _delete(arguments: argparse.Namespace) -> None:
+run_runs_untag = run_runs_tag
+
+
+def run_runs_delete(arguments: argparse.Namespace) -> None:
     """Delete runs or checkpoints, after asking; print how much is free again."""
     for one in arguments.runs:
         if Path(one).is_symlink():

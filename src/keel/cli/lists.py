@@ -17,14 +17,7 @@ SHOWN = 5
 """Prompts of a task that are printed."""
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """The command that is named."""
-    commands = (_recipes, _recipes_convert, _tasks, _rewards, _models, _explain)
-    name = f"_{arguments.command.replace(' ', '_')}"
-    {command.__name__: command for command in commands}[name](arguments)
-
-
-def _recipes(arguments: argparse.Namespace) -> None:
+def run_recipes(arguments: argparse.Namespace) -> None:
     """The recipes of `keel train`, and what `keel control` has tuned settings for."""
     from keel.config.control import tuned
     from keel.config.load import expectations, shipped
@@ -47,7 +40,7 @@ def _recipes(arguments: argparse.Namespace) -> None:
     print_result(arguments, found, lines)
 
 
-def _recipes_convert(arguments: argparse.Namespace) -> None:
+def run_recipes_convert(arguments: argparse.Namespace) -> None:
     """A recipe of another framework's configuration; what became of each key goes to stderr."""
     from keel.config.conversion.convert import convert
     from keel.types import KeelError
@@ -65,7 +58,7 @@ def _recipes_convert(arguments: argparse.Namespace) -> None:
         print_result(arguments, found.as_dict(), [found.toml().rstrip()])
 
 
-def _tasks(arguments: argparse.Namespace) -> None:
+def run_tasks(arguments: argparse.Namespace) -> None:
     """The tasks there are, or a few prompts of one."""
     from keel.config.sources import TaskSource
     from keel.data.mixture import build_task, catalogue
@@ -81,7 +74,7 @@ def _tasks(arguments: argparse.Namespace) -> None:
     print_result(arguments, pairs, lines)
 
 
-def _rewards(arguments: argparse.Namespace) -> None:
+def run_rewards(arguments: argparse.Namespace) -> None:
     """The built-in rewards, a line each."""
     from keel.rewards.registry import catalogue
 
@@ -90,7 +83,7 @@ def _rewards(arguments: argparse.Namespace) -> None:
     print_result(arguments, found, [*columns(found), own])
 
 
-def _models(arguments: argparse.Namespace) -> None:
+def run_models(arguments: argparse.Namespace) -> None:
     """The model families, and which reward models can be made of each."""
     from transformers import CONFIG_MAPPING
 
@@ -118,7 +111,7 @@ def _models(arguments: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- explain
 
 
-def _explain(arguments: argparse.Namespace) -> None:
+def run_explain(arguments: argparse.Namespace) -> None:
     """The objective of a preset, or of each reinforcement-learning stage of a recipe."""
     explanations = _explanations(arguments.recipe, arguments.overrides)
     if arguments.json:

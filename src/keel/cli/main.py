@@ -309,8 +309,10 @@ MODULES: Final = {
     **dict.fromkeys(("diagnose", "report", "view"), "runs"),
     **dict.fromkeys(("runs list", "runs tag", "runs untag", "runs delete"), "folders"),
     **{"export": "eval", "control": "train", "recipes convert": "lists"},
+    "prefs synthesize": "prefs_synthesize",
 }
-"""The file of a command or action; of others it has the command's name."""
+"""The file of a command or action; of others it has the command's name. It has `run_COMMAND`, or
+`run` for all its commands."""
 
 
 def _number(kind: Callable[[str], float], least: float, most: float, wanted: str) -> Any:
@@ -450,7 +452,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = parse(argv)
     try:
-        code = importlib.import_module(arguments.module).run(arguments)
+        module = importlib.import_module(arguments.module)
+        name = f"run_{arguments.command.replace(' ', '_')}"
+        code = (getattr(module, name, None) or module.run)(arguments)
         sys.stdout.flush()
         return int(code or 0)
     except KeyboardInterrupt:

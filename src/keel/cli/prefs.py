@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -43,18 +43,7 @@ ENTRY = ("kind", "amount", "unit", "purpose", "round", "forecast")
 """Options of an entry that is added to the ledger."""
 
 
-def run(arguments: argparse.Namespace) -> int | None:
-    """The action that the command line names; 3 if a budget of synthesis is used up."""
-    if arguments.action == "synthesize":
-        from keel.cli.prefs_synthesize import synthesize_pairs  # the judge's modules
-
-        return synthesize_pairs(arguments)
-    actions: tuple[Callable[[argparse.Namespace], int | None], ...]
-    actions = (_import, _export, _stats, _select, _annotate, _costs, _audit)
-    return {action.__name__[1:]: action for action in actions}[arguments.action](arguments)
-
-
-def _import(arguments: argparse.Namespace) -> None:
+def run_prefs_import(arguments: argparse.Namespace) -> None:
     """Add a file to the store, and list what was left out."""
     kind, path = arguments.kind, Path(arguments.path)
     source, annotator = DEFAULTS.get(kind, ("human", ""))
@@ -86,7 +75,7 @@ def _import(arguments: argparse.Namespace) -> None:
     print_result(arguments, result, lines)
 
 
-def _export(arguments: argparse.Namespace) -> None:
+def run_prefs_export(arguments: argparse.Namespace) -> None:
     """Write the labels that the options select."""
     out = _new_file(arguments.out)
     selection = Selection(
@@ -98,7 +87,7 @@ def _export(arguments: argparse.Namespace) -> None:
     print_result(arguments, {"out": str(out), "rows": count}, [f"{out}: {count} rows"])
 
 
-def _stats(arguments: argparse.Namespace) -> None:
+def run_prefs_stats(arguments: argparse.Namespace) -> None:
     """What each store, or file of rows, holds."""
     results = [_described(Path(path)) for path in arguments.files]
     lines: list[str] = []
@@ -123,7 +112,7 @@ def _described(path: Path) -> dict[str, Any]:
         return {"file": str(path), **counts, **describe(store)}
 
 
-def _select(arguments: argparse.Namespace) -> None:
+def run_prefs_select(arguments: argparse.Namespace) -> None:
     """Choose, set priorities, and print what was chosen and how far it can be relied on."""
     from keel.preferences.pool import Features, SelectionPlan, select_batch
 
@@ -195,7 +184,7 @@ def _select_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _costs(arguments: argparse.Namespace) -> None:
+def run_prefs_costs(arguments: argparse.Namespace) -> None:
     """Print the costs of a store or of a run."""
     from keel.preferences.statistics import cost_lines, describe_costs, step_costs
     from keel.runs.reader import load
@@ -241,7 +230,7 @@ def _entry(arguments: argparse.Namespace) -> CostRecord:
     )
 
 
-def _annotate(arguments: argparse.Namespace) -> None:
+def run_prefs_annotate(arguments: argparse.Namespace) -> None:
     """Serve the pages on which people label pairs, until interrupted."""
     rubric = None if arguments.rubric is None else read_rubric(Path(arguments.rubric))
     settings = AnnotationSettings(
@@ -293,7 +282,7 @@ def _write_errors(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _audit(arguments: argparse.Namespace) -> None:
+def run_prefs_audit(arguments: argparse.Namespace) -> None:
     """How judges compared pairs."""
     with PreferenceStore(Path(arguments.store)) as store:
         found = audit_judges(store)

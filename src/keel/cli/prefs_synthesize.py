@@ -34,7 +34,7 @@ STOPPED = 3
 OPTIONS = ("samples", "pairs", "rubric", "reference", "round", "seed", "budget", "forecast_prompts")
 
 
-def synthesize_pairs(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Sample completions and compare them; `STOPPED` if the budget is used up."""
     options = _options(arguments)
     prompts = None if arguments.prompts is None else read_prompts(arguments.prompts)

@@ -20,15 +20,10 @@ COMPLETIONS = 5
 """Completions of a step that are printed."""
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """The command that is named."""
-    {"rollouts show": _show, "rollouts score": _score}[arguments.command](arguments)
-
-
 # ---------------------------------------------------------------- score
 
 
-def _score(arguments: argparse.Namespace) -> None:
+def run_rollouts_score(arguments: argparse.Namespace) -> None:
     """Print what other rewards make of stored completions."""
     from keel.training.rescoring import rescore
 
@@ -68,7 +63,7 @@ def _rescored(found: Sequence[Rescored], notes: Sequence[str], shown: int) -> It
 # ---------------------------------------------------------------- show
 
 
-def _show(arguments: argparse.Namespace) -> None:
+def run_rollouts_show(arguments: argparse.Namespace) -> None:
     """Print the rollouts of a step: all as JSON, else the first few."""
     records = load(arguments.run).rollouts(arguments.step, arguments.stage)
     print_result(

@@ -25,18 +25,7 @@ DIFFERENT = 1
 NOTHING = "no problems found"
 
 
-def run(arguments: argparse.Namespace) -> int | None:
-    """The command that is named."""
-    commands = {
-        "runs diff": _diff,
-        "diagnose": _diagnose,
-        "report": _report,
-        "view": _view,
-    }
-    return commands[arguments.command](arguments)
-
-
-def _report(arguments: argparse.Namespace) -> None:
+def run_report(arguments: argparse.Namespace) -> None:
     """Write a run's report; print where it is."""
     from keel.view.report import write_report
 
@@ -45,7 +34,7 @@ def _report(arguments: argparse.Namespace) -> None:
     print_result(arguments, {"report": str(path)}, [str(path)])
 
 
-def _view(arguments: argparse.Namespace) -> None:
+def run_view(arguments: argparse.Namespace) -> None:
     """Serve the pages of runs until interrupted."""
     from keel.view.server import serve
 
@@ -61,7 +50,7 @@ def _view(arguments: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- runs diff
 
 
-def _diff(arguments: argparse.Namespace) -> int:
+def run_runs_diff(arguments: argparse.Namespace) -> int:
     """Compare two runs; returns 0 if they are the same and 1 if they differ."""
     found = diff(arguments.a, arguments.b)
     print_result(arguments, found.as_dict(), _difference(found))
@@ -131,7 +120,7 @@ def _value(value: Any) -> str:
 # ---------------------------------------------------------------- diagnose
 
 
-def _diagnose(arguments: argparse.Namespace) -> None:
+def run_diagnose(arguments: argparse.Namespace) -> None:
     """Print what is wrong with a run."""
     opened = load(arguments.run)
     found = diagnose(opened)

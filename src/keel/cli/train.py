@@ -38,8 +38,6 @@ class Start(Protocol):
 
 def run(arguments: argparse.Namespace) -> int:
     """Run, or resume a run; prints its results. With torchrun on each rank, of which 0 drives."""
-    if arguments.command == "control":
-        return _control(arguments)
     driving: AbstractContextManager[None] = nullcontext()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         recipe = _recipe(arguments)
@@ -217,7 +215,7 @@ def _short(text: str, width: int) -> str:
 # ---------------------------------------------------------------- control
 
 
-def _control(arguments: argparse.Namespace) -> int:
+def run_control(arguments: argparse.Namespace) -> int:
     """Run on an environment, or resume a run; prints its results."""
     recipe = _control_recipe(arguments)
     try:
