@@ -90,3 +90,15 @@ def test_own_loop_learns_by_both_algorithms(tmp_path: Path) -> None:
     assert len(answers) == 5
     assert sum(max(a, b) == answer for a, b, answer in answers) >= 3
     assert pictures == 1
+
+
+@pytest.mark.slow
+def test_chats_become_short_right_answers(tmp_path: Path) -> None:
+    """The demonstrations are right three times in four, and half of them a sentence."""
+    text, pictures = execute("04_chat_to_grpo", tmp_path)
+    before, after = rewards_of(text)
+    assert before < 0.7
+    assert after > 0.75
+    assert re.search(r"^greedy [\d.]+, sampled [\d.]+$", text, re.MULTILINE)
+    assert re.search(r"^3 or 8\? 8$", text, re.MULTILINE)
+    assert pictures == 1

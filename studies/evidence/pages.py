@@ -93,10 +93,10 @@ def section(name: str) -> str:
     """The section of a preset's page."""
     rates = tomllib.loads(RATES.read_text())
     page = "presets" if name in COMPARED else "distillation"
-    known = ", ".join(f"{rates[task][name]:g} ({TITLES[task]})" for task in tasks_of(name))
+    known = ", ".join(f"{rates[task][name]:g}" for task in tasks_of(name))
     return (
         f"{SECTION}![{name}](curves/{name}.png)\n\n"
-        f"[Ten seeds](../evidence/{page}.md) at learning rates {known}.\n"
+        f"[Ten seeds](../evidence/{page}.md); learning rates {known}.\n"
     )
 
 
@@ -166,7 +166,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "stability": stability_table,
     "memory": memory.table,
     "replay": replay.table,
-    "forgetting": replay.forgetting,
     "lengths": lengths.table,
     "difficulty": bias.difficulty_table,
     "drift": bias.drift_table,

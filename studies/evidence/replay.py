@@ -17,8 +17,7 @@ from studies.evidence.algorithms import HERE, RESULTS
 SHARES = ("0", "0.1", "1")
 KEPT = RESULTS / "replay.json"
 KEY = "update.base.replay"
-VERSIONS = ("reward_model", "update-1", "update-2", "update-3")
-LAST = VERSIONS[-1]
+LAST = "update-3"
 
 
 def measure(out: Path, seeds: int = 10) -> None:
@@ -52,14 +51,6 @@ def table(path: Path = KEPT) -> str:
         rows.append(cells)
     head = ("old rows", "less none", "new rows", "less none", "policy", "less none")
     return markdown(("replay", *head), rows)
-
-
-def forgetting(path: Path = KEPT) -> str:
-    """Mean accuracy of each version on each version's rows without replay, in percent."""
-    accuracy = 100 * np.array(json.loads(path.read_text())[SHARES[0]]["accuracy"]).mean(axis=0)
-    head = ("model after", *(f"rows of {name}" for name in VERSIONS))
-    cells = ([f"{value:.1f}" for value in row] for row in accuracy)
-    return markdown(head, [(name, *row) for name, row in zip(VERSIONS, cells, strict=True)])
 
 
 def _figures(found: dict[str, Any]) -> tuple[Array, Array, Array]:

@@ -37,9 +37,9 @@ class SampledEvaluation(FrozenModel):
     """What is sampled of some prompts, and how it is judged."""
 
     prompts: Index = 200
-    """Number of validation prompts; 0: no evaluation."""
+    """Validation prompts; 0: no evaluation."""
     samples: Annotated[int, Field(ge=0, le=65_536), NEVER_EVALUATED] = 0
-    """Completions sampled of each prompt; 0: greedy decoding only."""
+    """Completions sampled of each prompt, besides the greedy one."""
     k: Annotated[tuple[Answers, ...], AsTuple, NEVER_EVALUATED, _NOT_SAMPLED] = ()
     """Values of k of pass@k and maj@k, by estimates from all samples; none: `samples`."""
     temperature: Annotated[Temperature, NEVER_EVALUATED, _NOT_SAMPLED] = 1.0
@@ -51,10 +51,9 @@ class SampledEvaluation(FrozenModel):
     min_p: Annotated[Unit, NEVER_EVALUATED, _NOT_SAMPLED] = 0.0
     """min-p of the sampled completions; 0: off."""
     component: Annotated[str | None, NEVER_EVALUATED] = None
-    """Name of the reward that is evaluated; None: the first that is declared as correctness, else
-    the total reward."""
+    """The reward that is evaluated; None: the first declared as correctness, else the total."""
     threshold: Annotated[Real, NEVER_EVALUATED] = 1.0
-    """A completion is right if the reward declared as correctness is at least this."""
+    """A completion is right if that reward is at least this."""
 
     @model_validator(mode="after")
     def _k_of_samples(self) -> Self:
@@ -122,8 +121,8 @@ class Evaluation(SampledEvaluation):
     sets: Annotated[tuple[EvaluationSet, ...], AsTuple] = ()
     """Further evaluations, each on a task of its own."""
     best: Annotated[str | None, NEVER_EVALUATED] = None
-    """Metric whose greatest value selects the best checkpoint, such as `eval/NAME/pass@1` of a set;
-    None: the stage's greedy pass@1, or mean reward."""
+    """Metric whose greatest value selects the best checkpoint, such as `eval/NAME/pass@1`; None:
+    the stage's greedy pass@1, or mean reward."""
 
     @model_validator(mode="after")
     def _sets_and_best(self) -> Self:

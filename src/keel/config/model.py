@@ -139,28 +139,23 @@ class Model(FrozenModel):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of the master weights. bfloat16 weights hardly change at small learning rates."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """`auto` is CUDA if there is a GPU, else the CPU; `mps`, a Mac's GPU, is untested, computes in
-    float32 without compiled code, and is used only if named."""
+    """`auto` is CUDA if there is a GPU, else the CPU; `mps`, a Mac's GPU, is untested."""
     autocast: Annotated[Autocast, _ON_CPU, _NOT_FLOAT32] = True
     """Compute in bfloat16 on a GPU; weights, log-probabilities and losses stay in float32. On a CPU
-    only `bfloat16` does so, or `auto` if a timing at the start finds it faster."""
+    only with `bfloat16`, or `auto` if it is faster there."""
     head_dtype: Annotated[HeadDtype, _HEAD_ON_CPU] = "auto"
-    """What the factors of the output layer's products are rounded to on a GPU; sums and
-    log-probabilities stay in float32. `auto`: `tf32` in updates and `bfloat16` in decoding, or
-    `float32` with `autocast = false`."""
+    """Rounding of the factors of the output layer's products on a GPU; sums stay in float32.
+    `auto`: `tf32` in updates, `bfloat16` in decoding, `float32` with `autocast = false`."""
     compile: Annotated[bool | Literal["auto"], _NOT_COMPILED] = "auto"
-    """Let torch.compile fuse what each layer does between its matrix products on a GPU. `auto`: in
-    decoding, for models of at least 100 million parameters on a GPU of NVIDIA; `true`: in updates
-    and scoring, too, whose speed is not measured yet."""
+    """Let torch.compile join the small kernels of each layer on an NVIDIA GPU. `auto`: in decoding,
+    for models of at least 100 million parameters; `true`: in updates and scoring, too."""
     trust_remote_code: Annotated[bool, _BUILT] = False
     """Run Python code that comes with the model."""
     activation_checkpointing: Annotated[bool | Depth, WrapValidator(_layers)] = False
-    """Recompute activations in the backward pass, to save memory; a number: those of that many
-    layers, from the first."""
+    """Recompute activations in the backward pass; a number: of that many layers, from the first."""
     lora: Lora | None = None
     quantisation: Literal["nf4"] | None = None
-    """Keep the linear layers below an adapter in 4 bits (QLoRA, arXiv:2305.14314; bitsandbytes).
-    Exports add the adapter to the original weights."""
+    """Keep the linear layers below an adapter in 4 bits (QLoRA, arXiv:2305.14314; bitsandbytes)."""
     chat_template: Annotated[str | None, NO_CONVERSATION] = None
     """A Jinja template for a tokenizer that has none."""
 

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from keel.config.control import ControlRecipe, PolicyGradientStage, QLearningStage
 from keel.config.entry import DEFAULT_KIND, stage_kinds
 from keel.config.errors import models_in
-from keel.config.schema import Recipe
+from keel.config.schema import Expected, Recipe
 
 Row = tuple[str, str, str]
 """A key, its default, its description."""
@@ -74,7 +74,9 @@ def markdown() -> str:
                 what = ""
             else:
                 note, same_keys = _as_before(plain, _table(plain, rows), before)
-                what += note
+                if any(what == text for _, text in texts) and note:
+                    what = ""
+                what = f"{what} {note}".strip()
                 skipped |= same_keys
             shown = f"`{key}`{default and f' ({default})'}"
             lines.append(f"- {shown}: {what}" if what else f"- {shown}")
@@ -101,14 +103,14 @@ def _as_before(name: str, table: Table, before: dict[str, Table]) -> tuple[str, 
         if other == name or not equal:
             continue
         if keys.keys() == table.keys():
-            return f" With the keys of `{other}`.", {f"{name}.{key}" for key in equal}
+            return f"With the keys of `{other}`.", {f"{name}.{key}" for key in equal}
         equal = {key for key in equal if "." not in key}
         if len(equal) > len(same):
             best, same = other, equal
     if len(same) < 5:  # listed here, as they are not worth a look elsewhere
         return "", set()
     listed = ", ".join(f"`{key}`" for key in table if key in same)
-    return f" As in `{best}`: {listed}.", {f"{name}.{key}" for key in same}
+    return f"As in `{best}`: {listed}.", {f"{name}.{key}" for key in same}
 
 
 def _anchor(title: str) -> str:
@@ -142,8 +144,9 @@ def _keys(
         about = (inner.__doc__ or "").split("\n\n")[0]
         off = info.default is None and "`none`"
         yield f"[[{key}]]" if many else key, off or _default(info), " ".join(about.split())
-        own = info.default if isinstance(info.default, inner) else None
-        yield from _keys(inner, f"{key}.", own)
+        if inner is not Expected:  # not for settings: it is the note of a shipped recipe
+            own = info.default if isinstance(info.default, inner) else None
+            yield from _keys(inner, f"{key}.", own)
 
 
 def _default(info: FieldInfo, value: Any = None) -> str:

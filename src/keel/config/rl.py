@@ -61,8 +61,8 @@ class Value(FrozenModel):
     OpenRLHF, since the output layer starts at 0, or the policy's if that is higher. None: the
     policy's optimizer."""
     warmup_steps: Index = 0
-    """Steps at the start of the stage in which only the value model learns. The policy's schedule
-    begins after them."""
+    """Steps at the start in which only the value model learns; the policy's schedule begins after
+    them."""
 
 
 class ReferenceConfig(FrozenModel):
@@ -100,9 +100,9 @@ class RolloutStage(StageConfig):
     """Optimizer steps per epoch, each on a part of the step's completions; the preset's unless set.
     Parts differ by one completion at most."""
     token_budget: MicroBatchTokens = "auto"
-    """Largest number of model-input tokens in a micro-batch; a longer sequence is computed alone.
-    On a CPU at most 640, unless more share a prompt. `auto` is 16,384; if one process trains on a
-    GPU, the memory of the first update then sets it, once, to 4,096 to 65,536."""
+    """Most model-input tokens of a micro-batch; a longer sequence is computed alone. On a CPU at
+    most 640, unless more share a prompt. `auto` is 16,384, on one GPU [set by the first
+    update](howto/memory.md#the-token-budget)."""
     optimizer: Optimizer = Optimizer()
     value: Annotated[Value, _NO_VALUE] = Value()
     reference: MeasuredReferenceConfig = MeasuredReferenceConfig()

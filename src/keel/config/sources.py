@@ -148,16 +148,15 @@ class RewardSource(FrozenModel):
     clip: Annotated[Annotated[tuple[Real, Real], AsTuple] | None, _UNWEIGHTED] = None
     """Bounds of its value, applied before normalisation and weight."""
     normalise: Annotated[Literal["none", "group", "batch"], _UNWEIGHTED] = "none"
-    """Subtract the mean and divide by the standard deviation, over the completions of a prompt or
-    of the step."""
+    """Standardise over the completions of a prompt or of the step."""
     gate_below: Real | None = None
     """Below this value the completion's reward is `gated_reward`, and rewards that are not gates
     are not called."""
     gated_reward: Real = 0.0
     """The reward below `gate_below`."""
     correctness: Annotated[bool | None, _UNREAD_VERDICT, NEVER_EVALUATED] = None
-    """Whether a value of at least `evaluation.threshold` means a right answer, so that pass@k is
-    defined; None: as the function declares."""
+    """Whether a value of at least `evaluation.threshold` means a right answer; None: as the
+    function declares."""
     options: Annotated[dict[str, Any], _UNREAD_OPTION] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -191,7 +190,7 @@ class Rewards(FrozenModel):
     timeout: Seconds = 60.0
     """Seconds for one call of one function."""
     on_error: Literal["stop", "skip"] = "stop"
-    """Whether a reward that fails stops the run, or is left out for the completions concerned."""
+    """Whether a reward that fails stops the run, or is left out."""
 
 
 class Prompts(FrozenModel):
@@ -227,7 +226,7 @@ class PreferenceData(FileSource):
     empty: Literal["refuse", "drop", "keep"] = "refuse"
     """What happens to an example with an empty answer; dropped ones are counted."""
     bad_rows: BadRows = "stop"
-    """Whether an example that cannot be read stops the run, or is recorded in the run folder's
+    """Whether an unreadable example stops the run, or is recorded in the run folder's
     quarantine/."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of `datasets.load_dataset`."""
@@ -257,7 +256,7 @@ class SFTData(FileSource):
     """Do not put a plain `prompt` and `completion` through the chat template, which by default
     makes them turns."""
     bad_rows: BadRows = "stop"
-    """Whether an example that cannot be read stops the run, or is recorded in the run folder's
+    """Whether an unreadable example stops the run, or is recorded in the run folder's
     quarantine/."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function, or of `datasets.load_dataset`: `split`, `name`, or
@@ -368,8 +367,8 @@ class Rollout(FrozenModel):
     reply_role: Annotated[Literal["user", "tool"], _PROGRAM, _ONE_TURN, _NO_REPLIES] = "user"
     """The role of a reply in a conversation."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards (without length penalty) are all equal, and sample others in their
-    place; the preset's unless set."""
+    """Replace groups whose rewards (without length penalty) are all equal; the preset's unless
+    set."""
     max_refills: Annotated[Count, _NO_REFILLS] = 10
     """How often a step samples again for dropped groups."""
     mask_truncated: bool = False
@@ -379,7 +378,7 @@ class Rollout(FrozenModel):
     """Length of the soft length penalty at the end of the budget, in tokens (DAPO); the preset's
     unless set."""
     old_log_probs: Literal["trainer", "engine"] = "trainer"
-    """Whether log π_old is computed by the trainer before the update, or taken from the engine."""
+    """Who computes log π_old."""
     engine: str = "native"
     """`native`, `vllm` ([how to](howto/vllm.md)), `stored` (what another run sampled), or
     `module:function` of a function that returns an engine (see [extending](extending.md))."""
@@ -394,8 +393,8 @@ class Rollout(FrozenModel):
     max_programs: Annotated[Answers, _NO_PROGRAM] = 64
     """Programs that run at once."""
     on_error: Annotated[Literal["stop", "skip"], _NO_PROGRAM] = "stop"
-    """Whether a program that raises after an answer stops the run, or its completion is counted and
-    not learned from."""
+    """Whether a program that raises after an answer stops the run, or its completion is left
+    out."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
     """Of the engine's weights, keys and values. bfloat16 needs `algorithm.correction`. The native
     engine evaluates in the model's dtype."""

@@ -138,8 +138,8 @@ class StopRule(FrozenModel):
     below: Real | None = None
     """Ends the stage if the metric is less than this."""
     mode: Annotated[Literal["max", "min"] | None, _BOUNDED] = None
-    """Whether a greater or a smaller value is better; None: smaller if `loss`, `kl`, `perplexity`,
-    `brier` or `ece` is a word of the name."""
+    """Which value is better; None: smaller if `loss`, `kl`, `perplexity`, `brier` or `ece` is a
+    word of the name."""
     patience: Count = 1
     """Records of the metric that have to meet the rule."""
 
@@ -188,11 +188,9 @@ class Trackers(FrozenModel):
     group: Annotated[str | None, _NO_NAMES] = None
     """Group of the run there (of MLflow a tag), for example of the seeds of one experiment."""
     completions: Annotated[Index, _NO_TABLES] = 0
-    """Completions per step in a table of W&B and trackio, for the steps whose rollouts are written;
-    0: no table."""
+    """Completions per step in a table of W&B and trackio."""
     histograms: Annotated[bool, _NO_HISTOGRAMS] = True
-    """Log the distributions of rewards and lengths, for the steps whose rollouts are written (not
-    MLflow, which has no histograms)."""
+    """Log the distributions of rewards and lengths (not to MLflow)."""
 
 
 # ---------------------------------------------------------------- what a stage offers
@@ -265,13 +263,11 @@ class StageConfig(FrozenModel):
     """Passes over the train examples or prompts, instead of `steps`. Epochs follow each other
     without a gap; the last step is filled up."""
     token_budget: MicroBatchTokens = "auto"
-    """Largest number of model-input tokens in a micro-batch; a longer example is computed alone.
-    `auto` is 16,384; if one process trains on a GPU, the memory of the first update then sets it,
-    once, to 4,096 to 65,536."""
+    """Most model-input tokens of a micro-batch; a longer example is computed alone. `auto` as in
+    stage `rl`."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-5)
     on_nonfinite: OnNonfinite = "stop"
-    """Whether a NaN or infinite loss or gradient stops the run, or only its optimizer step is
-    skipped."""
+    """Whether a NaN or infinite loss or gradient stops the run, or its step is skipped."""
     checkpoints: Checkpoints = Checkpoints()
     trackers: Trackers = Trackers()
     stop_when: Annotated[tuple[StopRule, ...], AsTuple] = ()

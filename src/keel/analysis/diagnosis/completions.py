@@ -36,10 +36,10 @@ ENOUGH = 20
 
 
 def length_explosion(history: StageHistory) -> Symptom | None:
-    """Completions grow and nothing is gained by it: over 20 steps or more the mean length rises
-    (Mann-Kendall p < 0.01) to 1.5 times its start, and since then the reward has not risen by
-    more than 5 % of its range, or at least half of the completions are cut at
-    `rollout.max_tokens`, after fewer than a fifth."""
+    """Completions grow and nothing is gained by it: over 20 steps or more the mean length rises (p
+    < 0.01) to 1.5 times its start, and since then the reward has not risen by more than 5 % of its
+    range, or at least half of the completions are cut at `rollout.max_tokens`, after fewer than a
+    fifth."""
     steps, length = history.column("completions/mean_length")
     reward, cut = history.values("reward"), history.values("completions/clipped_ratio")
     if len(steps) < 20 or not len(reward) or not len(cut):
@@ -61,12 +61,11 @@ def length_explosion(history: StageHistory) -> Symptom | None:
 
 def length_bias(history: StageHistory) -> Symptom | None:
     """Wrong answers grow and right ones do not, with `weights.kind = "sequence_mean"`, which
-    punishes a token of a long wrong answer less than one of a short wrong answer [2503.20783]. In
-    at least 8 steps with rollouts, the mean length at a negative advantage rises (p < 0.05) by 25 %
-    and 2 tokens at least, at a positive one by less than a third as much; the difference rises too
-    (p < 0.05), and in the end wrong ones are longer. If the loss terms were recorded, a token of a
-    wrong completion above its step's median length also has at most 0.8 times the weight of the
-    others."""
+    punishes a token of a long wrong answer less [2503.20783]. In at least 8 steps with rollouts,
+    the mean length at a negative advantage rises (p < 0.05) by 25 % and 2 tokens at least, at a
+    positive one by less than a third as much, and in the end wrong ones are longer. If the loss
+    terms were recorded, a token of a long wrong completion also has at most 0.8 times the weight of
+    the others."""
     if history.setting("algorithm.weights.kind") != "sequence_mean":
         return None
     found = [
@@ -92,11 +91,10 @@ def length_bias(history: StageHistory) -> Symptom | None:
 
 
 def truncation(history: StageHistory) -> Symptom | None:
-    """Cut completions cost the signal: at least a fifth of the completions (median of the last
-    10 steps) reach `rollout.max_tokens`, and they are masked (`rollout.mask_truncated`), or in
-    the newest three steps with rollouts their reward is lower than that of the others
-    (Mann-Whitney p < 0.01): by 5 % of the range of rewards among answers to one prompt, or by
-    25 % among all."""
+    """Cut completions cost the signal: at least a fifth of the completions (last 10 steps) reach
+    `rollout.max_tokens`, and they are masked (`rollout.mask_truncated`), or in the newest three
+    steps with rollouts their reward is lower (p < 0.01): by 5 % of the range of rewards among
+    answers to one prompt, or by 25 % among all."""
     steps, cut = history.column("completions/clipped_ratio")
     if len(steps) < 10:
         return None
@@ -141,9 +139,9 @@ def repetition(history: StageHistory) -> Symptom | None:
 def environment_words(history: StageHistory) -> Symptom | None:
     """The reward is paid for the environment's words. In the last three steps with rollouts, at
     least half of the completions with tokens of the environment (20 or more, in 5 groups or more)
-    are rewarded above the middle of the range and no less than those without, if there are 20 of
-    these. Yet the policy's own words do not depend on the prompt: the mean Jaccard similarity of
-    its token sets is at most 0.05 higher within groups than between them."""
+    are rewarded above the middle of the range and no less than those without. Yet the policy's own
+    words do not depend on the prompt: the Jaccard similarity of its token sets is at most 0.05
+    higher within groups than between them."""
     last, bounds = history.rollouts[-3:], history.reward_range
     if not last or bounds is None or bounds[1] == bounds[0]:
         return None

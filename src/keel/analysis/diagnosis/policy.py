@@ -37,10 +37,10 @@ MISMATCH = "sampling/sampling_logp_difference"
 
 
 def entropy_collapse(history: StageHistory) -> Symptom | None:
-    """Entropy is gone before the task is learned: the median of the last five steps is at most
-    15 % of that of the first five and at most 0.3 nats, at least half of the groups have no
-    variance, the reward is below 90 % of its range, and it has not risen to a new high in the
-    last third of the run (20 steps at least). Not if advantages read no reward."""
+    """Entropy is gone before the task is learned: at most 15 % of that of the first five steps and
+    at most 0.3 nats, while at least half of the groups have no variance, the reward is below 90 %
+    of its range, and it has not risen to a new high in the last third of the run (20 steps at
+    least). Not if advantages read no reward."""
     steps, entropy = history.column("entropy")
     reward, bounds = history.values("reward"), history.reward_range
     if not history.rewarded or len(steps) < SHORT_RUN or not len(reward):
@@ -67,9 +67,9 @@ def entropy_collapse(history: StageHistory) -> Symptom | None:
 
 
 def kl_runaway(history: StageHistory) -> Symptom | None:
-    """The policy writes what the reference would not: the divergence to the reference (median of
-    five steps) is above the entropy of the first five steps by 0.5 nats per token or more, to the
-    end. Concentrating on what the reference samples costs at most that entropy."""
+    """The policy writes what the reference would not: the divergence to the reference is above the
+    entropy of the first five steps by 0.5 nats per token or more, to the end. Concentrating on what
+    the reference samples costs at most that entropy."""
     steps, kl = history.column(history.reference)
     entropy = history.values("entropy")
     to_old = history.reference == "kl" and history.setting("algorithm.divergence.to") == "old"
@@ -89,9 +89,9 @@ def kl_runaway(history: StageHistory) -> Symptom | None:
 
 
 def clip_idle(history: StageHistory) -> Symptom | None:
-    """The clip never acts: several updates per batch and a surrogate with edges, but in 95 % of
-    at least 10 steps with a gradient no token is clipped, |ratio − 1| is below 1e-3 and
-    KL(old‖policy) below 1e-5 nats per token (medians)."""
+    """The clip never acts: several updates per batch, but in 95 % of at least 10 steps with a
+    gradient no token is clipped, |ratio − 1| is below 1e-3 and KL(old‖policy) below 1e-5 nats per
+    token."""
     steps, region = history.column("clip_ratio/region_mean")
     surrogate = history.setting("algorithm.surrogate.kind")
     edgeless = history.setting("algorithm.ratio") == "none" or surrogate in (
@@ -119,9 +119,9 @@ def clip_idle(history: StageHistory) -> Symptom | None:
 
 
 def clip_saturated(history: StageHistory) -> Symptom | None:
-    """The clip acts on much of the batch: the share of clipped tokens (median of five steps) is
-    at least 0.1 in five steps running, at any time of the run, or 0.5 for ratios of whole
-    sequences, which clip up to a fifth by design. A clipped token has no gradient."""
+    """The clip acts on much of the batch: the share of clipped tokens is at least 0.1 in five steps
+    running, or 0.5 for ratios of whole sequences, which clip up to a fifth by design. A clipped
+    token has no gradient."""
     steps, region = history.column("clip_ratio/region_mean")
     limit = 0.1 if history.setting("algorithm.ratio") == "token" else 0.5
     over = np.flatnonzero(rolling_medians(region) >= limit)
@@ -192,8 +192,8 @@ def _fall(history: StageHistory) -> Symptom | None:
 def learning_rate_low(history: StageHistory) -> Symptom | None:
     """Nothing moves although there is something to learn: over at least 40 steps the reward has no
     trend (p > 0.05, or a change below 5 % of its range), fewer than 70 % of the groups lack
-    variance and gradients are not 0, yet the divergence to the reference, if logged, is below 1e-4
-    nats per token, that of a step below 1e-6, and entropy changed by less than 5 %."""
+    variance and gradients are not 0, yet the divergence to the reference is below 1e-4 nats per
+    token, that of a step below 1e-6, and entropy changed by less than 5 %."""
     steps, reward = history.column("reward")
     if len(steps) < 40:
         return None
@@ -222,10 +222,10 @@ def learning_rate_low(history: StageHistory) -> Symptom | None:
 
 
 def value_model(history: StageHistory) -> Symptom | None:
-    """The value model explains nothing: after its warm-up and 20 steps more, the median of
-    `value/explained_variance` over the last fifth of the run (5 steps at least) is at most 0.05,
-    and at the rate of the last half it would not reach 0.05 in as many steps again. Steps with
-    equal rewards are left out."""
+    """The value model explains nothing: after its warm-up and 20 steps more,
+    `value/explained_variance` over the last fifth of the run is at most 0.05, and at the rate
+    of the last half would not reach it in as many steps again. Steps with equal rewards are left
+    out."""
     steps, explained = history.column("value/explained_variance")
     scored, spread = history.reward_spread()
     varied = np.isin(steps, scored[spread > 1e-6])
@@ -242,10 +242,9 @@ def value_model(history: StageHistory) -> Symptom | None:
 
 
 def engine_mismatch(history: StageHistory) -> Symptom | None:
-    """Engine and trainer disagree about the log-probabilities of the samples: the mean of the
-    absolute difference (median of five steps) is at the end above 1e-3 nats for an engine in the
-    model's float32, or 0.05 if model or engine is in bfloat16 or works under autocast. Rounding
-    explains under 1e-5, and about 1e-2."""
+    """Engine and trainer disagree about the log-probabilities of the samples: the mean absolute
+    difference is at the end above 1e-3 nats for an engine in the model's float32, or 0.05 with
+    bfloat16. Rounding explains under 1e-5, and about 1e-2."""
     steps, mean = history.column(f"{MISMATCH}/mean")
     own = [history.model.get(key) for key in ("dtype", "autocast")]
     coarse = "auto" in own or "bfloat16" in (history.setting("rollout.dtype"), *own)

@@ -52,10 +52,10 @@ def no_reward(history: StageHistory) -> Symptom | None:
 
 
 def no_signal(history: StageHistory) -> Symptom | None:
-    """All groups are equal: `frac_reward_zero_std` (median of 5 steps) is at least 0.9 in each
-    of the last 20 steps, or the last fifth of the run if that is longer, while the reward is
-    not at its maximum. If advantages do not compare a group, the same of steps whose rewards
-    are all equal. Not if advantages read no reward."""
+    """All groups are equal: `frac_reward_zero_std` is at least 0.9 in each of the last 20 steps, or
+    the last fifth of the run if that is longer, while the reward is not at its maximum. If
+    advantages do not compare a group, the same of steps whose rewards are all equal. Not if
+    advantages read no reward."""
     steps, zero = _alike(history)
     needed = max(LONG, len(steps) // 5)
     since = holds_since(zero, ALIKE)
@@ -72,10 +72,9 @@ def no_signal(history: StageHistory) -> Symptom | None:
 
 
 def saturated_reward(history: StageHistory) -> Symptom | None:
-    """The reward is at its maximum: in each window of 5 steps of the last third of the run (10
-    steps at least) its median is within 3 % of the range below the highest reward of any
-    completion that was read, and in 80 % of the groups all rewards are equal. Not if advantages
-    read no reward."""
+    """The reward is at its maximum: over the last third of the run (10 steps at least) it is within
+    3 % of the range below the highest reward of any completion that was read, and in 80 % of the
+    groups all rewards are equal. Not if advantages read no reward."""
     steps, reward = history.column("reward")
     zero, bounds = _alike(history)[1], history.reward_range
     if not history.rewarded or bounds is None or bounds[1] <= 0:
@@ -101,11 +100,10 @@ def saturated_reward(history: StageHistory) -> Symptom | None:
 
 
 def gold_falls(history: StageHistory) -> Symptom | None:
-    """The reward rises and a score that is not trained on falls (over-optimisation
-    [2210.10760]). The reward's trend is up (p < 0.01) over 20 steps or more, to no less than it
-    was when the score was best. And the newest evaluation is below the best one before it by
-    more than their 95 % intervals allow; or a reward of weight 0 is in the last fifth of the
-    run lower than in its best five steps (Mann-Whitney p < 0.01), by 15 %."""
+    """The reward rises and a score that is not trained on falls (over-optimisation [2210.10760]).
+    The reward's trend is up (p < 0.01) over 20 steps or more, while the newest evaluation is below
+    the best one by more than their 95 % intervals allow; or a reward of weight 0 is in the last
+    fifth of the run lower than in its best five steps (p < 0.01), by 15 %."""
     steps, reward = history.column("reward")
     course, fall = trend(reward), _gold_fall(history)
     if len(steps) < 20 or not course.rises() or fall is None:
@@ -121,10 +119,10 @@ def gold_falls(history: StageHistory) -> Symptom | None:
 
 def gold_still(history: StageHistory) -> Symptom | None:
     """The reward rises and a score that it should serve does not. Over 20 steps or more the
-    reward's trend is up (p < 0.01), by 30 % of its first value (and a tenth of `reward_std`) or
-    by a quarter of `reward_std`; some reward that is trained on is not declared as correctness,
-    and none that is rises. The median of the later half of `eval/pass@1` is below 0.9 and at
-    most 0.05 above the first value; its 95 % interval at the end is at most 0.35 wide."""
+    reward's trend is up (p < 0.01), by 30 % of its first value or a quarter of `reward_std`; some
+    reward that is trained on is not declared as correctness, and none that is rises. The median of
+    the later half of `eval/pass@1` is below 0.9 and at most 0.05 above the first value, with an
+    interval at most 0.35 wide."""
     steps, reward = history.column("reward")
     course, spreads = trend(reward), history.values("reward_std")
     paid = [s for s in history.rewards if s.get("weight", 1.0) > 0]
@@ -154,10 +152,9 @@ def gold_still(history: StageHistory) -> Symptom | None:
 
 
 def length_reward(history: StageHistory) -> Symptom | None:
-    """The reward rises through length alone. In 8 steps or more with rollouts, reward is
-    regressed on length within groups. The mean reward rises (p < 0.01) by 10 % of its range,
-    the mean length by 20 %, and at the length of the start the reward keeps less than a quarter
-    of the rise. Reward and length correlate within groups by 0.5 or more."""
+    """The reward rises through length alone. In 8 steps or more with rollouts the mean reward rises
+    (p < 0.01) by 10 % of its range and the mean length by 20 %; a regression on length within
+    groups leaves less than a quarter of the rise, with a correlation of 0.5 or more."""
     rollouts = [r for r in history.rollouts if np.isfinite(r.reward).sum() > 8]
     if len(rollouts) < ROLLOUTS:
         return None
@@ -188,12 +185,11 @@ def length_reward(history: StageHistory) -> Symptom | None:
 
 
 def format_hacking(history: StageHistory) -> Symptom | None:
-    """The form is learned and the content is not. Of two rewards or more, one that is not
-    declared as correctness is at 90 % of its range or more (median of the last fifth, 10 steps
-    at least) and has risen by a tenth of it (p < 0.01), while one that is (or, if none is
-    declared, another with a positive weight) is below half of its range and has not risen by 5
-    % of it. Or, in the newest three steps with rollouts, at least 30 % of the completions that
-    are rewarded above the mean of their step (10 or more) hold markers (tags, signs) and no
+    """The form is learned and the content is not. A reward that is not declared as correctness is
+    at 90 % of its range or more (last fifth, 10 steps at least) and has risen by a tenth of it (p <
+    0.01), while one that is declared (or another with a positive weight) is below half of its range
+    and has not risen by 5 %. Or, in the newest three steps with rollouts, at least 30 % of the
+    completions that are rewarded above the mean (10 or more) hold markers (tags, signs) and no
     letter or digit."""
     sources = [s for s in history.rewards if s.get("weight", 1.0) > 0]
     declared = [s for s in sources if _judges(s)]
