@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keel.config.sources import TaskSource
-from keel.data.mixture import PromptStream, build_tasks, validation_prompts
+from keel.data.mixture import PromptStream, build_tasks, stored, validation_prompts
 from keel.platform.files import write_jsonl
 from keel.types import KeelError, Prompt
 from tests.data.made import Listed, source
@@ -131,6 +131,23 @@ def test_every_row_of_an_evaluation_set_is_asked(tmp_path: Path) -> None:
     table = TaskSource(path=str(tmp_path / "rows.jsonl"), answer="answer")
     tasks = build_tasks([table], seed=0, whole=True)
     assert [prompt.content for prompt in validation_prompts(tasks, [1.0], 9)] == asked
+
+
+@pytest.mark.parametrize("keys", [{}, {"prompt": "messages"}, {"prompt": "{messages}"}])
+def test_the_last_turn_of_a_conversation_is_the_answer(
+    keys: dict[str, str], tmp_path: Path
+) -> None:
+    turns = [{"role": role, "content": text}
+             for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]  # fmt: skip
+    rows = [{"messages": [*turns, {"role": "assistant", "content": one}]} for one in "xy"]
+    rows.append({"messages": turns})
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    table = TaskSource(path=str(tmp_path / "rows.jsonl"), bad_rows="quarantine", **keys)
+    (task,) = build_tasks([table], seed=0, whole=True)
+    prompts = validation_prompts([task], [1.0], 9)
+    assert [(list(p.content), task.gold(p)) for p in prompts] == [(turns, "x"), (turns, "y")]
+    (left,) = stored(task).left_out  # type: ignore[union-attr]
+    assert left.reason.endswith("column 'messages' does not end with the assistant's turn")
 
 
 def test_validation_ends_where_an_endless_task_has_no_more() -> None:

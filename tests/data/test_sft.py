@@ -64,6 +64,10 @@ def test_the_form_follows_from_the_columns(
             r'rows.jsonl: the columns are .*: did you mean columns = {prompt = "Question", '
             'completion = "response"}',
         ),
+        (
+            {"instruction": "a", "input": "b", "output": "c"},
+            "join instruction and input into one column",
+        ),
         ({"a": "b"}, 'as in columns = {prompt = "question", completion = "answer"}'),
         ({"messages": "hello"}, "rows.jsonl:1: column 'messages' = 'hello': give a list"),
         ({"prompt": "a", "completion": ""}, "the completion is empty"),

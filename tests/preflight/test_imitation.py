@@ -121,3 +121,21 @@ def test_findings_of_the_sets_of_a_stage(tmp_path: Path) -> None:
     assert kinds(numbers(60), optimizer=warmup) == never
     never = [("warm-up-never-ends", "optimizer.warmup_steps")]
     assert kinds(numbers(60), optimizer={"warmup_steps": 99}) == never
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_thoughts_that_a_template_drops_are_found(keeps: bool, tmp_path: Path) -> None:
+    """As DeepSeek-R1's does, of the last answer too."""
+    shown = "m.content" if keeps else "m.content.split('</think>')[-1]"
+    template = TURNS.replace("{{ m.content }}", "{{ " + shown + " }}")
+    model = {"build": {**judged.MODEL["build"], "alphabet": "0123456789> <think/"}}
+    rows = [
+        {"messages": [{"role": "user", "content": f"{at}"},
+                      {"role": "assistant", "content": "<think>12 3</think>4"}]}
+        for at in range(20)
+    ]  # fmt: skip
+    source = {"path": judged.write(tmp_path / "rows.jsonl", rows)}
+    stage = {"stage": "sft", "steps": 2, "batch_size": 4, "data": [source]}
+    recipe = {"model": {**model, "chat_template": template}, "stages": [stage]}
+    kinds = [one.kind for one in check(recipe, runs=False).findings]
+    assert kinds == ([] if keeps else ["thoughts-dropped"])

@@ -68,6 +68,18 @@ def test_loss_is_on_what_the_model_writes(row: SFTRow, keys: Any, text: str | No
     assert bearing(row, **keys) == text
 
 
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (SFTRow("x", None, tuple(TALK[:1])), r"no message is the assistant's \(roles: user\)"),
+        (SFTRow("x", None, EOS), "it has 1 token, and nothing predicts the first"),
+    ],
+)
+def test_an_example_without_loss_says_why(row: SFTRow, why: str) -> None:
+    with pytest.raises(KeelError, match=why):
+        bearing(row)
+
+
 def small(folder: Path, **keys: Any) -> RunFolder:
     """A run of two steps on conversations and texts."""
     stage = imitated(folder, **{"steps": 2, **keys})

@@ -111,7 +111,9 @@ class TaskSource(FileSource):
     """The share of the prompts in the validation split, chosen by their content."""
     prompt: str = "{prompt}"
     """The prompt as a format string over the columns, or the column that holds messages. A column
-    `tools` (a list of JSON schemas, or its JSON text) goes to the chat template."""
+    `tools` (a list of JSON schemas, or its JSON text) goes to the chat template. Of a column
+    `messages` (or `conversations`), also without being named if there is no `prompt`, the
+    assistant's turn at the end is not in the prompt but the answer."""
     answer: str | None = None
     """Column of the gold answer, or of a list of which any entry is right; `answers.text` is a key
     of a column's table."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any, cast
 
 from keel.data.tables import encodable
-from keel.types import Content, KeelError, Message, Tools
+from keel.types import Content, KeelError, Message, Tools, text_of
 
 ALIASES = {
     "messages": "conversations conversation dialogue dialog chat turns",
@@ -102,6 +102,27 @@ def read_messages(value: Any) -> tuple[Message, ...]:
     if not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise ValueError(f"a list that is not of messages ({FORM})")
     return tuple(_message(turn, f"message {number}") for number, turn in enumerate(turns, 1))
+
+
+def conversation_column(template: str, columns: Collection[Any]) -> str | None:
+    """The column of whole conversations that prompts are taken from: the one that a template names,
+    or, without a column `prompt`, the one that the default template means."""
+    found = [name for name in ("messages", "conversations") if name in columns]
+    named = template.strip("{}")
+    if named == "prompt" and named not in columns:
+        return next(iter(found), None)
+    return named if named in found else None
+
+
+def asked_and_answered(value: Any) -> dict[str, Any]:
+    """A conversation as a `prompt` and, if it ends with the assistant's turn, its `answer`.
+
+    Raises ValueError with what the value holds instead of messages.
+    """
+    turns = read_messages(parsed_messages(value))
+    if len(turns) < 2 or turns[-1]["role"] != "assistant":
+        return {"prompt": turns}
+    return {"prompt": turns[:-1], "answer": text_of(turns[-1])}
 
 
 def parsed_messages(value: Any) -> Any:

@@ -6,7 +6,8 @@ import math
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from string import Formatter
@@ -17,6 +18,8 @@ import numpy as np
 from keel.config.fields import unknown
 from keel.config.sources import TaskSource
 from keel.data.columns import (
+    asked_and_answered,
+    conversation_column,
     gold_entries,
     likely_column,
     parsed_messages,
@@ -330,7 +333,8 @@ class DataTask(BaseTask):
     `sources` names the file of each. `left_out` are the rows that are in neither split: bad ones,
     and train rows whose prompt is also in the validation split (`overlap` counts these). If an
     answer column is set, the reward is exact match with its text, or with any entry of its list,
-    ignoring blanks at the ends.
+    ignoring blanks at the ends. Of a column of whole conversations (`conversation`) the last turn
+    is the answer if it is the assistant's, and the turns before it are the prompt.
     """
 
     correctness = True
@@ -339,8 +343,16 @@ class DataTask(BaseTask):
         self, name: str, source: TaskSource, train: Table, validation: Table | None = None
     ) -> None:
         self.name = name
-        self.presentation = Presentation(source.prompt, source.system)
+        first = train.rows[0].values if train.rows else {}
+        self.conversation = conversation_column(source.prompt, first)
         self.answer = source.answer
+        template = source.prompt
+        if self.conversation is not None:
+            template = "{prompt}"
+            with suppress(ValueError):  # a bad row
+                answered = "answer" in asked_and_answered(first[self.conversation])
+                self.answer = source.answer or ("answer" if answered else None)
+        self.presentation = Presentation(template, source.system)
         found = read_splits(source, (train, validation), self._placed, name, "tasks")
         self.splits: Mapping[Split, Sequence[StoredExample]]
         self.splits = {"train": found.train, "validation": found.validation}
@@ -349,6 +361,13 @@ class DataTask(BaseTask):
         self.left_out, self.overlap = found.left_out, found.overlap
 
     def _placed(self, row: SourceRow, held: bool) -> Placed[StoredExample]:
+        name = self.conversation
+        if name is not None and name in row.values:
+            with reading(name, row.place):
+                made = asked_and_answered(row.values[name])
+            row = replace(row, values={**made, **row.values, "prompt": made["prompt"]})
+        if name is not None and self.answer == "answer" and "answer" not in row.values:
+            raise KeelError(f"{row.place}: column {name!r} does not end with the assistant's turn")
         if self.answer is not None:
             _check_answer(row.values, self.answer, row.place)
         body = self.presentation.body(row.values, row.place)

@@ -133,6 +133,11 @@ def _show_columns(
             taken = dict.fromkeys(names_of(source.prompt), "prompt") | {"tools": "tools"}
             taken |= {} if source.answer is None else {source.answer: "answer"}
             columns = data.splits["train"][0].row.values
+            if data.conversation is not None:  # the others are made of it
+                taken[data.conversation] = "prompt and answer"
+                columns = {
+                    name: columns[name] for name in columns if name not in ("prompt", "answer")
+                }
             context.figures[f"columns of {name}"] = columns_read(columns, taken)
 
 

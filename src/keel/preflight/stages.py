@@ -417,7 +417,7 @@ def dropped_thoughts(
 def _thought(row: SFTRow) -> str:
     """The thought of a conversation's last answer, without blanks; empty if it has none."""
     turns = [] if isinstance(row.completion, str) else row.completion
-    if not turns or turns[-1]["role"] != "assistant" or row.prompt is not None:
+    if not turns or turns[-1]["role"] != "assistant":
         return ""
     apart = turns[-1].get("reasoning_content")
     inside, mark, _ = text_of(turns[-1]).partition("</think>")
