@@ -477,6 +477,17 @@ def test_rows_left_out_are_counted_by_check_and_evaluation(tmp_path: Path) -> No
     assert evaluate(tmp_path / "run")["left_out"] == 2
 
 
+def test_conversations_are_shown_as_prompts_and_answers(tmp_path: Path) -> None:
+    turns = [{"role": role, "content": "1 2>"} for role in ("user", "assistant")]
+    rows = [{"messages": [{**turns[0], "content": f"{at}>"}, turns[1]]} for at in range(40)]
+    task = {"path": write_rows(tmp_path / "rows.jsonl", rows)}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    source = recipe(rl(tasks=[task]))
+    source["model"] = {**source["model"], "chat_template": template}
+    (stage,) = check(source).stages
+    assert stage.figures["columns of jsonl:rows"] == "messages (prompt and answer)"
+
+
 def test_validation_prompts_that_are_trained_on(tmp_path: Path, pairs: str) -> None:
     """By an earlier stage's judged rows, or another split of the same file within the stage."""
     task = questions(tmp_path / "rows.jsonl", 60)

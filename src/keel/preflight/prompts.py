@@ -133,11 +133,10 @@ def _show_columns(
             taken = dict.fromkeys(names_of(source.prompt), "prompt") | {"tools": "tools"}
             taken |= {} if source.answer is None else {source.answer: "answer"}
             columns = data.splits["train"][0].row.values
-            if data.conversation is not None:  # the others are made of it
-                taken[data.conversation] = "prompt and answer"
-                columns = {
-                    name: columns[name] for name in columns if name not in ("prompt", "answer")
-                }
+            if data.conversation is not None:
+                made = ["prompt", *(["answer"] if source.answer is None and data.answer else [])]
+                taken[data.conversation] = " and ".join(made)
+                columns = {name: columns[name] for name in columns if name not in made}
             context.figures[f"columns of {name}"] = columns_read(columns, taken)
 
 
