@@ -178,6 +178,13 @@ def test_no_pass_at_k_without_a_correctness_reward(
     assert "no reward that is declared as correctness" in capsys.readouterr().out
 
 
+def test_eval_takes_fewer_samples_than_the_run(tmp_path: Path) -> None:
+    own = "evaluation={samples=4, k=[1, 4], best='eval/pass@4'}"
+    folder = run(tmp_path / "run", own, "steps=1")
+    found = evaluate(folder.path, samples=2)
+    assert (found["sampled"]["n"], "pass@2" in found, "pass@4" in found) == (8, True, False)
+
+
 def test_prompts_without_a_gold_answer_have_no_verdict(tmp_path: Path) -> None:
     lines = [{"prompt": f"{n}>", "answer": None if n % 2 else "x"} for n in range(40)]
     path = tmp_path / "rows.jsonl"

@@ -52,7 +52,8 @@ eval -- Evaluate a run or a model: greedy, sampled, pass@k, maj@k, intervals.
   --task NAME -- a benchmark (gsm8k, math500, aime24, mmlu, ifeval, humaneval, mbpp) or another task
       by name (keel tasks); a run's own unless given
   --set KEY=VALUE ... -- a key of the task, as in path=test.jsonl (scored wholly) or answer=answer
-  --reward FUNCTION ... -- reward, as module:function
+  --reward FUNCTION ... -- reward, as module:function; also in place of one of the same name that
+      was passed in Python
   --checkpoint NAME -- of a run: last (default), best (selected on the validation prompts), or a
       name
   --prompts N -- how many (default 200; of a file that is named, all)

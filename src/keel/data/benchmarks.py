@@ -48,7 +48,8 @@ def benchmark_task(source: TaskSource, *, chat: bool = True, whole: bool = False
     by = entry.shots.by if entry.shots and examples else None
     for table in filter(None, tables):
         _check_columns(entry, table, [*names_of(prompt), answer, by])
-    made = [None if table is None else _prepared(entry, table, examples) for table in tables]
+    texts = _texts(entry, examples) if shown else None
+    made = [None if table is None else _prepared(entry, table, texts) for table in tables]
     assert made[0] is not None
     task = BenchmarkTask(source.name, chosen, made[0], made[1])
     if whole and made[1] is None:
@@ -145,14 +146,19 @@ def _examples(entry: Benchmark, source: TaskSource, shown: bool) -> dict[Any, li
     return {group: some[: shots.count if count is None else count] for group, some in found.items()}
 
 
-def _prepared(entry: Benchmark, table: Table, examples: Mapping[Any, Sequence[Row]]) -> Table:
-    """The rows with the columns `shots` and, if the answer is an option's index, `letter`."""
+def _texts(entry: Benchmark, examples: Mapping[Any, Sequence[Row]]) -> dict[Any, str]:
+    """The worked examples of each group as a text."""
     asked = Presentation(entry.completion)
     said = Presentation(entry.shots.text if entry.shots else "")
-    texts = {
+    return {
         group: "".join(_text(asked, row) + _text(said, row) for row in rows)
         for group, rows in examples.items()
     }
+
+
+def _prepared(entry: Benchmark, table: Table, texts: Mapping[Any, str] | None) -> Table:
+    """The rows with the columns `shots`, if there are texts for it, and `letter`, if the answer is
+    an option's index."""
     rows: list[SourceRow] = []
     bad: list[LeftOut] = []
     for row in table.rows:
@@ -161,8 +167,8 @@ def _prepared(entry: Benchmark, table: Table, examples: Mapping[Any, Sequence[Ro
         except KeelError as error:
             bad.append(row.left_out(str(error)))
             continue
-        own = texts.get(_group(entry, row), "")
-        rows.append(replace(row, values={**values, SHOTS: own}))
+        own = {} if texts is None else {SHOTS: texts.get(_group(entry, row), "")}
+        rows.append(replace(row, values={**values, **own}))
     return replace(table, rows=rows, bad=(*table.bad, *bad))
 
 
