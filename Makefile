@@ -23,7 +23,7 @@ real-model: $(VENV)/.dev
 
 # That model learns to add two numbers by GRPO: some 15 minutes on two cores.
 demo-real: real-model
-	$(BIN)/keel train examples/06_trained_model.toml model.name=.models/smollm2-135m-instruct
+	$(BIN)/keel train smollm2-grpo model.name=.models/smollm2-135m-instruct
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not real"

@@ -28,14 +28,10 @@ async def run(given):
     return made
 """
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
-TRAINED = ROOT / "examples" / "06_trained_model.toml"
-"""Its model is not built but fetched: tests/real runs it."""
 SCRIPTS = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in EXAMPLES if path != TRAINED], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     run = tmp_path / "run"

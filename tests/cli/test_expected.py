@@ -20,10 +20,19 @@ Capture = pytest.CaptureFixture[str]
         (["steps=13"], False),
         (["optimizer.learning_rate=1e-3"], False),
         (["name=mine"], False),
+        (["tasks.name=addition"], False),
     ],
 )
 def test_a_changed_recipe_expects_nothing(overrides: list[str], same: bool) -> None:
     assert (expected_of(load_recipe("tiny", overrides)) is not None) == same
+
+
+@pytest.mark.parametrize(
+    ("name", "same"), [(".models/smollm2-135m-instruct", True), ("Qwen/Qwen3-0.6B", False)]
+)
+def test_a_model_is_the_same_in_a_folder(name: str, same: bool) -> None:
+    made = load_recipe("smollm2-grpo", [f"model.name={name}"])
+    assert (expected_of(made) is not None) == same
 
 
 def test_each_shipped_recipe_says_what_to_expect(capsys: Capture) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 from keel.config.load import load_recipe
 from keel.config.schema import Recipe
 from tests.real.model import model_name
-from tests.shared import ROOT
 from tests.training.judged import Rows, write
 
-SUMS: dict[str, Any] = {"name": f"{ROOT}/examples/sums.py:sums", "answer": "answer"}
+SUMS: dict[str, Any] = {"name": "keel.data.sums:sums", "answer": "answer"}
 SAMPLED: dict[str, Any] = {
     "stage": "rl",
     "tasks": [SUMS],

@@ -122,14 +122,14 @@ def expectations() -> dict[str, Expected]:
 
 
 RUN_TIME = frozenset(
-    {"name", "description", "seed", "threads", "expected", "checkpoints", "trackers", "device"}
+    {"description", "seed", "threads", "expected", "checkpoints", "trackers", "device"}
 ) | {"rollouts_every"}
 """Keys that a recipe may have otherwise and still be expected to come to the same."""
 
 
 def expected_of(recipe: Recipe) -> Expected | None:
     """What the shipped recipe of this name says to expect, if this is that one but for keys of
-    `RUN_TIME`; None for any other."""
+    `RUN_TIME` and the folder or owner of its model; None for any other."""
     if recipe.name not in names_in(SHIPPED):
         return None
     own = load_recipe(recipe.name)
@@ -137,12 +137,17 @@ def expected_of(recipe: Recipe) -> Expected | None:
 
 
 def _essence(recipe: Recipe) -> Any:
+    """The keys that decide the outcome; of a model's name its last part."""
+    model = recipe.model
+    if model.name is not None:
+        model = model.model_copy(update={"name": Path(model.name).name.lower()})
+
     def without(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {k: without(v) for k, v in value.items() if k not in RUN_TIME}
         return [without(one) for one in value] if isinstance(value, list | tuple) else value
 
-    return without(recipe.model_dump())
+    return without(recipe.model_copy(update={"model": model}).model_dump())
 
 
 def names_in(folder: Any) -> list[str]:

@@ -88,7 +88,7 @@ def multiplied(call: str) -> str:
         given = json.loads(call)["arguments"]
         return str(int(given["a"]) * int(given["b"]))
     except (ValueError, KeyError, TypeError):
-        return "error: give a and b, as in {\"a\": 12, \"b\": 34}"
+        return 'error: give a and b, as in {"a": 12, "b": 34}'
 
 
 GUESSED = 0.5
