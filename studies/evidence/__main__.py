@@ -8,7 +8,7 @@ python -m studies.evidence lengths     # how long answers become under GRPO and 
 python -m studies.evidence memory      # peak memory by the models that an algorithm holds
 python -m studies.evidence replay      # reward models that go on learning, with earlier rows
 python -m studies.evidence distillation  # a student by a teacher and by GRPO; half an hour
-python -m studies.evidence trained     # recipes smollm2-* over three seeds; hours, `make real-model`
+python -m studies.evidence trained     # recipes smollm2-*, after `make real-model`; hours
 python -m studies.evidence pages       # tables and pictures from results/; a minute
 
 What is finished in --out is not run again.
