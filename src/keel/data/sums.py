@@ -91,12 +91,12 @@ def multiplied(call: str) -> str:
         return 'error: give a and b, as in {"a": 12, "b": 34}'
 
 
-GUESSED = 0.5
+GUESSED = 0.8
 """The share of the demonstrations that do without the calculator, and are wrong."""
 
 
 def product_messages(count: int = 2000) -> list[dict[str, Any]]:
-    """Rows of `messages`: products by careless writers, of whom half guess.
+    """Rows of `messages`: products by careless writers, most of whom guess.
 
     The others call the calculator and repeat its answer.
     """
