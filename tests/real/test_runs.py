@@ -76,11 +76,11 @@ def test_exported_model_has_the_policys_log_probs(
     assert furthest_log_prob(run, Path(model_name())) > 1e-3
 
 
-def test_example_with_a_trained_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_for_a_trained_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers some of the sums before training."""
     monkeypatch.chdir(ROOT)
     words = ["steps=1", "rollout.group_size=4", "evaluation.every=0", "evaluation.prompts=40"]
     words += [f"model.name={model_name()}", "threads=1", "--run", str(tmp_path), "--quiet"]
-    assert main(["train", "examples/06_trained_model.toml", *words]) == 0
+    assert main(["train", "smollm2-grpo", *words]) == 0
     before = load(tmp_path).info()["evaluation"]["rl"]["before"]
     assert 0.15 < before["mean"] < 0.6
