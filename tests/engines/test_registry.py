@@ -96,7 +96,7 @@ def test_the_native_engine_is_built_by_its_name() -> None:
         ("natve", "rollout.engine: .*natve.*did you mean.*native"),
         (f"{__file__}:no_engine", "returned a str: return an object"),
         (f"{__file__}:wrong_arguments", "raised TypeError: .*unexpected keyword"),
-        (f"{__file__}:ALPHABET", "is a str: name a function"),
+        (f"{__file__}:ALPHABET", "is a str, not a function"),
     ],
 )
 def test_what_is_no_engine_is_refused(name: str, error: str) -> None:
@@ -143,3 +143,15 @@ def test_unmet_request_is_a_finding_and_stops_the_run(tmp_path: Path) -> None:
     with pytest.raises(KeelError, match=r"stage 'rl': rollout\.async_level = 2 needs an engine"):
         train(load_recipe("tiny", keys), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("algorithm.advantage={kind='custom', function='os:name'}",),
+        ("rollout.program=os:name",),
+    ],
+)
+def test_what_is_no_function_is_one_line(keys: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(KeelError, match="'os:name' is a str, not a function"):
+        train(load_recipe("tiny", [*keys]), tmp_path / "run")

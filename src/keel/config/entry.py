@@ -15,12 +15,12 @@ import importlib.util
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from keel.config.fields import nearest
 from keel.types import KeelError, one_line
@@ -76,6 +76,14 @@ def load_entry(entry: str, what: str) -> Any:
             raise KeelError(f"{what} {entry!r}: {place} has no {part!r}: {fix}")
         found = getattr(found, part)
     return found
+
+
+def load_function(entry: str, what: str) -> Callable[..., Any]:
+    """The function that `entry` names, as `load_entry`. Raises KeelError, also if it is none."""
+    found = load_entry(entry, what)
+    if not callable(found):
+        raise KeelError(f"{what} {entry!r} is a {type(found).__name__}, not a function")
+    return cast("Callable[..., Any]", found)
 
 
 def load_module(place: str, entry: str, what: str) -> ModuleType:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from keel.config.entry import load_entry
+from keel.config.entry import load_function
 from keel.config.fields import unknown
 from keel.config.sources import PreferenceData, SFTData, TaskSource
 from keel.data.tables import (
@@ -126,9 +126,7 @@ def call_entry(source: Source, what: str, seed: int) -> Any:
     KeelError.
     """
     where = f"{what} {source.name!r}"
-    function: Callable[..., Any] = load_entry(source.name, what)
-    if not callable(function):
-        raise KeelError(f"{where}: it is a {type(function).__name__}, not a function")
+    function = load_function(source.name, what)
     options = dict(source.options)
     take_options(function, options, where)
     if "seed" in inspect.signature(function).parameters:

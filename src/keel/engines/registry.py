@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from keel.config.entry import load_entry
+from keel.config.entry import load_function
 from keel.config.evaluation import SamplingSource
 from keel.config.fields import unknown
 from keel.config.model import Autocast
@@ -118,12 +118,7 @@ def _function(name: str) -> Callable[..., Any]:
         raise KeelError(
             f"rollout.engine: {unknown('engine', name, ENGINES)}, or give module:function"
         )
-    function = load_entry(name, "engine")
-    if not callable(function):
-        raise KeelError(
-            f"rollout.engine = {name!r} is a {type(function).__name__}: name a function"
-        )
-    return cast("Callable[..., Any]", function)
+    return load_function(name, "engine")
 
 
 @dataclass(frozen=True, slots=True)

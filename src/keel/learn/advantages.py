@@ -14,7 +14,7 @@ from keel.algorithms.advantages import CustomAdvantage
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
 from keel.algorithms.terms import Signals
-from keel.config.entry import load_entry
+from keel.config.entry import load_function
 from keel.learn.batch import Actions, Estimates, out_of_memory, to_device
 from keel.models.head import place_of_float64, widest
 from keel.objective import segments
@@ -231,16 +231,16 @@ def reads_steps(algorithm: Algorithm) -> bool:
     """
     if not isinstance(algorithm.advantage, CustomAdvantage):
         return algorithm.reads_steps
-    names = inspect.signature(load_entry(algorithm.advantage.function, ADVANTAGE)).parameters
+    names = inspect.signature(load_function(algorithm.advantage.function, ADVANTAGE)).parameters
     return "reward_N" in names or "step_reward_K" in names
 
 
 def check_entries(algorithm: Algorithm) -> None:
     """Load the user's own functions. Raises KeelError for one that cannot be loaded."""
     if isinstance(algorithm.advantage, CustomAdvantage):
-        load_entry(algorithm.advantage.function, ADVANTAGE)
+        load_function(algorithm.advantage.function, ADVANTAGE)
     if isinstance(algorithm.surrogate, CustomSurrogate):
-        load_entry(algorithm.surrogate.function, SURROGATE)
+        load_function(algorithm.surrogate.function, SURROGATE)
 
 
 def call_custom(
@@ -251,7 +251,7 @@ def call_custom(
     Raises KeelError for a parameter that is neither, and for whatever the function raises but a
     lack of memory, for which a smaller micro-batch may help.
     """
-    function: Callable[..., Tensor] = load_entry(choice.function, what)
+    function: Callable[..., Tensor] = load_function(choice.function, what)
     available = {**choice.options, **signals}
     try:
         parameters = inspect.signature(function).parameters

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from keel.cluster.placement import placement_of
-from keel.config.entry import load_entry
+from keel.config.entry import load_function
 from keel.config.fields import derive
 from keel.config.sources import RewardSource
 from keel.config.stage import DemonstrationSource, ImitationSource, JudgedSource
@@ -320,7 +320,7 @@ def inspect_demonstrations(context: StageContext, source: DemonstrationSource) -
     lengths: list[int] = []
     texts: list[tuple[str, str]] = []
     with context.stops("as its demonstrations are made", f"{prefix}demonstration"):
-        demonstrate = load_entry(source.entry, "demonstration")
+        demonstrate = load_function(source.entry, "demonstration")
         rng = np.random.default_rng(derive(seed, "demonstrations", 1))
         later = (p for task in tasks.values() for p in encoded_prompts(task, encoder))
         for number, prompt in enumerate(chain(stats.first, later)):

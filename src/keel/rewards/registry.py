@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from keel.config.entry import load_entry
+from keel.config.entry import load_entry, load_function
 from keel.config.errors import explain_validation
 from keel.config.fields import unknown
 from keel.config.sources import RewardSource
@@ -169,10 +169,7 @@ def load_reward(source: RewardSource, context: RewardContext | None = None) -> N
             raise KeelError(f"reward {TASK!r}: unknown option {next(iter(source.options))!r}")
         return NamedReward(source.name or TASK, source)
     if ":" in name:
-        function = load_entry(name, "reward")
-        if not callable(function):
-            raise KeelError(f"reward {name!r} is a {type(function).__name__}, not a function")
-        return named_reward(function, source)
+        return named_reward(load_function(name, "reward"), source)
     if name in BUILT_IN:
         return _rule(source)
     if name in MADE:

@@ -14,14 +14,13 @@ import torch
 from keel.analysis.alerts import AlertSender, check_alerts
 from keel.analysis.diagnosis.table import DiagnosisMonitor
 from keel.cluster.placement import placement_of
-from keel.config.entry import PASSED, load_entry
+from keel.config.entry import PASSED, load_entry, load_function
 from keel.config.load import load_recipe, to_toml
 from keel.config.schema import Recipe, Stage
 from keel.data.mixture import build_tasks
 from keel.data.preferences import READERS
 from keel.data.sft import read_sft
 from keel.data.splits import KINDS
-from keel.engines.endpoint.programs import load_program
 from keel.engines.registry import capabilities_of, check_engine, check_requests
 from keel.learn.batch import LESS, oom_context
 from keel.learn.optimizer import check_optimizer
@@ -293,7 +292,7 @@ def validate_later_stages(recipe: Recipe, policy: Policy, current: int) -> None:
                 offered = placement_of(recipe.cluster).offers(capabilities_of(rollout.engine))
                 check_requests(stage.sampling, engine=offered)
                 if rollout.program is not None:
-                    load_program(rollout.program)
+                    load_function(rollout.program, "program")
     chat = policy.tokenizer.chat_template is not None
     for stage in recipe.stages[current + 1 :]:
         tasks = [(source, False) for source in stage.trained_tasks]

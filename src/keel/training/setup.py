@@ -18,6 +18,7 @@ from transformers.utils import chat_template_utils
 
 from keel.cluster.parts import PlacedReward
 from keel.config.benchmarks import benchmarks
+from keel.config.entry import load_function
 from keel.config.evaluation import SampledEvaluation, SamplingSource
 from keel.config.fields import derive, unknown
 from keel.config.judging import JudgingStage
@@ -25,7 +26,7 @@ from keel.config.schema import Recipe
 from keel.config.sources import Prompts, Rewards, RewardSource, Rollout, TaskSource
 from keel.config.stage import StageConfig
 from keel.data.mixture import PromptStream, build_tasks, stored, validation_prompts
-from keel.engines.endpoint.programs import ProgramConfig, load_program
+from keel.engines.endpoint.programs import ProgramConfig
 from keel.engines.registry import build_engine
 from keel.learn.advantages import check_steps
 from keel.learn.batch import TokenBudget, measure_on
@@ -388,7 +389,7 @@ def build_sampler(
     if rollout.program is not None:
         program = ProgramConfig(
             name=rollout.program,
-            function=load_program(rollout.program),
+            function=load_function(rollout.program, "program"),
             limit=rollout.max_programs,
             timeout=rollout.timeout,
             skips=rollout.on_error == "skip",

@@ -19,7 +19,6 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from keel.config.entry import load_entry
 from keel.config.secrets import without_secrets
 from keel.engines.endpoint.requests import MODEL, TOO_LONG, ChatRequest, RefusedRequest
 from keel.engines.endpoint.server import Endpoint, PendingResponse
@@ -54,16 +53,6 @@ class ProgramConfig:
     limit: int
     timeout: float
     skips: bool = False
-
-
-def load_program(name: str) -> Program:
-    """The function that `rollout.program` names. Raises KeelError."""
-    function: Program = load_entry(name, "program")
-    if not callable(function):
-        raise KeelError(
-            f"rollout.program = {name!r} is a {type(function).__name__}: name a function"
-        )
-    return function
 
 
 def sample_with_program(

@@ -127,7 +127,7 @@ class SFTStage(StageConfig):
         return self.model_copy(update={"data": (own,), "evaluation": SFTEvaluation(rows=0)})
 
     def train(self, run: RunContext, progress: Progress) -> Progress:
-        from keel.config.entry import load_entry
+        from keel.config.entry import load_function
         from keel.config.fields import derive
         from keel.learn.optimizer import WeightOptimizer, trainable
         from keel.training.setup import open_prompts
@@ -150,7 +150,7 @@ class SFTStage(StageConfig):
         demonstrations = Demonstrations(
             stage=self.name,
             entry=self.demonstration,
-            demonstrate=load_entry(self.demonstration, "demonstration"),
+            demonstrate=load_function(self.demonstration, "demonstration"),
             tasks=source.tasks,
             stream=source.stream,
             batch_size=self.batch_size,
