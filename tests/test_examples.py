@@ -90,18 +90,20 @@ def test_run_goes_on_without_programs_that_raise(
 @pytest.mark.slow
 def test_program_learns_to_use_its_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy cannot know the number, so without asking, which earns 0.2, it is right once in
-    four."""
+    four. One layer learns it in two thirds of the steps."""
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "run"
-    words = ["threads=1", "evaluation.prompts=40", "--run", str(folder), "--quiet"]
-    assert main(["train", "examples/05_program.toml", *words]) == 0
+    words = ["threads=1", "steps=120", "model.build.layers=1", "algorithm.entropy=0.03"]
+    words += ["optimizer.learning_rate=2e-3", "evaluation.prompts=40"]
+    command = ["train", "examples/05_program.toml", *words, "--run", str(folder), "--quiet"]
+    assert main(command) == 0
     records = load(folder).metrics()
     right, earned = (
         [record[f"rewards/{name}/mean"] for record in records] for name in ("right", "returned")
     )
     assert earned[0] - right[0] < 0.05
     assert (sum(earned[-20:]) - sum(right[-20:])) / 20 > 0.15
-    assert sum(right[-20:]) / 20 > 0.9
+    assert sum(right[-20:]) / 20 > 0.7
     assert records[-1]["eval/pass@1"] > 0.9
     assert right[0] < 0.25
 

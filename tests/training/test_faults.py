@@ -281,6 +281,7 @@ def narrow(log_ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
     return log_ratio_N.exp() * advantage_N
 
 
+@pytest.mark.slow
 def test_resume_keeps_a_halved_token_budget(tmp_path: Path) -> None:
     folder = train(small(*EVERY, NARROW), tmp_path / "run")
 
@@ -305,6 +306,7 @@ def test_resume_keeps_a_halved_token_budget(tmp_path: Path) -> None:
     assert lacking(again) == before, "the budget was looked for again"
 
 
+@pytest.mark.slow
 def test_halved_budget_equals_one_that_was_set(tmp_path: Path) -> None:
     """No divergence: scores from before memory runs out are of larger passes, rounded otherwise."""
     keys = (*EVERY, "algorithm.preset=dr_grpo", "algorithm.divergence.beta=0", "steps=2", NARROW)

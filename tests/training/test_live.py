@@ -341,6 +341,7 @@ def _process_state() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_runs_leave_nothing_in_the_process(whole: Any, tmp_path: Path) -> None:
     """Runs of other models, engines and data, one after the other."""
     torch.set_num_threads(2)
