@@ -218,7 +218,7 @@ def train(
             (`keel.runs.lifecycle.CHANGEABLE`), and any key of a stage that has not begun, which are
             recorded; the rest is refused if it differs.
         callbacks: objects with any of the methods of `keel.Callback`.
-        progress: show a bar (on a terminal and in a notebook) or a line per step.
+        progress: show a bar (on a terminal and in a notebook), or a line of a step every 5 s.
         model: a loaded transformers model (with `tokenizer`), a run or its folder (its newest
             checkpoint, LoRA merged), a model folder or hub name, or the recipe's table as a dict.
         tokenizer: of a loaded model.

@@ -1,10 +1,34 @@
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
+from rich.console import Console
 
-from keel.analysis.progress import curve, sparkline
+from keel.analysis.progress import Lines, curve, sparkline
+from keel.runs.callbacks import RunControl, RunState
+
+
+def test_a_log_has_a_line_every_few_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lines(seconds: float) -> list[str]:
+        """The steps that are shown of 20 which take `seconds` each."""
+        shown = Lines(Console(width=80))
+        state = RunState(Path(), "rl", "rl", 0, 20, RunControl(print))
+        shown.on_stage(state)
+        for step in range(1, 21):
+            monkeypatch.setattr(time, "monotonic", lambda now=step * seconds: now)
+            shown.on_record(replace(state, step=step))
+        return [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]]
+
+    assert lines(0.1) == ["1/20", "20/20"]
+    assert lines(2.0) == ["1/20", "4/20", "7/20", "10/20", "13/20", "16/20", "19/20", "20/20"]
+    assert len(lines(5.0)) == 20
 
 
 def test_a_sparkline_runs_from_lowest_to_highest() -> None:

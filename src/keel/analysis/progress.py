@@ -1,4 +1,4 @@
-"""Progress of a run on a terminal: a live bar or a line per step, and curves in Unicode."""
+"""Progress of a run: a live bar on a terminal, else lines for a log; and curves in Unicode."""
 
 from __future__ import annotations
 
@@ -74,15 +74,25 @@ def _round(value: float) -> str:
 
 
 class Lines(Callback):
-    """One line per step, for logs."""
+    """For logs: a line of the first and the last step, and of others at most every few seconds."""
+
+    QUIET = 5.0
+    """Seconds after the line of a step in which other steps have none."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.shown = -math.inf
+        """When the last line of a step was printed."""
 
     def on_stage(self, state: RunState) -> None:
+        self.shown = -math.inf
         self.on_note(f"stage {state.stage} ({state.kind}): {state.steps} steps, {state.step} done")
 
     def on_record(self, state: RunState) -> None:
+        now = time.monotonic()
+        if now < self.shown + self.QUIET and _done(state) < state.steps:
+            return
+        self.shown = now
         of = f"{state.stage} {_done(state)}/{state.steps}"
         parts = [of, summary(state.metrics), f"{state.seconds:.2f}s", speed(state.speeds)]
         self.on_note("  ".join(filter(None, parts)))
