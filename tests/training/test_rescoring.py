@@ -49,6 +49,16 @@ def test_the_same_reward_gives_what_is_stored(run: RunFolder) -> None:
     assert found.most_different(5) == []
 
 
+def test_options_of_a_reward(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    score = ["rollouts", "score", str(run.path), "--reward", "length", "--step", "1"]
+    assert main([*score, "--set", "target=2", "--set", "width=100", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["rewards"]
+    lengths = [len(one["tokens"]) for one in load(run.path).rollouts(1)]
+    assert result["mean"] == pytest.approx(sum(min(0, 2 - n) for n in lengths) / 1600)
+    with pytest.raises(KeelError, match="targett"):
+        rescore(run.path, ["length"], options=["targett=2"])
+
+
 def test_another_reward_with_columns_of_the_data(run: RunFolder) -> None:
     names = [f"{run.path.parent}/f.py:{name}" for name in ("halved", "digits")]
     (found, columns), _ = rescore(run.path, names, step=2)

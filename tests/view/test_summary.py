@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import keel
+from keel.cli.train import show
 from keel.runs.reader import load
 from keel.runs.writer import Recorder
 from keel.types import KeelError
+from keel.view.report import write_report
 from keel.view.summary import figure_of, html, summarise
+from tests.training import test_sft_stage as sft
 from tests.training.test_live import arguments
 from tests.view.hostile import ANSI, MARKUP, write
 from tests.view.test_report import Elements
@@ -36,6 +41,21 @@ def test_state_says_what_ended_a_run(tmp_path: Path) -> None:
             recorder.event(event)
         assert run.state() == state
     assert summarise(run).stages[0].step == 4
+
+
+def test_imitation_shows_its_validation_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = load(sft.small(tmp_path).path)
+    show(Console(file=sys.stdout, width=300), run.folder)
+    shown = capsys.readouterr().out
+    for when, result in run.info()["measured"]["sft"].items():
+        assert f"{when}: validation loss {result['loss']:.4f}" in shown
+    assert write_report(run.folder.path).read_text("utf-8").count("loss (nats)") == 2
+    legend = figure_of(run, ()).axes[0].get_legend()
+    assert legend is not None
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["loss", "validation", "gradient norm"]
 
 
 def test_unknown_metrics_are_refused_with_a_guess(tmp_path: Path) -> None:

@@ -72,9 +72,9 @@ def plot_panels(figure: Figure, panels: Sequence[Panel], columns: Mapping[str, C
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False, gridspec_kw=ratios)[:, 0]
     for axes, panel in zip(rows, panels, strict=True):
         series = series_of(panel, columns, window=window)
-        plot_panel(axes, panel, [_with_window(one, window) for one in series])
-        if axes.get_legend_handles_labels()[0]:  # a stage without rewards has no curve
-            axes.legend(loc="best")
+        handles = plot_panel(axes, panel, [_with_window(one, window) for one in series])
+        if handles:  # a stage without rewards has no curve
+            axes.legend(handles=handles, loc="best")
         axes.set_xlabel("")
     rows[-1].set_xlabel("environment steps" if "environment_steps" in columns else "step")
     figure.align_ylabels(rows)

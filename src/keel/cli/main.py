@@ -233,6 +233,7 @@ rollouts show -- Print prompts, completions, rewards (keel rollouts RUN is short
 rollouts score -- Score stored rollouts by other rewards, next to the stored values.
   run RUN
   --reward FUNCTION ... -- a built-in, module:function or file.py:function (required)
+  --set KEY=VALUE ... -- an option of the reward, as in target=3
   --step INDEX -- of which step (default: all that are stored)
   --stage NAME -- if several stages sample
   -n N = 5 -- how many of the rows that differ most

@@ -28,7 +28,11 @@ def run_rollouts_score(arguments: argparse.Namespace) -> None:
     from keel.training.rescoring import rescore
 
     found, notes = rescore(
-        arguments.run, arguments.reward, step=arguments.step, stage=arguments.stage
+        arguments.run,
+        arguments.reward,
+        options=arguments.set,
+        step=arguments.step,
+        stage=arguments.stage,
     )
     result = [
         one.summary() | {"rows": [asdict(row) for row in one.most_different(arguments.n)]}

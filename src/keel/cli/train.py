@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from keel.analysis.diagnosis.table import Diagnosis, diagnose
-from keel.analysis.progress import curve, figure, size, watching
+from keel.analysis.progress import curve, describe_evaluation, figure, size, watching
 from keel.analysis.text import visible
 from keel.cli.runs import NOTHING
 from keel.config.control import ControlRecipe, load_control
@@ -121,6 +121,12 @@ def show(console: Console, folder: RunFolder) -> None:
                 _expected(console, run)
             for example in examples:
                 console.print(_example(example), highlight=False, markup=False)
+    for stage, found in info.get("measured", {}).items():
+        head = f"{stage}, " if len(run.stages) > 1 else ""
+        console.print()
+        for when in ("before", "after"):
+            if when in found:
+                console.print(f"{head}{when}: {describe_evaluation(found[when])}", highlight=False)
     _diagnoses(console, run)
     console.print(f"\nrun folder  {folder.path}")
     if (taken := run.disk_use()) >= LARGE:

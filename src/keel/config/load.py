@@ -50,7 +50,10 @@ def load_recipe(source: Source, overrides: Sequence[str] = ()) -> Recipe:
     data = located(data, Path.cwd())
     stages = data.get("stages")
     if isinstance(stages, list) and any(_of_control(stage) for stage in stages):
-        raise KeelError("this is a recipe of keel control: run it with that")
+        raise KeelError(
+            "this is a recipe of keel control: keel control RECIPE runs it, and keel control "
+            "--resume --run DIR goes on with its run"
+        )
     return validated(write_out(data), Recipe)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from keel.config.evaluation import SamplingSource
 from keel.config.fields import derive
-from keel.config.load import load_recipe
+from keel.config.layers import merge
+from keel.config.load import load_recipe, parse_override
 from keel.config.schema import Recipe
 from keel.config.sources import RewardSource
 from keel.data.mixture import PromptStream, build_tasks
@@ -84,14 +85,19 @@ class Rescored:
 
 
 def rescore(
-    run: Path | str, rewards: Sequence[str], *, step: int | None = None, stage: str | None = None
+    run: Path | str,
+    rewards: Sequence[str],
+    *,
+    options: Sequence[str] = (),
+    step: int | None = None,
+    stage: str | None = None,
 ) -> tuple[list[Rescored], list[str]]:
     """The stored rollouts of a step, or of all, scored by built-ins or functions, as training would
     call them, and notes.
 
-    The columns that they ask for are those of the recipe's tasks; if its prompts are not found
-    there any more, only the stored answer. Raises KeelError if there are no such rollouts, or a
-    reward fails.
+    `options` are `key=value` of each. The columns that they ask for are those of the recipe's
+    tasks; if its prompts are not found there any more, only the stored answer. Raises KeelError if
+    there are no such rollouts, or a reward fails.
     """
     reader = load(run)
     recipe = load_recipe(reader.folder.recipe)
@@ -103,7 +109,11 @@ def rescore(
     around = RewardContext(tokenizer=load_tokenizer(recipe.model), seed=recipe.seed)
     chat = around.tokenizer.chat_template is not None
     tasks = {task.name: task for task in build_tasks(sampling.tasks, recipe.seed, chat=chat)}
-    functions = [load_reward(RewardSource(function=one), around) for one in rewards]
+    chosen: dict[str, Any] = {}
+    for option in options:
+        chosen = merge(chosen, parse_override(option))
+    sources = [RewardSource(function=one, options=chosen) for one in rewards]
+    functions = [load_reward(source, around) for source in sources]
     found: dict[str, list[RescoredRow]] = {one.name: [] for one in functions}
     notes: dict[str, None] = {}
     prompts = _Prompts(recipe, name, sampling, tasks, notes)

@@ -95,7 +95,15 @@ def _stage(run: OpenRun, stage: str, price: float | None) -> dict[str, Any]:
 
 def _evaluations(run: OpenRun) -> list[dict[str, Any]]:
     """The first and the last evaluation of each stage, as numbers with their intervals."""
-    found = []
+    found: list[dict[str, Any]] = []
+    for stage, whens in run.run.info().get("measured", {}).items():
+        for when, result in sorted(whens.items(), key=lambda pair: pair[0] != "before"):
+            about = {"stage": stage, "when": when, "n": result["n"], "low": None, "high": None}
+            names = {"loss": "loss (nats)", "mean_token_accuracy": "most probable tokens"}
+            for key, name in ({"accuracy": "accuracy"} if "accuracy" in result else names).items():
+                value = result[key]
+                figures = value if isinstance(value, dict) else {"mean": value}
+                found.append({**about, "measure": name, **figures})
     for stage, whens in run.run.info().get("evaluation", {}).items():
         ordered = sorted(whens.items(), key=lambda pair: pair[0] != "before")
         every = [(when, stage, result) for when, result in ordered]
