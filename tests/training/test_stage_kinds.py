@@ -68,6 +68,7 @@ sys.exit(main(["train", sys.argv[2], "--run", sys.argv[3], "--quiet"]))
 """
 
 
+@pytest.mark.slow
 def test_new_kind_of_stage_is_one_file(tmp_path: Path) -> None:
     kinds = tmp_path / "kinds"
     kinds.mkdir()
@@ -158,6 +159,7 @@ print(*sorted(seen), sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_recipe_passes_few_files_before_the_first_step(tmp_path: Path) -> None:
     """Files of keel with a frame that has the recipe or the stage's config among its locals, when
     it is called or returns, from `keel.train()` to the first step.
