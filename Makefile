@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo demo-real real-model test test-real test-gpu test-verifiers test-vllm check check-vllm
-.PHONY: lint docs bench dist soak clean
+.PHONY: lint suite docs bench dist soak clean
 
 install: $(VENV)/.dev
 
@@ -57,6 +57,10 @@ $(VLLM)/.done: constraints-vllm.txt
 	@touch $@
 
 check: lint docs
+	$(MAKE) suite
+
+# All tests but those of a GPU and of the trained model.
+suite: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m "not gpu and not real"
 
 lint: $(VENV)/.dev

@@ -93,7 +93,7 @@ def section(name: str) -> str:
     """The section of a preset's page."""
     rates = tomllib.loads(RATES.read_text())
     page = "presets" if name in COMPARED else "distillation"
-    known = ", ".join(f"{rates[task][name]:g}" for task in tasks_of(name))
+    known = ", ".join(f"{rates[task][name]:g} ({TITLES[task]})" for task in tasks_of(name))
     return (
         f"{SECTION}![{name}](curves/{name}.png)\n\n"
         f"[Ten seeds](../evidence/{page}.md); learning rates {known}.\n"

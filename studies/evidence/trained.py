@@ -49,8 +49,9 @@ def measure(out: Path, seeds: int = 3) -> None:
     for seed in range(seeds):
         for name in RECIPES:
             folder = out / "trained" / f"{name}-{seed}"
-            if not (folder / "curve.png").is_file():
-                keel("train", name, f"model.name={MODEL}", f"seed={seed}", "--run", folder)
+            if not _finished(folder):
+                resume = ("--resume",) if folder.exists() else (name, f"model.name={MODEL}")
+                keel("train", *resume, f"seed={seed}", "--run", folder)
     collect(out / "trained")
 
 
@@ -59,15 +60,22 @@ def collect(folder: Path) -> None:
     found: dict[str, dict[str, Any]] = {}
     for name, one in RECIPES.items():
         for run in sorted(folder.glob(f"{name}-[0-9]*")):
-            if (run / "curve.png").is_file():
+            if _finished(run):
                 found.setdefault(name, {})[run.name.rpartition("-")[2]] = _course(run, one)
     KEPT.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _finished(run: Path) -> bool:
+    path = run / "run.json"
+    return path.is_file() and bool(json.loads(path.read_text()).get("finished"))
 
 
 def _course(run: Path, one: Measured) -> dict[str, Any]:
     """The last stage's figure before its first step and after others; minutes of all stages."""
     last = read_lines(run / "metrics.jsonl")[-1]["stage"]
-    before = json.loads((run / "run.json").read_text())["stages"][last]["before"]
+    known = json.loads((run / "run.json").read_text())
+    figures = (known.get("evaluation") or known["measured"])[last]["before"]
+    before = figures["mean"] if one.metric == GREEDY else figures[one.metric.removeprefix("eval/")]
     rows = [row for row in read_lines(run / "metrics.jsonl") if row["stage"] == last]
     kept = [(row["step"], row[one.metric]) for row in rows if one.metric in row]
     seconds = sum(row["total"] for row in read_lines(run / "timings.jsonl"))
@@ -77,10 +85,11 @@ def _course(run: Path, one: Measured) -> dict[str, Any]:
 
 def _greedy(run: Path) -> float:
     """The share of 200 validation sums that the run's model gets right."""
-    task = ("--task", "keel.data.sums:sums", "--reward", "numeric_match")
+    task = ("--task", "keel.data.sums:sums", "--reward", "numeric_match", "--prompts", "200")
+    task += ("--set", "validation_fraction=0.1")
     command = [sys.executable, "-m", "keel", "eval", str(run), *task, "--json"]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(json.loads(out)["greedy"]["mean"])
+    return float(json.loads(out)["mean"])
 
 
 def table(path: Path = KEPT) -> str:

@@ -360,13 +360,18 @@ def test_variables_of_a_script_are_resolved_or_listed(tmp_path: Path) -> None:
         "a.sh",
         "export LR=1e-5 N=$((2 * 8))\nX=1 python -m openrlhf.cli.train_dpo --learning_rate $LR "
         "--train_batch_size $N --pretrain $UNSET --dataset a.jsonl,b.jsonl --dataset_probs 0.5,1 "
-        "--beta 0.2 $EXTRA_ARGS\n",
+        "--beta 0.2 --max_len $1 --use_wandb None $EXTRA_ARGS\n",
     )
+    assert found.recipe["trackers"] == {"wandb": False}
     assert found.recipe["optimizer"]["learning_rate"] == 1e-5
     assert (found.recipe["batch_size"], found.recipe["beta"]) == (16, 0.2)
     assert found.missing["model.name"].startswith("pretrain = '$UNSET': its value is not")
     assert found.recipe["data"]["path"] == "a.jsonl"
-    assert {key.partition(" = ")[0] for key in found.refused} == {"dataset", "$EXTRA_ARGS"}
+    assert {key.partition(" = ")[0] for key in found.refused} == {
+        "dataset",
+        "max_len",
+        "$EXTRA_ARGS",
+    }
 
 
 def test_python_values_are_computed_or_refused(tmp_path: Path) -> None:
@@ -514,6 +519,40 @@ def test_values_that_depend_on_branches_are_not_read(tmp_path: Path) -> None:
         *("learning_rate", "num_generations", "**more", "reward_funcs", "callbacks"),
         "train_dataset",
     }
+
+
+def test_what_is_set_in_other_ways_is_read_or_listed(tmp_path: Path) -> None:
+    text = (
+        "a, b = 1e-5, 8\ntemperature = 0.5\n\ndef main(temperature, rows=load(1)):\n"
+        "    c = GRPOConfig(learning_rate=a, temperature=temperature, max_steps=3)\n"
+        "    c.beta = 0.25\n    c.epsilon = f(1)\n"
+        '    GRPOTrainer("m/x", [g(x)], c, load_dataset("o/r"), **kw)\n'
+    )
+    found = converted_text(tmp_path, "a.py", text)
+    assert found.recipe["algorithm"]["divergence"]["beta"] == 0.25
+    assert (found.recipe["steps"], found.recipe["tasks"][0]["path"]) == (3, "o/r")
+    refused = {key.partition(" = ")[0] for key in found.refused}
+    assert refused == {"learning_rate", "temperature", "epsilon", "reward_funcs", "**kw"}
+
+
+@pytest.mark.parametrize(
+    ("held", "path", "refused"),
+    [
+        ('"json", data_files="b.jsonl"', "b.jsonl", set()),
+        ('"csv", data_files="b.csv"', None, {"validation_file = 'b.csv'"}),
+    ],
+)
+def test_a_scripts_own_evaluation_file_is_kept_or_listed(
+    held: str, path: str | None, refused: set[str], tmp_path: Path
+) -> None:
+    calls = (
+        f'held = load_dataset({held}, split="train")\n'
+        'SFTTrainer("m/x", c, train_dataset=load_dataset("json", data_files="a.jsonl"), '
+        "eval_dataset=held)"
+    )
+    found = trained(tmp_path, 'max_steps=1, eval_strategy="steps"', calls, "SFT")
+    assert found.recipe["data"].get("validation_path") == path
+    assert {*found.refused} == refused
 
 
 def test_several_trainers_in_one_file_are_refused(tmp_path: Path) -> None:

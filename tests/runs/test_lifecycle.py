@@ -300,7 +300,7 @@ def test_other_sampling_of_sampled_rows_is_refused(tmp_path: Path) -> None:
     files.make_folder(folder.rows_folder)
     folder.rows("rl", "train").write_text("{}\n")
     with pytest.raises(KeelError, match=r"rl\.sampled\.train differs, .*rl-train\.jsonl: del"):
-        lifecycle.change_recipe(folder, changed)
+        lifecycle.change_recipe(folder, text, changed)
     folder.rows("rl", "train").unlink()
-    lifecycle.change_recipe(folder, changed)
+    lifecycle.change_recipe(folder, text, changed)
     assert folder.recipe.read_text("utf-8").count("train = 9") == 1

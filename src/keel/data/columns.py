@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any, cast
@@ -104,10 +104,11 @@ def read_messages(value: Any) -> tuple[Message, ...]:
     return tuple(_message(turn, f"message {number}") for number, turn in enumerate(turns, 1))
 
 
-def conversation_column(template: str, columns: Collection[Any]) -> str | None:
-    """The column of whole conversations that prompts are taken from: the one that a template names,
-    or, without a column `prompt`, the one that the default template means."""
-    found = [name for name in ("messages", "conversations") if name in columns]
+def conversation_column(template: str, columns: Mapping[str, Any]) -> str | None:
+    """The column of a row with a whole conversation that the prompt is taken from: the one that a
+    template names, or, without a column `prompt`, the one that the default template means."""
+    values = {name: parsed_messages(columns.get(name)) for name in ("messages", "conversations")}
+    found = [name for name, value in values.items() if isinstance(value, list | tuple)]
     named = template.strip("{}")
     if named == "prompt" and named not in columns:
         return next(iter(found), None)

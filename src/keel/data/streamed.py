@@ -123,7 +123,9 @@ class StreamedSet:
         return {**(self._start or self._present()), "given": self._given}
 
     def seek(self, place: Mapping[str, Any]) -> None:
-        """Go on from a `place()`."""
+        """Go on from a `place()`. Raises KeelError for one of another version."""
+        if not isinstance(place, Mapping):
+            raise KeelError(f"{self.name}: the checkpoint is of another version: start a new run")
         self._read, self._passes, self.bad = (place[name] for name in ("read", "passes", "bad"))
         self.encode.long.clear()
         self.encode.long.update(place["long"])

@@ -87,7 +87,7 @@ def multiplied(call: str) -> str:
     try:
         given = json.loads(call)["arguments"]
         return str(int(given["a"]) * int(given["b"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return 'error: give a and b, as in {"a": 12, "b": 34}'
 
 

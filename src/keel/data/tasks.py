@@ -345,13 +345,12 @@ class DataTask(BaseTask):
         self.name = name
         first = train.rows[0].values if train.rows else {}
         self.conversation = conversation_column(source.prompt, first)
-        self.answer = source.answer
+        self.answer = self.named_answer = source.answer
         template = source.prompt
         if self.conversation is not None:
             template = "{prompt}"
-            with suppress(ValueError):  # a bad row
-                answered = "answer" in asked_and_answered(first[self.conversation])
-                self.answer = source.answer or ("answer" if answered else None)
+            if self.answer is None and _answered(train, self.conversation):
+                self.answer = "answer"
         self.presentation = Presentation(template, source.system)
         found = read_splits(source, (train, validation), self._placed, name, "tasks")
         self.splits: Mapping[Split, Sequence[StoredExample]]
@@ -365,9 +364,12 @@ class DataTask(BaseTask):
         if name is not None and name in row.values:
             with reading(name, row.place):
                 made = asked_and_answered(row.values[name])
-            row = replace(row, values={**made, **row.values, "prompt": made["prompt"]})
-        if name is not None and self.answer == "answer" and "answer" not in row.values:
-            raise KeelError(f"{row.place}: column {name!r} does not end with the assistant's turn")
+            if self.named_answer is None and self.answer is not None and "answer" not in made:
+                raise KeelError(
+                    f"{row.place}: column {name!r} does not end with the assistant's turn"
+                )
+            kept = {**made, **row.values} if self.named_answer else {**row.values, **made}
+            row = replace(row, values={**kept, "prompt": made["prompt"]})
         if self.answer is not None:
             _check_answer(row.values, self.answer, row.place)
         body = self.presentation.body(row.values, row.place)
@@ -429,6 +431,15 @@ class DataTask(BaseTask):
         stated = answer_part(completion.text, prompt.opening)
         golds = gold_entries(prompt.columns["answer"])
         return float(stated is not None and any(same_text(stated, str(gold)) for gold in golds))
+
+
+def _answered(table: Table, column: str) -> bool:
+    """Whether a conversation of the table ends with the assistant's turn."""
+    for row in table.rows:
+        with suppress(ValueError):  # a bad row
+            if "answer" in asked_and_answered(row.values.get(column)):
+                return True
+    return False
 
 
 def data_task(source: TaskSource) -> DataTask:

@@ -58,12 +58,28 @@ def check_stored(rollout: Rollout, here: bool = True, steps: int = 0) -> None:
             )
     run = load(rollout.stored)
     places = _places(run, rollout)
-    if places != [0] and (lacking := [n for n in range(1, steps + 1) if n not in places]):
+    if steps and places == [0]:  # of a run with `steps = 0`
+        groups = len(groups_of(run.rollouts(0, rollout.stored_stage)))
+        places = list(range(1, 1 + groups // rollout.prompts_per_step))
+        if steps > len(places):
+            raise _too_few(run, groups, rollout.prompts_per_step)
+    if lacking := [n for n in range(1, steps + 1) if n not in places]:
+        first = lacking[0]
+        fix = f"set steps = {first - 1}" if first > 1 else "it needs rollouts_every = 1 there"
         raise KeelError(
-            f"rollout.stored: no rollouts of step {lacking[0]} in {run.folder.path}, which has "
-            f"steps {places[0]} to {places[-1]}: set steps = {lacking[0] - 1}",
+            f"rollout.stored: no rollouts of step {first} in {run.folder.path}, which has "
+            f"steps {places[0]} to {places[-1]}: {fix}",
             key="steps",
         )
+
+
+def _too_few(run: Run, groups: int, size: int) -> KeelError:
+    """What is wrong with steps that use more than the one batch of a run."""
+    return KeelError(
+        f"rollout.stored: {run.folder.path} sampled {groups} prompts: set steps and "
+        f"rollout.prompts_per_step (now {size}) to use no more",
+        key="steps",
+    )
 
 
 def build_stored(model: Any, tokenizer: Any, *, rollout: Rollout, **_: Any) -> StoredEngine:
@@ -184,10 +200,7 @@ class StoredEngine(Engine):
         """A step's part of the one batch. Raises KeelError if the steps before have used it up."""
         size = self._prompts_per_step
         if number * size > len(groups):
-            raise KeelError(
-                f"rollout.stored: {self.run.folder.path} sampled {len(groups)} prompts: set "
-                f"steps and rollout.prompts_per_step (now {size}) to use no more"
-            )
+            raise _too_few(self.run, len(groups), size)
         return groups[(number - 1) * size : number * size]
 
     def prompts_of(self, stream: PromptSupply) -> PromptSupply:

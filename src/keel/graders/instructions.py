@@ -37,6 +37,8 @@ _SHORT = re.compile(
     r"\b(?:etc|inc|ltd|co|corp|jr|sr|approx|a\.m|p\.m|u\.s|u\.k|ph\.d)\.\Z|\.\.\Z", re.IGNORECASE
 )
 """What no sentence ends with if a small letter follows."""
+LONGEST = 12
+"""Characters before a full stop that show whether an abbreviation ends there."""
 _APART = re.compile(
     r"""\.\.\.|--|[,:](?=\D|\Z)|[;@\#$%&?!()\[\]{}<>]|["“”„‘’«»]|``|''"""
     r"""|(?=n't\b)|(?='(?:s|m|d|ll|re|ve)\b)|(?='\s)|(?<=\bcan)(?=not\b)|(?<=\bgon)(?=na\b)""",
@@ -107,7 +109,8 @@ def _compares(count: int, wanted: int, relation: str | None) -> bool:
 def _sentences(text: str) -> int:
     count, start = 0, 0
     for found in _ENDS.finditer(text):
-        said, after = text[start : found.start() + 1], text[found.end() : found.end() + 1]
+        opening = max(start, found.start() - LONGEST)
+        said, after = text[opening : found.start() + 1], text[found.end() : found.end() + 1]
         if _TITLE.search(said) or (after.islower() and _SHORT.search(said)):
             continue
         count, start = count + 1, found.end()

@@ -84,16 +84,17 @@ def resume_run(path: Path | str | None) -> RunFolder:
     return RunFolder.open(Path(path).absolute())
 
 
-def change_recipe(place: RunFolder, text: str) -> None:
+def change_recipe(place: RunFolder, whole: str, text: str) -> None:
     """Take over what a run can go on with from a resolved recipe (TOML): CHANGEABLE keys of the
     stage that its newest checkpoint is of, and any key of a later one, which begins afresh.
-    `changes` in run.json has them, with the step.
+    `changes` in run.json has them, with the step. `whole` is the run's recipe with all defaults,
+    some of which an older version did not have.
 
     Raises KeelError for another key that differs, for fewer steps than were taken, and for another
     `sampled` of a stage whose rows were sampled.
     """
     with locked(place.path):
-        known, new = tomllib.loads(place.recipe.read_text("utf-8")), tomllib.loads(text)
+        known, new = tomllib.loads(whole), tomllib.loads(text)
         if (names := stages_of(text)) != place.stages:
             raise KeelError(
                 f"the recipe has the stages {', '.join(names)}, but the run in {place.path} has "
@@ -105,8 +106,6 @@ def change_recipe(place: RunFolder, text: str) -> None:
         for one in list(changes(known, new)):
             found = re.fullmatch(r"stages\[(\d+)\]\.(.+)", one.name)
             number, key = (int(found[1]), found[2]) if found else (-1, one.name)
-            if one.a is None and number <= at:
-                continue  # a key that the version which wrote the recipe did not have
             name = f"{place.stages[number]}.{key}" if found else key
             if number < at or (number == at and key not in CHANGEABLE):
                 raise KeelError(
@@ -119,14 +118,15 @@ def change_recipe(place: RunFolder, text: str) -> None:
             if number == at:
                 *tables, leaf = key.split(".")
                 reduce(getitem, tables, known["stages"][number])[leaf] = one.b
-            elif key.startswith("sampled."):
+            elif key == "stage" or key.startswith("sampled."):
                 _refuse_sampled(place, place.stages[number], name)
             point = {"stage": place.stages[at], "step": step}
             made.append({**point, "key": name, "from": one.a, "to": one.b})
-        if made:
+        if any(one["key"].startswith(f"{place.stages[at]}.") for one in made):
             model = place.model(place.stages[at])
             if model.exists():  # it is of the end so far, and is written again
                 files.remove(model)
+        if made:
             known["stages"][at + 1 :] = new["stages"][at + 1 :]
             before = read_run_json(place).get("changes", [])
             update_run_json(place, {"changes": [*before, *made]})

@@ -214,13 +214,12 @@ def _rewards(data: Mapping[str, Any], given: Sequence[Any]) -> dict[str, Any]:
     passed in Python stand in for these; else they take the place of all."""
     own = data.get("rewards", {})
     names = {str(one).rpartition(":")[2]: one for one in given}
-    functions = [
-        {**one, "function": names.get(one["function"].rpartition(":")[2], one["function"])}
-        if PASSED.fullmatch(one["function"])
-        else one
-        for one in own.get("functions", ())
-    ]
-    if len({one["function"] for one in functions} & set(map(str, given))) == len(given):
+    functions, placed = list[dict[str, Any]](), set[str]()
+    for one in own.get("functions", ()):
+        name = one["function"].partition(":")[2] if PASSED.fullmatch(one["function"]) else ""
+        placed |= {name} & names.keys()
+        functions.append({**one, "function": names.get(name, one["function"])})
+    if placed == names.keys():
         return {"rewards": {**own, "functions": functions}}
     new = [one if isinstance(one, Mapping) else {"function": one} for one in given]
     return {"rewards": {"functions": new}, "evaluation": {**data["evaluation"], **OTHER_REWARDS}}

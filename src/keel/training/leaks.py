@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 
 from keel.config.benchmarks import benchmarks
 from keel.config.schema import Recipe, Stage
@@ -148,7 +149,17 @@ def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
 
 def _marks(content: Content, row: SourceRow | None = None) -> Marks:
     found: Marks = frozenset(places(content))
-    return found if row is None else found | {(os.path.abspath(row.source), row.number)}
+    return found if row is None else found | _row_mark(row.source, row.number)
+
+
+def _row_mark(source: str, number: int) -> Marks:
+    """The mark of a row of a file; none of a data set, which options make another one."""
+    return frozenset({(os.path.abspath(source), number)} if _is_file(source) else ())
+
+
+@lru_cache(maxsize=256)
+def _is_file(source: str) -> bool:
+    return os.path.isfile(source)
 
 
 # ---------------------------------------------------------------- what is evaluated
@@ -170,5 +181,4 @@ def _asked(task: Task, prompt: Prompt) -> Marks:
     data, found = stored(task), _marks(prompt.content)
     if data is None:
         return found
-    row = os.path.abspath(data.sources["validation"]), split_and_index(prompt)[1]
-    return found | {row}
+    return found | _row_mark(data.sources["validation"], split_and_index(prompt)[1])

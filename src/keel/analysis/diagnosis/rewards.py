@@ -187,10 +187,10 @@ def length_reward(history: StageHistory) -> Symptom | None:
 def format_hacking(history: StageHistory) -> Symptom | None:
     """The form is learned and the content is not. A reward that is not declared as correctness is
     at 90 % of its range or more (last fifth, 10 steps at least) and has risen by a tenth of it (p <
-    0.01), while one that is declared (or another with a positive weight) is below half of its range
-    and has not risen by 5 %. Or, in the newest three steps with rollouts, at least 30 % of the
-    completions that are rewarded above the mean (10 or more) hold markers (tags, signs) and no
-    letter or digit."""
+    0.01), while one that is declared (if none is, another with a positive weight) is below half of
+    its range and has not risen by 5 %. Or, in the newest three steps with rollouts, at least 30 %
+    of the completions that are rewarded above the mean (10 or more) hold markers (tags, signs) and
+    no letter or digit."""
     sources = [s for s in history.rewards if s.get("weight", 1.0) > 0]
     declared = [s for s in sources if _judges(s)]
     for form in sources:

@@ -266,7 +266,7 @@ class Conversion(Foreign):
                 return _recipe(self.program, self.out)[1]
             except KeelError as error:
                 text = str(error)
-            named = [own for own in self.out if own in text and own not in self.lacking]
+            named = [o for o in self.out if o in text and self.out[o] != _PLACEHOLDERS.get(o)]
             if not named:
                 raise KeelError(f"{path}: the recipe is refused: {text}")
             worst = max(named, key=len)

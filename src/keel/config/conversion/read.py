@@ -114,7 +114,7 @@ def _value(text: str) -> Any:
 
 
 _REFERENCE: Final = re.compile(r"\$\{([\w.]+)\}")
-_LEFT: Final = re.compile(r"\$[{(A-Za-z_]")
+_LEFT: Final = re.compile(r"\$[{(\w@*#?]")
 
 
 def _resolved(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
@@ -185,7 +185,7 @@ def _expanded(line: str, variables: Mapping[str, str]) -> str:
 
 
 _MORE: Final = re.compile(
-    r"\$\{?([@*]|\w*(args?|opts?|options|flags|extra)\w*(\[[@*]\])?\}?$)", re.I
+    r"\$\{?([@*]|(\w*_)?(args?|opts?|options|flags|extra)(_\w*)?(\[[@*]\])?\}?$)", re.I
 )
 """A variable that holds options, not a value."""
 _OPERATORS: Final[dict[type[ast.operator], Any]] = {
@@ -273,6 +273,8 @@ class _Script:
         self._tree, self._path = tree, path
         self._values: dict[str, Any] = {}
         self._remarks: dict[str, str] = {}
+        self._attributes: list[tuple[ast.Attribute, ast.expr | None]] = []
+        """Those that are set, and to what; None: it depends on something."""
         self._assigned: dict[str, list[ast.expr | None]] = {}
         """By name what it is set to, in order; None: it depends on something."""
         functions = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
@@ -287,10 +289,28 @@ class _Script:
             if isinstance(one, ast.Assign | ast.AnnAssign | ast.AugAssign) and one.value:
                 plain = not depends and not isinstance(one, ast.AugAssign)
                 targets = one.targets if isinstance(one, ast.Assign) else [one.target]
-                for name in (target.id for target in targets if isinstance(target, ast.Name)):
-                    self._assigned.setdefault(name, []).append(one.value if plain else None)
-            branches = isinstance(one, ast.If | ast.For | ast.While) and not _is_main(one)
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        self._set(target.id, one.value if plain else None)
+                    elif isinstance(target, ast.Attribute):
+                        self._attributes.append((target, one.value if plain else None))
+                    else:  # of several at once
+                        self._depend(target)
+            elif isinstance(one, ast.For | ast.AsyncFor):
+                self._depend(one.target)
+            elif isinstance(one, ast.arg):
+                self._set(one.arg, None)
+            branches = isinstance(one, _BRANCHES) and not _is_main(one)
             self._assign(one, depends or branches)
+
+    def _set(self, name: str, value: ast.expr | None) -> None:
+        self._assigned.setdefault(name, []).append(value)
+
+    def _depend(self, target: ast.expr) -> None:
+        """The names of a target are set to what is not read."""
+        for one in ast.walk(target):
+            if isinstance(one, ast.Name):
+                self._set(one.id, None)
 
     def settings(self) -> Settings:
         """The keywords of `GRPOConfig(…)` and the like, the trainer, LoraConfig, load_dataset."""
@@ -304,9 +324,14 @@ class _Script:
             elif name.endswith("Trainer"):
                 names.add(name)
                 self._trainer(name, node)
-            elif name.endswith("Config") or name == "TrainingArguments":
+            elif _is_config(name):
                 names.add(name)
                 self._values |= self._keywords(node)
+        for target, given in self._attributes:
+            made = self._made(target.value)
+            if isinstance(made, ast.Call) and _is_config(_called(made)):
+                text = Unread(ast.unparse(target))
+                self._values[target.attr] = text if given is None else self.read(given)
         loads = [node for node in calls if _called(node) == "load_dataset"]
         if loads and "train_dataset" not in self._values and "dataset_name" not in self._values:
             self._dataset("train_dataset", loads[0])
@@ -326,9 +351,15 @@ class _Script:
 
     def _trainer(self, name: str, call: ast.Call) -> None:
         rl = name.startswith(("GRPO", "RLOO"))
-        given = dict(zip(("model", "reward_funcs") if rl else ("model",), call.args, strict=False))
-        given |= {keyword.arg or "": keyword.value for keyword in call.keywords}
-        for key in ("train_dataset", "eval_dataset"):
+        order = ("model", "reward_funcs", "args") if rl else ("model", "args", "data_collator")
+        sets = ("train_dataset", "eval_dataset")
+        given = dict(zip((*order, *sets), call.args, strict=False))
+        given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                text = ast.unparse(keyword.value)
+                self._values[f"**{text}"] = Unread(text)
+        for key in sets:
             if key in given:
                 self._dataset(key, given.pop(key))
         for key, node in given.items():
@@ -446,6 +477,15 @@ class _Script:
 
 def _called(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
+
+
+_BRANCHES: Final = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.ExceptHandler)
+"""What is set within them depends on how the script runs."""
+
+
+def _is_config(name: str) -> bool:
+    """Whether a class has the arguments of a trainer."""
+    return name.endswith("Config") or name == "TrainingArguments"
 
 
 def _is_main(node: ast.AST) -> bool:

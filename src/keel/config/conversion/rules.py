@@ -207,6 +207,9 @@ def trl_data(c: Foreign) -> Keys:
     held = file if "name" not in source and str(file).endswith(FILES) else held
     if c["eval_strategy"] != "no" and held is not None:
         source["validation_path"] = held
+    if file is not None and held != file:
+        why = "set validation_path to a file of .jsonl or .parquet, as the train data have one"
+        c.refuse("validation_file", f"{why}; without it a share of the train data is held out")
     yield ("tasks", [source]) if c.program.stage == "rl" else ("data", source)
 
 

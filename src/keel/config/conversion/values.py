@@ -130,7 +130,7 @@ class Foreign:
         if isinstance(value, bool):
             return value
         if key in self.program.keys:
-            return True if self.program.keys[key].switch else value
+            return value is not None if self.program.keys[key].switch else value
         return "(a secret)" if KEYS.fullmatch(key.rpartition(".")[2]) else value
 
     def __getitem__(self, end: str) -> Any:
