@@ -91,7 +91,7 @@ def train(
         if PASSED.fullmatch(value):
             load_entry(value, key)
     if resumed is not None and text:
-        lifecycle.change_recipe(resumed, to_toml(load_recipe(resumed.recipe)), text)
+        lifecycle.change_recipe(resumed, to_toml(load_recipe(tomllib.loads(known))), text)
     elif recipe is not None:
         check_alerts(recipe.alerts)  # before there is a folder
     place = resumed or lifecycle.create_run(text, name, folder, inputs)
