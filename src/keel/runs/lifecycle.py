@@ -117,7 +117,9 @@ def change_recipe(place: RunFolder, whole: str, text: str) -> None:
                 raise KeelError(f"{name} is {one.b}, but the run has taken {step}: raise it")
             if number == at:
                 *tables, leaf = key.split(".")
-                reduce(getitem, tables, known["stages"][number])[leaf] = one.b
+                table = reduce(getitem, tables, known["stages"][number])
+                table.pop(leaf, None)
+                table |= {} if one.b is None else {leaf: one.b}
             elif key == "stage" or key.startswith("sampled."):
                 _refuse_sampled(place, place.stages[number], name)
             point = {"stage": place.stages[at], "step": step}
