@@ -284,6 +284,12 @@ TWINS = (
         near_rollouts=lambda step: _paid_by_length(step, paid=False),
     ),
     Twin(
+        "length-reward",
+        usual(**evaluated(0.4, 0.5)),  # within the noise
+        evaluated(0.4, 0.6),
+        rollouts=_paid_by_length,
+    ),
+    Twin(
         "truncation",
         usual(**{"completions/clipped_ratio": 0.5}),
         rollouts=_cut,

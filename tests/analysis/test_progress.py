@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from keel.analysis.progress import Lines, curve, sparkline
+from keel.analysis.progress import Lines, curve, sparkline, watching
 from keel.runs.callbacks import RunControl, RunState
 
 
@@ -29,6 +29,20 @@ def test_a_log_has_a_line_every_few_seconds(
     assert lines(0.1) == ["1/20", "20/20"]
     assert lines(2.0) == ["1/20", "4/20", "7/20", "10/20", "13/20", "16/20", "19/20", "20/20"]
     assert len(lines(5.0)) == 20
+
+
+def test_a_log_has_the_step_before_a_note_and_the_last(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    with watching(Console(width=80)) as shown:
+        state = RunState(Path(), "rl", "rl", 0, 20, RunControl(print))
+        for step in range(1, 8):
+            shown.on_record(replace(state, step=step))
+            if step == 4:
+                shown.on_note("the entropy is low")
+    said = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["1/20", "4/20", "entropy", "7/20"]
 
 
 def test_a_sparkline_runs_from_lowest_to_highest() -> None:

@@ -57,7 +57,7 @@ NO_TOKEN = (*NO_SEQUENCE, "gemma3_text", "hunyuan_v1_dense", "olmo", "olmo2", "o
         (["train", "tiny", "a.rollout.val_kwargs.n=4"], "in Keel it is 'evaluation.samples'"),
         (["train", "tiny", "actor.model.path=x"], "in Keel it is 'model.name'"),
         (["train", "tiny", "critic.optim.warmup_ratio=0.1"], "value.optimizer.warmup_ratio"),
-        (["train", "tiny", "critic.model.lora_rank=8"], "set up in [value]"),
+        (["train", "tiny", "critic.model.lora_rank=8"], 'value.kind = "head"'),
         (["train", "tiny", "adam_beta1=0.8"], "set optimizer.betas = ["),
         (["train", "tiny", "processing_class=x"], "in keel.train it is tokenizer"),
         (["train", "tiny", "stages.1.steps=3"], "stages has 1 entries, from stages.0"),

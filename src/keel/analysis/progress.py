@@ -42,7 +42,11 @@ SHOWN = {
 def watching(console: Console) -> Iterator[Lines]:
     """A bar on a terminal, one display that changes in a notebook; else lines."""
     if console.quiet or not (console.is_jupyter or console.is_terminal):
-        yield Lines(console)
+        lines = Lines(console)
+        try:
+            yield lines
+        finally:
+            lines.print_skipped()
         return
     with Notebook(console) if console.is_jupyter else Bar(console) as live:
         yield live
@@ -74,7 +78,8 @@ def _round(value: float) -> str:
 
 
 class Lines(Callback):
-    """For logs: a line of the first and the last step, and of others at most every few seconds."""
+    """For logs: a line of the first and the last step, of steps before a note, and of others at
+    most every few seconds."""
 
     QUIET = 5.0
     """Seconds after the line of a step in which other steps have none."""
@@ -83,6 +88,8 @@ class Lines(Callback):
         self.console = console
         self.shown = -math.inf
         """When the last line of a step was printed."""
+        self.skipped = ""
+        """The line of the last step, if it was not printed."""
 
     def on_stage(self, state: RunState) -> None:
         self.shown = -math.inf
@@ -90,12 +97,12 @@ class Lines(Callback):
 
     def on_record(self, state: RunState) -> None:
         now = time.monotonic()
-        if now < self.shown + self.QUIET and _done(state) < state.steps:
-            return
-        self.shown = now
         of = f"{state.stage} {_done(state)}/{state.steps}"
         parts = [of, summary(state.metrics), f"{state.seconds:.2f}s", speed(state.speeds)]
-        self.on_note("  ".join(filter(None, parts)))
+        self.skipped = "  ".join(filter(None, parts))
+        if now >= self.shown + self.QUIET or _done(state) >= state.steps:
+            self.shown = now
+            self.print_skipped()
 
     def on_evaluation(self, state: RunState, result: Mapping[str, Any]) -> None:
         at = f"after {state.step} steps"
@@ -104,6 +111,16 @@ class Lines(Callback):
         self.on_note(f"{state.stage} {at}: {describe_evaluation(result)}")
 
     def on_note(self, text: str) -> None:
+        self.print_skipped()
+        self._print(text)
+
+    def print_skipped(self) -> None:
+        """Print the line of the last step if that was not done: at the end, and before a note."""
+        if self.skipped:
+            self._print(self.skipped)
+            self.skipped = ""
+
+    def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

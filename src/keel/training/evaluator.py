@@ -26,7 +26,7 @@ from keel.training.loop import EvaluationResult
 from keel.training.rollout import Results, Sampler
 from keel.training.setup import check_component
 from keel.training.state import completion_rows
-from keel.types import Group, Prompt, RewardResult, Sampling
+from keel.types import Group, Prompt, RewardResult, Sampling, text_of
 
 EXAMPLES = 4
 """How many completions an evaluation shows."""
@@ -106,9 +106,9 @@ class Evaluator:
         if self.protocol is not None:
             report["protocol"] = self.protocol
         report["examples"] = [
-            {**_example(group, judged), "passed": row.passed}
-            for group, judged, row in zip(groups, results, rows, strict=False)
-        ][:EXAMPLES]
+            {**_example(groups[at], results[at]), "passed": rows[at].passed}
+            for at in _spread(len(groups), EXAMPLES)
+        ]
         return EvaluationResult(
             report,
             metrics(report, f"eval/{self.name}/" if self.name else "eval/"),
@@ -286,11 +286,18 @@ def _mean_of_shares(rates: Sequence[float]) -> dict[str, float | int]:
     return found | {"low": max(found["low"], 0.0), "high": min(found["high"], 1.0)}
 
 
+def _spread(count: int, most: int) -> list[int]:
+    """Indices at equal distances: neighbours of a file may be alike."""
+    return [at * count // most for at in range(most)] if count > most else list(range(count))
+
+
 def _example(group: Group, results: Sequence[RewardResult]) -> dict[str, Any]:
-    content = group.prompt.content
+    """A prompt, its greedy answer and the reward; what arrived between turns stands in ⟨ ⟩."""
+    content, turns = group.prompt.content, group.completions[0].conversation
+    said = [text_of(m) if m["role"] == "assistant" else f" ⟨{text_of(m)}⟩ " for m in turns]
     return {
         "prompt": content if isinstance(content, str) else [dict(m) for m in content],
-        "completion": group.completions[0].transcript,
+        "completion": "".join(said),
         "reward": results[0].reward,
     }
 

@@ -154,7 +154,9 @@ def gold_still(history: StageHistory) -> Symptom | None:
 def length_reward(history: StageHistory) -> Symptom | None:
     """The reward rises through length alone. In 8 steps or more with rollouts the mean reward rises
     (p < 0.01) by 10 % of its range and the mean length by 20 %; a regression on length within
-    groups leaves less than a quarter of the rise, with a correlation of 0.5 or more."""
+    groups leaves less than a quarter of the rise, with a correlation of 0.5 or more. Not where the
+    accuracy on validation prompts rises too (the intervals are apart): calls of tools and worked
+    solutions are longer and right."""
     rollouts = [r for r in history.rollouts if np.isfinite(r.reward).sum() > 8]
     if len(rollouts) < ROLLOUTS:
         return None
@@ -172,7 +174,9 @@ def length_reward(history: StageHistory) -> Symptom | None:
     if not grown.rises(0.05) or grown.last < 1.2 * grown.first or correlation < 0.5:
         return None
     controlled = trend(reward - slope * (length - length[0]))
-    if controlled.gain > 0.25 * raw.gain:
+    accuracies = _evaluated(history, "eval/pass@1")
+    learned = bool(accuracies) and accuracies[-1][2] > accuracies[0][3]
+    if controlled.gain > 0.25 * raw.gain or learned:
         return None
     figures = {
         **raw.figures("reward"),
