@@ -157,8 +157,11 @@ class Completion:
 
     @property
     def transcript(self) -> str:
-        """The text of all turns, the environment's included."""
-        return "".join(map(text_of, self.conversation))
+        """The text of all turns; what arrived between the policy's stands in ⟨ ⟩."""
+        own = "assistant"
+        return "".join(
+            text_of(m) if m["role"] == own else f"⟨{text_of(m)}⟩" for m in self.conversation
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,7 +55,7 @@ def test_a_scripted_tool_call() -> None:
     assert completion.written.tolist() == [True] * 6 + [False] * 3 + [True] * 8
     assert completion.log_probs.tolist() == [-0.5] * 6 + [0.0] * 3 + [-0.5] * 8
     assert completion.text == "<3+4>done: 7"
-    assert completion.transcript == "<3+4>=7;done: 7"
+    assert completion.transcript == "<3+4>⟨=7;⟩done: 7"
     assert [(turn["role"], turn["content"]) for turn in completion.turns] == [
         ("assistant", "<3+4>"),
         ("environment", "=7;"),
@@ -70,11 +70,11 @@ def test_a_scripted_tool_call() -> None:
 def test_a_conversation_goes_on_until_the_task_is_silent() -> None:
     task = Calculator(times=2)
     group = talk(GO, [ASKED], 1, Sampling(90), task, max_turns=9)[0]
-    assert group.completions[0].transcript == "go=7;go=7;go"
+    assert group.completions[0].transcript == "go⟨=7;⟩go⟨=7;⟩go"
     assert group.completions[0].text == "gogogo"
     assert len(task.asked) == 3
     group = talk(GO, [ASKED], 1, Sampling(90), Calculator(times=9), max_turns=4)[0]
-    assert group.completions[0].transcript == "go" + "=7;go" * 3
+    assert group.completions[0].transcript == "go" + "⟨=7;⟩go" * 3
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_a_conversation_goes_on_until_the_task_is_silent() -> None:
     [
         (2, "go", "length", 2),
         (3, "go", "eos", 3),
-        (5, "go=7", "length", 3),
-        (6, "go=7;", "length", 3),
-        (8, "go=7;go", "length", 5),
-        (9, "go=7;go", "eos", 6),
+        (5, "go⟨=7⟩", "length", 3),
+        (6, "go⟨=7;⟩", "length", 3),
+        (8, "go⟨=7;⟩go", "length", 5),
+        (9, "go⟨=7;⟩go", "eos", 6),
     ],
 )
 def test_the_budget_covers_policy_and_task(

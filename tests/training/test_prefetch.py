@@ -180,7 +180,7 @@ def test_saved_rollouts_are_read_as_they_were(tmp_path: Path) -> None:
         assert json.dumps(group.prompt.content) == json.dumps(messages)
         assert json.dumps(group.prompt.tools) == json.dumps(tools)
         assert group.completions[0].turns == completion.turns
-        assert group.completions[0].transcript == "gono, 12"
+        assert group.completions[0].transcript == "go⟨no, 12⟩"
         assert rollouts.extras == {"seen": [keys]}
     path = tmp_path / PENDING
     path.write_text(path.read_text().replace('"columns"', '"surplus"'))

@@ -26,7 +26,7 @@ from keel.training.loop import EvaluationResult
 from keel.training.rollout import Results, Sampler
 from keel.training.setup import check_component
 from keel.training.state import completion_rows
-from keel.types import Group, Prompt, RewardResult, Sampling, text_of
+from keel.types import Group, Prompt, RewardResult, Sampling
 
 EXAMPLES = 4
 """How many completions an evaluation shows."""
@@ -292,12 +292,10 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 def _example(group: Group, results: Sequence[RewardResult]) -> dict[str, Any]:
-    """A prompt, its greedy answer and the reward; what arrived between turns stands in ⟨ ⟩."""
-    content, turns = group.prompt.content, group.completions[0].conversation
-    said = [text_of(m) if m["role"] == "assistant" else f" ⟨{text_of(m)}⟩ " for m in turns]
+    content = group.prompt.content
     return {
         "prompt": content if isinstance(content, str) else [dict(m) for m in content],
-        "completion": "".join(said),
+        "completion": group.completions[0].transcript,
         "reward": results[0].reward,
     }
 

@@ -43,7 +43,7 @@ body { font-size: 15px; }
 .tok.env { font-style: italic; }
 .figure { font-variant-numeric: tabular-nums; }
 .q-table td, .q-table th { padding: 4px 8px; }
-.q-table td { max-width: 420px; overflow: hidden; text-overflow: ellipsis; }
+.q-table td { max-width: max(420px, 50vw); overflow: hidden; text-overflow: ellipsis; }
 .wide td:last-child, .wide th:last-child { width: 100%; max-width: 0; }
 .q-table td svg { display: block; width: 120px; height: 24px; }
 .q-table td polyline { fill: none; stroke: var(--q-primary); stroke-width: 1.5; }
