@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import keel
 from keel.analysis.statistics import majority, pass_at_k
 from keel.cli.main import main
 from keel.cli.train import show
@@ -259,6 +260,19 @@ def test_benchmark_as_a_set_keeps_its_protocol(
     assert "protocol" not in sets["c"]
     assert (sets["b"]["n"], sets["c"]["n"]) == (3, 2)
     assert loaded == ["place_match", "numeric_match"]
+
+
+def test_rows_for_a_run_of_a_benchmark_are_asked_as_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS["gsm8k"]))
+    folder = run(
+        tmp_path / "run", "steps=1", "rewards.functions=[]",
+        f"tasks=[{{name='gsm8k', path='{path}', validation_path='none'}}]", "evaluation.prompts=1", "model.build.alphabet=none",
+        "model.build.tokenizer=bytes", "prompts.max_tokens=30",
+    )  # fmt: skip
+    found = keel.evaluate(folder.path, data=ROWS["gsm8k"][:2])
+    assert found["n"] == 2
+    assert found["protocol"].startswith("a text to go on from, no worked examples")
 
 
 def test_killed_run_with_sets_ends_the_same(whole: RunFolder, tmp_path: Path) -> None:

@@ -196,7 +196,12 @@ def _stage_data(
     for change in changes:
         # Without a task, what reads the file follows from its ending.
         other: dict[str, Any] = {"options": {}} if {"name", "path"} <= change.keys() else {}
-        data["tasks"] = [merge({**one, **other}, change) for one in data.get("tasks") or [{}]]
+        data["tasks"] = [
+            merge(one, {"path": change["path"]})
+            if other and one.get("name") in benchmarks()  # whose rows these are
+            else merge({**one, **other}, change)
+            for one in data.get("tasks") or [{}]
+        ]
     if rewards:
         data |= _rewards(data, rewards)
     for one in data.get("rewards", {}).get("functions", ()):
