@@ -267,7 +267,8 @@ def test_rows_for_a_run_of_a_benchmark_are_asked_as_it_says(tmp_path: Path) -> N
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS["gsm8k"]))
     folder = run(
         tmp_path / "run", "steps=1", "rewards.functions=[]",
-        f"tasks=[{{name='gsm8k', path='{path}', validation_path='none'}}]", "evaluation.prompts=1", "model.build.alphabet=none",
+        f"tasks=[{{name='gsm8k', path='{path}', validation_path='none'}}]",
+        "evaluation.prompts=1", "model.build.alphabet=none",
         "model.build.tokenizer=bytes", "prompts.max_tokens=30",
     )  # fmt: skip
     found = keel.evaluate(folder.path, data=ROWS["gsm8k"][:2])
