@@ -18,7 +18,7 @@ from keel.algorithms.presets import PRESETS
 from keel.analysis.plots import COLOURS, FAINT, drawing
 from keel.analysis.statistics import Array, Interval
 from studies.common import ROOT, courses, markdown, shown
-from studies.evidence import bias, distillation, gae, lengths, memory, ratios, replay
+from studies.evidence import bias, distillation, gae, lengths, memory, ratios, replay, trained
 from studies.evidence.algorithms import (
     BASELINE,
     COMPARED,
@@ -176,6 +176,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "distillation": distillation.table,
     "savings": distillation.savings_table,
     "teachers": distillation.teachers_table,
+    "trained": trained.table,
 }
 """The tables of docs/evidence, by name."""
 TABLE = re.compile(r"<!-- table (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -202,3 +203,4 @@ def write() -> None:
     stable = dict(zip(STABLE, COLOURS, strict=False))
     plot_presets(MEASURED_PAGES / "ppo-grpo-gspo.png", stable)
     plot(MEASURED_PAGES / "lengths.png", lengths.panels(), 2.8, "tokens of the second text")
+    plot(MEASURED_PAGES / "trained.png", trained.panels(), 2.8, "greedy answers right, %")

@@ -51,7 +51,7 @@ def measure(out: Path, seeds: int = 3) -> None:
             folder = out / "trained" / f"{name}-{seed}"
             if not _finished(folder):
                 resume = ("--resume",) if folder.exists() else (name, f"model.name={MODEL}")
-                keel("train", *resume, f"seed={seed}", "--run", folder)
+                keel("train", *resume, f"seed={seed}", "threads=1", "--run", folder)
     collect(out / "trained")
 
 
