@@ -186,6 +186,16 @@ def _components(step: int) -> list[RolloutRow]:
     ]
 
 
+def _silent(step: int, most: float) -> list[RolloutRow]:
+    """Completions of which up to a share hold no text."""
+    share = most * step / STEPS
+
+    def one(g: int, i: int) -> RolloutRow:
+        return completion(g, i % 2, completion="42" if (4 * g + i) % 20 >= 20 * share else "")
+
+    return fours(one)
+
+
 def _marked(text: str) -> list[RolloutRow]:
     """Completions of which every other one is rewarded, for this text."""
     return fours(lambda g, i: completion(g, i % 2, completion=text if i % 2 else "42"))
@@ -325,6 +335,12 @@ TWINS = (
         usual(),
         rollouts=lambda step: _marked("<answer></answer>"),
         near_rollouts=lambda step: _marked("<answer>42</answer>"),
+    ),
+    Twin(
+        "empty-answers",
+        usual(),
+        rollouts=lambda step: _silent(step, 0.5),
+        near_rollouts=lambda step: _silent(step, 0.2),
     ),
     Twin(
         "repetition",

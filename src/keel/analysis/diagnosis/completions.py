@@ -114,6 +114,29 @@ def truncation(history: StageHistory) -> Symptom | None:
     return Symptom(steps[start:], {"clipped_ratio": share, **figures}, samples, words)
 
 
+def empty_answers(history: StageHistory) -> Symptom | None:
+    """The policy answers with nothing: in the newest three steps with rollouts at least 30 % of the
+    completions hold no text, and three times the share of the first three."""
+    if len(history.rollouts) < 6:
+        return None
+    first, last = (
+        float(np.concatenate([r.empty for r in steps]).mean())
+        for steps in (history.rollouts[:3], history.rollouts[-3:])
+    )
+    if last < 0.3 or last < 3 * first:
+        return None
+    rewards, empty = (
+        np.concatenate([getattr(r, name) for r in history.rollouts[-3:]])
+        for name in ("reward", "empty")
+    )
+    figures = {"empty_first": first, "empty_last": last}
+    for name, chosen in (("empty_reward", empty), ("other_reward", ~empty)):
+        if np.isfinite(rewards[chosen]).any():
+            figures[name] = float(np.nanmean(rewards[chosen]))
+    samples = newest(history, lambda r: np.flatnonzero(r.empty))
+    return Symptom([r.step for r in history.rollouts if r.empty.mean() >= 0.3], figures, samples)
+
+
 def repetition(history: StageHistory) -> Symptom | None:
     """Completions repeat themselves: in 6 steps or more with rollouts, the mean share of 4-grams of
     tokens that occurred before in the same completion (of 12 tokens or more) rises (p < 0.05) by

@@ -44,8 +44,9 @@ class StepRollouts:
     `written` counts the tokens of the policy, `context` those of the environment. `repetition` is
     the share of 4-grams of tokens that occurred before in the same completion (NaN for short ones),
     `advantage` that of its first token, `mass` the sum of |w_n s(ρ_n, A_n)| over its tokens, if
-    the terms of the loss were recorded, and `bare` whether the completion holds markers and nothing
-    else. `words` are the different tokens that the policy wrote, if the environment wrote some too.
+    the terms of the loss were recorded, `empty` whether the completion holds no text, and `bare`
+    whether it holds markers and nothing else. `words` are the different tokens that the policy
+    wrote, if the environment wrote some too.
     """
 
     step: int
@@ -58,6 +59,7 @@ class StepRollouts:
     advantage: Array
     mass: Array
     words: Sequence[npt.NDArray[Any]]
+    empty: Bools
     bare: Bools
     components: Mapping[str, Array]
 
@@ -115,6 +117,7 @@ def summarise(step: int, rows: Sequence[Mapping[str, Any]]) -> StepRollouts:
             np.unique(one if others else one[:0])
             for one, others in zip(tokens, context, strict=True)
         ],
+        empty=np.array([not (row.get("completion") or "").strip() for row in rows], dtype=bool),
         bare=np.array([_bare(row.get("completion") or "") for row in rows], dtype=bool),
         components={
             name.removeprefix(COMPONENT): _numbers(row.get(name) for row in rows) for name in names

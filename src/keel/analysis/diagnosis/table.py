@@ -43,7 +43,7 @@ RULES = (
     *(completions.length_explosion, completions.length_bias),
     *(rewards.length_reward, completions.truncation),
     *(rewards.gold_falls, rewards.gold_still, rewards.format_hacking),
-    *(completions.repetition, completions.environment_words),
+    *(completions.empty_answers, completions.repetition, completions.environment_words),
     *(policy.value_model, policy.engine_mismatch),
 )
 """In the order of the page; the id of a condition is the name of its rule, with hyphens."""
