@@ -27,6 +27,11 @@ def broken(completions):
     raise ValueError("no such thing")
 """
 
+THINKING = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<think>{% endif %}"
+)
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
@@ -47,6 +52,24 @@ def test_the_same_reward_gives_what_is_stored(run: RunFolder) -> None:
     assert summary["mean"] == summary["stored_mean"]
     assert summary["became_right"] == summary["became_wrong"] == 0
     assert found.most_different(5) == []
+
+
+def test_prompts_and_thoughts_of_a_chat_template(tmp_path: Path) -> None:
+    """Whose generation prompt begins a thought, so that what is not closed is no answer."""
+    rows = [{"q": f"{n} + 1?", "answer": str(n % 10), "level": n % 3} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "f.py").write_text(FUNCTIONS)
+    recipe = small(
+        "rollouts_every=1", f"tasks=[{{path='{tmp_path}/rows.jsonl', prompt='{{q}}'}}]",
+        "model.build.alphabet=none", "model.build.tokenizer=bytes", "rollout.max_tokens=30",
+        f"model.chat_template={THINKING}", "rewards.functions=[{function='numeric_match'}]",
+    )  # fmt: skip
+    run = train(recipe, tmp_path / "run")
+    assert load(run.path).rollouts(1)[0]["prompt"][0]["role"] == "user"
+    (found, levels), notes = rescore(run.path, ["numeric_match", f"{tmp_path}/f.py:digits"])
+    assert notes == []
+    assert [row.new for row in found.rows] == [row.stored for row in found.rows]
+    assert {row.new for row in levels.rows} == {0.0, 1.0, 2.0}
 
 
 def test_options_of_a_reward(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

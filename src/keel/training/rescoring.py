@@ -18,11 +18,13 @@ from keel.config.schema import Recipe
 from keel.config.sources import RewardSource
 from keel.data.mixture import PromptStream, build_tasks
 from keel.engines.stored import completion_of, find_prompts, groups_of
-from keel.models.loading import load_tokenizer
-from keel.rewards.registry import RewardContext, load_reward
+from keel.models.chat import Encoder
+from keel.models.loading import choose_device, load_tokenizer
+from keel.rewards.registry import load_reward
 from keel.rewards.scorer import Scorer
 from keel.runs.reader import Record, Run, load
 from keel.runs.rows import COMPONENT, prompt_text
+from keel.training.setup import context_of, templates_at
 from keel.types import Group, KeelError, Prompt, Task
 
 
@@ -106,8 +108,9 @@ def rescore(
     name = stored[steps[0]][0]["stage"]
     sampling = next(one.sampling for one in recipe.stages if one.name == name)
     assert sampling is not None
-    around = RewardContext(tokenizer=load_tokenizer(recipe.model), seed=recipe.seed)
-    chat = around.tokenizer.chat_template is not None
+    tokenizer, device = load_tokenizer(recipe.model), choose_device(recipe.model.device)
+    around = context_of(recipe, reader.folder, tokenizer, str(device))
+    chat = tokenizer.chat_template is not None
     tasks = {task.name: task for task in build_tasks(sampling.tasks, recipe.seed, chat=chat)}
     chosen: dict[str, Any] = {}
     for option in options:
@@ -116,9 +119,10 @@ def rescore(
     functions = [load_reward(source, around) for source in sources]
     found: dict[str, list[RescoredRow]] = {one.name: [] for one in functions}
     notes: dict[str, None] = {}
-    prompts = _Prompts(recipe, name, sampling, tasks, notes)
+    prompts = _Prompts(recipe, name, sampling, tasks, tokenizer, notes)
     timeout, stop = sampling.rewards.timeout, sampling.rollout.stop
-    with closing(Scorer(functions, tasks, timeout=timeout, needed=False, stop=stop)) as scorer:
+    scorer = Scorer(functions, tasks, timeout=timeout, needed=False, stop=stop)
+    with closing(scorer), templates_at(run=reader.folder):
         for number, records in stored.items():
             groups = prompts.groups(number, records)
             results = [one for judged in scorer(groups, number).results for one in judged]
@@ -162,11 +166,17 @@ class _Prompts:
         stage: str,
         sampling: SamplingSource,
         tasks: dict[str, Task],
+        tokenizer: Any,
         notes: dict[str, None],
     ) -> None:
+        raw = {one for one, source in zip(tasks, sampling.tasks, strict=True) if source.raw}
+        # Their tokens say whether the chat template begins the answer's thoughts.
+        self.encode = Encoder(
+            tokenizer, template_kwargs=sampling.prompts.chat_template, forgiven=tasks, raw=raw
+        )
         weights = [source.weight for source in sampling.tasks]
         seed = derive(derive(recipe.seed, stage), "prompts")
-        self.stream = PromptStream(list(tasks.values()), weights, seed)
+        self.stream = PromptStream(list(tasks.values()), weights, seed, self.encode)
         self.notes = notes
 
     def groups(self, step: int, records: Sequence[Record]) -> list[Group]:
@@ -177,7 +187,7 @@ class _Prompts:
             prompts = find_prompts(self.stream, wanted, f"step {step}")
         except KeelError as error:
             self.notes[f"columns are the stored answer alone ({error})"] = None
-            prompts = list(_bare(groups))
+            prompts = [self.encode(one) or one for one in _bare(groups)]
         return [
             Group(prompt, tuple(map(completion_of, rows)))
             for prompt, rows in zip(prompts, groups, strict=True)

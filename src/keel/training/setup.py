@@ -280,15 +280,22 @@ def reward_context(
     recipe: Recipe | None, folder: RunFolder | None, policy: Policy
 ) -> RewardContext:
     """The parts of a run that rewards may use; without a folder they keep no files."""
+    return context_of(recipe, folder, policy.tokenizer, str(policy.device))
+
+
+def context_of(
+    recipe: Recipe | None, folder: RunFolder | None, tokenizer: Any, device: str
+) -> RewardContext:
+    """The same where no policy is loaded."""
     stages = () if recipe is None else recipe.stages
     names = [stage.name for stage in stages if stage.reward_model is not None]
     return RewardContext(
-        tokenizer=policy.tokenizer,
+        tokenizer=tokenizer,
         models={} if folder is None else {name: folder.model(name) for name in names},
         folder=None if folder is None else folder.rewards,
-        device=str(policy.device),
+        device=device,
         seed=0 if recipe is None else recipe.seed,
-        template_time=time_read_by(policy.tokenizer.chat_template),
+        template_time=time_read_by(tokenizer.chat_template),
     )
 
 
