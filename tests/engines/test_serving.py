@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
 import signal
@@ -16,10 +17,16 @@ from unittest.mock import patch
 import openai
 import pytest
 
-from keel.engines.endpoint.requests import ChatRequest, RequestOptions, read_request
+from keel.engines.endpoint.requests import (
+    ChatRequest,
+    RefusedRequest,
+    RequestOptions,
+    read_request,
+)
 from keel.engines.endpoint.responses import stream_events
 from keel.engines.endpoint.server import Endpoint
 from keel.engines.endpoint.serving import LiveResponse, LiveSequence, RequestBatcher
+from keel.engines.endpoint.session import encode_request
 from keel.engines.native import NativeEngine
 from keel.engines.sampler import EOS as ENDED
 from keel.engines.sampler import GOING
@@ -27,7 +34,7 @@ from keel.engines.scheduler import PrefixCache
 from keel.models.chat import ChatEncoder, encode_prompt
 from keel.platform.listen import LOOPBACK
 from keel.types import Prompt, Sampling
-from tests.engines.spelling import EOS, TOKENIZER, TOOLS
+from tests.engines.spelling import EOS, TEMPLATE, TOKENIZER, TOOLS
 from tests.engines.test_compiled import model_of
 
 T = TypeVar("T")
@@ -273,6 +280,25 @@ def test_who_may_ask() -> None:
     server = server_of(engine_of())
     serving(server, local)
     serving(server, remote, key="secret-token", token="secret-token", hosts=None)
+
+
+def test_keywords_of_the_chat_template_are_the_request_s() -> None:
+    body = json.dumps({"messages": ASKED[0], "chat_template_kwargs": {"thinks": False}}).encode()
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.chat_template = TEMPLATE + "{% if thinks %}<think>{% endif %}"
+    chat = ChatEncoder(tokenizer, {"thinks": True})
+    plain = read_request(json.dumps({"messages": ASKED[0]}).encode(), served=True)
+    texts = [
+        tokenizer.decode(encode_request(chat, one))
+        for one in (plain, read_request(body, served=True))
+    ]
+    assert texts[0] == texts[1] + "<think>"
+    with pytest.raises(RefusedRequest, match=r"set prompts\.chat_template in the recipe"):
+        read_request(body)
+    for wrong in ({"tokenize": True}, {"chat_template": "x"}, [1]):
+        body = json.dumps({"messages": ASKED[0], "chat_template_kwargs": wrong}).encode()
+        with pytest.raises(RefusedRequest, match=r"of (the|a) chat template"):
+            read_request(body, served=True)
 
 
 TEXTS = [

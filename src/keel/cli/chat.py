@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from keel.analysis.text import visible
+from keel.config.load import read_overrides
 from keel.platform.signals import noticing_interrupt
 from keel.types import KeelError
 
@@ -30,6 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         max_tokens=arguments.max_tokens,
+        template=read_overrides(arguments.template),
     ) as (model, chat):
         if not model.has_template:
             print(

@@ -80,6 +80,7 @@ chat -- Talk to a run's policy or a model in the terminal, or answer lines from 
   --temperature T -- 0 is greedy (default: the model's generation config, else 1)
   --top-p P -- default: the model's generation config, else 1
   --max-tokens N -- of an answer (default: what the context leaves)
+  --template KEY=VALUE ... -- a keyword of the chat template, as in enable_thinking=false
   --checkpoint NAME -- of a run: last (default), best, or a name
 serve -- Serve a run's policy or a model as an OpenAI-compatible endpoint.
   model RUN|MODEL -- a run folder, a model folder or hub name
@@ -88,6 +89,7 @@ serve -- Serve a run's policy or a model as an OpenAI-compatible endpoint.
   --port PORT
   --max-num-seqs N = 32 -- sequences that are decoded together
   --max-tokens N -- of an answer, at most (default: what the context leaves)
+  --template KEY=VALUE ... -- a keyword of the chat template, as in enable_thinking=false
   --device auto|cpu|cuda -- default: the recipe's, or a GPU if there is one
 explain -- Print the objective that a recipe or preset optimises.
   recipe RECIPE|ALGORITHM -- a recipe or a preset's name

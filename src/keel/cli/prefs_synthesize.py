@@ -12,8 +12,7 @@ from typing import Any
 
 from keel.cli.main import print_result
 from keel.config.fields import unknown
-from keel.config.layers import merge
-from keel.config.load import parse_override
+from keel.config.load import read_overrides
 from keel.preferences.agreement import audit_lines
 from keel.preferences.annotation import read_text
 from keel.preferences.store import PreferenceStore
@@ -89,14 +88,11 @@ def _options(arguments: argparse.Namespace) -> SynthesisOptions:
         if isinstance(model, ModelFolder):
             own = {"device": arguments.device, "max_num_seqs": arguments.max_num_seqs}
             return replace(model, **{name: v for name, v in own.items() if v is not None})
-        options: dict[str, Any] = {}
-        for change in changes:
-            options = merge(options, parse_override(change))
         return replace(
             model,
             price=prices.get(model.model),
             api_key_env=keys.get(model.model),
-            options=options,
+            options=read_overrides(changes),
         )
 
     chosen: dict[str, Any] = {name: getattr(arguments, name) for name in OPTIONS}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from keel.config.load import read_overrides
+
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve until interrupted."""
@@ -18,5 +20,6 @@ def run(arguments: argparse.Namespace) -> None:
         max_num_seqs=arguments.max_num_seqs,
         max_tokens=arguments.max_tokens,
         device=arguments.device,
+        template=read_overrides(arguments.template),
         announce=partial(print, flush=True),
     )

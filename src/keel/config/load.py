@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import reduce
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -21,7 +22,7 @@ from keel.algorithms.presets import PRESETS
 from keel.algorithms.terms import FrozenModel
 from keel.config.errors import explain_validation
 from keel.config.fields import AsTuple, nearest, unknown
-from keel.config.layers import gather, layer, nest, overlay, stage_name
+from keel.config.layers import gather, layer, merge, nest, overlay, stage_name
 from keel.config.schema import Expected, Recipe
 from keel.config.secrets import wrong_secret
 from keel.types import KeelError
@@ -266,6 +267,11 @@ def parse_toml(text: str, label: str) -> dict[str, Any]:
 def parse_override(text: str) -> dict[str, Any]:
     """`a.b=1` as {"a": {"b": 1}}. Raises KeelError if there is no key or no `=`."""
     return nest(*split_override(text))
+
+
+def read_overrides(texts: Sequence[str]) -> dict[str, Any]:
+    """Several of them in one; later ones win."""
+    return reduce(merge, map(parse_override, texts), dict[str, Any]())
 
 
 def split_override(text: str) -> tuple[str, Any]:

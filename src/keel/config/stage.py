@@ -350,6 +350,11 @@ class StageConfig(FrozenModel):
         return None
 
     @property
+    def prompt_keywords(self) -> Mapping[str, Any]:
+        """The chat template's keywords for the prompts that the stage's policy answers."""
+        return {} if self.sampling is None else self.sampling.prompts.chat_template
+
+    @property
     def trained_tasks(self) -> tuple[TaskSource, ...]:
         """The tasks whose train prompts the stage learns from."""
         return () if self.sampling is None else self.sampling.tasks

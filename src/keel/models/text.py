@@ -28,6 +28,12 @@ TEMPLATE_SECONDS = 30.0
 
 A chat template comes with a model. transformers renders it in a sandbox without files and
 attributes, but nested loops could still run for hours."""
+_ARGUMENTS = frozenset({
+    *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+})  # fmt: skip
+"""Of `apply_chat_template` itself."""
 _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _PREFIXES = ("▁", "Ġ")
 """How tokenizers spell the blank that they put before a text."""
@@ -73,6 +79,15 @@ def render(
         raise
     except Exception as error:  # a template raises what it likes
         raise KeelError(f"{name}: the chat template fails: {one_line(error, named=True)}") from None
+
+
+def check_keywords(keywords: Any) -> Mapping[str, Any]:
+    """Keywords of a chat template that someone gives. Raises KeelError if they are none."""
+    if not isinstance(keywords, Mapping):
+        raise KeelError(f"{keywords!r:.40} are no keywords of a chat template: give an object")
+    if taken := sorted(_ARGUMENTS & keywords.keys()):
+        raise KeelError(f"{', '.join(taken)}: not a keyword of the chat template: leave it out")
+    return keywords
 
 
 def control_tokens(tokenizer: Any) -> Mapping[str, int]:

@@ -79,14 +79,17 @@ def run_or_model(model: Path | str) -> tuple[Recipe | None, RunFolder | None]:
 
 
 def policy_of(model: Path | str, checkpoint: str = "last", device: str | None = None) -> Policy:
-    """The policy of a run's checkpoint, of a model folder, or of the hub; on the recipe's device
-    unless another is given."""
+    """The policy of a run's checkpoint, of a model folder, or of the hub, to sample from; on the
+    recipe's device unless another is given."""
     recipe, folder = run_or_model(model)
     given = {} if device is None else {"device": device}
     if recipe is None or folder is None:
-        return load_policy(Model(name=str(model)).model_copy(update=given), 0)
-    spec = recipe.model.model_copy(update=given)
-    return checkpoint_policy(spec, recipe.seed, pick_checkpoint(folder, checkpoint))
+        policy = load_policy(Model(name=str(model)).model_copy(update=given), 0)
+    else:
+        spec = recipe.model.model_copy(update=given)
+        policy = checkpoint_policy(spec, recipe.seed, pick_checkpoint(folder, checkpoint))
+    policy.model.requires_grad_(False)  # so that a GPU's memory is not kept for an update
+    return policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ import numpy as np
 
 from keel.config.evaluation import SamplingSource
 from keel.config.fields import derive
-from keel.config.layers import merge
-from keel.config.load import load_recipe, parse_override
+from keel.config.load import load_recipe, read_overrides
 from keel.config.schema import Recipe
 from keel.config.sources import RewardSource
 from keel.data.mixture import PromptStream, build_tasks
@@ -112,9 +111,7 @@ def rescore(
     around = context_of(recipe, reader.folder, tokenizer, str(device))
     chat = tokenizer.chat_template is not None
     tasks = {task.name: task for task in build_tasks(sampling.tasks, recipe.seed, chat=chat)}
-    chosen: dict[str, Any] = {}
-    for option in options:
-        chosen = merge(chosen, parse_override(option))
+    chosen = read_overrides(options)
     sources = [RewardSource(function=one, options=chosen) for one in rewards]
     functions = [load_reward(source, around) for source in sources]
     found: dict[str, list[RescoredRow]] = {one.name: [] for one in functions}

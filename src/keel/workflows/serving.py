@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +14,15 @@ from keel.engines.endpoint.serving import RequestBatcher
 from keel.engines.native import NativeEngine
 from keel.engines.sampler import check
 from keel.models.chat import ChatEncoder
+from keel.models.text import check_keywords
 from keel.models.tokenizer_round_trip import quiet
 from keel.platform.listen import listen, shown_token, token_for, url_of
 from keel.training.export import policy_of, run_or_model
 from keel.training.setup import templates_at
 from keel.types import KeelError, Sampling
 
+OF_CONFIG = ("temperature", "top_p", "top_k", "min_p")
+"""What is taken over from a model's generation config."""
 UNBOUNDED = 4096
 """Tokens of an answer of a model without a context length."""
 
@@ -47,11 +50,13 @@ def served_model(
     checkpoint: str | None = None,
     device: str | None = None,
     max_num_seqs: int = 1,
+    template: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Iterator[ServedModel]:
     """Load the policy of a run's checkpoint, or a model; chat templates get the run's time.
 
-    `changes` are of the sampling; None changes nothing. Raises KeelError.
+    `template` are keywords of the chat template, over those of the run's last stage; `changes` are
+    of the sampling; None changes nothing. Raises KeelError.
     """
     recipe, folder = run_or_model(model)
     if folder is None and checkpoint is not None:
@@ -64,18 +69,17 @@ def served_model(
     engine = NativeEngine(
         policy.model, policy.tokenizer, max_num_seqs=max_num_seqs, autocast=policy.autocast
     )
-    asked = [] if recipe is None else [one.sampling for one in recipe.stages if one.sampling]
-    keywords = asked[-1].prompts.chat_template if asked else {}
+    stages = [] if recipe is None else [one for one in recipe.stages if one.reward_model is None]
+    trained = stages[-1].prompt_keywords if stages else {}
+    chat = ChatEncoder(policy.tokenizer, {**trained, **check_keywords(template or {})})
     config = getattr(policy.model, "generation_config", None)
-    found = {name: getattr(config, name, None) for name in ("temperature", "top_p", "top_k")}
+    found = {name: getattr(config, name, None) for name in OF_CONFIG}
     sampling = Sampling(policy.context or UNBOUNDED)
     for source in (found, changes):
         sampling = replace(sampling, **{k: v for k, v in source.items() if v is not None})
     check(sampling, 1)
     with templates_at(run=folder):
-        yield ServedModel(
-            Path(model).name, engine, ChatEncoder(policy.tokenizer, keywords), sampling
-        )
+        yield ServedModel(Path(model).name, engine, chat, sampling)
 
 
 def serve(
@@ -87,13 +91,14 @@ def serve(
     max_num_seqs: int = 32,
     max_tokens: int | None = None,
     device: str | None = None,
+    template: Mapping[str, Any] | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Answer requests in OpenAI's format until interrupted.
 
     `port` None takes 8765, or a free one if that is taken. On another host than the loopback a
     token is needed, the API key: a new one, or that of `KEEL_TOKEN`. `max_tokens` is the most that
-    an answer may have. Raises KeelError.
+    an answer may have; `template` as in `served_model`. Raises KeelError.
     """
     token, hosts = token_for(host)
     with (
@@ -104,6 +109,7 @@ def serve(
             device=device,
             max_num_seqs=max_num_seqs,
             max_tokens=max_tokens,
+            template=template,
         ) as served,
     ):
         server = RequestBatcher(served.engine, served.chat, served.name, served.sampling)
@@ -130,6 +136,7 @@ def conversation(
     temperature: float | None = None,
     top_p: float | None = None,
     max_tokens: int | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[ServedModel, Chat]]:
     """A model and a conversation with it. Raises KeelError."""
     with served_model(
@@ -138,6 +145,7 @@ def conversation(
         temperature=temperature,
         top_p=top_p,
         max_tokens=max_tokens,
+        template=template,
     ) as served:
         if system and not served.has_template:
             raise KeelError(f"{model} has no chat template, so no system message: drop --system")

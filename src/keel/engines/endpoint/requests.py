@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from keel.models.text import check_keywords
+from keel.types import KeelError
 
 MODEL = "policy"
 """The policy's name in requests; another name is accepted as well."""
@@ -74,6 +77,8 @@ class ChatRequest:
     max_tokens: int | None = None
     stream: bool = False
     options: RequestOptions | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Keywords of the chat template, over those of the server."""
     prompts: tuple[str | tuple[int, ...], ...] = ()
     """Of `/v1/completions`: text or tokens to go on from, in place of messages."""
 
@@ -107,7 +112,7 @@ def read_request(body: bytes, *, served: bool = False, chat: bool = True) -> Cha
     stream, options = bool(data.get("stream")), _options(data, chat) if served else None
     if not chat:
         prompts = _prompts(data.get("prompt"))
-        return ChatRequest((), (), None, limit, stream, options, prompts)
+        return ChatRequest((), (), None, limit, stream, options, prompts=prompts)
     messages = tuple(_message(one, at) for at, one in enumerate(data["messages"]))
     if not messages or messages[-1]["role"] == "assistant":
         raise RefusedRequest("messages: end them with a message of the user or a tool")
@@ -115,7 +120,14 @@ def read_request(body: bytes, *, served: bool = False, chat: bool = True) -> Cha
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RefusedRequest("tools: give a list of objects")
     given = () if choice == "none" else tuple(tools)
-    return ChatRequest(messages, given, choice, limit, stream, options)
+    keywords = data.get("chat_template_kwargs") or {}
+    if keywords and not served:
+        raise RefusedRequest("chat_template_kwargs: set prompts.chat_template in the recipe")
+    try:
+        check_keywords(keywords)
+    except KeelError as error:
+        raise RefusedRequest(f"chat_template_kwargs: {error}") from None
+    return ChatRequest(messages, given, choice, limit, stream, options, keywords)
 
 
 def _options(data: Mapping[str, Any], chat: bool) -> RequestOptions:

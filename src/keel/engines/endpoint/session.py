@@ -42,7 +42,8 @@ def encode_request(
     """The tokens of a request's messages from `known` on, after the token `last`; special tokens in
     them are text. Raises RefusedRequest."""
     messages, tools = request.messages, request.tools
-    keywords = {} if request.tool_choice is None else {"tool_choice": request.tool_choice}
+    choice = {} if request.tool_choice is None else {"tool_choice": request.tool_choice}
+    keywords = {**request.template, **choice}
     try:
         if not known:
             return chat.prompt(messages, "a request", tools, mask=True, **keywords)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -45,6 +46,12 @@ class DPOStage(JudgingStage):
     def template_keywords(self) -> dict[str, Any]:
         return self.chat_template
 
+    @property
+    def prompt_keywords(self) -> Mapping[str, Any]:
+        if self.sampled is None:
+            return self.chat_template
+        return self.sampled.prompts.chat_template
+
     @model_validator(mode="after")
     def _smooths(self) -> DPOStage:
         if self.sampled is not None and self.chat_template:
@@ -66,10 +73,7 @@ class DPOStage(JudgingStage):
         from keel.training.state import read_reference
 
         policy, start = run.policy, run.resume_from
-        template = (
-            self.chat_template if self.sampled is None else self.sampled.prompts.chat_template
-        )
-        reader = Reader(policy.tokenizer, policy.context, template, raw=self.raw)
+        reader = Reader(policy.tokenizer, policy.context, self.prompt_keywords, raw=self.raw)
         rows = judging.examples(run, self, sampled_pairs, encoder("pairs", reader), policy.context)
         optimizer = WeightOptimizer(trainable(policy), self.optimizer)
         reference = reference_for(policy, None if start is None else read_reference(start))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -84,6 +85,10 @@ class SFTStage(StageConfig):
     @property
     def trained_tasks(self) -> tuple[TaskSource, ...]:
         return self.tasks
+
+    @property
+    def prompt_keywords(self) -> Mapping[str, Any]:
+        return self.prompts.chat_template
 
     @property
     def demonstrations(self) -> DemonstrationSource | None:
