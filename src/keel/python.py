@@ -158,7 +158,7 @@ class TrainedRun(reader.Run):
 
     evaluate = _evaluate
 
-    def export(self, folder: Path | str, **choices: Any) -> Path:
+    def export(self, folder: Path | str | None = None, **choices: Any) -> Path:
         """`keel.export` of this run."""
         from keel.training.export import export
 

@@ -32,6 +32,7 @@ from keel.runs.reader import load
 from keel.training import evaluator
 from keel.training.evaluation import evaluate
 from keel.training.evaluator import Evaluator, majority_at_k
+from keel.training.export import export
 from keel.training.run import train
 from keel.types import Group, KeelError, Prompt
 from keel.view.summary import summarise
@@ -260,6 +261,20 @@ def test_benchmark_as_a_set_keeps_its_protocol(
     assert "protocol" not in sets["c"]
     assert (sets["b"]["n"], sets["c"]["n"]) == (3, 2)
     assert loaded == ["place_match", "numeric_match"]
+
+
+def test_card_says_which_set_a_figure_is_of(whole: RunFolder, tmp_path: Path) -> None:
+    card = (export(whole.path, tmp_path / "model") / "README.md").read_text()
+    ends = {
+        line.split(" | ")[0].strip("| "): line.split(" | ")[-1].strip("| ")
+        for line in card.splitlines()
+        if line.startswith("| ")
+    }
+    assert (ends["pass@1"], ends["digits/pass@1"], ends["sums/reward"]) == ("8", "2", "3")
+    head = card.split("---")[1]
+    for where in ("(validation split)", "(set digits)", "(set sums)"):
+        assert f"name: sort_digits {where}" in head
+    assert "type: digits/" not in head
 
 
 def test_rows_for_a_run_of_a_benchmark_are_asked_as_it_says(tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ def test_hub_gets_the_exported_folder(
         ("ours/sorter", "hf_reader", "the token may not write to ours: run hf auth login"),
         ("ours/taken", TOKEN, "there is a model of that name: choose another"),
         ("ours/so:rter", TOKEN, "Repo id must use alphanumeric chars"),
+        ("sorter", TOKEN, "write OWNER/sorter"),
         ("ours/broken", TOKEN, "the hub answers 500: lost: …"),
         ("ours/away", TOKEN, "cannot be reached (ConnectError"),
     ],
@@ -178,7 +179,7 @@ def test_hub_errors_are_one_line(
     assert error.splitlines()[-1].startswith("keel: error")
     assert not token or token not in error
     assert hub.files == {}
-    sent = token != "" and ":" not in name
+    sent = token != "" and ":" not in name and "/" in name
     assert Path("model").exists() == sent
     assert ("hf upload" in error) == sent
 

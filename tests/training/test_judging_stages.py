@@ -270,6 +270,16 @@ def chain(other: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return train(recipe(*stages), folder / "run")
 
 
+def test_card_of_a_reward_model_s_adapter(chain: RunFolder, tmp_path: Path) -> None:
+    """Whose backbone is the policy that the run trained before."""
+    folder = export(chain.path, tmp_path / "adapter", stage="first", adapter=True)
+    card = (folder / "README.md").read_text()
+    assert "AutoModelForSequenceClassification.from_pretrained('BASE', num_labels=1)" in card
+    assert "pipeline_tag: text-classification" in card
+    assert "base_model" not in card
+    assert "6 steps of reward_model (first)" in card
+
+
 def test_stage_writes_metrics_and_plots(chain: RunFolder) -> None:
     found = measured(chain, "first")
     assert sorted(found) == ["after", "before"]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib.resources import files as resources
 from pathlib import Path
+from typing import Any
 
 from keel.algorithms.symbols import prose_to_unicode
 from keel.analysis.metrics import stage_columns
@@ -46,20 +47,21 @@ def write_card(
     columns = stage_columns(run, stage.name)
     stage_curve(folder / CURVE, stage.stage, columns, recipe.name, f"stage {stage.name}")
     figures = dict(_figures(columns, at.step))
-    base = recipe.model.name
+    base = _base(recipe, at.stage)
     lora = recipe.model.lora is not None
     explained = {one.name: one.explain(lora) for one in recipe.stages[: at.stage + 1]}
     reports = (info.get(kind, {}).get(stage.name, {}) for kind in ("evaluation", "measured"))
-    sizes = [one["n"] for report in reports for one in report.values() if "n" in one]
+    sizes = dict(size for report in reports for one in report.values() for size in _sizes(one))
+    taken = _steps(run) | {stage.name: at.step}
     environment = Environment(undefined=StrictUndefined, trim_blocks=True)
     source = resources("keel.analysis").joinpath("model_card.md.j2").read_text(encoding="utf-8")
     text = environment.from_string(source).render(
-        metadata=_metadata(recipe, stage, figures, name, PIPELINES[loader], adapter),
+        metadata=_metadata(recipe, stage, base, figures, name, PIPELINES[loader], adapter),
         name=name,
         description=recipe.description,
-        origin=base or f"A new {recipe.model.build.family if recipe.model.build else ''} model",
+        origin=base or _origin(recipe),
         stages=[
-            f"{one.steps or info.get('steps', {}).get(one.name, 0):,} steps of "
+            f"{taken.get(one.name, 0):,} steps of "
             f"{one.stage if found is None else found.title} ({one.name})"
             for one in recipe.stages[: at.stage + 1]
             for found in (explained[one.name],)
@@ -67,10 +69,15 @@ def write_card(
         checkpoint=checkpoint,
         stage=stage.name,
         evaluation=[
-            {"measure": measure, "before": _shown(before), "after": _shown(after)}
+            {
+                "measure": measure,
+                "before": _shown(before),
+                "after": _shown(after),
+                "n": sizes.get(_set_of(stage, measure), "–"),
+            }
             for measure, (before, after) in figures.items()
         ],
-        n=sizes[-1] if sizes else None,
+        sets=_sets(stage),
         curve=CURVE if (folder / CURVE).is_file() else None,
         objectives=[
             {
@@ -98,6 +105,50 @@ def _passed(run: Run) -> Iterator[str]:
     for _, value in texts(run.recipe()):
         if PASSED.fullmatch(value) or value.startswith(RUN_FOLDER):
             yield f"`{value}`"
+
+
+def _base(recipe: Recipe, number: int) -> str | None:
+    """The model that the exported one was begun from; None if no one has it but the run."""
+    stage = recipe.stages[number]
+    if stage.trains_policy:
+        return recipe.model.name
+    chosen = stage.base_model
+    if chosen is not None and (chosen.name is not None or chosen.stage is not None):
+        return chosen.name
+    trained = any(one.trains_policy for one in recipe.stages[:number])
+    return None if trained else recipe.model.name
+
+
+def _origin(recipe: Recipe) -> str:
+    if recipe.model.build is not None:
+        return f"A new {recipe.model.build.family} model"
+    return f"{recipe.model.name}, as earlier stages left it"
+
+
+def _steps(run: Run) -> dict[str, int]:
+    """The last recorded step of each stage."""
+    return {row["stage"]: row["step"] for row in run.metrics()}
+
+
+def _sizes(report: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """The number of rows or prompts of an evaluation (``) and of each set's, by its name."""
+    if "n" in report:
+        yield "", report["n"]
+    for name, one in report.get("sets", {}).items():
+        yield name, one["n"]
+
+
+def _sets(stage: Stage) -> dict[str, str]:
+    """The task of each further set that a stage is evaluated on, by the set's name."""
+    evaluation = None if stage.sampling is None else stage.sampling.evaluation
+    sets = () if evaluation is None else evaluation.sets
+    return {one.name: _named(one.task.path or one.task.name) for one in sets}
+
+
+def _set_of(stage: Stage, measure: str) -> str:
+    """The set that a measure is of; empty if it is of the validation split."""
+    name = measure.partition("/")[0]
+    return name if name in _sets(stage) else ""
 
 
 Figure = tuple[float, float | None, float | None]
@@ -135,6 +186,7 @@ def _shown(figure: Figure | None) -> str:
 def _metadata(
     recipe: Recipe,
     stage: Stage,
+    base: str | None,
     figures: Mapping[str, tuple[Figure | None, Figure | None]],
     name: str,
     pipeline: str,
@@ -143,24 +195,27 @@ def _metadata(
     """The metadata that the hub reads, as YAML."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    base = recipe.model.name if _on_hub(recipe.model.name) else None
     data = sorted({path for one in recipe.stages for path in _data(one) if _on_hub(path)})
-    tasks = _tasks(stage)
-    results = [
-        EvalResult(
-            task_type=pipeline,
-            dataset_type=tasks[0],
-            dataset_name=f"{', '.join(tasks)} (validation split)",
-            metric_type=measure,
-            metric_value=round(after[0], 6),
-        )
-        for measure, (_, after) in figures.items()
-        if after is not None and tasks
-    ]
+    tasks, sets = _tasks(stage), _sets(stage)
+    results = []
+    for measure, (_, after) in figures.items():
+        named = _set_of(stage, measure)
+        on = [sets[named]] if named else tasks
+        if after is not None and on:
+            where = f"set {named}" if named else "validation split"
+            one = EvalResult(
+                task_type=pipeline,
+                dataset_type=on[0],
+                dataset_name=f"{', '.join(on)} ({where})",
+                dataset_split=named or "validation",  # else the hub takes all for one's
+                metric_type=measure.removeprefix(f"{named}/") if named else measure,
+                metric_value=round(after[0], 6),
+            )
+            results.append(one)
     kinds = [one.stage for one in recipe.stages]
     explained = [one.explain(recipe.model.lora is not None) for one in recipe.stages]
     card = ModelCardData(
-        base_model=base,
+        base_model=base if _on_hub(base) else None,
         license=None if recipe.model.name is None else _license(recipe.model.name),
         library_name="peft" if adapter else "transformers",
         pipeline_tag=pipeline,
@@ -176,7 +231,12 @@ def _tasks(stage: Stage) -> list[str]:
     """The names of what a stage is evaluated on; paths by their last part."""
     data = None if stage.judged is None else stage.judged.data
     found = [str(one.path or one.name) for one in (*stage.trained_tasks, data) if one is not None]
-    return [path if _on_hub(path) else Path(path).name for path in found]
+    return list(map(_named, found))
+
+
+def _named(path: str) -> str:
+    """A name of the hub, or the last part of a path."""
+    return path if _on_hub(path) else Path(path).name
 
 
 def _data(stage: Stage) -> Iterator[str]:
@@ -217,9 +277,10 @@ def _loading(name: str, base: str | None, loader: str, adapter: bool) -> str:
             f"model = {loader}.from_pretrained({name!r})\n"
             f"tokenizer = AutoTokenizer.from_pretrained({name!r})"
         )
+    outputs = {"text-classification": ", num_labels=1", "token-classification": ", num_labels=2"}
     return (
         f"from peft import PeftModel\nfrom transformers import {loader}, AutoTokenizer\n\n"
-        f"base = {loader}.from_pretrained({base or 'BASE'!r})\n"
+        f"base = {loader}.from_pretrained({base or 'BASE'!r}{outputs.get(PIPELINES[loader], '')})\n"
         f"model = PeftModel.from_pretrained(base, {name!r})\n"
         f"tokenizer = AutoTokenizer.from_pretrained({base or 'BASE'!r})"
     )

@@ -224,7 +224,7 @@ def _write(
                     load(place.path),
                     at,
                     name=name,
-                    loader="AutoModelForCausalLM" if adapter else class_of(aside),
+                    loader=class_of(source / POLICY if of_checkpoint else source),
                     adapter=adapter,
                     checkpoint=source.name if of_checkpoint else "",
                 )

@@ -23,6 +23,8 @@ def check_upload(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         raise KeelError(f"--hub {name}: {one_line(error)}") from None
+    if "/" not in name:
+        raise KeelError(f"--hub {name}: write OWNER/{name}, with your name or an organisation's")
     if constants.HF_HUB_OFFLINE:
         raise KeelError("--hub: HF_HUB_OFFLINE is set, so that nothing is sent: unset it")
     if get_token() is None:

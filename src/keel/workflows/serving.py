@@ -69,7 +69,7 @@ def served_model(
     engine = NativeEngine(
         policy.model, policy.tokenizer, max_num_seqs=max_num_seqs, autocast=policy.autocast
     )
-    stages = [] if recipe is None else [one for one in recipe.stages if one.reward_model is None]
+    stages = [] if recipe is None else [one for one in recipe.stages if one.trains_policy]
     trained = stages[-1].prompt_keywords if stages else {}
     chat = ChatEncoder(policy.tokenizer, {**trained, **check_keywords(template or {})})
     config = getattr(policy.model, "generation_config", None)
