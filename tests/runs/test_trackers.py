@@ -143,6 +143,9 @@ def test_mlflow_keeps_one_run_in_sqlite(tmp_path: Path, monkeypatch: pytest.Monk
         runs = database.execute("select r.name, status, e.name from runs r, experiments e "
             "where r.experiment_id = e.experiment_id")  # fmt: skip
         assert runs.fetchall() == [("sort-1", "FINISHED", "sums")]
+        (tracker,) = start(wanted, folder)
+        tracker.close(failed=True)
+        assert database.execute("select status from runs").fetchall() == [("FAILED",)]
         assert database.execute("select key, value from params").fetchall() == [("seed", "3")]
         assert ("group", "grpo") in database.execute("select key, value from tags").fetchall()
 
@@ -186,7 +189,7 @@ def test_a_tracker_that_fails_is_left_out(tmp_path: Path) -> None:
             self.calls += 1
             raise ConnectionError("refused")
 
-        def close(self) -> None: ...
+        def close(self, failed: bool = False) -> None: ...
 
     failing, folder = Failing(), one_stage(tmp_path)
     with Recorder(folder) as recorder:

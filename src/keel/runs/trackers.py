@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -59,7 +60,7 @@ class TensorBoard:
             for name, values in _distributions(self._wanted, rollouts).items():
                 self._writers[stage].add_histogram(name, values, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         for writer in self._writers.values():
             writer.close()
 
@@ -99,8 +100,8 @@ class WeightsAndBiases:
         named = _with_objects(self._wandb, self._wanted, stage, step, metrics, rollouts)
         self._run.log({f"{stage}/step": step, **named})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class Trackio:
@@ -122,7 +123,8 @@ class Trackio:
         with contextlib.redirect_stdout(sys.stderr), _naming("trackio"):
             self._run = trackio.init(
                 project=wanted.project,
-                name=wanted.run_name or name,
+                # A run is found again by its name alone.
+                name=identity or wanted.run_name or f"{name}-{secrets.token_hex(3)}",
                 group=wanted.group,
                 config=dict(recipe),
                 resume="allow" if identity else "never",
@@ -131,13 +133,13 @@ class Trackio:
                 auto_log_cpu=False,
             )
         self._trackio, self._wanted = trackio, wanted
-        _keep_identity(place, self._run.id)
+        _keep_identity(place, self._run.name)
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any], rollouts: Rows = ()) -> None:
         named = _with_objects(self._trackio, self._wanted, stage, step, metrics, rollouts)
         self._run.log(named, step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             self._trackio.finish()
 
@@ -197,8 +199,8 @@ class MLflow:
             ],
         )
 
-    def close(self) -> None:
-        self._client.set_terminated(self._identity)
+    def close(self, failed: bool = False) -> None:
+        self._client.set_terminated(self._identity, "FAILED" if failed else "FINISHED")
 
 
 def open_trackers(

@@ -41,8 +41,8 @@ class Tracker(Protocol):
     def log(self, stage: str, step: int, metrics: Mapping[str, Any], rollouts: Rows = ()) -> None:
         """Log the finite metrics of a step, counted within its stage, and its rollouts."""
 
-    def close(self) -> None:
-        """Send what is buffered."""
+    def close(self, failed: bool = False) -> None:
+        """Send what is buffered, and whether what was logged failed."""
 
 
 # ---------------------------------------------------------------- records
@@ -388,9 +388,9 @@ class RunWriter:
             self.recorder.event("learning_rate", stage=name, step=step, factor=factor, text=text)
         self.callbacks.record(step, metrics, seconds, speeds)
 
-    def close_trackers(self) -> None:
-        """Let the trackers of the stage send what they hold."""
-        self._track(lambda tracker: tracker.close())
+    def close_trackers(self, failed: bool) -> None:
+        """Let the trackers of the stage send what they hold, and whether the stage failed."""
+        self._track(lambda tracker: tracker.close(failed))
 
     def _track(self, call: Callable[[Tracker], None]) -> None:
         """Call each tracker; one that fails, such as one whose server is gone, gets no more."""

@@ -217,10 +217,12 @@ def run_stages(
         context = RunContext(recipe, of_stage, policy, start, labeller, taken)
         if not stage.unresolved:
             writer.callbacks.stage(stage.name, stage.stage, stage.steps, taken)
+        failed = True
         try:
             progress = stage.train(context, progress)
+            failed = False
         finally:
-            of_stage.close_trackers()
+            of_stage.close_trackers(failed)
         done = progress.is_over(context.lasting.get(stage.name, stage.steps))
         if done:  # not of an interrupted stage: its resumed run records the same in the end
             update_run_json(writer.folder, {"tokens": progress.tokens})
