@@ -108,16 +108,17 @@ def test_the_reference_stays_the_base_bit_for_bit(option: str, base: Path) -> No
     assert torch.equal(restored.log_probs(packed), now), "as a checkpoint holds it"
 
 
-@pytest.mark.parametrize("option", ["rslora", "dora", "whole"])
+@pytest.mark.parametrize("option", ["rslora", "dora", "whole", "expression"])
 def test_an_adapter_of_peft_goes_on_learning(option: str, base: Path, tmp_path: Path) -> None:
     keys = {"rslora": "use_rslora", "dora": "use_dora"}
-    named = (
-        {keys[option]: True} if option in keys else {"modules_to_save": ["embed_tokens", "norm"]}
-    )
+    named: dict[str, Any] = {"modules_to_save": ["embed_tokens", "norm"]}
+    if option != "whole":
+        named = {keys[option]: True} if option in keys else {}
     gpt2 = "gpt2" in base.name
     if gpt2 and option == "whole":
         named = {"modules_to_save": ["wte", "lm_head"]}
-    targets = ["c_attn", "c_proj"] if gpt2 else ["q_proj", "down_proj"]
+    targets: Any = ["c_attn", "c_proj"] if gpt2 else ["q_proj", "down_proj"]
+    targets = rf".*\.({'|'.join(targets)})" if option == "expression" else targets
     made = get_peft_model(_stock(base), LoraConfig(r=3, target_modules=targets, **named))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -71,11 +71,12 @@ class StoredAdapter:
     def spec(self, asked: Lora) -> Lora:
         """What was asked for, with the adapter's keys but the dropout."""
         ignored = ("init_lora_weights", "exclude_modules", "layers_to_transform", "layers_pattern")
-        own = keys_of_peft(self.config, f"model.lora.adapter = {self.name!r}", ignored)
         with safe_open(self.weights, "pt") as file:
             names = [key.removeprefix(PREFIX) for key in file.keys()]  # noqa: SIM118
         ends, whole = ".lora_A.weight", {n.rpartition(".")[0] for n in names if ".lora_" not in n}
-        own["targets"] = tuple(sorted(n.removesuffix(ends) for n in names if n.endswith(ends)))
+        config = copy.copy(self.config)  # whose targets may be an expression
+        config.target_modules = [n.removesuffix(ends) for n in names if n.endswith(ends)]
+        own = keys_of_peft(config, f"model.lora.adapter = {self.name!r}", ignored)
         own["modules_to_save"] = tuple(sorted(whole))
         own["dropout"] = asked.dropout
         return Lora(**own)
