@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from keel.graders.formats import ANSWER_NAME, tag_content
 from keel.graders.notation import bare, closing, pattern, plain, spaced, word_set
-from keel.graders.numbers import Number, read_number
+from keel.graders.numbers import Number, comes_to, read_number
 from keel.graders.prose import (
     BETWEEN,
     END,
@@ -233,8 +233,26 @@ def _apart(text: str, mark: _Mark, *, box: bool = False) -> bool:
     """Whether a mark is neither an operand nor denied by what stands around it."""
     # The formula of an option may follow a box with its letter.
     option = box and _OPTION.fullmatch(mark.text) and not WORD.match(text[mark.end :].lstrip(" $"))
-    led = leads(text[: mark.start], marked=True)
-    return led and (bool(option) or follows(text, mark.end, marked=True))
+    if not leads(text[: mark.start], marked=True):
+        return False
+    equal = _EQUAL.match(text, mark.end) if box else None
+    if equal is not None and _agree(mark.text, equal["side"], equal["sign"] != "="):
+        return follows(text, equal.end(), marked=True)
+    return bool(option) or follows(text, mark.end, marked=True)
+
+
+def _agree(answer: str, side: str, about: bool) -> bool:
+    """Whether the other side of an equation that a box begins is the same number: `2.5` of
+    `\\frac{5}{2}`; `about` one that cannot be compared too."""
+    pairs = ((answer, read_number(side)), (side, read_number(answer)))
+    found = [comes_to(sum, number.value) for sum, number in pairs if number is not None]
+    return True in found or (about and False not in found)
+
+
+_EQUAL = re.compile(
+    r"\s*(?P<sign>=|\\approx)\s*(?P<side>[^$=\n]{1,60}?)(?=\s*(?:\$|\\[\])]|\.\s|\n|\.?\Z))"
+)
+"""What a box is said to equal, to the end of the formula."""
 
 
 def _in_a_row(text: str, marks: Iterable[_Mark]) -> _Mark | None:

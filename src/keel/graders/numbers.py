@@ -110,6 +110,9 @@ def same_number(a: Fraction, b: Fraction, tolerance: float = 0.0) -> bool:
     return abs(a - b) <= Fraction(tolerance) * max(Fraction(1), abs(b))
 
 
+_IN_BRACKETS = re.compile(r"^\((-?[^(),;]*)\)( ?\^ ?\{? ?\\circ ?\}?| ?\\degree)?$")
+
+
 def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> Number | None:
     r"""The number that the whole text is, or None: `1,234`, `-3.5`, `\$7`, `2/3`, `1 1/2`, `x = 5`.
 
@@ -124,7 +127,7 @@ def read_number(text: str, *, evaluated: bool = True, letters: bool = True) -> N
     text = bare(text)
     if formula := _FIRST.fullmatch(text):  # `$18$ dollars`
         text = f"{formula[1]}{formula[2] or formula[3]} {formula[4]}"
-    text = re.sub(r"^\((-?[^(),;]*)\)$", r"\1", re.sub(r"^negative (?=\d)", "-", text))
+    text = _IN_BRACKETS.sub(r"\1\2", re.sub(r"^negative (?=\d)", "-", text))
     text, about, near = text.partition("\\approx")
     if about and (not text.strip() or text.rstrip().endswith("=") or is_name(text)):
         text, near = f"{text}={near}" if text.strip() else near, ""
@@ -256,6 +259,8 @@ def only_units(rest: str, letters: bool = True) -> bool:
         if not all(only_units(" " + re.sub(r"[()]", " ", g)) for g in groups if g is not None):
             return False
         word = found["word"]
+        if word == "a" and letters and rest[found.end() :].strip():  # 18 a day
+            word = ""
         if word and not _noun(word, at > 0 or found.start("word") > at, letters):
             return False
         at = found.end()
@@ -269,6 +274,8 @@ def _noun(word: str, apart: bool, letters: bool) -> bool:
     if not word.isascii() and CHANGED.search(word[:4]):
         return False
     if word_class(word) in _NOT_UNITS:
+        return False
+    if len(word) == 1 and word.isascii():  # a variable, or the imaginary unit
         return False
     return not word.isascii() or (apart and (len(word) > 2 or word_class(word) not in "wx"))
 

@@ -171,6 +171,11 @@ _LEAD_WORD = re.compile(
     r"(?<![\\A-Za-z])(?!so|thus|then|hence|therefore|we|get|have|obtain)[a-z]{2,}\b", re.IGNORECASE
 )
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_MULTIPLE = re.compile(
+    r"(?:\d+(?:\.\d+)?\s*(?:\\cdot|\\times|\*)?\s*)?(?:\\sqrt\s*\{?\s*|\\frac\s*\{)?"
+    r"[A-Za-z](?:\s*\^\s*\{?\d+\}?)?\s*(?:\}\s*\{\d+\}|\})?(?:\s*/\s*\d+)?"
+)
+"""A multiple, power, root or part of an unknown."""
 _UNIT_LETTERS = re.compile(r"(?<=\d) ?[mshgLlk](?![A-Za-z])")
 
 
@@ -300,7 +305,8 @@ def bare_symbols(line: str) -> bool:
 
 
 def may_be_equated(before: str, answer: str) -> bool:
-    """Whether the equation that a box ends, if it ends one, is not false, and not of an unknown."""
+    """Whether the equation that a box ends, if it ends one, is not false, and does not leave an
+    unknown to be found, as `2x = \\boxed{6}` does."""
     equals = _EQUALS.search(before[-300:])
     if equals is None:
         return True
@@ -309,8 +315,7 @@ def may_be_equated(before: str, answer: str) -> bool:
     if number is not None and comes_to(side, number.value) is False:
         return False
     alone = "=" not in line and _LEAD_WORD.search(line) is None and not _VARIABLE.search(answer)
-    unknown = len(set(_VARIABLE.findall(side))) == 1 and not is_name(side.strip("|"))
-    return not (alone and unknown)
+    return not (alone and _MULTIPLE.fullmatch(side) and not is_name(side))
 
 
 def last_formula(words: str) -> str:
