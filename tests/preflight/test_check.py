@@ -499,6 +499,12 @@ def test_validation_prompts_that_are_trained_on(tmp_path: Path, pairs: str) -> N
     split = check(recipe(rl(tasks=[task, {**task, "validation_fraction": 0.5}])))
     (own,) = [one for one in split.findings if one.kind == "trained-on-validation"]
     assert "same validation_fraction" in own.fix
+    other = questions(tmp_path / "other.jsonl", 70)
+    other["validation_path"] = task["path"]
+    for named, count in ((task, 1), (other, 1), ({**other, "validation_path": None}, 1)):
+        sets = [{"name": "again", "task": named, "prompts": 4}]
+        found = check(recipe(rl(tasks=[task], evaluation={"sets": sets}))).findings
+        assert [one.kind for one in found].count("trained-on-validation") == count
 
 
 @pytest.mark.slow

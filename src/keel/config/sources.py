@@ -138,6 +138,10 @@ class TaskSource(FileSource):
         return self
 
 
+CORRECTNESS = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", "ifeval")
+"""Built-in rewards whose 1 means that the answer is right."""
+
+
 class RewardSource(FrozenModel):
     """A reward function; the weighted sum of all is the reward."""
 

@@ -70,7 +70,7 @@ class Products(Generated):
     def score(self, prompt: Prompt, completion: Completion) -> float:
         """1 if the last number of the answer is the product, else 0."""
         last = completion.text.rpartition("</tool_call>")[2]
-        found = re.findall(r"\d+", last)
+        found = re.findall(r"\d+", re.sub(r",(?=\d{3})", "", last))
         return float(bool(found) and found[-1] == prompt.columns["answer"])
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from keel.config.entry import load_entry, load_function
 from keel.config.errors import explain_validation
 from keel.config.fields import unknown
-from keel.config.sources import RewardSource
+from keel.config.sources import CORRECTNESS, RewardSource
 from keel.rewards.rules import BUILT_IN
 from keel.types import KeelError, one_line
 
@@ -22,8 +22,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 TASK = "task"
 """The built-in reward that is the task's own verdict."""
-CORRECTNESS = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", "ifeval")
-"""Built-ins whose 1 means that the answer is right."""
 MADE: Mapping[str, str] = {
     "math": "keel.rewards.graded:math",
     "code": "keel.rewards.code:code",

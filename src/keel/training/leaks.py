@@ -81,10 +81,12 @@ def leaks(recipe: Recipe) -> Iterator[Leak]:
 
 
 def _evaluates(stage: Stage) -> bool:
-    """Whether a stage is evaluated on prompts of its tasks, or on examples of its sets."""
+    """Whether a stage is evaluated on prompts of its tasks or sets, or on examples of its data."""
     evaluation = None if stage.sampling is None else stage.sampling.evaluation
-    sets = stage.imitated is not None and stage.imitated.validation_rows > 0
-    return sets or (evaluation is not None and evaluation.prompts > 0)
+    examples = stage.imitated is not None and stage.imitated.validation_rows > 0
+    return examples or (
+        evaluation is not None and (evaluation.prompts > 0 or bool(evaluation.sets))
+    )
 
 
 def _alike(recipe: Recipe) -> bool:
@@ -99,7 +101,7 @@ def _alike(recipe: Recipe) -> bool:
         )
         if source is not None
     }
-    return len(split) < 2
+    return len(split) < 2 and not any(map(_sets, recipe.stages))
 
 
 def _sources(stage: Stage) -> dict[str, TaskSource]:
@@ -112,6 +114,13 @@ def _sources(stage: Stage) -> dict[str, TaskSource]:
     }
 
 
+def _sets(stage: Stage) -> list[TaskSource]:
+    """The tasks of stored rows that the stage is also evaluated on."""
+    evaluation = None if stage.sampling is None else stage.sampling.evaluation
+    sets = () if evaluation is None else evaluation.sets
+    return [one.task for one in sets if one.task.name in KINDS or one.task.name in benchmarks()]
+
+
 def stored_sets(stage: Stage) -> dict[str, SFTData]:
     """The sets of examples in files that the stage imitates, by their keys."""
     data = () if stage.imitated is None else stage.imitated.data
@@ -121,15 +130,17 @@ def stored_sets(stage: Stage) -> dict[str, SFTData]:
 
 def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
     """The splits of the stage's files."""
-    for key, source in _sources(stage).items():
+    tasks = [(key, source, False) for key, source in _sources(stage).items()]
+    for key, source, whole in (*tasks, *(("", one, True) for one in _sets(stage))):
         if source.name in benchmarks():  # whose options are worked examples
             source = source.model_copy(update={"options": {}})
         with suppress(KeelError):
-            data = stored(build_task(source, recipe.seed))
+            data = stored(build_task(source, recipe.seed, whole=whole))
             assert data is not None
             for split, rows in data.splits.items():
-                prompts = frozenset(_marks(one.body, one.row) for one in rows)
-                yield split, _File(data.sources[split], prompts, key)
+                if split == "validation" or not whole:
+                    prompts = frozenset(_marks(one.body, one.row) for one in rows)
+                    yield split, _File(data.sources[split], prompts, key)
     for key, one in stored_sets(stage).items():
         with suppress(KeelError):
             found = read_sft(one, recipe.seed)

@@ -21,6 +21,7 @@ from keel.analysis.diagnosis.history import (
     rolling_medians,
     trend,
 )
+from keel.config.sources import CORRECTNESS
 
 ALIKE = 0.9
 """Share of groups without variance from which on a step learns from one group in ten at most."""
@@ -35,8 +36,8 @@ TOP = 0.03
 ROLLOUTS = 8
 ENDS = ("low", "high")
 COMPONENT = "evaluation.component"
-JUDGES = ("exact_match", "numeric_match", "choice", "place_match", "math", "code", "task")
-"""Built-in rewards whose 1 means that the answer is right."""
+JUDGES = (*CORRECTNESS, "task")
+"""Rewards whose 1 means that the answer is right, the task's own among them."""
 
 
 def no_reward(history: StageHistory) -> Symptom | None:
