@@ -38,7 +38,7 @@ from keel.types import Group, KeelError, Prompt
 from keel.view.summary import summarise
 from tests.data.made import completion
 from tests.soak.killing import differences
-from tests.training.small import Stop, info, metrics, run, small
+from tests.training.small import Stop, info, metrics, notes, run, small
 
 
 @pytest.mark.parametrize("right", range(6))
@@ -289,6 +289,11 @@ def test_rows_for_a_run_of_a_benchmark_are_asked_as_it_says(tmp_path: Path) -> N
     found = keel.evaluate(folder.path, data=ROWS["gsm8k"][:2])
     assert found["n"] == 2
     assert found["protocol"].startswith("a text to go on from, no worked examples")
+    # A base model, so that the benchmark's stop strings hold in training, too.
+    stop = ["\nQuestion:"]
+    assert f"stop strings {stop}" in found["protocol"]
+    assert f"stop strings {stop}" in info(folder)["evaluation"]["rl"]["after"]["protocol"]
+    assert f"rl: the benchmark's stop strings: {stop}" in notes(folder)
 
 
 def test_killed_run_with_sets_ends_the_same(whole: RunFolder, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ from keel.preflight.stages import (
 from keel.preflight.trial import TrialProcess, TrialResult, trial_recipe
 from keel.runs.trackers import check_trackers
 from keel.training.leaks import leaks
-from keel.training.setup import longest_sequence
+from keel.training.setup import longest_sequence, settle_stops
 from keel.types import KeelError
 
 FROZEN_SHARE = 0.5
@@ -130,7 +130,7 @@ def check(
         policy = load_policy(recipe.model, recipe.seed)
         settled, figures = _settled(recipe, policy)
         contexts = [
-            StageContext(settled, stage, policy, figures=dict(figures)) for stage in recipe.stages
+            StageContext(settled, stage, policy, figures=dict(figures)) for stage in settled.stages
         ]
         with suppress(StageStops), contexts[0].stops("before its first step", "alerts"):
             check_alerts(recipe.alerts)
@@ -250,8 +250,9 @@ def _total(stages: Sequence[StageReport]) -> dict[str, float]:
 
 def _settled(recipe: Recipe, policy: Policy) -> tuple[Recipe, dict[str, Figure]]:
     """The recipe with what `model.autocast = "auto"` stands for here, and the figure of it;
-    and that of a base in 4 bits."""
+    and that of a base in 4 bits. And with the stop strings of benchmarks."""
     figures: dict[str, Figure] = {}
+    recipe = settle_stops(recipe, policy)
     if policy.quantisation is not None:
         figures["quantisation"] = str(policy.quantisation)
     if not needs_resolution(recipe.model, policy):

@@ -42,6 +42,7 @@ from keel.training.setup import (
     reward_context,
     rollout_engine,
     templates_at,
+    with_stops,
 )
 from keel.types import KeelError, Prompt, Task
 
@@ -112,10 +113,13 @@ def evaluate(
     chat = policy.tokenizer.chat_template is not None
     if benchmark is not None:
         stage = of_benchmark(stage, policy, max_tokens)
-    elif data["name"] == ALONE and max_tokens is None and policy.context is not None:
-        # No limit was given: at most half of the context.
-        longest = {"max_tokens": min(stage.rollout.max_tokens, policy.context // 2)}
-        stage = replace(stage, rollout=stage.rollout.model_copy(update=longest))
+    else:
+        rollout = with_stops(stage.rollout, stage.tasks, policy)
+        if data["name"] == ALONE and max_tokens is None and policy.context is not None:
+            # No limit was given: at most half of the context.
+            longest = {"max_tokens": min(rollout.max_tokens, policy.context // 2)}
+            rollout = rollout.model_copy(update=longest)
+        stage = replace(stage, rollout=rollout)
     around = reward_context(recipe, folder, policy)
     seed = (recipe.seed if recipe else 0) if seed is None else seed
     built = build_tasks(stage.tasks, seed, chat=chat, whole=whole_files)

@@ -53,6 +53,7 @@ from keel.training.setup import (
     check_evaluated,
     check_rewards_of_steps,
     longest_sequence,
+    settle_stops,
     templates_at,
 )
 from keel.training.speed import CudaMemory
@@ -199,6 +200,7 @@ def run_stages(
     )
     if recipe.cluster.ray is None or not recipe.cluster.gpus:  # else it computes on other devices
         recipe = settle_autocast(recipe, policy, writer)
+    recipe = settle_stops(recipe, policy, writer.note)
     validate_later_stages(recipe, policy, progress.stage)
     for leak in leaks(recipe):
         writer.note(str(leak))

@@ -22,6 +22,7 @@ from keel.config.entry import load_function
 from keel.config.evaluation import SampledEvaluation, SamplingSource
 from keel.config.fields import derive, unknown
 from keel.config.judging import JudgingStage
+from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.config.sources import Prompts, Rewards, RewardSource, Rollout, TaskSource
 from keel.config.stage import StageConfig
@@ -353,6 +354,36 @@ def of_benchmark(
         rollout=sampling.rollout.model_copy(update=update),
         prompts=sampling.prompts.model_copy(update={"max_tokens": None}),
     )
+
+
+def with_stops(rollout: Rollout, tasks: Sequence[TaskSource], policy: Policy) -> Rollout:
+    """The rollout with the stop strings of benchmarks, if all tasks are some, their prompts are
+    texts with worked examples, and the recipe has no stop strings: a model goes on with a question
+    and answer of its own, and the last answer counts."""
+    entries = [None if source.raw else benchmarks().get(source.name) for source in tasks]
+    if rollout.stop or policy.tokenizer.chat_template is not None:
+        return rollout
+    stops = [one.stop for one in entries if one is not None]
+    if len(stops) < len(tasks):
+        return rollout
+    found = tuple(dict.fromkeys(stop for one in stops for stop in one))
+    return rollout.model_copy(update={"stop": found})
+
+
+def settle_stops(
+    recipe: Recipe, policy: Policy, note: Callable[[str], None] | None = None
+) -> Recipe:
+    """The recipe with the stop strings of the benchmarks that its stages sample from."""
+    stages = []
+    for stage in recipe.stages:
+        if isinstance(stage, RolloutStage):
+            rollout = with_stops(stage.rollout, stage.tasks, policy)
+            if rollout is not stage.rollout:
+                stage = stage.model_copy(update={"rollout": rollout})
+                if note is not None:
+                    note(f"{stage.name}: the benchmark's stop strings: {list(rollout.stop)}")
+        stages.append(stage)
+    return recipe.model_copy(update={"stages": tuple(stages)})
 
 
 def rollout_engine(
