@@ -312,6 +312,45 @@ def test_steps_of_a_warm_up_count_before_its_ratio(tmp_path: Path) -> None:
     assert "warmup_ratio" in found.unused
 
 
+VERL = (
+    "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {model: {path: m}, actor: {optim: %s}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "warmup"),
+    [
+        ("sft.yaml", "lr_scheduler_type: constant\nwarmup_ratio: 0.03\n", {}),
+        ("sft.yaml", "lr_scheduler_type: constant_with_warmup\nwarmup_ratio: 0.03\n",
+         {"warmup_ratio": 0.03}),
+        ("openrlhf.sh", "openrlhf.cli.train_ppo --pretrain m --lr_scheduler constant\n", {}),
+        ("verl.yaml", VERL % "{lr_warmup_steps: 10, lr_warmup_steps_ratio: 0.0}",
+         {"warmup_steps": 10}),
+        ("verl.yaml", VERL % "{lr_warmup_steps: -1, lr_warmup_steps_ratio: 0.1}",
+         {"warmup_ratio": 0.1}),
+    ],
+)  # fmt: skip
+def test_a_warm_up_is_what_the_framework_does(
+    name: str, text: str, warmup: dict[str, Any], tmp_path: Path
+) -> None:
+    more = "model_name_or_path: m\n" if name == "sft.yaml" else ""
+    found = converted_text(tmp_path, name, more + text).recipe.get("optimizer", {})
+    assert {key: value for key, value in found.items() if key.startswith("warmup")} == warmup
+
+
+def test_what_verl_reads_as_one_set_is_to_check(tmp_path: Path) -> None:
+    more = "data: {train_files: [a.parquet, b.parquet]}\ntrainer: {test_freq: 5}\n"
+    found = converted_text(tmp_path, "verl.yaml", VERL % "{lr: 1e-6}" + more)
+    assert {"tasks.weight", "evaluation.prompts"} <= found.missing.keys()
+
+
+def test_keys_of_several_programs_need_a_name(tmp_path: Path) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\nmax_length: 9\nnum_train_epochs: 1\n"
+    with pytest.raises(KeelError, match="one of the words dpo, sft, reward"):
+        converted_text(tmp_path, "config.yaml", text)
+    assert converted_text(tmp_path, "my-sft.yaml", text).recipe["stage"] == "sft"
+
+
 def test_verls_batches_of_a_step_count_the_first(tmp_path: Path) -> None:
     key = "algorithm.filter_groups"
     text = f"main_dapo {key}.enable=True {key}.max_num_gen_batches=%d\n"

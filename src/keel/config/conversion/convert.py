@@ -129,6 +129,13 @@ def find_program(settings: Settings, framework: str | None, path: str) -> Progra
         return sum(key in known for key in settings.values), bool(words)
 
     best = max(known, key=score)
+    alike = [one for one in known if score(one) == score(best) and one.framework == best.framework]
+    if score(best)[0] > 0 and len({one.stage for one in alike}) > 1:
+        words = ", ".join(one.names[0] for one in alike)
+        raise KeelError(
+            f"{path}: its keys are those of several programs of {best.framework}: give the file a "
+            f"name that says which, with one of the words {words} in it"
+        )
     if score(best)[0] == 0:
         raise KeelError(
             f"{path}: no key of {', '.join(sorted({p.framework for p in known}))} found: name the "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
@@ -155,9 +155,16 @@ def trl_steps(c: Foreign) -> Keys:
         c.refuse("eval_strategy", "evaluations are every few steps: set evaluation.every")
 
 
+NO_WARMUP = "transformers' constant schedule has none; that of constant_with_warmup has"
+
+
 def trl_warmup(c: Foreign) -> Keys:
     """A warm-up in steps, or (below 1) as a share of them."""
     steps, ratio = c["warmup_steps"] or 0, c["warmup_ratio"] or 0.0
+    if c["lr_scheduler_type"] == "constant":
+        for key in ("warmup_steps", "warmup_ratio"):
+            c.ignore(key, NO_WARMUP)
+        return
     if steps >= 1 and ratio:
         c.ignore("warmup_ratio", "warmup_steps is set, and counts before it")
         ratio = 0.0
@@ -332,7 +339,19 @@ def _verl_files(c: Foreign, more: Mapping[str, Any]) -> list[dict[str, Any]]:
     if len(tests) != len(files):
         c.refuse("data.val_files", "each file has its own validation_path, or a share of its rows")
         held = [{}] * len(files)
+    _of_equal_weight(c, files, "data.train_files")
     return [_source(path, **more, **own) for path, own in zip(files, held, strict=True)]
+
+
+def _of_equal_weight(c: Foreign, paths: Sequence[str], key: str) -> None:
+    """Several sets without shares, which the framework reads one after the other."""
+    if len(paths) > 1:
+        own = "data" if c.program.stage == "sft" else "tasks"
+        c.missing(
+            f"{own}.weight",
+            f"{key} are read as one set there, here each is drawn from as often as another: set "
+            "the weight of each to its number of rows",
+        )
 
 
 def verl_data(c: Foreign) -> Keys:
@@ -369,6 +388,35 @@ def verl_rewards(c: Foreign) -> Keys:
             yield "rollout.overlong_buffer", c[f"{above}.len"]
 
 
+def _verl_warmup(c: Foreign, optim: str, own: str) -> Keys:
+    """verl counts the steps unless they are negative, then the share."""
+    steps, share = c[f"{optim}.lr_warmup_steps"], c[f"{optim}.lr_warmup_steps_ratio"]
+    if is_number(steps) and steps >= 0:
+        c.ignore(f"{optim}.lr_warmup_steps_ratio", "lr_warmup_steps is set, and counts before it")
+        yield f"{own}.warmup_steps", steps
+    elif share:
+        yield f"{own}.warmup_ratio", share
+
+
+def verl_warmup(c: Foreign) -> Keys:
+    """The warm-up of the policy."""
+    yield from _verl_warmup(c, "actor_rollout_ref.actor.optim", "optimizer")
+
+
+def verl_critic_warmup(c: Foreign) -> Keys:
+    """The warm-up of the critic."""
+    yield from _verl_warmup(c, "critic.optim", "value.optimizer")
+
+
+def verl_validation(c: Foreign) -> Keys:
+    """How many rows are validated on."""
+    most, every = c["data.val_max_samples"], c["trainer.test_freq"]
+    if most != -1:
+        yield "evaluation.prompts", most
+    elif every != -1:
+        c.missing("evaluation.prompts", "verl validates on all rows, Keel on 200: set their number")
+
+
 def verl_refills(c: Foreign) -> Keys:
     """verl counts the first batch, too; 0 is without a bound."""
     key = "filter_groups.max_num_gen_batches"
@@ -388,6 +436,14 @@ def verl_sft(c: Foreign) -> Keys:
 
 
 # ---------------------------------------------------------------- OpenRLHF
+
+
+def openrlhf_warmup(c: Foreign) -> Keys:
+    """A share of the steps."""
+    if c["lr_scheduler"] == "constant":
+        c.ignore("lr_warmup_ratio", NO_WARMUP)
+    else:
+        yield "optimizer.warmup_ratio", c["lr_warmup_ratio"]
 
 
 def openrlhf_divergence(c: Foreign) -> Keys:
@@ -463,6 +519,8 @@ def _openrlhf_sources(c: Foreign, names: str, more: dict[str, Any]) -> list[dict
     sources = [_source(path, **more) for path in paths]
     for source, share in zip(sources, shares if len(paths) > 1 else (), strict=False):
         source["weight"] = float(share)
+    if not shares:
+        _of_equal_weight(c, paths, names)
     return sources
 
 
