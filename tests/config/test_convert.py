@@ -348,7 +348,8 @@ def test_keys_of_several_programs_need_a_name(tmp_path: Path) -> None:
     text = "model_name_or_path: m\ndataset_name: d\nmax_length: 9\nnum_train_epochs: 1\n"
     with pytest.raises(KeelError, match="one of the words dpo, sft, reward"):
         converted_text(tmp_path, "config.yaml", text)
-    assert converted_text(tmp_path, "my-sft.yaml", text).recipe["stage"] == "sft"
+    for name in ("my-sft.yaml", "sft_gemma.yaml", "config_sft.yaml"):
+        assert converted_text(tmp_path, name, text).recipe["stage"] == "sft"
 
 
 def test_verls_batches_of_a_step_count_the_first(tmp_path: Path) -> None:

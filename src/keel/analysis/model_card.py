@@ -216,7 +216,7 @@ def _metadata(
     explained = [one.explain(recipe.model.lora is not None) for one in recipe.stages]
     card = ModelCardData(
         base_model=base if _on_hub(base) else None,
-        license=None if recipe.model.name is None else _license(recipe.model.name),
+        license=_license(base or recipe.model.name),
         library_name="peft" if adapter else "transformers",
         pipeline_tag=pipeline,
         datasets=data or None,
@@ -251,10 +251,12 @@ def _on_hub(name: str | None) -> bool:
     return name is not None and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
-def _license(base: str) -> str | None:
+def _license(base: str | None) -> str | None:
     """The license that the card of the base model states, in its folder or the hub's cache."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
 
+    if base is None:
+        return None
     place = Path(base) / CARD
     if not place.is_file() and _on_hub(base):
         cached = try_to_load_from_cache(base, CARD)

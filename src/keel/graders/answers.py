@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from keel.graders.formats import ANSWER_NAME, tag_content
 from keel.graders.notation import bare, closing, pattern, plain, spaced, word_set
-from keel.graders.numbers import Number, comes_to, read_number
+from keel.graders.numbers import Number, calculated, comes_to, only_units, read_number
 from keel.graders.prose import (
     BETWEEN,
     END,
@@ -242,10 +243,17 @@ def _apart(text: str, mark: _Mark, *, box: bool = False) -> bool:
 
 
 def _agree(answer: str, side: str, about: bool) -> bool:
-    """Whether the other side of an equation that a box begins is the same number: `2.5` of
-    `\\frac{5}{2}`; `about` one that cannot be compared too."""
-    pairs = ((answer, read_number(side)), (side, read_number(answer)))
-    found = [comes_to(sum, number.value) for sum, number in pairs if number is not None]
+    """Whether the other side of an equation that a box begins is the same number, or one that the
+    answer is rounded to: `2.5` of `\\frac{5}{2}`; `about` one that cannot be compared too."""
+    if not all(only_units(f" {one}") for one in _TEXT.findall(side)):
+        return False
+    other, own = read_number(side), read_number(answer)
+    found = [] if other is None else [comes_to(answer, other.value)]
+    if own is not None and about:
+        found.append(comes_to(side, own.value))
+    elif own is not None:
+        with suppress(ZeroDivisionError):
+            found.append(calculated(side) == own.value)
     return True in found or (about and False not in found)
 
 
@@ -253,6 +261,7 @@ _EQUAL = re.compile(
     r"\s*(?P<sign>=|\\approx)\s*(?P<side>[^$=\n]{1,60}?)(?=\s*(?:\$|\\[\])]|\.\s|\n|\.?\Z))"
 )
 """What a box is said to equal, to the end of the formula."""
+_TEXT = re.compile(r"\\text ?\{([^{}]*)\}")
 
 
 def _in_a_row(text: str, marks: Iterable[_Mark]) -> _Mark | None:

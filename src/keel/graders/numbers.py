@@ -259,7 +259,7 @@ def only_units(rest: str, letters: bool = True) -> bool:
         if not all(only_units(" " + re.sub(r"[()]", " ", g)) for g in groups if g is not None):
             return False
         word = found["word"]
-        if word == "a" and letters and rest[found.end() :].strip():  # 18 a day
+        if word == "a" and re.match(r" +[A-Za-z]{3}", rest[found.end() :]):  # 18 a day
             word = ""
         if word and not _noun(word, at > 0 or found.start("word") > at, letters):
             return False

@@ -171,11 +171,14 @@ _LEAD_WORD = re.compile(
     r"(?<![\\A-Za-z])(?!so|thus|then|hence|therefore|we|get|have|obtain)[a-z]{2,}\b", re.IGNORECASE
 )
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_COUNT = r"(?:\d+(?:\.\d+)?|\\[dt]?frac ?(?:\{ ?\d+ ?\} ?\{ ?\d+ ?\}|\d ?\d))"
+_POWER = r"(?:\d+ ?)?[A-Za-z](?: ?\^ ?\{? ?\d+ ?\}?)?"
 _MULTIPLE = re.compile(
-    r"(?:\d+(?:\.\d+)?\s*(?:\\cdot|\\times|\*)?\s*)?(?:\\sqrt\s*\{?\s*|\\frac\s*\{)?"
-    r"[A-Za-z](?:\s*\^\s*\{?\d+\}?)?\s*(?:\}\s*\{\d+\}|\})?(?:\s*/\s*\d+)?"
+    rf"-? ?(?:{_COUNT} ?(?:\\cdot|\\times|\*|\\,)? ?)?"
+    rf"(?:{_POWER}|\\sqrt ?\{{? ?{_POWER} ?\}}?"
+    rf"|\\[dt]?frac ?\{{ ?-? ?{_POWER} ?\}} ?\{{ ?\d+ ?\}})(?: ?/ ?\d+)?(?: ?[-+] ?\d+(?:\.\d+)?)?"
 )
-"""A multiple, power, root or part of an unknown."""
+"""A multiple, power, root or part of an unknown, perhaps with a number added."""
 _UNIT_LETTERS = re.compile(r"(?<=\d) ?[mshgLlk](?![A-Za-z])")
 
 

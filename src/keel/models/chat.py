@@ -82,10 +82,10 @@ class ChatEncoder:
         tools: Tools = (),
         *,
         mask: bool = False,
-        **keywords: Any,
+        keywords: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The conversation up to where the assistant begins."""
-        text = self._render(messages, name, tools, generate=True, mask=mask, **keywords)
+        text = self._render(messages, name, tools, generate=True, mask=mask, keywords=keywords)
         return self._encode(text, name)
 
     def answered(
@@ -143,7 +143,7 @@ class ChatEncoder:
         last: int,
         name: str,
         tools: Tools = (),
-        **keywords: Any,
+        keywords: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens between the assistant's message `known - 1` and its next.
 
@@ -152,7 +152,9 @@ class ChatEncoder:
         """
 
         def tail(several: Sequence[Mapping[str, Any]], generate: bool) -> str:
-            text = self._render(several, name, tools, generate=generate, mask=True, **keywords)
+            text = self._render(
+                several, name, tools, generate=generate, mask=True, keywords=keywords
+            )
             head, _, found = text.rpartition(_MARK)
             if not head:
                 raise KeelError(f"{name}: the chat template omits the assistant: set another")
@@ -264,7 +266,7 @@ class ChatEncoder:
         *,
         generate: bool,
         mask: bool = False,
-        **keywords: Any,
+        keywords: Mapping[str, Any] | None = None,
     ) -> str:
         return render(
             self.tokenizer,
@@ -272,7 +274,7 @@ class ChatEncoder:
             name,
             generate=generate,
             tools=tools,
-            template_kwargs={**self.template_kwargs, **keywords},
+            template_kwargs={**self.template_kwargs, **(keywords or {})},
         )
 
     def _masked(self, value: Any, spelled: re.Pattern[str]) -> Any:

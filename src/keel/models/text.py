@@ -32,6 +32,7 @@ _ARGUMENTS = frozenset({
     *("conversation", "messages", "tools", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    "sanitize_control_tokens",
 })  # fmt: skip
 """Of `apply_chat_template` itself."""
 _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

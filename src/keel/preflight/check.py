@@ -252,7 +252,7 @@ def _settled(recipe: Recipe, policy: Policy) -> tuple[Recipe, dict[str, Figure]]
     """The recipe with what `model.autocast = "auto"` stands for here, and the figure of it;
     and that of a base in 4 bits. And with the stop strings of benchmarks."""
     figures: dict[str, Figure] = {}
-    recipe = settle_stops(recipe, policy)
+    recipe = settle_stops(recipe, policy.tokenizer)
     if policy.quantisation is not None:
         figures["quantisation"] = str(policy.quantisation)
     if not needs_resolution(recipe.model, policy):

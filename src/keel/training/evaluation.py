@@ -114,7 +114,7 @@ def evaluate(
     if benchmark is not None:
         stage = of_benchmark(stage, policy, max_tokens)
     else:
-        rollout = with_stops(stage.rollout, stage.tasks, policy)
+        rollout = with_stops(stage.rollout, stage.tasks, policy.tokenizer)
         if data["name"] == ALONE and max_tokens is None and policy.context is not None:
             # No limit was given: at most half of the context.
             longest = {"max_tokens": min(rollout.max_tokens, policy.context // 2)}

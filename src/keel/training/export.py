@@ -224,7 +224,7 @@ def _write(
                     load(place.path),
                     at,
                     name=name,
-                    loader=class_of(source / POLICY if of_checkpoint else source),
+                    loader="AutoModelForCausalLM" if of_checkpoint else class_of(source),
                     adapter=adapter,
                     checkpoint=source.name if of_checkpoint else "",
                 )

@@ -66,7 +66,7 @@ def leaks(recipe: Recipe) -> Iterator[Leak]:
     """
     if _alike(recipe) or not any(map(_evaluates, recipe.stages)):
         return
-    splits = [(stage, list(_files(recipe, stage))) for stage in recipe.stages]
+    splits = [(stage, [*_files(recipe, stage), *_held(recipe, stage)]) for stage in recipe.stages]
     for at, (stage, files) in enumerate(splits):
         if not _evaluates(stage):
             continue
@@ -84,9 +84,7 @@ def _evaluates(stage: Stage) -> bool:
     """Whether a stage is evaluated on prompts of its tasks or sets, or on examples of its data."""
     evaluation = None if stage.sampling is None else stage.sampling.evaluation
     examples = stage.imitated is not None and stage.imitated.validation_rows > 0
-    return examples or (
-        evaluation is not None and (evaluation.prompts > 0 or bool(evaluation.sets))
-    )
+    return examples or (evaluation is not None and evaluation.prompts > 0)
 
 
 def _alike(recipe: Recipe) -> bool:
@@ -130,17 +128,9 @@ def stored_sets(stage: Stage) -> dict[str, SFTData]:
 
 def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
     """The splits of the stage's files."""
-    tasks = [(key, source, False) for key, source in _sources(stage).items()]
-    for key, source, whole in (*tasks, *(("", one, True) for one in _sets(stage))):
-        if source.name in benchmarks():  # whose options are worked examples
-            source = source.model_copy(update={"options": {}})
+    for key, source in _sources(stage).items():
         with suppress(KeelError):
-            data = stored(build_task(source, recipe.seed, whole=whole))
-            assert data is not None
-            for split, rows in data.splits.items():
-                if split == "validation" or not whole:
-                    prompts = frozenset(_marks(one.body, one.row) for one in rows)
-                    yield split, _File(data.sources[split], prompts, key)
+            yield from _of_task(recipe, source, key)
     for key, one in stored_sets(stage).items():
         with suppress(KeelError):
             found = read_sft(one, recipe.seed)
@@ -156,6 +146,27 @@ def _files(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
             examples = READERS[records](pairs, recipe.seed).train
             prompts = frozenset(_marks(one.prompt) for one in examples)
             yield "train", _File(str(pairs.path), prompts, "data")
+
+
+def _held(recipe: Recipe, stage: Stage) -> Iterator[tuple[Split, _File]]:
+    """What the stage is also evaluated on."""
+    for source in _sets(stage):
+        with suppress(KeelError):
+            files = _of_task(recipe, source, "", whole=True)
+            yield from (found for found in files if found[0] == "validation")
+
+
+def _of_task(
+    recipe: Recipe, source: TaskSource, key: str, *, whole: bool = False
+) -> Iterator[tuple[Split, _File]]:
+    """The splits of a task's file."""
+    if source.name in benchmarks():  # whose options are worked examples
+        source = source.model_copy(update={"options": {}})
+    data = stored(build_task(source, recipe.seed, whole=whole))
+    assert data is not None
+    for split, rows in data.splits.items():
+        prompts = frozenset(_marks(one.body, one.row) for one in rows)
+        yield split, _File(data.sources[split], prompts, key)
 
 
 def _marks(content: Content, row: SourceRow | None = None) -> Marks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from keel.rewards.registry import load_reward
 from keel.rewards.scorer import Scorer
 from keel.runs.reader import Record, Run, load
 from keel.runs.rows import COMPONENT, prompt_text
-from keel.training.setup import context_of, templates_at
+from keel.training.setup import context_of, templates_at, with_stops
 from keel.types import Group, KeelError, Prompt, Task
 
 
@@ -97,8 +97,9 @@ def rescore(
     call them, and notes.
 
     `options` are `key=value` of each. The columns that they ask for are those of the recipe's
-    tasks; if its prompts are not found there any more, only the stored answer. Raises KeelError if
-    there are no such rollouts, or a reward fails.
+    tasks; if its prompts are not found there any more, only the stored answer. What a judge replies
+    is kept in the run folder, as in training. Raises KeelError if there are no such rollouts, or a
+    reward fails.
     """
     reader = load(run)
     recipe = load_recipe(reader.folder.recipe)
@@ -107,8 +108,10 @@ def rescore(
     name = stored[steps[0]][0]["stage"]
     sampling = next(one.sampling for one in recipe.stages if one.name == name)
     assert sampling is not None
-    tokenizer, device = load_tokenizer(recipe.model), choose_device(recipe.model.device)
-    around = context_of(recipe, reader.folder, tokenizer, str(device))
+    tokenizer, device = load_tokenizer(recipe.model), "cpu"
+    with suppress(KeelError):  # of a device that this machine has not got
+        device = str(choose_device(recipe.model.device))
+    around = context_of(recipe, reader.folder, tokenizer, device)
     chat = tokenizer.chat_template is not None
     tasks = {task.name: task for task in build_tasks(sampling.tasks, recipe.seed, chat=chat)}
     chosen = read_overrides(options)
@@ -117,7 +120,8 @@ def rescore(
     found: dict[str, list[RescoredRow]] = {one.name: [] for one in functions}
     notes: dict[str, None] = {}
     prompts = _Prompts(recipe, name, sampling, tasks, tokenizer, notes)
-    timeout, stop = sampling.rewards.timeout, sampling.rollout.stop
+    timeout = sampling.rewards.timeout
+    stop = with_stops(sampling.rollout, sampling.tasks, tokenizer).stop
     scorer = Scorer(functions, tasks, timeout=timeout, needed=False, stop=stop)
     with closing(scorer), templates_at(run=reader.folder):
         for number, records in stored.items():

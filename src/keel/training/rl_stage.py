@@ -52,6 +52,7 @@ from keel.training.evaluator import Evaluator, Evaluators
 from keel.training.rollout import RolloutPrefetcher, Sampler, begin_alone, begin_pinned
 from keel.training.setup import (
     RunContext,
+    benchmark_stops,
     build_sampler,
     build_scorer,
     dropout_of,
@@ -310,9 +311,11 @@ def build_evaluators(
     around = reward_context(run.recipe, run.folder, policy)
     scorers: list[tuple[Rewards, Scorer]] = [(stage.rewards, scorer)]
     sets = []
+    settled = benchmark_stops(stage.tasks, policy.tokenizer)  # which are of the stage's own tasks
+    stop = () if stage.rollout.stop == settled else stage.rollout.stop
     for at, one in enumerate(choice.sets):
         longest = one.max_tokens or stage.rollout.max_tokens
-        rollout = stage.rollout.model_copy(update={"max_tokens": longest})
+        rollout = stage.rollout.model_copy(update={"max_tokens": longest, "stop": stop})
         rewards = one.rewards or stage.rewards
         sampling = of_benchmark(
             replace(stage.sampling, tasks=(one.task,), rewards=rewards, rollout=rollout),

@@ -200,7 +200,7 @@ def run_stages(
     )
     if recipe.cluster.ray is None or not recipe.cluster.gpus:  # else it computes on other devices
         recipe = settle_autocast(recipe, policy, writer)
-    recipe = settle_stops(recipe, policy, writer.note)
+    recipe = settle_stops(recipe, policy.tokenizer, writer.note if start is None else None)
     validate_later_stages(recipe, policy, progress.stage)
     for leak in leaks(recipe):
         writer.note(str(leak))

@@ -356,28 +356,34 @@ def of_benchmark(
     )
 
 
-def with_stops(rollout: Rollout, tasks: Sequence[TaskSource], policy: Policy) -> Rollout:
-    """The rollout with the stop strings of benchmarks, if all tasks are some, their prompts are
-    texts with worked examples, and the recipe has no stop strings: a model goes on with a question
-    and answer of its own, and the last answer counts."""
-    entries = [None if source.raw else benchmarks().get(source.name) for source in tasks]
-    if rollout.stop or policy.tokenizer.chat_template is not None:
-        return rollout
+def benchmark_stops(tasks: Sequence[TaskSource], tokenizer: Any) -> tuple[str, ...]:
+    """The stop strings of benchmarks, if all tasks are some whose prompts are texts with worked
+    examples: a model goes on with a question and answer of its own, and the last answer counts."""
+    entries = [
+        benchmarks().get(source.name)
+        for source in tasks
+        if tokenizer.chat_template is None or source.raw
+    ]
     stops = [one.stop for one in entries if one is not None]
     if len(stops) < len(tasks):
-        return rollout
-    found = tuple(dict.fromkeys(stop for one in stops for stop in one))
-    return rollout.model_copy(update={"stop": found})
+        return ()
+    return tuple(dict.fromkeys(stop for one in stops for stop in one))
+
+
+def with_stops(rollout: Rollout, tasks: Sequence[TaskSource], tokenizer: Any) -> Rollout:
+    """The rollout with the stop strings of its benchmarks, unless it has its own."""
+    found = () if rollout.stop else benchmark_stops(tasks, tokenizer)
+    return rollout.model_copy(update={"stop": found}) if found else rollout
 
 
 def settle_stops(
-    recipe: Recipe, policy: Policy, note: Callable[[str], None] | None = None
+    recipe: Recipe, tokenizer: Any, note: Callable[[str], None] | None = None
 ) -> Recipe:
-    """The recipe with the stop strings of the benchmarks that its stages sample from."""
+    """The recipe with the stop strings of the benchmarks that stages of rollouts learn from."""
     stages = []
     for stage in recipe.stages:
         if isinstance(stage, RolloutStage):
-            rollout = with_stops(stage.rollout, stage.tasks, policy)
+            rollout = with_stops(stage.rollout, stage.tasks, tokenizer)
             if rollout is not stage.rollout:
                 stage = stage.model_copy(update={"rollout": rollout})
                 if note is not None:

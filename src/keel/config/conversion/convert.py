@@ -125,8 +125,9 @@ def find_program(settings: Settings, framework: str | None, path: str) -> Progra
 
     def score(one: Program) -> tuple[int, bool]:
         known = {*one.keys, *one.refused, *one.unused}
-        words = set(re.findall(r"[a-z_]+", Path(path).stem.lower())) & set(one.names)
-        return sum(key in known for key in settings.values), bool(words)
+        stem = Path(path).stem.lower()
+        called = any(re.search(rf"(?<![a-z]){re.escape(n)}(?![a-z])", stem) for n in one.names)
+        return sum(key in known for key in settings.values), called
 
     best = max(known, key=score)
     alike = [one for one in known if score(one) == score(best) and one.framework == best.framework]

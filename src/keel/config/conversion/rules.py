@@ -345,12 +345,12 @@ def _verl_files(c: Foreign, more: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _of_equal_weight(c: Foreign, paths: Sequence[str], key: str) -> None:
     """Several sets without shares, which the framework reads one after the other."""
-    if len(paths) > 1:
-        own = "data" if c.program.stage == "sft" else "tasks"
+    own = {"sft": "data", "rl": "tasks"}.get(c.program.stage)
+    if len(paths) > 1 and own is not None:
         c.missing(
             f"{own}.weight",
-            f"{key} are read as one set there, here each is drawn from as often as another: set "
-            "the weight of each to its number of rows",
+            f"the sets of {key} are read as one there; here each is drawn from as often as "
+            "another: set the weight of each to its number of rows",
         )
 
 

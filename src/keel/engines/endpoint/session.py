@@ -46,8 +46,8 @@ def encode_request(
     keywords = {**request.template, **choice}
     try:
         if not known:
-            return chat.prompt(messages, "a request", tools, mask=True, **keywords)
-        return chat.after(messages, known, last, "a request", tools, **keywords)
+            return chat.prompt(messages, "a request", tools, mask=True, keywords=keywords)
+        return chat.after(messages, known, last, "a request", tools, keywords=keywords)
     except Hung:
         raise
     except KeelError as error:
