@@ -75,12 +75,13 @@ def _course(run: Path, one: Measured) -> dict[str, Any]:
     last = read_lines(run / "metrics.jsonl")[-1]["stage"]
     known = json.loads((run / "run.json").read_text())
     figures = (known.get("evaluation") or known["measured"])[last]["before"]
-    before = figures["mean"] if one.metric == GREEDY else figures[one.metric.removeprefix("eval/")]
+    found = figures if one.metric == GREEDY else figures[one.metric.removeprefix("eval/")]
+    before = found["mean"] if isinstance(found, dict) else found
     rows = [row for row in read_lines(run / "metrics.jsonl") if row["stage"] == last]
     kept = [(row["step"], row[one.metric]) for row in rows if one.metric in row]
     seconds = sum(row["total"] for row in read_lines(run / "timings.jsonl"))
-    found: dict[str, Any] = {"course": [(0, before), *kept], "minutes": seconds / 60}
-    return found | ({"sums": _greedy(run)} if one.on_sums else {})
+    course: dict[str, Any] = {"course": [(0, before), *kept], "minutes": seconds / 60}
+    return course | ({"sums": _greedy(run)} if one.on_sums else {})
 
 
 def _greedy(run: Path) -> float:

@@ -293,7 +293,7 @@ def test_rows_for_a_run_of_a_benchmark_are_asked_as_it_says(tmp_path: Path) -> N
     stop = ["\nQuestion:"]
     assert f"stop strings {stop}" in found["protocol"]
     assert f"stop strings {stop}" in info(folder)["evaluation"]["rl"]["after"]["protocol"]
-    assert f"rl: the benchmark's stop strings: {stop}" in notes(folder)
+    assert f"stop strings of gsm8k: {stop}" in notes(folder)
 
 
 def test_killed_run_with_sets_ends_the_same(whole: RunFolder, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -234,6 +235,9 @@ class RolloutStage(StageConfig):
     @property
     def prompts_in_step(self) -> int:
         return self.rollout.prompts_per_step
+
+    def with_rollout(self, change: Callable[[Rollout, Sequence[TaskSource]], Rollout]) -> Self:
+        return self.model_copy(update={"rollout": change(self.rollout, self.tasks)})
 
     def on_examples(
         self, *, tasks: tuple[TaskSource, ...], rewards: Rewards, prompts: int | None, **_: Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from keel.algorithms.render import Explanation
     from keel.config.evaluation import SamplingSource
     from keel.config.model import BaseModelChoice, Cluster, Model
-    from keel.config.sources import PreferenceData, Prompts, Rewards, SFTData, TaskSource
+    from keel.config.sources import (
+        PreferenceData,
+        Prompts,
+        Rewards,
+        Rollout,
+        SFTData,
+        TaskSource,
+    )
 
 Records = Literal["pairs", "labels", "steps"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -423,6 +430,10 @@ class StageConfig(FrozenModel):
     def base_model(self) -> BaseModelChoice | None:
         """What the stage's own reward model starts from."""
         return None
+
+    def with_rollout(self, change: Callable[[Rollout, Sequence[TaskSource]], Rollout]) -> Self:
+        """The stage with what `change` makes of the rollout and tasks that it learns from."""
+        return self
 
     def on_examples(
         self,

@@ -68,7 +68,7 @@ class ConversationEncoder(ChatEncoder):
             return f'{{%{tag[1]} if true %}}{{{{ "{mark}" }}}}{{% endif {tag[3]}%}}'
 
         own: dict[str, Any] = {"chat_template": _GENERATION.sub(marked, str(template))}
-        text = self._render(messages, name, tools, generate=False, **own)
+        text = self._render(messages, name, tools, generate=False, keywords=own)
         return re.split(f"[{_BEGIN}{_END}]", text)
 
     def _cut(self, messages: Sequence[Mapping[str, Any]], name: str, tools: Tools) -> list[str]:

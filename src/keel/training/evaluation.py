@@ -97,8 +97,7 @@ def evaluate(
         )
     data = _stage_data(recipe, task, changes, rewards)
     sets = [one["name"] for one in data["evaluation"].pop("sets", ())]
-    whole_files = (task is not None or "path" in keys) and not keys & SPLITS
-    if whole_files:
+    if whole_files := (task is not None or "path" in keys) and not keys & SPLITS:
         data["tasks"] = [{**source, "validation_path": None} for source in data["tasks"]]
     overrides = list(_overrides(benchmark, choices))
     if max_tokens is not None:

@@ -22,7 +22,6 @@ from keel.config.entry import load_function
 from keel.config.evaluation import SampledEvaluation, SamplingSource
 from keel.config.fields import derive, unknown
 from keel.config.judging import JudgingStage
-from keel.config.rl import RolloutStage
 from keel.config.schema import Recipe
 from keel.config.sources import Prompts, Rewards, RewardSource, Rollout, TaskSource
 from keel.config.stage import StageConfig
@@ -380,16 +379,15 @@ def settle_stops(
     recipe: Recipe, tokenizer: Any, note: Callable[[str], None] | None = None
 ) -> Recipe:
     """The recipe with the stop strings of the benchmarks that stages of rollouts learn from."""
-    stages = []
-    for stage in recipe.stages:
-        if isinstance(stage, RolloutStage):
-            rollout = with_stops(stage.rollout, stage.tasks, tokenizer)
-            if rollout is not stage.rollout:
-                stage = stage.model_copy(update={"rollout": rollout})
-                if note is not None:
-                    note(f"{stage.name}: the benchmark's stop strings: {list(rollout.stop)}")
-        stages.append(stage)
-    return recipe.model_copy(update={"stages": tuple(stages)})
+
+    def settle(rollout: Rollout, tasks: Sequence[TaskSource]) -> Rollout:
+        found = with_stops(rollout, tasks, tokenizer)
+        if found is not rollout and note is not None:
+            note(f"stop strings of {', '.join(one.name for one in tasks)}: {list(found.stop)}")
+        return found
+
+    stages = tuple(stage.with_rollout(settle) for stage in recipe.stages)
+    return recipe.model_copy(update={"stages": stages})
 
 
 def rollout_engine(
