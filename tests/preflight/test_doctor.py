@@ -22,7 +22,7 @@ from keel.models import kernels
 from keel.platform.extras import EXTRAS, install_command
 from keel.preflight.doctor import MachinePart, examine
 
-SECONDS = 6.0
+SECONDS = 3.0
 """Of processor time, with the kernels in the cache; most of it is the import of torch."""
 
 
