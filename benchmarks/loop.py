@@ -76,7 +76,7 @@ def job_of(name: str, folder: Path, size: Size, chosen: argparse.Namespace) -> d
 def once(side: str, job: Mapping[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
     """One measurement of a side."""
     name, bf16 = side.removesuffix(BF16), side.endswith(BF16)
-    keys = ["model.autocast=bfloat16", "algorithm.correction.kind=truncate"] if bf16 else []
+    keys = ["model.autocast=bfloat16", "algorithm.corrections.kind=truncate"] if bf16 else []
     python = chosen.trl_python if name == "trl" else sys.executable
     given = {**job, "bf16": bf16, "keel": [*keys, *chosen.keel]}
     return measure(f"loop_{name}.py", given, python)

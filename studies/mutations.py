@@ -165,7 +165,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "= -algorithm.entropy * batch.token_weight",
              "= algorithm.entropy * batch.token_weight", LEARN),
     Mutation("correction on the divergence's side", "learn/loss.py",
-             "surrogate_N * algorithm.correction.", "surrogate_N + 0 * algorithm.correction.",
+             "surrogate_N * algorithm.corrections.", "surrogate_N + 0 * algorithm.corrections.",
              LEARN),
     Mutation("sign of the KL in the reward", "learn/advantages.py",
              "return -beta * estimate(", "return beta * estimate(", LEARN),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args, get_origin
 from keel.algorithms import spec
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import SurrogateTerm
+from keel.algorithms.surrogates import CustomSurrogate, SurrogateTerm
 
 BASE: dict[str, Any] = {
     "advantage": {"kind": "group_relative"},
@@ -51,6 +51,16 @@ ADVANTAGES: dict[str, Algorithm] = {
     "value_baseline": algorithm(
         advantage={"kind": "value_baseline"}, ratio="sequence", value=VALUE
     ),
+    **{
+        kind: algorithm(advantage={"kind": kind})
+        for kind in (
+            "mean_relative",
+            "best_of_group",
+            "rescaled_baseline",
+            "separately_normalised",
+            "optimal_token",
+        )
+    },
     "teacher_log_ratio": algorithm(advantage={"kind": "teacher_log_ratio", "gamma": 0.5}),
     "custom": algorithm(advantage=CUSTOM),
 }
@@ -65,7 +75,7 @@ SURROGATES: dict[str, Algorithm] = {
             surrogate={"kind": kind}, ratio="token" if term.needs_ratio else "none"
         )
         for term in SurrogateTerm.__subclasses__()
-        if term is not spec.CustomSurrogate
+        if term is not CustomSurrogate
     },
     "clip": algorithm(surrogate={"kind": "clip", "dual": 3.0}),
     "custom": algorithm(surrogate={**CUSTOM, "function": "my_lab/new {$5_%}.py:half_ok"}),
@@ -106,17 +116,40 @@ OTHERS: dict[str, Algorithm] = {
     "batch std": algorithm(advantage={"kind": "group_relative", "scale": "batch", "whiten": True}),
     "no std": algorithm(advantage={"kind": "group_relative", "scale": "none", "epsilon": 0.0}),
     "entropy": algorithm(entropy=0.01),
+    "best of group, no std": algorithm(advantage={"kind": "best_of_group", "scale": "none"}),
+    "two masks": algorithm(masks=[{"kind": "top_entropy"}, {"kind": "off_policy_sequences"}]),
+    "two corrections": algorithm(
+        corrections=[{"kind": "truncate", "cap": 3.0}, {"kind": "normalise", "level": "sequence"}]
+    ),
     **{
-        f"{kind} {level}": algorithm(correction={"kind": kind, "level": level, "cap": 3.0})
+        f"{kind} of the sequence": algorithm(corrections={"kind": kind, "level": "sequence"})
         for kind in ("truncate", "mask")
-        for level in ("token", "sequence")
     },
+    **{
+        f"reject {statistic} {over}": algorithm(
+            corrections={"kind": "reject", "statistic": statistic, "over": over}
+        )
+        for statistic, over in (("k1", "token"), ("k1", "sum"), ("k2", "mean"), ("k3", "max"))
+    },
+}
+MASKS: dict[str, Algorithm] = {
+    **{kind: algorithm(masks={"kind": kind}) for kind in kinds(spec.Mask) - {"custom"}},
+    "custom": algorithm(masks=CUSTOM),
+}
+CORRECTIONS: dict[str, Algorithm] = {
+    **{
+        kind: algorithm(corrections={"kind": kind})
+        for kind in kinds(spec.Correction) - {"custom", "normalise"}
+    },
+    "normalise": algorithm(corrections=[{"kind": "truncate"}, {"kind": "normalise"}]),
+    "custom": algorithm(corrections=CUSTOM),
 }
 FROM_PRESETS = {f"preset {name}": preset.algorithm for name, preset in PRESETS.items()}
 ALL: dict[str, Algorithm] = {
     **{f"{where} {kind}": found for where, table in (
         ("advantage", ADVANTAGES), ("ratio", RATIOS), ("surrogate", SURROGATES),
         ("weights", WEIGHTS), ("divergence", DIVERGENCES), ("other", OTHERS),
+        ("mask", MASKS), ("correction", CORRECTIONS),
     ) for kind, found in table.items()},
     **FROM_PRESETS,
 }  # fmt: skip

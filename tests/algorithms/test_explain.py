@@ -42,11 +42,11 @@ def test_there_is_a_sample_of_every_kind() -> None:
     assert {*samples.RATIOS} == samples.kinds(spec.Ratio)
     assert {*samples.WEIGHTS} == samples.literals(spec.Weights, "kind")
     found = [r.divergence for r in samples.ALL.values() if r.divergence is not None]
-    fixes = [r.correction for r in samples.ALL.values() if r.correction is not None]
+    assert {*samples.MASKS} == samples.kinds(spec.Mask)
+    assert {*samples.CORRECTIONS} == samples.kinds(spec.Correction)
     rules = [d.adaptive for d in found if d.adaptive is not None]
     for terms, model, field in (
         *((found, spec.Divergence, name) for name in ("estimator", "where", "to")),
-        *((fixes, spec.Correction, name) for name in ("kind", "level")),
         (rules, Adaptive, "rule"),
     ):
         assert {getattr(term, field) for term in terms} == samples.literals(model, field)
@@ -58,10 +58,14 @@ def test_every_row_is_explained(name: str, context: Setting) -> None:
     algorithm = samples.ALL[name]
     found = explain_algorithm(algorithm, None, context)
     keys = [term.key for term in found.terms]
-    assert keys[:5] == ["advantage", "ratio", "surrogate", "weights", "divergence"]
+    always = [
+        key for key in keys if key in ("advantage", "ratio", "surrogate", "weights", "divergence")
+    ]
+    assert always == ["advantage", "ratio", "surrogate", "weights", "divergence"]
     assert ("value" in keys) == (algorithm.value is not None)
     assert ("entropy" in keys) == (algorithm.entropy > 0)
-    assert ("correction" in keys) == (algorithm.correction is not None)
+    assert keys.count("masks") == len(algorithm.masks)
+    assert keys.count("corrections") == len(algorithm.corrections)
     kinds = {term.key: term.kind for term in found.terms}
     assert kinds["advantage"] == algorithm.advantage.kind
     assert kinds["surrogate"] == algorithm.surrogate.kind
@@ -139,7 +143,7 @@ def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:
     data["divergence"]["beta"] = 0.5
     data["surrogate"] = {"kind": "sapo"}
     data["entropy"] = 0.01
-    data["correction"] = {}
+    data["corrections"] = {"kind": "truncate"}
     found = explain_algorithm(Algorithm.model_validate(data), "grpo", Setting(epochs=2))
     stated = {term.key: term.source for term in found.terms}
     sources = PRESETS["grpo"].sources
@@ -151,7 +155,7 @@ def test_what_the_recipe_sets_is_said_choice_by_choice() -> None:
         "divergence": "set in the recipe (beta = 0.5, not 0.04); the rest: "
         + sources["divergence"],
         "entropy": "set in the recipe",
-        "correction": "set in the recipe; the equation: Ionides 2008; masked: arXiv:2510.18855",
+        "corrections": "set in the recipe; the equation: Ionides 2008",
         "epochs": "set in the recipe (μ = 2, not 1)",
     }
     custom = explain_algorithm(samples.SURROGATES["custom"])
@@ -239,7 +243,7 @@ def test_text_keeps_to_the_terminal(name: str) -> None:
         ({"advantage": {"kind": "group_relative", "ddof": 0}}, ["std_g(R)² = 1/G · Σ_"]),
         ({"entropy": 0.25}, ["+ 0.25 · 1/N · Σ_n H_n\n"]),
         (
-            {"correction": {}, "divergence": {}},
+            {"corrections": {"kind": "truncate"}, "divergence": {}},
             ["J(θ) = Σ_n w_n c_n · min(", "− 0.04 Σ_n w_n · (e^"],
         ),
         (

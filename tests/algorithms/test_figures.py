@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from keel.algorithms.advantages import GAE, GroupRelative
+from keel.algorithms.advantages import GAE
 from keel.algorithms.explain import explain_algorithm
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.terms import Setting
@@ -45,13 +45,14 @@ def changed(algorithm: Algorithm, path: tuple[str, ...]) -> tuple[Algorithm, flo
 
 def idle(algorithm: Algorithm, path: tuple[str, ...]) -> bool:
     """Figures that the algorithm's own kind does not read."""
-    d, c, a = algorithm.divergence, algorithm.correction, algorithm.advantage
+    d, c, a = algorithm.divergence, algorithm.corrections, algorithm.advantage
     return (
         (path[-1] == "horizon" and d is not None and d.adaptive is not None
          and d.adaptive.rule == "ppo")
-        or (path[-1] == "floor" and c is not None and c.kind == "truncate")
+        or (path[-1] == "floor" and path[0] == "corrections"
+            and getattr(c[int(path[1])], "statistic", "k1") != "k1")
         or (path[-1] == "lam" and isinstance(a, GAE) and a.adaptive_alpha is not None)
-        or (path[-1] == "epsilon" and isinstance(a, GroupRelative) and a.scale == "none")
+        or (path[-1] == "epsilon" and getattr(a, "scale", "std") == "none")
         or path[-1] == "ddof"  # 0 or 1 by name: see test_explain
         or "options" in path
     )  # fmt: skip

@@ -53,14 +53,34 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"surrogate": {"kind": "cispo", "floor": 1.0, "cap": 1.0}},
     ),
     (
-        {"correction": {"kind": "truncate", "cap": 0.5}},
-        "correction.cap = 0.5 cuts every weight",
-        {"correction": {"kind": "truncate", "cap": 1.0}},
+        {"corrections": {"kind": "truncate", "cap": 0.5}},
+        "corrections.cap = 0.5 cuts every weight",
+        {"corrections": {"kind": "truncate", "cap": 1.0}},
     ),
     (
-        {"correction": {"kind": "mask", "floor": 3.0, "cap": 2.0}},
-        "correction.floor = 3 and correction.cap = 2 leave out 1",
-        {"correction": {"kind": "mask", "floor": 1.0, "cap": 1.0}},
+        {"corrections": {"kind": "mask", "floor": 3.0, "cap": 2.0}},
+        "corrections.floor = 3 and corrections.cap = 2 leave out 1",
+        {"corrections": {"kind": "mask", "floor": 1.0, "cap": 1.0}},
+    ),
+    (
+        {"corrections": [{"kind": "normalise"}, {"kind": "truncate"}]},
+        'corrections.0 = "normalise" divides the weights of what stands before it',
+        {"corrections": [{"kind": "truncate"}, {"kind": "normalise"}]},
+    ),
+    (
+        {"corrections": [{"kind": "truncate"}, {"kind": "truncate"}]},
+        'corrections.1 = "truncate" is there twice',
+        {"corrections": [{"kind": "truncate"}, {"kind": "truncate", "cap": 3.0}]},
+    ),
+    (
+        {"corrections": {"kind": "reject", "over": "max"}},
+        "corrections: the largest k1 is of the tokens that became less likely alone",
+        {"corrections": {"kind": "reject", "over": "max", "statistic": "k2", "cap": 0.5}},
+    ),
+    (
+        {"surrogate": {"kind": "vespo"}, "ratio": "sequence"},
+        'surrogate "vespo" reads the ratio of each token: set ratio = "token"',
+        {"ratio": "token"},
     ),
     (
         {
@@ -169,8 +189,12 @@ def test_contradiction_is_refused_and_its_fix_accepted(
     [
         ("surrogate", {"kind": "cispo", "cap": 0.9}),
         ("surrogate", {"kind": "cispo", "floor": 1.1}),
-        ("correction", {"kind": "mask", "cap": 0.9}),
-        ("correction", {"kind": "mask", "floor": 1.1}),
+        ("corrections", {"kind": "mask", "cap": 0.9}),
+        ("corrections", {"kind": "mask", "floor": 1.1}),
+        ("corrections", {"kind": "truncate", "cap": 0.9}),
+        ("corrections", {"kind": "geometric_mask", "floor": 1.001}),
+        ("corrections", {"kind": "reject", "cap": 0.999}),
+        ("corrections", {"kind": "outlier_mask", "cap": 0.5}),
         ("surrogate", {"kind": "clip", "low": 1.1}),
         ("surrogate", {"kind": "clip", "high": -0.1}),
         ("surrogate", {"kind": "clip", "dual": 1.0}),

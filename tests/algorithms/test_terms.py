@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,17 +11,20 @@ import torch
 from pydantic import ValidationError
 
 from keel.algorithms.presets import PRESETS
+from keel.algorithms.signals import LossSignals
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import (
-    Cispo,
     Clip,
     CustomSurrogate,
+    Fipo,
     Geometric,
     SurrogateTerm,
     Unclipped,
 )
+from keel.algorithms.weighted import Cispo
 
-OTHER = {"low": 0.1, "high": 0.3, "dual": 1.5, "cap": 1.2, "floor": 0.9}
+OTHER = {"low": 0.1, "high": 0.3, "dual": 1.5, "cap": 1.15, "floor": 0.9, "share": 0.5}
+OTHER |= {"power_positive": 1.5, "rate_negative": 1.5}
 """Values other than the defaults; 2.0 for any other parameter."""
 PARAMETERS = [
     (term, name)
@@ -35,8 +39,18 @@ def values(term: SurrogateTerm) -> torch.Tensor:
     """s for log-ratios on both sides of every edge, under advantages of either sign."""
     log_ratio_N = torch.linspace(-2, 2, 41, dtype=torch.float64).repeat(2)
     advantage_N = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(41)
-    lengths_S = torch.ones(82, dtype=torch.int64)
-    return term.value(log_ratio_N, advantage_N, lengths_S, log_ratio_N - 1)
+    signals = LossSignals(
+        lengths_S=torch.full((41,), 2),
+        groups_S=torch.arange(41) // 7,
+        outcome_S=torch.linspace(0.0, 3.0, 41, dtype=torch.float64),
+        log_prob_N=log_ratio_N - 1,
+        old_log_prob_N=torch.full_like(log_ratio_N, -1.0),
+        log_ratio_N=log_ratio_N,
+        advantage_N=advantage_N,
+    )
+    if term.whole_batch:
+        signals = replace(signals, prepared_N=term.prepare(signals))
+    return term.value(signals)
 
 
 @pytest.mark.parametrize(("term", "name"), PARAMETERS, ids=lambda x: getattr(x, "__name__", x))
@@ -51,6 +65,7 @@ def test_surrogate_parameter_reaches_its_function(term: type[SurrogateTerm], nam
         (Clip(low=0.1, high=0.3), (0.9, 1.3)),
         (Cispo(cap=3.0, floor=0.5), (0.5, 3.0)),
         (Geometric(low=0.2, high=0.5), (math.exp(-0.2), math.exp(0.5))),
+        (Fipo(low=0.1, high=0.3), (0.9, 1.3)),
         (Unclipped(), (0.0, math.inf)),
     ],
     ids=lambda x: getattr(x, "kind", None),

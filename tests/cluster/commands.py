@@ -25,7 +25,7 @@ WORDS = (
     "cluster.rollout_workers=2",
     "cluster.reward_workers=1",
 )
-AHEAD = ("rollout.async_level=2", "algorithm.correction.kind=truncate")
+AHEAD = ("rollout.async_level=2", "algorithm.corrections.kind=truncate")
 
 
 def keel(*words: str | Path) -> subprocess.Popen[str]:

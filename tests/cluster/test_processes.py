@@ -61,7 +61,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     "keys",
     [
         (
-            *("algorithm=ppo", "epochs=2", "algorithm.correction.kind=truncate"),
+            *("algorithm=ppo", "epochs=2", "algorithm.corrections.kind=truncate"),
             "rollout.engine=tests.engines.scripted:ColderEngine",  # in the process of the loop
             "rollout.async_level=1",
         ),
@@ -164,7 +164,7 @@ def test_a_run_that_is_ended_in_any_way_resumes(tmp_path: Path) -> None:
         (("model.lora.rank=4", "reference.reset_every=2"), "reset_every with model.lora"),
         (("cluster.processes=0",), "cluster.processes"),
         ((*WORDS, *AHEAD, "rollout.dynamic_sampling=true"), "dynamic_sampling"),
-        ((*WORDS, "rollout.async_level=2"), "algorithm.correction"),
+        ((*WORDS, "rollout.async_level=2"), "algorithm.corrections"),
     ],
 )
 def test_what_processes_cannot_do_is_refused(keys: tuple[str, ...], words: str) -> None:

@@ -55,7 +55,7 @@ def test_rollouts_and_evaluation_get_the_weights_of_each_step(
         return made[-1]
 
     replace_native(monkeypatch, scripted)
-    keys = ["rl.steps=2", "rl.evaluation.prompts=4", "rl.algorithm.correction.kind=truncate"]
+    keys = ["rl.steps=2", "rl.evaluation.prompts=4", "rl.algorithm.corrections.kind=truncate"]
     for dtype, syncs in (("model", [2]), ("bfloat16", [2, 2])):
         made.clear()
         recipe = load_recipe("tiny", [*keys, f"rl.rollout.dtype={dtype}"])
@@ -74,7 +74,7 @@ def test_rollouts_and_evaluation_get_the_weights_of_each_step(
 def test_engine_of_a_later_stage_is_checked_first(
     keys: list[str], why: str, tmp_path: Path
 ) -> None:
-    overrides = ["algorithm.correction.kind=truncate", *(f"rollout.{key}" for key in keys)]
+    overrides = ["algorithm.corrections.kind=truncate", *(f"rollout.{key}" for key in keys)]
     recipe = load_recipe("quickstart", [f"rl.{key}" for key in overrides])
     assert [stage.name for stage in recipe.stages] == ["sft", "rl"]
     with pytest.raises(KeelError, match=f"stage 'rl': .*{why}"):
@@ -107,7 +107,7 @@ def test_what_is_no_engine_is_refused(name: str, error: str) -> None:
 # ---------------------------------------------------------------- what a recipe asks of its engine
 
 
-CORRECTED = "algorithm.correction.kind=truncate"
+CORRECTED = "algorithm.corrections.kind=truncate"
 RAY = ("cluster.ray=local", CORRECTED)
 SEVERAL = "cluster.processes=2"
 CASES = [

@@ -110,7 +110,7 @@ def test_a_restart_is_a_note_of_the_run(
     cluster: tuple[str, ...], program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_FAKE", json.dumps([{COMPLETIONS: BROKEN}, {}]))
-    keys = ["steps=1", "evaluation.prompts=0", "algorithm.correction.kind=truncate"]
+    keys = ["steps=1", "evaluation.prompts=0", "algorithm.corrections.kind=truncate"]
     keys += ["rollout.engine=vllm", f"rollout.vllm.python={program}", *cluster]
     keys += ["rollout.vllm.start_timeout=60.0"]
     run = train(load_recipe("tiny", keys), tmp_path / "run")

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def _train(run: Path, *more: str, **variables: str) -> Path:
     """The quickstart, shortened; rewards are called while the last groups are still sampled."""
     keys = ["sft.steps=120", f"rl.steps={STEPS}", "rl.evaluation.prompts=0", "rl.rollouts_every=1"]
-    keys += ['rl.rollout.engine="vllm"', 'rl.algorithm.correction.kind="truncate"']
+    keys += ['rl.rollout.engine="vllm"', 'rl.algorithm.corrections.kind="truncate"']
     keys += ["rl.rollout.vllm.start_timeout=3000"]
     keys += ["rl.rollout.overlap_rewards=true", "rl.rollout.max_num_seqs=16"]
     keys += ['rl.rewards.functions=[{function="tests.engines.killing:right"}]']

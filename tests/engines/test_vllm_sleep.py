@@ -172,7 +172,7 @@ time.sleep(600)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_run_sleeps_while_it_trains(program: Path, tmp_path: Path, ahead: int) -> None:
     """Each step, after its completions; never where it samples ahead."""
-    keys = ["steps=2", "evaluation.prompts=0", "algorithm.correction.kind=truncate"]
+    keys = ["steps=2", "evaluation.prompts=0", "algorithm.corrections.kind=truncate"]
     keys += ["rollout.engine=vllm", f"rollout.vllm.python={program}"]
     keys += ["rollout.vllm.start_timeout=60.0", "rollout.vllm.sleep_level=1"]
     train(load_recipe("tiny", [*keys, f"rollout.async_level={ahead}"]), tmp_path / "run")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch, Estimates
-from keel.learn.loss import loss, prepare
+from keel.learn.loss import loss, prepare, whole_batch
 from keel.models.head import Scores
 from keel.types import Completion
 
@@ -77,6 +77,8 @@ def sample(lengths: Sequence[int], groups: Sequence[int], seed: int, *, shift: f
         value_N=normal(),
     )
     estimates = Estimates(return_N=normal(), advantage_N=normal())
+    outcome_S = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    estimates = replace(estimates, outcome_N=outcome_S.repeat_interleave(batch.lengths_S))
     return Sample(batch, estimates, old_N + normal(shift), normal().abs(), normal())
 
 
@@ -100,6 +102,8 @@ def gradient(
         for tensor in (made.log_prob_N, made.entropy_N, made.value_N)
     ]
     whole = prepare(algorithm, made.batch, made.estimates, budget)
+    if algorithm.whole_batch:
+        whole = whole_batch(algorithm, whole, made.log_prob_N, made.entropy_N)
     ends = torch.tensor(whole.lengths).cumsum(0).tolist()
     total = torch.zeros((), dtype=torch.float64)
     for part in parts:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from keel.algorithms.advantages import GAE, CustomAdvantage, GroupRelative, MonteCarlo
+from keel.algorithms.advantages import GAE, CustomAdvantage, MonteCarlo
+from keel.algorithms.group_advantages import GroupRelative
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.learn.advantages import RolloutRewards, estimate, outcome, reads_steps

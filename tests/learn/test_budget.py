@@ -303,7 +303,7 @@ def test_budget_of_a_gpu_and_one_process_is_tried() -> None:
     for device, *keys in (
         ("cpu",), ("mps",), ("cuda", "cluster.ray=local"), ("cuda", "cluster.processes=2"),
         ("cuda", "token_budget=16384"),
-        ("cuda", "rollout.async_level=1", "algorithm.correction.kind=truncate"),
+        ("cuda", "rollout.async_level=1", "algorithm.corrections.kind=truncate"),
     ):  # fmt: skip
         run = run_on(device, *keys)
         assert budget_of(run)._measure is None

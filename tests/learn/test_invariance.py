@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from keel.algorithms.losses import Correction
+from keel.algorithms.corrections import Normalise, Truncate
+from keel.algorithms.masks import OffPolicySequences, TopEntropy
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
 from keel.learn.loss import loss, prepare
@@ -23,9 +24,13 @@ SPLITS = ([[0, 1, 2], [3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[4, 2], [5, 0
 
 
 def with_everything(preset: str) -> Algorithm:
-    """A preset with an entropy bonus and the correction, so that these are tested too."""
-    correction = Correction(kind="truncate", level="sequence", cap=2.0)
-    return PRESETS[preset].algorithm.model_copy(update={"entropy": 0.01, "correction": correction})
+    """A preset with an entropy bonus, masks and corrections, so that these are tested too."""
+    more = {
+        "entropy": 0.01,
+        "corrections": (Truncate(level="sequence", cap=2.0), Normalise()),
+        "masks": (TopEntropy(share=0.9), OffPolicySequences(bound=0.2)),
+    }
+    return PRESETS[preset].algorithm.model_copy(update=more)
 
 
 def made_for(algorithm: Algorithm) -> Sample:

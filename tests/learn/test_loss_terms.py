@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.algorithms.advantages import CustomAdvantage, GroupRelative
-from keel.algorithms.losses import Adaptive, Correction, Divergence
+from keel.algorithms.advantages import CustomAdvantage
+from keel.algorithms.corrections import MaskWeights, Truncate
+from keel.algorithms.group_advantages import GroupRelative
+from keel.algorithms.losses import Adaptive, Divergence
+from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import Cispo, Clip, CustomSurrogate, Geometric, Weights
+from keel.algorithms.surrogates import Clip, CustomSurrogate, Geometric
+from keel.algorithms.weighted import Cispo
 from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.loss import adapted_beta, loss, prepare
 from keel.models.head import Scores
@@ -45,9 +49,9 @@ def test_correction_multiplies_the_surrogate_and_not_the_divergence(level: str) 
     batch = replace(made.batch, engine_log_prob_N=made.batch.engine_log_prob_N - 0.05)
     made = replace(made, batch=batch)
     divergence = Divergence(estimator="k3", beta=0.1)
-    correction = Correction(level=level, cap=1.0)  # type: ignore[arg-type]
+    correction = Truncate(level=level, cap=1.0)  # type: ignore[arg-type]
     plain = grad(algorithm(), made)
-    both = grad(algorithm(divergence=divergence, correction=correction), made)
+    both = grad(algorithm(divergence=divergence, corrections=(correction,)), made)
     kl_alone = grad(algorithm(divergence=divergence), made) - plain
     assert batch.old_log_prob_N is not None
     gap_N = batch.old_log_prob_N - batch.engine_log_prob_N
@@ -62,7 +66,7 @@ def test_correction_multiplies_the_surrogate_and_not_the_divergence(level: str) 
 def test_masked_token_counts_in_the_normaliser() -> None:
     made = per_sequence(sample(LENGTHS, GROUPS, 0, shift=0.0))
     batch = made.batch
-    masked = algorithm(correction=Correction(kind="mask", floor=0.9, cap=1.1))
+    masked = algorithm(corrections=(MaskWeights(floor=0.9, cap=1.1),))
     found = grad(masked, made)
     plain = grad(algorithm(), made)
     assert batch.old_log_prob_N is not None

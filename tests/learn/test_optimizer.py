@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from keel.algorithms.advantages import GroupRelative
+from keel.algorithms.group_advantages import GroupRelative
+from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import Clip, Weights
+from keel.algorithms.surrogates import Clip
 from keel.config.stage import Optimizer
 from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch
 from keel.learn.learner import Learner

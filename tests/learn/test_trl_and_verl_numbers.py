@@ -11,18 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.algorithms.advantages import (
-    GAE,
+from keel.algorithms.advantages import GAE, CustomAdvantage
+from keel.algorithms.group_advantages import (
     BatchNormalised,
-    CustomAdvantage,
     GreedyBaseline,
     GroupRelative,
     LeaveOneOut,
     Optimal,
 )
 from keel.algorithms.losses import Divergence, ValueLoss
+from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import Cispo, Clip, Geometric, LogProb, Sapo, Weights
+from keel.algorithms.surrogates import Clip, Geometric, Sapo
+from keel.algorithms.weighted import Cispo, LogProb
 from keel.learn.advantages import RolloutRewards, estimate
 from keel.learn.batch import Estimates
 from keel.learn.loss import loss, prepare

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from keel.algorithms.advantages import GroupRelative
+from keel.algorithms.group_advantages import GroupRelative
+from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import Clip, Weights
+from keel.algorithms.surrogates import Clip
 from keel.config.stage import Optimizer
 from keel.learn.batch import Batch, Estimates, TokenBudget, from_groups
 from keel.learn.learner import Learner

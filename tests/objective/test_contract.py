@@ -18,9 +18,11 @@ from torch import Tensor
 import keel.objective
 from keel.objective import (
     background,
+    corrections,
     divergences,
     gae,
     group,
+    masks,
     preference,
     ratios,
     segments,
@@ -110,6 +112,7 @@ CORRECTION = {
     "lengths_S": LENGTHS,
     "level": "sequence",
 }
+MISMATCH = {name: value for name, value in CORRECTION.items() if name != "level"}
 Q = matrix(4, 3, 1)
 ENDS = torch.tensor([True, False, False, True])
 MEAN, LOG_STD = matrix(8, 2, 1), matrix(1, 2, 2)
@@ -154,7 +157,7 @@ EXAMPLES: dict[Function, Example] = {
     preference.dpo: example({"probability_C": UNIT, "beta": 0.3, "smoothing": 0.1}, gap_C=n(1)),
     preference.ipo: example({"probability_C": UNIT, "beta": 0.3}, gap_C=n(1)),
     ratios.exponential: example(log_ratio_N=n(1)),
-    ratios.effective_sample_size: example(log_ratio_N=n(1)),
+    corrections.effective_sample_size: example(weight_N=n(1).exp()),
     ratios.none: RATIO,
     ratios.token: RATIO,
     ratios.sequence: RATIO,
@@ -181,8 +184,57 @@ EXAMPLES: dict[Function, Example] = {
     divergences.policy_to_old: example(**TO_OLD),
     gae.value_loss: example({"clip": 0.2}, value_N=n(1), old_value_N=n(2), return_N=n(3)),
     divergences.entropy: example(logits_NV=matrix(8, 5, 1)),
-    ratios.truncate: example({**CORRECTION, "cap": 1.2}),
-    ratios.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
+    corrections.weight: example(CORRECTION),
+    corrections.truncate: example({**CORRECTION, "cap": 1.2}),
+    corrections.mask: example({**CORRECTION, "floor": 0.8, "cap": 1.2}),
+    corrections.geometric_mask: example({**MISMATCH, "floor": 0.8, "cap": 1.2}),
+    corrections.outlier_mask: example({**MISMATCH, "floor": 0.5, "cap": 2.0}),
+    corrections.reject: example({**MISMATCH, "statistic": "k3", "over": "max", "cap": 0.3}),
+    corrections.normalise: example({**OWN, "level": "sequence"}, weight_N=n(1).exp()),
+    masks.top_entropy: example({"entropy_N": n(1), "share": 0.4}),
+    masks.off_policy: example(
+        {"log_prob_N": n(1), "engine_log_prob_N": n(2), "advantage_N": n(3), **OWN, "bound": 0.1}),
+    masks.second_moment: example({**TO_OLD, "bound": 0.2}),
+    masks.total_variation: example(
+        {"log_prob_N": -n(1).abs(), "old_log_prob_N": -n(2).abs(), "advantage_N": n(3),
+         "low": 0.1, "high": 0.2}),
+    masks.binary_kl: example(
+        {"log_prob_N": -n(1).abs(), "old_log_prob_N": -n(2).abs(), "advantage_N": n(3),
+         "low": 0.01, "high": 0.02}),
+    masks.covariance: example({"log_prob_N": n(1)}, advantage_N=n(2)),
+    masks.clip_covariance: example(
+        {"log_prob_N": n(1), "advantage_N": n(2), "clipped_N": FLAGS, "share": 0.2, "floor": -1.0,
+         "cap": 1.0, "seed": 3}),
+    masks.highest: example({"x_N": n(1), "share": 0.3}),
+    masks.quantile: example({"share": 0.3}, x_N=n(1)),
+    group.mean_relative: example({"groups_S": GROUPS, "epsilon": 1e-4}, reward_S=s(1).abs()),
+    group.best_of_group: example(
+        {"groups_S": GROUPS, "scale": "std", "epsilon": 1e-6}, **REWARDS),
+    group.rescaled_baseline: example({"groups_S": GROUPS}, **REWARDS),
+    group.separately_normalised: example(
+        {"rewards": [s(1), s(2)], "groups_S": GROUPS, "weights": [1.0, 0.5], "epsilon": 1e-4}),
+    group.optimal_token: example(
+        {"groups_S": GROUPS, **OWN}, reward_N=n(1), old_log_prob_N=-n(2).abs(),
+        old_squares_N=1 + UNIT),  # so that no weight is near 0
+    surrogates.vespo: example(
+        {"log_ratio_N": n(1), **OWN, "power_positive": 2.0, "rate_positive": 3.0,
+         "power_negative": 3.0, "rate_negative": 2.0}, advantage_N=n(2), log_prob_N=n(3)),
+    surrogates.fipo: example(
+        {"log_ratio_N": n(1), **OWN, "low": 0.2, "high": 0.28, "half_life": 4.0, "floor": 0.9,
+         "cap": 1.2}, advantage_N=n(2)),
+    surrogates.topr: example(
+        {"log_ratio_N": n(1), **OWN, "outcome_S": s(4), "threshold": 0.0}, advantage_N=n(2),
+        log_prob_N=n(3)),
+    surrogates.real_shares: example(
+        {"log_ratio_N": n(1), **OWN, "outcome_S": s(4), "groups_S": GROUPS, "threshold": 0.0,
+         "temperature": 0.5}),
+    # The gradient is that of its value only at what was prepared: left out of the gradient check.
+    surrogates.real: example(
+        {**OWN, "prepared_N": matrix(8, 2, 4), "advantage_N": n(2), "log_ratio_N": n(1)}),
+    surrogates.dro: example({**OWN, "beta": 0.3}, log_prob_N=n(3), **SURROGATE),
+    surrogates.kimi: example({"log_ratio_N": n(1), **OWN, "tau": 0.2}, advantage_N=n(2)),
+    surrogates.kl_cov: example(
+        {**OWN, "prepared_N": FLAGS.double(), "coefficient": 0.7}, **SURROGATE),
     background.state_value: example(probability_BA=matrix(4, 3, 2), q_BA=Q),
     background.epsilon_greedy: example({"q_BA": Q, "epsilon": 0.1}),
     background.td_target: example(
@@ -220,6 +272,8 @@ NAMED = {name: EXAMPLES[f] for name, f in PUBLIC.items() if f in EXAMPLES}
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, list):
+        return [cast(one, dtype) for one in x]
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
@@ -239,6 +293,9 @@ def test_dtype_and_arguments_are_kept_and_float32_agrees(name: str) -> None:
     before = {k: v.clone() for k, v in arguments.items() if isinstance(v, Tensor)}
     single, double = run(name, torch.float32), run(name, torch.float64)
     assert all(torch.equal(before[k], arguments[k]) for k in before)
+    if double.dtype == torch.bool:
+        assert torch.equal(single, double)
+        return
     assert single.dtype == torch.float32
     assert double.dtype == torch.float64
     # Some ten float32 operations on numbers of order 1.

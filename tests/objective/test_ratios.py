@@ -1,11 +1,10 @@
-"""Importance ratios (which passes which gradient), weights of tokens, corrections of an engine."""
+"""Importance ratios (which passes which gradient) and weights of tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,59 +96,3 @@ def test_no_sequences_and_empty_sequences() -> None:
     assert all(function(loops.ints([])).shape == (0,) for function in KINDS.values())
     assert all(function(loops.ints([0, 2])).isfinite().all() for function in KINDS.values())
     loops.close(weights.sequence_mean(loops.ints([0, 2])), [0.25, 0.25])
-
-
-# ---------------- an engine's log-probabilities
-
-LENGTHS = [2, 3]
-ENGINE = loops.tensor([-1.0, -1.0, -2.0, -2.0, -2.0])
-OLD = loops.tensor([-0.9, -3.0, -1.0, -2.0, -2.1])
-TOKEN = [math.exp(d) for d in (OLD - ENGINE).tolist()]
-WHOLE = [TOKEN[0] * TOKEN[1]] * 2 + [TOKEN[2] * TOKEN[3] * TOKEN[4]] * 3
-
-
-def test_effective_sample_size_is_the_share_of_equal_weights() -> None:
-    """k of N tokens with all the weight are worth k/N; equal weights of any size are worth all."""
-    share = ratios.effective_sample_size(loops.tensor([0.0, 0.0] + [-60.0] * 6))
-    loops.close(share, 0.25, 1e-7)
-    loops.close(ratios.effective_sample_size(loops.tensor([3.0] * 5)), 1.0)
-    log_N = loops.random(7, 3)
-    rho = [math.exp(x) for x in log_N.tolist()]
-    wanted = sum(rho) ** 2 / (7 * sum(x * x for x in rho))
-    assert wanted < 0.95
-    loops.close(ratios.effective_sample_size(log_N), wanted)
-
-
-def test_truncate() -> None:
-    lengths_S = loops.ints(LENGTHS)
-    token = ratios.truncate(ENGINE, OLD, lengths_S, level="token", cap=2.0)
-    loops.close(token, [min(w, 2.0) for w in TOKEN])
-    whole = ratios.truncate(ENGINE, OLD, lengths_S, level="sequence", cap=2.0)
-    loops.close(whole, [min(w, 2.0) for w in WHOLE])
-
-
-def test_mask() -> None:
-    lengths_S = loops.ints(LENGTHS)
-    band = {"floor": 0.5, "cap": 2.0}
-    token = ratios.mask(ENGINE, OLD, lengths_S, level="token", **band)
-    loops.close(token, [w if 0.5 <= w <= 2 else 0.0 for w in TOKEN])
-    assert (token == 0).tolist() == [False, True, True, False, False]
-    whole = ratios.mask(ENGINE, OLD, lengths_S, level="sequence", **band)
-    loops.close(whole, [w if 0.5 <= w <= 2 else 0.0 for w in WHOLE])
-    edge = ratios.mask(
-        torch.zeros(2), torch.zeros(2), loops.ints([2]), level="token", floor=1.0, cap=1.0
-    )
-    assert edge.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_correction_without_mismatch_is_one_and_has_no_gradient(level: str) -> None:
-    for dtype in (torch.float32, torch.float64):
-        same, lengths_S = loops.random(5, 1).to(dtype), loops.ints(LENGTHS)
-        ones = torch.ones(5, dtype=dtype)
-        truncated = ratios.truncate(same, same, lengths_S, level=level, cap=2.0)  # type: ignore[arg-type]
-        masked = ratios.mask(same, same, lengths_S, level=level, floor=0.5, cap=2.0)  # type: ignore[arg-type]
-        assert torch.equal(truncated, ones)
-        assert torch.equal(masked, ones)
-    old_N = OLD.clone().requires_grad_()
-    assert not ratios.truncate(ENGINE, old_N, lengths_S, level=level, cap=2.0).requires_grad  # type: ignore[arg-type]

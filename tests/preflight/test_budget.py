@@ -159,7 +159,7 @@ def test_vllm_has_its_own_memory() -> None:
     def plan(vllm: dict[str, Any], **rollout: Any) -> MemoryPlan:
         loop = {**LOOP, "engine": "vllm", "vllm": vllm, **rollout}
         source = {**recipe(HALF, {}), "rollout": loop}
-        source["algorithm"] = {"preset": "grpo", "correction": {"kind": "truncate"}}
+        source["algorithm"] = {"preset": "grpo", "corrections": {"kind": "truncate"}}
         return budget(source, "h100").plan
 
     asleep = plan(server)

@@ -285,7 +285,7 @@ OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
     # The old log-probs are of the weights as the step begins: only the correction sees the lag.
     (
         {
-            "algorithm": {**GSPO, "correction": {"kind": "truncate"}},
+            "algorithm": {**GSPO, "corrections": {"kind": "truncate"}},
             "minibatches": 1,
             "rollout": {"async_level": 1},
         },
@@ -293,7 +293,7 @@ OBJECTIVES: list[tuple[dict[str, object], str | None]] = [
     ),
     (
         {
-            "algorithm": {**GSPO, "correction": {"kind": "truncate"}},
+            "algorithm": {**GSPO, "corrections": {"kind": "truncate"}},
             "rollout": {"engine": "vllm"},
         },
         "resume-not-exact",

@@ -258,7 +258,7 @@ def test_trial_has_two_steps_of_full_completions() -> None:
     assert stage.rollout.stop == ()
     assert not stage.rollout.mask_truncated
     assert short_stage(prompts=4).rollout.prompts_per_step == 4
-    ahead = ["rollout.async_level=1", "algorithm.correction.kind=truncate"]
+    ahead = ["rollout.async_level=1", "algorithm.corrections.kind=truncate"]
     assert short_stage(*ahead).steps == 3
     assert short_stage("steps=1").steps == 1
 

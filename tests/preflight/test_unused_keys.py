@@ -66,7 +66,7 @@ def imitating(task: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]
 
 SAMPLED: dict[str, Any] = {"tasks": [TASK]}
 PAIRWISE = {"model": "m", "mode": "pairwise"}
-SERVED = "algorithm.correction.kind=truncate rollout.engine=vllm"
+SERVED = "algorithm.corrections.kind=truncate rollout.engine=vllm"
 URL = f"{SERVED} rollout.vllm.url=http://127.0.0.1:8000"
 OVERRIDES = f"""
 model.build.tokenizer=bytes model.build.alphabet=0123
@@ -93,7 +93,7 @@ rollout.vllm.gpu_memory_utilization=0.6
 {URL} rollout.vllm.start_timeout=9.0
 {URL} rollout.dtype=bfloat16
 {SERVED} rollout.vllm.gpus=[0]
-algorithm.correction.kind=truncate model.dtype=bfloat16 rollout.dtype=bfloat16
+algorithm.corrections.kind=truncate model.dtype=bfloat16 rollout.dtype=bfloat16
 algorithm=opd teacher.name=a/b rollout.overlong_buffer=8
 algorithm=opd model.dtype=bfloat16 teacher.name=a/b teacher.dtype=bfloat16
 algorithm=ppo algorithm.advantage.adaptive_alpha=0.1 algorithm.advantage.lam=0.9
@@ -108,7 +108,7 @@ algorithm.weights.constant=99
 algorithm.divergence.beta=0.0 algorithm.divergence.estimator=k2
 algorithm=ppo_kl_penalty algorithm.divergence.adaptive.horizon=50.0
 algorithm=ppo epochs=1 algorithm.value.clip=0.5
-algorithm.correction.kind=truncate algorithm.correction.floor=0.1
+algorithm.corrections.kind=truncate algorithm.corrections.floor=0.1
 value.warmup_steps=2
 value.kind=head
 value.optimizer.learning_rate=1e-4

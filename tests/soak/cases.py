@@ -41,7 +41,7 @@ COMPOSED = (
 SPOILED = "algorithm.surrogate={kind='custom', function='tests.soak.cases:spoiled'}"
 FAST_RATE = "optimizer.learning_rate=1e-2"
 LORA = "model.lora.rank=4"
-AHEAD = ("rollout.async_level=1", "algorithm.correction.kind=truncate")
+AHEAD = ("rollout.async_level=1", "algorithm.corrections.kind=truncate")
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ MORE: dict[str, tuple[Make, Shows]] = {
         "algorithm={preset='gspo', advantage={kind='value_baseline'}, value={coefficient=0.1}}"
     ),
     "bfloat16": _rl(
-        "rollout.dtype=bfloat16", "algorithm.correction.kind=truncate", "minibatches=2"
+        "rollout.dtype=bfloat16", "algorithm.corrections.kind=truncate", "minibatches=2"
     ),
 }
 

@@ -17,7 +17,7 @@ from tests.soak.killing import differences
 from tests.training.small import FAST, Stop, info, metrics, notes, run, small
 
 AUTO = 'model.autocast="auto"'
-ROUNDED = ('model.autocast="bfloat16"', "algorithm.correction.kind=truncate")
+ROUNDED = ('model.autocast="bfloat16"', "algorithm.corrections.kind=truncate")
 GAP = "sampling/sampling_logp_difference/mean"
 ALWAYS, NEVER = math.inf, 0.0
 """Values of `policy.WORTH` at which any timing finds that bfloat16 pays, and that it does
@@ -66,7 +66,7 @@ def test_check_states_the_effect_and_what_is_not_corrected() -> None:
     (stage,) = (plain := check("tiny", [*keys, ROUNDED[0]], runs=False)).stages
     assert "the gradient by" in str(stage.figures["bfloat16 autocast"])
     (finding,) = (one for one in plain.findings if one.kind == "bfloat16-uncorrected")
-    assert finding.key == "algorithm.correction.kind"
+    assert finding.key == "algorithm.corrections.kind"
     corrected = check("tiny", [*keys, *ROUNDED], runs=False)
     assert "bfloat16-uncorrected" not in {one.kind for one in corrected.findings}
     exact = check("tiny", keys, runs=False)

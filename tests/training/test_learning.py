@@ -64,7 +64,7 @@ def change(taught: Path, folder: Path, recipe: str, *more: str, **model: Any) ->
     ("recipe", "more"),
     [
         ("quickstart", GROUPS),
-        ("quickstart", (*GROUPS, "rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")),
+        ("quickstart", (*GROUPS, "rollout.dtype=bfloat16", "algorithm.corrections.kind=truncate")),
         ("quickstart", (*GROUPS, "optimizer.kind=adamw_8bit")),
         ("quickstart", (*GROUPS, "optimizer.kind=muon")),
         ("quickstart-gspo", GROUPS),

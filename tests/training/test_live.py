@@ -348,7 +348,7 @@ def test_runs_leave_nothing_in_the_process(whole: Any, tmp_path: Path) -> None:
     before = _process_state()
     lora = {"steps": 2, "threads": 1, "progress": False, "model": {"lora": {"rank": 2}}}
     keel.train("tiny", tmp_path / "lora", **lora)
-    queue = {"preset": "grpo", "correction": {"kind": "truncate"}}
+    queue = {"preset": "grpo", "corrections": {"kind": "truncate"}}
     rollout = {**SMALL["rollout"], "async_level": 1, "old_log_probs": "trainer"}
     keel.train(folder=tmp_path / "b", **arguments(algorithm=queue, rollout=rollout))
     sft = {"stage": "sft", "steps": 1, "batch_size": 2, "tasks": [{"name": "sort_digits"}]}

@@ -18,10 +18,10 @@ HERE = "tests.training.rewards"
 TEACHER = "teacher.name=a/b"
 BF16 = "rollout.dtype=bfloat16"
 AHEAD = "rollout.async_level=1"
-TRUNCATE = "algorithm.correction.kind=truncate"
+TRUNCATE = "algorithm.corrections.kind=truncate"
 FROM_ENGINE = "rollout.old_log_probs=engine"
 OF_OLDER_WEIGHTS = (
-    "rollout.async_level = 1 trains on rollouts of older weights: set algorithm.correction.kind = "
+    "rollout.async_level = 1 trains on rollouts of older weights: set algorithm.corrections.kind = "
     '"truncate" or "mask" and rollout.old_log_probs = "trainer"'
 )
 
@@ -42,10 +42,10 @@ OF_OLDER_WEIGHTS = (
         ((AHEAD,), OF_OLDER_WEIGHTS),
         ((AHEAD, TRUNCATE, FROM_ENGINE), OF_OLDER_WEIGHTS),
         ((AHEAD, FROM_ENGINE), OF_OLDER_WEIGHTS),
-        ((BF16,), 'set algorithm.correction.kind = "truncate", or rollout.dtype = "model"'),
+        ((BF16,), 'set algorithm.corrections.kind = "truncate", or rollout.dtype = "model"'),
         (
             (BF16, FROM_ENGINE),
-            'set algorithm.correction.kind = "truncate" and rollout.old_log_probs = "trainer", or',
+            'set algorithm.corrections.kind = "truncate" and rollout.old_log_probs = "trainer", or',
         ),
         ((BF16, TRUNCATE, FROM_ENGINE), 'set it to "trainer"'),
         (("rollout.dtype=float16", TRUNCATE), "should be 'model' or 'bfloat16'"),

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from keel.algorithms.advantages import GAE, GroupRelative
+from keel.algorithms.advantages import GAE
+from keel.algorithms.group_advantages import GroupRelative
 from keel.algorithms.losses import ValueLoss
+from keel.algorithms.ratios import Weights
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import Clip, Weights
+from keel.algorithms.surrogates import Clip
 from keel.config.model import BuildModel, Model
 from keel.config.sources import Rollout
 from keel.data.mixture import PromptStream

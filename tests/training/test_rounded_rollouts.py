@@ -14,7 +14,7 @@ from keel.runs.reader import load
 from keel.types import Group
 from tests.training.small import info, metrics, run
 
-BF16 = ("rollout.dtype=bfloat16", "algorithm.correction.kind=truncate")
+BF16 = ("rollout.dtype=bfloat16", "algorithm.corrections.kind=truncate")
 GAP = "sampling/sampling_logp_difference"
 DENSE = "rewards.functions=[{function='place_match'}]"
 COLDER = "tests.engines.scripted:ColderEngine"
@@ -27,7 +27,7 @@ def test_bfloat16_rollouts_with_float32_evaluation(
 ) -> None:
     """`minibatches=2`, so that the trainer's own log-probabilities are there before the update."""
     common = ("minibatches=2", "steps=2", "evaluation.samples=2", *model)
-    exact = run(tmp_path / "exact", "algorithm.correction.kind=truncate", *common)
+    exact = run(tmp_path / "exact", "algorithm.corrections.kind=truncate", *common)
     sampled, asked = NativeEngine.sample, []
 
     def noted(self: NativeEngine, *arguments: Any) -> list[Group]:
@@ -90,8 +90,8 @@ def test_share_of_clipped_weights_follows_the_bounds(kind: str, tmp_path: Path) 
     assert share not in metrics(run(tmp_path / "none", *common))[0]
     shares = []
     for cap in (1e6, 1.15, 1.02):
-        keys = [f"algorithm.correction.{k}" for k in (f"kind={kind}", f"cap={cap}")]
-        floor = ["algorithm.correction.floor=0"] if kind == "mask" else []
+        keys = [f"algorithm.corrections.{k}" for k in (f"kind={kind}", f"cap={cap}")]
+        floor = ["algorithm.corrections.floor=0"] if kind == "mask" else []
         row = metrics(run(tmp_path / f"{cap}", *common, *keys, *floor))[0]
         shares.append(row[share])
     assert shares[0] == 0

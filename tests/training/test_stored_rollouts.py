@@ -113,7 +113,7 @@ def test_another_policy_learns_off_policy(run: RunFolder, tmp_path: Path) -> Non
             ("model.build.alphabet='9876543210> '",),
             r"another tokenizer: token \d+ is '.' there and '.' to this policy",
         ),
-        (("rollout.async_level=1", "algorithm.correction.kind=truncate"), "async_level = 0"),
+        (("rollout.async_level=1", "algorithm.corrections.kind=truncate"), "async_level = 0"),
         (("rollout.dynamic_sampling=true",), "set rollout.dynamic_sampling = false"),
         (("rollout.stored=none",), "needs rollout.stored: name a run folder"),
         (("rollout.stored=/no/where",), "no/where"),

@@ -1,4 +1,7 @@
-"""The advantages A_n: one class for each kind. Add one as a subclass of `AdvantageTerm`."""
+"""The advantages A_n that follow time, and the user's own: one class for each kind.
+
+Add one as a subclass of `AdvantageTerm`, here or in `group_advantages`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from pydantic import Field
 from keel.algorithms.symbols import number, quote
 from keel.algorithms.terms import (
     Choices,
-    Coefficient,
     Description,
     EntryPoint,
     Equation,
@@ -20,25 +22,22 @@ from keel.algorithms.terms import (
     Unit,
     UnusedIf,
     equation,
-    one_of,
     user_function,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.algorithms.terms import Signals
-    from keel.objective import gae, group, segments
+    from keel.algorithms.signals import RewardSignals
+    from keel.objective import gae, segments
 else:
-    gae, group, segments = Lazy("gae"), Lazy("group"), Lazy("segments")
+    gae, segments = Lazy("gae"), Lazy("segments")
 
 A = "A_n"
 _ADAPTIVE = UnusedIf(
     lambda key: key.table.adaptive_alpha is not None,
     "adaptive_alpha sets the actor's λ, and critic_lam the critic's",
 )
-_UNSCALED = UnusedIf(lambda key: key.table.scale == "none", 'scale = "none" divides by nothing')
-_TIES = "A group whose rewards are all equal gives exactly 0."
 
 
 class AdvantageTerm(TermChoice):
@@ -54,6 +53,10 @@ class AdvantageTerm(TermChoice):
     """Whether a greedy completion of each prompt must be sampled and scored too."""
     reads_reward: ClassVar[bool] = True
     """Whether it is made of rewards; where not, rewards are optional, and only logged."""
+    reads_components: ClassVar[bool] = False
+    """Whether it reads each reward for itself."""
+    reads_squares: ClassVar[bool] = False
+    """Whether it reads Σ_v π² of the policy before the update."""
     reads_teacher: ClassVar[bool] = False
     """Whether it reads a teacher's log-probabilities (the default of `uses_teacher`)."""
     bootstraps: ClassVar[bool] = False
@@ -61,11 +64,11 @@ class AdvantageTerm(TermChoice):
     places_steps: ClassVar[bool] = False
     """Whether a reward counts from the token that it is given at."""
 
-    def value(self, signals: Signals) -> Tensor:
+    def value(self, signals: RewardSignals) -> Tensor:
         """A before whitening, of shape (N,) or (S,)."""
         raise NotImplementedError
 
-    def returns(self, signals: Signals, advantage_N: Tensor) -> Tensor:
+    def returns(self, signals: RewardSignals, advantage_N: Tensor) -> Tensor:
         """What the value model is regressed on, of shape (N,): A + V."""
         return gae.returns(advantage_N, signals.need("value_N"))
 
@@ -112,17 +115,17 @@ def _penalised(algorithm: Choices) -> bool:
     return algorithm.reward_divergence is not None and algorithm.reward_divergence.active
 
 
-def _less(algorithm: Choices) -> str:
+def less(algorithm: Choices) -> str:
     return ", less the divergence on every token" if _penalised(algorithm) else ""
 
 
-def _rewards(algorithm: Choices) -> str:
-    return f"$r_n$ is the completion's reward on its last token and 0 before{_less(algorithm)}"
+def rewards(algorithm: Choices) -> str:
+    return f"$r_n$ is the completion's reward on its last token and 0 before{less(algorithm)}"
 
 
 def _state(algorithm: Choices) -> str:
     return (
-        f"{_rewards(algorithm)}; $V_n$ is the value model's estimate before token $n$ is written, "
+        f"{rewards(algorithm)}; $V_n$ is the value model's estimate before token $n$ is written, "
         "0 after the last: a completion cut at the budget ends like any other. The recursion skips "
         "tool output, it does not decay through it."
     )
@@ -132,16 +135,16 @@ def _td(left: str, gamma: float) -> Equation:
     return equation(left, "r_n", rf"+ {number(gamma)} \cdot V_{{n+1}}", "- V_n")
 
 
-def _to_go(gamma: float) -> str:
+def to_go(gamma: float) -> str:
     return rf"\sum_{{k\geq0}} {number(gamma)}^k \, r_{{n+k}}"
 
 
-def _over(setting: Setting) -> str:
+def over(setting: Setting) -> str:
     size = "" if setting.group_size is None else f"{setting.group_size} "
     return f"the {size}completions of one prompt"
 
 
-def _temporal(signals: Signals, gamma: float) -> tuple[Tensor, Tensor]:
+def _temporal(signals: RewardSignals, gamma: float) -> tuple[Tensor, Tensor]:
     value_N, next_N = signals.need("value_N"), signals.need("next_value_N")
     delta_N = gae.td_error(signals.reward_N, value_N, next_N, gamma=gamma)
     return delta_N, segments.continues(signals.lengths_S)
@@ -172,7 +175,7 @@ class GAE(AdvantageTerm):
             return 1.0
         return self.critic_lam
 
-    def value(self, signals: Signals) -> Tensor:
+    def value(self, signals: RewardSignals) -> Tensor:
         delta_N, continues_N = _temporal(signals, self.gamma)
         lam: float | Tensor = self.lam
         if self.adaptive_alpha is not None:
@@ -180,7 +183,7 @@ class GAE(AdvantageTerm):
             lam = segments.spread(lam_S.to(delta_N), signals.lengths_S)
         return gae.gae(delta_N, continues_N, gamma=self.gamma, lam=lam)
 
-    def returns(self, signals: Signals, advantage_N: Tensor) -> Tensor:
+    def returns(self, signals: RewardSignals, advantage_N: Tensor) -> Tensor:
         if self._returns_lam is not None:
             delta_N, continues_N = _temporal(signals, self.gamma)
             advantage_N = gae.gae(delta_N, continues_N, gamma=self.gamma, lam=self._returns_lam)
@@ -229,7 +232,7 @@ class MonteCarlo(AdvantageTerm):
     def varies(self, algorithm: Choices) -> bool:
         return self.uses_value or self.gamma < 1 or algorithm.reward_divergence is not None
 
-    def value(self, signals: Signals) -> Tensor:
+    def value(self, signals: RewardSignals) -> Tensor:
         return gae.monte_carlo(
             signals.reward_N,
             signals.lengths_S,
@@ -248,12 +251,12 @@ class MonteCarlo(AdvantageTerm):
             "batch_mean": (
                 (rf"- \mathrm{{mean}}_S({return_symbol(algorithm)})",),
                 "The return to go less the mean reward of all completions of the step. "
-                f"{_rewards(algorithm)}.",
+                f"{rewards(algorithm)}.",
             ),
-            "none": ((), f"The return to go, with no baseline. {_rewards(algorithm)}."),
+            "none": ((), f"The return to go, with no baseline. {rewards(algorithm)}."),
         }[self.baseline]
         return Description(
-            (equation(A, _to_go(self.gamma), *parts),), f"{words} $\\gamma = {number(self.gamma)}$."
+            (equation(A, to_go(self.gamma), *parts),), f"{words} $\\gamma = {number(self.gamma)}$."
         )
 
 
@@ -266,7 +269,7 @@ class TD(AdvantageTerm):
     bootstraps: ClassVar[bool] = True
     places_steps: ClassVar[bool] = True
 
-    def value(self, signals: Signals) -> Tensor:
+    def value(self, signals: RewardSignals) -> Tensor:
         return _temporal(signals, self.gamma)[0]
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
@@ -284,7 +287,7 @@ class NStep(AdvantageTerm):
     bootstraps: ClassVar[bool] = True
     places_steps: ClassVar[bool] = True
 
-    def value(self, signals: Signals) -> Tensor:
+    def value(self, signals: RewardSignals) -> Tensor:
         delta_N, continues_N = _temporal(signals, self.gamma)
         return gae.n_step(delta_N, continues_N, gamma=self.gamma, steps=self.steps)
 
@@ -298,191 +301,6 @@ class NStep(AdvantageTerm):
         return Description((total, _td(r"\delta_n", self.gamma)), text)
 
 
-class GroupRelative(AdvantageTerm):
-    kind: Literal["group_relative"] = "group_relative"
-    scale: Literal["std", "batch", "none"] = "std"
-    epsilon: Annotated[Coefficient, _UNSCALED] = 1e-4
-    ddof: Annotated[int, _UNSCALED] = Field(default=1, ge=0, le=1)
-    """What is subtracted from the count in the standard deviation: 1 (of a sample, as in TRL and
-    verl) or 0 (of a population)."""
-    whiten: bool = False
-    source: ClassVar[str] = "arXiv:2402.03300 §4.1.2"
-    reads_groups: ClassVar[bool] = True
-
-    def value(self, signals: Signals) -> Tensor:
-        return group.group_relative(
-            signals.reward_S,
-            signals.groups_S,
-            scale=self.scale,
-            epsilon=self.epsilon,
-            ddof=self.ddof,
-        )
-
-    def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        reward = return_symbol(algorithm)
-        centred = rf"{reward}_i - \mathrm{{mean}}_g({reward})"
-        mean = rf"$\mathrm{{mean}}_g$ is over {_over(setting)}"
-        if self.scale == "none":
-            text = (
-                f"{mean}; not divided by a standard deviation, so that a prompt nearly always "
-                f"solved or nearly always failed is not weighed up. {_TIES}"
-            )
-            return Description((equation(A, centred),), text)
-        where, count, spread = (
-            ("g", "G", r"so is $\mathrm{std}_g$")
-            if self.scale == "std"
-            else ("S", "S", r"$\mathrm{std}_S$ over the batch")
-        )
-        below = rf"\mathrm{{std}}_{where}({reward})"
-        deviation = equation(
-            rf"{below}^2",
-            rf"\frac{{1}}{{{f'{count} - 1' if self.ddof else count}}} \cdot \sum_{{j\in {where}}}",
-            rf"({reward}_j - \mathrm{{mean}}_{where}({reward}))^2",
-        )
-        if self.epsilon > 0:
-            below += f" + {number(self.epsilon)}"
-        kind = "unbiased one" if self.ddof else "population's, not the unbiased one"
-        text = (
-            f"{mean}, {spread}; the standard deviation is the {kind}. One number for all tokens "
-            f"of a completion. {_TIES}"
-        )
-        return Description((equation(A, rf"\frac{{{centred}}}{{{below}}}"), deviation), text)
-
-
-class LeaveOneOut(AdvantageTerm):
-    kind: Literal["leave_one_out"] = "leave_one_out"
-    whiten: bool = False
-    source: ClassVar[str] = "arXiv:2402.14740 §2.2"
-    reads_groups: ClassVar[bool] = True
-
-    def value(self, signals: Signals) -> Tensor:
-        return group.leave_one_out(signals.reward_S, signals.groups_S)
-
-    def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        reward, size = return_symbol(algorithm), setting.group_size
-        others, count = ("G-1", "$G$") if size is None else (str(size - 1), str(size))
-        text = (
-            "The reward less the mean reward of the other completions of the prompt, of "
-            f"{count} in all: an unbiased baseline. {_TIES}"
-        )
-        mean = rf"- \frac{{1}}{{{others}}} \sum_{{j\neq i}} {reward}_j"
-        return Description((equation(A, f"{reward}_i", mean),), text)
-
-
-class Optimal(AdvantageTerm):
-    """Length-weighted optimal baseline (OPO)."""
-
-    kind: Literal["optimal"] = "optimal"
-    whiten: bool = False
-    source: ClassVar[str] = "arXiv:2505.23585 §3"
-    reads_groups: ClassVar[bool] = True
-
-    def value(self, signals: Signals) -> Tensor:
-        return group.optimal(signals.reward_S, signals.groups_S, signals.lengths_S)
-
-    def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        reward = return_symbol(algorithm)
-        mean = rf"- \frac{{\sum_{{j\in g}} L_j {reward}_j}}{{\sum_{{j\in g}} L_j}}"
-        text = (
-            f"The baseline weighs {_over(setting)} by their length $L_j$ in tokens: the one of "
-            f"least variance where a gradient's size grows with the length. {_TIES}"
-        )
-        return Description((equation(A, f"{reward}_i", mean),), text)
-
-
-class BatchNormalised(AdvantageTerm):
-    """REINFORCE++: token returns (KL to go subtracted), whitened over the batch."""
-
-    kind: Literal["batch_normalised"] = "batch_normalised"
-    gamma: Unit = 1.0
-    group_baseline: bool = False
-    source: ClassVar[str] = "arXiv:2501.03262"
-
-    @property
-    def uses_groups(self) -> bool:
-        return self.group_baseline
-
-    def varies(self, algorithm: Choices) -> bool:
-        return self.gamma < 1 or algorithm.reward_divergence is not None
-
-    def value(self, signals: Signals) -> Tensor:
-        # The group's baseline is of the outcome alone; the penalty is subtracted token by token.
-        return group.baselined_returns(
-            signals.outcome_S,
-            signals.penalty_N,
-            signals.groups_S,
-            signals.lengths_S,
-            gamma=self.gamma,
-            group_baseline=self.group_baseline,
-        )
-
-    def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        reward = (
-            r"the completion's reward less the mean reward of its group, "
-            r"$R_i - \mathrm{mean}_g(R)$,"
-            if self.group_baseline
-            else "the completion's reward $R_i$"
-        )
-        text = (
-            rf"The return to go, $\gamma = {number(self.gamma)}$; $r_n$ is {reward} on the last "
-            f"token and 0 before{_less(algorithm)}."
-        )
-        return Description((equation(A, _to_go(self.gamma)),), text)
-
-
-class GreedyBaseline(AdvantageTerm):
-    """ReMax: the reward of the greedy completion of the same prompt is the baseline."""
-
-    kind: Literal["greedy_baseline"] = "greedy_baseline"
-    whiten: bool = False
-    source: ClassVar[str] = "arXiv:2310.10505 §4"
-    reads_greedy: ClassVar[bool] = True
-
-    def value(self, signals: Signals) -> Tensor:
-        return group.greedy_baseline(signals.reward_S, signals.need("baseline_S"))
-
-    def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        text = (
-            r"$R_\mathrm{greedy}$ is the reward of the greedy completion of the same prompt, "
-            "sampled and scored with the others and never trained on. It needs no group."
-        )
-        total = equation(A, f"{return_symbol(algorithm)}_i", r"- R_\mathrm{greedy}")
-        return Description((total,), text)
-
-
-class ProcessGroupRelative(AdvantageTerm):
-    kind: Literal["process_group_relative"] = "process_group_relative"
-    epsilon: Coefficient = 1e-4
-    whiten: bool = False
-    source: ClassVar[str] = "arXiv:2402.03300 §4.1.3"
-    reads_groups: ClassVar[bool] = True
-    reads_steps: ClassVar[bool] = True
-
-    def value(self, signals: Signals) -> Tensor:
-        return group.process_group_relative(
-            signals.need("step_reward_K"),
-            signals.need("step_end_K"),
-            signals.need("step_sequence_K"),
-            signals.groups_S,
-            signals.lengths_S,
-            epsilon=self.epsilon,
-        )
-
-    def describe(self, algorithm: Choices, setting: Setting) -> Description:
-        below = r"\mathrm{std}_g(r)"
-        if self.epsilon > 0:
-            below += f" + {number(self.epsilon)}"
-        steps = equation(r"\tilde{r}_k", rf"\frac{{r_k - \mathrm{{mean}}_g(r)}}{{{below}}}")
-        total = equation(A, r"\sum_{k: \mathrm{end}(k) \geq n} \tilde{r}_k")
-        text = (
-            "$r_k$ is the reward of reasoning step $k$; mean and unbiased standard deviation are "
-            f"over all steps of {_over(setting)}. A token gets the sum of the normalised rewards "
-            "of its completion's steps that end at it or after it; tokens after the last step "
-            "get 0."
-        )
-        return Description((total, steps), text)
-
-
 class ValueBaseline(AdvantageTerm):
     """The completion's reward less the value model's estimate for its prompt: one number for each
     completion, so that it goes with a ratio of the whole completion (GSPO with a critic)."""
@@ -492,10 +310,10 @@ class ValueBaseline(AdvantageTerm):
     source: ClassVar[str] = "Williams 1992; Sutton and Barto 2018 §13.4"
     reads_value: ClassVar[bool] = True
 
-    def value(self, signals: Signals) -> Tensor:
+    def value(self, signals: RewardSignals) -> Tensor:
         return gae.value_baseline(signals.reward_S, signals.need("value_N"), signals.lengths_S)
 
-    def returns(self, signals: Signals, advantage_N: Tensor) -> Tensor:
+    def returns(self, signals: RewardSignals, advantage_N: Tensor) -> Tensor:
         # The return to go (λ = 1), whose first one is the sequence's reward. A sequence without
         # reward keeps its values.
         return_N = gae.returns_to_go(signals.reward_N, signals.lengths_S, gamma=1.0)
@@ -535,7 +353,7 @@ class TeacherLogRatio(AdvantageTerm):
     def varies(self, algorithm: Choices) -> bool:
         return True
 
-    def value(self, signals: Signals) -> Tensor:
+    def value(self, signals: RewardSignals) -> Tensor:
         old_N, teacher_N = signals.need("old_log_prob_N"), signals.need("teacher_log_prob_N")
         return gae.teacher_log_ratio(old_N, teacher_N, signals.lengths_S, gamma=self.gamma)
 
@@ -588,9 +406,3 @@ class CustomAdvantage(AdvantageTerm):
             f"groups and values that it names, and gives one number a {per}.{given}"
         )
         return Description((equation(A, formula),), text)
-
-
-if TYPE_CHECKING:
-    Advantage = AdvantageTerm
-else:
-    Advantage = one_of(AdvantageTerm)

@@ -12,9 +12,9 @@ from typing import Final
 from pydantic import BaseModel
 
 from keel.algorithms.losses import describe_entropy
-from keel.algorithms.presets import PRESETS, Preset
+from keel.algorithms.presets import PRESETS
 from keel.algorithms.render import Explanation
-from keel.algorithms.spec import Algorithm
+from keel.algorithms.spec import Algorithm, Preset
 from keel.algorithms.symbols import factor, number
 from keel.algorithms.terms import (
     RECIPE,
@@ -29,7 +29,8 @@ from keel.algorithms.terms import (
 from keel.types import KeelError
 
 _CHOICES: Final = (
-    "advantage", "ratio", "surrogate", "weights", "divergence", "value", "entropy", "correction",
+    "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "value", "entropy",
+    "corrections",
 )  # fmt: skip
 
 
@@ -177,10 +178,12 @@ def _terms(algorithm: Algorithm, setting: Setting, sources: Mapping[str, str]) -
         )  # fmt: skip
 
     a, rho, s, w = algorithm.advantage, algorithm.ratio_kind, algorithm.surrogate, algorithm.weights
-    d, c = algorithm.divergence, algorithm.correction
+    d = algorithm.divergence
     yield term("advantage", "A_n", "Advantage", a.kind, _advantage(algorithm, setting), a.source)
     yield term("ratio", r"\rho_n", "Ratio", algorithm.ratio, rho.describe(setting), rho.source)
     yield term("surrogate", "s", "Surrogate", s.kind, s.describe(), s.source)
+    for mask in algorithm.masks:
+        yield term("masks", "m_n", "Mask", mask.kind, mask.describe(), mask.source)
     yield term("weights", "w_n", "Weights", w.kind, w.describe(setting), w.source)
     if d is None:
         description = Description((), "No divergence: nothing but the surrogate holds the policy.")
@@ -203,14 +206,21 @@ def _terms(algorithm: Algorithm, setting: Setting, sources: Mapping[str, str]) -
         )
     if algorithm.entropy > 0:
         yield term("entropy", "H_n", "Entropy bonus", "exact", describe_entropy(algorithm.entropy))
-    if c is not None:
-        kind = f"{c.kind}, per {c.level}"
-        yield term("correction", "c_n", "Off-policy correction", kind, c.describe(), c.source)
+    for at, c in enumerate(algorithm.corrections):
+        found = _following(c.describe()) if at and c.multiplies else c.describe()
+        yield term("corrections", "c_n", "Off-policy correction", c.kind, found, c.source)
     if "epochs" in sources:
         parts = setting.minibatches
         kind = f"{setting.epochs}" + ("" if parts in (None, 1) else f", in {parts} mini-batches")
         description = Description((), updates(algorithm, setting))
         yield term("epochs", r"\mu", "Passes over each batch", kind, description)
+
+
+def _following(description: Description) -> Description:
+    """A correction that multiplies the weights of those before it."""
+    first, *rest = description.equations
+    changed = equation("c_n", r"c_n \cdot", *first.parts, relation=r"\leftarrow")
+    return Description((changed, *rest), description.text)
 
 
 def _advantage(algorithm: Algorithm, setting: Setting) -> Description:
@@ -233,7 +243,7 @@ def _advantage(algorithm: Algorithm, setting: Setting) -> Description:
 
 def _objective(algorithm: Algorithm, setting: Setting) -> tuple[Equation, ...]:
     surrogate, *details = algorithm.surrogate.describe().equations
-    weight = "w_n c_n" if algorithm.correction is not None else "w_n"
+    weight = "w_n" + (" m_n" if algorithm.masks else "") + (" c_n" if algorithm.corrections else "")
     parts = [rf"\sum_n {weight} \cdot {factor(' '.join(surrogate.parts))}"]
     d = (
         algorithm.divergence

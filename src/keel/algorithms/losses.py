@@ -1,11 +1,10 @@
-"""The terms of the objective other than the surrogate: divergence, value loss, entropy, correction.
+"""The terms of the objective other than the surrogate: divergence, value loss, entropy.
 
 The divergence β D_n says to which policy, where, by which estimator, and what that one is worth.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
@@ -28,9 +27,9 @@ from keel.algorithms.terms import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.objective import divergences, gae, ratios
+    from keel.objective import divergences, gae
 else:
-    divergences, gae, ratios = Lazy("divergences"), Lazy("gae"), Lazy("ratios")
+    divergences, gae = Lazy("divergences"), Lazy("gae")
 
 
 _PI_REF = r"\mathrm{KL}(\pi \Vert \pi_\mathrm{ref})"
@@ -112,8 +111,9 @@ class Divergence(FrozenModel):
     where: Literal["loss", "reward"] = "loss"
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
     beta: Coefficient = 0.04
-    unbiased: bool = False
-    """Multiply by the token ratio to the sampling policy (in the loss)."""
+    unbiased: bool | Literal["ratio"] = False
+    """Multiply by the token ratio to the sampling policy (in the loss), or with "ratio" by that of
+    the surrogate, as TRL does."""
     adaptive: Adaptive | None = None
     source: ClassVar[str] = "Schulman 2020; arXiv:2402.03300 eq. 4"
 
@@ -129,9 +129,15 @@ class Divergence(FrozenModel):
         return found
 
     def value(
-        self, log_prob_N: Tensor, old_N: Tensor, reference_N: Tensor | None, full_N: Tensor | None
+        self,
+        log_prob_N: Tensor,
+        old_N: Tensor,
+        reference_N: Tensor | None,
+        full_N: Tensor | None,
+        log_ratio_N: Tensor,
     ) -> Tensor:
-        """D_n in the loss; `full_N` is the exact divergence over the vocabulary."""
+        """D_n in the loss; `full_N` is the exact divergence over the vocabulary, `log_ratio_N`
+        that of the surrogate's ratio."""
         other_N = full_N if self.estimator == "full" else old_N if self.to == "old" else reference_N
         assert other_N is not None
         if self.estimator == "full":
@@ -140,6 +146,8 @@ class Divergence(FrozenModel):
             # The samples come from the other side of this divergence: KL(old‖π).
             return self.estimate(other_N, log_prob_N)
         estimate_N = self.estimate(log_prob_N, other_N)
+        if self.unbiased == "ratio":
+            return divergences.weighted(estimate_N, log_ratio_N, log_ratio_N.detach() * 0)
         if self.unbiased:
             return divergences.weighted(estimate_N, log_prob_N, old_N)
         return estimate_N
@@ -215,6 +223,13 @@ class Divergence(FrozenModel):
             if self.estimator in ("k1", "k3")
             else "the gradient is that of the expected value, which is biased as a KL."
         )
+        if self.unbiased == "ratio":
+            text = (
+                r"Weighed by the surrogate's ratio $\rho_n$: of tokens, "
+                rf"${_VALUE} = {_PI_REF}$ and ${_GRADIENT} = \nabla{_PI_REF}$; of completions both "
+                "are biased."
+            )
+            return rf"\rho_n \, {formula}", f"{text} {_FIXED}"
         sampling = (
             r"Weighed by the token ratio to the sampling policy, $\rho_n = "
             r"\exp(\ell_n - \ell_{\mathrm{old},n})$: "
@@ -297,11 +312,13 @@ class Divergence(FrozenModel):
                 "the full divergence is exact over the vocabulary: there is no sample to weigh, "
                 "set unbiased = false"
             )
+        if self.unbiased == "ratio" and (self.to == "old" or algorithm.ratio == "none"):
+            yield (
+                'unbiased = "ratio" weighs the divergence to the reference by the ratio of the '
+                "surrogate: set unbiased = true, which is by the ratio of tokens"
+            )
         if self.beta == 0 and self.adaptive is not None:
             yield "an adaptive beta is multiplied, and 0 stays 0: start from beta > 0"
-
-
-_NO_FLOOR = UnusedIf(lambda key: key.table.kind != "mask", 'kind = "truncate" has no floor')
 
 
 class ValueLoss(FrozenModel):
@@ -330,64 +347,6 @@ class ValueLoss(FrozenModel):
         mean = r"\cdot \frac{1}{N} \cdot \sum_n \frac{1}{2}"
         loss = equation(r"L_V(\phi)", f"{number(self.coefficient)} {mean} {formula}")
         return Description((loss, returns), text)
-
-
-class Correction(FrozenModel):
-    """Truncated importance weights where the engine's log-probs differ from the trainer's.
-
-    `truncate`: min(weight, cap); `mask`: weight inside [floor, cap], 0 outside.
-    """
-
-    kind: Literal["truncate", "mask"] = "truncate"
-    level: Literal["token", "sequence"] = "token"
-    cap: Positive = 2.0
-    floor: Annotated[Coefficient, _NO_FLOOR] = 0.5
-    source: ClassVar[str] = "Ionides 2008; masked: arXiv:2510.18855"
-
-    def value(self, engine_N: Tensor, old_N: Tensor, lengths_S: Tensor) -> Tensor:
-        """c_n of the log-probabilities of the engine and of the trainer."""
-        if self.kind == "truncate":
-            return ratios.truncate(engine_N, old_N, lengths_S, level=self.level, cap=self.cap)
-        return ratios.mask(
-            engine_N, old_N, lengths_S, level=self.level, floor=self.floor, cap=self.cap
-        )
-
-    def limited(self, engine_N: Tensor, old_N: Tensor, lengths_S: Tensor) -> Tensor:
-        """Whether c_n is not the weight itself: truncated, or masked."""
-        whole_N = ratios.truncate(engine_N, old_N, lengths_S, level=self.level, cap=math.inf)
-        return self.value(engine_N, old_N, lengths_S) != whole_N
-
-    def describe(self) -> Description:
-        """The equations of c and of the weight ω that it bounds."""
-        difference = r"\ell_{\mathrm{old},n} - \ell_{\mathrm{engine},n}"
-        if self.level == "sequence":
-            difference = r"\sum_{t\in i} (\ell_{\mathrm{old},t} - \ell_{\mathrm{engine},t})"
-        cap, floor = number(self.cap), number(self.floor)
-        if self.kind == "truncate":
-            right = rf"\mathrm{{sg}}[\min(\omega_n, {cap})]"
-            text = "truncated importance sampling"
-        else:
-            right = rf"\mathrm{{sg}}[\omega_n \cdot [{floor} \leq \omega_n \leq {cap}]]"
-            text = "outside the band it is 0, and the token keeps its place in the weights"
-        each = "token" if self.level == "token" else "completion, an unnormalised product"
-        return Description(
-            (equation("c_n", right), equation(r"\omega_n", rf"\exp({difference})")),
-            f"One weight a {each}: {text}. It corrects for a sampling engine whose "
-            "log-probabilities differ from the trainer's, and multiplies the surrogate alone.",
-        )
-
-    def refusals(self) -> Iterator[str]:
-        """Bounds that leave out the weight of a token that was sampled on policy."""
-        if self.kind == "truncate" and self.cap < 1:
-            yield (
-                f"correction.cap = {self.cap:g} cuts every weight, that of a token sampled on "
-                "policy (1) too: set it to 1 or more"
-            )
-        if self.kind == "mask" and not self.floor <= 1 <= self.cap:
-            yield (
-                f"correction.floor = {self.floor:g} and correction.cap = {self.cap:g} leave out 1, "
-                "the weight on policy: every token would be masked, set floor <= 1 <= cap"
-            )
 
 
 def describe_entropy(coefficient: float) -> Description:

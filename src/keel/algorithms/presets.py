@@ -6,58 +6,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
-from keel.algorithms.advantages import (
-    GAE,
-    Advantage,
+from keel.algorithms.advantages import GAE, MonteCarlo, TeacherLogRatio
+from keel.algorithms.group_advantages import (
     BatchNormalised,
     GreedyBaseline,
     GroupRelative,
     LeaveOneOut,
-    MonteCarlo,
     Optimal,
     ProcessGroupRelative,
-    TeacherLogRatio,
 )
 from keel.algorithms.losses import Adaptive, Divergence, ValueLoss
-from keel.algorithms.spec import Algorithm
-from keel.algorithms.surrogates import (
-    Cispo,
-    Clip,
-    Geometric,
-    LogProb,
-    Ratio,
-    Sapo,
-    Surrogate,
-    Unclipped,
-    Weights,
-)
+from keel.algorithms.ratios import Ratio, Weights
+from keel.algorithms.spec import Advantage, Algorithm, Preset, Surrogate
+from keel.algorithms.surrogates import Clip, Geometric, Sapo, Unclipped
 from keel.algorithms.terms import CHOICE
-
-Choice = Literal[
-    "advantage", "ratio", "surrogate", "weights", "divergence", "value", "entropy", "epochs"
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """An algorithm, the loop settings that its paper goes with, and where each comes from."""
-
-    name: str
-    title: str
-    paper: str
-    algorithm: Algorithm
-    sources: Mapping[Choice, str]
-    epochs: int = 1
-    minibatches: int = 1
-    """Optimizer steps per epoch. With one, and one epoch, the ratio stays 1 and no clip acts."""
-    dynamic_sampling: bool = False
-    overlong_share: float = 0.0
-    """Share of the completion budget over which length is punished (DAPO)."""
-
+from keel.algorithms.variants import VARIANTS
+from keel.algorithms.weighted import Cispo, LogProb
 
 _PPO = "arXiv:1707.06347"
 _GRPO = "arXiv:2402.03300"
@@ -363,4 +330,4 @@ _PRESETS: Final = (
     ),
 )  # fmt: skip
 
-PRESETS: Final[Mapping[str, Preset]] = MappingProxyType({p.name: p for p in _PRESETS})
+PRESETS: Final[Mapping[str, Preset]] = MappingProxyType({p.name: p for p in (*_PRESETS, *VARIANTS)})

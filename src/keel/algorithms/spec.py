@@ -1,21 +1,33 @@
-"""An algorithm as data: five choices, an optional value loss, entropy bonus and correction.
+"""An algorithm as data: five choices, and optional masks, value loss, entropy bonus, corrections.
 
-    J(θ) = Σ_n w_n · s(ρ_n(θ), A_n)  −  β Σ_n w_n · D_n(θ)
+    J(θ) = Σ_n w_n m_n c_n · s(ρ_n(θ), A_n)  −  β Σ_n w_n · D_n(θ)
 
 The terms are classes in the modules of this package; `keel.learn.loss` adds up what they compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import model_validator
 
-from keel.algorithms.advantages import Advantage
-from keel.algorithms.losses import Correction, Divergence, ValueLoss
-from keel.algorithms.surrogates import RATIOS, CustomSurrogate, Ratio, RatioKind, Surrogate, Weights
-from keel.algorithms.terms import SINGLE_UPDATE, Coefficient, FrozenModel, UnusedIf
+from keel.algorithms import group_advantages, weighted  # noqa: F401  (their kinds)
+from keel.algorithms.advantages import AdvantageTerm
+from keel.algorithms.corrections import CorrectionTerm
+from keel.algorithms.losses import Divergence, ValueLoss
+from keel.algorithms.masks import MaskTerm
+from keel.algorithms.ratios import RATIOS, Ratio, RatioKind, Weights
+from keel.algorithms.surrogates import SurrogateTerm
+from keel.algorithms.terms import (
+    SINGLE_UPDATE,
+    AsTuple,
+    Coefficient,
+    FrozenModel,
+    UnusedIf,
+    one_of,
+)
 
 _OFF = UnusedIf(
     lambda key: key.value is not None and not key.value.active,
@@ -24,8 +36,21 @@ _OFF = UnusedIf(
 )
 
 
+if TYPE_CHECKING:
+    Advantage = AdvantageTerm
+    Surrogate = SurrogateTerm
+    Mask = MaskTerm
+    Correction = CorrectionTerm
+else:
+    Advantage = one_of(AdvantageTerm)
+    Surrogate = one_of(SurrogateTerm)
+    Mask = one_of(MaskTerm)
+    Correction = one_of(CorrectionTerm)
+
+
 class Algorithm(FrozenModel):
-    """`divergence`, `value` and `correction` are absent where None (`"none"` in TOML)."""
+    """`divergence` and `value` are absent where None (`"none"` in TOML); masks and corrections are
+    applied in their order."""
 
     advantage: Advantage
     ratio: Ratio
@@ -34,7 +59,8 @@ class Algorithm(FrozenModel):
     divergence: Annotated[Divergence | None, _OFF] = None
     value: ValueLoss | None = None
     entropy: Coefficient = 0.0
-    correction: Correction | None = None
+    masks: Annotated[tuple[Mask, ...], AsTuple] = ()
+    corrections: Annotated[tuple[Correction, ...], AsTuple] = ()
 
     @model_validator(mode="after")
     def _goes_together(self) -> Algorithm:
@@ -91,9 +117,21 @@ class Algorithm(FrozenModel):
             self.ratio in ("none", "token")
             and self.weights.kind == "token_mean"
             and not self.surrogate.per_sequence
-            and not isinstance(self.surrogate, CustomSurrogate)
-            and (self.correction is None or self.correction.level == "token")
+            and self.surrogate.kind != "custom"
+            and not self.whole_batch
+            and not self.masks
+            and all(correction.per_token for correction in self.corrections)
         )
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether a term reads the whole optimizer batch, with the current policy's numbers."""
+        return self.surrogate.whole_batch or any(mask.whole_batch for mask in self.masks)
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether a term of the whole batch reads the entropy of each token."""
+        return any(mask.reads_entropy for mask in self.masks)
 
     @property
     def needs_greedy(self) -> bool:
@@ -132,6 +170,36 @@ class Algorithm(FrozenModel):
         return self.advantage.varies(self)
 
 
+Choice = Literal[
+    "advantage",
+    "ratio",
+    "surrogate",
+    "masks",
+    "weights",
+    "divergence",
+    "value",
+    "entropy",
+    "epochs",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """An algorithm, the loop settings that its paper goes with, and where each comes from."""
+
+    name: str
+    title: str
+    paper: str
+    algorithm: Algorithm
+    sources: Mapping[Choice, str]
+    epochs: int = 1
+    minibatches: int = 1
+    """Optimizer steps per epoch. With one, and one epoch, the ratio stays 1 and no clip acts."""
+    dynamic_sampling: bool = False
+    overlong_share: float = 0.0
+    """Share of the completion budget over which length is punished (DAPO)."""
+
+
 def contradictions(algorithm: Algorithm) -> Iterator[str]:
     """Why choices do not go together, each with what to set instead; nothing where they do."""
     if algorithm.ratio == "none" and algorithm.surrogate.needs_ratio:
@@ -145,8 +213,9 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
             'ratio "sequence_product" is one action a sequence, but weights "sequence_sum" would '
             'count it once for each token: set weights.kind = "sequence_mean"'
         )
-    if algorithm.correction is not None:
-        yield from algorithm.correction.refusals()
+    for mask in algorithm.masks:
+        yield from mask.refusals(algorithm)
+    yield from _of_corrections(algorithm)
     kind = algorithm.advantage.kind
     if algorithm.ratio_per_sequence and algorithm.per_token_advantage:
         yield (
@@ -166,3 +235,16 @@ def contradictions(algorithm: Algorithm) -> Iterator[str]:
         )
     if algorithm.divergence is not None:
         yield from algorithm.divergence.refusals(algorithm)
+
+
+def _of_corrections(algorithm: Algorithm) -> Iterator[str]:
+    for at, correction in enumerate(algorithm.corrections):
+        key = "corrections" if len(algorithm.corrections) == 1 else f"corrections.{at}"
+        yield from correction.refusals(key)
+        if correction.kind == "normalise" and at == 0:
+            yield (
+                f'{key} = "normalise" divides the weights of what stands before it by their mean, '
+                'and nothing does: put "truncate" or "mask" before it'
+            )
+        if correction in algorithm.corrections[:at]:
+            yield f'{key} = "{correction.kind}" is there twice: leave one out'

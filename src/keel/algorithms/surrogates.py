@@ -1,15 +1,15 @@
-"""The surrogates s(ρ_n, A_n), the ratio ρ_n and the weights w_n: one class or entry for each kind.
+"""The surrogates s(ρ_n, A_n) that are a function of the ratio: one class for each kind.
 
-To add a surrogate, define a subclass of `SurrogateTerm` here, with the fields that the recipe may
-set. The recipe's schema, `keel explain`, `keel check` and the loss read the subclasses.
+To add a surrogate, define a subclass of `SurrogateTerm` here or in `weighted`, with the fields that
+the recipe may set. The recipe's schema, `keel explain`, `keel check` and the loss read the
+subclasses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,25 +19,22 @@ from keel.algorithms.terms import (
     Coefficient,
     Description,
     EntryPoint,
-    Equation,
-    FrozenModel,
     Lazy,
     Positive,
-    Setting,
+    Share,
     TermChoice,
     Unit,
-    UnusedIf,
     equation,
-    one_of,
     user_function,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from keel.objective import ratios, surrogates, weights
+    from keel.algorithms.signals import LossSignals
+    from keel.objective import masks, segments, surrogates
 else:
-    ratios, surrogates, weights = Lazy("ratios"), Lazy("surrogates"), Lazy("weights")
+    masks, segments, surrogates = Lazy("masks"), Lazy("segments"), Lazy("surrogates")
 
 
 class SurrogateTerm(TermChoice):
@@ -50,17 +47,29 @@ class SurrogateTerm(TermChoice):
     bounds_ratio: ClassVar[bool] = False
     """Whether it keeps the ratio near 1, by a clip or a gate."""
 
-    def value(
-        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
-    ) -> Tensor:
-        """s_n; every argument but `lengths_S` is of shape (N,).
+    reads: ClassVar[tuple[str, ...]] = ()
+    """The signals that its function takes besides log-ratios, advantages and lengths."""
+    reads_advantage: ClassVar[bool] = True
+    """Whether it is 0, without a gradient, where the advantage is 0."""
+    whole_batch: ClassVar[bool] = False
+    """Whether `prepare` reads the whole optimizer batch before it is cut."""
+
+    def value(self, signals: LossSignals) -> Tensor:
+        """s_n, of shape (N,).
 
         `keel.objective.surrogates` has the function under the name of the kind, and its options
         under those of the fields.
         """
         function = getattr(surrogates, self.kind)
-        found: Tensor = function(log_ratio_N, advantage_N, lengths_S, **self._options())
+        more = {name: signals.need(name) for name in self.reads}
+        found: Tensor = function(
+            signals.log_ratio_N, signals.advantage_N, signals.lengths_S, **more, **self._options()
+        )
         return found
+
+    def prepare(self, signals: LossSignals) -> Tensor:
+        """What `value` reads of the whole optimizer batch, (N,) or (N, K), as `prepared_N`."""
+        raise NotImplementedError
 
     def _options(self) -> dict[str, Any]:
         return self.model_dump(exclude={"kind"})
@@ -118,48 +127,6 @@ class Clip(SurrogateTerm):
             formula = rf"\max({formula}, \, {dual} \min(A_n, 0))"
             text += rf" Where $A_n < 0$, $s$ is at least ${dual} A_n$ (dual clip)."
         return Description((equation("s", formula),), text)
-
-
-class Cispo(SurrogateTerm):
-    """sg[clip(ρ, floor, cap)]·A·log π, cap and floor absolute."""
-
-    kind: Literal["cispo"] = "cispo"
-    cap: Positive = 5.0
-    floor: Coefficient = 0.0
-    source: ClassVar[str] = "arXiv:2506.13585 eq. 4-5"
-    bounds_ratio: ClassVar[bool] = True
-
-    def value(
-        self, log_ratio_N: Tensor, advantage_N: Tensor, lengths_S: Tensor, log_prob_N: Tensor
-    ) -> Tensor:
-        options = {**self._options(), "log_prob_N": log_prob_N}
-        return surrogates.cispo(log_ratio_N, advantage_N, lengths_S, **options)
-
-    @property
-    def edges(self) -> tuple[float, float]:
-        return self.floor, self.cap
-
-    def describe(self) -> Description:
-        floor, cap = number(self.floor), number(self.cap)
-        formula = rf"\mathrm{{sg}}[\mathrm{{clip}}(\rho_n, {floor}, {cap})] \, A_n \ell_n"
-        text = (
-            rf"The ratio only weighs the gradient of $\ell_n$, cut to [{floor}, {cap}] as an "
-            r"absolute ratio ($\mathrm{sg}$: no gradient through it). No token loses its gradient."
-        )
-        return Description((equation("s", formula),), text)
-
-    def refusals(self, algorithm: Choices) -> Iterator[str]:
-        if algorithm.ratio_per_sequence:
-            yield (
-                'surrogate "cispo" weighs each token\'s log-probability by its own ratio: '
-                f'set ratio = "token" (or "sequence_token"), not "{algorithm.ratio}"'
-            )
-        if not self.floor <= 1 <= self.cap:
-            yield (
-                f"surrogate.floor = {self.floor:g} and surrogate.cap = {self.cap:g} leave out 1, "
-                "the ratio on policy: every token would get the same weight, set "
-                "floor <= 1 <= cap"
-            )
 
 
 class Sapo(SurrogateTerm):
@@ -228,193 +195,177 @@ class Geometric(SurrogateTerm):
             )
 
 
-class LogProb(SurrogateTerm):
-    kind: Literal["log_prob"] = "log_prob"
-    source: ClassVar[str] = "Williams 1992"
-    needs_ratio: ClassVar[bool] = False
+class Fipo(SurrogateTerm):
+    """The clipped surrogate, with tokens weighed by how much likelier what follows has become."""
+
+    kind: Literal["fipo"] = "fipo"
+    low: Unit = 0.2
+    high: Coefficient = 0.28
+    half_life: Positive = 32.0
+    """In tokens, of the weight that a later log-ratio has."""
+    floor: Coefficient = 1.0
+    cap: Positive = 1.2
+    source: ClassVar[str] = "arXiv:2603.19835"
+    bounds_ratio: ClassVar[bool] = True
+
+    @property
+    def edges(self) -> tuple[float, float]:
+        return 1 - self.low, 1 + self.high
 
     def describe(self) -> Description:
-        text = r"REINFORCE: the gradient of $\ell_n$, times the advantage. Exact on policy only."
-        return Description((equation("s", r"A_n \ell_n"),), text)
+        low, high = offset(-self.low, 1.0), offset(self.high, 1.0)
+        floor, cap, life = number(self.floor), number(self.cap), number(self.half_life)
+        clipped = rf"\mathrm{{clip}}(\rho_n, {low}, {high}) \, A_n"
+        future = rf"\exp\left(\sum_{{k\geq n}} 2^{{-(k-n)/{life}}} \log \rho_k\right)"
+        text = (
+            "A token counts for more where the tokens after it have become likelier since it was "
+            "sampled: it led there."
+        )
+        return Description(
+            (
+                equation("s", rf"f_n \min(\rho_n A_n, \, {clipped})"),
+                equation("f_n", rf"\mathrm{{sg}}[\mathrm{{clip}}({future}, {floor}, {cap})]"),
+            ),
+            text,
+        )
 
     def refusals(self, algorithm: Choices) -> Iterator[str]:
-        if algorithm.ratio != "none":
-            yield f'surrogate "log_prob" has no ratio: set ratio = "none", not "{algorithm.ratio}"'
+        return token_ratios(self, algorithm)
+
+
+class Kimi(SurrogateTerm):
+    """The importance-weighted advantage less what the policy has moved already."""
+
+    kind: Literal["kimi"] = "kimi"
+    tau: Positive = 0.01
+    source: ClassVar[str] = "arXiv:2501.12599"
+    bounds_ratio: ClassVar[bool] = True
+    reads_advantage: ClassVar[bool] = False
+
+    def describe(self) -> Description:
+        inner = rf"A_n - {number(self.tau)} \, \mathrm{{sg}}[\log \rho_n]"
+        text = (
+            "The further a token has moved from the sampling policy, the more it is pulled back: a "
+            "squared penalty on the log-ratio, by its gradient."
+        )
+        return Description((equation("s", rf"\rho_n ({inner})"),), text)
+
+
+class KLCov(SurrogateTerm):
+    """The importance-weighted advantage, with a penalty on the tokens of highest covariance."""
+
+    kind: Literal["kl_cov"] = "kl_cov"
+    share: Share = 2e-3
+    coefficient: Positive = 1.0
+    source: ClassVar[str] = "arXiv:2505.22617"
+    reads: ClassVar[tuple[str, ...]] = ("prepared_N",)
+    reads_advantage: ClassVar[bool] = False
+    whole_batch: ClassVar[bool] = True
+
+    def prepare(self, signals: LossSignals) -> Tensor:
+        cov_N = masks.covariance(signals.log_prob_N, signals.advantage_N)
+        return masks.highest(cov_N, share=self.share).to(signals.advantage_N)
+
+    def _options(self) -> dict[str, Any]:
+        return {"coefficient": self.coefficient}
+
+    def describe(self) -> Description:
+        penalty = rf"- {number(self.coefficient)} \cdot \kappa_n \, \mathrm{{abs}}(\log \rho_n)"
+        covariance = r"(A_n - \mathrm{mean}(A)) (\ell_n - \mathrm{mean}(\ell))"
+        text = (
+            "Of all tokens of the optimizer batch, and at least one: those that lower the entropy "
+            "most are held near the sampling policy."
+        )
+        return Description(
+            (
+                equation("s", r"\rho_n A_n", penalty),
+                equation(
+                    r"\kappa_n",
+                    rf"[\mathrm{{cov}}_n \text{{ among the highest }} {number(self.share)}]",
+                ),
+                equation(r"\mathrm{cov}_n", covariance),
+            ),
+            text,
+        )
+
+    def refusals(self, algorithm: Choices) -> Iterator[str]:
+        return token_ratios(self, algorithm)
+
+
+class Real(SurrogateTerm):
+    """Rewards as labels: a classifier of right and wrong answers by their log-ratios."""
+
+    kind: Literal["real"] = "real"
+    threshold: float = Field(default=0.0, ge=-1e9, le=1e9)
+    """A completion is right if its reward is more than this."""
+    temperature: Positive = 0.5
+    source: ClassVar[str] = "arXiv:2602.05630"
+    per_sequence: ClassVar[bool] = True
+    bounds_ratio: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("prepared_N",)
+    reads_advantage: ClassVar[bool] = False
+    whole_batch: ClassVar[bool] = True
+
+    def prepare(self, signals: LossSignals) -> Tensor:
+        lengths_S = signals.lengths_S
+        shares = surrogates.real_shares(
+            signals.log_ratio_N,
+            lengths_S,
+            signals.need("outcome_S"),
+            signals.groups_S,
+            threshold=self.threshold,
+            temperature=self.temperature,
+        )
+        return shares.repeat_interleave(lengths_S, dim=0)
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+    def describe(self) -> Description:
+        tau = number(self.temperature)
+        right = rf"\log(1 + \sum_{{i: R_i > {number(self.threshold)}}} e^{{-m_i / {tau}}})"
+        wrong = rf"\log(1 + \sum_{{j: R_j \leq {number(self.threshold)}}} e^{{m_j / {tau}}})"
+        text = (
+            r"Of a prompt's $G$ completions, with no advantage: the right ones are to have become "
+            "likelier, the wrong ones less likely, and those on the wrong side have the gradient."
+        )
+        mean = r"\frac{1}{L_i} \cdot \sum_{t\in i} \log \rho_t"
+        return Description(
+            (
+                equation("s", r"(-\frac{L_g}{G})"),
+                equation("L_g", right, f"+ {wrong}"),
+                equation("m_i", mean),
+            ),
+            text,
+        )
+
+    def refusals(self, algorithm: Choices) -> Iterator[str]:
+        return token_ratios(self, algorithm)
 
 
 class CustomSurrogate(SurrogateTerm):
-    """The user's own: `(log_ratio_N, advantage_N, lengths_S, **options) -> value_N`."""
+    """The user's own: what it names of `LossSignals`, it gets, and its options; it gives one number
+    for each token."""
 
     kind: Literal["custom"] = "custom"
     function: EntryPoint
     options: dict[str, Any] = Field(default_factory=dict)
     needs_ratio: ClassVar[bool] = False
+    reads_advantage: ClassVar[bool] = False
 
     def describe(self) -> Description:
-        formula, given = user_function(self.function, self.options, r"\log \rho, A, L")
+        formula, given = user_function(self.function, self.options, r"\log \rho, A, \mathrm{batch}")
         text = (
-            f"Your own {quote(self.function)}, of log-ratios, advantages and lengths, one "
-            f"number a token.{given}"
+            f"Your own {quote(self.function)}, of log-ratios, advantages and whatever else it "
+            f"names of the batch, one number a token.{given}"
         )
         return Description((equation("s", formula),), text)
 
 
-if TYPE_CHECKING:
-    Surrogate = SurrogateTerm
-else:
-    Surrogate = one_of(SurrogateTerm)
-
-
-_LOG_RATIO = r"\ell_n - \ell_{\mathrm{old},n}"
-_SUM = r"\sum_{t\in i} (\ell_t - \ell_{\mathrm{old},t})"
-_MEAN = rf"\exp\left(\frac{{1}}{{L_i}} \cdot {_SUM}\right)"
-
-
-@dataclass(frozen=True, slots=True)
-class RatioKind:
-    """A ratio; `keel.objective.ratios` has its function under the name of its kind."""
-
-    kind: str
-    equations: tuple[Equation, ...]
-    text: str
-    source: str
-    per_sequence: bool = False
-    """Whether it is one number for a whole sequence."""
-
-    def log_ratio(self, log_prob_N: Tensor, old_log_prob_N: Tensor, lengths_S: Tensor) -> Tensor:
-        """log ρ_n; of "none", ℓ_n."""
-        found: Tensor = getattr(ratios, self.kind)(log_prob_N, old_log_prob_N, lengths_S)
-        return found
-
-    def describe(self, setting: Setting) -> Description:
-        """The equation of ρ, and what ρ is in the setting."""
-        if self.kind == "none":
-            return Description((), self.text)
-        text = (
-            rf"{self.text} $\ell_\mathrm{{old}}$ is the log-probability under the policy that "
-            "sampled: a stored number, no model."
+def token_ratios(term: SurrogateTerm, algorithm: Choices) -> Iterator[str]:
+    """Refuses another ratio than that of tokens, which the surrogate itself makes more of."""
+    if algorithm.ratio != "token":
+        yield (
+            f'surrogate "{term.kind}" reads the ratio of each token: set ratio = "token", not '
+            f'"{algorithm.ratio}"'
         )
-        if setting.one_update:
-            text += (
-                r" With one update per batch $\rho_n = 1$ in value, and only its gradient counts."
-            )
-        if setting.old_log_probs == "engine":
-            text += (
-                " The sampling engine's own log-probabilities stand for the old ones: equal to the "
-                "trainer's to about 1e-6 in float32."
-            )
-        return Description(self.equations, text)
-
-
-_RATIOS: Final = (
-    RatioKind(
-        "none",
-        (),
-        "No ratio: the surrogate reads the log-probability $\\ell_n$ itself.",
-        "Williams 1992",
-    ),
-    RatioKind(
-        "token",
-        (equation(r"\rho_n", rf"\exp({_LOG_RATIO})"),),
-        "One for each token.",
-        "arXiv:1707.06347 §3",
-    ),
-    RatioKind(
-        "sequence",
-        (equation(r"\rho_n", _MEAN),),
-        "One for each completion: the geometric mean of its token ratios, with a gradient through "
-        "every token.",
-        "arXiv:2507.18071 eq. 7",
-        per_sequence=True,
-    ),
-    RatioKind(
-        "sequence_token",
-        (
-            equation(r"\rho_n", r"\mathrm{sg}[\rho_i] \cdot \exp(\ell_n - \mathrm{sg}[\ell_n])"),
-            equation(r"\rho_i", _MEAN),
-        ),
-        "The completion's ratio in value, with a gradient through the token alone "
-        r"($\mathrm{sg}$ stops it).",
-        "arXiv:2507.18071 eq. 14",
-    ),
-    RatioKind(
-        "sequence_product",
-        (equation(r"\rho_n", rf"\exp({_SUM})"),),
-        "The whole completion as one action: one ratio for all its tokens.",
-        "arXiv:2402.14740 §2.2",
-        per_sequence=True,
-    ),
-)
-RATIOS: Final = {ratio.kind: ratio for ratio in _RATIOS}
-if TYPE_CHECKING:
-    Ratio = str
-else:
-    Ratio = Literal[tuple(RATIOS)]
-
-_NO_CONSTANT = UnusedIf(
-    lambda key: key.table.kind != "constant", 'kind = "{key.table.kind}" has no constant'
-)
-
-
-class Weights(FrozenModel):
-    kind: Literal["sequence_mean", "token_mean", "constant", "sequence_sum"] = "sequence_mean"
-    constant: Annotated[int | None, _NO_CONSTANT] = Field(default=None, ge=1, le=2**24)
-    """C of `constant`; None means the completion budget."""
-
-    def value(self, lengths_S: Tensor, budget: int) -> Tensor:
-        """w_n of every token of an optimizer batch; `budget` is C where the recipe sets none."""
-        if self.kind == "constant":
-            return weights.constant(lengths_S, constant=self.constant or budget)
-        found: Tensor = getattr(weights, self.kind)(lengths_S)
-        return found
-
-    @property
-    def source(self) -> str:
-        """The paper that weighs so."""
-        return _WEIGHTS[self.kind][2]
-
-    def describe(self, setting: Setting) -> Description:
-        """The equation of w, with C's figure where it is known."""
-        below, text, _ = _WEIGHTS[self.kind]
-        if self.kind == "constant":
-            size = self.constant or setting.max_tokens
-            below += "C" if size is None else str(size)
-            where = "set in the algorithm" if self.constant else "the completion budget"
-            text += (
-                " C (the completion budget) is the recipe's rollout.max_tokens."
-                if size is None
-                else f" C = {size}, {where}."
-            )
-        return Description(
-            (equation("w_n", rf"\frac{{1}}{{{below}}}"),),
-            f"{text} Set once for the whole optimizer batch, before it is cut.",
-        )
-
-
-_WEIGHTS: Final[dict[str, tuple[str, str, str]]] = {
-    "sequence_mean": (
-        r"S \cdot L_i",
-        "A mean over completions of the mean over each one's tokens: a token of a long completion "
-        "counts less. The weights sum to 1.",
-        "arXiv:2402.03300 eq. 3",
-    ),
-    "token_mean": (
-        "N",
-        "A mean over all tokens of the optimizer batch: a long completion counts more. The weights "
-        "sum to 1.",
-        "arXiv:2503.14476 §3.3",
-    ),
-    "constant": (
-        r"S \cdot ",
-        "A sum over a completion's tokens over a constant: no token's weight depends on the length "
-        "of its completion.",
-        "arXiv:2503.20783 §3.2",
-    ),
-    "sequence_sum": (
-        "S",
-        "A mean over completions of the sum over each one's tokens: the exact gradient of the "
-        "episode's log-probability.",
-        "arXiv:2402.14740 §2.2",
-    ),
-}
-"""Divisor, meaning and source of each kind of weights."""

@@ -18,7 +18,7 @@ _COMMANDS: Final = {
     "ell": "ℓ", "nabla": "∇", "sum": "Σ", "cdot": "·", "times": "×", "pm": "±", "geq": "≥",
     "leq": "≤", "neq": "≠", "in": "∈", "leftarrow": "←", "Vert": "‖", "quad": "\0", "omega": "ω",
     "min": "min", "max": "max", "exp": "exp", "log": "log", "ln": "ln", "tanh": "tanh",
-    "left": "", "right": "",
+    "left": "", "right": "", "kappa": "κ",
 }  # fmt: skip
 _UPRIGHT: Final = frozenset({"mathrm", "text"})
 _ACCENTS: Final = {"tilde": "\u0303", "hat": "\u0302"}
@@ -34,7 +34,7 @@ _SPECIAL: Final = {
     "“": "``", "”": "''", "−": "$-$", "–": "--", "’": "'",
 }  # fmt: skip
 _GREEK: Final = {
-    glyph: f"$\\{name}$" for name, glyph in _COMMANDS.items() if glyph in "αβγδεθλμπρστφω"
+    glyph: f"$\\{name}$" for name, glyph in _COMMANDS.items() if glyph in "αβγδεθκλμπρστφω"
 }
 
 

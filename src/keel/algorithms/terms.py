@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Union, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from keel.algorithms.symbols import function, prose_to_unicode, quote, to_unicode
-
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
-    from torch import Tensor
 
 CHOICE = "Keel's choice"
 """Marks in a source what no paper fixes."""
@@ -103,6 +99,7 @@ Positive = Annotated[float, Field(gt=0, le=1e9)]
 Coefficient = Annotated[float, Field(ge=0, le=1e9)]
 """At most 1e9, as the square of that is finite in float32."""
 Unit = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 EntryPoint = Annotated[str, Field(pattern=r"^[^:]+:[\w.]+$")]
 """A Python object, as `module:name` or `path/to/file.py:name`."""
 
@@ -139,6 +136,16 @@ class Choices(Protocol):
     def reward_divergence(self) -> RewardDivergence | None: ...
 
 
+def _as_tuple(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(value.values()) if all(key.isdecimal() for key in value) else (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+AsTuple = BeforeValidator(_as_tuple)
+"""TOML has lists only; a key below a list that is not set (`tasks.name`) sets its first entry."""
+
+
 def one_of(base: type[TermChoice]) -> Any:
     """The annotation of a field that takes any kind of term that is defined below `base`."""
     return Annotated[Union[tuple(base.__subclasses__())], Field(discriminator="kind")]
@@ -160,52 +167,11 @@ def user_function(entry: str, options: dict[str, Any], arguments: str) -> tuple[
     return f"{function(entry)}({arguments})_n", f" With {given}." if options else ""
 
 
-@dataclass(frozen=True, eq=False)
-class Signals:
-    """What an advantage is computed from, by the names that a user's function may ask for.
-
-    `old_log_prob_N` and `teacher_log_prob_N` are there where the advantage reads a teacher.
-
-    `penalty_N` is −β k1 where the divergence is in the reward, else 0; `reward_N` is the penalty
-    plus the reward of each step on its last token and the outcome on the last of the sequence, and
-    `reward_S` its sum over the sequence. NaN in `outcome_S` means that the sequence has no reward.
-    Steps (K) come from process rewards: reward, index among the N of the last token, sequence.
-    Rewards are float64.
-    """
-
-    outcome_S: Float[Tensor, " S"]
-    penalty_N: Float[Tensor, " N"]
-    reward_S: Float[Tensor, " S"]
-    reward_N: Float[Tensor, " N"]
-    lengths_S: Int[Tensor, " S"]
-    groups_S: Int[Tensor, " S"]
-    value_N: Float[Tensor, " N"] | None = None
-    next_value_N: Float[Tensor, " N"] | None = None
-    old_log_prob_N: Float[Tensor, " N"] | None = None
-    teacher_log_prob_N: Float[Tensor, " N"] | None = None
-    baseline_S: Float[Tensor, " S"] | None = None
-    step_reward_K: Float[Tensor, " K"] | None = None
-    step_end_K: Int[Tensor, " K"] | None = None
-    step_sequence_K: Int[Tensor, " K"] | None = None
-
-    def named(self) -> dict[str, Tensor]:
-        """Those that are there."""
-        every = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: value for name, value in every.items() if value is not None}
-
-    def need(self, name: str) -> Tensor:
-        """The signal of this name. Raises ValueError where the batch has none."""
-        value: Tensor | None = getattr(self, name)
-        if value is None:
-            raise ValueError(f"the advantage needs {name}, and the batch has none")
-        return value
-
-
 # ---------------------------------------------------------------- explanations
 
 TermKey = Literal[
-    "advantage", "ratio", "surrogate", "weights", "divergence", "value", "entropy", "correction",
-    "epochs",
+    "advantage", "ratio", "surrogate", "masks", "weights", "divergence", "value", "entropy",
+    "corrections", "epochs",
 ]  # fmt: skip
 
 

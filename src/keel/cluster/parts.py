@@ -145,8 +145,8 @@ class GroupLearner:
     def began(self) -> bool:
         return bool(self.call("began"))
 
-    def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch:
-        found: Batch = self.call("score", batch, old=old, reference=reference, others=others)
+    def score(self, batch: Batch, **asked: bool) -> Batch:
+        found: Batch = self.call("score", batch, **asked)
         return found
 
     def update(
@@ -155,8 +155,10 @@ class GroupLearner:
         batch: TrainBatch[Batch],
         beta: float,
         rates: tuple[float | None, float],
+        *,
+        moved: bool = True,
     ) -> Losses:
-        found: Losses = self.call("update", algorithm, batch, beta, rates)
+        found: Losses = self.call("update", algorithm, batch, beta, rates, moved=moved)
         return found
 
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:

@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.presets import PRESETS, Preset
-from keel.algorithms.terms import FrozenModel, Positive, Unit
+from keel.algorithms.presets import PRESETS
+from keel.algorithms.spec import Preset
+from keel.algorithms.terms import AsTuple, FrozenModel, Positive, Unit
 from keel.config.entry import DEFAULT_KIND, stage_kind
-from keel.config.fields import AsTuple, Count, Index, Seed, Threads, Width, unknown
+from keel.config.fields import Count, Index, Seed, Threads, Width, unknown
 from keel.config.layers import DEFAULT_PRESET, gather, layer, merge, overlay, resolve_algorithm
 from keel.config.load import (
     SHIPPED,

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.terms import FrozenModel, Unit, UnusedIf
+from keel.algorithms.terms import AsTuple, FrozenModel, Unit, UnusedIf
 from keel.config.benchmarks import benchmarks, with_graders
-from keel.config.fields import Answers, AsTuple, Index, Real, Temperature, Tokens, unknown
+from keel.config.fields import Answers, Index, Real, Temperature, Tokens, unknown
 from keel.config.model import TeacherModel
 from keel.config.sources import (
     NEVER_EVALUATED,

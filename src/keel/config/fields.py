@@ -8,24 +8,14 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BeforeValidator,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
 
-from keel.algorithms.terms import UnusedIf
+from keel.algorithms.terms import AsTuple, UnusedIf
 
-
-def _as_tuple(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple(value.values()) if all(key.isdecimal() for key in value) else (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
-AsTuple = BeforeValidator(_as_tuple)
-"""TOML has lists only; a key below a list that is not set (`tasks.name`) sets its first entry."""
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 Index = Annotated[int, Field(ge=0, le=1_000_000_000)]
 """Steps, intervals and examples: a billion is more than any run counts to."""

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.terms import Coefficient, FrozenModel, Unit, UnusedIf
+from keel.algorithms.terms import AsTuple, Coefficient, FrozenModel, Unit, UnusedIf
 from keel.config.benchmarks import with_graders
 from keel.config.evaluation import SamplingSource
-from keel.config.fields import Answers, AsTuple, Count, Index, StageName, Temperature, Tokens
+from keel.config.fields import Answers, Count, Index, StageName, Temperature, Tokens
 from keel.config.sources import PAST_THE_END, PreferenceData, Prompts, Rewards, Rollout, TaskSource
 from keel.config.stage import JudgedSource, Records, StageConfig
 

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from keel.algorithms.presets import PRESETS, Preset
+from keel.algorithms.presets import PRESETS
+from keel.algorithms.spec import Preset
 from keel.config.entry import DEFAULT_KIND, stage_kind
 from keel.config.fields import unknown
 from keel.types import KeelError

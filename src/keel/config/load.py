@@ -19,9 +19,9 @@ import tomli_w
 from pydantic import Field, ValidationError
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.terms import FrozenModel
+from keel.algorithms.terms import AsTuple, FrozenModel
 from keel.config.errors import explain_validation
-from keel.config.fields import AsTuple, nearest, unknown
+from keel.config.fields import nearest, unknown
 from keel.config.layers import gather, layer, merge, nest, overlay, stage_name
 from keel.config.schema import Expected, Recipe
 from keel.config.secrets import wrong_secret

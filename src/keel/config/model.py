@@ -12,8 +12,8 @@ from pydantic import (
     model_validator,
 )
 
-from keel.algorithms.terms import FrozenModel, Positive, Unit, UnusedIf
-from keel.config.fields import AsTuple, Depth, Seconds, Tokens, Width, Words
+from keel.algorithms.terms import AsTuple, FrozenModel, Positive, Unit, UnusedIf
+from keel.config.fields import Depth, Seconds, Tokens, Width, Words
 from keel.config.secrets import wrong_key_name
 
 NO_CONVERSATION = UnusedIf(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from keel.algorithms.presets import PRESETS
-from keel.algorithms.terms import FrozenModel, UnusedIf
+from keel.algorithms.terms import AsTuple, FrozenModel, UnusedIf
 from keel.config.benchmarks import with_graders
 from keel.config.evaluation import Evaluation, SamplingSource
-from keel.config.fields import AsTuple, Count, Index, MicroBatchTokens, StageName
+from keel.config.fields import Count, Index, MicroBatchTokens, StageName
 from keel.config.layers import resolve_algorithm
 from keel.config.model import TeacherModel
 from keel.config.sources import (
@@ -144,22 +144,22 @@ class RolloutStage(StageConfig):
                 "rollout.dynamic_sampling drops groups by their rewards: set "
                 "rollout.dynamic_sampling = false"
             )
-        if r.async_level and (self.algorithm.correction is None or r.old_log_probs == "engine"):
+        if r.async_level and (not self.algorithm.corrections or r.old_log_probs == "engine"):
             raise ValueError(
                 f"rollout.async_level = {r.async_level} trains on rollouts of older weights: set "
-                'algorithm.correction.kind = "truncate" or "mask" and rollout.old_log_probs = '
+                'algorithm.corrections.kind = "truncate" or "mask" and rollout.old_log_probs = '
                 '"trainer", which weigh them, or rollout.async_level = 0'
             )
-        if self.algorithm.correction is not None and r.old_log_probs == "engine":
+        if self.algorithm.corrections and r.old_log_probs == "engine":
             raise ValueError(
-                "algorithm.correction weighs the trainer's old log-probs against the engine's, and "
+                "algorithm.corrections weigh the trainer's old log-probs against the engine's, and "
                 'rollout.old_log_probs = "engine" makes them the same: set it to "trainer"'
             )
-        if r.dtype != "model" and self.algorithm.correction is None:
+        if r.dtype != "model" and not self.algorithm.corrections:
             both = "" if r.old_log_probs == "trainer" else ' and rollout.old_log_probs = "trainer"'
             raise ValueError(
                 f'rollout.dtype = "{r.dtype}" samples with log-probs that are not the trainer\'s, '
-                'and nothing corrects for that: set algorithm.correction.kind = "truncate"'
+                'and nothing corrects for that: set algorithm.corrections.kind = "truncate"'
                 f'{both}, or rollout.dtype = "model"'
             )
         if self.value.kind == "head" and self.value.name:
@@ -369,7 +369,8 @@ class RolloutStage(StageConfig):
         compares them with others."""
         divergence = self.algorithm.divergence
         adaptive = divergence is not None and divergence.adaptive is not None
-        return self.single_update and self.algorithm.correction is None and not adaptive
+        compared = bool(self.algorithm.corrections) or self.algorithm.whole_batch
+        return self.single_update and not compared and not adaptive
 
     @property
     def measures_reference(self) -> bool:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.terms import FrozenModel
+from keel.algorithms.terms import AsTuple, FrozenModel
 from keel.config.entry import stage_kinds
-from keel.config.fields import AsTuple, Count, Real, Seed, Threads
+from keel.config.fields import Count, Real, Seed, Threads
 from keel.config.model import Alerts, Cluster, Model
 from keel.config.stage import StageConfig
 

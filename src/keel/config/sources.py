@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from keel.algorithms.spec import Algorithm
-from keel.algorithms.terms import FrozenModel, KeyUse, Positive, Unit, UnusedIf
+from keel.algorithms.terms import AsTuple, FrozenModel, KeyUse, Positive, Unit, UnusedIf
 from keel.config.fields import (
     SEPARATE_VALIDATION,
     Answers,
-    AsTuple,
     BadRows,
     Count,
     Ids,
@@ -402,7 +401,7 @@ class Rollout(FrozenModel):
     """Whether a program that raises after an answer stops the run, or its completion is left
     out."""
     dtype: Annotated[Literal["model", "bfloat16"], SAME_DTYPE, _SERVES_ITS_OWN] = "model"
-    """Of the engine's weights, keys and values. bfloat16 needs `algorithm.correction`. The native
+    """Of the engine's weights, keys and values. bfloat16 needs `algorithm.corrections`. The native
     engine evaluates in the model's dtype."""
     timeout: Seconds = 1800.0
     """Seconds without a new token after which the engine counts as hung, or without a request the
@@ -413,7 +412,7 @@ class Rollout(FrozenModel):
     """Score the first groups while the last ones are still being sampled."""
     async_level: Annotated[int, Field(ge=0, le=64)] = 0
     """How many steps ahead a copy of the model samples: the most updates between the weights that
-    began a completion and those trained on it. Needs `algorithm.correction`; more than 1 needs
+    began a completion and those trained on it. Needs `algorithm.corrections`; more than 1 needs
     `cluster.ray` or another engine that keeps earlier weights."""
     vllm: Annotated[VllmServer, _OTHER_ENGINE] = VllmServer()
     """The vLLM server."""

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from keel.algorithms.terms import Coefficient, FrozenModel, Positive, Unit, UnusedIf
+from keel.algorithms.terms import AsTuple, Coefficient, FrozenModel, Positive, Unit, UnusedIf
 from keel.config.fields import (
     AUTO_TOKENS,
-    AsTuple,
     Count,
     Index,
     LearningRate,

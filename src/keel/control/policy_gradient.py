@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from keel.algorithms.terms import Signals
+from keel.algorithms.signals import RewardSignals
 from keel.config.control import PolicyGradientStage
 from keel.config.fields import derive
 from keel.control.learner import (
@@ -92,7 +92,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         algorithm, stage = self.stage.algorithm, self.stage
         observation_NO = tensor(self._normal(collected.observation_NO))
         action_N = tensor(collected.action_N)
-        read = algorithm.divergence is not None or algorithm.correction is not None
+        read = algorithm.divergence is not None or algorithm.corrections or algorithm.whole_batch
         many = stage.epochs * stage.minibatches > 1
         log_prob_N = (
             self.actor.evaluate_actions(observation_NO, action_N)[0] if many or read else None
@@ -113,7 +113,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
         estimates = Estimates(advantage_N, returns(algorithm, signals, advantage_N))
         return replace(experience, value_N=signals.value_N), estimates
 
-    def signals(self, experience: Experience, collected: Collected) -> Signals:
+    def signals(self, experience: Experience, collected: Collected) -> RewardSignals:
         """The inputs of advantages. A truncated or interrupted episode bootstraps from V."""
         lengths_S = experience.lengths_S
         scaled_reward_N = tensor(self._scaled(collected.reward_N))
@@ -126,7 +126,7 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
             last_state_S = last_state_S.masked_fill(torch.from_numpy(collected.terminated_S), 0.0)
             next_value_N = segments.shift(value_N, lengths_S)
             next_value_N[lengths_S.cumsum(0) - 1] = last_state_S
-        return Signals(
+        return RewardSignals(
             outcome_S=segments.segment_sum(scaled_reward_N, lengths_S),
             penalty_N=penalty_N,
             reward_S=segments.segment_sum(reward_N, lengths_S),

@@ -163,13 +163,13 @@ def unmet_requests(asked: SamplingSource, engine: Capabilities) -> Iterator[Unme
             "needs an engine that keeps several versions of the weights",
             'set cluster.ray = "local", or rollout.async_level = 1',
         )
-    if algorithm is not None and algorithm.correction is None and not engine.exact:
+    if algorithm is not None and not algorithm.corrections and not engine.exact:
         both = "" if rollout.old_log_probs == "trainer" else ' and old_log_probs = "trainer"'
         yield UnmetRequest(
             "rollout.engine",
             f'"{rollout.engine}"',
             "samples with log-probs that are not quite the trainer's, and nothing corrects for it",
-            f'set algorithm.correction.kind = "truncate"{both}, or another engine',
+            f'set algorithm.corrections.kind = "truncate"{both}, or another engine',
         )
 
 

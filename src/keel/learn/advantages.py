@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keel.algorithms.advantages import CustomAdvantage
+from keel.algorithms.corrections import CustomCorrection
+from keel.algorithms.masks import CustomMask
+from keel.algorithms.signals import RewardSignals
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
-from keel.algorithms.terms import Signals
 from keel.config.entry import load_function
 from keel.learn.batch import Actions, Estimates, out_of_memory, to_device
 from keel.models.head import place_of_float64, widest
@@ -21,19 +25,24 @@ from keel.objective import segments
 from keel.types import Group, KeelError, RewardResult, one_line
 
 ADVANTAGE, SURROGATE = "algorithm.advantage", "algorithm.surrogate"
+MASK, CORRECTION = "algorithm.masks", "algorithm.corrections"
+CustomTerm = CustomAdvantage | CustomSurrogate | CustomMask | CustomCorrection
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutRewards:
     """Rewards as tensors, in the order of the batch's sequences; NaN for a sequence without one.
 
-    `baseline_S` is the reward of the greedy completion of each sequence's prompt. Steps (K) are
+    `baseline_S` is the reward of the greedy completion of each sequence's prompt; `components` are
+    the single rewards by name, and `component_weights` what they are weighed with. Steps (K) are
     those of process rewards, with the outcomes as steps that end with the completion; they add up
     to `reward_S`. `step_end_K` counts from the start of the step's own sequence.
     """
 
     reward_S: Float[Tensor, " S"]
     baseline_S: Float[Tensor, " S"] | None = None
+    components: Mapping[str, Float[Tensor, " S"]] = field(default_factory=dict)
+    component_weights: Mapping[str, float] = field(default_factory=dict)
     step_reward_K: Float[Tensor, " K"] | None = None
     step_end_K: Int[Tensor, " K"] | None = None
     step_sequence_K: Int[Tensor, " K"] | None = None
@@ -43,6 +52,7 @@ def outcome(
     groups: Sequence[Group],
     results: Sequence[Sequence[RewardResult]],
     greedy: Sequence[float] | None,
+    weights: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> RolloutRewards:
     """The groups' rewards, flat.
@@ -60,7 +70,7 @@ def outcome(
         for completion, result in zip(group.completions, judged, strict=True):
             written = completion.written.cumsum()
             place = len(rewards)
-            rewards.append(float("nan") if result.reward is None else result.reward)
+            rewards.append(_number(result.reward))
             if result.reward is None or not completion.written.any():
                 continue
             steps += [(s.reward, max(int(written[s.end]) - 1, 0), place) for s in result.steps]
@@ -71,17 +81,31 @@ def outcome(
     if greedy is not None:
         sizes = torch.tensor([len(group.completions) for group in groups])
         baseline = torch.tensor(list(greedy), dtype=dtype).repeat_interleave(sizes)
-    reward_S = torch.tensor(rewards, dtype=dtype)
-    if not steps:
-        return RolloutRewards(reward_S, baseline)
-    values, places, sequences = zip(*steps, *outcomes, strict=True)
-    return RolloutRewards(
-        reward_S,
+    found = RolloutRewards(
+        torch.tensor(rewards, dtype=dtype),
         baseline,
+        components={
+            name: torch.tensor(
+                [_number(one.components.get(name)) for judged in results for one in judged],
+                dtype=dtype,
+            )
+            for name in weights or ()
+        },
+        component_weights=weights or {},
+    )
+    if not steps:
+        return found
+    values, places, sequences = zip(*steps, *outcomes, strict=True)
+    return replace(
+        found,
         step_reward_K=torch.tensor(values, dtype=dtype),
         step_end_K=torch.tensor(places),
         step_sequence_K=torch.tensor(sequences),
     )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def check_steps(algorithm: Algorithm, there: bool) -> None:
@@ -137,9 +161,19 @@ def estimate(
         placed_N = segments.on_last(zero_S, lengths_S)
         placed_N = placed_N.index_add(0, step_end_K, judged.step_reward_K)
     reward_N = penalty_N + placed_N
-    teacher_N = actions.teacher_log_prob_N
-    old_N = None if teacher_N is None else actions.old_log_prob_N
-    signals = Signals(
+    scored = {
+        name: None if value is None else value.to(outcome_S)
+        for name in (
+            "engine_log_prob_N",
+            "old_log_prob_N",
+            "reference_log_prob_N",
+            "teacher_log_prob_N",
+            "old_entropy_N",
+            "old_squares_N",
+        )
+        for value in (getattr(actions, name),)
+    }
+    signals = RewardSignals(
         outcome_S=outcome_S,
         penalty_N=penalty_N,
         reward_S=segments.segment_sum(reward_N, lengths_S),
@@ -148,12 +182,15 @@ def estimate(
         groups_S=actions.groups_S,
         value_N=value_N,
         next_value_N=None if value_N is None else segments.shift(value_N, lengths_S),
-        old_log_prob_N=None if old_N is None else old_N.to(outcome_S),
-        teacher_log_prob_N=None if teacher_N is None else teacher_N.to(outcome_S),
+        turn_N=actions.turn_N,
+        version_S=torch.tensor(actions.versions, device=device) if actions.versions else None,
         baseline_S=judged.baseline_S,
+        components=judged.components,
+        component_weights=judged.component_weights,
         step_reward_K=judged.step_reward_K,
         step_sequence_K=judged.step_sequence_K,
         step_end_K=step_end_K,
+        **scored,
     )
     advantage_N = advantages(algorithm, signals)
     rewarded_N = None
@@ -164,10 +201,11 @@ def estimate(
         widest(advantage_N, own),
         None if return_N is None else widest(return_N, own),
         None if rewarded_N is None else rewarded_N.to(own),
+        widest(segments.spread(outcome_S, lengths_S), own),
     )
 
 
-def advantages(algorithm: Algorithm, signals: Signals) -> Float[Tensor, " N"]:
+def advantages(algorithm: Algorithm, signals: RewardSignals) -> Float[Tensor, " N"]:
     """A_n of every completion token, before whitening."""
     choice = algorithm.advantage
     if isinstance(choice, CustomAdvantage):
@@ -185,7 +223,7 @@ def advantages(algorithm: Algorithm, signals: Signals) -> Float[Tensor, " N"]:
 
 
 def returns(
-    algorithm: Algorithm, signals: Signals, advantage_N: Tensor
+    algorithm: Algorithm, signals: RewardSignals, advantage_N: Tensor
 ) -> Float[Tensor, " N"] | None:
     """The value model's target, from advantages before whitening; None without a value model.
 
@@ -217,8 +255,10 @@ def _as_steps(judged: RolloutRewards, lengths_S: Tensor) -> RolloutRewards:
 
 
 def _on(judged: RolloutRewards, device: torch.device) -> RolloutRewards:
-    tensors = {f.name: getattr(judged, f.name) for f in fields(judged)}
-    return replace(judged, **{n: t.to(device) for n, t in tensors.items() if t is not None})
+    every = {f.name: getattr(judged, f.name) for f in fields(judged)}
+    tensors: dict[str, Any] = {n: x.to(device) for n, x in every.items() if isinstance(x, Tensor)}
+    components = {name: one.to(device) for name, one in judged.components.items()}
+    return replace(judged, components=components, **tensors)
 
 
 # ---------------------------------------------------------------- the user's functions
@@ -237,15 +277,18 @@ def reads_steps(algorithm: Algorithm) -> bool:
 
 def check_entries(algorithm: Algorithm) -> None:
     """Load the user's own functions. Raises KeelError for one that cannot be loaded."""
-    if isinstance(algorithm.advantage, CustomAdvantage):
-        load_function(algorithm.advantage.function, ADVANTAGE)
-    if isinstance(algorithm.surrogate, CustomSurrogate):
-        load_function(algorithm.surrogate.function, SURROGATE)
+    for what, choices in (
+        (ADVANTAGE, (algorithm.advantage,)),
+        (SURROGATE, (algorithm.surrogate,)),
+        (MASK, algorithm.masks),
+        (CORRECTION, algorithm.corrections),
+    ):
+        for choice in choices:
+            if isinstance(choice, CustomTerm):
+                load_function(choice.function, what)
 
 
-def call_custom(
-    what: str, choice: CustomAdvantage | CustomSurrogate, signals: Mapping[str, Tensor]
-) -> Tensor:
+def call_custom(what: str, choice: CustomTerm, signals: Mapping[str, Any]) -> Tensor:
     """Call a user's function with its options and the signals that its parameters name.
 
     Raises KeelError for a parameter that is neither, and for whatever the function raises but a

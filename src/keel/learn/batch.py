@@ -49,10 +49,12 @@ class Actions:
     """Sequences (S) of actions (N), end to end, without padding.
 
     `lengths` is the number of actions of each sequence; sequences of one of `groups` have their
-    start in common. Per action there are log-probabilities: of the engine that sampled it; of the
-    policy before the update (`old_log_prob_N`; None on an on-policy step with one update, whose
-    current ones are equal); of the reference; of the teacher; and values. The last three are None
-    where the algorithm has no such model.
+    start in common, and `versions` are the numbers of the weights that they were begun with. Per
+    action there are log-probabilities: of the engine that sampled it; of the policy before the
+    update (`old_log_prob_N`; None on an on-policy step with one update, whose current ones are
+    equal); of the reference; of the teacher; and values. The last three are None where the
+    algorithm has no such model. The policy's entropy and Σ_v π² before the update are there where
+    the algorithm asks for them.
     """
 
     lengths: tuple[int, ...]
@@ -61,7 +63,10 @@ class Actions:
     old_log_prob_N: Float[Tensor, " N"] | None = None
     reference_log_prob_N: Float[Tensor, " N"] | None = None
     teacher_log_prob_N: Float[Tensor, " N"] | None = None
+    old_entropy_N: Float[Tensor, " N"] | None = None
+    old_squares_N: Float[Tensor, " N"] | None = None
     value_N: Float[Tensor, " N"] | None = None
+    versions: tuple[int, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +81,19 @@ class Actions:
     def groups_S(self) -> Int[Tensor, " S"]:
         """The group of each sequence."""
         return upload(self.groups, self.device)
+
+    @property
+    def turn_N(self) -> Int[Tensor, " N"]:
+        """The turn of each action within its sequence, from 0: of a game, every action is one."""
+        starts_S = self.lengths_S.cumsum(0) - self.lengths_S
+        every_N = torch.arange(sum(self.lengths), device=self.device)
+        return every_N - starts_S.repeat_interleave(self.lengths_S, output_size=len(every_N))
+
+    def of_sequences(self, x_N: Float[Tensor, " N"]) -> Float[Tensor, " S"]:
+        """What all actions of a sequence have in common; NaN for a sequence without any."""
+        x_N = torch.cat([x_N, x_N.new_full((1,), torch.nan)])
+        first = zip(starts(self.lengths), self.lengths, strict=True)
+        return x_N[upload([at if n else len(x_N) - 1 for at, n in first], self.device)]
 
     @property
     def sequences(self) -> int:
@@ -95,6 +113,7 @@ class Actions:
             self,
             lengths=tuple(self.lengths[i] for i in indices),
             groups=tuple(self.groups[i] for i in indices),
+            versions=tuple(self.versions[i] for i in indices if self.versions),
             **per_action(self, self.places(indices)),
         )
 
@@ -104,12 +123,14 @@ class Estimates:
     """Estimates per action from the rewards, in float64.
 
     `advantage_N` is not whitened; `return_N` is the value model's target, None without one;
-    `rewarded_N` marks the actions of sequences with a reward, None where all have one.
+    `rewarded_N` marks the actions of sequences with a reward, None where all have one; `outcome_N`
+    is the reward of each action's sequence, NaN for none.
     """
 
     advantage_N: Float[Tensor, " N"]
     return_N: Float[Tensor, " N"] | None = None
     rewarded_N: Bool[Tensor, " N"] | None = None
+    outcome_N: Float[Tensor, " N"] | None = None
 
     def select(self, index_K: Int[Tensor, " K"]) -> Estimates:
         """The estimates of the actions at these places."""
@@ -123,7 +144,9 @@ class TrainBatch(Generic[A]):
     `advantage_N` is whitened where the algorithm asks for it. The weights were set once for the
     whole optimizer batch: `weight_N` for the surrogate and the divergence; `token_weight`, 1/N of
     all its actions, for value loss and entropy; `metric_weight`, 1/N of the actions that enter the
-    loss, for metrics.
+    loss, for metrics. So were the factors of the surrogate: `correction_N`, `kept_N` of the masks
+    and `prepared_N` of the surrogate itself, where the algorithm has any that read all of it.
+    `seed` is the optimizer step's.
     """
 
     actions: A
@@ -132,6 +155,11 @@ class TrainBatch(Generic[A]):
     return_N: Float[Tensor, " N"] | None
     token_weight: float
     metric_weight: float
+    outcome_N: Float[Tensor, " N"] | None = None
+    correction_N: Float[Tensor, " N"] | None = None
+    kept_N: Bool[Tensor, " N"] | None = None
+    prepared_N: Float[Tensor, " N *K"] | None = None
+    seed: int = 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -212,6 +240,17 @@ class Batch(Actions):
         )
 
     @property
+    def turn_N(self) -> Int[Tensor, " N"]:
+        """The turn of each token in its sequence, from 0: a new one begins after tool output."""
+        first = starts(self.lengths)
+        gap_N = torch.diff(self.target_N, prepend=self.target_N[:1] - 1) != 1
+        gap_N[upload([at for at, n in zip(first, self.lengths, strict=True) if n], self.device)] = 0
+        turn_N = gap_N.cumsum(0)
+        places = [min(at, max(len(gap_N) - 1, 0)) for at in first]
+        start_S = turn_N[upload(places, self.device)] if len(gap_N) else turn_N
+        return turn_N - start_S.repeat_interleave(self.lengths_S, output_size=len(gap_N))
+
+    @property
     def sizes(self) -> PackedSizes:
         """The sizes that decide where micro-batches end."""
         return sizes_on(self.target_N.device, self.input_lengths, self.shared)
@@ -270,6 +309,7 @@ def from_groups(groups: Sequence[Group], device: torch.device | str = "cpu") -> 
         target_N=torch.tensor(targets, dtype=torch.long, device=device),
         lengths=tuple(lengths),
         groups=tuple(g for g, _, _ in pairs),
+        versions=tuple(c.weight_version for _, _, c in pairs),
         engine_log_prob_N=torch.tensor(engine, dtype=torch.float32, device=device),
     )
 

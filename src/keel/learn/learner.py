@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from keel.algorithms.spec import Algorithm
 from keel.learn.batch import Batch, TokenBudget, TrainBatch, read
-from keel.learn.loss import Loss, loss
+from keel.learn.loss import Loss, loss, whole_batch
 from keel.learn.optimizer import (
     Cause,
     WeightOptimizer,
@@ -58,13 +58,24 @@ class Trainer(Protocol):
         """Whether the policy's optimizer has ever stepped."""
         ...
 
-    def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch: ...
+    def score(
+        self,
+        batch: Batch,
+        *,
+        old: bool,
+        reference: bool,
+        others: bool = True,
+        entropy: bool = False,
+        squares: bool = False,
+    ) -> Batch: ...
     def update(
         self,
         algorithm: Algorithm,
         batch: TrainBatch[Batch],
         beta: float,
         rates: tuple[float | None, float],
+        *,
+        moved: bool = True,
     ) -> Losses: ...
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause: ...
     def bad_weight(self) -> str | None: ...
@@ -134,10 +145,20 @@ class Learner:
         return scores
 
     @torch.no_grad()
-    def score(self, batch: Batch, *, old: bool, reference: bool, others: bool = True) -> Batch:
+    def score(
+        self,
+        batch: Batch,
+        *,
+        old: bool,
+        reference: bool,
+        others: bool = True,
+        entropy: bool = False,
+        squares: bool = False,
+    ) -> Batch:
         """The batch with the log-probabilities of the policy (`old`) and of the reference, and
-        (`others`) with those of the teacher and with values, where there are such models."""
-        attempt = partial(self._score, batch, old, reference, others)
+        (`others`) with those of the teacher and with values, where there are such models; with
+        `entropy` and `squares` (Σ_v π²) those of the policy too."""
+        attempt = partial(self._score, batch, old, reference, others, entropy, squares)
         return self.budget.fitting(attempt, batch.sizes, retry=self.ranks.count == 1)
 
     def passes(self, batch: P, tokens: int) -> tuple[list[P], int]:
@@ -171,15 +192,23 @@ class Learner:
         batch: TrainBatch[Batch],
         beta: float,
         rates: tuple[float | None, float],
+        *,
+        moved: bool = True,
     ) -> Losses:
         """One optimizer step on a batch, and its losses.
 
         `rates` are the learning rates of the policy and of the value model; with None the policy
-        and its optimizer's state stay as they are.
+        and its optimizer's state stay as they are. `moved` says whether the policy is another than
+        the one that the batch's old log-probabilities were scored with: a term that reads the whole
+        batch then has it scored once more.
 
         Raises:
             NotFinite: the loss or a gradient is not finite; no optimizer took a step.
         """
+        if algorithm.whole_batch:
+            now = self._now(algorithm, batch.actions) if moved else batch.actions
+            assert now.old_log_prob_N is not None
+            batch = whole_batch(algorithm, batch, now.old_log_prob_N, now.old_entropy_N)
         chosen, others = by_gradient(algorithm, batch, beta)
         with_gradient = batch.select(chosen) if others else batch
         alone = self.ranks.count == 1
@@ -251,7 +280,21 @@ class Learner:
         for optimizer in self.optimizers.values():
             optimizer.clear()
 
-    def _score(self, batch: Batch, old: bool, reference: bool, others: bool, tokens: int) -> Batch:
+    def _now(self, algorithm: Algorithm, batch: Batch) -> Batch:
+        """The batch with the current policy's numbers in place of the old ones."""
+        entropy = algorithm.reads_entropy
+        return self.score(batch, old=True, reference=False, others=False, entropy=entropy)
+
+    def _score(
+        self,
+        batch: Batch,
+        old: bool,
+        reference: bool,
+        others: bool,
+        entropy: bool,
+        squares: bool,
+        tokens: int,
+    ) -> Batch:
         head = self.value_head if others else None
         frozen = {
             "reference_log_prob_N": self.reference if reference else None,
@@ -262,9 +305,19 @@ class Learner:
         for micro in micros:
             made: dict[str, Tensor] = {}
             if old or head is not None:
-                scores = self.policy.scores(micro.packed, self.temperature, value_head=head)
+                scores = self.policy.scores(
+                    micro.packed,
+                    self.temperature,
+                    entropy=entropy,
+                    squares=squares,
+                    value_head=head,
+                )
                 if old:
                     made["old_log_prob_N"] = scores.log_prob_N
+                if scores.entropy_N is not None:
+                    made["old_entropy_N"] = scores.entropy_N
+                if scores.squares_N is not None:
+                    made["old_squares_N"] = scores.squares_N
                 if scores.value_N is not None:
                     made["value_N"] = scores.value_N
             if others and self.critic is not None:
@@ -368,7 +421,7 @@ def by_gradient(
     """
     divergence = algorithm.loss_divergence is not None and beta != 0
     other_terms = divergence or algorithm.value is not None or algorithm.entropy > 0
-    if other_terms or algorithm.surrogate.kind == "custom":
+    if other_terms or not algorithm.surrogate.reads_advantage:
         return list(range(batch.sequences)), []
     changes_N = (batch.advantage_N != 0).to(torch.float32)
     moves: list[bool] = (segments.segment_sum(changes_N, batch.actions.lengths_S) > 0).tolist()

@@ -1,8 +1,9 @@
 """The loss of an algorithm: what its terms compute, added up.
 
-    loss = −Σ_n w_n·c_n·s(ρ_n, A_n) + β Σ_n w_n·D_n + a·(1/N) Σ_n ½(V_n − R_n)² − b·(1/N) Σ_n H_n
+    loss = −Σ_n w_n m_n c_n s(ρ_n, A_n) + β Σ_n w_n D_n + a/N Σ_n ½(V_n − R_n)² − b/N Σ_n H_n
 
-`w` was set once for the whole optimizer batch, so losses of micro-batches, and of ranks, add up.
+`w` and `c` were set once for the whole optimizer batch, and so was what masks and surrogates read
+of all of it: losses of micro-batches, and of ranks, add up.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from keel.algorithms.corrections import CustomCorrection
 from keel.algorithms.losses import Adaptive
+from keel.algorithms.masks import CustomMask, MaskTerm
+from keel.algorithms.signals import LossSignals, Signals
 from keel.algorithms.spec import Algorithm
 from keel.algorithms.surrogates import CustomSurrogate
-from keel.learn.advantages import SURROGATE, call_custom
+from keel.learn.advantages import CORRECTION, MASK, SURROGATE, call_custom
 from keel.learn.batch import A, Actions, Estimates, TrainBatch
 from keel.models.head import Scores, place_of_float64, widest
+from keel.models.packed import upload
 from keel.objective import divergences, ratios, segments
 from keel.objective.gae import explained_variance
 from keel.types import KeelError
@@ -35,12 +40,14 @@ def prepare(
     estimates: Estimates,
     max_tokens: int,
     keep: Sequence[int] | None = None,
+    seed: int = 0,
 ) -> TrainBatch[A]:
-    """An optimizer batch ready for the loss: weights set, advantages whitened where asked for.
+    """An optimizer batch ready for the loss: weights set, advantages whitened where asked for,
+    corrections made.
 
     Only the sequences `keep` (all by default) enter the loss. The others count in its normaliser:
     weights are set before they are left out. `max_tokens` is the longest completion, for weights
-    that divide by it.
+    that divide by it; `seed` is for what a term draws at random.
     """
     own, lengths_S = actions.device, actions.lengths_S
     lengths_S = lengths_S.to(place_of_float64(own))
@@ -54,7 +61,105 @@ def prepare(
     if algorithm.advantage.whitens:
         advantage_N = segments.whiten(advantage_N, estimates.rewarded_N)
     return TrainBatch(
-        actions, advantage_N, weight_N, estimates.return_N, token_weight, 1 / _count(actions)
+        actions,
+        advantage_N,
+        weight_N,
+        estimates.return_N,
+        token_weight,
+        1 / _count(actions),
+        outcome_N=estimates.outcome_N,
+        correction_N=corrected(algorithm, actions)[1] if algorithm.corrections else None,
+        seed=seed,
+    )
+
+
+@torch.no_grad()
+def corrected(
+    algorithm: Algorithm, actions: Actions
+) -> tuple[Bool[Tensor, " N"], Float[Tensor, " N"]]:
+    """The tokens whose weight some correction cuts, and c_n: what each correction makes of the
+    weights of those before it, in their order."""
+    signals = Signals(**_known(actions))
+    weight_N = torch.ones_like(signals.need("old_log_prob_N"))
+    limited_N = torch.zeros_like(weight_N, dtype=torch.bool)
+    for choice in algorithm.corrections:
+        if isinstance(choice, CustomCorrection):
+            given = {**signals.named(), "weight_N": weight_N}
+            weight_N = _per_token(CORRECTION, choice, given, weight_N)
+        else:
+            weight_N = choice.apply(weight_N, signals)
+        cut_N = choice.limited(signals)
+        limited_N = limited_N if cut_N is None else limited_N | cut_N
+    return limited_N, weight_N
+
+
+@torch.no_grad()
+def whole_batch(
+    algorithm: Algorithm, batch: TrainBatch[A], log_prob_N: Tensor, entropy_N: Tensor | None
+) -> TrainBatch[A]:
+    """An optimizer batch with what its masks and surrogate read of all of it, before it is cut.
+
+    `log_prob_N` and `entropy_N` are the current policy's.
+    """
+    signals = _signals(algorithm, batch, log_prob_N, entropy_N)
+    prepared_N = algorithm.surrogate.prepare(signals) if algorithm.surrogate.whole_batch else None
+    kept_N = _kept(signals, [mask for mask in algorithm.masks if mask.whole_batch])
+    return replace(batch, kept_N=kept_N, prepared_N=prepared_N)
+
+
+def _kept(signals: LossSignals, masks: Sequence[MaskTerm]) -> Tensor | None:
+    """The tokens that all of these masks keep; None where there are none."""
+    kept_N = None
+    for mask in masks:
+        if isinstance(mask, CustomMask):
+            one_N = _per_token(MASK, mask, signals.named(), signals.advantage_N) != 0
+        else:
+            one_N = mask.value(signals)
+        kept_N = one_N if kept_N is None else kept_N & one_N
+    return kept_N
+
+
+def _known(actions: Actions) -> dict[str, Any]:
+    """What is known of a batch before its update, by the names of `Signals`."""
+    old_N = actions.old_log_prob_N
+    engine_N = actions.engine_log_prob_N
+    return {
+        "lengths_S": actions.lengths_S,
+        "groups_S": actions.groups_S,
+        "engine_log_prob_N": engine_N if old_N is None else engine_N.to(old_N),
+        "old_log_prob_N": old_N,
+        "reference_log_prob_N": actions.reference_log_prob_N,
+        "teacher_log_prob_N": actions.teacher_log_prob_N,
+        "old_entropy_N": actions.old_entropy_N,
+        "old_squares_N": actions.old_squares_N,
+        "value_N": actions.value_N,
+        "turn_N": actions.turn_N,
+        "version_S": upload(actions.versions, actions.device) if actions.versions else None,
+    }
+
+
+def _signals(
+    algorithm: Algorithm, batch: TrainBatch[Any], log_prob_N: Tensor, entropy_N: Tensor | None
+) -> LossSignals:
+    """What the surrogate and the masks read of a batch or micro-batch."""
+    actions: Actions = batch.actions
+    known = _known(actions)
+    if actions.old_log_prob_N is None:
+        known["old_log_prob_N"] = log_prob_N.detach()
+    log_ratio_N = algorithm.ratio_kind.log_ratio(
+        log_prob_N, known["old_log_prob_N"], actions.lengths_S
+    )
+    outcome_N = batch.outcome_N
+    return LossSignals(
+        **known,
+        outcome_S=None if outcome_N is None else actions.of_sequences(outcome_N.to(log_prob_N)),
+        log_prob_N=log_prob_N,
+        log_ratio_N=log_ratio_N,
+        advantage_N=batch.advantage_N.to(log_prob_N),
+        entropy_N=entropy_N,
+        prepared_N=batch.prepared_N,
+        edges=algorithm.surrogate.edges,
+        seed=batch.seed,
     )
 
 
@@ -105,33 +210,30 @@ class Loss:
 def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: float) -> Loss:
     """The algorithm's loss on an optimizer batch or micro-batch, under the policy's scores."""
     actions: Actions = batch.actions
-    lengths_S = actions.lengths_S
     log_prob_N = scores.log_prob_N
-    advantage_N, weight_N = batch.advantage_N.to(log_prob_N), batch.weight_N.to(log_prob_N)
-    old_N = log_prob_N.detach() if actions.old_log_prob_N is None else actions.old_log_prob_N
-    log_ratio_N = algorithm.ratio_kind.log_ratio(log_prob_N, old_N, lengths_S)
+    weight_N = batch.weight_N.to(log_prob_N)
+    signals = _signals(algorithm, batch, log_prob_N, scores.entropy_N)
+    log_ratio_N, old_N = signals.log_ratio_N, signals.need("old_log_prob_N")
     choice = algorithm.surrogate
     if isinstance(choice, CustomSurrogate):
-        surrogate_N = _custom_surrogate(
-            choice,
-            log_prob_N=log_prob_N,
-            old_log_prob_N=old_N,
-            lengths_S=lengths_S,
-            advantage_N=advantage_N,
-            log_ratio_N=log_ratio_N,
-        )
+        surrogate_N = _per_token(SURROGATE, choice, signals.named(), signals.advantage_N)
     else:
-        surrogate_N = choice.value(log_ratio_N, advantage_N, lengths_S, log_prob_N)
-    if algorithm.correction is not None:
-        engine_N = actions.engine_log_prob_N.to(old_N)
-        surrogate_N = surrogate_N * algorithm.correction.value(engine_N, old_N, lengths_S)
+        surrogate_N = choice.value(signals)
+    with torch.no_grad():
+        kept_N = _kept(signals, [mask for mask in algorithm.masks if not mask.whole_batch])
+        if batch.kept_N is not None:
+            kept_N = batch.kept_N if kept_N is None else kept_N & batch.kept_N
+    if kept_N is not None:  # not a product: a token left out may have an infinite surrogate
+        surrogate_N = torch.where(kept_N, surrogate_N, torch.zeros_like(surrogate_N))
+    if batch.correction_N is not None:
+        surrogate_N = surrogate_N * batch.correction_N
     terms = {"policy": (-1.0, weight_N * surrogate_N)}
     metrics: dict[str, Tensor] = {}
     divergence = algorithm.loss_divergence
     divergence_N = None
     if divergence is not None and divergence.active:
         divergence_N = divergence.value(
-            log_prob_N, old_N, actions.reference_log_prob_N, scores.full_kl_N
+            log_prob_N, old_N, actions.reference_log_prob_N, scores.full_kl_N, log_ratio_N
         )
         terms["divergence"] = beta, weight_N * divergence_N
     if algorithm.value is not None and batch.return_N is not None:
@@ -144,6 +246,8 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     total = reduce(operator.add, sums.values())
     with torch.no_grad():
         watched = _watch(algorithm, batch, scores, log_ratio_N, old_N, divergence_N)
+        if kept_N is not None:
+            watched["masked"] = batch.metric_weight * (~kept_N).to(log_prob_N).sum()
         first = {"loss/policy": sums["policy"].detach()}
         metrics = {**first, **metrics, "loss": total.detach(), **watched}
         tokens = {f"loss/{name}": scale * term_N for name, (scale, term_N) in terms.items()}
@@ -157,12 +261,18 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     return Loss(total, metrics, tokens)
 
 
-def _custom_surrogate(choice: CustomSurrogate, **signals: Tensor) -> Tensor:
-    value_N = call_custom(SURROGATE, choice, signals)
-    if value_N.shape != signals["advantage_N"].shape:
+def _per_token(
+    what: str,
+    choice: CustomSurrogate | CustomCorrection | CustomMask,
+    signals: Mapping[str, Any],
+    like_N: Tensor,
+) -> Tensor:
+    """What a user's function gives: one number for each token."""
+    value_N = call_custom(what, choice, signals)
+    if value_N.shape != like_N.shape:
         raise KeelError(
-            f"algorithm.surrogate: {choice.function} returned shape {tuple(value_N.shape)}, "
-            f"wanted one number a token {tuple(signals['advantage_N'].shape)}"
+            f"{what}: {choice.function} returned shape {tuple(value_N.shape)}, wanted one number "
+            f"a token {tuple(like_N.shape)}"
         )
     return value_N
 

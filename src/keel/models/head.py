@@ -77,6 +77,8 @@ class Scores:
     entropy_N: Float[Tensor, "N"] | None
     value_N: Float[Tensor, "N"] | None
     full_kl_N: Float[Tensor, "N"] | None
+    squares_N: Float[Tensor, "N"] | None = None
+    """Σ_v π², without a gradient."""
 
 
 class ValueHead(nn.Module):
@@ -227,6 +229,18 @@ def readout(
         None,
         divergence_N if reference is not None else None,
     )
+
+
+@torch.no_grad()
+def squares(
+    hidden_NH: Float[Tensor, "N H"], head: Head, temperature: float = 1.0
+) -> Float[Tensor, "N"]:
+    """Σ_v π(v)², how likely two samples are to agree."""
+    chunk = max(CHUNK_TOKENS, _chunk_bytes(hidden_NH.device) // (4 * head.weight.shape[0]))
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        policy = _Chunks(hidden_NH, head, temperature, chunk, _precision(hidden_NH))
+        parts = [policy.log_softmax(rows)[0].mul_(2).exp_().sum(1) for rows in policy.slices()]
+    return torch.cat(parts) if parts else hidden_NH.new_zeros(0, dtype=policy.dtype)
 
 
 def log_probs(

@@ -37,6 +37,7 @@ from keel.models.families import (
     prepare,
 )
 from keel.models.head import Head, Scores, ValueHead, readout
+from keel.models.head import squares as squared
 from keel.models.loading import (
     check_pair,
     check_served,
@@ -178,10 +179,12 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         *,
         entropy: bool = False,
+        squares: bool = False,
         value_head: ValueHead | None = None,
         reference: HiddenStates | None = None,
     ) -> Scores:
-        """log π of each scored token and, on request, entropy, value and Σ_v π log(π/π_ref).
+        """log π of each scored token and, on request, entropy, Σ_v π² (without a gradient), value
+        and Σ_v π log(π/π_ref).
 
         One forward pass; logits are computed in chunks. The temperature divides the logits of
         policy and reference.
@@ -196,6 +199,8 @@ class Policy(nn.Module):
             out = readout(
                 hidden_NH, self.head, packed.scored(), temperature, entropy=entropy, reference=other
             )
+            if squares:
+                out = replace(out, squares_N=squared(hidden_NH, self.head, temperature))
             return out if value_head is None else replace(out, value_N=value_head(hidden_NH))
 
         return within(self.model, compute)

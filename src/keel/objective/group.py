@@ -8,6 +8,7 @@ Group ids are any integers, in any order.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,8 @@ class _Deviation:
 
     centred_S: Tensor
     """R_i − mean_g R; 0 where the reward is absent or the group's rewards are all equal."""
+    mean_S: Tensor
+    """mean_g R; 0 for a group without rewards."""
     unequal_S: Tensor
     """Whether the reward is present, in a group whose rewards differ."""
     count_S: Tensor
@@ -59,7 +62,7 @@ def _deviation(reward_S: Tensor, groups_S: Tensor, weight_S: Tensor | None = Non
     mass_S = total(weight_S)
     mean_S = total(weight_S * reward_S) / torch.where(mass_S > 0, mass_S, 1.0)
     centred_S = torch.where(unequal_S, reward_S - mean_S, torch.zeros_like(reward_S))
-    return _Deviation(centred_S, unequal_S, count_S, total(centred_S.square()))
+    return _Deviation(centred_S, mean_S, unequal_S, count_S, total(centred_S.square()))
 
 
 def group_relative(
@@ -149,6 +152,130 @@ def greedy_baseline(
     """
     difference_S = reward_S - baseline_S
     return difference_S.masked_fill(difference_S.isnan(), 0.0)
+
+
+def mean_relative(
+    reward_S: Float[Tensor, " S"], groups_S: Int[Tensor, " S"], *, epsilon: float
+) -> Float[Tensor, " S"]:
+    """The reward less the group's mean, over that mean: of rewards that are not negative.
+
+        A_i = (R_i − mean_g R) / (mean_g R + ε)
+
+    Its expected gradient grows towards that of the log-likelihood of a right answer as G grows.
+
+    Source: MaxRL, arXiv:2602.02710.
+    """
+    group = _deviation(reward_S, groups_S)
+    return group.centred_S / (group.mean_S + epsilon)
+
+
+def best_of_group(
+    reward_S: Float[Tensor, " S"],
+    groups_S: Int[Tensor, " S"],
+    *,
+    scale: Literal["std", "none"],
+    epsilon: float,
+) -> Float[Tensor, " S"]:
+    """The best answer of a group gets its lead, all others nothing.
+
+        A_i = (R_(1) − R_(2)) / (std_g + ε) for the best of the group, else 0
+
+    Several best ones get 0 each: none leads.
+
+    Source: pass@k policy optimisation, arXiv:2503.19595, as verl has it.
+    """
+    group = _deviation(reward_S, groups_S)
+    known_S = reward_S.masked_fill(reward_S.isnan(), -torch.inf)
+    lead_S = torch.zeros_like(group.centred_S)
+    for number in torch.unique(groups_S):
+        places = (groups_S == number).nonzero().flatten()
+        if len(places) > 1:
+            first, second = known_S[places].topk(2).indices
+            lead = known_S[places[first]] - known_S[places[second]]
+            lead_S[places[first]] = lead.masked_fill(lead.isinf() | lead.isnan(), 0.0)
+    if scale == "none":
+        return lead_S
+    variance_S = group.squares_S / (group.count_S - 1).clamp(min=1)
+    return lead_S / (torch.where(group.unequal_S, variance_S, 1.0).sqrt() + epsilon)
+
+
+def rescaled_baseline(
+    reward_S: Float[Tensor, " S"], groups_S: Int[Tensor, " S"]
+) -> Float[Tensor, " S"]:
+    """The reward less the group's mean, larger the fewer rewards of the batch are not 0.
+
+        A_i = α (R_i − mean_g R),   α = S / max(1, #{ j : R_j ≠ 0 })
+
+    Source: GPG, arXiv:2504.02546, as verl has it.
+    """
+    present_S = reward_S.isnan().logical_not()
+    rewarded = (present_S & (reward_S != 0)).to(reward_S.dtype).sum().clamp(min=1)
+    return _deviation(reward_S, groups_S).centred_S * (present_S.sum() / rewarded)
+
+
+def separately_normalised(
+    rewards: Sequence[Float[Tensor, " S"]],
+    groups_S: Int[Tensor, " S"],
+    *,
+    weights: Sequence[float],
+    epsilon: float,
+) -> Float[Tensor, " S"]:
+    """Several rewards, each normalised within its group before they are added.
+
+        A_i = Σ_k w_k (R_ki − mean_g R_k) / (std_g R_k + ε)
+
+    before it is whitened over the tokens of the batch.
+
+    Source: GDPO, arXiv:2601.05242.
+    """
+    parts = [
+        weight * group_relative(reward_S, groups_S, scale="std", epsilon=epsilon)
+        for weight, reward_S in zip(weights, rewards, strict=True)
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def optimal_token(
+    reward_N: Float[Tensor, " N"],
+    old_log_prob_N: Float[Tensor, " N"],
+    old_squares_N: Float[Tensor, " N"],
+    groups_S: Int[Tensor, " S"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> Float[Tensor, " N"]:
+    """The reward to go less the baseline of least variance for each place in the answer.
+
+        A_t = G_t − B_t,   B_t = Σ_{i∈g} G_it W_it / (Σ_{i∈g} W_it + ε)
+        W_t = Σ_{j≤t} (1 − 2 π_j + Σ_v π_v²)
+
+    over the answers of the group that have a t-th token. Where only one has, B = 0 with
+    `zero_tail`, else G, which leaves nothing (but for a group of one). The places are those of
+    written tokens, so that it is also verl's form for conversations with tools.
+
+    Source: the optimal token baseline, Li et al. 2026, as verl has it.
+    """
+    return_N = to_go(reward_N, lengths_S)
+    energy_N = 1 - 2 * old_log_prob_N.exp() + old_squares_N
+    # The sum up to a token is the one to go of what is turned round.
+    weight_N = to_go(energy_N.flip(0), lengths_S.flip(0)).flip(0)
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    place_N = torch.arange(len(reward_N), device=reward_N.device) - spread(starts_S, lengths_S)
+    _, group_S = torch.unique(groups_S, return_inverse=True)
+    cell_N = spread(group_S, lengths_S) * (place_N.max() + 1) + place_N
+    _, cell_N, count_C = torch.unique(cell_N, return_inverse=True, return_counts=True)
+    order_N = cell_N.argsort(stable=True)
+
+    def total(x_N: Tensor) -> Tensor:
+        return segment_sum(x_N[order_N], count_C)[cell_N]
+
+    mean_N = total(return_N * weight_N) / (total(weight_N) + epsilon)
+    alone_N = count_C[cell_N] == 1
+    if not zero_tail:
+        size_S = torch.bincount(group_S)[group_S]
+        alone_N = spread(size_S == 1, lengths_S)
+    return return_N - torch.where(alone_N, 0.0, mean_N)
 
 
 def baselined_returns(

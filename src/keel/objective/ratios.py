@@ -1,21 +1,15 @@
-"""Logarithms of importance ratios, one for each token, and weights for an engine's mismatch.
+"""Logarithms of importance ratios, one for each token.
 
-The ratios have one signature; `exponential` makes a ratio of them. Nothing is clamped before a
-mean. `truncate` and `mask` correct for an engine whose log-probabilities differ from the trainer's:
-their weights multiply the surrogate alone, carry no gradient, and are exactly 1 if the two agree.
+They have one signature; `exponential` makes a ratio of them. Nothing is clamped before a mean.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from keel.objective.segments import segment_mean, segment_sum, spread
 
-Level = Literal["token", "sequence"]
 LIMIT = 20.0
 """Log-ratios beyond this are cut inside the exponential: e^20 is 5e8, finite in every product."""
 
@@ -101,57 +95,3 @@ def sequence_product(
     """
     sum_S = segment_sum(log_prob_N - old_log_prob_N, lengths_S)
     return spread(sum_S, lengths_S, total=len(log_prob_N))
-
-
-def truncate(
-    engine_log_prob_N: Float[Tensor, " N"],
-    old_log_prob_N: Float[Tensor, " N"],
-    lengths_S: Int[Tensor, " S"],
-    *,
-    level: Level,
-    cap: float,
-) -> Float[Tensor, " N"]:
-    """Truncated importance sampling.
-
-        c_n = sg[ min(exp(ℓ_old − ℓ_engine), C) ],   per token, or the product over the sequence
-
-    Source: Ionides 2008; for engines, Yao et al. 2025, "Your efficient RL framework secretly brings
-    you off-policy RL training", C = 2.
-    """
-    return _mismatch(engine_log_prob_N, old_log_prob_N, lengths_S, level).clamp(max=cap)
-
-
-def mask(
-    engine_log_prob_N: Float[Tensor, " N"],
-    old_log_prob_N: Float[Tensor, " N"],
-    lengths_S: Int[Tensor, " S"],
-    *,
-    level: Level,
-    floor: float,
-    cap: float,
-) -> Float[Tensor, " N"]:
-    """The importance weight inside a band, 0 outside; the token still counts in the normaliser.
-
-        c_n = sg[ ω_n · 1(floor ≤ ω_n ≤ cap) ],   ω_n = exp(ℓ_old − ℓ_engine)
-
-    Source: IcePop, Ling Team 2025, arXiv:2510.18855 (masked importance sampling).
-    """
-    weight_N = _mismatch(engine_log_prob_N, old_log_prob_N, lengths_S, level)
-    inside_N = (weight_N >= floor) & (weight_N <= cap)
-    return torch.where(inside_N, weight_N, torch.zeros_like(weight_N))
-
-
-def effective_sample_size(log_ratio_N: Float[Tensor, " N"]) -> Float[Tensor, ""]:
-    """The share of its N tokens that an importance-weighted mean is worth, in [1/N, 1].
-
-        ESS/N = (Σ_n ρ_n)² / (N Σ_n ρ_n²),   ρ_n = exp(log ρ_n)
-
-    Source: Kish 1965; for importance weights Kong 1992.
-    """
-    weight_N = exponential(log_ratio_N)
-    return weight_N.sum().square() / (weight_N.square().sum() * len(weight_N))
-
-
-def _mismatch(engine_N: Tensor, old_N: Tensor, lengths_S: Tensor, level: Level) -> Tensor:
-    ratio = token if level == "token" else sequence_product
-    return exponential(ratio(old_N.detach(), engine_N.detach(), lengths_S))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -85,8 +85,8 @@ def segment_mean(x_N: Float[Tensor, " N"], lengths_S: Int[Tensor, " S"]) -> Floa
 
 
 def spread(
-    x_S: Float[Tensor, " S"], lengths_S: Int[Tensor, " S"], *, total: int | None = None
-) -> Float[Tensor, " N"]:
+    x_S: Shaped[Tensor, " S"], lengths_S: Int[Tensor, " S"], *, total: int | None = None
+) -> Shaped[Tensor, " N"]:
     """A sequence's number, at each of its tokens; `total` is N, which a GPU else waits for.
 
         y_n = x_{i(n)}

@@ -1,16 +1,25 @@
 """What a policy step maximises, token by token, before the weights.
 
-All have the signature `(log_ratio_N, advantage_N, lengths_S, *, options) -> value_N`.
+All have the signature `(log_ratio_N, advantage_N, lengths_S, *, more signals and options) ->
+value_N`.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.objective.ratios import exponential
-from keel.objective.segments import segment_mean, spread
+from keel.objective.ratios import LIMIT, exponential
+from keel.objective.segments import (
+    continues,
+    linear_recurrence,
+    segment_mean,
+    segment_sum,
+    spread,
+)
 
 
 def unclipped(
@@ -131,3 +140,183 @@ def log_prob(
     Source: Williams 1992.
     """
     return advantage_N * log_ratio_N
+
+
+def vespo(
+    log_ratio_N: Float[Tensor, " N"],
+    advantage_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    log_prob_N: Float[Tensor, " N"],
+    power_positive: float,
+    rate_positive: float,
+    power_negative: float,
+    rate_negative: float,
+) -> Float[Tensor, " N"]:
+    """REINFORCE weighed by a gamma kernel of the completion's ratio, 1 and highest near W = 1.
+
+        s_n = sg[ W^k e^{λ (1 − W)} ] · A_n · ℓ_n,   W = clip(Π_t ρ_t, 1e-8, e^20)
+
+    with (k, λ) of A_n ≥ 0 or of A_n < 0.
+
+    Source: VESPO, arXiv:2602.10693, (2, 3) and (3, 2).
+    """
+    log_S = segment_sum(log_ratio_N.detach().clamp(-LIMIT, LIMIT), lengths_S)
+    log_N = spread(log_S.clamp(math.log(1e-8), LIMIT), lengths_S, total=len(log_ratio_N))
+    good_N = advantage_N >= 0
+    power_N = torch.where(good_N, power_positive, power_negative)
+    rate_N = torch.where(good_N, rate_positive, rate_negative)
+    weight_N = (power_N * log_N + rate_N * (1 - log_N.exp())).exp()
+    return weight_N * advantage_N * log_prob_N
+
+
+def fipo(
+    log_ratio_N: Float[Tensor, " N"],
+    advantage_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    low: float,
+    high: float,
+    half_life: float,
+    floor: float,
+    cap: float,
+) -> Float[Tensor, " N"]:
+    """The clipped surrogate, with tokens weighed by how much likelier what follows has become.
+
+        s_n = f_n · min(ρ_n A_n, clip(ρ_n, 1 − ε_low, 1 + ε_high) A_n)
+        f_n = sg[ clip( exp Σ_{k≥n} γ^{k−n} log ρ_k, floor, cap ) ],   γ = 2^{−1/half_life}
+
+    Source: FIPO, arXiv:2603.19835, half-life 32, factor within 1 and 1.2.
+    """
+    decay_N = continues(lengths_S).to(log_ratio_N) * 2 ** (-1 / half_life)
+    future_N = linear_recurrence(decay_N, log_ratio_N.detach())
+    factor_N = exponential(future_N).clamp(floor, cap)
+    return clip(log_ratio_N, factor_N * advantage_N, lengths_S, low=low, high=high)
+
+
+def topr(
+    log_ratio_N: Float[Tensor, " N"],
+    advantage_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    log_prob_N: Float[Tensor, " N"],
+    outcome_S: Float[Tensor, " S"],
+    threshold: float,
+) -> Float[Tensor, " N"]:
+    """REINFORCE of the right answers, and of the wrong ones as far as the policy still gives them.
+
+        s_n = A_n ℓ_n where R_i > threshold,   sg[ min(Π_t ρ_t, 1) ] · A_n ℓ_n elsewhere
+
+    Source: TOPR, arXiv:2503.14286.
+    """
+    weight_S = exponential(segment_sum(log_ratio_N.detach(), lengths_S)).clamp(max=1.0)
+    weight_S = torch.where(outcome_S > threshold, torch.ones_like(weight_S), weight_S)
+    weight_N = spread(weight_S, lengths_S, total=len(log_ratio_N))
+    return weight_N * advantage_N * log_prob_N
+
+
+def real_shares(
+    log_ratio_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+    outcome_S: Float[Tensor, " S"],
+    groups_S: Int[Tensor, " S"],
+    *,
+    threshold: float,
+    temperature: float,
+) -> Float[Tensor, " S 2"]:
+    """What the loss of a group is to each of its completions: its share of the value, and slope.
+
+        L_g = log(1 + Σ_{right} e^{−m_i/τ}) + log(1 + Σ_{wrong} e^{m_j/τ}),   m_i = mean_t log ρ_t
+        shares:  (L_g / G,  ∂L_g/∂m_i)
+
+    A completion is right if R_i > threshold; one without reward is in no sum.
+
+    Source: REAL, arXiv:2602.05630, τ = 0.5.
+    """
+    mean_S = segment_mean(log_ratio_N.detach(), lengths_S)
+    right_S, known_S = outcome_S > threshold, ~outcome_S.isnan()
+    sign_S = torch.where(right_S, -1.0, 1.0).to(mean_S)
+    score_S = torch.where(known_S, sign_S * mean_S / temperature, -torch.inf)
+    shares = torch.zeros(len(mean_S), 2, dtype=mean_S.dtype, device=mean_S.device)
+    for group in torch.unique(groups_S):
+        inside_S = (groups_S == group) & known_S
+        for side_S in (inside_S & right_S, inside_S & ~right_S):
+            terms = torch.cat([score_S.new_zeros(1), score_S[side_S]])
+            value = terms.logsumexp(0)
+            shares[side_S, 1] = sign_S[side_S] / temperature * (score_S[side_S] - value).exp()
+            if bool(side_S.any()):
+                shares[inside_S, 0] += value / inside_S.sum()
+    return shares
+
+
+def real(
+    log_ratio_N: Float[Tensor, " N"],
+    advantage_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    prepared_N: Float[Tensor, " N 2"],
+) -> Float[Tensor, " N"]:
+    """Rewards as labels: a classifier of right and wrong answers by their log-ratios.
+
+        s_n = −( L_g/G + ∂L_g/∂m_i · (m_i − sg[m_i]) ),   m_i = mean_t log ρ_t
+
+    with L_g as in `real_shares`, from the whole group: the value and the gradient of −L_g. No
+    advantage is in it.
+
+    Source: REAL, arXiv:2602.05630.
+    """
+    mean_N = spread(segment_mean(log_ratio_N, lengths_S), lengths_S, total=len(log_ratio_N))
+    value_N, slope_N = prepared_N.unbind(1)
+    return -(value_N + slope_N * (mean_N - mean_N.detach()))
+
+
+def dro(
+    log_ratio_N: Float[Tensor, " N"],
+    advantage_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    log_prob_N: Float[Tensor, " N"],
+    beta: float,
+) -> Float[Tensor, " N"]:
+    """REINFORCE with a quadratic penalty on the log-ratio.
+
+        s_n = A_n ℓ_n − (β/2) (log ρ_n)²
+
+    Source: DRO, arXiv:2405.19107, as verl has it for tokens.
+    """
+    return advantage_N * log_prob_N - beta / 2 * log_ratio_N.square()
+
+
+def kimi(
+    log_ratio_N: Float[Tensor, " N"],
+    advantage_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    tau: float,
+) -> Float[Tensor, " N"]:
+    """The importance-weighted advantage less what the policy has moved already.
+
+        s_n = ρ_n · (A_n − τ sg[log ρ_n])
+
+    Source: the online mirror descent of Kimi k1.5, arXiv:2501.12599.
+    """
+    return exponential(log_ratio_N) * (advantage_N - tau * log_ratio_N.detach())
+
+
+def kl_cov(
+    log_ratio_N: Float[Tensor, " N"],
+    advantage_N: Float[Tensor, " N"],
+    lengths_S: Int[Tensor, " S"],
+    *,
+    prepared_N: Float[Tensor, " N"],
+    coefficient: float,
+) -> Float[Tensor, " N"]:
+    """The importance-weighted advantage, with a penalty on the tokens of highest covariance.
+
+        s_n = ρ_n A_n − c · κ_n · |log ρ_n|
+
+    `prepared_N` is κ: 1 for the share k of the optimizer batch with the highest covariance, else 0.
+
+    Source: KL-Cov, arXiv:2505.22617, k = 2e-3 and c = 1.
+    """
+    return exponential(log_ratio_N) * advantage_N - coefficient * prepared_N * log_ratio_N.abs()

@@ -184,8 +184,8 @@ def _check_rounding(context: StageContext, plan: SamplingPlan, batch: TrialBatch
     context.figures["bfloat16 autocast"] = str(effect)
     algorithm = plan.sampling.algorithm
     samples_exactly = policy.device.type == "cpu" and batch.engine.in_process
-    if algorithm is not None and algorithm.correction is None and samples_exactly:
-        key = f"{context.prefix}algorithm.correction.kind"
+    if algorithm is not None and not algorithm.corrections and samples_exactly:
+        key = f"{context.prefix}algorithm.corrections.kind"
         context.add(found("bfloat16-uncorrected", key, effect=effect))
 
 

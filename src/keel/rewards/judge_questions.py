@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from keel.algorithms.terms import Coefficient, FrozenModel, Positive
-from keel.config.fields import AsTuple, Count, Index
+from keel.algorithms.terms import AsTuple, Coefficient, FrozenModel, Positive
+from keel.config.fields import Count, Index
 from keel.graders.formats import answer_part
 from keel.types import Content, KeelError
 

@@ -155,6 +155,11 @@ class Scorer:
         return None
 
     @property
+    def weights(self) -> dict[str, float]:
+        """What each reward is weighed with, by its name."""
+        return {function.name: function.source.weight for function in self.functions}
+
+    @property
     def spending(self) -> list[str]:
         """The names of metrics that add up over calls, of rewards that cost money."""
         return [name for reward in self._paying() for name in reward.spending]

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from keel.algorithms.presets import Preset
+from keel.algorithms.spec import Preset
 from keel.config.entry import DEFAULT_KIND, PYTHON, stage_kind
 from keel.config.layers import layer, overlay
 from keel.config.load import RUN_FOLDER, Source, read_recipe

@@ -23,9 +23,9 @@ from keel.config.stage import Optimizer
 from keel.learn.advantages import estimate, outcome
 from keel.learn.batch import LESS, Batch, Estimates, TrainBatch, from_groups, oom_context
 from keel.learn.learner import Losses, Trainer, by_gradient
-from keel.learn.loss import adapted_beta, prepare, value_metrics
+from keel.learn.loss import adapted_beta, corrected, prepare, value_metrics
 from keel.learn.optimizer import Cause, NotFinite, learning_rate
-from keel.objective import divergences, ratios
+from keel.objective import corrections, divergences, ratios
 from keel.runs.rows import LOSS, RolloutRow
 from keel.training.evaluator import Evaluators
 from keel.training.loop import EvaluationResult, Loop, StepResult, write_batch
@@ -39,7 +39,8 @@ class LossConfig:
     """Which sequences of a step are in the loss, and what is computed for it before the update.
 
     `score_old` and `score_reference` say whether the trainer computes the log-probabilities of
-    the policy before the update and of the reference; with `old_log_probs` = "engine" the former
+    the policy before the update and of the reference, `score_entropy` and `score_squares` whether
+    the policy's entropy and Σ_v π² too; with `old_log_probs` = "engine" the former
     are the engine's. With `ratio_to_itself` the ratio divides by the update's own, so that it is 1
     although dropout moves them.
     """
@@ -48,6 +49,8 @@ class LossConfig:
     mask_truncated: bool = False
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     score_old: bool = True
+    score_entropy: bool = False
+    score_squares: bool = False
     score_reference: bool = False
     ratio_to_itself: bool = False
 
@@ -126,7 +129,8 @@ class RLLoop(Loop):
             if rollouts.groups:
                 with clock("score"):
                     batch = score(self, rollouts)
-                    rewards = outcome(rollouts.groups, rollouts.results, rollouts.greedy)
+                    weights = self.sampler.scorer.weights
+                    rewards = outcome(rollouts.groups, rollouts.results, rollouts.greedy, weights)
                     estimates = estimate(algorithm, batch, rewards, beta)
                 with clock("update"):
                     updated = update_models(self, batch, estimates, rollouts, progress, number)
@@ -208,7 +212,13 @@ def score(loop: RLLoop, rollouts: Rollouts) -> Batch:
     batch = from_groups(rollouts.groups, learner.device)
     if config.old_log_probs == "engine":
         batch = replace(batch, old_log_prob_N=batch.engine_log_prob_N)
-    return learner.score(batch, old=config.score_old, reference=config.score_reference)
+    return learner.score(
+        batch,
+        old=config.score_old,
+        reference=config.score_reference,
+        entropy=config.score_entropy,
+        squares=config.score_squares,
+    )
 
 
 def update_models(
@@ -240,7 +250,8 @@ def update_models(
     skipped = 0
     for at, part in enumerate([*batches] * schedule.epochs):
         try:
-            made = loop.learner.update(algorithm, part.batch, progress.beta, rates)
+            moved = bool(taken) or not loop.loss.score_old
+            made = loop.learner.update(algorithm, part.batch, progress.beta, rates, moved=moved)
             taken.append((part, made))
         except NotFinite as error:
             loop.skip(
@@ -287,7 +298,7 @@ def minibatches(
     # Sorted again, so that completions of one prompt are neighbours: it is then computed once.
     chunks = [sorted(chunk.tolist()) for chunk in np.array_split(order, count)]
     kept = frozenset(keep)
-    parts = []
+    parts: list[Minibatch] = []
     for chunk in chunks:
         inside = [i for i, place in enumerate(chunk) if place in kept]
         if not inside:
@@ -298,6 +309,7 @@ def minibatches(
             estimates.select(batch.action_index(chunk)),
             max_tokens,
             inside,
+            derive(seed, "masks", len(parts)),
         )
         parts.append(Minibatch([chunk[i] for i in inside], part))
     return parts
@@ -428,11 +440,16 @@ def _engine_difference(
         "sampling/sampling_logp_difference/max": gap_N.max(),
         "sampling/kl/k1": divergences.k1(engine_N, trainer_N).mean(),
         "sampling/kl/k3": divergences.k3(engine_N, trainer_N).mean(),
-        "sampling/effective_sample_size": ratios.effective_sample_size(trainer_N - engine_N),
+        "sampling/effective_sample_size": corrections.effective_sample_size(
+            ratios.exponential(trainer_N - engine_N)
+        ),
     }
-    if algorithm.correction is not None:
-        limited_N = algorithm.correction.limited(engine_N, trainer_N, batch.lengths_S)
+    if algorithm.corrections:
+        scored = replace(batch, old_log_prob_N=trainer_N)
+        limited_N, weight_N = corrected(algorithm, scored)
         found["sampling/importance_sampling_ratio/clipped"] = limited_N.to(gap_N).mean()
+        found["sampling/importance_sampling_ratio/masked"] = (weight_N == 0).to(gap_N).mean()
+        found["sampling/importance_sampling_ratio/mean"] = weight_N.mean()
     return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
 
 

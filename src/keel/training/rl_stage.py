@@ -364,7 +364,12 @@ def loss_config(stage: RolloutStage, model: Model) -> rl.LossConfig:
             or stage.reference.measured
             or algorithm.needs_teacher
             or drops
+            or algorithm.whole_batch
+            or bool(algorithm.corrections)
+            or algorithm.advantage.reads_squares
         ),
+        score_entropy=algorithm.reads_entropy,
+        score_squares=algorithm.advantage.reads_squares,
         ratio_to_itself=drops and stage.own_ratio,
         score_reference=stage.keeps_reference,
     )

@@ -26,7 +26,7 @@ from keel.config.load import validated, write_out
 from keel.config.schema import Recipe
 from keel.types import KeelError
 
-VLLM = ("rollout.engine", "rollout.vllm.", "algorithm.correction")
+VLLM = ("rollout.engine", "rollout.vllm.", "algorithm.corrections")
 _PLACEHOLDERS = {
     "tasks": [{"path": "train.jsonl"}],
     "data": {"path": "train.jsonl"},

@@ -282,10 +282,8 @@ def trl_divergence(c: Foreign) -> Keys:
         return
     yield from _divergence(c, "loss", "k3", c["beta"])
     weighed = c["use_bias_correction_kl"]
-    if weighed and c["importance_sampling_level"] != "token":
-        c.refuse("use_bias_correction_kl", "the divergence is weighed by the token's ratio only")
-    else:
-        yield f"{DIVERGENCE}.unbiased", weighed
+    of_tokens = c["importance_sampling_level"] == "token"
+    yield f"{DIVERGENCE}.unbiased", weighed if of_tokens or not weighed else "ratio"
 
 
 def trl_correction(c: Foreign) -> Keys:
@@ -294,11 +292,11 @@ def trl_correction(c: Foreign) -> Keys:
         return
     level, _, kind = c["vllm_importance_sampling_mode"].partition("_")
     cap, floor = c["vllm_importance_sampling_clip_max"], c["vllm_importance_sampling_clip_min"]
-    yield "algorithm.correction.kind", kind
-    yield "algorithm.correction.level", level
-    yield "algorithm.correction.cap", float(c["vllm_importance_sampling_cap"] or cap or 1e9)
+    yield "algorithm.corrections.kind", kind
+    yield "algorithm.corrections.level", level
+    yield "algorithm.corrections.cap", float(c["vllm_importance_sampling_cap"] or cap or 1e9)
     if kind == "mask":
-        yield "algorithm.correction.floor", float(floor or 0.0)
+        yield "algorithm.corrections.floor", float(floor or 0.0)
     elif floor is not None:
         c.refuse("vllm_importance_sampling_clip_min", "weights are cut from above only")
 

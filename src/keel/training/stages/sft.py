@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from keel.algorithms.terms import EntryPoint, FrozenModel, UnusedIf
-from keel.config.fields import AsTuple, Count, Index, StageName, Tokens
+from keel.algorithms.terms import AsTuple, EntryPoint, FrozenModel, UnusedIf
+from keel.config.fields import Count, Index, StageName, Tokens
 from keel.config.sources import PAST_THE_END, PreferenceData, Prompts, SFTData, TaskSource
 from keel.config.stage import DemonstrationSource, ImitationSource, StageConfig
 

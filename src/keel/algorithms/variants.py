@@ -1,0 +1,165 @@
+"""Presets of 2025 and 2026 that differ from GRPO in one choice or two."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from keel.algorithms.group_advantages import (
+    BestOfGroup,
+    GroupRelative,
+    MeanRelative,
+    OptimalToken,
+    RescaledBaseline,
+    SeparatelyNormalised,
+)
+from keel.algorithms.masks import BinaryKL, ClipCov, SecondMoment, TotalVariation
+from keel.algorithms.ratios import Weights
+from keel.algorithms.spec import Algorithm, Preset
+from keel.algorithms.surrogates import Clip, Fipo, KLCov, Real
+from keel.algorithms.terms import CHOICE
+from keel.algorithms.weighted import Cispo, LogProb, Topr, Vespo
+
+_GRPO: Final = "arXiv:2402.03300"
+
+
+def _variant(
+    name: str,
+    title: str,
+    paper: str,
+    *,
+    sources: dict[str, str],
+    weights: str = "token_mean",
+    minibatches: int = 1,
+    **choices: Any,
+) -> Preset:
+    """A preset whose choices are GRPO's without its divergence, but for these; so are `sources`."""
+    known = {
+        "advantage": f"{_GRPO} §4.1.2",
+        "ratio": f"{_GRPO} eq. 3",
+        "surrogate": f"{_GRPO} eq. 3; ε 0.2: {CHOICE}",
+        "weights": paper,
+        "divergence": f"none: {CHOICE}",
+        **sources,
+    }
+    if minibatches > 1:
+        known["epochs"] = f"{minibatches} mini-batches: {CHOICE}, so that the ratio moves"
+    given = {"advantage": GroupRelative(), "ratio": "token", "surrogate": Clip(), **choices}
+    return Preset(
+        name=name,
+        title=title,
+        paper=paper,
+        algorithm=Algorithm(**given, weights=Weights(kind=weights)),  # type: ignore[arg-type]
+        sources=known,  # type: ignore[arg-type]
+        minibatches=minibatches,
+    )
+
+
+def _dppo(name: str, what: str, mask: TotalVariation | BinaryKL) -> Preset:
+    paper = "arXiv:2602.04879"
+    return _variant(
+        name,
+        f"Divergence PPO: tokens bounded by {what}, not by their ratio",
+        paper,
+        surrogate=Cispo(cap=20.0),
+        masks=(mask,),
+        minibatches=4,
+        sources={
+            "surrogate": f"{paper}, C = 20",
+            "masks": f"{paper}; bounds: {CHOICE}",
+            "weights": f"token mean: {CHOICE}",
+        },
+    )
+
+
+VARIANTS: Final = (
+    _variant(
+        "luspo", "Length-unbiased sequence policy optimisation", "arXiv:2602.05261",
+        ratio="sequence", surrogate=Clip(low=3e-4, high=4e-4), weights="sequence_sum",
+        minibatches=4,
+        sources={
+            "ratio": "arXiv:2507.18071 eq. 7",
+            "surrogate": f"arXiv:2507.18071 eq. 5; ε: {CHOICE}, gspo's",
+        },
+    ),
+    _dppo("dppo_tv", "how far their probability has moved", TotalVariation()),
+    _dppo("dppo_kl", "a divergence of their probability", BinaryKL()),
+    _variant(
+        "vespo", "Variational sequence-level soft policy optimisation", "arXiv:2602.10693",
+        surrogate=Vespo(), minibatches=4,
+        sources={"surrogate": "arXiv:2602.10693", "weights": f"token mean: {CHOICE}, TRL's"},
+    ),
+    _variant(
+        "fipo", "Future-KL influenced policy optimisation", "arXiv:2603.19835",
+        surrogate=Fipo(), minibatches=16,
+        sources={"surrogate": "arXiv:2603.19835; clip: arXiv:2503.14476 §3.1"},
+    ),
+    _variant(
+        "topr", "Tapered off-policy REINFORCE", "arXiv:2503.14286",
+        advantage=GroupRelative(scale="none"), surrogate=Topr(), weights="sequence_sum",
+        minibatches=4,
+        sources={
+            "advantage": f"arXiv:2503.14286; the group's mean as baseline: {CHOICE}",
+            "surrogate": f"arXiv:2503.14286; right above 0: {CHOICE}",
+        },
+    ),
+    _variant(
+        "real", "Rewards as labels", "arXiv:2602.05630",
+        advantage=GroupRelative(scale="none"), surrogate=Real(), weights="sequence_mean",
+        minibatches=4,
+        sources={"advantage": "none is read", "surrogate": "arXiv:2602.05630, τ 0.5"},
+    ),
+    _variant(
+        "gpg", "Group policy gradient", "arXiv:2504.02546",
+        advantage=RescaledBaseline(), ratio="none", surrogate=LogProb(),
+        sources={
+            "advantage": "arXiv:2504.02546", "ratio": "arXiv:2504.02546, none",
+            "surrogate": "arXiv:2504.02546",
+        },
+    ),
+    _variant(
+        "clip_cov", "Clip-Cov: a random few of the tokens that lower the entropy are left out",
+        "arXiv:2505.22617",
+        masks=(ClipCov(),), minibatches=4,
+        sources={"masks": "arXiv:2505.22617", "weights": f"token mean: {CHOICE}"},
+    ),
+    _variant(
+        "kl_cov", "KL-Cov: tokens that lower the entropy are held near the sampling policy",
+        "arXiv:2505.22617",
+        surrogate=KLCov(), minibatches=4,
+        sources={"surrogate": "arXiv:2505.22617, k 2e-3, coefficient 1",
+                 "weights": f"token mean: {CHOICE}"},
+    ),
+    _variant(
+        "m2po", "Second-moment trust policy optimisation", "arXiv:2510.01161",
+        masks=(SecondMoment(),), minibatches=4,
+        sources={"masks": "arXiv:2510.01161, τ 0.04", "weights": f"token mean: {CHOICE}"},
+    ),
+    _variant(
+        "gdpo", "GRPO of several rewards, each normalised for itself", "arXiv:2601.05242",
+        advantage=SeparatelyNormalised(), weights="sequence_mean",
+        sources={"advantage": "arXiv:2601.05242", "weights": f"{_GRPO} eq. 3"},
+    ),
+    _variant(
+        "maxrl", "Maximum likelihood reinforcement learning", "arXiv:2602.02710",
+        advantage=MeanRelative(), weights="sequence_mean",
+        sources={"advantage": "arXiv:2602.02710", "weights": f"{_GRPO} eq. 3: {CHOICE}"},
+    ),
+    _variant(
+        "pass_k", "The best of the group as the objective", "arXiv:2503.19595",
+        advantage=BestOfGroup(), weights="sequence_mean",
+        sources={"advantage": "arXiv:2503.19595", "weights": f"{_GRPO} eq. 3: {CHOICE}"},
+    ),
+    _variant(
+        "lite_ppo", "Group mean, standard deviation of the batch", "arXiv:2508.08221",
+        advantage=GroupRelative(scale="batch"),
+        sources={"advantage": "arXiv:2508.08221"},
+    ),
+    _variant(
+        "otb", "Optimal token baseline", "Li et al. 2026, The Optimal Token Baseline",
+        advantage=OptimalToken(), ratio="none", surrogate=LogProb(),
+        sources={
+            "advantage": "Li et al. 2026", "ratio": "none: the baseline is of REINFORCE",
+            "surrogate": "Williams 1992", "weights": f"token mean: {CHOICE}",
+        },
+    ),
+)  # fmt: skip
