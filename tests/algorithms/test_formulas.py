@@ -147,7 +147,7 @@ def enumerated(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         # A reward is a number; the policy gradient of a penalty is E[D ∇ℓ].
         estimate = d.estimate(new, other).detach() * new
     else:
-        estimate = d.value(new, old, ref, None)
+        estimate = d.value(new, old, ref, None, new - old)
     expected = (sampler * estimate).sum()
     kls = {
         "π‖ref": (new.exp() * (new - ref)).sum(),

@@ -63,6 +63,11 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"corrections": {"kind": "mask", "floor": 1.0, "cap": 1.0}},
     ),
     (
+        {"divergence": {"to": "old", "unbiased": "ratio"}},
+        "by the ratio of the surrogate: set unbiased = true",
+        {"divergence": {"to": "old", "unbiased": True}},
+    ),
+    (
         {"corrections": [{"kind": "normalise"}, {"kind": "truncate"}]},
         'corrections.0 = "normalise" divides the weights of what stands before it',
         {"corrections": [{"kind": "truncate"}, {"kind": "normalise"}]},

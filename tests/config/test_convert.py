@@ -27,7 +27,7 @@ REFUSED: dict[str, set[str]] = {
     "openrlhf-group-norm.sh": {"max_samples"},
     "openrlhf-ppo.sh": {"max_samples", "normalize_reward"},
     "openrlhf-reinforce-baseline.sh": {"max_samples", "normalize_reward"},
-    "trl-dapo.py": {"reward_funcs", "top_entropy_quantile"},
+    "trl-dapo.py": {"reward_funcs"},
     "trl-dpo-lora.sh": set(),
     "trl-dpo.sh": set(),
     "trl-dr-grpo.json": set(),
@@ -39,7 +39,7 @@ REFUSED: dict[str, set[str]] = {
     "trl-sft-lora.sh": set(),
     "trl-sft.sh": set(),
     "verl-dapo.sh": {"data.truncation"},
-    "verl-gpg.sh": {"algorithm.adv_estimator"},
+    "verl-gpg.sh": set(),
     "verl-grpo-lora.sh": set(),
     "verl-grpo.sh": set(),
     "verl-gspo.yaml": set(),
@@ -208,18 +208,16 @@ def test_vllm_and_its_correction_are_kept_if_asked_for() -> None:
     assert "engine" not in plain.recipe["rollout"]
     assert kept.recipe["rollout"]["engine"] == "vllm"
     assert kept.recipe["rollout"]["vllm"]["gpu_memory_utilization"] == 0.6
-    assert kept.recipe["algorithm"]["correction"] == {"kind": "truncate"}  # the cap is 2 in both
+    assert kept.recipe["algorithm"]["corrections"] == {"kind": "truncate"}  # the cap is 2 in both
 
 
 def test_unknown_keys_and_changed_mathematics_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(
-        "num_generations: 8\nbetta: 0.1\nloss_type: vespo\nuse_adaptive_entropy: true\n"
-    )
+    path.write_text("num_generations: 8\nbetta: 0.1\nloss_type: ess\nuse_adaptive_entropy: true\n")
     found = convert(str(path))
     assert set(found.refused) == {
         "betta = 0.1",
-        "loss_type = 'vespo'",
+        "loss_type = 'ess'",
         "use_adaptive_entropy = True",
     }
     assert "beta?" in found.refused["betta = 0.1"]
@@ -732,3 +730,27 @@ def test_each_converted_recipe_passes_check(name: str, tmp_path: Path) -> None:
     report = check(shrunk(converted(name).recipe, tmp_path), runs=False).as_dict()
     errors = [one for one in report["findings"] if one["severity"] == "error"]
     assert errors == []
+
+
+def test_masks_of_trl_and_losses_of_verl_are_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(
+        "num_generations: 8\ntop_entropy_quantile: 0.2\noff_policy_mask_threshold: 0.5\n"
+        "importance_sampling_level: sequence\nbeta: 0.1\n"
+    )
+    found = convert(str(path)).recipe["algorithm"]
+    assert found["masks"] == [
+        {"kind": "top_entropy", "share": 0.2},
+        {"kind": "off_policy_sequences", "bound": 0.5},
+    ]
+    assert found["divergence"]["unbiased"] == "ratio"
+    path = tmp_path / "verl.sh"
+    path.write_text(
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv "
+        "actor_rollout_ref.actor.clip_ratio_low=0.1 actor_rollout_ref.actor.clip_ratio_c=20.0"
+    )
+    found = convert(str(path)).recipe["algorithm"]
+    assert found["surrogate"] == {"kind": "cispo", "cap": 20.0}
+    assert found["masks"]["kind"] == "total_variation"
+    assert (found["masks"]["low"], found["masks"]["high"]) == (0.1, 0.2)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keel.algorithms.presets import PRESETS
 from keel.algorithms.spec import Algorithm
+from keel.algorithms.surrogates import CustomSurrogate
 from keel.config.stage import Optimizer
 from keel.learn import learner as learner_module
 from keel.learn.batch import Batch, Estimates, TokenBudget, TrainBatch, from_groups
@@ -209,7 +210,7 @@ def test_all_advantages_zero_give_zero_gradients() -> None:
 
 def test_users_surrogate_leaves_no_sequence_out() -> None:
     algorithm = algorithm_of("grpo", divergence=None)
-    own = algorithm.surrogate.model_copy(update={"kind": "custom"})
+    own = CustomSurrogate(function="builtins:sum")
     assert not learner_module.by_gradient(
         algorithm.model_copy(update={"surrogate": own}), with_zero_advantages(algorithm), 0.0
     )[1]

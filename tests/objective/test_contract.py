@@ -18,6 +18,7 @@ from torch import Tensor
 import keel.objective
 from keel.objective import (
     background,
+    baselines,
     corrections,
     divergences,
     gae,
@@ -27,6 +28,7 @@ from keel.objective import (
     ratios,
     segments,
     surrogates,
+    weighted,
     weights,
 )
 from tests.objective import loops
@@ -141,10 +143,9 @@ EXAMPLES: dict[Function, Example] = {
     group.leave_one_out: example({"groups_S": GROUPS}, **REWARDS),
     group.optimal: example({"groups_S": GROUPS, **OWN}, **REWARDS),
     group.group_mean_baseline: example({"groups_S": GROUPS}, **REWARDS),
-    group.greedy_baseline: example(reward_S=s(1), baseline_S=s(2)),
-    group.baselined_returns: example(
+    baselines.greedy_baseline: example(reward_S=s(1), baseline_S=s(2)),
+    baselines.baselined_returns: example(
         {"groups_S": GROUPS, **OWN, "gamma": 0.9, "group_baseline": True}, **PLUS),
-    group.batch_normalised: example({"groups_S": GROUPS, **OWN, "gamma": 0.9}, **PLUS),
     group.process_group_relative: example(
         {"step_end_K": loops.ints([0, 2, 3, 6]), "step_sequence_K": loops.ints([0, 0, 1, 2]),
          "groups_S": GROUPS, **OWN, "epsilon": 1e-4},
@@ -166,12 +167,12 @@ EXAMPLES: dict[Function, Example] = {
     ratios.sequence_product: RATIO,
     surrogates.unclipped: example(OWN, **SURROGATE),
     surrogates.clip: example({**OWN, "low": 0.2, "high": 0.28, "dual": 3.0}, **SURROGATE),
-    surrogates.cispo: example(
+    weighted.cispo: example(
         {"log_ratio_N": n(1), **OWN, "cap": 1.3, "floor": 0.8}, advantage_N=n(2), log_prob_N=n(3)),
     surrogates.sapo: example(
         {**OWN, "temperature_positive": 1.0, "temperature_negative": 1.05}, **SURROGATE),
     surrogates.geometric: example({**OWN, "low": 0.2, "high": 0.3}, **CONSTANT_A),
-    surrogates.log_prob: example(OWN, **SURROGATE),
+    weighted.log_prob: example(OWN, **SURROGATE),
     divergences.k1: example(**PAIR),
     divergences.k2: example(**PAIR),
     divergences.k3: example(**PAIR),
@@ -213,16 +214,16 @@ EXAMPLES: dict[Function, Example] = {
     group.rescaled_baseline: example({"groups_S": GROUPS}, **REWARDS),
     group.separately_normalised: example(
         {"rewards": [s(1), s(2)], "groups_S": GROUPS, "weights": [1.0, 0.5], "epsilon": 1e-4}),
-    group.optimal_token: example(
+    baselines.optimal_token: example(
         {"groups_S": GROUPS, **OWN}, reward_N=n(1), old_log_prob_N=-n(2).abs(),
         old_squares_N=1 + UNIT),  # so that no weight is near 0
-    surrogates.vespo: example(
+    weighted.vespo: example(
         {"log_ratio_N": n(1), **OWN, "power_positive": 2.0, "rate_positive": 3.0,
          "power_negative": 3.0, "rate_negative": 2.0}, advantage_N=n(2), log_prob_N=n(3)),
     surrogates.fipo: example(
         {"log_ratio_N": n(1), **OWN, "low": 0.2, "high": 0.28, "half_life": 4.0, "floor": 0.9,
          "cap": 1.2}, advantage_N=n(2)),
-    surrogates.topr: example(
+    weighted.topr: example(
         {"log_ratio_N": n(1), **OWN, "outcome_S": s(4), "threshold": 0.0}, advantage_N=n(2),
         log_prob_N=n(3)),
     surrogates.real_shares: example(
@@ -231,7 +232,7 @@ EXAMPLES: dict[Function, Example] = {
     # The gradient is that of its value only at what was prepared: left out of the gradient check.
     surrogates.real: example(
         {**OWN, "prepared_N": matrix(8, 2, 4), "advantage_N": n(2), "log_ratio_N": n(1)}),
-    surrogates.dro: example({**OWN, "beta": 0.3}, log_prob_N=n(3), **SURROGATE),
+    weighted.dro: example({**OWN, "beta": 0.3}, log_prob_N=n(3), **SURROGATE),
     surrogates.kimi: example({"log_ratio_N": n(1), **OWN, "tau": 0.2}, advantage_N=n(2)),
     surrogates.kl_cov: example(
         {**OWN, "prepared_N": FLAGS.double(), "coefficient": 0.7}, **SURROGATE),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keel.objective import divergences, ratios, segments, surrogates
+from keel.objective import divergences, ratios, segments, surrogates, weighted
 from tests.objective import loops
 
 SEQUENCES = list(itertools.product(range(3), repeat=3))
@@ -152,11 +152,11 @@ def test_k1_in_the_reward_is_exact_for_the_sequence() -> None:
     theta = parameter()
     penalty_N = -divergences.k1(tokens(POLICY), tokens(REFERENCE))
     advantage_N = segments.to_go(penalty_N, LENGTHS)
-    value_N = surrogates.log_prob(tokens(theta), advantage_N, LENGTHS)
+    value_N = weighted.log_prob(tokens(theta), advantage_N, LENGTHS)
     wanted = -gradient(kl(whole(theta), whole(REFERENCE)), theta)
     loops.close(gradient(by_token(POLICY, value_N), theta), wanted)
     # Without the way to the end it is the gradient of something else.
-    myopic_N = surrogates.log_prob(tokens(theta), penalty_N, LENGTHS)
+    myopic_N = weighted.log_prob(tokens(theta), penalty_N, LENGTHS)
     assert (gradient(by_token(POLICY, myopic_N), theta) - wanted).abs().max() > 1e-3
 
 
@@ -191,7 +191,7 @@ def test_the_enumerated_policy_gradient() -> None:
     theta = parameter()
     exact = gradient(objective(theta), theta)
     advantage_N = segments.spread(REWARD, LENGTHS)
-    on_policy = by_token(POLICY, surrogates.log_prob(tokens(theta), advantage_N, LENGTHS))
+    on_policy = by_token(POLICY, weighted.log_prob(tokens(theta), advantage_N, LENGTHS))
     loops.close(gradient(on_policy, theta), exact)
     log_ratio_N = ratios.sequence_product(tokens(theta), tokens(OLD), LENGTHS)
     one_action = surrogates.unclipped(log_ratio_N, advantage_N, LENGTHS)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.objective import group, segments
+from keel.objective import baselines, group, segments
 from tests.objective import loops
 
 NAN = float("nan")
@@ -80,7 +80,7 @@ def test_a_whole_group_without_reward_is_zero_and_silent() -> None:
 
 
 def test_greedy_baseline() -> None:
-    out = group.greedy_baseline(loops.tensor([1.0, NAN, 0.5]), loops.tensor([0.3, 0.3, NAN]))
+    out = baselines.greedy_baseline(loops.tensor([1.0, NAN, 0.5]), loops.tensor([0.3, 0.3, NAN]))
     loops.close(out, [0.7, 0.0, 0.0])
 
 
@@ -104,8 +104,8 @@ def test_batch_normalised_against_the_loop(
         warnings.simplefilter("ignore", UserWarning)
         arguments = (loops.tensor(rewards), penalty_N, loops.ints(groups), loops.ints(lengths))
         options = {"gamma": gamma, "group_baseline": baseline}
-        raw_N = group.baselined_returns(*arguments, **options)
-        out_N = group.batch_normalised(*arguments, **options)
+        raw_N = baselines.baselined_returns(*arguments, **options)
+        out_N = segments.whiten(raw_N, segments.spread(~arguments[0].isnan(), arguments[3]))
     zeros = [[0.0] * n if p is None else p for p, n in zip(parts, lengths, strict=True)]
     loops.close(raw_N, loops.join(zeros))
     white = iter(loops.whiten(present) if len(present) > 1 else [0.0] * len(present))

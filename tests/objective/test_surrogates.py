@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keel.objective import ratios, surrogates
+from keel.objective import ratios, surrogates, weighted
 from tests.objective import loops
 
 
@@ -27,13 +27,13 @@ def test_values_are_the_loops(seed: int, low: float, high: float, dual: float | 
     arguments = (log_ratio_N, advantage_N, lengths_S)
     rows = list(zip(log_ratio_N.exp().tolist(), advantage_N.tolist(), strict=True))
     loops.close(surrogates.unclipped(*arguments), [r * a for r, a in rows])
-    loops.close(surrogates.log_prob(*arguments), log_ratio_N * advantage_N)
+    loops.close(weighted.log_prob(*arguments), log_ratio_N * advantage_N)
     loops.close(
         surrogates.clip(*arguments, low=low, high=high, dual=dual),
         [loops.clip(r, a, low, high, dual) for r, a in rows],
     )
     loops.close(
-        surrogates.cispo(*arguments, log_prob_N=log_prob_N, cap=1 + high, floor=1 - low),
+        weighted.cispo(*arguments, log_prob_N=log_prob_N, cap=1 + high, floor=1 - low),
         [
             min(max(r, 1 - low), 1 + high) * a * x
             for (r, a), x in zip(rows, log_prob_N.tolist(), strict=True)
@@ -67,7 +67,7 @@ def test_values_are_the_loops(seed: int, low: float, high: float, dual: float | 
 def test_cispo_never_loses_a_gradient() -> None:
     log_ratio_N = loops.tensor([3.0, -3.0]).requires_grad_()
     log_prob_N = loops.tensor([-1.0, -2.0]).requires_grad_()
-    surrogates.cispo(
+    weighted.cispo(
         log_ratio_N, loops.tensor([2.0, 2.0]), loops.ints([2]), log_prob_N=log_prob_N, cap=5.0
     ).sum().backward()
     assert log_ratio_N.grad is None
@@ -85,7 +85,7 @@ EVERY = {
         lambda x: surrogates.sapo(**x, temperature_positive=1.0, temperature_negative=1.05),
     ),
     "gmpo": (ratios.token, lambda x: surrogates.geometric(**x, low=0.4, high=0.4)),
-    "reinforce": (ratios.none, lambda x: surrogates.log_prob(**x)),
+    "reinforce": (ratios.none, lambda x: weighted.log_prob(**x)),
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keel.objective import group, surrogates
+from keel.objective import baselines, group, surrogates, weighted
 from tests.objective import loops
 
 RAGGED = st.lists(st.integers(1, 7), min_size=1, max_size=6)
@@ -32,7 +32,7 @@ def test_weighted_surrogates_are_the_loops(lengths: list[int], seed: int) -> Non
     ratios, a, ell = (loops.split(x, lengths) for x in (ratio_N, advantage_N, log_prob_N))
     products = [math.exp(sum(r)) for r in ratios]
 
-    def weighted(weigh: object) -> list[float]:
+    def rows(weigh: object) -> list[float]:
         return [
             weigh(i, t) * a[i][t] * ell[i][t]  # type: ignore[operator]
             for i, n in enumerate(lengths)
@@ -44,17 +44,17 @@ def test_weighted_surrogates_are_the_loops(lengths: list[int], seed: int) -> Non
         w = min(max(products[i], 1e-8), math.exp(20))
         return math.exp(rate) * w**k * math.exp(-rate * w)
 
-    found = surrogates.vespo(
+    found = weighted.vespo(
         ratio_N, advantage_N, lengths_S, log_prob_N=log_prob_N,
         power_positive=2.0, rate_positive=3.0, power_negative=3.0, rate_negative=2.0,
     )  # fmt: skip
-    loops.close(found, weighted(gamma))
+    loops.close(found, rows(gamma))
     outcomes = loops.random(len(lengths), seed + 9).tolist()
-    found = surrogates.topr(
+    found = weighted.topr(
         ratio_N, advantage_N, lengths_S,
         log_prob_N=log_prob_N, outcome_S=loops.tensor(outcomes), threshold=0.2,
     )  # fmt: skip
-    loops.close(found, weighted(lambda i, t: 1.0 if outcomes[i] > 0.2 else min(products[i], 1.0)))
+    loops.close(found, rows(lambda i, t: 1.0 if outcomes[i] > 0.2 else min(products[i], 1.0)))
 
 
 @settings(max_examples=25, deadline=None)
@@ -62,7 +62,7 @@ def test_weighted_surrogates_are_the_loops(lengths: list[int], seed: int) -> Non
 def test_surrogates_of_the_ratio_are_the_loops(lengths: list[int], seed: int) -> None:
     ratio_N, advantage_N, log_prob_N, lengths_S = batch(lengths, seed)
     flat = list(zip(ratio_N.tolist(), advantage_N.tolist(), log_prob_N.tolist(), strict=True))
-    found = surrogates.dro(ratio_N, advantage_N, lengths_S, log_prob_N=log_prob_N, beta=0.3)
+    found = weighted.dro(ratio_N, advantage_N, lengths_S, log_prob_N=log_prob_N, beta=0.3)
     loops.close(found, [a * p - 0.15 * d * d for d, a, p in flat])
     found = surrogates.kimi(ratio_N, advantage_N, lengths_S, tau=0.2)
     loops.close(found, [math.exp(d) * (a - 0.2 * d) for d, a, _ in flat])
@@ -187,7 +187,7 @@ def test_optimal_token_is_the_loop(rows: list[tuple[int, int]], seed: int) -> No
                 base = sum(returns[j][t] * weight[j][t] for j in there) / mass
                 alone = len(there) == 1 if tail else len(peers) == 1
                 wanted.append(returns[i][t] - (0.0 if alone else base))
-        found = group.optimal_token(
+        found = baselines.optimal_token(
             reward_N, old_N, squares_N, loops.ints(groups), loops.ints(lengths), zero_tail=tail
         )
         # The weights are differences of sums, and some are near 0.

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keel.algorithms.signals import RewardSignals
-    from keel.objective import group
+    from keel.objective import baselines, group
 else:
-    group = Lazy("group")
+    baselines, group = Lazy("baselines"), Lazy("group")
 
 _UNSCALED = UnusedIf(lambda key: key.table.scale == "none", 'scale = "none" divides by nothing')
 _TIES = "A group whose rewards are all equal gives exactly 0."
@@ -148,7 +148,7 @@ class BatchNormalised(AdvantageTerm):
 
     def value(self, signals: RewardSignals) -> Tensor:
         # The group's baseline is of the outcome alone; the penalty is subtracted token by token.
-        return group.baselined_returns(
+        return baselines.baselined_returns(
             signals.outcome_S,
             signals.penalty_N,
             signals.groups_S,
@@ -180,7 +180,7 @@ class GreedyBaseline(AdvantageTerm):
     reads_greedy: ClassVar[bool] = True
 
     def value(self, signals: RewardSignals) -> Tensor:
-        return group.greedy_baseline(signals.reward_S, signals.need("baseline_S"))
+        return baselines.greedy_baseline(signals.reward_S, signals.need("baseline_S"))
 
     def describe(self, algorithm: Choices, setting: Setting) -> Description:
         text = (
@@ -350,7 +350,7 @@ class OptimalToken(AdvantageTerm):
         return True
 
     def value(self, signals: RewardSignals) -> Tensor:
-        return group.optimal_token(
+        return baselines.optimal_token(
             signals.reward_N,
             signals.need("old_log_prob_N").to(signals.reward_N),
             signals.need("old_squares_N").to(signals.reward_N),

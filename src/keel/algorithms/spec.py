@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from keel.algorithms import group_advantages, weighted  # noqa: F401  (their kinds)
 from keel.algorithms.advantages import AdvantageTerm
@@ -48,6 +48,15 @@ else:
     Correction = one_of(CorrectionTerm)
 
 
+def _truncating(corrections: Any) -> Any:
+    """A correction without a kind truncates."""
+    if not isinstance(corrections, tuple):
+        return corrections
+    return tuple(
+        {"kind": "truncate", **one} if isinstance(one, dict) else one for one in corrections
+    )
+
+
 class Algorithm(FrozenModel):
     """`divergence` and `value` are absent where None (`"none"` in TOML); masks and corrections are
     applied in their order."""
@@ -60,7 +69,7 @@ class Algorithm(FrozenModel):
     value: ValueLoss | None = None
     entropy: Coefficient = 0.0
     masks: Annotated[tuple[Mask, ...], AsTuple] = ()
-    corrections: Annotated[tuple[Correction, ...], AsTuple] = ()
+    corrections: Annotated[tuple[Correction, ...], BeforeValidator(_truncating), AsTuple] = ()
 
     @model_validator(mode="after")
     def _goes_together(self) -> Algorithm:

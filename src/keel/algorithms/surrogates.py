@@ -47,6 +47,8 @@ class SurrogateTerm(TermChoice):
     bounds_ratio: ClassVar[bool] = False
     """Whether it keeps the ratio near 1, by a clip or a gate."""
 
+    module: ClassVar[str] = "surrogates"
+    """Of `keel.objective`: it has the function under the name of the kind."""
     reads: ClassVar[tuple[str, ...]] = ()
     """The signals that its function takes besides log-ratios, advantages and lengths."""
     reads_advantage: ClassVar[bool] = True
@@ -55,12 +57,8 @@ class SurrogateTerm(TermChoice):
     """Whether `prepare` reads the whole optimizer batch before it is cut."""
 
     def value(self, signals: LossSignals) -> Tensor:
-        """s_n, of shape (N,).
-
-        `keel.objective.surrogates` has the function under the name of the kind, and its options
-        under those of the fields.
-        """
-        function = getattr(surrogates, self.kind)
+        """s_n, of shape (N,): the options of the function are the fields."""
+        function = getattr(Lazy(self.module), self.kind)
         more = {name: signals.need(name) for name in self.reads}
         found: Tensor = function(
             signals.log_ratio_N, signals.advantage_N, signals.lengths_S, **more, **self._options()

@@ -15,6 +15,7 @@ from keel.algorithms.terms import Choices, Coefficient, Description, Positive, e
 class LogProb(SurrogateTerm):
     kind: Literal["log_prob"] = "log_prob"
     source: ClassVar[str] = "Williams 1992"
+    module: ClassVar[str] = "weighted"
     needs_ratio: ClassVar[bool] = False
 
     def describe(self) -> Description:
@@ -34,6 +35,7 @@ class Cispo(SurrogateTerm):
     floor: Coefficient = 0.0
     source: ClassVar[str] = "arXiv:2506.13585 eq. 4-5"
     bounds_ratio: ClassVar[bool] = True
+    module: ClassVar[str] = "weighted"
     reads: ClassVar[tuple[str, ...]] = ("log_prob_N",)
 
     @property
@@ -73,6 +75,7 @@ class Vespo(SurrogateTerm):
     rate_negative: Positive = 2.0
     source: ClassVar[str] = "arXiv:2602.10693"
     bounds_ratio: ClassVar[bool] = True
+    module: ClassVar[str] = "weighted"
     reads: ClassVar[tuple[str, ...]] = ("log_prob_N",)
 
     def describe(self) -> Description:
@@ -102,6 +105,7 @@ class Topr(SurrogateTerm):
     """A completion is right if its reward is more than this."""
     source: ClassVar[str] = "arXiv:2503.14286"
     bounds_ratio: ClassVar[bool] = True
+    module: ClassVar[str] = "weighted"
     reads: ClassVar[tuple[str, ...]] = ("log_prob_N", "outcome_S")
 
     def describe(self) -> Description:
@@ -127,6 +131,7 @@ class Dro(SurrogateTerm):
     beta: Coefficient = 0.1
     source: ClassVar[str] = "arXiv:2405.19107"
     bounds_ratio: ClassVar[bool] = True
+    module: ClassVar[str] = "weighted"
     reads: ClassVar[tuple[str, ...]] = ("log_prob_N",)
     reads_advantage: ClassVar[bool] = False
 

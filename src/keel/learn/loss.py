@@ -247,7 +247,7 @@ def loss(algorithm: Algorithm, batch: TrainBatch[Any], scores: Scores, beta: flo
     with torch.no_grad():
         watched = _watch(algorithm, batch, scores, log_ratio_N, old_N, divergence_N)
         if kept_N is not None:
-            watched["masked"] = batch.metric_weight * (~kept_N).to(log_prob_N).sum()
+            watched["mask_ratio/mean"] = batch.metric_weight * (~kept_N).to(log_prob_N).sum()
         first = {"loss/policy": sums["policy"].detach()}
         metrics = {**first, **metrics, "loss": total.detach(), **watched}
         tokens = {f"loss/{name}": scale * term_N for name, (scale, term_N) in terms.items()}

@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keel.objective.gae import returns_to_go
-from keel.objective.segments import on_last, segment_sum, spread, to_go, whiten
+from keel.objective.segments import segment_sum, to_go
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,21 +138,6 @@ def group_mean_baseline(
     return _deviation(reward_S, groups_S).centred_S
 
 
-def greedy_baseline(
-    reward_S: Float[Tensor, " S"], baseline_S: Float[Tensor, " S"]
-) -> Float[Tensor, " S"]:
-    """The reward less that of the greedy completion of the same prompt.
-
-        A_i = R_i − R(greedy completion)
-
-    0 where either is NaN: there is nothing to compare.
-
-    Source: ReMax, arXiv:2310.10505 §4.
-    """
-    difference_S = reward_S - baseline_S
-    return difference_S.masked_fill(difference_S.isnan(), 0.0)
-
-
 def mean_relative(
     reward_S: Float[Tensor, " S"], groups_S: Int[Tensor, " S"], *, epsilon: float
 ) -> Float[Tensor, " S"]:
@@ -233,100 +217,6 @@ def separately_normalised(
         for weight, reward_S in zip(weights, rewards, strict=True)
     ]
     return torch.stack(parts).sum(0)
-
-
-def optimal_token(
-    reward_N: Float[Tensor, " N"],
-    old_log_prob_N: Float[Tensor, " N"],
-    old_squares_N: Float[Tensor, " N"],
-    groups_S: Int[Tensor, " S"],
-    lengths_S: Int[Tensor, " S"],
-    *,
-    zero_tail: bool = True,
-    epsilon: float = 1e-8,
-) -> Float[Tensor, " N"]:
-    """The reward to go less the baseline of least variance for each place in the answer.
-
-        A_t = G_t − B_t,   B_t = Σ_{i∈g} G_it W_it / (Σ_{i∈g} W_it + ε)
-        W_t = Σ_{j≤t} (1 − 2 π_j + Σ_v π_v²)
-
-    over the answers of the group that have a t-th token. Where only one has, B = 0 with
-    `zero_tail`, else G, which leaves nothing (but for a group of one). The places are those of
-    written tokens, so that it is also verl's form for conversations with tools.
-
-    Source: the optimal token baseline, Li et al. 2026, as verl has it.
-    """
-    return_N = to_go(reward_N, lengths_S)
-    energy_N = 1 - 2 * old_log_prob_N.exp() + old_squares_N
-    # The sum up to a token is the one to go of what is turned round.
-    weight_N = to_go(energy_N.flip(0), lengths_S.flip(0)).flip(0)
-    starts_S = lengths_S.cumsum(0) - lengths_S
-    place_N = torch.arange(len(reward_N), device=reward_N.device) - spread(starts_S, lengths_S)
-    _, group_S = torch.unique(groups_S, return_inverse=True)
-    cell_N = spread(group_S, lengths_S) * (place_N.max() + 1) + place_N
-    _, cell_N, count_C = torch.unique(cell_N, return_inverse=True, return_counts=True)
-    order_N = cell_N.argsort(stable=True)
-
-    def total(x_N: Tensor) -> Tensor:
-        return segment_sum(x_N[order_N], count_C)[cell_N]
-
-    mean_N = total(return_N * weight_N) / (total(weight_N) + epsilon)
-    alone_N = count_C[cell_N] == 1
-    if not zero_tail:
-        size_S = torch.bincount(group_S)[group_S]
-        alone_N = spread(size_S == 1, lengths_S)
-    return return_N - torch.where(alone_N, 0.0, mean_N)
-
-
-def baselined_returns(
-    reward_S: Float[Tensor, " S"],
-    penalty_N: Float[Tensor, " N"],
-    groups_S: Int[Tensor, " S"],
-    lengths_S: Int[Tensor, " S"],
-    *,
-    gamma: float = 1.0,
-    group_baseline: bool = False,
-) -> Float[Tensor, " N"]:
-    """REINFORCE++'s advantage before it is whitened.
-
-        A_t = Σ_{k≥t} γ^{k−t} r_k,   r_k = penalty_k + [k is last] (R_i − b_i)
-
-    `reward_S` is the outcome alone, `penalty_N` is −β k1 (zeros without a KL in the reward); b is
-    the group's mean outcome with `group_baseline`, else 0. A sequence without reward gets 0.
-
-    Source: REINFORCE++, arXiv:2501.03262.
-    """
-    outcome_S = group_mean_baseline(reward_S, groups_S) if group_baseline else reward_S
-    absent_N = spread(reward_S, lengths_S).isnan()
-    reward_N = penalty_N + on_last(outcome_S, lengths_S)
-    return_N = returns_to_go(reward_N, lengths_S, gamma=gamma)
-    return torch.where(absent_N, torch.zeros_like(return_N), return_N)
-
-
-def batch_normalised(
-    reward_S: Float[Tensor, " S"],
-    penalty_N: Float[Tensor, " N"],
-    groups_S: Int[Tensor, " S"],
-    lengths_S: Int[Tensor, " S"],
-    *,
-    gamma: float = 1.0,
-    group_baseline: bool = False,
-    epsilon: float = 1e-8,
-) -> Float[Tensor, " N"]:
-    """REINFORCE++: token returns, whitened over all tokens of the batch.
-
-        A_t = (a_t − mean a) / √(var a + ε),   a_t = Σ_{k≥t} γ^{k−t} r_k
-
-    with r as in `baselined_returns`. The tokens of a sequence without reward leave mean and
-    variance and get 0.
-
-    Source: REINFORCE++, arXiv:2501.03262 (global batch normalisation).
-    """
-    advantage_N = baselined_returns(
-        reward_S, penalty_N, groups_S, lengths_S, gamma=gamma, group_baseline=group_baseline
-    )
-    present_N = spread(reward_S, lengths_S).isnan().logical_not()
-    return whiten(advantage_N, present_N, epsilon=epsilon)
 
 
 def process_group_relative(

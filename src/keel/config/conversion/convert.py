@@ -274,7 +274,8 @@ class Conversion(Foreign):
                 return _recipe(self.program, self.out)[1]
             except KeelError as error:
                 text = str(error)
-            named = [o for o in self.out if o in text and self.out[o] != _PLACEHOLDERS.get(o)]
+            plain = text.replace(".0.", ".")  # the only entry of a list
+            named = [o for o in self.out if o in plain and self.out[o] != _PLACEHOLDERS.get(o)]
             if not named:
                 raise KeelError(f"{path}: the recipe is refused: {text}")
             worst = max(named, key=len)

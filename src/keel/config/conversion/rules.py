@@ -37,7 +37,7 @@ def surrogate(c: Foreign) -> Keys:
         value = next((c[key] for key in keys.split(" or ") if c[key] is not None), None)
         if value is not None:
             yield (
-                f"algorithm.surrogate.{name}",
+                f"algorithm.{name}" if "." in name else f"algorithm.surrogate.{name}",
                 value if sign is None else 1 + float(f"{sign}{value}"),
             )
 
@@ -284,6 +284,17 @@ def trl_divergence(c: Foreign) -> Keys:
     weighed = c["use_bias_correction_kl"]
     of_tokens = c["importance_sampling_level"] == "token"
     yield f"{DIVERGENCE}.unbiased", weighed if of_tokens or not weighed else "ratio"
+
+
+def trl_masks(c: Foreign) -> Keys:
+    """Which tokens the surrogate keeps."""
+    masks: list[dict[str, Any]] = []
+    if c["top_entropy_quantile"] < 1:
+        masks.append({"kind": "top_entropy", "share": c["top_entropy_quantile"]})
+    if c["off_policy_mask_threshold"] is not None:
+        masks.append({"kind": "off_policy_sequences", "bound": c["off_policy_mask_threshold"]})
+    if masks:
+        yield "algorithm.masks", masks
 
 
 def trl_correction(c: Foreign) -> Keys:
