@@ -42,6 +42,7 @@ GROUP = (f"{OBJECTIVE}group_advantages.py",)
 TEMPORAL = (f"{OBJECTIVE}segments.py", f"{OBJECTIVE}gae.py")
 POLICY = (f"{OBJECTIVE}surrogates.py", f"{OBJECTIVE}ratios.py")
 DIVERGENCE = (f"{OBJECTIVE}divergences.py", f"{OBJECTIVE}enumeration.py")
+CORRECTIONS = tuple(f"{OBJECTIVE}{name}.py" for name in ("corrections", "masks", "variants"))
 LEARN = ("tests/learn",)
 VALUE = tuple(
     f"{OBJECTIVE}{name}.py"
@@ -103,7 +104,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("dual clip on the wrong side", "objective/surrogates.py",
              "torch.where(advantage_N < 0, torch.maximum",
              "torch.where(advantage_N > 0, torch.maximum", POLICY),
-    Mutation("CISPO weight not detached", "objective/surrogates.py",
+    Mutation("CISPO weight not detached", "objective/weighted.py",
              "exponential(log_ratio_N.detach())", "exponential(log_ratio_N)", POLICY),
     Mutation("SAPO temperatures exchanged", "objective/surrogates.py",
              "masked_fill(advantage_N > 0,", "masked_fill(advantage_N < 0,", POLICY),
@@ -142,9 +143,29 @@ MUTATIONS: tuple[Mutation, ...] = (
              "0.5 * torch.maximum(", "torch.maximum(", VALUE),
     Mutation("entropy's sign", "objective/divergences.py",
              "return -(log_prob_NV", "return (log_prob_NV", VALUE),
-    Mutation("correction turned round", "objective/ratios.py",
-             "ratio(old_N.detach(), engine_N.detach()",
-             "ratio(engine_N.detach(), old_N.detach()", VALUE),
+    Mutation("correction turned round", "objective/corrections.py",
+             "log_N = (old_log_prob_N - engine_log_prob_N).detach()\n    if level",
+             "log_N = (engine_log_prob_N - old_log_prob_N).detach()\n    if level", CORRECTIONS),
+    Mutation("normalised over tokens always", "objective/corrections.py",
+             'weight_N.mean() if level == "token" else', 'weight_N.mean() if level else',
+             CORRECTIONS),
+    Mutation("off-policy mask of good answers", "objective/masks.py",
+             "near_N | (advantage_N >= 0)", "near_N | (advantage_N < 0)", CORRECTIONS),
+    Mutation("REAL's slope without the temperature", "objective/surrogates.py",
+             "sign_S[side_S] / temperature *", "sign_S[side_S] *", CORRECTIONS),
+    Mutation("FIPO looks back", "objective/surrogates.py",
+             "linear_recurrence(decay_N, log_ratio_N.detach())",
+             "linear_recurrence(decay_N, log_ratio_N.detach().flip(0)).flip(0)", CORRECTIONS),
+    Mutation("VESPO's kernel without its peak at 1", "objective/weighted.py",
+             "rate_N * (1 - log_N.exp())", "rate_N * -log_N.exp()", CORRECTIONS),
+    Mutation("TOPR fades the right answers", "objective/weighted.py",
+             "outcome_S > threshold, torch.ones_like", "outcome_S <= threshold, torch.ones_like",
+             CORRECTIONS),
+    Mutation("MaxRL over the standard deviation's ε", "objective/group.py",
+             "group.centred_S / (group.mean_S + epsilon)", "group.centred_S / (1 + epsilon)",
+             CORRECTIONS),
+    Mutation("masks of a micro-batch", "learn/loss.py",
+             "if batch.kept_N is not None:", "if False:", LEARN),
     Mutation("terminated bootstraps", "objective/background.py",
              "torch.where(terminated_B, torch.zeros_like(value_B), value_B)", "value_B", VALUE),
     Mutation("double DQN evaluates online", "objective/background.py",
@@ -165,7 +186,7 @@ MUTATIONS: tuple[Mutation, ...] = (
              "= -algorithm.entropy * batch.token_weight",
              "= algorithm.entropy * batch.token_weight", LEARN),
     Mutation("correction on the divergence's side", "learn/loss.py",
-             "surrogate_N * algorithm.corrections.", "surrogate_N + 0 * algorithm.corrections.",
+             "surrogate_N * batch.correction_N", "surrogate_N + 0 * batch.correction_N",
              LEARN),
     Mutation("sign of the KL in the reward", "learn/advantages.py",
              "return -beta * estimate(", "return beta * estimate(", LEARN),

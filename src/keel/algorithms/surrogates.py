@@ -235,7 +235,7 @@ class Kimi(SurrogateTerm):
     """The importance-weighted advantage less what the policy has moved already."""
 
     kind: Literal["kimi"] = "kimi"
-    tau: Positive = 0.01
+    tau: Coefficient = 0.01
     source: ClassVar[str] = "arXiv:2501.12599"
     bounds_ratio: ClassVar[bool] = True
     reads_advantage: ClassVar[bool] = False
@@ -254,7 +254,7 @@ class KLCov(SurrogateTerm):
 
     kind: Literal["kl_cov"] = "kl_cov"
     share: Share = 2e-3
-    coefficient: Positive = 1.0
+    coefficient: Coefficient = 1.0
     source: ClassVar[str] = "arXiv:2505.22617"
     reads: ClassVar[tuple[str, ...]] = ("prepared_N",)
     reads_advantage: ClassVar[bool] = False

@@ -69,10 +69,10 @@ class Vespo(SurrogateTerm):
     """REINFORCE weighed by a gamma kernel of the completion's ratio."""
 
     kind: Literal["vespo"] = "vespo"
-    power_positive: Positive = 2.0
-    rate_positive: Positive = 3.0
-    power_negative: Positive = 3.0
-    rate_negative: Positive = 2.0
+    power_positive: Coefficient = 2.0
+    rate_positive: Coefficient = 3.0
+    power_negative: Coefficient = 3.0
+    rate_negative: Coefficient = 2.0
     source: ClassVar[str] = "arXiv:2602.10693"
     bounds_ratio: ClassVar[bool] = True
     module: ClassVar[str] = "weighted"

@@ -224,7 +224,9 @@ class PolicyGradientStage(FrozenModel):
     @model_validator(mode="after")
     def _on_environments(self) -> PolicyGradientStage:
         algorithm = self.algorithm
-        if algorithm.needs_greedy or algorithm.needs_steps or algorithm.needs_teacher:
+        advantage = algorithm.advantage
+        completions = algorithm.needs_greedy or algorithm.needs_steps or algorithm.needs_teacher
+        if completions or advantage.reads_components or advantage.reads_squares:
             raise ValueError(
                 f'advantage "{algorithm.advantage.kind}" is for completions, not environments: '
                 "choose another"

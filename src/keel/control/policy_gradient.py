@@ -32,7 +32,7 @@ from keel.control.learner import (
 from keel.control.networks import Actor, Moments, build_actor, perceptron
 from keel.learn.advantages import advantages, penalties, returns
 from keel.learn.batch import Estimates, TrainBatch
-from keel.learn.loss import adapted_beta, loss, prepare, value_metrics
+from keel.learn.loss import adapted_beta, loss, prepare, value_metrics, whole_batch
 from keel.learn.optimizer import stop_unless_finite
 from keel.models.head import Scores
 from keel.objective import divergences, gae, segments
@@ -110,7 +110,10 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
             experience = replace(experience, reference_log_prob_N=reference_N)
         signals = self.signals(experience, collected)
         advantage_N = advantages(algorithm, signals)
-        estimates = Estimates(advantage_N, returns(algorithm, signals, advantage_N))
+        outcome_N = segments.spread(signals.outcome_S, signals.lengths_S)
+        estimates = Estimates(
+            advantage_N, returns(algorithm, signals, advantage_N), outcome_N=outcome_N
+        )
         return replace(experience, value_N=signals.value_N), estimates
 
     def signals(self, experience: Experience, collected: Collected) -> RewardSignals:
@@ -175,7 +178,10 @@ class PolicyGradient(ControlLearner[PolicyGradientStage]):
 
     def _update(self, part: TrainBatch[Experience], rate: float) -> dict[str, float]:
         """One optimizer step; none (and no `grad_norm`) if the policy has moved too far."""
-        made = loss(self.stage.algorithm, part, self.scores(part.actions), self.beta)
+        algorithm, scores = self.stage.algorithm, self.scores(part.actions)
+        if algorithm.whole_batch:
+            part = whole_batch(algorithm, part, scores.log_prob_N.detach(), scores.entropy_N)
+        made = loss(algorithm, part, scores, self.beta)
         metrics = dict(
             zip(made.metrics, torch.stack(list(made.metrics.values())).tolist(), strict=True)
         )
