@@ -133,13 +133,13 @@ OTHERS: dict[str, Algorithm] = {
     },
 }
 MASKS: dict[str, Algorithm] = {
-    **{kind: algorithm(masks={"kind": kind}) for kind in kinds(spec.Mask) - {"custom"}},
+    **{kind: algorithm(masks={"kind": kind}) for kind in sorted(kinds(spec.Mask) - {"custom"})},
     "custom": algorithm(masks=CUSTOM),
 }
 CORRECTIONS: dict[str, Algorithm] = {
     **{
         kind: algorithm(corrections={"kind": kind})
-        for kind in kinds(spec.Correction) - {"custom", "normalise"}
+        for kind in sorted(kinds(spec.Correction) - {"custom", "normalise"})
     },
     "normalise": algorithm(corrections=[{"kind": "truncate"}, {"kind": "normalise"}]),
     "custom": algorithm(corrections=CUSTOM),

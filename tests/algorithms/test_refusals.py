@@ -63,6 +63,14 @@ CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
         {"corrections": {"kind": "mask", "floor": 1.0, "cap": 1.0}},
     ),
     (
+        {
+            "advantage": {"kind": "separately_normalised"},
+            "divergence": {**REWARD, "estimator": "k1"},
+        },
+        "reads each reward for itself: a divergence in the reward would be lost",
+        {"divergence": {"to": "reference", "where": "loss", "estimator": "k3"}},
+    ),
+    (
         {"divergence": {"to": "old", "unbiased": "ratio"}},
         "by the ratio of the surrogate: set unbiased = true",
         {"divergence": {"to": "old", "unbiased": True}},

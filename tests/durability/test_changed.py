@@ -154,10 +154,13 @@ def test_fingerprints_of_the_files_a_recipe_names(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
     (tmp_path / "a.py").write_text("x = 1")
     (tmp_path / "a.jsonl").write_text("{}")
     recipe = {
-        "model": {"name": str(model)},
+        "model": {"name": str(model), "lora": {"adapter": str(adapter)}},
         "tasks": [{"path": str(tmp_path / "a.jsonl"), "name": "jsonl"}],
         "entries": [f"{tmp_path}/a.py:f", "json:loads", "nowhere.at.all:f", "gone.py:f"],
         "prompt": "a: b",
@@ -165,12 +168,15 @@ def test_fingerprints_of_the_files_a_recipe_names(tmp_path: Path) -> None:
     }
     found = fingerprints(recipe, Path())
     keys = [key.split(" ")[0] for key in found]
-    assert keys == ["model.name", "tasks[0].path", "entries[0]", "entries[1]"]
+    assert keys == [
+        "model.name", "model.lora.adapter", "tasks[0].path", "entries[0]", "entries[1]",
+    ]  # fmt: skip
     (model / "model.safetensors").write_text("weights")
+    (adapter / "adapter_model.safetensors").write_text("weights")
     (tmp_path / "a.py").write_text("x = 2")
     (tmp_path / "a.jsonl").write_text("{} ")
     changed = [key for key, digest in fingerprints(recipe, Path()).items() if found[key] != digest]
-    assert [key.split(" ")[0] for key in changed] == keys[:3]
+    assert [key.split(" ")[0] for key in changed] == keys[:4]
 
 
 def test_fingerprint_of_a_data_set_covers_all_its_files(tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ OF_OLDER_WEIGHTS = (
             ("algorithm={preset='opd', divergence={where='reward', estimator='k1'}}", TEACHER),
             'reads no reward: a divergence in it would be lost, set where = "loss"',
         ),
+        (
+            ("algorithm=gdpo", "rewards.functions=[{function='task', clip=[0.0, 0.5]}]"),
+            "reads each reward as its function gives it: rewards.functions.0.clip would be lost",
+        ),
         ((AHEAD,), OF_OLDER_WEIGHTS),
         ((AHEAD, TRUNCATE, FROM_ENGINE), OF_OLDER_WEIGHTS),
         ((AHEAD, FROM_ENGINE), OF_OLDER_WEIGHTS),

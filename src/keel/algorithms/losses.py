@@ -272,6 +272,11 @@ class Divergence(FrozenModel):
                 'advantage "process_group_relative" reads the rewards of steps, not of tokens: '
                 'a divergence in the reward would be lost, set where = "loss"'
             )
+        if self.where == "reward" and algorithm.reads_components:
+            yield (
+                f'advantage "{algorithm.advantage.kind}" reads each reward for itself: a '
+                'divergence in the reward would be lost, set where = "loss"'
+            )
         if self.where == "reward" and not algorithm.needs_reward:
             yield (
                 f'advantage "{algorithm.advantage.kind}" reads no reward: a divergence in it would '

@@ -104,6 +104,11 @@ class Algorithm(FrozenModel):
         return self.advantage.reads_reward
 
     @property
+    def reads_components(self) -> bool:
+        """Whether the advantage reads each reward for itself."""
+        return self.advantage.reads_components
+
+    @property
     def needs_value(self) -> bool:
         """Whether the advantage reads a value model."""
         return self.advantage.uses_value

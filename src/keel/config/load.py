@@ -36,6 +36,7 @@ RUN_FOLDER = "$RUN/"
 DATA_KEYS = ("path", "validation_path", "data_files", "data_dir")
 RUN_KEYS = ("stored",)
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".gz")
+MODEL_KEYS = ("name", "model", "adapter")
 MODEL_FILES = ("config.json", "adapter_config.json")
 _FILE_ENTRY = re.compile(r"[^:\s]+\.py:[\w.]+")
 """`path/to/file.py:function`"""
@@ -103,7 +104,7 @@ def located(value: Any, folder: Path, key: str = "", judge: bool = False) -> Any
         is_path = "/" in value  # else a program in PATH
     elif key in RUN_KEYS:
         is_path = os.path.isdir(path)
-    elif key in ("name", "model", "adapter"):
+    elif key in MODEL_KEYS:
         is_path |= any(os.path.isfile(f"{path}/{file}") for file in MODEL_FILES)
     is_path |= judge and key == "cache"
     return path if is_path else value

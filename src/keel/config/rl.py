@@ -177,6 +177,18 @@ class RolloutStage(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _rewards_are_read(self) -> RolloutStage:
+        advantage = self.algorithm.advantage
+        for at, source in enumerate(self.rewards.functions if advantage.reads_components else ()):
+            for key, unset in (("clip", None), ("normalise", "none"), ("gate_below", None)):
+                if getattr(source, key) != unset:
+                    raise ValueError(
+                        f'advantage "{advantage.kind}" reads each reward as its function gives it: '
+                        f"rewards.functions.{at}.{key} would be lost, leave it out"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _teacher_is_read(self) -> RolloutStage:
         kind = self.algorithm.advantage.kind
         if self.algorithm.needs_teacher and self.teacher is None:

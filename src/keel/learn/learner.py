@@ -205,10 +205,7 @@ class Learner:
         Raises:
             NotFinite: the loss or a gradient is not finite; no optimizer took a step.
         """
-        if algorithm.whole_batch:
-            now = self._now(algorithm, batch.actions) if moved else batch.actions
-            assert now.old_log_prob_N is not None
-            batch = whole_batch(algorithm, batch, now.old_log_prob_N, now.old_entropy_N)
+        batch = self._prepared(algorithm, batch, moved)
         chosen, others = by_gradient(algorithm, batch, beta)
         with_gradient = batch.select(chosen) if others else batch
         alone = self.ranks.count == 1
@@ -241,6 +238,7 @@ class Learner:
 
     def cause_of(self, algorithm: Algorithm, batch: TrainBatch[Batch], beta: float) -> Cause:
         """Where a loss or gradient that is not finite comes from."""
+        batch = self._prepared(algorithm, batch, moved=True)
         parameters = [p for optimizer in self.optimizers.values() for p in optimizer.parameters]
 
         def backward_alone(i: int) -> Mapping[str, float]:
@@ -280,10 +278,17 @@ class Learner:
         for optimizer in self.optimizers.values():
             optimizer.clear()
 
-    def _now(self, algorithm: Algorithm, batch: Batch) -> Batch:
-        """The batch with the current policy's numbers in place of the old ones."""
-        entropy = algorithm.reads_entropy
-        return self.score(batch, old=True, reference=False, others=False, entropy=entropy)
+    def _prepared(
+        self, algorithm: Algorithm, batch: TrainBatch[Batch], moved: bool
+    ) -> TrainBatch[Batch]:
+        """The batch with what its terms read of all of it, under the current policy."""
+        if not algorithm.whole_batch:
+            return batch
+        now, entropy = batch.actions, algorithm.reads_entropy
+        if moved:
+            now = self.score(now, old=True, reference=False, others=False, entropy=entropy)
+        assert now.old_log_prob_N is not None
+        return whole_batch(algorithm, batch, now.old_log_prob_N, now.old_entropy_N)
 
     def _score(
         self,

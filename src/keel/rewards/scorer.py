@@ -157,7 +157,8 @@ class Scorer:
     @property
     def weights(self) -> dict[str, float]:
         """What each reward is weighed with, by its name."""
-        return {function.name: function.source.weight for function in self.functions}
+        weights = {function.name: function.source.weight for function in self.functions}
+        return {**weights, OVERLONG: 1.0} if self.overlong_buffer else weights
 
     @property
     def spending(self) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import tomli_w
 
 from keel.config.entry import PASSED, PYTHON, load_entry, source_of
-from keel.config.load import in_run_folder
+from keel.config.load import DATA_KEYS, MODEL_FILES, MODEL_KEYS, in_run_folder
 from keel.platform import files
 from keel.platform.files import locked, refuse_if_taken
 from keel.platform.signals import ProcessLost, catching
@@ -368,11 +368,12 @@ def _fingerprint(key: str, value: str) -> str | None:
         return None if source is None else files.sha256(source)
     path = Path(value).expanduser()
     names = set(re.findall(r"\w+", key))
-    if names & {"path", "validation_path", "data_files", "data_dir"}:
+    if not names.isdisjoint(DATA_KEYS):
         if path.is_dir():
             return _of_files(path, path.rglob("*"))
         return files.sha256(path) if path.is_file() else None
-    if key.rpartition(".")[2] in ("name", "model") and (path / "config.json").is_file():
+    of_model = any((path / file).is_file() for file in MODEL_FILES)
+    if key.rpartition(".")[2] in MODEL_KEYS and of_model:
         return _of_files(path, path.iterdir())
     return None
 
