@@ -21,6 +21,7 @@ from typing import Any
 import tomli_w
 
 from keel.algorithms.presets import PRESETS
+from keel.algorithms.variants import VARIANTS
 from studies.common import keel, read_csv
 
 HERE = Path(__file__).resolve().parent
@@ -28,7 +29,12 @@ RATES = HERE / "rates.toml"
 TASKS = ("sort_digits", "reverse")
 RESULTS = HERE / "results"
 KEPT = ("scores.csv", "curves.csv")
-COMPARED = tuple(name for name in PRESETS if not PRESETS[name].algorithm.needs_teacher)
+NOT_MEASURED = frozenset(one.name for one in VARIANTS)
+COMPARED = tuple(
+    name
+    for name, preset in PRESETS.items()
+    if not preset.algorithm.needs_teacher and name not in NOT_MEASURED
+)
 """`studies.evidence.distillation` measures the others."""
 UNGROUPED = ("ppo", "ppo_kl_penalty", "reinforce", "reinforce_pp", "remax", "opd")
 BASELINE = "grpo"

@@ -22,6 +22,7 @@ from studies.evidence import bias, distillation, gae, lengths, memory, ratios, r
 from studies.evidence.algorithms import (
     BASELINE,
     COMPARED,
+    NOT_MEASURED,
     RATES,
     RESULTS,
     STABLE,
@@ -192,7 +193,7 @@ def filled(text: str) -> str:
 def write() -> None:
     """Write sections, tables and pictures."""
     (PRESET_PAGES / "curves").mkdir(exist_ok=True)
-    for name in PRESETS:
+    for name in [one for one in PRESETS if one not in NOT_MEASURED]:
         path = PRESET_PAGES / f"{name}.md"
         path.write_text(path.read_text().partition(SECTION)[0] + section(name))
         # With the baseline's curves in grey.

@@ -108,7 +108,7 @@ algorithm.weights.constant=99
 algorithm.divergence.beta=0.0 algorithm.divergence.estimator=k2
 algorithm=ppo_kl_penalty algorithm.divergence.adaptive.horizon=50.0
 algorithm=ppo epochs=1 algorithm.value.clip=0.5
-algorithm.corrections=[{kind='reject',statistic='k2'}] algorithm.corrections.0.floor=0.1
+algorithm.corrections=[{{kind='reject',statistic='k2'}}] algorithm.corrections.0.floor=0.1
 algorithm=pass_k algorithm.advantage.scale=none algorithm.advantage.epsilon=0.1
 value.warmup_steps=2
 value.kind=head
