@@ -55,15 +55,16 @@ def test_index_names_each_preset() -> None:
     index = (FOLDER / "README.md").read_text(encoding="utf-8")
     for name, preset in PRESETS.items():
         algorithm, paper = preset.algorithm, preset.paper
-        shown = f"[{name}]({name}.md)" if name in PAGES else name
-        line = next(x for x in index.splitlines() if x.startswith(f"| {shown} |"))
         kinds = (
             algorithm.advantage.kind,
             algorithm.ratio,
-            ", mask ".join((algorithm.surrogate.kind, *(mask.kind for mask in algorithm.masks))),
+            " × ".join((algorithm.surrogate.kind, *(mask.kind for mask in algorithm.masks))),
             algorithm.weights.kind,
         )
+        if name not in PAGES:
+            assert f"- `{name}` [{paper}]: {', '.join(kinds)}; " in index
+            continue
+        line = next(x for x in index.splitlines() if x.startswith(f"| [{name}]({name}.md) |"))
         assert all(f"| {kind} |" in line for kind in kinds)
         assert line.endswith(f"| {paper} |")
-        if name in PAGES:
-            assert ("| none | " + paper in line) == (algorithm.divergence is None)
+        assert ("| none | " + paper in line) == (algorithm.divergence is None)

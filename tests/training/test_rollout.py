@@ -187,7 +187,7 @@ def test_tool_output_is_context_and_not_trained_on(policy: Policy, advantage: st
     assert batch.tokens_T[batch.target_N].tolist() == np.concatenate(whole).tolist()
     if row.needs_value:
         batch = replace(batch, value_N=torch.linspace(0, 1, batch.target_N.numel()).double())
-    judged = outcome(rollouts.groups, rollouts.results, None, torch.float64)
+    judged = outcome(rollouts.groups, rollouts.results, None)
     ready = prepare(row, batch, estimate(row, batch, judged, 0.0), 40)
     assert ready.advantage_N.shape == batch.target_N.shape
 
