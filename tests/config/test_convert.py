@@ -754,3 +754,18 @@ def test_masks_of_trl_and_losses_of_verl_are_mapped(tmp_path: Path) -> None:
     assert found["surrogate"] == {"kind": "cispo", "cap": 20.0}
     assert found["masks"]["kind"] == "total_variation"
     assert (found["masks"]["low"], found["masks"]["high"]) == (0.1, 0.2)
+    path.write_text(
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov "
+        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.01"
+    )
+    found = convert(str(path)).recipe["algorithm"]
+    assert found["surrogate"] == {"kind": "kl_cov", "share": 0.01, "coefficient": 0.1}
+    path.write_text(
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+        "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov "
+        "actor_rollout_ref.actor.policy_loss.clip_cov_ub=4.0"
+    )
+    found = convert(str(path)).recipe["algorithm"]
+    assert found["masks"]["kind"] == "clip_cov"
+    assert found["masks"]["cap"] == 4.0

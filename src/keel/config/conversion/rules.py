@@ -315,6 +315,13 @@ def trl_correction(c: Foreign) -> Keys:
 # ---------------------------------------------------------------- verl
 
 
+def verl_masks(c: Foreign) -> Keys:
+    """The bounds of Clip-Cov, whose kind the loss is."""
+    if c["policy_loss.loss_mode"] == "clip_cov":
+        for own, key in (("share", "ratio"), ("floor", "lb"), ("cap", "ub")):
+            yield f"algorithm.masks.{own}", c[f"policy_loss.clip_cov_{key}"]
+
+
 def verl_divergence(c: Foreign) -> Keys:
     """In the reward or in the loss; Keel's objective has one."""
     in_reward = c["use_kl_in_reward"] and c["kl_ctrl.kl_coef"] > 0
